@@ -1,2 +1,2 @@
-"""What a command does whose name is also a function of the Python interface. `python -m meshtrain.NAME` runs
-`commands.NAME`; `mt.NAME` is a function of `meshtrain.interface`."""
+"""Commands whose names are also functions of the Python interface. `python -m meshtrain.NAME` runs `commands.NAME`;
+`mt.NAME` is a function in `meshtrain.interface`."""

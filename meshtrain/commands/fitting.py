@@ -1,4 +1,4 @@
-"""Memory of a step on one GPU by the formulas, and the smallest change of a run that makes it fit."""
+"""Finds the smallest change of a run's settings that makes a step fit into a GPU's memory, by the formulas."""
 from __future__ import annotations
 
 import itertools
@@ -17,7 +17,7 @@ from meshtrain.training import state
 from meshtrain.units import size
 
 REPLICATING = ("ddp", "zero1", "zero2")     # shipped rules that leave weights or gradients whole on each device
-REMAT = ("none", "selective", "full")       # from the fastest to what holds least
+REMAT = ("none", "selective", "full")       # from the fastest to the one with the least memory
 MOST_DOUBLINGS = 5
 
 
@@ -26,7 +26,7 @@ def rates_of(gpu: Gpu) -> Rates:
 
 
 def options_of(made: Design, gpu: Gpu | None, rated: Rates) -> Options:
-    """The run as the formulas take it. gpu: None for simulated devices."""
+    """Return a run's settings as input of the formulas. gpu: None for simulated devices."""
     run, schedule = made.run, made.choice and made.choice.schedule
     pipelined = {"schedule": schedule.name, "chunks": schedule.num_chunks} if schedule else {}
     return Options.of(run, gpu.name if gpu else "", attended=rates.attended(run, made.layout, rated.assumed),
@@ -34,8 +34,8 @@ def options_of(made: Design, gpu: Gpu | None, rated: Rates) -> Options:
 
 
 def remedy(made: Design, gpu: Gpu, total_bytes: int) -> str:
-    """What makes a step of `total_bytes` fit, in words: the fewest keys of rules, remat and microbatches; "" where none
-    of them does. Takes the formulas, scaled to these bytes."""
+    """Return a text that names the smallest change of rules, remat and microbatches with which a step fits; "" if none
+    does. total_bytes: of the compiled step on one GPU; the formulas' bytes are scaled up to them."""
     rated, usable = rates_of(gpu), hardware.usable_bytes(gpu)
     by_formula = footprint.memory(made.placed, options_of(made, gpu, rated))["total"]
     for keys, changed in _changes(made, gpu):
@@ -46,13 +46,13 @@ def remedy(made: Design, gpu: Gpu, total_bytes: int) -> str:
 
 
 def _cost(tried: tuple[str, tuple[int, str], tuple[int, int]]) -> tuple:
-    """The order of changes: the fewest first; then the rules' before the others, and the least of each."""
+    """Return the sort key of a change: fewer keys first, then changes of rules first, then the smaller step of each."""
     rules, (level, _), (doublings, _) = tried
     return bool(rules) + bool(level) + bool(doublings), not rules, level, doublings
 
 
 def _changes(made: Design, gpu: Gpu) -> Iterator[tuple[dict[str, object], Design]]:
-    """(keys that are changed, the design with them), the fewest first, and of these what costs least speed."""
+    """Yield (changed keys, the design with them) in the order of `_cost`."""
     run = made.run
     rule_files = {"": made}
     if Path(run.sharding.rules).stem in REPLICATING:
@@ -60,7 +60,7 @@ def _changes(made: Design, gpu: Gpu) -> Iterator[tuple[dict[str, object], Design
             rule_files["zero3"] = assembly.design(run.replaced(sharding={"rules": str(rule_file("zero3"))}),
                                                   made.mesh_spec, "gpu", gpu)
         except ConfigError:
-            pass        # the mesh or the model does not take it
+            pass        # the mesh or the model does not allow zero3
     remats = ["", *REMAT[REMAT.index(run.training.remat) + 1:]] if run.training.remat in REMAT else [""]
     counts = [run.training.microbatches * 2**k for k in range(MOST_DOUBLINGS + 1 if not made.choice else 1)]
     tried = itertools.product(rule_files, enumerate(remats), enumerate(counts))
@@ -75,7 +75,7 @@ def _changes(made: Design, gpu: Gpu) -> Iterator[tuple[dict[str, object], Design
 
 
 def _with(made: Design, training: dict[str, object]) -> Design:
-    """The design with other keys of [training], which change no layout."""
+    """Return the design with other values of [training], which must not change the layout."""
     changed = Design(**{name: getattr(made, name) for name in Design.__dataclass_fields__} | {
         "run": made.run.replaced(training=training)})
     vars(changed)["placed"] = made.placed

@@ -1,9 +1,9 @@
-"""What a run costs: python -m meshtrain.inspect RUN.toml.
+"""Prints a run's memory, communication and compute: python -m meshtrain.inspect RUN.toml.
 
-Compiles the training step, never trains, reads no data. With --topology the step is compiled for GPUs that are not
-here, and priced kernel by kernel. Exit codes: 0 · 2 the user's mistake, one message · 3 the step does not fit into a
-GPU's memory · 75 stopped on request · 1 a program that XLA cannot compile, that would compute wrong numbers, or that
---expect did not expect.
+Compiles the training step; reads no data and does not train. With --topology, the step is compiled for GPUs that this
+machine need not have, and its time is predicted kernel by kernel. Exit codes: 0 · 1 XLA cannot compile the program, the
+program would compute wrong numbers, or it differs from the file of --expect · 2 a mistake in the settings · 3 the step
+does not fit into a GPU's memory · 75 stopped on request.
 """
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ COMMAND = config.Command("meshtrain.inspect", {
 @command.entry(COMMAND, __doc__, (gpu_compile.NotCompiledError, assembly.BrokenProgramError))
 def main(own: config.Arguments) -> int:
     with config.user_errors():
-        hardware.memory_share()         # what fits is measured against it
+        hardware.memory_share()         # check the environment variable before anything is compiled
     as_json, given = own["json"], _read_assumptions(own)
     run = config.load(own.names + own.keys)
     if own["html"]:
@@ -70,8 +70,7 @@ def main(own: config.Arguments) -> int:
     if note := summary.unopened(run):
         made = dataclasses.replace(made, notes=(*made.notes, note))
     if given and not roofline.gpu_of(made):
-        raise ConfigError("--assume changes the roofline, and there is no roofline without a GPU of known speed; "
-                          "add e.g. --topology h100:8")
+        raise ConfigError("--assume changes the roofline, which needs a GPU of known speed; add e.g. --topology h100:8")
     step = inspected(made, given)
     now = expect.of(made, step.program, step.held)
     if own["update"]:
@@ -91,19 +90,21 @@ def main(own: config.Arguments) -> int:
 
 
 def inspected(made: assembly.Assembly, given: Mapping[str, float] = MappingProxyType({})) -> Inspected:
-    """Compile the step of a run and what it samples with. given: assumptions of the roofline to replace, by name.
+    """Compile the step of a run and, with [rl], the programs of its sampler. given: values that replace assumptions of
+    the roofline, by name.
 
     Raises: gpu_compile.NotCompiledError, assembly.BrokenProgramError.
     """
     logged: list[str] = []
     with say.without_noise(logged), gpu_compile.naming_faults(f"the programs of {made.run.run.name}"):
-        executable = assembly.compile_unchecked(made)       # a broken one is shown, not refused
+        executable = assembly.compile_unchecked(made)       # a broken program is shown, not refused
         sampling = _sampling(made) if made.run.training.objective == "rl" else None
     return Inspected(made, executable, given, logged, sampling)
 
 
 def _tell(step: Inspected, own: config.Arguments) -> None:
-    """Raises: ConfigError where the page cannot be written."""
+    """Print the costs of a step and write its page, as the options ask. Raises: ConfigError if the page cannot be
+    written."""
     data = report.as_json(step)
     if own["html"]:
         with config.user_errors():
@@ -119,19 +120,20 @@ def _tell(step: Inspected, own: config.Arguments) -> None:
 
 
 def _sampling(made: assembly.Assembly):
-    """The field `sampling` of `Inspected`. Raises: ConfigError for rl.rules, assembly.BrokenProgramError."""
+    """Return the field `sampling` of `Inspected`. Raises: ConfigError for faults of rl.rules,
+    assembly.BrokenProgramError."""
     sampler = trained.beside(made)
     return sampler.costs, sampler.programs()
 
 
 def _read_assumptions(own: config.Arguments) -> dict[str, float]:
-    """The assumptions that --assume changes. Raises: ConfigError for unknown names and contradicting options."""
+    """Return the values of --assume. Raises: ConfigError for unknown names and contradicting options."""
     given = dict(own["assume"])
     with config.user_errors():
         assumptions.Assumptions("", given)
     if foreign := [name for name in given if assumptions.TABLE[name].formula]:
-        raise ConfigError(f"--assume {foreign[0]} changes the formulas of `python -m meshtrain.plan` alone: a compiled "
-                          f"step shows what overlaps; leave it out")
+        raise ConfigError(f"--assume {foreign[0]} applies only to the formulas of `python -m meshtrain.plan`: a "
+                          f"compiled step itself shows what overlaps; leave it out")
     if own["update"] and not own["expect"]:
         raise ConfigError("--update needs a file: --expect FILE --update")
     for option in ("expect", "html"):
@@ -140,65 +142,66 @@ def _read_assumptions(own: config.Arguments) -> dict[str, float]:
     return given
 
 
-# ---- what was expected -----------------------------------------------------------------------------------------------
+# ---- the file of --expect --------------------------------------------------------------------------------------------
 
 
 def _read_expected(path: str) -> expect.Expected:
-    """Raises: ConfigError."""
+    """Read the file of --expect. Raises: ConfigError."""
     try:
         return expect.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"--expect={path}: there is no such file; --expect {path} --update writes it") from None
     except OSError as error:
-        raise ConfigError(f"--expect={path} cannot be read: {error.strerror}; name a file that can") from None
+        raise ConfigError(f"--expect={path} cannot be read: {error.strerror}; give a readable file") from None
     except ValueError as error:
-        message = f"--expect={path} is not what --update writes: {error}; write it again with --update"
+        message = f"--expect={path} is not a file that --update wrote: {error}; write it again with --update"
         raise ConfigError(message) from None
 
 
 def _check_writable(path: str) -> None:
-    """Before anything is compiled; touches nothing. Raises: ConfigError."""
+    """Check, before anything is compiled, that a file can be written. Writes nothing. Raises: ConfigError."""
     parent = Path(path).parent
     fault = ("it is a directory" if os.path.isdir(path) else f"there is no directory {parent}"
              if not os.path.isdir(parent) else
              "" if os.access(path if os.path.exists(path) else parent, os.W_OK) else "that is not permitted")
     if fault:
-        raise ConfigError(f"--expect={path} cannot be written: {fault}; name a file that can")
+        raise ConfigError(f"--expect={path} cannot be written: {fault}; give a writable file")
 
 
 def _write(path: str, text: str) -> None:
-    """Raises: ConfigError."""
+    """Write the file of --expect. Raises: ConfigError."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--expect={path} cannot be written: {error.strerror}; name a writable file") from None
+        raise ConfigError(f"--expect={path} cannot be written: {error.strerror}; give a writable file") from None
     say.err(f"written: {path}")
 
 
 def _differs(before: expect.Expected, now: expect.Expected, path: str) -> bool:
-    """Tells every difference."""
+    """Print all differences from the expected step. Return whether there are any."""
     lines, causes = expect.differences(before, now), expect.causes(before, now)
     for line in lines + causes:
         say.err(line)
     if lines:
-        say.err(f"not as {path} says: {counted(len(lines), 'difference')}; to accept the step as it is, add --update")
+        say.err(f"the step differs from {path}: {counted(len(lines), 'difference')}; to accept the step as it is, add "
+                f"--update")
     else:
         sent = sum(row.bytes for row in now.collectives.values())
-        say.err(f"as {path} says: {counted(len(now.collectives), 'kind')} of collectives, {sent:,} bytes sent, "
-                f"{now.memory_bytes['total']:,} bytes held")
+        say.err(f"the step agrees with {path}: {counted(len(now.collectives), 'kind')} of collectives, {sent:,} bytes "
+                f"sent, {now.memory_bytes['total']:,} bytes held")
     return bool(lines)
 
 
 def _devices(run: config.Run, topology: str | None):
     if topology is not None:
         return topology_devices(run, topology)
-    if run.mesh.simulated_devices:      # before they are started, which takes threads and memory for each
+    if run.mesh.simulated_devices:      # checked before devices start, each of which takes threads and memory
         elastic.check(run, run.mesh.simulated_devices)
     return local_devices.start(run)
 
 
 def topology_devices(run: config.Run, topology: str):
-    """The devices of `GPU:N`, which need not be here, to compile for. Raises: ConfigError."""
+    """Return the devices of `GPU:N` to compile for; this machine need not have them. Raises: ConfigError."""
     local_devices.own_flags(os.environ)
     local_devices.own_settings_told(os.environ)
     with config.user_errors(), say.without_noise():
@@ -212,10 +215,9 @@ def _topology_sizes(run: config.Run, topology: str) -> dict[str, int]:
 
 
 def _show_schedule(run: config.Run, topology: str | None) -> None:
-    """Text and picture of the run's pipeline; compiles nothing, and needs no more devices than it takes to count
-    them."""
+    """Print the run's pipeline schedule and write its picture. Compiles nothing. Raises: ConfigError."""
     choice = _schedule(run, topology)
-    if choice is None:      # a run that `plan` wrote may have stages or none
+    if choice is None:      # no mistake: a run file that `plan` wrote may have stages or not
         say.out("mesh.stage=1: the run has no pipeline, so there is no schedule to draw; a pipeline has e.g. "
                 "--mesh.stage 4")
         return
@@ -225,20 +227,24 @@ def _show_schedule(run: config.Run, topology: str | None) -> None:
     try:
         path.write_text(skin.alone(pictures.schedule(chart.as_json(choice), heading)) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {error.filename}: {error.strerror}; go to a directory that can be "
-                          f"written") from None
-    say.out(f"drawn: {path}")
+        raise ConfigError(f"cannot write {error.filename}: {error.strerror}; run the command in a writable "
+                          f"directory") from None
+    say.out(f"written: {path}")
 
 
 def _schedule(run: config.Run, topology: str | None) -> simulate.Choice | None:
-    """The schedule that `train` would choose on these GPUs (without --topology, this machine's). None if no stages."""
+    """Return the schedule that `train` would choose on these GPUs (None: on this machine's devices); None without
+    stages."""
     run, spec, platform, gpu = placed_on(run, topology)
     return assembly.design(run, spec, platform, gpu).choice
 
 
 def placed_on(run: config.Run, topology: str | None) -> tuple[config.Run, MeshSpec, str, hardware.Gpu | None]:
-    """(the run with its open layout resolved, the mesh, jax's name of the platform, the GPU) that a run would have on
-    `GPU:N`, or on this machine. Starts devices only where their number is asked for. Raises: ConfigError."""
+    """Return (the run with its layout resolved, mesh, jax's platform name, GPU) for `GPU:N` or, if topology is None,
+    for this machine.
+
+    The GPU is None if its speed is unknown. Starts devices only if their number is needed. Raises: ConfigError.
+    """
     platform, gpu = "cpu", None
     sizes = asked = {axis: getattr(run.mesh, axis) for axis in config.AXES}
     with config.user_errors():

@@ -1,9 +1,9 @@
-"""Which layout to take: python -m meshtrain.plan llama3-8b --gpus 64 --gpu h100.
+"""Ranks the layouts of a model on GPUs by predicted speed: python -m meshtrain.plan llama3-8b --gpus 64 --gpu h100.
 
-Prices every layout that the model and the hosts allow by closed formulas, and ranks what fits; nothing is compiled, and
-nothing but rule files is read. MODEL is a preset, a model folder or hf://org/name on the Hugging Face hub, changed by
---model.key value if need be. Exit codes: 0 · 2 the user's mistake, one message · 3 nothing fits · 75 stopped on
-request · 1 a program that XLA cannot compile or that would compute wrong numbers.
+Predicts the step time and memory of every layout that the model and the hosts allow, by closed formulas, and ranks
+those that fit. Compiles nothing (except with --verify) and reads no data. MODEL is a preset, a model folder or
+hf://org/name on the Hugging Face hub; --model.key value changes it. Exit codes: 0 · 1 with --verify, XLA cannot compile
+a program, or it would compute wrong numbers · 2 a mistake in the settings · 3 nothing fits · 75 stopped on request.
 """
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def _fixed(help: str) -> config.Option:
 
 
 COMMAND = config.Command("meshtrain.plan", {
-    "gpus": config.Option("number of GPUs; 64,128,256 shows the best plan of each", "N", "64", _gpus, (),
+    "gpus": config.Option("number of GPUs; 64,128,256 shows the best plan for each", "N", "64", _gpus, (),
                           required="which layout is best depends on it"),
     "gpu": config.Option(f"type of GPU: {', '.join(hardware.priced())}", "NAME", "h100",
                          config.one_of(*hardware.priced()), required="which layout is best depends on it"),
     "seq-len": config.Option("tokens per sequence", "S", "8192", config.whole(1)),
     "global-batch": config.Option("sequences per step (default: about 4 million tokens)", "B", "512", config.whole(1)),
-    **{axis: _fixed(f"fixes mesh.{axis}") for axis in AXES},
+    **{axis: _fixed(f"fix mesh.{axis}") for axis in AXES},
     "schedule": config.Option("fix the pipeline schedule", "NAME", "1f1b", config.one_of(*NAMES)),
     "chunks": _fixed("fix the chunks per stage"),
     "microbatches": _fixed("fix the number of microbatches"),
@@ -69,7 +69,7 @@ COMMAND = config.Command("meshtrain.plan", {
     "compute-dtype": config.Option("fix model.compute_dtype", "D", "bfloat16", config.one_of("bfloat16", "float32")),
     "rules": config.Option("also try your own rule file", "FILE", "my_rules.toml", many=True),
     "max-memory": config.Option("memory limit of a GPU", "GiB", "70", config.number("a number of GiB", positive=True)),
-    "gpus-per-host": _fixed("GPUs per host, if not the usual number"),
+    "gpus-per-host": _fixed("GPUs per host (default: that of the type of GPU)"),
     "tokens": config.Option("print how many days the run trains for these tokens", "T", "1e12",
                             config.number("a number of tokens", positive=True)),
     "budget-hours": config.Option("print how many tokens these GPU hours train", "H", "100000",
@@ -79,12 +79,12 @@ COMMAND = config.Command("meshtrain.plan", {
     "json": config.Option("print JSON alone"),
     "html": config.Option("also write an HTML page: one file without external resources", "FILE", "plans.html"),
     "write": config.Option("write the best plan as a run file", "RUN.toml", "best.toml"),
-    "verify": config.Option("compile the best K plans for these GPUs and compare formulas and programs", "K", "3",
+    "verify": config.Option("compile the best K plans for these GPUs and compare formulas with programs", "K", "3",
                             config.whole(1), 0),
 }, "MODEL|RUN.toml", (0, 1))
-TOKENS = 1 << 22            # of a step, where nothing says how many: 4 million, as runs of billions of parameters take
+TOKENS = 1 << 22            # default tokens per step: 4 million, as in published runs of billions of parameters
 MOST_FAULTS = 5
-TOLD, OTHERS = 20, 400      # plans in the answer; more of them in JSON as points alone
+TOLD, OTHERS = 20, 400      # plans in the output; further plans that JSON has as points of a plot
 
 
 @command.entry(COMMAND, __doc__, (gpu_compile.NotCompiledError, assembly.BrokenProgramError))
@@ -109,9 +109,9 @@ def main(options: config.Arguments) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Planned:
-    """The answer to a command line. answers: for each number of GPUs. compiled: of --verify, of the best plans. behind:
-    how far the fixed layout is behind the best one, if anything is fixed. unopened: the files of the run that were not
-    read."""
+    """The result of a command line. answers: for each number of GPUs. compiled: with --verify, from `verified`, for the
+    best plans. behind: how much slower the fixed layout is than the best one; None if nothing is fixed. unopened: the
+    files of the run that were not read."""
     run: Run
     answers: list[tuple[search.Question, search.Answer]]
     length: texts.Length
@@ -124,7 +124,7 @@ class Planned:
         return next(iter(self.answers[0][1].plans), None)
 
     def text(self) -> str:
-        """The text that the command prints."""
+        """Return the text that the command prints."""
         (question, answer), several = self.answers[0], len(self.answers) > 1
         parts = [texts.scaling(self.answers, self.length) if several else
                  texts.page(question, answer, TOLD, self.length, self.behind)]
@@ -137,8 +137,8 @@ class Planned:
         return "\n\n".join(parts)
 
     def as_json(self) -> dict:
-        """The output of `--json`: for one number of GPUs the best plans and near misses, for several the best plan of
-        each."""
+        """Return the output of `--json`: for one number of GPUs the best plans and those that nearly fit, for several
+        numbers the best plan for each."""
         (question, answer), several, length = self.answers[0], len(self.answers) > 1, self.length
         of_each = [(q, plan) for q, a in self.answers
                    for plan in (a.plans[:1] if several else [*a.plans[:TOLD], *a.misses])]
@@ -164,9 +164,10 @@ class Planned:
 
 
 def planned(options: config.Arguments) -> Planned:
-    """Raises: ConfigError where no layout is allowed, or options contradict each other."""
+    """Return the plans for a command line. Raises: ConfigError if no layout is allowed, or options contradict each
+    other."""
     if alone := [option for option in ("write", "verify") if option in options and len(options["gpus"]) > 1]:
-        raise ConfigError(f"--{alone[0]} takes the best plans of one number of GPUs; give --gpus one")
+        raise ConfigError(f"--{alone[0]} takes the best plans of one number of GPUs; give a single number with --gpus")
     run = asked(options)
     answers = [answered(run, options, count) for count in options["gpus"]]
     question, answer = answers[0]
@@ -178,13 +179,14 @@ def planned(options: config.Arguments) -> Planned:
 
 
 def answered(run: Run, options: config.Arguments, num_gpus: int) -> tuple[search.Question, search.Answer]:
-    """Raises: ConfigError where no layout is allowed."""
+    """Search the layouts for one number of GPUs, and return (question, answer). Raises: ConfigError if no layout is
+    allowed."""
     question = question_of(run, options, num_gpus)
     answer = search.search(question)
     if not answer.plans and not answer.misses:
         fixed = " ".join(f"--{axis} {options[axis]}" for axis in AXES if axis in options)
-        none = (f"{fixed}: no mesh of {num_gpus} GPUs has the sizes that are fixed; their product must divide the "
-                f"number of GPUs, and heads and layers must allow them")
+        none = (f"{fixed}: no mesh of {num_gpus} GPUs has these sizes; their product must divide the "
+                f"number of GPUs, and the model's numbers of heads and layers must allow them")
         refused = [f"{fault} (so {number} of {answer.laid} meshes with a rule file)"
                    for fault, number in answer.faults.most_common(MOST_FAULTS)]
         raise ConfigError(*(refused or [none]))
@@ -195,12 +197,12 @@ def answered(run: Run, options: config.Arguments, num_gpus: int) -> tuple[search
 
 
 def asked(options: config.Arguments) -> Run:
-    """The run file to plan for, without a layout."""
+    """Return the run to plan for, without a layout. Raises: ConfigError."""
     given = {"training.microbatches": 1, "pipeline.schedule": "auto", "pipeline.chunks": 1, "mesh.simulated_devices": 0,
              "mesh.full_devices": 0}
     given |= {f"mesh.{axis}": 1 for axis in AXES} | {"sharding.rules": "sharding_rules/ddp.toml"}
     if not options.names:
-        raise ConfigError(f"plan for what? Name a run file or a model: {', '.join(config.presets())}")
+        raise ConfigError(f"the model is missing; give a run file or a model: {', '.join(config.presets())}")
     (name,) = options.names
     if "compute-dtype" in options:
         given["model.compute_dtype"] = options["compute-dtype"]
@@ -218,10 +220,10 @@ def asked(options: config.Arguments) -> Run:
                   "validation.every": 500, "data.global_batch": 1, "checkpoint.every": 500}
         given.setdefault("model.compute_dtype", "bfloat16")
     elif not os.path.exists(name) and HUB_NAME.fullmatch(name):
-        raise ConfigError(f"{name} is not a run file; for the model of that name on the Hugging Face hub write "
+        raise ConfigError(f"{name} is not a run file; for the model with this name on the Hugging Face hub, give "
                           f"hf://{name}")
     elif not os.path.exists(name) and "." not in name:
-        raise ConfigError(f"{name} is no run file and no model; models: {', '.join(config.presets())}")
+        raise ConfigError(f"{name} is neither a run file nor a model; models: {', '.join(config.presets())}")
     if "seq-len" in options:
         given["data.seq_len"] = options["seq-len"]
     elif preset or folder:
@@ -235,7 +237,7 @@ def asked(options: config.Arguments) -> Run:
         batch = max(1, TOKENS // run.data.seq_len, max(options["gpus"]) // 8)
         together = math.lcm(*options["gpus"])
         even = together & -together
-        odd = together // even                  # 3 of 96 GPUs, 125 of 1,000
+        odd = together // even                  # e.g. 3 for 96 GPUs, 125 for 1,000
         while even > 1 and odd * even > batch:
             even //= 2
         batch = max(1, round(batch / (odd * even))) * odd * even
@@ -247,7 +249,7 @@ def asked(options: config.Arguments) -> Run:
 
 
 def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Question:
-    """Raises: ConfigError."""
+    """Return the search question for one number of GPUs. Raises: ConfigError."""
     with config.user_errors():
         gpu = hardware.get(options["gpu"])
         if count := options["gpus-per-host"]:
@@ -293,7 +295,7 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
 
 
 def laid_out(run: Run, plan: search.Plan) -> Run:
-    """The run with a plan's layout."""
+    """Return the run with a plan's layout."""
     options, pipelined, split = plan.options, plan.sizes["stage"] > 1, plan.sizes["context"] > 1
     return run.replaced(
         mesh={**plan.sizes, "placement": tuple(plan.placed.mesh.placement)}, sharding={"rules": plan.rules.path},
@@ -303,9 +305,12 @@ def laid_out(run: Run, plan: search.Plan) -> Run:
 
 
 def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
-    """Compiles a plan's program: what it holds [bytes per GPU], sends [bytes per GPU and step, by mesh axes] and takes
-    by the roofline [s]. Raises: ConfigError where nothing can be compiled for these GPUs here,
-    gpu_compile.NotCompiledError, assembly.BrokenProgramError."""
+    """Compile a plan's program. Return its costs per GPU and step: memory_bytes, traffic_bytes (sent, by mesh axes) and
+    step_time_s (by the roofline).
+
+    Raises: ConfigError if this machine cannot compile for these GPUs, gpu_compile.NotCompiledError,
+    assembly.BrokenProgramError.
+    """
     local_devices.own_flags(os.environ)
     local_devices.own_settings_told(os.environ)
     gpu, given = question.rated.gpu, question.rated.assumed.given
@@ -324,8 +329,8 @@ def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
 
 
 def sampled_apart(run: Run, question: search.Question) -> dict:
-    """Price a sampler apart (rl.lag) on the GPUs of one host; keys as of `sampled`. weights_bytes: of a GPU.
-    file_bytes: of each version of the weights, written and read through the file system."""
+    """Return the costs of a separate sampler (rl.lag) on the GPUs of one host, with the keys of `sampled` and others.
+    weights_bytes: per GPU. file_bytes: of each version of the weights, which goes through the file system."""
     rl, model, gpus = run.rl, transformer.build(run.model, run.lora), question.rated.gpu.gpus_per_host
     for tensor in (n for n in range(gpus, 0, -1) if gpus % n == 0):
         sizes = {axis: {"tensor": tensor, "data": gpus // tensor}.get(axis, 1) for axis in AXES}
@@ -348,8 +353,8 @@ def sampled_apart(run: Run, question: search.Question) -> dict:
 
 
 def sampled(run: Run, question: search.Question, plan: search.Plan) -> dict:
-    """What the sampler of a run with [rl] costs under a plan, seconds and slots of data.seq_len tokens. Raises:
-    ConfigError where rl.rules cannot be read."""
+    """Return the costs of sampling in a run with [rl] under a plan: times in seconds, bytes per GPU, and slots of
+    data.seq_len tokens. Raises: ConfigError if rl.rules cannot be read."""
     if run.rl.lag:
         return sampled_apart(run, question)
     rl, model, layout = run.rl, transformer.build(run.model, run.lora), plan.placed.layout
@@ -373,6 +378,6 @@ def sampled(run: Run, question: search.Question, plan: search.Plan) -> dict:
 
 
 def run_file(run: Run, plan: search.Plan, path: str) -> str:
-    """The text of a plan's run file, which needs no preset. path: where it will be written."""
+    """Return the text of a plan's run file, with the model's settings written out. path: where it will be written."""
     _, *lines = config.dump(laid_out(run, plan)).splitlines()
     return "\n".join([f"# python -m meshtrain.train {shlex.quote(path)}", *lines]) + "\n"

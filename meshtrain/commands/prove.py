@@ -1,10 +1,10 @@
-"""Whether a run computes on every layout what one device computes: python -m meshtrain.prove RUN.toml.
+"""Tests whether a run computes the same on every layout as on one device: python -m meshtrain.prove RUN.toml.
 
-The run's model is made small, with the same kinds of layers, experts, windows, adapters, objective and masks. On
-simulated devices, in float32, loss, every gradient leaf and three steps are compared with those of one device, on
-layouts that hold every pair of meshes, rule files, pipeline schedules, context methods, microbatches and remat that the
-run allows. Reads no data and trains nothing. Exit codes: 0 · 1 a layout differs, or a fault of the GPU program or of a
-rule file was found · 2 the user's mistake, one message · 75 stopped on request.
+The run's model is made small; kinds of layers, experts, windows, adapters, objective and masks stay. The loss, every
+gradient leaf and three steps are compared with those of one device, in float32 on simulated devices. The layouts cover
+every pair of meshes, rule files, pipeline schedules, context methods, microbatches and remat policies that the run
+allows. Reads no data and trains nothing. Exit codes: 0 · 1 a layout differs, or the GPU program or a rule file has a
+fault · 2 a mistake in the settings · 75 stopped on request.
 """
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ COMMAND = config.Command("meshtrain.prove", {
     "rules": config.Option("test this rule file instead of the run's and the shipped ones", "FILE", "my_rules.toml",
                            many=True),
     "devices": config.Option("number of simulated devices", "N", "8", config.whole(2, MOST_DEVICES), 8),
-    "cells": config.Option("test at most this many layouts, those that cover the most; default: every pair of choices",
-                           "N", "10", config.whole(1)),
+    "cells": config.Option("test at most this many layouts, those that cover the most pairs of choices; default: "
+                           "layouts that cover all pairs", "N", "10", config.whole(1)),
     "json": config.Option("print JSON alone"),
     "html": config.Option("also write an HTML page: one file without external resources", "FILE", "proof.html"),
 }, "[RUN.toml]", (0, 1))
@@ -36,7 +36,7 @@ def main(own: config.Arguments) -> int:
         with config.user_errors():
             skin.check_free("--html", own["html"])
     devices = local_devices.start(run.replaced(mesh={"simulated_devices": own["devices"]}), cheaply=True)
-    with say.without_noise([]):     # what XLA warns of while it compiles for CPUs concerns nobody
+    with say.without_noise([]):     # XLA's warnings about programs for CPUs do not matter here
         begun = say.live if say.on_terminal() and not own["json"] else lambda line: None
         proof = parity.prove(run, own["rules"], devices, own["cells"], say.out, begun)
         file = _written(proof, run, devices)
@@ -55,21 +55,22 @@ def main(own: config.Arguments) -> int:
 
 
 def _written(proof: parity.Proof, run: config.Run, devices) -> str | None:
-    """The smallest run file that shows the first difference, written; None without one."""
+    """Write the smallest run file that shows the first difference. Return its path; None if nothing differs, or if the
+    run file is already the smallest."""
     if (cell := proof.first_wrong) is None:
         return None
-    say.out("looking for the smallest run file that shows it …")
+    say.out("searching for the smallest run file that shows the first difference …")
     found = smallest.of(cell, devices, say.out)
     if found.keys == smallest.keys_of(run):
-        say.out("no key of this run file can be left out: it is the smallest that shows it")
+        say.out("this run file is the smallest that shows the difference: no key can be left out")
         return None
     path = smallest.written(found, run.run.name)
-    say.out(f"written: {path}, {len(found.keys)} keys; python -m meshtrain.prove {path} shows it again")
+    say.out(f"written: {path}, {len(found.keys)} keys; python -m meshtrain.prove {path} shows the difference again")
     return str(path)
 
 
 def summary(proof: parity.Proof) -> str:
-    """The text that the command prints at its end."""
+    """Return the text that the command prints at its end."""
     equal, total = sum(not cell.differs for cell in proof.cells), len(proof.cells)
     return (f"{proof.name}: {equal} of {counted(total, 'layout')} {'computes' if equal == 1 else 'compute'} what one "
             f"device computes, findings: {len(proof.findings)}; {proof.seconds:.0f} s, "

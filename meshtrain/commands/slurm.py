@@ -1,8 +1,8 @@
-"""A Slurm job for a run: meshtrain slurm RUN.toml --nodes 8 > job.sbatch, then sbatch job.sbatch.
+"""Prints a Slurm job for a run: meshtrain slurm RUN.toml --nodes 8 > job.sbatch, then sbatch job.sbatch.
 
-Prints launch/slurm.sbatch with these options, for this run, this directory and the environment of this Python, once the
-run has a layout on these GPUs. Makes the directory of the job's output, without which Slurm drops it. Exit codes: 0 · 2
-the user's mistake, one message.
+First checks that the run has a layout on these GPUs. Then prints launch/slurm.sbatch with these options, for this run,
+this directory and this Python environment. Creates the directory of the job's output, because Slurm drops the output
+if the directory is missing. Exit codes: 0 · 2 a mistake in the settings.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OUTPUT = "runs"
 
 
 def _word(what: str, pattern: str) -> Callable[[str], str]:
-    """A parser for one word of an #SBATCH line."""
+    """Return a parser for one value of an #SBATCH line. what: names the expected value in messages."""
     def parse(text: str) -> str:
         if not re.fullmatch(pattern, text):
             raise ValueError(f"is not {what}")
@@ -42,34 +42,34 @@ COMMAND = config.Command("meshtrain.slurm", {
                           _word("a time of Slurm", r"(\d+-)?\d+(:\d+){0,2}"), "24:00:00"),
     "container": config.Option("image that the tasks run in (pyxis)", "IMAGE", "registry/meshtrain:1",
                                _word("the name of an image", r"[\w./:@#+-]+")),
-}, "RUN.toml", (1, 8))      # a second one is told as such
+}, "RUN.toml", (1, 8))      # config.load reports a second run file with its own message
 
 
 @command.entry(COMMAND, __doc__)
 def main(own: config.Arguments) -> None:
-    """Print the job. Raises: ConfigError where the run has no layout on its GPUs."""
+    """Print the job. Raises: ConfigError if the run has no layout on these GPUs."""
     run, num_gpus = config.load(own.names + own.keys), own["nodes"] * own["gpus-per-node"]
     if run.mesh.simulated_devices:
-        raise ConfigError(f"mesh.simulated_devices={run.mesh.simulated_devices} are CPU devices, and the job has "
+        raise ConfigError(f"mesh.simulated_devices={run.mesh.simulated_devices} requests CPU devices, but the job has "
                           f"{num_gpus} GPUs; add --mesh.simulated_devices 0")
     config.mesh_sizes(run, num_gpus, enough="--nodes and --gpus-per-node whose product is {}")
     elastic.check(run, num_gpus)
     here = Path.cwd()
     files.attempted(lambda: (here / OUTPUT).mkdir(exist_ok=True),
-                    f"{here / OUTPUT}, for the job's output, cannot be made", "go to a directory that can be written",
-                    ConfigError)
+                    f"{here / OUTPUT}, for the job's output, cannot be created",
+                    "run the command in a writable directory", ConfigError)
     say.answer(job(own, run.run.name, here).rstrip("\n"))
 
 
 def job(own: config.Arguments, name: str, here: Path) -> str:
-    """The text of the job. here: the directory in which it runs. Raises: ConfigError."""
+    """Return the text of the job. name: of the run. here: the directory in which the job runs. Raises: ConfigError."""
     python = Path(sys.executable).parent
     if not (python / "python").exists():
-        raise ConfigError(f"{sys.executable} has no `python` next to it, which the job calls; make an environment, "
-                          f"python3 -m venv .venv, and install the checkout there")
+        raise ConfigError(f"the job calls the program `python` next to {sys.executable}, but there is none; create an "
+                          f"environment with python3 -m venv .venv, and install the checkout there")
     if unfit := re.search(r"[\s\"'%$`\\]", f"{here}{python}"):
-        raise ConfigError(f"{here} or {python} has {unfit[0]!r} in its name, which a job script cannot say; use other "
-                          f"directories")
+        raise ConfigError(f"{here} or {python} has {unfit[0]!r} in its name, which a job script cannot contain; use "
+                          f"other directories")
     lines = shipped(SCRIPT).read_text(encoding="utf-8").splitlines()
     printed = f"# meshtrain {shlex.join(['slurm', *own.words])}"
     text = "\n".join([lines[0], printed, "# Submit it with sbatch.", *lines[3:]])
@@ -88,7 +88,7 @@ def job(own: config.Arguments, name: str, here: Path) -> str:
 
 
 def _replaced(text: str, line: str, by: str) -> str:
-    """The text with the one line of this pattern replaced."""
+    """Return the text with the only line that matches `line` (a pattern) replaced."""
     found, count = re.subn(f"^{line}$", lambda _: by, text, flags=re.MULTILINE)
     assert count == 1, f"{SCRIPT} has {count} lines {line}"
     return found

@@ -1,2 +1,1 @@
-"""What a compiled run holds, sends and takes, beside what the formulas say; plans and measured runs as JSON and
-text."""
+"""Memory, traffic and time of a compiled run, compared with the formulas; plans and measured runs as JSON and text."""

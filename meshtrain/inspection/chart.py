@@ -1,7 +1,7 @@
 """Draws a pipeline schedule: one row per stage, time to the right, as text and as JSON for `pages.pictures`.
 
-The JSON uses model time (cost.simulate), so the width of a bubble is its duration. The text uses slots of equal width.
-A schedule too long for one line is cut into its warm-up, one steady period and its cool-down, on lines of their own.
+The JSON uses simulated time (cost.simulate), so the width of a bubble is its duration. The text uses slots of equal
+width. A schedule too long for one line is divided into warm-up, one steady period and cool-down, each on its own line.
 """
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from meshtrain.cost.formulas.simulate import Choice, Outcome, gib
 from meshtrain.parallel.pipeline.schedules import F, KINDS, Schedule
 from meshtrain.units import counted, plural
 
-TEXT_COLUMNS = 180       # of the text form, at most
-MOST_OPS = 6000          # of a schedule as JSON, about
+TEXT_COLUMNS = 180       # most characters in a line of the text form
+MOST_OPS = 6000          # approximate limit of ops in a schedule's JSON
 
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """Ticks start … stop−1 of a schedule, on their own line. anchor: the end to keep if they do not fit."""
+    """Ticks start … stop−1 of a schedule, drawn on one line. anchor: which end ("start" or "stop") is kept if they do
+    not fit. repeats: text about how often these ticks repeat."""
     name: str
     start: int
     stop: int
@@ -33,7 +34,7 @@ class Panel:
 
 
 def title(schedule: Schedule, outcome: Outcome, memory_bytes: int | None = None) -> str:
-    """The heading of the chart, with bubble and peak memory."""
+    """Return the heading of the chart, with bubble and peak memory."""
     chunks = f", {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
     stage = int(schedule.peak.argmax())
     held = f" ({gib(memory_bytes)})" if memory_bytes is not None else ""
@@ -43,7 +44,8 @@ def title(schedule: Schedule, outcome: Outcome, memory_bytes: int | None = None)
 
 
 def panels(schedule: Schedule) -> list[Panel]:
-    """Warm-up, one steady period (at least as many ticks as stages) and cool-down; two halves if nothing repeats."""
+    """Return panels for warm-up, one steady period (at least as many ticks as stages) and cool-down; for two halves if
+    nothing repeats."""
     start, stop, period = steady(schedule)
     shown = -(-schedule.num_stages // period) * period
     if stop - start <= shown:
@@ -57,10 +59,8 @@ def panels(schedule: Schedule) -> list[Panel]:
 
 
 def steady(schedule: Schedule) -> tuple[int, int, int]:
-    """(start, stop, period): the longest range of ticks in which tick t + period repeats tick t, on later microbatches.
-
-    (0, 0, 1) if none covers a third of the schedule, as with few microbatches.
-    """
+    """Return (start, stop, period): the longest range of ticks in which tick t + period repeats tick t with later
+    microbatches; (0, 0, 1) if no such range covers a third of the schedule (few microbatches)."""
     microbatch, chunk = schedule.ops[..., 0], schedule.ops[..., 1]
     on, best = microbatch >= 0, (0, 0, 1)
     for period in range(1, schedule.num_ticks // 2 + 1):
@@ -76,10 +76,8 @@ def steady(schedule: Schedule) -> tuple[int, int, int]:
 
 
 def text(schedule: Schedule) -> str:
-    """A row per stage, a column per slot: F3 = forward of microbatch 3, with chunks F3b = its second chunk, · = idle.
-
-    Lines are cut at TEXT_COLUMNS, with … for the rest.
-    """
+    """Return the schedule as text: a row per stage, a column per slot. F3 is the forward of microbatch 3, with chunks
+    F3b that of its second chunk, · an idle slot. Lines are cut at TEXT_COLUMNS, with … for the rest."""
     whole = _columns(schedule, Panel("", 0, schedule.num_ticks))
     if _width(whole) <= TEXT_COLUMNS:
         return _lines(whole)
@@ -88,7 +86,7 @@ def text(schedule: Schedule) -> str:
 
 
 def _columns(schedule: Schedule, panel: Panel) -> list[list[str]]:
-    """[the stages' names, then a column of cells per slot], the cells of a column equally wide."""
+    """Return the columns of a panel: the names of the stages, then one column per slot, padded to equal width."""
     active = (schedule.ops[..., 0] >= 0).any(1)
     slots = [(t, kind) for t in range(panel.start, panel.stop) for kind in np.flatnonzero(active[t])]
     stages = range(schedule.num_stages)
@@ -105,7 +103,7 @@ def _lines(columns: Sequence[Sequence[str]]) -> str:
 
 
 def _cut(columns: list[list[str]], panel: Panel) -> list[list[str]]:
-    """The columns that fit on a line, at the panel's anchor, and … for the others."""
+    """Return the columns that fit on a line, from the panel's anchor on, and a column of … for the others."""
     dots = ["…"] * len(columns[0])
     names, kept = columns[:1], columns[1:]
     whole = _width(columns) <= TEXT_COLUMNS
@@ -122,8 +120,8 @@ def _cell(schedule: Schedule, t: int, s: int, kind: int) -> str:
 
 
 def as_json(choice: Choice) -> dict:
-    """A run's schedule for its picture: each line of its chart with its ops, [stage, kind, microbatch, chunk, begin,
-    end] in model time; microbatch -1: the head's loss, on all stages."""
+    """Return a run's schedule as JSON for its picture. Each of its lines has ops [stage, kind, microbatch, chunk,
+    begin, end]; times are in units of the shortest forward. Microbatch -1 is the head's loss, on all stages."""
     schedule, outcome = choice.schedule, choice.outcome
     forward_s = np.nanmin((outcome.end_s - outcome.begin_s)[..., F])
     forwards = min(60, max(16, MOST_OPS // (6 * schedule.num_stages)))
@@ -143,7 +141,7 @@ def as_json(choice: Choice) -> dict:
 
 
 def _ops(schedule: Schedule, outcome: Outcome) -> Iterator[tuple[int, str, int, int, float, float]]:
-    """(stage, kind, microbatch, chunk, begin, end) of every op; microbatch -1 for the head's loss."""
+    """Yield (stage, kind, microbatch, chunk, begin_s, end_s) of every op; microbatch is -1 for the head's loss."""
     for t, s, k in np.argwhere(schedule.ops[..., 0] >= 0).tolist():
         i, chunk = schedule.ops[t, s, k].tolist()
         yield s, KINDS[k], i, chunk, outcome.begin_s[t, s, k], outcome.end_s[t, s, k]
@@ -154,7 +152,7 @@ def _ops(schedule: Schedule, outcome: Outcome) -> Iterator[tuple[int, str, int, 
 
 
 def _span(outcome: Outcome, part: Panel, most_s: float) -> tuple[float, float]:
-    """(begin, end) in model time of a panel's ticks, cut to the length of a line."""
+    """Return (begin_s, end_s) of a panel's ticks in simulated time, cut to at most `most_s`."""
     start, stop = np.nanmin(outcome.begin_s[part.start:part.stop]), np.nanmax(outcome.end_s[part.start:part.stop])
     if part.start == 0:
         start = 0.0

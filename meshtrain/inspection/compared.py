@@ -1,6 +1,7 @@
 """Compares runs from their directories: curves, final numbers, and what differs in their run files.
 
-Losses are compared where the runs have a common objective and data; where they have not, a note says so.
+Losses are compared only if the runs have the same objective, tokenizer and vocabulary; else a note says that they are
+not comparable.
 """
 from __future__ import annotations
 
@@ -14,24 +15,27 @@ from meshtrain.inspection.report import columns
 from meshtrain.run import contents, rows, say
 from meshtrain.units import duration, many
 
-MOST_RUNS = 8               # of one comparison: the colours of a page
+MOST_RUNS = 8               # runs in one comparison; a page has as many colours
 MOST_POINTS = 1000          # of a curve
-LATEST = 0.02
+LATEST = 0.02               # share of the steps whose mean loss is compared
 EQUAL = 1.01                # ratio of speeds that count as equal
 OF_RUN = ("name", "dir", "steps", "tokens_per_step", "step", "tokens", "state", "skipped", "objective", "loss",
           "reward", "speed", "time_s", "goodput")
 CURVES = ("loss", "val_loss", "reward", "tokens_per_s")
-OWN = ("run.name", "run.dir")       # differ in all runs
-# Keys that losses depend on beside what a run learns, and why.
+OWN = ("run.name", "run.dir")       # keys that differ between any two runs
+# Keys that make losses incomparable if they differ -> their plural, for notes.
 CHANGE_THE_LOSS = {"training.objective": "objectives", "data.tokenizer": "tokenizers",
                    "model.vocab_size": "vocabularies"}
 
 
 def of(run_dirs: Sequence[str]) -> dict:
-    """runs: of each what `measured.of` has, in the order asked, with a label of its own, its loss after the tokens that
-    all have, and its curves, {key: [(step, value)]}, the mean of rows where there are many. differs: the keys whose
-    values differ, one value a run. notes: why numbers are not comparable. Raises: ValueError with every mistake, a line
-    each."""
+    """Return the comparison of the runs in these directories, as JSON.
+
+    runs: in the given order, the values of `measured.of` with a unique label, the loss after `common_tokens` and the
+    curves, {key: [(step, value)]} (smoothed if there are many rows). common_tokens: number of tokens that all runs have
+    trained on. differs: the keys whose values differ, with one value per run. notes: why numbers are not comparable.
+    Raises: ValueError with all mistakes, one per line.
+    """
     mistakes, told, run_files = _named_twice(run_dirs), [], []
     for run_dir in dict.fromkeys(run_dirs):
         try:
@@ -61,13 +65,13 @@ def _named_twice(run_dirs: Sequence[str]) -> list[str]:
         place = str(directory.resolve() if files.is_dir(directory) else directory)
         if place in found:
             also = "" if found[place] == run_dir else f" (as {found[place]}, too)"
-            mistakes.append(f"{run_dir} is given twice{also}; name different runs")
+            mistakes.append(f"{run_dir} is given twice{also}; give different runs")
         found.setdefault(place, run_dir)
     return mistakes
 
 
 def _flat(table: Mapping, begin: str = "") -> dict[str, object]:
-    """Nested tables as {"section.key": value}."""
+    """Return nested tables as {"section.key": value}."""
     found: dict[str, object] = {}
     for key, value in table.items():
         found |= _flat(value, f"{begin}{key}.") if isinstance(value, dict) and value else {f"{begin}{key}": value}
@@ -83,7 +87,7 @@ def _differing(run_files: Sequence[Mapping[str, object]]) -> list[dict]:
 
 
 def _curve(found: Mapping, key: str) -> list[tuple[int, float]]:
-    """found: the rows of `measured.of`."""
+    """Return the points (step, value) of a curve, at most about MOST_POINTS. found: the rows of `measured.of`."""
     values = found["smoothed"].get(key) or found[key]
     points = [(step, value) for step, value in zip(found["step"], values) if value is not None]
     every = -(-len(points) // MOST_POINTS)
@@ -91,7 +95,7 @@ def _curve(found: Mapping, key: str) -> list[tuple[int, float]]:
 
 
 def _loss_at(run: Mapping, tokens: int) -> float | None:
-    """The mean loss of the last LATEST of the steps up to so many tokens."""
+    """Return the mean loss of the last LATEST of the steps up to so many tokens; None without a loss there."""
     step = tokens // run["tokens_per_step"]
     found = [line.row["loss"] for line in rows.MetricRows(contents.opened(run["dir"]) / rows.NAME).lines()
              if line.row and (1 - LATEST) * step < line.row["step"] <= step and line.row.get("loss") is not None]
@@ -102,7 +106,8 @@ def _loss_at(run: Mapping, tokens: int) -> float | None:
 
 
 def numbers(data: Mapping) -> list[tuple[str, list[tuple[str, float | None]]]]:
-    """The numbers of each run: (name, [(text, exact number) of each]). Rows that no run has are left out."""
+    """Return the rows of the table of numbers: (name, [(text, exact number) for each run]). A number is None if it is
+    unknown. Rows without any value are left out."""
     def number(show, value):
         return ("–", None) if value is None else (show(value), value)
 
@@ -126,7 +131,7 @@ def numbers(data: Mapping) -> list[tuple[str, list[tuple[str, float | None]]]]:
 
 
 def verdict(data: Mapping) -> str:
-    """Which run is best in one sentence, as far as they can be compared."""
+    """Return one sentence that names the best run, as far as the runs can be compared."""
     runs, said = data["runs"], []
     if all(run["reward"] for run in runs):
         best = max(runs, key=lambda run: run["reward"]["ends"])
@@ -142,7 +147,7 @@ def verdict(data: Mapping) -> str:
         said.append(f"{', '.join(failed)} diverged")
     if len(runs_with_speed := [run for run in runs if run["speed"]["tokens_per_s"]]) > 1:
         said.append(_speeds(runs_with_speed))
-    text = "; ".join(said) or "no run has taken as many steps as it takes to compare them"
+    text = "; ".join(said) or "the runs have too few steps to be compared"
     return f"{text[0].upper() + text[1:] if not text.startswith(tuple(run['label'] for run in runs)) else text}."
 
 
@@ -164,16 +169,16 @@ def _speeds(runs: Sequence[Mapping]) -> str:
 
 
 def text(data: Mapping) -> str:
-    """The text that `report A B` prints."""
+    """Return the text that `report A B` prints."""
     labels = [run["label"] for run in data["runs"]]
     table = [("", *labels), *((name, *(cell for cell, _ in cells)) for name, cells in numbers(data))]
-    table += [("", *[""] * len(labels)), ("what differs", *[""] * len(labels))] if data["differs"] else []
+    table += [("", *[""] * len(labels)), ("differing keys", *[""] * len(labels))] if data["differs"] else []
     table += [(row["key"], *(shorten(value) for value in row["values"])) for row in data["differs"]]
-    ends = [] if data["differs"] else ["", "their run files are equal but for name and directory"]
+    ends = [] if data["differs"] else ["", "their run files are equal except for name and directory"]
     words = columns([tuple(map(say.escape, row)) for row in table])
     return "\n".join([words, *ends, "", say.escape(verdict(data)), *(f"note: {note}" for note in data["notes"])])
 
 
 def shorten(value: str | None, most: int = 60) -> str:
-    """A value of a run file as text; None: it has no such key."""
+    """Return a value of a run file in at most `most` characters; "–" for None (the run file lacks the key)."""
     return "–" if value is None else value if len(value) <= most else f"{value[:most - 1]}…"

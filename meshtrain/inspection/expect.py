@@ -1,8 +1,8 @@
-"""The expected collectives and memory of a compiled step: a file beside a run, and the differences from it.
+"""Expected collectives and memory of a compiled step: the file that records them, and the differences from it.
 
-The file is TOML with one line per array that a collective moves, in a stable order, so that version control shows what
-a change of the program cost. It records its run and its compiler, because another version of XLA may compile another
-program. Knows no command and compiles nothing.
+The file is TOML with one line per array that a collective moves, in a stable order, so that a diff in version control
+shows how a change of the code changes the program. It also records the run's settings and the versions of jax and
+jaxlib, because another version of XLA may compile another program. Knows no command and compiles nothing.
 """
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from meshtrain.sharding.rules import GATHERED
 COMPILER = ("jax", "jaxlib")
 KEYS = {"model": (), "pipeline": (), "context": (), "data": ("seq_len", "global_batch", "document_mask"),
         "training": ("microbatches", "remat", "loss_chunk", "deterministic"),
-        "optimizer": ("name",)}     # (): all of the section
-NAMED = 4                   # names of tensors of one shape, at most
+        "optimizer": ("name",)}     # (): all keys of the section
+NAMED = 4                   # most parameter names listed for one shape
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedRow:
-    """Collectives of one array; count and bytes are one device's, per step. of: parameters of that shape, or the
-    source."""
+    """The collectives that move one array. count, bytes: their number and bytes sent per device and step. of: the
+    parameters of that shape, or the source of the operation."""
     count: int
     bytes: int
     of: str
@@ -38,8 +38,9 @@ class ExpectedRow:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """run: key → value of what determines the program. collectives: (kind, axes, array) → row; array: whole,
-    'bf16[4096,14336]'."""
+    """The content of the file. run: settings that determine the program. compiler: package → version. memory_bytes:
+    bytes per device by kind. collectives: (kind, axes, array) → row; an array is 'bf16[4096,14336]', its shape in the
+    program of one device."""
     run: Mapping[str, object]
     compiler: Mapping[str, str]
     memory_bytes: Mapping[str, int]
@@ -47,7 +48,8 @@ class Expected:
 
 
 def of(made: Assembly, program: audit.ProgramAudit, held: Mapping[str, int | None]) -> Expected:
-    """program: the compiled step, audited; held: its bytes by kind (`memory.held_by_program`)."""
+    """Return the expectation that a compiled step fulfils. program: the audit of the step. held: its bytes per device
+    by kind (`memory.held_by_program`)."""
     run = {"devices": f"{made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
            "mesh": {axis: n for axis, n in made.mesh_spec.sizes.items() if n > 1},
            "placement": list(made.mesh_spec.placement),
@@ -69,14 +71,15 @@ def of(made: Assembly, program: audit.ProgramAudit, held: Mapping[str, int | Non
 
 
 def _payloads(row: audit.Collective) -> list[int]:
-    """Bytes of each of its arrays, once."""
+    """Return the bytes of each array of a collective, in one execution."""
     sizes = [math.prod(dims) for dims in row.arrays]
     return [row.payload_bytes // max(1, row.trips) * size // max(1, sum(sizes)) for size in sizes]
 
 
 def tensors(made: Assembly) -> Callable[[tuple[int, ...]], list[str]]:
-    """dims → the parameters that matmuls read in these dims on one device, one layer or the stack; if none, those that
-    have them in another order, because XLA transposes."""
+    """Return a function dims → names of the parameters that have these dims on one device as matmuls read them, as one
+    layer or the stack of layers. If no parameter has them, it returns those with the dims in another order, because XLA
+    transposes."""
     exact, sorted_too = defaultdict(list), defaultdict(list)
     for info in made.model.parameters():
         dims = [n // made.layout.num_shards(made.layout.mesh_axes(GATHERED, axis))
@@ -88,7 +91,7 @@ def tensors(made: Assembly) -> Callable[[tuple[int, ...]], list[str]]:
 
 
 def _bare(dims) -> tuple[int, ...]:
-    """Without dims of 1, which XLA drops and adds."""
+    """Return the dims without those of size 1, which XLA drops and adds."""
     return tuple(n for n in dims if n > 1)
 
 
@@ -101,9 +104,9 @@ def _listed(names: list[str]) -> str:
 
 
 def dumps(expected: Expected, command: str) -> str:
-    """Write the text of the file; command: the one that checks and renews it."""
-    lines = [f"# What one device sends and holds in a step. Checked by: {command}",
-             "# Written by the same with --update.", "",
+    """Return the text of the file. command: the command that checks it, printed in its first line."""
+    lines = [f"# Collectives and memory of one device in a step. Checked by: {command}",
+             "# The same command with --update writes this file.", "",
              "[run]", *(f"{_word(key)} = {_toml(value)}" for key, value in expected.run.items()), "", "[compiler]",
              *(f"{key} = {_toml(value)}" for key, value in expected.compiler.items()), "", "[memory_bytes]",
              *(f"{key} = {value}" for key, value in expected.memory_bytes.items()), "", "[step]", "collectives = ["]
@@ -114,14 +117,14 @@ def dumps(expected: Expected, command: str) -> str:
 
 
 def loads(text: str) -> Expected:
-    """Raises: ValueError where it is no such file."""
+    """Parse the text of a file that `dumps` wrote. Raises: ValueError."""
     try:
         tables = tomllib.loads(text)
         rows = {(row["kind"], tuple(row["axes"]), row["array"]): ExpectedRow(row["count"], row["bytes"], row["of"])
                 for row in tables["step"]["collectives"]}
         return Expected(tables["run"], tables["compiler"], tables["memory_bytes"], rows)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{error} is missing or of another kind") from None
+        raise ValueError(f"{error} is missing or has another type") from None
 
 
 def _word(key: str) -> str:
@@ -129,7 +132,7 @@ def _word(key: str) -> str:
 
 
 def _toml(value) -> str:
-    """JSON's strings, numbers and lists are TOML's."""
+    """Return a value as TOML. Strings, numbers and lists are written as in JSON, which is valid TOML."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_word(key)} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
@@ -141,7 +144,7 @@ def _toml(value) -> str:
 
 
 def differences(expected: Expected, found: Expected) -> list[str]:
-    """One line per collective and kind of memory that changed, with the expected value before the arrow."""
+    """Return one line per changed collective and kind of memory, with the expected value before the arrow."""
     lines = []
     nothing = ExpectedRow(0, 0, "")
     for key in sorted({*expected.collectives, *found.collectives}):
@@ -161,7 +164,7 @@ def differences(expected: Expected, found: Expected) -> list[str]:
 
 
 def causes(expected: Expected, found: Expected) -> list[str]:
-    """Reasons outside the code: another run, another compiler."""
+    """Return lines about causes of differences outside the code: changed settings of the run, another compiler."""
     lines = []
     for key in sorted({*expected.run, *found.run}):
         before, after = (side.run.get(key, "default") for side in (expected, found))

@@ -1,7 +1,8 @@
 """Compares the closed formulas of an assembled run's step with its compiled program.
 
 The formulas describe programs for GPUs; on simulated CPU devices XLA chooses other collectives. 40 layouts compiled for
-GPUs keep the tolerances: states are exact, the lifetimes of temporaries in XLA's schedule are not.
+GPUs stay within the tolerances. The bytes of weights, gradients and optimizer state are exact; those of temporaries
+depend on XLA's schedule.
 """
 from __future__ import annotations
 
@@ -17,22 +18,23 @@ from meshtrain.inspection import expect
 from meshtrain.units import size
 
 TOLERANCE = {"params": .001, "grads": .001, "optimizer": .001, "total": .1}     # of memory
-WORKSPACE = 2**25           # bytes beyond that which any program may hold: cuBLAS takes as much for its own
+WORKSPACE = 2**25           # bytes by which the total may also differ: cuBLAS's workspace
 TRAFFIC, FLOPS = .02, .01
 SMALL = .002                # of all bytes sent: norms, biases and statistics of the loss, which no formula counts
 
 
 @dataclasses.dataclass(frozen=True)
 class Formulas:
-    """Of one device and step: bytes by kind, collectives as in `audit.summarize`, FLOPs of matmuls without
-    attention and recurrences."""
+    """Costs of a step on one device by the formulas: bytes by kind, collectives as in `audit.summarize`, and FLOPs of
+    matmuls without attention and recurrences."""
     memory_bytes: Mapping[str, int]
     collectives: list[dict]
     matmul_flops: int
 
 
 def of(made: Assembly, ruled: Mapping[str, int | None]) -> Formulas | None:
-    """ruled: bytes by the rules (`memory.formula`). None for float8, which the formulas do not cover."""
+    """Return the costs of a run's step by the formulas; None for float8 matmuls, which they do not cover. ruled: bytes
+    by the rules (`memory.formula`)."""
     run, schedule = made.run, made.choice and made.choice.schedule
     if run.model.matmul_dtype == "float8":
         return None
@@ -49,15 +51,15 @@ def of(made: Assembly, ruled: Mapping[str, int | None]) -> Formulas | None:
 
 
 def matmul_flops(program: audit.ProgramAudit) -> int:
-    """Matmul FLOPs of a compiled step without those of attention and recurrences, which a kernel computes in other
-    programs."""
+    """Return the matmul FLOPs of a compiled step, without those of attention and recurrences, which kernels compute in
+    other programs."""
     return sum(dot.flops for dot in program.dots if not sources.scope_of(dot.source))
 
 
 def differences(made: Assembly, formulas: Formulas, held: Mapping[str, int | None],
                 program: audit.ProgramAudit) -> list[str]:
-    """One line for each number beyond tolerance, and for each collective without a formula, with what it moves. held:
-    bytes of the compiled step by kind (`memory.held_by_program`)."""
+    """Return one line for each number beyond its tolerance, and for each collective without a formula, with the
+    parameters that it moves. held: bytes of the compiled step by kind (`memory.held_by_program`)."""
     lines = []
     for kind, tolerance in TOLERANCE.items():
         before = formulas.memory_bytes["loop_grads" if kind == "grads" and made.choice else kind]
@@ -74,7 +76,7 @@ def differences(made: Assembly, formulas: Formulas, held: Mapping[str, int | Non
             continue
         what = f"{kind} over {' × '.join(axes)} in {dtype}"
         named = f": {_moved(made, program, key)}" if after else ""
-        lines.append(f"{what}, {size(after)}, follows from no rule{named}" if not before
+        lines.append(f"{what}, {size(after)}, has no formula{named}" if not before
                      else f"{what}: {_than(after, before)}{named if after > before else ''}")
     found = matmul_flops(program)
     if abs(found - formulas.matmul_flops) > FLOPS * found:
@@ -87,8 +89,8 @@ def _than(after: int, before: int) -> str:
 
 
 def _moved(made: Assembly, program: audit.ProgramAudit, key: tuple) -> str:
-    """The parameters that have the shapes of the largest of these collectives, or its source."""
+    """Return the names of the parameters with the shapes that the largest of these collectives moves, or its source."""
     rows = [row for row in program.collectives if (row.kind, *row.axes, row.dtype) == key]
     largest = max(rows, key=lambda row: row.bytes)
     names = [name for dims in largest.arrays for name in expect.tensors(made)(dims)]
-    return ", ".join(dict.fromkeys(names)) or largest.source or "of no name"
+    return ", ".join(dict.fromkeys(names)) or largest.source or "an operation without a name"

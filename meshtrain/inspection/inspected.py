@@ -1,4 +1,4 @@
-"""A compiled training step with everything read from it, each once, for `inspect`, `train` and `plan --verify`."""
+"""A compiled training step and the costs read from it, each computed once; for `inspect`, `train`, `plan --verify`."""
 from __future__ import annotations
 
 import dataclasses
@@ -20,10 +20,11 @@ from meshtrain.inspection.sampling import SamplingCosts
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inspected:
-    """assumed: assumptions of the roofline to replace, by name. logged: XLA's log lines from the compilation. sampling:
-    of a run with [rl]: (costs, compiled programs), as in `SamplingCosts`.
+    """A compiled step with lazily computed properties.
 
-    Raises: ValueError, from `roofline`, for unknown assumptions.
+    assumed: values that replace assumptions of the roofline, by name. logged: XLA's log lines from the compilation.
+    sampling: for a run with [rl], (costs, compiled programs), see `SamplingCosts`. Raises: ValueError, from `roofline`,
+    for unknown assumptions.
     """
     made: Assembly
     executable: jax.stages.Compiled
@@ -33,7 +34,7 @@ class Inspected:
 
     @cached_property
     def text(self) -> str:
-        """The optimized HLO: tens of MB for a large program."""
+        """The optimized HLO as text; tens of MB for a large program."""
         return self.executable.as_text()
 
     @cached_property
@@ -42,28 +43,28 @@ class Inspected:
 
     @cached_property
     def held(self) -> dict[str, int | None]:
-        """Bytes of a device by kind."""
+        """Bytes that one device holds, by kind; None where the program does not tell."""
         return memory.held_by_program(self.made, self.executable, self.text)
 
     @property
     def fits(self) -> bool:
-        """Whether a device's memory is known to suffice, or not known."""
+        """False if the step is known not to fit into a device's memory, else True."""
         gpu, total = roofline.gpu_of(self.made), self.held["total"]
         return gpu is None or total is None or total <= hardware.usable_bytes(gpu)
 
     @cached_property
     def formulas(self) -> Formulas | None:
-        """None where the formulas do not cover the model."""
+        """The costs by the formulas; None if they do not cover the model."""
         return formula_vs_compiled.of(self.made, memory.formula(self.made))
 
     @cached_property
     def roofline(self) -> Roofline | None:
-        """None unless compiled for a GPU of known speed."""
+        """The roofline of the step; None unless it is compiled for a GPU of known speed."""
         return roofline.of_run(self.made, self.text, self.assumed)
 
     @cached_property
     def sampled(self) -> dict | None:
-        """The costs of sampling, as `SamplingCosts.as_json`; None without [rl]."""
+        """The costs of sampling, from `SamplingCosts.as_json`; None without [rl]."""
         return self.sampling and SamplingCosts(self.made, *self.sampling, self.held["total"], self.assumed).as_json()
 
     @cached_property
@@ -72,7 +73,7 @@ class Inspected:
 
     @cached_property
     def differences(self) -> list[str]:
-        """Differences from the formulas; only for GPUs."""
+        """Lines about differences from the formulas; empty unless the step is compiled for GPUs."""
         if self.formulas is None or not self.for_gpus:
             return []
         return formula_vs_compiled.differences(self.made, self.formulas, self.held, self.program)

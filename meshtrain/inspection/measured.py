@@ -1,7 +1,7 @@
-"""Reports a run from its directory: progress, speed, where the time went, and the costs priced before it began.
+"""Reads a run's progress, speed, time by purpose, and predicted costs from its directory.
 
-Only reads, also while the run goes on, after it was stopped or killed, and before its first step. Needs none of the
-run's devices, data or code.
+Writes nothing. Works while the run trains, after it was stopped or killed, and before its first step. Needs none of
+the run's devices, data or code.
 """
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from meshtrain import files
 from meshtrain.names import LOAD_BY_LAYER
 from meshtrain.run import contents, goodput, history, rows, rundir
 
-COST = "cost.json"          # what `inspect --json` prints of the step, written by `train`
+COST = "cost.json"          # the output of `inspect --json` for the step, written by `train`
 PRICED = {"run", "mesh", "parameters", "memory_bytes", "collectives", "matmul_flops",
           "differences", "roofline", "schedule", "notes", "warnings", "broken_permutes", "recomputed_by_xla"}
-MOST_ROWS = 3000            # of metrics in the answer
+MOST_ROWS = 3000            # most metrics rows in the result
 FIRST_STEPS = 3             # slower than later ones: memory, caches and files are new
-FEWEST_ROWS = 6             # that bound their median with 95% confidence: 1 - 2 / 2**6 is 97%, of 5 rows it is 94%
-SMOOTHED = ("loss", "reward", "tokens_per_s", "grad_norm")      # over a fortieth of the rows, where these are many
-MOST_STRETCHES = 60         # of steps, for numbers of every layer
+FEWEST_ROWS = 6             # fewest rows that bound their median with 95% confidence: 6 give 1 - 2 / 2**6 = 97%, 5 94%
+SMOOTHED = ("loss", "reward", "tokens_per_s", "grad_norm")      # columns that are also smoothed, over 1/40 of the rows
+MOST_STRETCHES = 60         # most intervals of steps, for numbers of every layer
 CURVES = ("step", "loss", "val_loss", "tokens_per_s", "mfu", "step_time_s", "grad_norm", "learning_rate", "data_wait_s",
           "expert_load_max", "expert_load_entropy", "reward", "val_reward", "answer_tokens", "entropy", "mismatch_max")
-MOST_ANSWERS = 32           # of the newest batch, where the run learns from rewards
+MOST_ANSWERS = 32           # most answers of the newest batch, for a run with [rl]
 OF_ANSWER = {"prompt", "answer", "reward", "tokens", "stopped"}
 
 
 def run_file(run_dir: str) -> dict:
-    """The run file in a run's directory. Raises: ValueError where there is none, or one that cannot be read."""
+    """Return the run file in a run's directory, as tables. Raises: ValueError if it is missing or cannot be read."""
     directory = contents.opened(run_dir)
     if not files.is_dir(directory):
-        raise ValueError(f"{run_dir} is no directory; name the run.dir of a run, e.g. runs/quickstart")
+        raise ValueError(f"{run_dir} is not a directory; give the run.dir of a run, e.g. runs/quickstart")
     if not files.is_file(directory / "config.toml"):
-        raise ValueError(f"{run_dir} is no run directory (no config.toml); name the run.dir of a run, e.g. "
+        raise ValueError(f"{run_dir} is not a run directory (it has no config.toml); give the run.dir of a run, e.g. "
                          f"runs/quickstart")
     try:
         run = tomllib.loads((directory / "config.toml").read_text(encoding="utf-8"))
@@ -50,12 +50,12 @@ def run_file(run_dir: str) -> dict:
         return run
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{directory / 'config.toml'} cannot be read as a run file ({type(error).__name__}: {error}); "
-                         f"train writes one, the same command again") from None
+                         f"run the same train command again, which writes it anew") from None
 
 
 def of(run_dir: str) -> dict:
-    """Everything, as JSON. run_dir: of the run, a directory or an address. Raises: ValueError where there is no run,
-    or a broken file."""
+    """Return everything about a run as JSON. run_dir: its directory or address. Raises: ValueError if there is no run,
+    or a file is damaged."""
     run, directory = run_file(run_dir := str(run_dir)), contents.opened(run_dir)
     name, steps = run["run"]["name"], int(run["training"]["steps"])
     per_step = int(run["data"]["global_batch"]) * int(run["data"]["seq_len"])
@@ -83,8 +83,8 @@ def of(run_dir: str) -> dict:
 
 
 class _Metrics:
-    """All rows as one float64 column per key. last: the last row. with_experts: number of rows with expert load by
-    layer. no_rows: number of lines that are neither rows nor empty."""
+    """All metrics rows as one float64 column per key. last: the last row. skipped: number of skipped steps.
+    with_experts: number of rows with expert load by layer. no_rows: number of non-empty lines that are no rows."""
 
     def __init__(self, found: rows.MetricRows):
         self.columns = {key: array.array("d") for key in (*CURVES, "checkpoint_wait_s")}
@@ -101,12 +101,12 @@ class _Metrics:
                 column.append(math.nan if value is None else value)
 
     def known(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """(steps, values) of the rows that have the key."""
+        """Return (steps, values) of the rows that have the key."""
         steps, values = np.asarray(self.columns["step"]), np.asarray(self.columns[key])
         return steps[~np.isnan(values)], values[~np.isnan(values)]
 
     def trend(self, key: str) -> dict | None:
-        """Means of the first and the last tenth of the rows that have the key; None without any."""
+        """Return the means of the first and the last tenth of the rows that have the key; None if no row has it."""
         values = self.known(key)[1]
         tenth = max(1, values.size // 10)
         return {"count": int(values.size), "begins": float(values[:tenth].mean()),
@@ -121,8 +121,11 @@ class _Metrics:
                 "validation_best": float(validated.min()) if validated.size else None}
 
     def speed(self) -> dict:
-        """Medians, robust against the first step and pauses; None without values. rows: behind the first FIRST_STEPS.
-        between: the bounds of the median of their tokens_per_s, with 95% confidence; None where rows are too few."""
+        """Return medians of step time, tokens/s and MFU; None without values. The median ignores pauses.
+
+        rows: number of rows after the first FIRST_STEPS steps. between: bounds of the median of their tokens_per_s with
+        95% confidence; None if there are too few rows.
+        """
         values = {key: self.known(key) for key in ("step_time_s", "tokens_per_s", "mfu")}
         steps, speeds = values["tokens_per_s"]
         later = np.sort(speeds[steps > FIRST_STEPS])
@@ -131,8 +134,10 @@ class _Metrics:
 
 
 def _bounds_of_median(values: np.ndarray) -> tuple[float, float] | None:
-    """The values, of these sorted ones, between which the median lies with 95% confidence, whatever their distribution;
-    None of fewer than FEWEST_ROWS: all of them lie on one side of the median with probability 2 / 2**count."""
+    """Return bounds of the median with 95% confidence for any distribution; None for fewer than FEWEST_ROWS values.
+
+    values: sorted. All of them lie on one side of the median with probability 2 / 2**count.
+    """
     if values.size < FEWEST_ROWS:
         return None
     rank = max(0, int((values.size - 1) / 2 - 0.98 * values.size**0.5))
@@ -140,7 +145,7 @@ def _bounds_of_median(values: np.ndarray) -> tuple[float, float] | None:
 
 
 def _state(directory: Path, attempts: list[dict], done: int, steps: int) -> str:
-    """The state of a run, in words."""
+    """Return the state of a run as text."""
     how = attempts[-1]["how"] if attempts else ""
     if owner := rundir.at_work(directory):
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(owner["time"]))
@@ -153,7 +158,7 @@ def _state(directory: Path, attempts: list[dict], done: int, steps: int) -> str:
 
 
 def _spent(metrics: _Metrics, attempts: list[dict]) -> dict[str, float]:
-    """Seconds by purpose. With a history they cover all the time since the first attempt began."""
+    """Return seconds by purpose. If the run has a history, they cover all the time since the first attempt began."""
     if attempts:
         return goodput.spent_s(attempts)
     steps, times_s = np.asarray(metrics.columns["step"]), np.asarray(metrics.columns["step_time_s"])
@@ -164,14 +169,14 @@ def _spent(metrics: _Metrics, attempts: list[dict]) -> dict[str, float]:
 
 
 def _goodput(attempts: list[dict]) -> float | None:
-    """Fraction of all time spent in steps that count; None if unknown."""
+    """Return the fraction of all time that was spent in steps that count; None if unknown."""
     spent = goodput.spent_s(attempts)
     return spent[goodput.PARTS["steps"]] / total if (total := sum(spent.values())) else None
 
 
 def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Columns, thinned to the rows with the lowest and highest loss of each interval, and all validated ones. smoothed:
-    the means of `window` rows, where there are many."""
+    """Return the columns of the curves. If there are many rows, only those with the lowest and the highest loss of each
+    interval and those with a validation are kept. smoothed: running means over `window` rows."""
     count, losses, validated = len(columns["step"]), columns["loss"], (columns["val_loss"], columns["val_reward"])
     kept = range(count)
     if count > MOST_ROWS:
@@ -192,7 +197,7 @@ def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def _smoothed(values: np.ndarray, window: int) -> np.ndarray:
-    """The mean of the `window` values around each, without those that are none; none where the value itself is."""
+    """Return running means over `window` values. NaNs are left out of the means and stay NaN."""
     there = ~np.isnan(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(there, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(there)])
@@ -208,15 +213,18 @@ def _has_experts(row: Mapping) -> bool:
 
 
 def _experts(metric_rows: rows.MetricRows, count: int) -> dict | None:
-    """Expert load by layer: {"layers": those with experts, "steps": the last of each interval, "max", "min", "entropy":
-    [interval][layer], the worst of the interval}. None without any. count: number of rows that have it."""
+    """Return the expert load by layer; None if no row has it. count: number of rows that have it.
+
+    layers: indices of the layers with experts. steps: the last step of each interval. max, min, entropy: [interval]
+    [layer], the worst value in the interval.
+    """
     last = next(filter(_has_experts, reversed(metric_rows)), None) if count else None
     layers = [i for i, value in enumerate(last[LOAD_BY_LAYER[0]]) if value is not None] if last else []
     if not layers:
         return None
     stretch = -(-count // MOST_STRETCHES)
     found = {"layers": layers, "steps": [], "max": [], "min": [], "entropy": []}
-    for number, row in enumerate(filter(_has_experts, metric_rows), -count % stretch):    # the first may be shorter
+    for number, row in enumerate(filter(_has_experts, metric_rows), -count % stretch):    # the first interval is short
         if len(row[LOAD_BY_LAYER[0]]) != len(last[LOAD_BY_LAYER[0]]):
             continue
         if number % stretch == 0 or not found["steps"]:
@@ -231,13 +239,13 @@ def _experts(metric_rows: rows.MetricRows, count: int) -> dict | None:
 
 
 def _answers(directory: Path, last: int) -> dict | None:
-    """The newest batch of answers up to number `last` of a run that learns from rewards: {"batch": number, "lines":
-    [{prompt, answer, reward, …}]}. Later ones are not learned yet, or of before a run went back."""
+    """Return the newest batch of answers up to number `last` as {"batch": number, "lines": [{prompt, answer, reward,
+    …}]}; None without one. Later batches are not trained on yet, or remain from before the run went back."""
     kept = directory / contents.ROLLOUTS
     with contextlib.suppress(OSError, ValueError):
         numbers = [int(path.stem) for path in kept.glob("*.jsonl") if path.stem.isdecimal()]
         batch = max(number for number in numbers if number <= last)
-        # not by splitlines, which also divides at characters that answers may have
+        # splitlines would also split at characters within answers
         text = (kept / f"{batch}.jsonl").read_text(encoding="utf-8", errors="replace")
         lines = [json.loads(line) for line in text.split("\n")[:MOST_ANSWERS] if line]
         return {"batch": batch, "lines": [line for line in lines if OF_ANSWER <= line.keys()]}

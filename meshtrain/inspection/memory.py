@@ -1,4 +1,4 @@
-"""Memory of an assembled run on one device: by its rules, and in its compiled step."""
+"""Memory of an assembled run on one device: by its sharding rules, and in its compiled step."""
 from __future__ import annotations
 
 import jax
@@ -9,12 +9,13 @@ from meshtrain.sharding import rules
 
 
 def grads_shardings(made: Assembly):
-    """The shardings of the accumulators by [grads]."""
+    """Return the shardings of the gradient accumulators, by [grads]."""
     return rules.shardings(made.layout, made.mesh, "grads", made.program.step.state.trained_axes)
 
 
 def formula(made: Assembly) -> dict:
-    """Memory by the rules. A pipeline's loop has entries of its own, because [params] and [grads] do not shard it."""
+    """Return the bytes per device by kind that follow from the rules. Weights and gradients in a pipeline's loop are
+    separate entries, because [params] and [grads] do not shard them."""
     spec = made.program.step.state
     held = program_memory.formula(spec.abstract, spec.sharding, made.model.divided(spec.abstract.params)[0],
                           grads_shardings(made))
@@ -24,13 +25,14 @@ def formula(made: Assembly) -> dict:
 
 
 def read_bytes(made: Assembly) -> int:
-    """Bytes of the weights that the microbatch loop reads, beside the stored ones. A pipeline's are in `formula`."""
+    """Return the bytes per device of the copies of weights that the microbatch loop reads, in addition to the stored
+    weights; 0 for a pipeline, whose copies are in `formula`."""
     held = made.placed.held
     return 0 if made.choice else round(held.moved if made.placed.by_layer else made.placed.itemsize * held.cast)
 
 
 def held_by_program(made: Assembly, executable, text: str | None = None) -> dict:
-    """Bytes of a device by kind, of a compiled step. text: its `as_text()`, if available."""
+    """Return the bytes per device by kind of a compiled step. text: its `as_text()`, if already available."""
     trained = made.model.divided(made.program.step.state.abstract.params)[0]
     shapes = jax.tree.map(lambda a, s: s.shard_shape(a.shape), trained, grads_shardings(made))
     accumulators = jax.tree.leaves(shapes, is_leaf=lambda shape: isinstance(shape, tuple))
@@ -41,5 +43,5 @@ def held_by_program(made: Assembly, executable, text: str | None = None) -> dict
 
 
 def _loop(made: Assembly):
-    """The parameters in the pipeline's loop; None without one."""
+    """Return the parameters in the pipeline's loop; None without a pipeline."""
     return program_memory.in_loop(made.model, made.layout, made.choice.schedule.num_chunks) if made.choice else None

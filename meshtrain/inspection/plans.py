@@ -1,5 +1,5 @@
-"""Prints the answer of a search: the ranked plans as a table, the assumptions, and three sentences about the first
-plan.
+"""Formats the result of a search for layouts: a table of ranked plans, the assumptions, and three sentences about the
+first plan.
 """
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from meshtrain.names import AXES
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.units import counted, many, seconds, size
 
-FIRST = ("matmul.sustained", "link.contend", "attention")      # what moves a price most
-ALIKE = 1e-3            # of a step, far below the error of the formulas
+FIRST = ("matmul.sustained", "link.contend", "attention")      # the assumptions with the largest effect on prices
+ALIKE = 1e-3            # share of a step's time within which plans are alike, far below the error of the formulas
 
 
 @dataclasses.dataclass(frozen=True)
 class Length:
-    """The length of a training: tokens to train, GPU hours to spend; None: not asked."""
+    """The length of a training run: tokens to train on, GPU hours to spend; None: not requested."""
     tokens: float | None = None
     hours: float | None = None
 
@@ -39,7 +39,7 @@ class Length:
                 *((f"{found['tokens_for_budget'] / 1e9:,.1f}B",) if self.hours else ()))
 
     def as_json(self, question: Question, plan: Plan) -> dict[str, float]:
-        """Without restarts, validation and other pauses."""
+        """Return the requested numbers, without restarts, validation and other pauses."""
         per_hour = 3600 * plan.price.tokens_per_s_per_gpu
         found = {}
         if self.tokens:
@@ -50,12 +50,12 @@ class Length:
 
 
 def scaling(answers: list[tuple[Question, Answer]], length: Length) -> str:
-    """The best plan for each number of GPUs, and its speed per GPU relative to the smallest number."""
+    """Return a table of the best plan for each number of GPUs, with its speed per GPU relative to the first."""
     question = answers[0][0]
     count = sum(info.size for info in question.rows)
     lines = [f"{many(count)} parameters, {question.options.global_batch:,} × {question.options.seq_len:,} tokens a "
              f"step on {question.rated.gpu.name}, {size(question.usable_bytes)} usable on each; "
-             "the best plan of each number of GPUs", ""]
+             "the best plan for each number of GPUs", ""]
     header = ("GPUs", "mesh", "rules", "microbatches", "remat", "memory", "step", "tokens/s",
               "tokens/s a GPU", "kept", "MFU", *length.header())
     rows, first = [], None
@@ -73,8 +73,8 @@ def scaling(answers: list[tuple[Question, Answer]], length: Length) -> str:
                      plan.options.remat, size(one.memory_bytes["total"]),
                      *(no_digits(speed) if search.TOO_SHORT in plan.reason else speed)))
     lines += [columns([header, *rows]), "",
-              "kept: of a GPU's tokens/s on the first of them, with the same batch a step. Formulas, "
-              "nothing compiled or measured." + (
+              "kept: tokens/s a GPU as a share of those of the first row, with the same global batch. All numbers are "
+              "from formulas; nothing is compiled or measured." + (
                   f" {BELOW}: {search.TOO_SHORT}." if any(BELOW in row for row in rows) else "")]
     return "\n".join(lines)
 
@@ -83,15 +83,17 @@ BELOW = f"< {search.SHORT_S} s"
 
 
 def no_digits(speed: tuple[str, ...]) -> tuple[str, ...]:
-    """Cells of a step that is too short for the formulas: its time is not printed in digits."""
+    """Return the cells of a step that is too short for the formulas, without digits. speed: cells with digits."""
     return BELOW, *["–"] * (len(speed) - 1)
 
 
 def page(question: Question, answer: Answer, most: int, length: Length = Length(), gap: Gap | None = None) -> str:
+    """Return the text that `plan` prints for one number of GPUs. most: number of plans in the table. gap: how the fixed
+    choices compare with the best layout."""
     gpu, assumed = question.rated.gpu, question.rated.assumed
     count = sum(info.size for info in question.rows)
     of = attended(question, answer)
-    documents = f", documents of {assumed['documents.mean']:,.0f} tokens in the mean" if of.documents else ""
+    documents = f", documents of {assumed['documents.mean']:,.0f} tokens on average" if of.documents else ""
     lines = [f"{many(count)} parameters, {question.options.global_batch:,} × {question.options.seq_len:,} tokens a "
              f"step on {question.num_gpus:,} × {gpu.name}, {size(question.usable_bytes)} usable on each; attention by "
              f"{of.engine}{documents}; {counted(answer.tried, 'layout')} tried", ""]
@@ -108,28 +110,29 @@ def page(question: Question, answer: Answer, most: int, length: Length = Length(
 
 
 def attended(question: Question, answer: Answer) -> Attended:
-    """The attention of the first plan, or of the first near miss."""
+    """Return the attention of the first plan, or of the first plan that does not fit."""
     plan = (answer.plans or answer.misses)[0]
     return question.attended(plan.placed.layout, plan.options.method)
 
 
 def caveats(question: Question, answer: Answer) -> list[str]:
-    """State the accuracy of the numbers and the assumptions that matter most."""
+    """Return lines about the accuracy of the numbers and the most important assumptions."""
     engine, assumed = attended(question, answer).engine, question.rated.assumed
     named = {name: value for name, value in assumed.as_dict(formula=True).items()
              if name.startswith(FIRST[:2]) or name.startswith(f"attention.{engine}")}
-    lines = ["Formulas, nothing compiled or measured: 51 published runs were met with a median error of 4%, a tenth of "
-             "them by more than 11%. What moves them most (--assume NAME=VALUE sets another; reasons: "
-             "meshtrain/cost/formulas/assumptions.py): "
+    lines = ["All numbers are from formulas; nothing is compiled or measured. For 51 published runs the median error "
+             "is 4%; for a tenth of them it is above 11%. Most important assumptions (--assume NAME=VALUE changes "
+             "one; reasons: meshtrain/cost/formulas/assumptions.py): "
               + ", ".join(f"{name} {value:g}" for name, value in named.items())]
     if answer.plans and search.TOO_SHORT in answer.plans[0].reason:
         lines += [f"{search.TOO_SHORT[0].upper()}{search.TOO_SHORT[1:]}; the order of the plans is a guess, "
-                  "their shares are of the formulas' step."]
+                  "and percentages refer to the step time by the formulas."]
     return lines
 
 
 def first(question: Question, answer: Answer, gap: Gap | None = None) -> dict | None:
-    """The first plan as JSON. time_s: the parts of its step."""
+    """Return the first plan as JSON; None if nothing fits. time_s: the parts of its step time. standing: see
+    `standing`."""
     if not answer.plans:
         return None
     plan = answer.plans[0]
@@ -143,7 +146,7 @@ def first(question: Question, answer: Answer, gap: Gap | None = None) -> dict | 
 
 
 def sampling(found: dict) -> str:
-    """The cost of sampling under the first plan; found: as `meshtrain.plan.sampled` has it."""
+    """Return a text about the cost of sampling under the first plan. found: from `meshtrain.plan.sampled`."""
     if "file_bytes" in found:
         fits = found["slots_that_fit"]
         return (f"A separate sampler with the {found['gpus']} GPUs of a host (tensor {found['tensor']}): "
@@ -151,18 +154,18 @@ def sampling(found: dict) -> str:
                 f"{found['slots']:,} slots"
                 + (f" ({fits:,} fit)" if fits >= found["slots"] else f", but only {fits:,} FIT: set rl.slots")
                 + f", {seconds(found['token_s'])} a token with full slots, "
-                f"{found['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU; alone it samples a batch in at most "
+                f"{found['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU; one sampler alone samples a batch in at most "
                 f"{seconds(found['batch_s_at_most'])}. Each version of the weights is "
                 f"{size(found['file_bytes'])}, written once and read by every sampler.")
     if not found["slots_that_fit"]:
         return (f"Sampling under the first plan: NO slot fits next to {size(found['weights_bytes'])} of weights and "
-                f"the training state; use more of mesh.tensor, or rl.rules that split the weights further.")
+                f"the training state; use a larger mesh.tensor, or rl.rules that shard the weights further.")
     return (f"Sampling under the first plan, once a batch of answers: weights to the sampler "
             f"{seconds(found['sync_s'])}; "
             f"{found['slots']:,} slots ({found['slots_that_fit']:,} fit), "
             f"{seconds(found['token_s'])} a token with full "
             f"slots, {found['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU; at most "
-            f"{seconds(found['batch_s_at_most'])}, where all answers have rl.max_tokens.")
+            f"{seconds(found['batch_s_at_most'])} a batch, if all answers have rl.max_tokens.")
 
 
 def _short(plan: Plan) -> str:
@@ -170,8 +173,9 @@ def _short(plan: Plan) -> str:
 
 
 def verified_table(question: Question, plans: list[Plan], compiled: list[dict]) -> str:
-    """Compare formulas with the compiled programs of the best plans, see `meshtrain.plan.verified`."""
-    rows = [("", "memory", "compiled", "step", "roofline", "sent by a GPU, by the formulas", "compiled")]
+    """Return a table that compares formulas with the compiled programs of the best plans. compiled: from
+    `meshtrain.plan.verified`."""
+    rows = [("", "memory", "compiled", "step", "roofline", "sent per GPU, by formulas", "compiled")]
     by_axes = lambda traffic: ", ".join(
         f"{axes} {size(sent)}" for axes, sent in sorted(traffic.items()) if sent >= 2**20) or "–"
     for k, (plan, found) in enumerate(zip(plans, compiled), 1):
@@ -249,7 +253,7 @@ def equal(plans: Sequence[Plan]) -> str:
 
 
 def standing(gap: Gap) -> str:
-    """The rank of the first plan among all, and the cost of what was fixed."""
+    """Return a text about the rank of the first plan among all layouts, and the cost of the fixed choices."""
     fixed = ", ".join(f"{name} {value}" for name, value in gap.fixed.items())
     if gap.rank == 1:
         return f"No other layout is faster: fixing {fixed} costs nothing."
@@ -266,7 +270,7 @@ def standing(gap: Gap) -> str:
 
 
 def sentences(question: Question, plans: list[Plan]) -> list[str]:
-    """Name the bottleneck of the first plan, its memory, and the best remedy."""
+    """Return three sentences: the bottleneck of the first plan, its memory, and the best remedy."""
     plan = plans[0]
     one = plan.price
     share = lambda value: f"{value / one.step_s:.0%}"
@@ -279,7 +283,7 @@ def sentences(question: Question, plans: list[Plan]) -> list[str]:
     waits = ", ".join(f"{name} {share(value)}" for name, value, _ in longest if value > 0.005 * one.step_s)
     held = one.memory_bytes
     largest = max(("params", "grads", "optimizer", "activations"), key=held.get)
-    sentences = [f"{bound}; beside it {waits or 'nothing above 1%'}.",
+    sentences = [f"{bound}; other times: {waits or 'none above 1%'}.",
                  f"A GPU holds {size(held['total'])} of {size(question.usable_bytes)}, "
                  f"most of it {largest} ({size(held[largest])})"
                  + (", which is too close to the limit to be certain." if search.NEAR_LIMIT in plan.reason else ".")]
@@ -289,28 +293,28 @@ def sentences(question: Question, plans: list[Plan]) -> list[str]:
 
 
 def _losses(question: Question, plan: Plan) -> list[tuple[str, float, str]]:
-    """(cause, seconds, remedy)."""
+    """Return (cause, seconds, remedy) for each part of a step that is not useful compute."""
     one, sizes, found = plan.price, plan.sizes, []
     again = RECOMPUTED[plan.options.remat]
     if again[0]:
         found.append(("recomputation", one.parts["matmul"] / 4,
-                      "memory for activations, by more GPUs or another split, would "
-                      "spare the forward that remat full does twice"))
+                      "more memory for activations (more GPUs, or another layout), which would "
+                      "avoid recomputing the forward"))
     for name, lost_s in one.exposed.items():
         crossed = link(question, plan, (name,)) if name in AXES and sizes[name] > 1 else "its links"
         remedy = {
             "tensor": f"a smaller tensor than {sizes['tensor']}: its collectives do not overlap "
                       "with compute",
-            "fsdp": "fewer microbatches with more tokens: weights are gathered in each",
+            "fsdp": "fewer, larger microbatches: weights are gathered in each",
             "context": "a smaller context, or more tokens of a sequence per GPU",
             "once a step": "more tokens per step: gradients and new weights are exchanged once per step",
             "offload": "more tokens in each microbatch, or another remat: copies to the host take longer than the "
-                       "layers beside them",
+                       "layers that they overlap with",
             traffic.ROUTED: "experts split over fewer GPUs: tokens are sent to all of them",
-            traffic.EXPERTS: "fewer microbatches with more tokens: experts' weights are gathered in each",
+            traffic.EXPERTS: "fewer, larger microbatches: experts' weights are gathered in each",
             "scales": "more tokens in each microbatch: a layer's scales cost the same for any number of tokens",
         }.get(name, "fewer stages")
-        found.append((f"{name} ({crossed})" if name in AXES else f"what is exchanged {name}", lost_s, remedy))
+        found.append((f"{name} ({crossed})" if name in AXES else f"data exchanged {name}", lost_s, remedy))
     if one.bubble_s:
         found.append(("the pipeline's bubble", one.bubble_s,
                       "more microbatches (a larger global batch, or fewer replicas)"))

@@ -1,6 +1,6 @@
 """Describes a run and its costs in text and JSON, for the first lines of `train` and for `inspect`.
 
-Takes an assembled run (`meshtrain.assembly.Assembly`) and, if there is one, its compiled step.
+Functions take an assembled run (`meshtrain.assembly.Assembly`) or its compiled step (`Inspected`).
 """
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from meshtrain.units import counted, operations, seconds, size
 
 LABELS = {"params": "weights", "grads": "gradients", "optimizer": "optimizer state", "activations": "activations",
           "total": "total", "host": "on the host"}
-LARGE = 64 * 2**20   # bytes on one device from which a replicated parameter is worth a warning
+LARGE = 64 * 2**20   # bytes from which a replicated parameter causes a warning
 
 
 def text(step: Inspected) -> str:
-    """The text that `inspect` prints."""
+    """Return the text that `inspect` prints."""
     warnings = [differences(step), *(f"warning: {line}" for line in step.warnings)]
     return "\n\n".join([
         before(step.made), params_table(step.made), memory_table(step),
         collectives_table(step), matmuls(step.program, step.formulas), "\n".join(warnings),
         *([sampling_table(step.sampled)] if step.sampled else []),
-        *([f"rl.lag={lag}: this is the cost of validations; separate processes sample the answers for training, and "
-           f"`plan` prints the cost of one of them"] if (lag := step.made.run.rl.lag) else []),
+        *([f"rl.lag={lag}: this is the cost of sampling for validation; separate processes sample the answers for "
+           f"training, and `plan` prints the cost of one such process"] if (lag := step.made.run.rl.lag) else []),
         *([roofline_table(step.roofline, step.made.mesh_spec)] if step.roofline else [])])
 
 
 def before(made: Assembly) -> str:
-    """Describe the run before it is compiled: its size, what is planned, its layout."""
+    """Return a text about a run before it is compiled: its size, the planned tokens and FLOPs, its layout, notes."""
     run, table = made.run, made.model.parameters()
     count = sum(info.size for info in table)
     tokens = run.training.steps * run.data.global_batch * run.data.seq_len
@@ -57,8 +57,8 @@ def _dtypes(cfg) -> str:
 
 
 def as_json(step: Inspected) -> dict:
-    """The contract of `inspect --json`. formula: null without formulas. roofline: null unless compiled for a GPU of
-    known speed. differences: only for GPUs. sampling: null without [rl]."""
+    """Return the output of `inspect --json`. formula: null without formulas. roofline: null unless compiled for a GPU
+    of known speed. differences: empty unless compiled for GPUs. sampling: null without [rl]."""
     formulas, program, gpu = step.formulas, step.program, roofline.gpu_of(step.made)
     return {"memory_bytes": {"formula": formulas.memory_bytes if formulas else memory.formula(step.made),
                              "compiled": step.held, "usable": gpu and hardware.usable_bytes(gpu)},
@@ -72,8 +72,8 @@ def as_json(step: Inspected) -> dict:
 
 
 def params_table(made: Assembly) -> str:
-    """Per parameter: logical axes, spec by [params] and by [optimizer], bytes per device of the stored parameter and of
-    its gradient."""
+    """Return a table of the parameters: logical axes, spec by [params] and by [optimizer], bytes per device of the
+    stored parameter and of its gradient."""
     rows, replicated = [], []
     for row in summary.parameters(made):
         axes = " ".join(f"{axis or '·'}={n}" for axis, n in zip(row["axes"], row["shape"]))
@@ -95,7 +95,7 @@ def _spec(split: list[list[str]]) -> str:
 
 
 def collectives_table(step: Inspected) -> str:
-    """A step's collectives by mesh axis, per device, by formulas and compiled."""
+    """Return a table of a step's collectives: bytes sent per device by mesh axes, by formulas and compiled."""
     program, formulas = step.program, step.formulas
     key = lambda row: (row["kind"], *row["axes"], row["dtype"])
     compiled, priced = ({key(row): row for row in rows} for rows in (
@@ -111,14 +111,14 @@ def collectives_table(step: Inspected) -> str:
     lines = [columns([("sent per device", "axes", "dtype", "by formulas", "compiled", "count", "from"), *rows])]
     lines += [f"warning: loop of unknown length, counted once: {name}" for name in program.unknown_loops]
     if program.further_rounds:
-        lines += [f"experts count as equally busy: {counted(program.further_rounds, 'loop')} of further "
-                  f"rounds count as none"]
+        lines += [f"a balanced load of experts is assumed: {counted(program.further_rounds, 'loop')} of further "
+                  f"rounds do not count"]
     lines += [f"error: a permute leaves devices with zeros: {text}" for text in program.broken_permutes]
     return "\n".join(lines)
 
 
 def matmuls(program: audit.ProgramAudit, formulas: formula_vs_compiled.Formulas | None = None) -> str:
-    """FLOPs of a step's matmuls on one device."""
+    """Return a line about the FLOPs of a step's matmuls on one device."""
     per_dtype = ", ".join(f"{dtype} {flops:.4g}" for dtype, flops in sorted(program.flops.items()))
     unsure = [kernel for kernel in program.uncounted if not re.search("meshtrain_(attention|mosaic)|fmha", kernel)]
     apart = "; plus attention kernels" if len(unsure) < len(program.uncounted) else ""
@@ -128,17 +128,17 @@ def matmuls(program: audit.ProgramAudit, formulas: formula_vs_compiled.Formulas 
 
 
 def differences(step: Inspected) -> str:
-    """Compare the compiled step with the formulas."""
+    """Return lines about differences between the compiled step and the formulas."""
     if not step.formulas:
-        return "no formulas: there are none for float8 projections"
+        return "not compared with formulas: there are none for float8 projections"
     if not step.for_gpus:
-        return ("the formulas describe GPU programs, and simulated devices send more; compare with --topology, e.g. "
-                "h100:8")
+        return ("not compared with formulas: they describe GPU programs, and programs for simulated devices send more; "
+                "add --topology, e.g. h100:8")
     return "\n".join(f"warning: {line}" for line in step.differences) or "the compiled step agrees with the formulas"
 
 
 def memory_table(step: Inspected) -> str:
-    """Compare memory by formulas with the compiled step's."""
+    """Return a table that compares memory by formulas with memory of the compiled step."""
     made, held, ruled = step.made, step.held, memory.formula(step.made)
     priced = step.formulas.memory_bytes if step.formulas else ruled
     show = lambda value: "–" if value is None else size(value)
@@ -146,27 +146,28 @@ def memory_table(step: Inspected) -> str:
     rows = [(LABELS.get(key, key), show(priced[key]), show(held[key])) for key in keys]
     lines = [columns([("memory per device", "formulas", "compiled"), *rows])]
     if held["grads"] is None:
-        lines += ["compiled gradients are within the activations: there is one microbatch"]
+        lines += ["compiled gradients are included in the activations, because there is one microbatch"]
     if gpu := roofline.gpu_of(made):
         usable = hardware.usable_bytes(gpu)
         lines += [f"of {size(usable)} usable on {gpu.name}, {hardware.memory_share():g} of its {size(gpu.hbm_bytes)}: "
                   f"{'it fits' if step.fits else 'IT DOES NOT FIT'}"]
     if again := audit.recomputed(step.text):
-        lines += [f"note: XLA recomputes {again} values because the step came near its memory limit; "
-                  "training.remat or more devices cost less time"]
+        lines += [f"note: XLA recomputes {again} values because the step is close to its memory limit; "
+                  "training.remat or more devices would cost less time"]
     if made.choice:
-        lines += [f"inside the pipeline's loop: a full stage of weights in {made.run.model.compute_dtype}, "
-                  f"{size(ruled['loop_weights'])}, and its float32 gradients, {size(ruled['loop_grads'])}. Gradients "
-                  "by formulas: outside of it, in no total; compiled: those of the loop"]
+        lines += [f"the pipeline's loop holds all weights of a stage in {made.run.model.compute_dtype}, "
+                  f"{size(ruled['loop_weights'])}, and their float32 gradients, {size(ruled['loop_grads'])}. The row "
+                  "gradients has, by formulas, those outside the loop, which the total does not include; compiled, "
+                  "those of the loop"]
     elif memory.read_bytes(made):
-        lines += [f"weights: as they are stored, by [optimizer]. Beside them, in activations: "
-                  f"{size(memory.read_bytes(made))} of weights as the loop over microbatches reads them, by [params], "
+        lines += [f"the row weights has the stored weights, by [optimizer]. The activations include "
+                  f"{size(memory.read_bytes(made))} of weights that the microbatch loop reads, by [params], "
                   f"in {made.run.model.compute_dtype}, gathered once per step"]
     return "\n".join(lines)
 
 
 def sampling_table(data: dict) -> str:
-    """The text of `SamplingCosts.as_json`."""
+    """Return the costs of sampling as text. data: from `SamplingCosts.as_json`."""
     held, sync, decode = data["memory_bytes"], data["sync"], data["decode"]
     show = lambda value: "–" if value is None else size(value)
     fits = data["slots_that_fit"]
@@ -189,7 +190,7 @@ def sampling_table(data: dict) -> str:
         parts = ", ".join(f"{name} {seconds(s)}" for name, s in time.items() if name != "total")
         lines.append(f"a token of every slot, with full slots: {seconds(time['total'])} ({parts}), "
                      f"{decode['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU; a batch of answers: at most "
-                     f"{seconds(decode['batch_s_at_most'])}, where all of them have rl.max_tokens")
+                     f"{seconds(decode['batch_s_at_most'])}, if all of them have rl.max_tokens")
     return "\n".join(lines)
 
 
@@ -197,7 +198,7 @@ COSTLIEST = 10
 
 
 def roofline_table(line: roofline.Roofline, mesh_spec) -> str:
-    """The roofline's step time on these GPUs, and its parts."""
+    """Return the roofline of a step as text: step time, shares, collectives, costliest kernels, assumptions."""
     percent = lambda share: f"{share:.1%}"
     shares = ", ".join(f"{name} {percent(share)}" for name, share in line.shares.items())
     domains = ", ".join(f"{axis} {n} GPUs over NVLink" if inside == n else
@@ -222,7 +223,7 @@ def roofline_table(line: roofline.Roofline, mesh_spec) -> str:
     lines += ["", columns([("costliest kernels", "runs", "time", "of step", "bound", "TFLOP",
                         "HBM", "line", "from"), *rows])]
     lines += [f"warning: loop of unknown length, counted once: {name}" for name in line.unknown_loops]
-    lines += [f"warning: only its bytes are counted: {name}" for name in line.uncounted]
+    lines += [f"warning: the FLOPs of {name} are unknown, so only its bytes are counted" for name in line.uncounted]
     lines += ["", "assumptions (change one with --assume NAME=VALUE; reasons: meshtrain/cost/formulas/assumptions.py): "
               + ", ".join(
         f"{name} {value:g}" for name, value in line.assumed.as_dict().items())]
@@ -230,6 +231,6 @@ def roofline_table(line: roofline.Roofline, mesh_spec) -> str:
 
 
 def columns(rows) -> str:
-    """Left-aligned text columns."""
+    """Return rows of cells as text with left-aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)

@@ -1,7 +1,6 @@
-"""The cost of a run with [rl] between its steps: the weights' way to the sampler, the memory while answers are drawn,
-and the rate at which they are.
+"""Costs of a run with [rl] between its steps: moving weights to the sampler, memory while sampling, tokens per second.
 
-Takes the costs by formulas, and the compiled programs of the sampler.
+Compares the formulas with the compiled programs of the sampler.
 """
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from meshtrain.inspection import memory
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SamplingCosts:
-    """programs: compiled, sync (where weights move), fill and decode. training_bytes: of the compiled step. assumed: as
-    of `Inspected`."""
+    """Costs of sampling on the devices of the run. costs: by formulas. programs: the compiled programs "fill", "decode"
+    and, if weights move, "sync". training_bytes: per device, of the compiled step. assumed: see `Inspected`."""
     made: Assembly
     costs: Sampling
     programs: Mapping[str, jax.stages.Compiled]
@@ -30,7 +29,7 @@ class SamplingCosts:
     assumed: Mapping[str, float]
 
     def as_json(self) -> dict:
-        """The cost on one device, as JSON. times: null unless compiled for a GPU of known speed."""
+        """Return the costs per device as JSON. Times are null unless compiled for a GPU of known speed."""
         costs, gpu, held = self.costs, roofline.gpu_of(self.made), self._held()
         rated = gpu and rates.Rates(gpu, Assumptions(gpu.name, self.assumed))
         sizes, layout = self.made.mesh_spec.sizes, costs.placed.layout
@@ -54,8 +53,9 @@ class SamplingCosts:
                        "tokens_per_s_per_gpu": token_s and costs.slots / token_s / self.made.mesh_spec.num_devices}}
 
     def _held(self) -> dict[str, dict[str, int | None]]:
-        """formula: without temporaries. compiled: weights are what the sync gives, the cache what `decode` gives back,
-        temporaries those of the larger of fill and decode, or more where the sync has more before there is a cache."""
+        """Return bytes per device by kind. formula: has no temporaries. compiled: weights are the output of `sync`, the
+        cache is the aliased output of `decode`. Temporaries are those of the larger of `fill` and `decode`, or those of
+        `sync` beyond the size of the cache, which does not exist then."""
         state = {name: memory.formula(self.made)[name] for name in ("params", "optimizer")}
         ruled = {"state": sum(state.values()), "weights": round(self.costs.copied_bytes()),
                  "cache": round(self.costs.cache_bytes), "temporaries": None}

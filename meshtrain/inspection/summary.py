@@ -1,6 +1,6 @@
-"""An assembled run as JSON: the run, its mesh on hosts, every parameter with its shards, the pipeline's schedule.
+"""An assembled run as JSON: settings, the mesh on its hosts, every parameter with its shards, the pipeline's schedule.
 
-The page of `inspect --html` is made of this and of the compiled step's costs (`report.as_json`).
+The page of `inspect --html` shows this and the costs of the compiled step (`report.as_json`).
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshtrain.sharding.mesh import MeshSpec
 
 
 def of_run(made: Assembly) -> dict:
-    """Bytes and links are those of one device."""
+    """Return a run as JSON. Bytes and links are those of one device."""
     kind, simulated = made.mesh.devices.flat[0].device_kind, bool(made.run.mesh.simulated_devices)
     on = mesh(made.mesh_spec, roofline.gpu_of(made), kind, simulated)
     return {"run": _run(made), "mesh": on, "parameters": parameters(made),
@@ -45,8 +45,8 @@ def _run(made: Assembly) -> dict:
 
 
 def mesh(spec: MeshSpec, gpu: hardware.Gpu | None, device: str, simulated: bool = False) -> dict:
-    """A mesh on its hosts. links: of axes larger than 1, the members of a group in a link domain. gpu: None if its
-    speed is unknown. device: jax's name."""
+    """Return a mesh on its hosts as JSON. links: for each axis larger than 1, its size and how many members of a group
+    share a link domain. gpu: None if its speed is unknown. device: jax's name of the device kind."""
     host = gpu or hardware.GPUS["cpu"]
     return {"sizes": dict(spec.sizes), "placement": list(spec.placement), "num_devices": spec.num_devices,
             "device": device, "simulated": simulated, "gpu": gpu and gpu.name, "hbm_bytes": gpu and gpu.hbm_bytes,
@@ -55,7 +55,8 @@ def mesh(spec: MeshSpec, gpu: hardware.Gpu | None, device: str, simulated: bool 
 
 
 def parameters(made: Assembly) -> list[dict]:
-    """axes: logical. read, stored, grads: mesh axes that shard each dimension, by [params], [optimizer] and [grads]."""
+    """Return a row per parameter. axes: logical axes. read, stored, grads: for each dimension, the mesh axes that shard
+    it by [params], [optimizer] and [grads]. stored_bytes, grads_bytes: per device."""
     rows = []
     for info in made.model.parameters():
         shards = {name: NamedSharding(made.mesh, made.layout.spec(name, info.axes)) for name in

@@ -13,13 +13,13 @@ from meshtrain.cost.program import audit
 from meshtrain.inspection import expect
 from meshtrain.units import size
 
-# What XLA logs where its partitioner finds no way from one sharding to another.
+# XLA's log line if its partitioner can only replicate a tensor to change its sharding.
 REPLICATED = re.compile(r"Involuntary full rematerialization.*?from sharding (\{.*?\}) to (\{.*?\}) efficiently "
                         r"for HLO operation %\S+ = (\w+\[[\d,]*\])")
 
 
 def warnings(made: Assembly, program: audit.ProgramAudit, logged: Iterable[str]) -> list[str]:
-    """logged: XLA's log lines from the compilation of `program`."""
+    """Return a line for each unexpected collective. logged: XLA's log lines from the compilation of `program`."""
     return gathered_in_loops(made, program) + replicated(made, logged)
 
 
@@ -29,7 +29,7 @@ def gathered_in_loops(made: Assembly, program: audit.ProgramAudit) -> list[str]:
     infos = {info.name: info for info in made.model.parameters()}
 
     def asked(name: str) -> set[str]:
-        """The axes over which each layer gathers a parameter; none in a pipeline's loop."""
+        """Return the axes over which each layer gathers a parameter by [params]; none in a pipeline's loop."""
         axes = infos[name].axes
         return set() if made.choice else {a for axis in axes for a in layout.mesh_axes("params", axis)}
 
@@ -41,13 +41,14 @@ def gathered_in_loops(made: Assembly, program: audit.ProgramAudit) -> list[str]:
             names = [name for name in named(dims) if infos[name].role not in ("norm", "bias")]
             if names and not any(set(row.axes) <= asked(name) for name in names):
                 found[" or ".join(names), row.axes, row.trips] += row.bytes // len(row.arrays)
-    return [f"{name} is gathered over {' × '.join(axes)} {trips:,} times a step, {size(sent)}, inside a loop: [params] "
-            f"of {layout.rules.path} does not split it, so once per step would be enough"
+    return [f"{name} is all-gathered over {' × '.join(axes)} {trips:,} times a step inside a loop, {size(sent)}: "
+            f"[params] of {layout.rules.path} does not split it over them, so once per step would be enough"
             for (name, axes, trips), sent in found.items()]
 
 
 def replicated(made: Assembly, logged: Iterable[str]) -> list[str]:
-    """Find tensors that XLA replicates fully to reshard them. A step that is compiled twice logs each twice."""
+    """Find tensors that XLA replicates fully to reshard them. Equal log lines count once: a step that is compiled twice
+    logs each twice."""
     named, found, seen = expect.tensors(made), Counter(), set()
     for line in logged:
         if (match := REPLICATED.search(line)) and match.group() not in seen:
@@ -58,7 +59,7 @@ def replicated(made: Assembly, logged: Iterable[str]) -> list[str]:
             where = ", ".join(named(dims)) or audit.short_source(source.group(1) if source else "")
             where = where or "an operation without a name"
             found[f"{array} of {where}", before, after] += 1
-    return [f"XLA makes {what} whole on every device to get from sharding {before} to {after}"
+    return [f"XLA replicates {what} on every device to change its sharding from {before} to {after}"
             + (f", {count} times in the program" if count > 1 else "")
-            + "; a rule or constraint that splits both in the same way avoids it"
+            + "; a rule or constraint that gives both the same sharding avoids it"
             for (what, before, after), count in found.items()]

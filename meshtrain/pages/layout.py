@@ -139,7 +139,7 @@ def memory(data: dict) -> str:
                        [(MEMORY.get(name, ("", name))[1], *cells(name)) for name in names], "memory-parts",
                        total=("total", *cells("total")))
     again = data["recomputed_by_xla"]
-    note = skin.paragraph(f"XLA recomputes {again} values because the step came near its memory limit.",
+    note = skin.paragraph(f"XLA recomputes {again} values because the step is close to its memory limit.",
                           "warn")
     return skin.figure(lambda width: memory_drawing(data, width=width), key=key) + (note if again else "") + table
 

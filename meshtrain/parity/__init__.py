@@ -1,4 +1,5 @@
-"""Whether a run, or a layer, computes on every layout what one device computes: `prove`, `prove_layer`, `Proof`."""
+"""Tests whether a run or a layer computes the same on every layout as on one device: `prove`, `prove_layer`, `Proof`.
+"""
 from meshtrain.parity.layer import prove_layer
 from meshtrain.parity.proof import CellResult, Proof, line, prove
 

@@ -1,7 +1,7 @@
-"""Layouts of a shrunk run that together hold every pair of choices: meshes, rule files, schedules, context methods, ...
+"""Chooses layouts of a shrunk run that together cover every pair of choices: meshes, rule files, schedules, and so on.
 
-A cell chooses a value of each factor. The cover is greedy, so the first cells hold the most pairs, and of these the
-pairs that are both used weigh most. What the program refuses is no cell.
+A cell chooses one value for each factor. Pairs are covered greedily, so the first cells cover the most pairs. A pair of
+two choices that both have an effect weighs more. Combinations that the program refuses are not cells.
 """
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from meshtrain.shipped import names, shipped
 OFF = "none"
 Cell = Mapping[str, str]
 METHODS = ("ring", "gather", "ulysses")
-# Mesh axis: the factor that splits it.
+# Mesh axis -> the factor that decides whether the axis is larger than 1.
 SPLIT_BY = {"data": "data", "fsdp": "fsdp", "tensor": "tensor", "stage": "schedule", "context": "context"}
 TRIES, MOST_AXES = 8, 3
-USED = 4                         # weight of a pair of two choices that both do something
+USED = 4                         # weight of a pair of two choices that both have an effect
 
-# Beside the first the second counts only by whether it is used: a rule file splits arrays, however they are computed.
+# Pairs of factors in which only "used or not" of one of them counts, since e.g. a rule file splits arrays independently
+# of the schedule that computes them.
 BY_WHETHER = {("rules", "schedule"), ("rules", "context"), ("rules", "dispatch"), ("schedule", "dispatch"),
               ("data", "remat"), ("fsdp", "remat"), ("tensor", "remat"), ("context", "remat")}
-# Not counted together.
+# Pairs of factors that are independent and need not be covered.
 APART = {("rules", "remat"), ("rules", "microbatches")}
 
 
 def factors(run: Run, rule_files: Sequence[str], num_devices: int) -> dict[str, tuple[str, ...]]:
-    """The values that each factor may have in cells of this shrunk run; the first does nothing."""
+    """Return the values that each factor may have in cells of this shrunk run. The first value has no effect."""
     pipelined = run.training.objective == "next_token" and not run.optimizer.qk_clip
     found = {
         "rules": tuple(rule_files),
@@ -45,13 +46,13 @@ def factors(run: Run, rule_files: Sequence[str], num_devices: int) -> dict[str, 
         "remat": ("none", "selective", "full", "offload"),
         "microbatches": ("1", "2", "4"),
         "dispatch": ("auto", "gather", "all_to_all") if run.model.num_experts else ("auto",),
-        "longest": (OFF, *AXES) if num_devices >= 4 else (OFF,),        # the axis of four devices, not two
+        "longest": (OFF, *AXES) if num_devices >= 4 else (OFF,),        # the axis with four devices instead of two
     }  # fmt: skip
     return found
 
 
 def run_of(run: Run, cell: Cell) -> Run:
-    """The run of a cell."""
+    """Return the run with the choices of a cell."""
     sizes = {axis: (1 if cell[factor] == OFF else 4 if cell["longest"] == axis else 2)
              for axis, factor in SPLIT_BY.items()}
     interleaved = cell["schedule"] in schedules.INTERLEAVED
@@ -65,7 +66,7 @@ def run_of(run: Run, cell: Cell) -> Run:
 
 
 def settings(run: Run) -> dict[str, object]:
-    """The keys of a run that choose its layout, those that do something."""
+    """Return the keys of a run file that choose the run's layout, without those that have no effect."""
     found: dict[str, object] = {f"mesh.{axis}": n for axis in AXES if (n := getattr(run.mesh, axis)) > 1}
     found["sharding.rules"] = named_rules(run.sharding.rules)
     if run.mesh.stage > 1:
@@ -79,7 +80,7 @@ def settings(run: Run) -> dict[str, object]:
 
 
 def named_rules(path: str) -> str:
-    """A shipped rule file as every directory finds it, another as it is."""
+    """Return the name of a rule file for a run file: sharding_rules/NAME for a shipped one, else its path."""
     return f"sharding_rules/{Path(path).name}" if is_shipped(path) else path
 
 
@@ -88,7 +89,7 @@ def is_shipped(path: str) -> bool:
 
 
 def title(run: Run) -> str:
-    """A cell in one line: `zero3 · data 2 × stage 2 · 1f1b · 2 microbatches`."""
+    """Return the layout of a run as one line: `zero3 · data 2 × stage 2 · 1f1b · 2 microbatches`."""
     mesh, of = run.mesh, []
     of.append(" × ".join(f"{axis} {n}" for axis in AXES if (n := getattr(mesh, axis)) > 1) or "one device")
     of += [run.pipeline.schedule] if mesh.stage > 1 else []
@@ -100,7 +101,8 @@ def title(run: Run) -> str:
 
 
 def differing_rules(run: Run) -> list[str]:
-    """The run's own rule file and the shipped ones that split its arrays otherwise than those before them."""
+    """Return the paths of the run's own rule file and of those shipped ones that shard its arrays differently from all
+    before them."""
     axes = [info.axes for info in transformer.build(run.model, run.lora).parameters()]
     with config.user_errors():
         loaded = [rules.load(path) for path in dict.fromkeys([run.sharding.rules, *shipped_rules()])]
@@ -112,7 +114,8 @@ def shipped_rules() -> list[str]:
 
 
 def distinct(loaded: Sequence[rules.Rules], weights: Sequence[tuple[str | None, ...]]) -> list[rules.Rules]:
-    """Those rule files that split these weights or activations otherwise than those before them."""
+    """Return the rule files that shard weights or activations differently from all before them. weights: the logical
+    axes of each weight."""
     sizes, kept = dict.fromkeys(AXES, 2), {}
     for one in loaded:
         layout = rules.Layout(one, sizes)
@@ -125,7 +128,10 @@ def distinct(loaded: Sequence[rules.Rules], weights: Sequence[tuple[str | None, 
 
 
 def cover(run: Run, found: Mapping[str, Sequence[str]], num_devices: int) -> list[Run]:
-    """The runs of cells that hold every pair of choices that the program takes, the most valuable first."""
+    """Return runs that cover every pair of choices that the program accepts, the run with the most weight first.
+
+    found: the values of each factor, see `factors`.
+    """
     table, made = _Choices(run, found, num_devices), []
     missing = {one for a, b in itertools.combinations(found, 2) for x in found[a] for y in found[b]
                if (one := pair(a, x, b, y))}
@@ -145,7 +151,7 @@ def total(found: set) -> int:
 
 
 class _Choices:
-    """Cells of a run with a given pair of choices: the plainest, or one that holds many of the missing pairs."""
+    """Builds cells that contain a given pair of choices."""
 
     def __init__(self, run: Run, found: Mapping[str, Sequence[str]], num_devices: int):
         self.run, self.found, self.num_devices, self.rng = run, found, num_devices, random.Random(0)
@@ -154,7 +160,7 @@ class _Choices:
         self.taken: dict[tuple, bool] = {}
 
     def alone(self, wanted: tuple) -> dict | None:
-        """Return the plainest cell with this pair of choices that the program takes; None if it takes none."""
+        """Return the simplest accepted cell with this pair of choices; None if the program accepts none."""
         fixed = self._choices(wanted)
         base = {name: values[0] for name, values in self.found.items()} | fixed
         axes = [{}, *({factor: self.found[factor][1]} for factor in SPLIT_BY.values() if len(self.found[factor]) > 1)]
@@ -166,7 +172,8 @@ class _Choices:
         return None
 
     def climbed(self, wanted: tuple, missing: set) -> dict:
-        """Return a cell that the program takes, with this pair of choices: `alone`, improved a choice at a time."""
+        """Return an accepted cell with this pair of choices that covers many missing pairs. It starts from `alone` and
+        improves one choice at a time."""
         fixed, cell = self._choices(wanted), self.alone(wanted)
         gain = lambda cell: total(pairs(cell) & missing)
         for name in self.rng.sample(list(cell), len(cell)) * 2:
@@ -178,13 +185,13 @@ class _Choices:
         return cell
 
     def possible(self, cell: Cell) -> bool:
-        """Whether it has one to three axes, and no more devices than there are."""
+        """Return whether a cell has one to three mesh axes and needs no more than the available devices."""
         axes = [axis for axis, factor in SPLIT_BY.items() if cell[factor] != OFF]
         return (1 <= len(axes) <= MOST_AXES and 2 ** (len(axes) + (cell["longest"] != OFF)) <= self.num_devices
                 and cell["longest"] in (OFF, *axes))
 
     def accepted(self, cell: Cell) -> bool:
-        """Whether the program takes it, as `assembly.refusals` says; the model is built once for all."""
+        """Return whether the program accepts a cell, as `assembly.refusals` would, with a model that is built once."""
         key = tuple(cell.values())
         if key not in self.taken:
             run, path = run_of(self.run, cell), cell["rules"]
@@ -194,16 +201,17 @@ class _Choices:
         return self.taken[key]
 
     def _choices(self, wanted: tuple) -> dict[str, str]:
-        """A pair of `pair` as choices: any used one for True."""
+        """Return a pair of `pair` as factor -> value. "True" becomes a value that has an effect, "False" one that has
+        none."""
         values = lambda name, value: value if value in self.found[name] else self.found[name][value == "True"]
         return {name: values(name, value) for name, value in wanted}
 
 
 def pair(a: str, x: str, b: str, y: str) -> tuple:
-    """Two choices as the cover counts them; () where they are not."""
+    """Return two choices (factor a = x, factor b = y) as the cover counts them; () if the pair need not be covered."""
     if (a, b) in BY_WHETHER:
         x, y = (x, str(y != OFF and y != "auto")) if a in ("rules", "schedule") else (str(x != OFF), y)
-    if b == "longest" and (x == OFF or SPLIT_BY.get(y) != a):      # four devices matter to what is split over them
+    if b == "longest" and (x == OFF or SPLIT_BY.get(y) != a):      # four devices matter only to the axis that has them
         return ()
     return () if (a, b) in APART else ((a, x), (b, y))
 
@@ -213,5 +221,5 @@ def pairs(cell: Cell) -> set[tuple]:
 
 
 def worth(one: tuple) -> int:
-    """The weight of a pair in the cover: USED if both choices do something, else 1."""
+    """Return the weight of a pair in the cover: USED if both choices have an effect, else 1."""
     return 1 if any(value in (OFF, "auto", "False", "1") for _, value in one) else USED

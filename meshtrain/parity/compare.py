@@ -1,7 +1,7 @@
 """Compares a run's compiled step with the same step on one device: losses, metrics, every gradient leaf.
 
-The step that is compared is the compiled one that trains. After the first its optimizer's state is linear or quadratic
-in every gradient leaf, so no gradient is taken in a look-alike.
+The compared step is the compiled training step itself. After the first step, the optimizer state is linear or quadratic
+in every gradient leaf, so gradients are compared through it and no separate gradient program is needed.
 """
 from __future__ import annotations
 
@@ -37,9 +37,13 @@ class Compiled:
 
 
 class Tolerance(NamedTuple):
-    """Relative differences. state: of a leaf of the optimizer's state after the first step, against its largest
-    element, or `floor` of the largest leaf's, where a leaf's true value is zero (the bias of a key) and it holds the
-    rounding of what cancels. metrics: of the other metrics of the first step, against SMALL_METRIC at least."""
+    """Largest allowed relative differences.
+
+    state: of a leaf of the optimizer state after the first step, relative to the leaf's largest element, or to `floor`
+    times the largest element of all leaves if that is larger. The floor serves leaves whose true value is zero (the
+    bias of keys) and that hold only rounding errors. metrics: of the other metrics of the first step, relative to the
+    metric, or to SMALL_METRIC if that is larger.
+    """
     loss: float
     norm: float
     state: float
@@ -48,14 +52,13 @@ class Tolerance(NamedTuple):
     metrics: float
 
 
-# float32: sums in another order. Of a norm over six numbers some weights make a gradient whose roundings are
-# amplified, 2.2e-5 at the most that was seen. Later steps: Adam divides by the root of tiny moments, and lion takes
-# signs.
+# float32: sums are in another order. A norm over six numbers can amplify the rounding of a gradient; the largest
+# observed difference is 2.2e-5. Later steps differ more: Adam divides by roots of tiny moments, and lion takes signs.
 FLOAT32 = Tolerance(2e-5, 6e-5, 2e-4, 1e-3, 1e-5, 1e-3)
-# bfloat16 keeps 8 bits of each activation, and other cuts round others; small leaves hold little else. It chooses other
-# experts for some tokens.
+# bfloat16: activations have 8 bits, and other shards round other values. Small leaves hold mostly rounding errors. Some
+# tokens are routed to other experts.
 BFLOAT16 = Tolerance(2e-3, 2e-2, 0.15, 1e-2, 0.05, 0.3)
-SMALL_METRIC = 0.01     # of a divergence near 0 rounding is all that differs
+SMALL_METRIC = 0.01     # a divergence near 0 consists of rounding errors
 
 
 class NotFiniteError(AssertionError):
@@ -64,10 +67,10 @@ class NotFiniteError(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class Differences:
-    """Relative differences of three steps from those on one device; of what is not finite inf.
+    """Relative differences of three steps from those on one device; inf for values that are not finite.
 
-    leaves: of the optimizer's state after the first step, by its path. metrics: of the first step, without loss and
-    norm, by name; inf where one has a metric, or a layer's entry of it, that the other has not.
+    loss, norm: of the first step. leaves: of the optimizer state after the first step, by path. losses: of each step.
+    metrics: of the first step, without loss and norm, by name; inf if only one side has the metric or an entry of it.
     """
     loss: float
     norm: float
@@ -76,7 +79,8 @@ class Differences:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def beyond(self, tolerance: Tolerance, leaves: Mapping[str, float] | None = None) -> list[str]:
-        """The leaves beyond the tolerance, the worst first. leaves: under other names."""
+        """Return "name: difference" for each number beyond the tolerance, the worst leaves first. leaves: used instead
+        of self.leaves, e.g. with names of parameters."""
         worst = sorted((self.leaves if leaves is None else leaves).items(), key=lambda item: -item[1])
         found = [("loss", self.loss, tolerance.loss), ("gradient norm", self.norm, tolerance.norm),
                  *((f"gradient of {name}", off, tolerance.state) for name, off in worst),
@@ -85,8 +89,8 @@ class Differences:
         return [f"{name}: {off:.1e}" for name, off, most in found if not off <= most]
 
     def by_parameter(self, names: Iterable[str]) -> dict[str, float]:
-        """The largest difference in the optimizer's state of each parameter, by its name; what is of none, by its path.
-        """
+        """Return the largest difference in the optimizer state of each parameter, by its name. Leaves that belong to no
+        parameter keep their paths."""
         found: dict[str, float] = {}
         for path, off in self.leaves.items():
             keys = re.findall(r"\['([^']*)'\]", path)
@@ -96,20 +100,22 @@ class Differences:
 
 
 def check(run: config.Run, seed: int = 0, tolerance: Tolerance = FLOAT32) -> Compiled:
-    """Compile the run's step and compare it with that of one device."""
+    """Compile the run's step and compare it with that of one device. Raises: AssertionError if they differ."""
     case = compiled(run)
     check_equal(case, seed, tolerance)
     return case
 
 
 def check_equal(case: Compiled, seed: int = 0, tolerance: Tolerance = FLOAT32) -> None:
-    """Compare losses, gradient norms and the optimizer's state with those of one device; no permute lacks a target."""
+    """Compare losses, gradient norms and optimizer state with those of one device. Raises: AssertionError if they
+    differ, or if a permute leaves a device without data."""
     assert not case.audit.broken_permutes
     assert (wrong := differences(case, seed, tolerance.floor).beyond(tolerance)) == [], "; ".join(wrong)
 
 
 def differences(case: Compiled, seed: int = 0, floor: float = FLOAT32.floor) -> Differences:
-    """Three steps beside those of one device, from the same parameters and batches. Raises: NotFiniteError."""
+    """Run three steps, and three on one device from the same parameters and batches. Return the relative differences.
+    Raises: NotFiniteError."""
     params, expected, expected_metrics, expected_state = one_device(
         on_one_device(case.made.run).model_dump_json(), seed)
     numbers, metrics, state = trained(case, params)
@@ -120,7 +126,8 @@ def differences(case: Compiled, seed: int = 0, floor: float = FLOAT32.floor) -> 
 
 @functools.lru_cache(8)
 def one_device(run: str, seed: int):
-    """(parameters, and what `trained` returns) of a run on one device, given as JSON; the layouts of a run share it."""
+    """Return (parameters, *the results of `trained`) for a run on one device. run: as JSON, so that the results are
+    cached for all layouts of a run."""
     one = _compiled_on_one(run)
     params = drawn_parameters(one.made, seed)
     return params, *trained(one, params)
@@ -132,8 +139,8 @@ def _compiled_on_one(run: str) -> Compiled:
 
 
 def leaf_differences(found, expected, floor: float) -> dict[str, float]:
-    """For each leaf, by its path, the largest difference over its largest element, or over `floor` of the largest
-    leaf's."""
+    """Return path -> difference for each leaf: the largest absolute difference, divided by the leaf's largest element,
+    or by `floor` times the largest element of all leaves if that is larger."""
     scales = [np.abs(e).max(initial=0) for e in jax.tree.leaves(expected)]
     leaves = {}
     for (path, a), e, scale in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), scales, strict=True):
@@ -143,7 +150,8 @@ def leaf_differences(found, expected, floor: float) -> dict[str, float]:
 
 
 def metric_differences(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """For each metric of either, the largest relative difference; inf where one lacks it, or an entry of it (NaN)."""
+    """Return the largest relative difference of each metric; inf if one side lacks the metric or an entry of it (NaN).
+    """
     worst = {}
     for name in sorted({*found, *expected}):
         if name not in found or name not in expected or (
@@ -156,13 +164,13 @@ def metric_differences(found: Mapping[str, np.ndarray], expected: Mapping[str, n
 
 
 def check_leaves(found, expected, tolerance: Tolerance = FLOAT32) -> None:
-    """Compare two trees with the tolerance's `state` and `floor`."""
+    """Compare two pytrees with the tolerance's `state` and `floor`. Raises: AssertionError."""
     for path, off in leaf_differences(found, expected, tolerance.floor).items():
         assert off <= tolerance.state, f"{path}: {off:.1e}"
 
 
 def assembled(run: config.Run, devices: Sequence[jax.Device] | None = None) -> assembly.Assembly:
-    """devices: whose first ones take the run; None: all."""
+    """Assemble a run on the first devices of `devices`, as many as its mesh needs. None: jax.devices()."""
     return assembly.assemble(run, (devices or jax.devices())[:num_devices(run)])
 
 
@@ -177,7 +185,7 @@ def num_devices(run: config.Run) -> int:
 
 
 def on_one_device(run: config.Run) -> config.Run:
-    """The plain computation: no mesh, one microbatch, nothing recomputed."""
+    """Return the run on one device: no mesh, one microbatch, no remat."""
     return run.model_copy(update=dict(
         mesh=config.Mesh(), sharding=config.Sharding(rules=str(shipped("sharding_rules/ddp.toml"))),
         pipeline=config.Pipeline(), context=config.Context(),
@@ -186,17 +194,19 @@ def on_one_device(run: config.Run) -> config.Run:
 
 
 def drawn_parameters(made: assembly.Assembly, seed: int):
-    """Not the model's own start: biases and norms that are no constants show a wrong gradient of what they scale."""
+    """Return random parameters, other than the model's initial ones: biases and norm scales are random, too, since
+    constants would hide wrong gradients of what they scale."""
     rng = np.random.default_rng(seed)
-    # Around what a norm scales by at the start: twice as much in every norm makes gradients that differ by their
-    # rounding.
+    # Norm scales stay near their initial value: twice that value in every norm would amplify rounding errors in
+    # gradients.
     mean = lambda info: (info.role == "norm") * (1 - made.run.model.norm_offset)
     return params_of.tree(made.model.parameters(), lambda info: (
         mean(info) + rng.standard_normal(info.shape) * (0.2 if "matrix" in info.role else 0.05)).astype(info.dtype))
 
 
 def trained(case: Compiled, params, steps: int = STEPS):
-    """([losses, gradient norms], the other metrics of the first step, the optimizer's state after it)."""
+    """Train for some steps. Return (numbers [steps, 2] with loss and gradient norm, the other metrics of the first
+    step, the optimizer state after the first step). Raises: NotFiniteError."""
     spec = case.made.program.step.state
     opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), spec.abstract.opt_state)
     state = jax.device_put(State(np.int32(0), params, opt_state), spec.sharding)
@@ -213,7 +223,7 @@ def trained(case: Compiled, params, steps: int = STEPS):
 
 
 def evaluated(run: config.Run, seed: int = 0) -> np.ndarray:
-    """(sum of the loss, number of targets) by the run's evaluation of a batch."""
+    """Evaluate a batch. Return an array [2]: the sum of the loss, and the number of targets."""
     made = assembled(run)
     params = jax.device_put(drawn_parameters(made, seed), made.program.step.state.sharding.params)
     with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
@@ -221,14 +231,14 @@ def evaluated(run: config.Run, seed: int = 0) -> np.ndarray:
 
 
 def first_moment(opt_state):
-    """AdamW's first moment: after a step (1 - b1) times the clipped gradient."""
+    """Return AdamW's first moment, which after one step is (1 - b1) times the clipped gradient."""
     (found,) = [s.mu for s in jax.tree.leaves(opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu")]
     return found
 
 
 def batch_of(run: config.Run, step: int) -> dict:
-    """Packed documents, some targets missing, some sequences with hardly any or padded at the end; most of the last
-    quarter is padding, so that microbatches differ in their tokens."""
+    """Return a random batch of packed documents. Some targets are missing, some sequences have few targets or padding
+    at the end. Most of the last quarter is padding, so that microbatches differ in their number of tokens."""
     B, T, rng = run.data.global_batch, run.data.seq_len, np.random.default_rng(step)
     starts = rng.random((B, T)) < 0.15
     starts[:, 0] = True
@@ -240,7 +250,7 @@ def batch_of(run: config.Run, step: int) -> dict:
              "positions": index - np.maximum.accumulate(np.where(starts, index, 0), 1),
              "sequence": step * B + np.arange(B)}  # fmt: skip
     padded = rng.random((B, 1)) < 0.3
-    length = T - rng.integers(0, T, (B, 1)) * padded        # where no document is cut
+    length = T - rng.integers(0, T, (B, 1)) * padded        # tokens before the padding
     length[B - B // 4:] = np.minimum(length[B - B // 4:], 1 + T // 4)
     padding = index >= length
     batch["segments"][padding], batch["targets"][padding] = PADDING, NO_TARGET
@@ -251,7 +261,7 @@ def batch_of(run: config.Run, step: int) -> dict:
 
 
 def _pairs(batch: dict, rng: np.random.Generator) -> dict:
-    """Each row a pair of answers without their prompts' targets, and padding; the last row is padding alone."""
+    """Return a DPO batch: each row has a chosen and a rejected answer, then padding. The last row is all padding."""
     index, (B, T) = batch["index"], batch["index"].shape
     ends = np.sort(rng.integers(2, T, (B, 2)), 1)
     ends[:, 1] = np.maximum(ends[:, 1], ends[:, 0] + 1)
@@ -266,7 +276,8 @@ def _pairs(batch: dict, rng: np.random.Generator) -> dict:
 
 
 def _answers(batch: dict, rng: np.random.Generator) -> dict:
-    """Each segment an answer behind its prompt, with what rewards and samplers give; the last rows have none."""
+    """Return an RL batch: each segment is a prompt with an answer, with random advantages and log-probabilities. The
+    last quarter of the rows is empty."""
     B, T = batch["targets"].shape
     for name, nothing in (("segments", PADDING), ("targets", NO_TARGET)):
         batch[name][B - B // 4:] = nothing
@@ -279,6 +290,6 @@ def _answers(batch: dict, rng: np.random.Generator) -> dict:
 
 
 def accepted(run: config.Run) -> None:
-    """Check that the program takes the run. Raises: ConfigError with what it refuses."""
+    """Check that the program accepts the run. Raises: ConfigError with the reasons if not."""
     if faults := assembly.refusals(run, "cpu", None):
         raise config.ConfigError(*faults)

@@ -1,4 +1,5 @@
-"""Proves a user's own layer, a function that may hold collectives, on meshes × rule files beside one device."""
+"""Compares a user's own layer on many meshes and rule files with one device. The layer is a function that may use
+collectives."""
 from __future__ import annotations
 
 import dataclasses
@@ -39,8 +40,8 @@ class _DrawnLayer:
         return [*weights, rules_of.Tensor("activations", "x", self.x_BTD.shape, X_AXES)]
 
     def computed(self, layout: rules_of.Layout, mesh: jax.sharding.Mesh) -> dict[str, np.ndarray]:
-        """y, and the gradients of sum(y · dy) by x and each parameter. Weights lie as [params] says, gradients as
-        [grads], x as batch and seq of [activations]."""
+        """Return y ("y") and the gradients of sum(y · dy) with respect to x ("x") and each parameter, by name. Weights
+        are sharded by [params], gradients by [grads], x by batch and seq of [activations]."""
         place = lambda table, axes: NamedSharding(mesh, layout.spec(table, axes))
         x_at = place("activations", X_AXES)
         weights_at, grads_at = ({name: place(table, axes) for name, (_, axes) in self.parameters.items()}
@@ -49,8 +50,8 @@ class _DrawnLayer:
         def step(w, x_BTD):
             y_BTD, back = jax.vjp(self.function, w, x_BTD)
             if y_BTD.shape != x_BTD.shape:
-                raise config.ConfigError(f"the layer gives an array of shape {y_BTD.shape} for x of {x_BTD.shape}; it "
-                                         f"must give one of x's shape, [B, T, D]")
+                raise config.ConfigError(f"the layer returns an array of shape {y_BTD.shape} for x of {x_BTD.shape}; "
+                                         f"it must return one of x's shape, [B, T, D]")
             return y_BTD, *back(jnp.asarray(self.dy_BTD, y_BTD.dtype))
         with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
             placed = jax.device_put((dict(self.values), self.x_BTD), (weights_at, x_at))
@@ -61,11 +62,11 @@ class _DrawnLayer:
 def prove_layer(function: Callable, parameters: Declared, rules: Sequence[str] = (),
                 devices: Sequence[jax.Device] | None = None, cells: int | None = None,
                 tell: Callable[[str], None] = lambda line: None) -> proof.Proof:
-    """Compare function(params, x_BTD) -> y_BTD and its gradients by params and x with one device's.
+    """Compare function(params, x_BTD) -> y_BTD and its gradients with respect to params and x with those on one device.
 
-    parameters: name -> (shape, logical axes of the rule files). The function runs under `jax.set_mesh` with all five
-    axes, and may use shard_map and collectives over them. D is the size of `embed`. rules: rule files; none: the
-    shipped ones. devices, cells, tell: as in `prove`. Raises: ConfigError.
+    parameters: name -> (shape, logical axes of rule files). The function runs under `jax.set_mesh` with all five mesh
+    axes, and may use shard_map and collectives over them. D is the size of the logical axis `embed`. rules: rule files;
+    empty: the shipped ones. devices, cells, tell: see `prove`. Raises: ConfigError.
     """
     began, devices = time.monotonic(), devices if devices is not None else jax.devices()
     layer = _drawn(function, parameters)
@@ -87,8 +88,8 @@ def prove_layer(function: Callable, parameters: Declared, rules: Sequence[str] =
 
 
 def _drawn(function: Callable, parameters: Declared) -> _DrawnLayer:
-    """Raises: ConfigError for axes that no rule file knows."""
-    faults = [f"{name}: shape {tuple(shape)} has {len(shape)} dims, and {tuple(axes)} names {len(axes)}"
+    """Return the layer with random parameters, x and dy. Raises: ConfigError for unknown logical axes."""
+    faults = [f"{name}: shape {tuple(shape)} has {len(shape)} dims, but {tuple(axes)} names {len(axes)}"
               for name, (shape, axes) in parameters.items() if len(shape) != len(axes)]
     faults += [f"{name}: there is no logical axis {axis!r}; use {', '.join(rules_of.LOGICAL[3:])} or None"
                for name, (_, axes) in parameters.items() for axis in axes if axis and axis not in rules_of.LOGICAL]
@@ -102,7 +103,8 @@ def _drawn(function: Callable, parameters: Declared) -> _DrawnLayer:
 
 
 def _layouts(layer: _DrawnLayer, loaded: Sequence[rules_of.Rules], num_devices: int) -> list[rules_of.Layout]:
-    """The placements that rule files give on three axes, on one alone, and on two where there are few devices."""
+    """Return the distinct layouts of the rule files on meshes with one axis and with three (with fewer than 8 devices:
+    two) axes."""
     axes = [axis for axis in AXES if axis != "stage"]
     together = [dict.fromkeys(some, 2) for some in itertools.combinations(axes, 3 if num_devices >= 8 else 2)]
     found: dict[tuple, rules_of.Layout] = {}
@@ -118,7 +120,8 @@ def _layouts(layer: _DrawnLayer, loaded: Sequence[rules_of.Rules], num_devices: 
 
 
 def _refused(file: rules_of.Rules, sizes, tensors) -> list[str]:
-    """As `rules.problems`, without what it asks of activations that a function keeps to itself."""
+    """Return the faults of `rules.problems` that concern this layer, without those about activations inside a function.
+    """
     return [fault for fault in rules_of.problems(file, sizes, tensors) if "does not divide" in fault or "both" in fault]
 
 
@@ -132,7 +135,7 @@ def _compared(layer: _DrawnLayer, layout: rules_of.Layout, devices, expected) ->
         loss = leaves.pop("y")
         wrong = [f"{name}: {value:.1e}" for name, value in (("the output", loss), *(
             (f"gradient of {name}", value) for name, value in leaves.items())) if not value <= proof.TOLERANCE.state]
-    except Exception as error:      # whatever the function raises on this mesh
+    except Exception as error:      # the user's function may raise anything
         wrong = [f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"]
     name = cells_of.named_rules(layout.rules.path)
     settings = {f"mesh.{axis}": n for axis, n in layout.sizes.items() if n > 1} | {"sharding.rules": name}

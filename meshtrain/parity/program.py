@@ -1,8 +1,8 @@
-"""Reads the GPU program of a run's own layout for what no comparison on CPUs shows.
+"""Checks the GPU program of a run's own layout for faults that a comparison on CPUs does not show.
 
-Compiled without a GPU (`cost.program.compile`), never executed: gradients that are summed in a narrow dtype,
-accumulators that the rules split and the program holds whole, collectives that the layout does not ask for, permutes
-that leave devices with zeros.
+The program is compiled without a GPU (`cost.program.compile`) and not executed. Faults are: gradients summed in a
+narrow dtype, gradient accumulators that the rules shard but the program holds whole, collectives that the layout does
+not require, permutes that leave devices with zeros.
 """
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ NARROW = ("bf16", "f16")
 
 
 def target(run: Run) -> str:
-    """The GPUs that the run's own mesh takes, whole hosts; an axis of -1 fills a host, with two or more; or
-    full_devices."""
+    """Return the GPUs for the run's own mesh, as `h100:N`. N is the size of the mesh. If an axis is -1, N is
+    mesh.full_devices, or else a host of 8 GPUs, with at least 2 devices on that axis."""
     sizes = [getattr(run.mesh, axis) for axis in AXES]
     fixed = math.prod(n for n in sizes if n != -1)
     count = run.mesh.full_devices or fixed * max(2, HOST // fixed) if -1 in sizes else fixed
@@ -33,25 +33,26 @@ def target(run: Run) -> str:
 
 
 def of_run(run: Run) -> tuple[list[str], list[str]]:
-    """(findings, notes)."""
+    """Compile the run's program for its GPUs and check it. Return (findings, notes)."""
     gpus = target(run)
     if missing := gpu_compile.missing_wheels():
-        return [], [f"the GPU program was not read: it needs {' and '.join(missing)}; run pip "
+        return [], [f"the GPU program was not checked: compiling it needs {' and '.join(missing)}; run pip "
                     f"install -e '.[gpu-compile]' in a checkout of meshtrain"]
     if gpus.endswith(":1"):
-        return [], ["the GPU program was not read: the run is on one device"]
+        return [], ["the GPU program was not checked: the run uses one device"]
     logged: list[str] = []
     try:
         with config.user_errors(), say.without_noise(logged), gpu_compile.naming_faults("the step"):
             made = assembly.assemble(run.replaced(mesh={"full_devices": 0}), gpu_compile.topology(gpus))
             text = made.program.compile().as_text()
     except (config.ConfigError, gpu_compile.NotCompiledError) as error:
-        return [], [f"the GPU program was not read: on {gpus} {error}"]
-    return faults(made, text, logged), [f"the GPU program was read as {gpus} would run it"]
+        return [], [f"the GPU program was not checked: on {gpus} {error}"]
+    return faults(made, text, logged), [f"the GPU program was compiled for {gpus} and checked"]
 
 
 def faults(made: Assembly, text: str, logged: list[str]) -> list[str]:
-    """text: of the compiled program. logged: XLA's log lines from the compilation."""
+    """Return a line for each fault of a compiled program. text: its HLO. logged: XLA's log lines from the compilation.
+    """
     program = audit.read(text, made.mesh)
     return [*(f"a permute leaves devices with zeros: {line}" for line in program.broken_permutes),
             *narrow_sums(made, program), *whole_accumulators(made, text),
@@ -59,7 +60,7 @@ def faults(made: Assembly, text: str, logged: list[str]) -> list[str]:
 
 
 def narrow_sums(made: Assembly, program: audit.ProgramAudit) -> list[str]:
-    """Sums of weights' gradients over devices in fewer bits than float32."""
+    """Return a line for each sum of a weight's gradient over devices in a narrower dtype than float32."""
     named, infos = expect.tensors(made), {info.name: info for info in made.model.parameters()}
     found, tokens = defaultdict(int), set(made.layout.token_axes)
     for row in program.collectives:
@@ -69,11 +70,11 @@ def narrow_sums(made: Assembly, program: audit.ProgramAudit) -> list[str]:
                 if names:
                     found[" or ".join(names), row.kind, row.axes, row.dtype] += row.trips
     return [f"the gradient of {names} is summed over {' × '.join(axes)} in {dtype} ({kind}, {count:,} times a step), "
-            f"and float32 is promised" for (names, kind, axes, dtype), count in found.items()]
+            f"but must be summed in float32" for (names, kind, axes, dtype), count in found.items()]
 
 
 def whole_accumulators(made: Assembly, text: str) -> list[str]:
-    """Gradient accumulators that [grads] splits, and that a loop over microbatches carries whole."""
+    """Return a line for each gradient accumulator that [grads] shards but the microbatch loop carries unsharded."""
     microbatches = made.run.training.microbatches
     if made.choice or microbatches == 1:
         return []
@@ -82,7 +83,7 @@ def whole_accumulators(made: Assembly, text: str) -> list[str]:
     key = lambda dims: tuple(sorted(n for n in dims if n > 1))
     carried = {key(dims) for dims in carried}
     rightly = {key(n // by for n, by in zip(info.shape, split(info))) for info in made.model.parameters()}
-    return [f"the gradient of {info.name} {list(info.shape)} is held whole on every device, {size(4 * info.size)}, and "
+    return [f"the gradient of {info.name} {list(info.shape)} is held whole on every device, {size(4 * info.size)}, but "
             f"[grads] of {made.layout.rules.path} splits it {math.prod(split(info))} ways"
             for info in made.model.parameters() if info.trainable and math.prod(split(info)) > 1
             and key(info.shape) in carried - rightly]

@@ -1,7 +1,7 @@
-"""Proves a run: its model made small, on one device and on layouts that hold every pair of choices that it allows.
+"""Compares a run on many layouts with one device. The layouts cover every pair of choices that the run allows.
 
-What is shown: loss, gradient norm, every gradient leaf and three steps' losses of each layout are those of one device,
-in float32. What is computed wrong in the same way on one device is not seen.
+The run's model is made small first. For each layout, the loss, the gradient norm, every gradient leaf and the losses of
+three steps must equal those on one device, in float32. An error that one device makes, too, is not found.
 """
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ TOLERANCE = compare.FLOAT32
 
 @dataclasses.dataclass(frozen=True)
 class CellResult:
-    """One layout beside one device; relative differences. settings: its keys of a run file. leaves: by parameter, of
-    the gradient as the optimizer's state after one step has it. wrong: what is beyond the tolerance; or why there are
-    no numbers."""
+    """Relative differences between one layout and one device.
+
+    settings: the keys of a run file that choose the layout. leaves: by parameter, of its gradient, as seen in the
+    optimizer state after one step. losses: of each step. wrong: numbers beyond the tolerance, or why there are none.
+    run: the run with this layout.
+    """
     title: str
     settings: dict[str, object]
     loss: float | None
@@ -34,7 +37,7 @@ class CellResult:
     losses: tuple[float, ...]
     wrong: tuple[str, ...]
     seconds: float
-    run: Run | None = dataclasses.field(repr=False)     # None: of a layer
+    run: Run | None = dataclasses.field(repr=False)     # None for a layer
 
     @property
     def differs(self) -> bool:
@@ -42,7 +45,7 @@ class CellResult:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The parameter whose gradient differs most."""
+        """(name, difference) of the parameter whose gradient differs most."""
         return max(self.leaves.items(), key=lambda item: item[1], default=("", 0.0))
 
     def as_json(self) -> dict:
@@ -52,10 +55,10 @@ class CellResult:
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """cells: in the order of their value, the run's own layout first. findings: faults of rule files and of the GPU
-    program. notes: what is not shown."""
+    """The result of `prove`. cells: the run's own layout first, then by the number of pairs that they cover. findings:
+    faults of rule files and of the GPU program. notes: what was not tested, and why."""
     name: str
-    run: Run | None = dataclasses.field(repr=False)     # the shrunk one; None: of a layer
+    run: Run | None = dataclasses.field(repr=False)     # the shrunk run; None for a layer
     devices: int
     cells: tuple[CellResult, ...]
     findings: tuple[str, ...]
@@ -77,7 +80,7 @@ class Proof:
 
 
 def _finite(found):
-    """With None for numbers that JSON does not have."""
+    """Return a JSON value with None for numbers that are not finite."""
     if isinstance(found, dict):
         return {name: _finite(value) for name, value in found.items()}
     if isinstance(found, list):
@@ -88,11 +91,12 @@ def _finite(found):
 def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | None = None, cells: int | None = None,
           tell: Callable[[str], None] = lambda line: None, begun: Callable[[str], None] = lambda line: None,
           gpu_program: bool = True) -> Proof:
-    """Compare the run's layouts with one device, on these devices (None: all), simulated or real.
+    """Compare a run on many layouts with the run on one device.
 
-    rules: rule files in place of the run's and the shipped ones. cells: so many at most. tell: gets a line a cell.
-    begun: gets one before it, which names a cell in which XLA ends the process. gpu_program: whether the GPU program of
-    the run's own layout is compiled and read, too. Raises: ConfigError where the run itself or a rule file has faults.
+    rules: rule files to use instead of the run's and the shipped ones. devices: simulated or real; None: all. cells:
+    largest number of layouts. tell: gets a line after each layout. begun: gets a line before each layout, so that a
+    crash of XLA shows which layout caused it. gpu_program: also compile and check the GPU program of the run's own
+    layout. Raises: ConfigError if the run or a rule file has faults.
     """
     began = time.monotonic()
     devices = devices if devices is not None else jax.devices()
@@ -100,7 +104,7 @@ def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | N
     rules = [str(found_file(path)) for path in rules]
     findings: list[str] = []
     own = [path for path in dict.fromkeys(rules or [run.sharding.rules]) if not cells_of.is_shipped(path)]
-    for path in own:        # shipped ones are checked by meshtrain's tests
+    for path in own:        # meshtrain's tests check the shipped rule files
         forgotten, more = rule_files.checked(small, path)
         findings, notes = findings + forgotten, notes + more
     for finding in findings:
@@ -108,7 +112,8 @@ def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | N
     found = layouts(small, rules, len(devices))
     chosen = found[:cells] if cells else found
     if len(chosen) < len(found):
-        notes.append(f"{len(chosen)} of {len(found)} cells: --cells {len(found)} has every pair of choices")
+        notes.append(f"{len(chosen)} of {len(found)} layouts were tested; --cells {len(found)} covers every pair of "
+                     f"choices")
     results = []
     for number, cell in enumerate(chosen, 1):
         begun(f"{number:>3}/{len(chosen)}  {cells_of.title(cell)} …")
@@ -116,7 +121,7 @@ def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | N
             results.append(compared(cell, devices))
             tell(line(results[-1], number, len(chosen)))
         except config.ConfigError as error:
-            notes.append(f"{cells_of.title(cell)} is no cell: {error}")
+            notes.append(f"{cells_of.title(cell)} was not tested: {error}")
     if gpu_program:
         more, of_program = program.of_run(run)
         findings, notes = findings + more, notes + of_program
@@ -127,7 +132,7 @@ def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | N
 
 
 def layouts(small: Run, rules: Sequence[str], num_devices: int) -> list[Run]:
-    """The runs of all cells, the run's own layout first. Raises: ConfigError where there is none."""
+    """Return the runs to compare, the run's own layout first. Raises: ConfigError if no layout is allowed."""
     files = list(dict.fromkeys(rules)) or cells_of.differing_rules(small)
     own, first, refused = small.replaced(sharding={"rules": files[0]}), [], None
     try:
@@ -138,13 +143,13 @@ def layouts(small: Run, rules: Sequence[str], num_devices: int) -> list[Run]:
     others = cells_of.cover(small, cells_of.factors(small, files, num_devices), num_devices)
     found = [*first, *(cell for cell in others if cell not in first)]
     if not found:
-        raise refused or config.ConfigError(f"the program takes no layout of this run on {num_devices} devices; use "
+        raise refused or config.ConfigError(f"this run has no possible layout on {num_devices} devices; use "
                                             f"--devices 8")
     return found
 
 
 def compared(cell: Run, devices: Sequence[jax.Device]) -> CellResult:
-    """One layout beside one device. Raises: ConfigError for what the program refuses."""
+    """Compare one layout with one device. Raises: ConfigError if the program refuses the layout."""
     began = time.monotonic()
     loss = norm = None
     leaves, losses = {}, ()
@@ -155,21 +160,21 @@ def compared(cell: Run, devices: Sequence[jax.Device]) -> CellResult:
         loss, norm, losses, leaves = found.loss, found.norm, found.losses, found.by_parameter(names)
         wrong = found.beyond(TOLERANCE, leaves)
         if wrong and cell.model.num_experts:
-            # a tie of two experts that rounding decides is in one draw, and a fault in every one
+            # A tie of two experts, which rounding decides, occurs with one seed; a fault shows with every seed.
             wrong = compare.differences(case, seed=1).beyond(TOLERANCE) and wrong
         wrong += [f"a permute leaves devices with zeros: {text}" for text in case.audit.broken_permutes]
     except compare.NotFiniteError as error:
         wrong = [f"not finite in {error}"]
     except config.ConfigError:
         raise
-    except Exception as error:      # whatever a compiler or a program of a user's raises is the cell's fault
+    except Exception as error:      # any error of the compiler or of a user's code counts as a difference
         wrong = [f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"]
     return CellResult(cells_of.title(cell), cells_of.settings(cell), loss, norm, leaves, losses, tuple(wrong),
                       time.monotonic() - began, cell)
 
 
 def line(cell: CellResult, number: int, total: int) -> str:
-    """A cell as it is told."""
+    """Return the line that is printed for a compared layout."""
     name, off = cell.worst
     said = f"equal; {'loss' if cell.losses else 'output'} {cell.loss or 0:.0e}, gradients {off:.0e} ({name})"
     if cell.differs:

@@ -1,7 +1,7 @@
-"""Finds what a rule file leaves out: mesh axes that split nothing, and logical axes that no table names.
+"""Finds what a rule file leaves out: mesh axes that shard nothing, and logical axes that no table names.
 
-The linter's messages (`rules.problems`, `rules.unsplit`) for each mesh axis by itself, so that a line that is missing
-is named where it is missing; and what it takes for intended.
+Runs the checks of rule files (`rules.problems`, `rules.unsplit`) for each mesh axis alone, so that the message names
+the missing line. What looks intended becomes a note.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshtrain.shipped import rule_file, shipped
 
 
 def checked(small: Run, path: str) -> tuple[list[str], list[str]]:
-    """(findings, notes) of a rule file beside a shrunk run. Raises: ConfigError for a file that cannot be read."""
+    """Check a rule file for a shrunk run. Return (findings, notes). Raises: ConfigError if the file cannot be read."""
     with config.user_errors():
         loaded = rules.load(rule_file(path), "--rules")
     model = transformer.build(small.model, small.lora)
@@ -23,7 +23,7 @@ def checked(small: Run, path: str) -> tuple[list[str], list[str]]:
     findings, notes = [], []
     for axis in AXES:
         if axis not in used | own:
-            notes.append(f"{path} names {axis} in no table: no layout with it is a cell")
+            notes.append(f"no table of {path} names {axis}: layouts with this mesh axis were not tested")
             continue
         sizes = dict.fromkeys(AXES, 1) | {axis: 2}
         run = small.replaced(mesh=sizes, sharding={"rules": path})
@@ -38,7 +38,8 @@ def checked(small: Run, path: str) -> tuple[list[str], list[str]]:
 
 
 def _unnamed(small: Run, loaded: rules.Rules, model, used: set[str]) -> list[str]:
-    """Logical axes of the model that no table names, and that ddp, which every shipped file extends, splits."""
+    """Return a line for each logical axis of the model that no table names although ddp shards it, which every shipped
+    rule file extends."""
     usual = rules.load(shipped("sharding_rules/ddp.toml"))
     tensors = assembly.tensors(small, model, rules.Layout(loaded, dict.fromkeys(AXES, 1)))
     found = []

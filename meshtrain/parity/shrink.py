@@ -1,7 +1,7 @@
 """Makes a run small and keeps its features: kinds of layers, experts, windows, LoRA, objective, masks, optimizer.
 
-The result depends on the features alone: a shrunk run is its own shrunk run, and a size that a run file leaves out
-changes nothing. Whatever is computed otherwise than in the run itself is named in a line.
+The result depends only on the features, not on the run's sizes, so shrinking twice gives the same run as shrinking
+once. Notes name whatever the small run computes differently from the run itself.
 """
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from meshtrain.config import Run
 from meshtrain.names import AXES, PIPELINE_SCHEDULES
 
 T, BATCH = 16, 16           # tokens of a sequence, sequences of a step
-EMBED, HEAD, MLP, EXPERT_MLP, VOCAB = 32, 8, 48, 16, 259     # padded to 512: some rows of the head are no token
+EMBED, HEAD, MLP, EXPERT_MLP, VOCAB = 32, 8, 48, 16, 259     # 259 is padded to 512: some rows of the head are unused
 MOST_EXPERTS, MOST_CHOSEN = 8, 3
-LAYERS_OF_PERIODS = 8       # two chunks of four stages, where a period is one layer
+LAYERS_OF_PERIODS = 8       # enough for two chunks on four stages if a period is one layer
 
 
 def shrunk(run: Run, num_devices: int) -> tuple[Run, list[str]]:
-    """(the run made small, on a mesh of at most `num_devices`; what is computed otherwise than in the run)."""
+    """Return (the run made small, on a mesh of at most `num_devices`; notes about what it computes differently)."""
     training, optimizer, lora, rl = run.training, run.optimizer, run.lora, run.rl
     decays = {"decay_steps": 3} if optimizer.schedule == "wsd" else {"decay_steps": 0}
     mesh = _mesh(run, num_devices)
-    clips = min(optimizer.qk_clip, 1.0)     # of small weights: scores beyond it are there
+    clips = min(optimizer.qk_clip, 1.0)     # small weights give small scores, some of which exceed 1
     sections = dict(
         run=config.Identity(name=run.run.name, seed=run.run.seed),
         mesh=mesh, sharding=run.sharding, model=_model(run),
@@ -46,24 +46,24 @@ def shrunk(run: Run, num_devices: int) -> tuple[Run, list[str]]:
 def _told(run: Run, optimizer: config.Optimizer) -> list[str]:
     model, told = run.model, []
     if "bfloat16" in (model.compute_dtype, model.param_dtype):
-        told.append("computed in float32: what bfloat16 rounds is not compared")
+        told.append("computed in float32, so the rounding of bfloat16 is not compared")
     if model.matmul_dtype == "float8":
-        told.append("float8 matmuls are computed in float32: what float8 rounds is not compared")
+        told.append("float8 matmuls are computed in float32, so the rounding of float8 is not compared")
     if model.attention != "auto":
-        told.append(f"attention is computed by XLA: the engine model.attention={model.attention!r} runs on GPUs alone")
+        told.append(f"attention is computed by XLA: the engine model.attention={model.attention!r} runs only on GPUs")
     if model.mlp == "mosaic":
-        told.append("MLPs are computed by XLA: the kernels of model.mlp='mosaic' run on GPUs alone")
+        told.append("MLPs are computed by XLA: the kernels of model.mlp='mosaic' run only on GPUs")
     if optimizer.learning_rate != run.optimizer.learning_rate or optimizer.warmup_steps != run.optimizer.warmup_steps:
         told.append(f"optimizer.learning_rate={optimizer.learning_rate:g}, optimizer.warmup_steps="
-                    f"{optimizer.warmup_steps}: in three steps the weights have to move")
+                    f"{optimizer.warmup_steps}: the weights have to change within three steps")
     if optimizer.qk_clip != run.optimizer.qk_clip:
         told.append(f"optimizer.qk_clip={optimizer.qk_clip:g}: scores of a small model would not reach "
                     f"{run.optimizer.qk_clip:g}")
     if _irregular(model):
-        told.append("model.mixers and model.mlps repeat no period: one layer of each kind is repeated instead")
+        told.append("model.mixers and model.mlps have no period: one layer of each kind is repeated instead")
     if _norm_eps(model) != model.norm_eps:
-        told.append(f"model.norm_eps={_norm_eps(model):g}: norms of what the first small layers put out would magnify "
-                    f"rounding")
+        told.append(f"model.norm_eps={_norm_eps(model):g}: with a smaller value, norms would amplify the rounding of "
+                    f"the small outputs of the first layers")
     return told
 
 
@@ -71,7 +71,8 @@ def _told(run: Run, optimizer: config.Optimizer) -> list[str]:
 
 
 def _mesh(run: Run, num_devices: int) -> config.Mesh:
-    """The run's axes, the largest halved until they fit; -1 is half of the devices, so that microbatches fit."""
+    """Return the run's mesh, with its largest axis halved until the mesh fits on the devices. An axis of -1 gets half
+    of the devices, so that the batch can still be divided into microbatches."""
     sizes = {axis: getattr(run.mesh, axis) for axis in AXES}
     sizes = {axis: max(2, num_devices // 2) if size == -1 else size for axis, size in sizes.items()}
     while math.prod(sizes.values()) > num_devices:
@@ -81,7 +82,8 @@ def _mesh(run: Run, num_devices: int) -> config.Mesh:
 
 
 def _microbatches(run: Run, mesh: config.Mesh) -> int:
-    """As many as in the run, up to four and to what the batch is split over; what interleaved schedules need."""
+    """Return the run's number of microbatches, or for an interleaved schedule at least the number of stages; reduced to
+    1, 2 or 4 and to what the batch allows."""
     chunked = mesh.stage > 1 and PIPELINE_SCHEDULES.get(run.pipeline.schedule, PIPELINE_SCHEDULES["gpipe"]).chunked
     most = max(run.training.microbatches, mesh.stage * chunked)
     return max(n for n in (1, 2, 4) if n == 1 or n <= most and BATCH % (n * mesh.data * mesh.fsdp) == 0)
@@ -111,7 +113,7 @@ def _model(run: Run) -> config.Model:
             key_heads=4 if ratio == 1 else 2, value_heads=4, key_dim=HEAD, value_dim=HEAD,
             conv_width=min(linear.conv_width, 4)))
     windows = sorted({window for window in (model.window, *(kind.window for _, kind in model.kinds)) if window})
-    # Longer than a chunk of a split sequence, and no whole number of chunks but the token itself.
+    # Window -> a small one that is longer than a device's part of a sequence and no multiple of it.
     small = {window: 6 - 3 * i if i < 2 else 4 for i, window in enumerate(reversed(windows))} | {0: 0, None: None}
     keys["window"] = small[model.window]
     keys["rope_scaling"] = _rope(model.rope_scaling, run.data.seq_len, keys.get("latent", latent), HEAD)
@@ -130,7 +132,7 @@ def _irregular(model: config.Model) -> bool:
 
 
 def _layers(model: config.Model) -> tuple[int, dict[str, str]]:
-    """(number of layers, patterns of mixers and MLPs where they are others)."""
+    """Return (number of layers, the keys mixers and mlps if they change)."""
     if _irregular(model):
         distinct = list(dict.fromkeys(pattern.kinds(model)))
         return 4 * len(distinct), {"mixers": "".join(kind.mixer for kind in distinct),
@@ -142,7 +144,8 @@ def _layers(model: config.Model) -> tuple[int, dict[str, str]]:
 
 
 def _heads(heads: int, kv_heads: int) -> dict[str, int]:
-    """Queries to a key as in the run, four at most; several keys where there are several."""
+    """Return small numbers of heads with the run's ratio of query heads to key heads, at most 4; with several key heads
+    if the run has several."""
     ratio = next((n for n in (4, 2, 3) if heads // max(1, kv_heads) % n == 0), 1)
     kv = 1 if kv_heads == 1 < heads else 4 if ratio == 1 else 2
     return {"num_heads": kv * ratio, "num_kv_heads": kv}
@@ -162,7 +165,7 @@ def _kind(run: Run, kind, windows: dict, latent) -> object:
     if kind.num_heads or kind.num_kv_heads:
         heads = _heads(kind.num_heads or model.num_heads, kind.num_kv_heads or model.num_kv_heads)
         update |= {name: heads[name] for name in heads if getattr(kind, name)}
-        if not kind.num_heads:      # of the model's queries, one key or two
+        if not kind.num_heads:      # the model's query heads, with one or two key heads
             update["num_kv_heads"] = 1 if kind.num_kv_heads == 1 else 2
     if kind.head_dim:
         update["head_dim"] = HEAD if kind.head_dim == model.head_dim else 2 * HEAD
@@ -172,7 +175,7 @@ def _kind(run: Run, kind, windows: dict, latent) -> object:
 
 
 def _rope(rope, seq_len: int, latent, head_dim: int):
-    """Scaled frequencies of a small head, beyond the original length where the run is beyond it."""
+    """Return the rope scaling for a small head. The small sequence exceeds the original length if the run's does."""
     beyond = rope.rope_type != "longrope" or seq_len > rope.original_max_position_embeddings
     partial = rope.partial_rotary_factor if rope.partial_rotary_factor * head_dim >= 2 else 0.5
     if rope.rope_type != "proportional":

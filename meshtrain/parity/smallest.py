@@ -1,7 +1,7 @@
-"""Shrinks a layout that differs to the smallest run file that shows it (delta debugging over keys).
+"""Reduces a run whose layout differs to the smallest run file that still shows the difference (delta debugging).
 
-A key is dropped where the difference stays without it. Sizes need no search: `shrink` makes the same model of any, and
-candidates that shrink to the same run are computed once.
+A key is dropped if the difference stays without it. Sizes are not searched: `shrink` gives the same model for any size.
+Candidates that shrink to the same run are computed once.
 """
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Keys = dict[str, object]        # "section.key" -> value
 
 @dataclasses.dataclass(frozen=True)
 class Smallest:
-    """text: of a run file whose own layout differs, NAME for the file's name. keys: as in it. result: that layout
-    beside one device. compared: layouts that it took."""
+    """The smallest run file. text: its content, with NAME in place of its file name. keys: its keys. result: the
+    comparison of its layout with one device. compared: number of layouts that the search compared."""
     text: str
     keys: Keys
     result: proof.CellResult
@@ -35,11 +35,12 @@ class Smallest:
 
 def of(cell: proof.CellResult, devices: Sequence[jax.Device], tell: Callable[[str], None] = lambda line: None
        ) -> Smallest:
-    """cell: one that differs. tell: gets a line a comparison."""
+    """Return the smallest run file that shows a difference. cell: the layout that differs. tell: gets a line for each
+    comparison."""
     tried: dict[str, proof.CellResult | None] = {}
 
     def shown(keys: Keys) -> proof.CellResult | None:
-        """The layout of these keys beside one device, if it differs."""
+        """Return the comparison of these keys' layout with one device if it differs, else None."""
         run = _run_of(keys, len(devices))
         if run is None:
             return None
@@ -54,7 +55,7 @@ def of(cell: proof.CellResult, devices: Sequence[jax.Device], tell: Callable[[st
     keys = keys_of(cell.run)
     tried[_run_of(keys, len(devices)).model_dump_json(exclude={"run"})] = cell
     sections = dict.fromkeys(name.partition(".")[0] for name in keys)
-    for section in sections:        # all of a section at once, then one key after another
+    for section in sections:        # first whole sections, then single keys
         keys = _if(shown, {name: value for name, value in keys.items() if not name.startswith(f"{section}.")}, keys)
     before = None
     while keys != before:
@@ -73,15 +74,15 @@ def _if(shown: Callable[[Keys], object], fewer: Keys, keys: Keys) -> Keys:
 
 
 def keys_of(run: Run) -> Keys:
-    """The keys that a run file of this run needs: those that are not their defaults and do not follow from others,
-    without those of [run]."""
+    """Return the keys that a run file of this run needs: those that differ from their defaults and do not follow from
+    others, without those of [run]."""
     found: Keys = {}
     for section, cls in config.SECTIONS.items():
         values, default = getattr(run, section), cls()
         found |= {f"{section}.{name}": value for name in cls.model_fields if section != "run"
                   and (value := getattr(values, name)) != getattr(default, name)}
     found.pop("mesh.simulated_devices", None)
-    if found.get("data.source") == "stdlib":        # `_text` says so, and no comparison reads it
+    if found.get("data.source") == "stdlib":        # `_text` adds it, and comparisons read no data
         del found["data.source"]
     if "sharding.rules" in found:
         found["sharding.rules"] = cells_of.named_rules(run.sharding.rules)
@@ -100,7 +101,7 @@ def _same(keys: Keys, run: Run) -> bool:
 
 
 def _run_of(keys: Keys, num_devices: int) -> Run | None:
-    """The shrunk run of a run file with these keys; None where the program refuses it, or on one device."""
+    """Return the shrunk run of a run file with these keys; None if the program refuses it or it uses one device."""
     try:
         run = read(_tables(keys))
         if config.problems(run):
@@ -113,7 +114,7 @@ def _run_of(keys: Keys, num_devices: int) -> Run | None:
 
 
 def read(text: str) -> Run:
-    """The run of a run file's text."""
+    """Return the run of a run file's text. Raises: ValidationError."""
     run = Run(**tomllib.loads(text))
     return run.replaced(sharding={"rules": str(cells_of.found_file(run.sharding.rules))})
 
@@ -127,16 +128,17 @@ def _tables(keys: Keys) -> str:
 
 
 def _text(keys: Keys, result: proof.CellResult, num_devices: int) -> str:
-    said = [f"# {line}" for line in (f"{result.title} is not what one device computes:", *result.wrong[:4])]
+    said = [f"# {line}" for line in (f"{result.title} differs from one device:", *result.wrong[:4])]
     more = "" if num_devices == 8 else f" --devices {num_devices}"
-    again = f"# python -m meshtrain.prove {NAME}{more} shows it in the first layout"
-    # A run file names its data.
+    again = f"# python -m meshtrain.prove {NAME}{more} shows the difference in the first layout"
+    # A run file has to name its data.
     source = {} if "data.source" in keys or "data.paths" in keys else {"data.source": "stdlib"}
     return "\n".join([*said, again, "", _tables(keys | source)])
 
 
 def written(found: Smallest, name: str) -> Path:
-    """Write the run file as NAME-differs.toml, with a number where another file has the name. Raises: ConfigError."""
+    """Write the run file as NAME-differs.toml, with a number if another file has this name. Return its path. Raises:
+    ConfigError."""
     number = 1
     while True:
         path = Path(f"{name}-differs{f'-{number}' if number > 1 else ''}.toml")
@@ -150,5 +152,5 @@ def written(found: Smallest, name: str) -> Path:
                 return path
             number += 1
         except OSError as error:
-            raise config.ConfigError(f"cannot write {path}: {error.strerror}; go to a directory that can be "
-                                     f"written") from None
+            raise config.ConfigError(f"cannot write {path}: {error.strerror}; run the command in a writable "
+                                     f"directory") from None

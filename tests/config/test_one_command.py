@@ -34,7 +34,7 @@ def test_a_command_by_its_name_is_its_module():
 
 def test_a_mistake_of_a_command_keeps_its_exit_code():
     said = call("report", "/nowhere")
-    assert said.returncode == 2 and said.stderr.startswith("error: /nowhere is no directory")
+    assert said.returncode == 2 and said.stderr.startswith("error: /nowhere is not a directory")
 
 
 def test_the_version_and_the_list_are_answers():

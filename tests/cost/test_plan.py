@@ -168,8 +168,8 @@ def test_a_step_too_short_for_formulas_has_no_time_on_the_page():
 def test_people_read_a_table_and_what_bounds_the_first_plan():
     code, out, _ = call("llama3-8b", "--gpus", 8, "--gpu", "h100", "--global-batch", 64)
     assert code == 0 and "The first plan is bound by" in out and "A GPU holds" in out and "matmul.sustained" in out
-    assert "fsdp 8" in out and "zero3" in out and "beside it fsdp (over NVLink)" in out
-    assert "attention by mosaic, documents of 2,000 tokens in the mean;" in out
+    assert "fsdp 8" in out and "zero3" in out and "other times: fsdp (over NVLink)" in out
+    assert "attention by mosaic, documents of 2,000 tokens on average;" in out
     windowed = ("llama3-8b", "--gpus", 8, "--gpu", "h100", "--global-batch", 64, "--model.window",
                 4096, "--data.document_mask", "false")
     assert "attention by cudnn; " in call(*windowed)[1], "a window skips pairs without any document"

@@ -167,7 +167,7 @@ def test_inspect_says_what_stands_inside_the_loop_and_the_program_agrees():
 def test_inspect_tells_people_the_same():
     code, out, err = call(inspect.main, *arguments("zero1", model__num_layers=2, pipeline__schedule="1f1b"))
     assert code == 0, err
-    assert "inside the pipeline's loop: a full stage of weights in bfloat16" in out
+    assert "the pipeline's loop holds all weights of a stage in bfloat16" in out
     assert "note: pipeline: 1f1b: modelled bubble" in out
     (gradients,) = (line.split() for line in out.splitlines() if line.startswith("gradients "))
     assert gradients[-2:] == gradients[1:3] == ["100.4", "KiB"]

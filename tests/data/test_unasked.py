@@ -36,8 +36,8 @@ UP = 64, 96         # of the MLP of a layer
 
 def test_weights_gathered_in_a_loop_that_their_rule_keeps_whole_are_named(made):
     (line,) = unexpected.warnings(made("zero1", fsdp=8), program(gather(UP)), [])
-    assert line.startswith("layers/mlp/gate/kernel or layers/mlp/up/kernel is gathered over fsdp 4 times a step, 1000 "
-                           "B, inside a loop")
+    assert line.startswith("layers/mlp/gate/kernel or layers/mlp/up/kernel is all-gathered over fsdp 4 times a step "
+                           "inside a loop, 1000 B: ")
     assert "[params] of" in line and "zero1.toml" in line
 
 
@@ -58,10 +58,10 @@ def test_what_xla_replicates_to_reshard_is_told_once_with_its_name(made):
     again = [LOGGED, LOGGED.replace("13:40", "13:41")]      # of a step that was compiled twice
     (line,) = unexpected.warnings(one, program(), [*again, LOGGED.replace("%sin.0", "%sin.1"),
                                                    "W1122 13:40:22.733081 1 other.cc:1] something else"])
-    assert line.startswith("XLA makes f32[32,16,4] of mlp/sin whole on every device to get from sharding "
+    assert line.startswith("XLA replicates f32[32,16,4] of mlp/sin on every device to change its sharding from "
                            "{devices=[2,1,4]<=[8]} to")
     assert "2 times in the program" in line
-    assert "of layers/mlp/gate/kernel, layers/mlp/up/kernel whole" in unexpected.warnings(
+    assert "of layers/mlp/gate/kernel, layers/mlp/up/kernel on every device" in unexpected.warnings(
         one, program(), [LOGGED.replace("f32[32,16,4]", "f32[64,96]")])[0]
 
 

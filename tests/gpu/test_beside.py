@@ -231,7 +231,7 @@ def test_what_differs_is_named_and_what_no_rule_explains_with_its_tensor():
     params, total, gathered, scattered, absent, matmuls = formula_vs_compiled.differences(made, wrong, held, program)
     assert params.startswith("memory, params: 244.0 MiB compiled, 1 B") and total.startswith("memory, total")
     assert gathered.startswith("all-gather over tensor in bf16: ") and "compiled" in gathered
-    assert scattered.startswith("reduce-scatter over fsdp in f32, ") and "follows from no rule: layers/" in scattered
+    assert scattered.startswith("reduce-scatter over fsdp in f32, ") and "has no formula: layers/" in scattered
     assert absent.startswith("reduce-scatter over data in f32: 0 B compiled") and matmuls.startswith("matmuls: ")
 
 

@@ -67,7 +67,7 @@ def test_a_gate_passes_what_it_wrote_and_fails_what_moves_more(tiny, tmp_path): 
     assert (ran.code, ran.err) == (0, "written: step.toml\n"), ran
     text = (tmp_path / "step.toml").read_text()
     ran = call(inspect.main, *gate)
-    assert (ran.code, ran.out) == (0, "") and ran.err.startswith("as step.toml says:"), ran
+    assert (ran.code, ran.out) == (0, "") and ran.err.startswith("the step agrees with step.toml:"), ran
     moved = call(inspect.main, *gate, "--sharding.rules", "sharding_rules/zero3.toml")
     assert moved.code == 1 and moved.out == "", moved
     assert any(line.startswith("new: all-gather over data of") and "(layers/mlp/" in line

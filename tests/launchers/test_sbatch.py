@@ -223,7 +223,7 @@ def test_a_printed_job_runs_what_it_was_printed_for(printed, tmp_path):
     (("--nodes", "2", "--mesh.fsdp", "8"), "mesh.fsdp=8 takes 8 devices, and there are 16"),
     (("--nodes", "3"), "does not divide"), (("--nodes", "2", "--time", "tomorrow"), "is not a time of Slurm"),
     (("--nodes", "2", "--partition", "a b"), "is not a name that Slurm may have"),
-    (("--nodes", "2", "--mesh.simulated_devices", "16"), "are CPU devices"),
+    (("--nodes", "2", "--mesh.simulated_devices", "16"), "requests CPU devices"),
     (("--nodes", "2", "--training.stepz", "1"), "did you mean training.steps"),
     (("other.toml", "--nodes", "2"), "other.toml is a second run file")])
 def test_a_job_that_cannot_be_is_one_message_and_makes_nothing(printed, tmp_path, words, told):

@@ -243,7 +243,7 @@ def test_two_runs_are_compared_in_text_json_and_a_page(tmp_path):
 @pytest.mark.parametrize("second, said", [
     ({"objective": "rl", "reward": [0.5] * 100}, "the objectives differ: losses are not comparable"),
     ({"losses": [None] * 100}, "y diverged"),
-    ({"losses": []}, "No run has taken as many steps"),
+    ({"losses": []}, "The runs have too few steps"),
     ({"losses": [5.0]}, "after 8 tokens"),
     ({"losses": FALLING, "tokens_per_s": [100.0] * 100}, "are equal, 3.0450"),
     ({"val_loss": [None] * 99 + [3.0]}, "validation loss, last")])
@@ -277,7 +277,7 @@ def test_runs_with_one_name_are_told_by_their_directories_and_hostile_names_are_
     Path(second, "config.toml").write_text(Path(first, "config.toml").read_text())
     told = compared.of([first, second])
     assert [run["label"] for run in told["runs"]] == [first, second] and told["differs"] == []
-    assert "their run files are equal but for name and directory" in compared.text(told)
+    assert "their run files are equal except for name and directory" in compared.text(told)
     evil = f"\x1b]0;owned\x07{pages_samples.HOSTILE}\nnote: all is well"
     Path(second, "config.toml").write_text(Path(first, "config.toml").read_text().replace("'x'", json.dumps(evil)))
     ran = call(report.main, first, second, "--html", "both.html")

@@ -175,7 +175,7 @@ def test_a_model_of_the_hub_is_planned_for_by_its_name(server):
     here, there = (call(plan.main, name, *words) for name in (GOLDENS / "qwen3", "hf://owner/name"))
     assert (there.code, json.loads(there.out)) == (0, json.loads(here.out)), there.err
     refused(call(plan.main, "hf://owner/none", *words), "hf://owner/none is not there")
-    refused(call(plan.main, "owner/none", *words), "on the Hugging Face hub write hf://owner/none")
+    refused(call(plan.main, "owner/none", *words), "on the Hugging Face hub, give hf://owner/none")
 
 
 @pytest.mark.parametrize(("words", "fault", "parts"), [
