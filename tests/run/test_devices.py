@@ -1,5 +1,6 @@
 """The environment that a process sets before jax starts: what the user says stays, and no flag that this XLA does not
 know."""
+import logging
 import os
 import re
 import socket
@@ -332,3 +333,13 @@ def test_a_model_beyond_the_memory_of_the_machine_is_refused_before_it_is_made(m
     monkeypatch.setattr(devices, "memory_bytes", lambda found: weights + 1)
     with pytest.raises(config.ConfigError, match="the weights and the optimizer's state take"):
         train.check_memory(made)
+
+
+@pytest.mark.parametrize("driver, text, shown", [
+    ((), "Exception when calling jax_plugins.xla_cuda12.initialize()", False),
+    (("/dev/null",), "Exception when calling jax_plugins.xla_cuda12.initialize()", True),
+    ((), "Exception when calling jax_plugins.xla_rocm60.initialize()", True)])
+def test_a_cuda_plugin_that_fails_is_shown_where_there_is_a_gpu(driver, text, shown, monkeypatch, caplog):
+    monkeypatch.setattr(mt, "GPU_DRIVER", driver)
+    logging.getLogger("jax._src.xla_bridge").error("Jax plugin configuration error: %s", text)
+    assert (text in caplog.text) == shown
