@@ -1,6 +1,5 @@
-"""The recurrence's Pallas kernels, step by step on the CPU, against token by token in float64; and what the GPU's
-compiler makes of them. No GPU is needed; none has run them here."""
-import functools
+"""What the GPU's compiler makes of the recurrence's Pallas kernels, and where they are chosen. Their numbers:
+test_recurrence. No GPU is needed; none has run them here."""
 import re
 import subprocess
 from functools import partial
@@ -8,111 +7,22 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import plain_recurrence as plain
 import pytest
 import sampling
-import test_recurrence_context as context
 from jax.sharding import PartitionSpec as P
+from test_context import laid_out
 from test_pallas import ptxas
-from test_recurrence import rounded
 
 from meshtrain import config, hardware
 from meshtrain.cost.formulas import rates
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.program import compile, roofline
 from meshtrain.kernels import recurrence, recurrence_blocks, recurrence_pallas
-from meshtrain.kernels.recurrence import RecurrentState
-from meshtrain.kernels.recurrence_pallas import Launch
-from meshtrain.parallel.context import attention
 from meshtrain.parallel.context import recurrence as linear
 from meshtrain.sharding.mesh import MeshSpec
 
 slow = partial(pytest.param, marks=sampling.GRID)
-SMALL = recurrence_pallas.engine(Launch(chunk=16, columns=16, key_columns=16, interpret=True))
-LENGTHS = [1, 3, 20, 1, 13, 5]  # 43 tokens: no whole number of chunks
-
-
-@functools.cache
-def both_ways(engine):
-    """Jitted (inputs, segments, do) -> o and gradients, of an engine or, if None, token by token."""
-    recur = plain.recur if engine is None else lambda *args: engine(*args).o_BTNV
-    return jax.jit(lambda inputs, segments, do: plain.with_gradients(recur, inputs, segments, do=do))
-
-
-@pytest.mark.parametrize("kind", plain.KINDS)
-@pytest.mark.parametrize("dtype, H, V, tolerance", [
-    (jnp.float32, 8, 6, 2e-6),          # sums of 43 terms in another order; widths are padded to 16
-    slow(jnp.float32, 32, 32, 2e-6),    # several blocks of columns
-    slow(jnp.bfloat16, 32, 32, 1e-2)])  # 2^-9 for each rounding of an operand
-def test_kernels_match_token_by_token(kind, dtype, H, V, tolerance):
-    with jax.enable_x64(True):
-        inputs = rounded(plain.drawn(kind, sum(LENGTHS), B=2, K=1, H=H, V=V), dtype)
-        segments, do = plain.segments_of(LENGTHS), np.random.default_rng(9).standard_normal(inputs[2].shape)
-        expected = both_ways(None)(jax.tree.map(lambda x: x.astype(jnp.float64), inputs), segments, do)
-        found = both_ways(SMALL)(inputs, segments, do)
-    assert max(plain.error(*pair) for pair in zip(found, expected) if pair[0] is not None) < tolerance
-
-
-@pytest.mark.parametrize("kind", plain.KINDS)
-@pytest.mark.parametrize("decay, tolerance", [(5.0, 2e-5), slow(0.0, 5e-6), slow(100.0, 5e-3)])
-def test_weak_and_strong_decays_in_documents_cut_anywhere(kind, decay, tolerance):
-    """Sums of decays of 100 are rounded to 1e-5. Then the decay's gradient, 1e-4 at most, is a difference of two sums
-    of terms near 1, each rounded to 6e-8, and is 2e-3 off where their order differs."""
-    rng = np.random.default_rng(3)
-    segments = (1 + np.cumsum(rng.random((12, 43)) < rng.choice([0, 0.05, 0.5, 1], (12, 1)), 1)).astype(np.int32)
-    segments[::3][:, :7] = 0                    # padding before the first document
-    with jax.enable_x64(True):
-        inputs = rounded(plain.drawn(kind, 43, B=12, K=1, H=12, V=6, decay=decay), jnp.float32)
-        do = np.random.default_rng(9).standard_normal(inputs[2].shape)
-        expected = both_ways(None)(jax.tree.map(lambda x: x.astype(jnp.float64), inputs), segments, do)
-        found = both_ways(SMALL)(inputs, segments, do)
-    assert max(plain.error(*pair) for pair in zip(found, expected) if pair[0] is not None) < tolerance
-
-
-@pytest.mark.parametrize("kind", ["delta", pytest.param("channels", marks=sampling.GRID)])
-def test_keys_that_repeat_lose_no_more_than_in_xla(kind):
-    inputs = rounded(plain.drawn(kind, 48, decay=1e-3, alike=1.0, beta=1.9), jnp.float32)
-    segments, do = plain.segments_of([20, 28]), np.ones(inputs[2].shape, np.float32)
-    assert plain.error(both_ways(SMALL)(inputs, segments, do),
-                       both_ways(recurrence.recurrence)(inputs, segments, do)) < 2e-4
-
-
-@pytest.mark.parametrize("kind", ["sum", *(pytest.param(kind, marks=sampling.GRID) for kind in ("delta", "channels"))])
-def test_rows_go_on_from_a_state(kind):
-    inputs, segments = rounded(plain.drawn(kind, 37, K=1), jnp.float32), plain.segments_of([20, 17])
-    do = jnp.sin(jnp.arange(inputs[2].size, dtype=jnp.float32)).reshape(inputs[2].shape)
-
-    def of(engine, cut):
-        def recur(*inputs):
-            first, second = (tuple(None if x is None else x[:, part] for x in (*inputs, segments))
-                             for part in (slice(cut), slice(cut, None)))
-            o, end, _ = engine(*first)
-            more, end, _ = engine(*second, RecurrentState(end, segments[:, cut - 1]))
-            return jnp.concatenate([o, more], 1), end
-
-        def with_gradients():
-            out, back = jax.vjp(recur, *inputs)
-            return out, back((do, jnp.ones_like(out[1])))
-        return jax.jit(with_gradients)()
-    for cut in (20, 11):
-        assert plain.error(of(SMALL, cut), of(recurrence.recurrence, cut)) < 5e-6
-
-
-@pytest.mark.parametrize("kind, method", [("delta", "ring"), ("channels", "ring"), slow("sum", "ring"),
-                                          slow("delta", "ulysses"), slow("channels", "ulysses")])
-def test_split_sequences_match_one_device(kind, method):
-    mesh, layout = context.laid_out(dict(context=2, tensor=2), "ddp")
-    inputs, ws, segments, do = context.drawn(kind)
-    order = attention.METHODS[method].order(segments.shape[1], 2)
-    turned = partial(jax.tree.map, lambda x: x[:, order])
-    of = linear.Recurrence(SMALL, linear.TokenRuns(1 if method == "ulysses" else 2))
-    functions = context.chosen(method, layout)._replace(recur=partial(linear.recur, of))
-    with jax.set_mesh(mesh):
-        o, dinputs, dws = jax.jit(partial(context.both_ways, functions, layout))(
-            turned(inputs), ws, turned(segments), turned(do))
-    back = partial(jax.tree.map, lambda x: x[:, np.argsort(order)])
-    assert plain.error((back(o), back(dinputs), dws), context.on_one_device(kind)) < 5e-6
 
 
 # ---- what the GPU's compiler makes of them ---------------------------------------------------------------------------
@@ -182,7 +92,7 @@ def test_kernels_compiled_for_a_gpu_spill_little_fit_its_shared_memory_and_are_p
 
 
 def test_kernels_are_chosen_where_they_are_compiled_for_and_the_reason_is_said_elsewhere():
-    run, (_, layout) = config.Run(model=dict(mixers="G", compute_dtype="bfloat16")), context.laid_out({})
+    run, (_, layout) = config.Run(model=dict(mixers="G", compute_dtype="bfloat16")), laid_out({})
     engine = lambda *args: linear.choose(*args).recur.args[0].engine
     assert engine(run, layout, "cuda", "h100").func is recurrence_pallas.engine().func
     assert "Pallas" in linear.choose(config.Run(model=dict(mixers="K", compute_dtype="bfloat16")), layout, "cuda",

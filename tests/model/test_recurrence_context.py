@@ -11,6 +11,7 @@ import pytest
 import sampling
 from jax.sharding import PartitionSpec as P
 from test_context import laid_out
+from test_recurrence import ENGINES
 
 from meshtrain import config
 from meshtrain.parallel.context import attention
@@ -51,18 +52,26 @@ def on_one_device(kind: str):
     return jax.jit(partial(both_ways, chosen("ring", layout), layout))(*drawn(kind))
 
 
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
-# What the first and the last split the others split together.
-@pytest.mark.parametrize("mesh", [pytest.param(name, marks=sampling.GRID if name in ("context 2", "fsdp 2") else ())
-                                  for name in MESHES])
-@pytest.mark.parametrize("kind", plain.KINDS)
-def test_split_sequences_match_one_device(kind, mesh, method):
-    mesh, layout = laid_out(MESHES[mesh], "ddp")
+# What the first and the last mesh split the others split together.
+SPLIT = [pytest.param("chunks", kind, name, method, marks=sampling.GRID if name in ("context 2", "fsdp 2") else ())
+         for method in attention.METHODS if method != "gather" for name in MESHES for kind in plain.KINDS]
+SPLIT += [pytest.param("kernels", kind, "context 2, tensor 2", method,
+                       marks=() if method == "ring" and kind != "sum" else sampling.GRID)
+          for method, kind in (("ring", "delta"), ("ring", "channels"), ("ring", "sum"), ("ulysses", "delta"),
+                               ("ulysses", "channels"))]
+
+
+@pytest.mark.parametrize("engine, kind, mesh, method", SPLIT)
+def test_split_sequences_match_one_device(engine, kind, mesh, method):
+    mesh, layout = laid_out(MESHES.get(mesh, dict(context=2, tensor=2)), "ddp")
     inputs, ws, segments, do = drawn(kind)
     order = attention.METHODS[method].order(segments.shape[1], layout.sizes["context"])
-    turned = partial(jax.tree.map, lambda x: x[:, order])
+    turned, functions = partial(jax.tree.map, lambda x: x[:, order]), chosen(method, layout)
+    if engine == "kernels":
+        of = linear.Recurrence(ENGINES[engine], linear.TokenRuns(1 if method == "ulysses" else 2))
+        functions = functions._replace(recur=partial(linear.recur, of))
     with jax.set_mesh(mesh):
-        o, dinputs, dws = jax.jit(partial(both_ways, chosen(method, layout), layout))(
+        o, dinputs, dws = jax.jit(partial(both_ways, functions, layout))(
             turned(inputs), ws, turned(segments), turned(do))
     back = partial(jax.tree.map, lambda x: x[:, np.argsort(order)])
     assert plain.error((back(o), back(dinputs), dws), on_one_device(kind)) < 5e-6      # float32 sums in another order
