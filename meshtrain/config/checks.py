@@ -401,8 +401,8 @@ def _data_problems(run: Run):
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f'data.validation_sources has two sources named {toml(name)}; give each its own name'
     if data.validation_sources and any(one.validation_paths for one in [data, *data.mixture, *data.validation_sources]):
-        yield ("data.validation_sources and validation_paths both say what to validate on; move those "
-               "files into a table of data.validation_sources")
+        yield ("data.validation_sources and validation_paths both say what to validate on; move the "
+               "files of validation_paths into a table of data.validation_sources")
     named = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] or [("data", data)]
     for key in ("chat_template", "loss_on"):
         if getattr(data, key) != Data.model_fields[key].default and "chat" not in {one.source for _, one in named} and (

@@ -235,7 +235,10 @@ def _beside(named: str, file: str | Path) -> str | Path:
 
 
 def _with_origins(message: str, origins: typing.Mapping[str, str]) -> str:
-    """Return the message. If an extended file sets a key in it, the message names this file."""
+    """Return the message, extended by the files that set its keys.
+
+    origins: the file of each key that an extended file sets.
+    """
     found = [name for name in origins if re.search(rf"\b{re.escape(name)}\b", message)]
     return f"{message} ({', '.join(f'{origins[name]} gives {name}' for name in found)})" if found else message
 

@@ -84,7 +84,8 @@ class Mesh(Section):
     """[mesh]: the number of devices along each axis."""
 
     data: int = key(1, "replicas that see different sequences; -1 = the devices that are left", ge=-1)
-    fsdp: int = key(1, "like data, but they shard the states (ZeRO); -1 = the devices that are left", ge=-1)
+    fsdp: int = key(
+        1, "devices that see different sequences and shard the states (ZeRO); -1 = the devices that are left", ge=-1)
     tensor: int = key(1, "devices over which each matmul is sharded; -1 = the devices that are left", ge=-1)
     stage: int = key(1, "pipeline stages; -1 = the devices that are left", ge=-1)
     context: int = key(1, "devices over which each sequence is sharded; -1 = the devices that are left", ge=-1)
@@ -264,7 +265,7 @@ class Model(Section):
                                "untied head", gt=0)
     position: Literal["rope", "learned"] = key("rope", "rotated queries and keys, or a learned table")
     max_seq_len: int = key(
-        0, "rows of the table of learned positions, or the length that longrope is for; 0 = data.seq_len", ge=0)
+        0, "rows of the table of learned positions, or the sequence length for longrope; 0 = data.seq_len", ge=0)
     rope_theta: float = key(10000.0, "base of the rotation frequencies", gt=0)
     rope_scaling: RopeScaling = key(
         RopeScaling(), 'scaled frequencies, as config.json has them, e.g. {rope_type = "yarn", factor = 4.0}')
@@ -293,7 +294,7 @@ class Model(Section):
         True, "weights of the chosen experts sum to 1 (with softmax: a softmax over the chosen ones)")
     router_scale: float = key(1.0, "factor of the weights", gt=0)
     router_groups: tuple[int, ...] = key(
-        (), "[groups of experts, groups that a token may use]; groups rank by their two best experts; empty = none",
+        (), "[groups of experts, groups that a token may use], ranked by their two best experts; empty = none",
         strict=False)
     router_bias: Literal["none", "choice", "logits"] = key(
         "none", "choice: biases that affect only the choice (experts.bias_rate enables and moves them); logits: "
@@ -490,7 +491,7 @@ class Lora(Section):
     rank: int = key(0, "inner width of the adapters; 0 = none, the whole model is trained", ge=0)
     alpha: float = key(16.0, "an adapter's output is multiplied by alpha / rank", gt=0)
     targets: tuple[str, ...] = key(
-        (), f"projections with an adapter, of {', '.join(LORA_TARGETS)}; empty = all that the model has", strict=False
+        (), f"projections with an adapter: any of {', '.join(LORA_TARGETS)}; empty = all", strict=False
     )
     export: Literal["merged", "adapters"] = key(
         "merged", "content of checkpoint.export: the merged model, or the adapters in PEFT's format"
@@ -523,7 +524,7 @@ class Experts(Section):
     bias_rate: float = key(
         0.0, "step of the biases towards experts with too few tokens, e.g. 0.001; 0 = off", ge=0)
     bias_rule: Literal["sign", "error"] = key(
-        "sign", "sign: a bias moves by bias_rate; error: by bias_rate times its expert's relative error"
+        "sign", "sign: a bias moves by bias_rate; error: by bias_rate times the relative error of its expert's load"
     )
     bias_warmup: int = key(0, "first batches of the run that move only the biases, before the first step", ge=0)
 
@@ -550,16 +551,16 @@ class Rl(Section):
     reward_check: float = key(0.01, "share of the answers that are scored twice, to find unstable rewards", ge=0,
                               le=1)
     advantage: Literal["group_std", "group", "loo", "batch_std"] = key(
-        "group_std", "reward minus its group's mean; divided by the group's deviation, or by that of all; or minus "
-                     "the others' mean")
+        "group_std", "reward minus the mean of its group; group_std, batch_std: divided by the deviation of the group "
+                     "or batch; loo: minus the mean of the other answers")
     aggregate: Literal["token", "sequence", "constant"] = key(
-        "token", "the loss is a mean over tokens, over answers of their means, or of their sums over max_tokens")
+        "token", "loss: mean over tokens, or mean over answers of their means, or of their sums / max_tokens")
     ratio: Literal["token", "sequence", "cispo"] = key(
         "token", "clipped ratio of new to old probabilities: per token, mean of an answer, or as a weight (cispo)")
     clip_low: float = key(0.2, "a ratio is at least 1 - this", ge=0, le=1)
     clip_high: float = key(0.2, "a ratio is at most 1 + this", ge=0)
-    ratio_limit: float = key(0.0, "the ratio that is not clipped is at most this; 0 = no limit", ge=0)
-    dual_clip: float = key(0.0, "with a negative advantage, the loss is at most this many times it; 0 = off", ge=0)
+    ratio_limit: float = key(0.0, "upper limit of the ratio in the unclipped term; 0 = no limit", ge=0)
+    dual_clip: float = key(0.0, "upper limit of the loss with a negative advantage, as a multiple of it; 0 = off", ge=0)
     kl: float = key(0.0, "weight of the divergence from the weights that the run started from", ge=0)
     kl_form: Literal["k1", "k2", "k3", "k3_corrected"] = key(
         "k3", "estimate of the divergence: log-ratio, half its square, or exp(x) - x - 1, alone or times the ratio")
@@ -613,10 +614,10 @@ class Metrics(Section):
     every: int = key(1, "steps between rows of metrics.jsonl", ge=1)
     tensorboard: bool = key(True, "the rows also as TensorBoard events, in run.dir/tensorboard")
     wandb: str = key("",
-                     "project of Weights & Biases that gets the rows too (WANDB_MODE=offline: for later, in "
+                     "project of Weights & Biases to which rows are also logged (with WANDB_MODE=offline in "
                      "run.dir/wandb); empty = none")
-    mlflow: str = key("", "experiment of MLflow that gets the rows too, at the server of MLFLOW_TRACKING_URI; empty = "
-                          "none")
+    mlflow: str = key("", "experiment of MLflow to which rows are also logged, on the server MLFLOW_TRACKING_URI; "
+                          "empty = none")
     prometheus: int = key(0, "port at which process 0 serves the last row to Prometheus, as /metrics; 0 = none", ge=0,
                           le=65535)
     profile_steps: tuple[int, ...] = key(

@@ -56,7 +56,7 @@ EFFECTS = (
     Effect("data.split_at", _reads_texts, f"data.source={join(map(toml, TEXTS), 'or')}"),
     Effect("lora.export", lambda run: run.checkpoint.export != "off", 'checkpoint.export="last" or "every"'),
     Effect("metrics.every", lambda run: run.training.objective != "rl" or run.rl.updates > 1,
-           "rl.updates above 1: each batch of answers has its row"),
+           "rl.updates above 1, because each batch of answers has its own row"),
     Effect("lora.alpha", lambda run: run.lora.rank > 0, "lora.rank larger than 0"),
     Effect("model.rope_theta", lambda run: run.model.position == "rope", 'model.position="rope"'),
     Effect("model.rope_scaling", lambda run: run.model.position == "rope", 'model.position="rope"'),

@@ -153,7 +153,7 @@ class Generator:
         room = cache.rounded_room(max(self.room, *map(max, ends)))
         programs = _programs(self.model, self.ex, S, room, how, tuple(limits.stop_ids))
         run = functools.partial(self._run, (S, room, how, limits.stop_ids))
-        slots = run("the room of the cache", programs.empty, self.params)
+        slots = run("the allocation of the cache", programs.empty, self.params)
         owners: list[_Request | None] = [None] * S
         stride = np.int32(STRIDE if tell or limits.ended else LONGEST_STRIDE)
         while waiting or any(owners):
@@ -162,7 +162,7 @@ class Generator:
                 slots = run("the reading of prompts", programs.fill, self.params, slots, filling, np.uint32(seed))
             free_S = np.array([owner is None for owner in owners])
             enough = np.int32(max(S // REFILLED, 1) if waiting else S)
-            slots, drawn = run("the making of tokens", programs.decode, self.params, slots, free_S, stride, enough)
+            slots, drawn = run("the generation of tokens", programs.decode, self.params, slots, free_S, stride, enough)
             steps, token_SU, logprob_SU, margin_SU, done_S = map(np.asarray, (*drawn, slots.done_S))
             for s, owner in enumerate(owners):
                 if owner is None:
@@ -209,14 +209,14 @@ class Generator:
         """
         S, room = self.slots_for(self.slots), cache.rounded_room(max(self.room, _padded(prompt - 1)))
         jitted = _programs(self.model, self.ex, S, room, sampling.Picking(1.0), ())
-        empty = self.compiled("the room of the cache", jitted.empty, self.params)
+        empty = self.compiled("the allocation of the cache", jitted.empty, self.params)
         slots = jax.tree.map(lambda a, placed: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed),
                              jax.eval_shape(jitted.empty, self.params), empty.output_shardings)
         one = _Request(0, 0, [0] * prompt, 1, (0, 0, 0), leg=1)
         filling = _deal(collections.deque([one]), [None] * S, self._shards())
         return {"fill": self.compiled("the reading of prompts", jitted.fill, self.params, slots, filling, np.uint32(0)),
-                "decode": self.compiled("the making of tokens", jitted.decode, self.params, slots, np.zeros(S, bool),
-                                        np.int32(1), np.int32(1))}
+                "decode": self.compiled("the generation of tokens", jitted.decode, self.params, slots,
+                                        np.zeros(S, bool), np.int32(1), np.int32(1))}
 
     def _shards(self) -> int:
         return self.ex.layout.num_shards(self.ex.layout.batch_axes)

@@ -21,7 +21,9 @@ from meshtrain.names import MATMUL_ROLES
 from meshtrain.sharding import moves
 from meshtrain.sharding.rules import Layout
 
-TRAINED, FROZEN = "the way of the weights to the sampler", "the way of the frozen weights to the sampler"    # programs
+# Names of the programs.
+TRAINED = "the transfer of the weights to the sampler"
+FROZEN = "the transfer of the frozen weights to the sampler"
 
 
 def read_dtype(info: ParamInfo, dtype: jnp.dtype) -> jnp.dtype:

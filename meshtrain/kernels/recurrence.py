@@ -305,8 +305,8 @@ def _decayed_pairs(x, y, decay, segments, dtype):
 def _states(across, through, left, right, X, S0, kept):
     """Return (states before each chunk [Z, B, K, G, H, V] in left's dtype, the state after the last chunk).
 
-    A chunk maps the state S to through S - left^T (right S) + X. through [Z, B, K, G, 1 or H]; left [Z, B, K, (G,) C,
-    H]; right [Z, B, K, G, C, H] or None. kept: the states, if they are known.
+    A chunk maps the state S to through · S - leftᵀ (right S) + X. Shapes: through [Z, B, K, G, 1 or H]; left [Z, B, K,
+    (G,) C, H]; right [Z, B, K, G, C, H] or None. kept: the states, if they are known.
     """
     if kept is not None:
         return kept, None

@@ -301,9 +301,10 @@ def _reverse(launch: Launch, reads, writes, w, scores, through, do, dend, only_e
 
 def _inside_gradients_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, do_ref, new_ref, dnew_ref, T_ref, states_ref,
                              dv_ref, dsince_ref, dkk_ref, dqk_ref, dbeta_ref, *, width: int):
-    """Compute gradients through new = T beta (v - since k S), T = (I + A)^-1, A = beta pairs of keys.
+    """Compute gradients through new = T · beta · (v - (since · k) S).
 
-    They are the gradients of v, of since k, of A / beta, of the pairs of queries, and of the factor beta next to T.
+    T = (I + A)^-1, where A = beta · pairs of keys. The gradients are those of v, of since · k, of A / beta, of the
+    pairs of queries, and of the factor beta next to T. since: the decays from the state before the chunk.
     """
     H, dtype, ends = k_ref.shape[1], k_ref.dtype, _ends(segments)
     beta, T, dnew = beta_ref[...], T_ref[...], dnew_ref[...]
@@ -325,7 +326,7 @@ def _inside_gradients_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, do_ref
 def _inside_gradients(launch: Launch, k, v, decay, beta, segments, do, new, dnew, T, states):
     """Return the gradients that `_inside_gradients_kernel` computes.
 
-    They are dv; that of since k [B, T, N, H]; those of A / beta and of pairs of queries [B, N, Z, C, C], without a
+    They are dv; that of since · k [B, T, N, H]; those of A / beta and of pairs of queries [B, N, Z, C, C], without a
     mask; and a part of dbeta.
     """
     (B, length, N, H), V, C, array = k.shape, v.shape[3], launch.chunk, jax.ShapeDtypeStruct

@@ -331,8 +331,8 @@ def _gradients_kernel(q_ref, k_ref, decay_ref, segments, do_ref, new_ref, dnew_r
                       dk_ref, dw_ref, ddecay_ref, *, heads: int):
     """Compute the gradients of some columns of q, k and w, for one key head and all of its value heads.
 
-    They are the gradients through o = since · q S + (q k^T between) new and S' = through S + k^T (until · new), where
-    new = u - w S.
+    They are the gradients through o = since · (q S) + (q kᵀ · between) new and S' = through · S + kᵀ (until · new),
+    where new = u - w S. since, between, until and through are the decays of `_Chunk`.
     """
     segment_ref, start_ref, end_ref = segments
     z, C = pl.program_id(0), k_ref.shape[0]
@@ -380,9 +380,9 @@ def _gradients(launch: Launch, q, k, decay, segments, do, new, dnew, states, dst
 
 def _inside_gradients_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, T_ref, du_ref, dw_ref, dk_ref, dv_ref,
                              ddecay_ref, dbeta_ref):
-    """Compute gradients through u = T beta v and w = T beta since k.
+    """Compute gradients through u = T · beta · v and w = T · beta · since · k.
 
-    T = (I + A)^-1, where A = beta k k^T between below the diagonal.
+    T = (I + A)^-1, where A is beta · (k kᵀ) · between below the diagonal. since and between are the decays of `_Chunk`.
     """
     segment_ref, start_ref, end_ref = segments
     z, C = pl.program_id(0), k_ref.shape[0]

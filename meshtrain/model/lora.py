@@ -69,7 +69,7 @@ def check(layers: Iterable[nnx.Module], lora) -> None:
     layers = list(layers)
     found = [name for name in LORA_TARGETS if any(name in projections(layer) for layer in layers)]
     if missing := [name for name in lora.targets if name not in found]:
-        raise ValueError(f"lora.targets names {', '.join(missing)}, and the layers of this model have "
+        raise ValueError(f"lora.targets names {', '.join(missing)}, but the layers of this model have only "
                          f"{', '.join(found)}; leave {'them' if len(missing) > 1 else 'it'} out"
                          + " (experts have no adapters)" * any(layer.moe is not None for layer in layers))
 

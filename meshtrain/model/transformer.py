@@ -83,11 +83,11 @@ class LayerGroup:
         return tuple(jax.vmap(layer.init)(keys[i::len(self.period)]) for i, layer in enumerate(self.period))
 
     def weights(self, subtree) -> tuple:
-        """Return the stacked weights of each layer of the period."""
+        """Return the stacked weights of each layer of the period. subtree: the group's part of the parameter tree."""
         return (subtree,) if len(self.period) == 1 else tuple(subtree[str(i)] for i in range(len(self.period)))
 
     def subtree(self, weights: tuple):
-        """Return the subtree with these weights."""
+        """Return the group's subtree of the parameter tree. weights: a tree for each layer of the period."""
         return weights[0] if len(self.period) == 1 else {str(i): tree for i, tree in enumerate(weights)}
 
     def numbers(self, first: int) -> jax.Array:

@@ -121,7 +121,7 @@ def test_on_gpus_no_table_moves_for_a_token():
     def compiled(name, jitted, *args):
         executable = placed.compiled(name, jitted, *args)
         programs.append(audit.read(executable.as_text(), made.mesh))
-        if name == "the making of tokens":
+        if name == "the generation of tokens":
             raise Enough
         given = jax.eval_shape(jitted, *args)
         return lambda *_: jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), given,

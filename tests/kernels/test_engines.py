@@ -115,13 +115,13 @@ def test_on_hopper_packed_rows_take_mosaic_where_a_gpu_has_compared_it(expected,
 
 def test_the_choice_is_said_in_one_line_with_its_reason(with_cudnn, monkeypatch):
     assert chosen(data=WHOLE)[1] == "attention: cuDNN's kernel"
-    assert chosen()[1] == ("attention: Pallas kernels that visit only what documents reach, because cuDNN's kernel has "
+    assert chosen()[1] == ("attention: Pallas kernels that skip blocks outside documents, because cuDNN's kernel has "
                            "no document mask (data.document_mask=true)")
     assert "training.deterministic=true" in chosen(data=WHOLE, training=dict(deterministic=True))[1]
     assert chosen(platform="cpu")[1] == ""
     assert chosen(platform="cpu", model=dict(attention="blockwise"))[1].endswith("because model.attention=blockwise")
     windowed = chosen(data=WHOLE, model=dict(window=64, mixers="WWWWWF", num_layers=6), sizes=dict(context=2))[1]
-    assert windowed.startswith("attention: Pallas kernels that visit only what documents reach, window 64 in 5 layers "
+    assert windowed.startswith("attention: Pallas kernels that skip blocks outside documents, window 64 in 5 layers "
                                "of 6, because")
     assert 'no window over the chunks of context.method="ring" (model.window=64)' in windowed
     assert chosen(platform="cpu", model=dict(window=64))[1] == "attention: blockwise XLA engine, window 64"

@@ -108,6 +108,6 @@ def test_a_target_that_some_layers_have_is_enough():
     assert {name.split("/")[-3] for name in adapted} == {"up", "query"}
     of = lambda target: {name.split("/")[1] for name in adapted if f"/{target}/" in name}       # layers of the period
     assert of("query") == {"0", "1", "2"} and of("up") == {"0"}
-    with pytest.raises(ValueError, match="lora.targets names gate, and the layers of this model have query, key, "
+    with pytest.raises(ValueError, match="lora.targets names gate, but the layers of this model have only query, key, "
                                          "value, out, up, down; leave it out"):
         build("gate", "up")

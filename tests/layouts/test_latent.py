@@ -261,6 +261,6 @@ def test_a_window_over_split_latents_is_refused_where_it_is_not_computed():
         config.Run(mesh=dict(context=2), model=model | dict(window=window), data=dict(seq_len=16),
                    context=dict(method=method)), laid_out(dict(context=2))[1])
     (said,) = fault("ring", 5)
-    assert said == ('model.window=5 of attention by latents (model.latent) is not computed with context.method="ring"; '
+    assert said == ('model.window=5 cannot be combined with model.latent and context.method="ring"; '
                     'use "ulysses", or mesh.context=1')
     assert fault("ulysses", 5) == fault("ring", 16) == []

@@ -106,7 +106,7 @@ def test_adapters_are_written_as_peft_names_and_shapes_them(runs, tmp_path):
     (('--lora.targets=["query"]',), "has no effect with lora.rank=0"),
     (("--lora.rank=2", "--lora.alpha=0"), "lora.alpha=0 is out of range; use more than 0"),
     (("--lora.rank=2", '--lora.targets=["gate"]', "--model.activation=gelu"),
-     "lora.targets names gate, and the layers of this model have query, key"),
+     "lora.targets names gate, but the layers of this model have only query, key"),
     (("--lora.export=adapters",), "needs adapters, but lora.rank=0"),
 ])  # fmt: skip
 def test_faults_are_told_by_name(tiny, words, told):

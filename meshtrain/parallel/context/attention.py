@@ -31,8 +31,8 @@ from meshtrain.sharding.rules import Layout
 
 METHODS: dict[str, ModuleType] = {"ring": ring, "gather": gather, "ulysses": ulysses}
 GPU_PLATFORMS = ("gpu", "cuda")
-LABELS = {"cudnn": "cuDNN's kernel", "pallas": "Pallas kernels that visit only what documents reach",
-          "mosaic": "Mosaic kernels for Hopper that visit only what documents reach",
+LABELS = {"cudnn": "cuDNN's kernel", "pallas": "Pallas kernels that skip blocks outside documents",
+          "mosaic": "Mosaic kernels for Hopper that skip blocks outside documents",
           "blockwise": "blockwise XLA engine"}
 # The engines in the order in which "auto" tries them; it takes the first that can serve the run. On an H200 mosaic is
 # correct, faster than pallas and as fast as cuDNN (benchmarks/gpu.md), with jax mosaic.AUTO_SINCE or later.
@@ -219,7 +219,7 @@ def problems(run, layout: Layout) -> list[str]:
                       f"{near}")
     num_shards = layout.num_shards(layout.mesh_axes("activations", "heads"))
     if window(run) and run.model.latent.kv_dim and method != "ulysses":
-        faults.append(f'model.window={window(run)} of attention by latents (model.latent) is not computed with '
+        faults.append(f'model.window={window(run)} cannot be combined with model.latent and '
                       f'context.method="{method}"; use "ulysses", or mesh.context=1')
     for num_heads in sorted({cfg.num_heads for cfg in attending(run)}):
         if method == "ulysses" and (each := num_heads // num_shards) % cp:

@@ -525,7 +525,7 @@ def _against_exchange(layout: Layout) -> str:
     region = ManualRegion.of(layout)
     if region.inner or not region.experts:
         return (f"{layout.rules.path} [params] splits experts over {list(region.experts)} and their width over "
-                f"{list(region.inner)}, and tokens are only sent where experts are split, and whole")
+                f"{list(region.inner)}, but an all-to-all needs experts that are split, and not their width")
     if region.summed:
         return f"{layout.rules.path} splits no tokens over {list(region.summed)}, which splits experts"
     return ""

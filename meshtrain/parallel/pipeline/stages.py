@@ -99,7 +99,7 @@ def notes(run, schedule: schedules.Schedule) -> list[str]:
 
 
 def schedule_name(run) -> str:
-    """Return the schedule to check. If "auto" finds any schedule with this number of chunks, it finds this one."""
+    """Return the schedule to check. For "auto" it is the schedule that `auto` can always choose with these chunks."""
     if run.pipeline.schedule != "auto":
         return run.pipeline.schedule
     return "1f1b" if run.pipeline.chunks == 1 else "interleaved"
