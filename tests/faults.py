@@ -4,6 +4,7 @@ Each entry of faults.toml is one small change to a copy of the tree and the one 
 test that stays green there claims what it does not check; a fault that no test names is a hole in the suite.
 
     python tests/faults.py [--only NAME] [--jobs N]      plants them one after another and prints a table
+    python tests/faults.py --matrix record|kill …        mutants of every function, and which test kills each (matrix.py)
 """
 import argparse
 import ast
@@ -23,6 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("meshtrain", "tests", "benchmarks", "configs", "sharding_rules", "launch", "pyproject.toml", "README.md")
 TIMEOUT_S = 600
+BY_ASSERTION = ("AssertionError", "assert ", "Failed: ", "subprocess.TimeoutExpired")       # how such a failure begins
 
 
 class Fault(NamedTuple):
@@ -154,9 +156,8 @@ def _outcome(done, report: Path) -> tuple[bool, str]:
         return False, f"pytest exited with {done.returncode}: {(done.stdout + done.stderr)[-400:]}"
     cases = list(xml.etree.ElementTree.parse(report).iter("testcase"))
     messages = [failure.get("message", "") for case in cases for failure in case.iter("failure")]
-    # A compiled-in assert of ours or of numpy, chex or pytest.raises.
-    if any(message.startswith(("AssertionError", "assert ", "Failed: ", "subprocess.TimeoutExpired"))
-           for message in messages):
+    # An assert of ours or of numpy, chex or pytest.raises.
+    if any(message.startswith(BY_ASSERTION) for message in messages):
         return True, "caught"
     said = messages or [error.get("message", "") for case in cases for error in case.iter("error")] or [
         done.stdout[-400:]]
@@ -167,7 +168,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", action="append", help="name of an entry; may be given again")
     parser.add_argument("--jobs", type=int, default=1, help="planted at once")
+    parser.add_argument("--matrix", nargs="+", metavar="WORD", help="`record FOLDER…` or `kill ROOM…` of matrix.py")
     args = parser.parse_args()
+    if args.matrix:
+        sys.path.insert(0, str(Path(__file__).with_name("house")))
+        import matrix
+        return matrix.main(args.matrix)
     known = {fault.name: fault for fault in load()}
     if unknown := [name for name in args.only or () if name not in known]:
         print(f"no such fault: {', '.join(unknown)}; known: {', '.join(known)}", file=sys.stderr)
