@@ -1,9 +1,4 @@
-"""Eight simulated CPU devices for every test; the flags must stand before jax starts its backend.
-
-Grids (`pytest.mark.cell` beside `slow`): of each file's cells a few run in every run of the suite, by the commit's
-hash; the summary names them. `-m slow --slow-minutes N` takes slow tests in an order of the commit's own until the time
-is up.
-"""
+"""Eight simulated CPU devices for every test; the flags must stand before jax starts its backend."""
 import contextlib
 import gc
 import importlib.metadata

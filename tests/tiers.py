@@ -110,6 +110,14 @@ class Selection:
                        choose_tiers(config.args, config.option.full, config.option.long))
         self._table = read_table()
         self._left: dict[str, int] = {}
+        self._passed_over = 0
+
+    def pytest_ignore_collect(self, collection_path):
+        """A file without a core test is not read for the core: it costs each worker what it imports."""
+        if self._tiers == {"core"} and self._table.full.get(collection_path.stem) == set():
+            self._passed_over += 1
+            return True
+        return None
 
     @pytest.hookimpl(wrapper=True)      # chooses among what -m and -k leave
     def pytest_collection_modifyitems(self, config, items):
@@ -126,6 +134,8 @@ class Selection:
             taken = take_part(kept, *self._part) if self._part else take_landing(groups, self._landing)
             self._left["other parts"] = len(kept) - len(taken)
             kept = taken
+        if self._passed_over:
+            self._left["files"] = self._passed_over
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
         items[:] = [item for item in items if item.nodeid in kept]
         if hasattr(config, "workeroutput"):
@@ -144,6 +154,8 @@ class Selection:
         if self._landing is not None:
             terminalreporter.write_line(f"landing {self._landing}: " + ", ".join(
                 f"{name} {self._landing % count}/{count}" for name, count in LANDINGS.items()))
+        files = self._left.pop("files", 0)
         for name, count in self._left.items():
             how = f"run by `{OPTIONS[name]}`" if name in OPTIONS else "run with another number"
-            terminalreporter.write_line(f"not run: {count:,} tests of {name}, {how}")
+            more = f" and {files} files" if files and name == "full" else ""
+            terminalreporter.write_line(f"not run: {count:,} tests{more} of {name}, {how}")

@@ -41,7 +41,7 @@ def pytest_addoption(parser):
     tiers.add_options(parser)
 
 def pytest_configure(config):
-    tiers.read_table = lambda: tiers.Table({"test_a": {"test_b", "test_c[1]"}}, {"test_d": {"test_e"}})
+    tiers.read_table = lambda: tiers.Table({"test_a": {"test_b", "test_c[1]"}, "test_g": set()}, {"test_d": {"test_e"}})
     config.pluginmanager.register(tiers.Selection(config))
 """
 TESTS = """
@@ -65,13 +65,15 @@ def run_tests(folder, *options: str) -> str:
 
 @pytest.mark.parametrize("options, told", [
     ([], ["2 passed, 1 skipped, 3 deselected", "skipped: 1 (it needs a GPU)",
-          "not run: 2 tests of full, run by `pytest --full`", "not run: 1 tests of long, run by `pytest --long`"]),
+          "not run: 2 tests and 1 files of full, run by `pytest --full`", "not run: 1 tests of long, run by `pytest --long`"]),
     (["--full", "--long", "--part", "1/2"], ["1 passed, 5 deselected", "not run: 2 tests of other parts",
                                              "not run: 3 tests of core, run by `pytest`"]),
     (["test_a.py::test_c"], ["3 passed"])])
 def test_a_table_chooses_the_core_of_a_file_and_the_end_says_what_did_not_run(tmp_path, options, told):
     (tmp_path / "test_a.py").write_text(TESTS)
     (tmp_path / "test_d.py").write_text("def test_e(): pass\n\ndef test_f(): pass\n")
+    if not options:
+        (tmp_path / "test_g.py").write_text("1 / 0      # the core does not read a file that has no test of it\n")
     said = run_tests(tmp_path, *options)
     assert [line for line in told if line not in said] == [], said
 
