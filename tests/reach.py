@@ -24,15 +24,18 @@ except BaseException:
 def begin() -> None:
     """Record from here on what this process runs. PYTEST_CURRENT_TEST, which children inherit, names the test."""
     monitoring, events = sys.monitoring, sys.monitoring.events
-    target = os.open(os.environ["REACHED"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    target, root = os.open(os.environ["REACHED"], os.O_WRONLY | os.O_APPEND | os.O_CREAT), ROOT
 
     def note(code, _offset):
-        if code.co_filename.startswith(ROOT):
-            test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-            name = code.co_qualname.replace(".<locals>", "")
-            file = os.path.join("meshtrain", code.co_filename[len(ROOT):])
-            if test and "<" not in name:
-                os.write(target, f"{test}\t{file}\t{name}\n".encode())
+        try:
+            if code.co_filename.startswith(root):
+                test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+                name = code.co_qualname.replace(".<locals>", "")
+                file = os.path.join("meshtrain", code.co_filename[len(root):])
+                if test and "<" not in name:
+                    os.write(target, f"{test}\t{file}\t{name}\n".encode())
+        except Exception:       # a process that may write no file, or that ends, goes on without notes
+            pass
         return monitoring.DISABLE
 
     monitoring.use_tool_id(monitoring.COVERAGE_ID, "reach")
