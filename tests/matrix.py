@@ -6,8 +6,8 @@
                                                           or of all, and runs the tests that reach them, the cheapest first
 
 `record` writes REACH, which is no part of the repository. `kill` adds to kills.json, for each function, its mutants with
-the test that killed each, or none; it prints those that survived, by room. A function whose mutants stand there already
-is left out, so `kill` goes on after a change where something has changed.
+the test that killed each, or none; it prints those that survived, by room. A function whose mutants stand there and can
+still be planted is left out, so `kill` goes on where it ended, and after a change where something has changed.
 """
 import collections
 import contextlib
@@ -31,7 +31,7 @@ ROOT = faults.ROOT
 KILLS = ROOT / "tests" / "kills.json"
 REACH = ROOT / ".pytest_cache" / "reach.json"
 MOST_TESTS, MOST_S, PATIENCE_S = 300, 60.0, 240.0       # of one mutant: tests, their recorded seconds, until it is given up
-COUNT = 2                                               # mutants of a function
+COUNT = 1                                               # mutants of a function
 
 
 def record(folders: Sequence[str]) -> int:
@@ -158,14 +158,13 @@ def kill(rooms: Sequence[str], place: Path) -> int:
     reached, copy, kept = json.loads(REACH.read_text()), Copy(place), read_kills()
     survivors: dict[str, list[str]] = collections.defaultdict(list)
     for room, function, made in draw(rooms):
-        known = kept.get(function, {})
-        if set(known) == {one.change for one in made}:
+        if function in kept and not any(faults.problems(faults.Fault(function, *one)) for one in kept[function] if one[-1]):
             continue
-        kept[function] = {}
+        kept[function] = []
         for mutant in made:
             tests = choose_tests(reached, function)
             test, how = copy.test(mutant, tests) if tests else (None, "reached by none")
-            kept[function][mutant.change] = test
+            kept[function].append(fault_of(mutant, test, (ROOT / mutant.file).read_text())[1:])
             print(f"{how:<15} {mutant}  {test or ''}", flush=True)
             if test is None:
                 survivors[room].append(f"{how}: {mutant}")
@@ -185,12 +184,28 @@ def draw(rooms: Sequence[str]) -> Iterable[tuple[str, str, list[mutants.Mutant]]
                 yield room, f"{file}::{function}", made
 
 
-def read_kills() -> dict[str, dict[str, str | None]]:
-    """FILE::function -> mutant, as "old -> new" -> the test that kills it, or None."""
+def killed_faults() -> list[faults.Fault]:
+    """The mutants of kills.json that a test killed."""
+    return [faults.Fault(function, *fault) for function, known in read_kills().items()
+            for fault in known if fault[-1]]
+
+
+def fault_of(mutant: mutants.Mutant, test: str | None, text: str) -> faults.Fault:
+    """The mutant as an entry of faults.toml: as many whole lines around it as make it one of its kind in the file."""
+    changed = mutant.planted(text)
+    start, end = text.rfind("\n", 0, mutant.start) + 1, text.find("\n", mutant.end)
+    while text.count(text[start:end]) > 1:
+        start = text.rfind("\n", 0, start - 1) + 1
+    new = changed[start:end + len(changed) - len(text)]
+    return faults.Fault(f"{mutant.file}::{mutant.function}", mutant.file, text[start:end], new, test)
+
+
+def read_kills() -> dict[str, list[list[str | None]]]:
+    """FILE::function -> its mutants: the file, the text, the text instead, the test that kills it or None."""
     return json.loads(KILLS.read_text()) if KILLS.exists() else {}
 
 
-def write_kills(kept: dict[str, dict[str, str | None]]) -> None:
+def write_kills(kept: dict[str, list[list[str | None]]]) -> None:
     KILLS.write_text(json.dumps(dict(sorted(kept.items())), indent=0) + "\n")
 
 

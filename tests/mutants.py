@@ -58,7 +58,7 @@ def draw_mutants(root: Path, file: str, count: int) -> dict[str, list[Mutant]]:
         for start, end, new in edits:
             line = text.count("\n", 0, start) + 1
             mutant = Mutant(file, name, line, line - node.lineno, start, end, text[start:end], new)
-            if len(found.get(name, ())) < count and _differs(mutant.planted(text), tree):
+            if len(found.get(name, ())) < count and _differs(mutant, text, offsets(node.lineno, 0)):
                 found.setdefault(name, []).append(mutant)
     return found
 
@@ -73,12 +73,18 @@ def _functions(tree: ast.AST, names: tuple[str, ...]) -> Iterator[tuple[str, ast
         yield from _functions(child, inner)
 
 
-def _differs(mutant: str, tree: ast.Module) -> bool:
-    """Whether a mutant is Python and another program: `not in` within words may be neither."""
+def _differs(mutant: Mutant, text: str, begin: int) -> bool:
+    """Whether a mutant is Python and another program: `not in` within words may be neither.
+
+    begin: where its function begins, the end of whose text stands behind the mutant.
+    """
+    end = text.find("\n", mutant.end)
     try:
-        return ast.dump(ast.parse(mutant)) != ast.dump(tree)
+        before, after = (ast.dump(ast.parse("if True:\n " + part.replace("\n", "\n "))) for part in (
+            text[begin:end], mutant.planted(text)[begin:end + len(mutant.new) - len(mutant.old)]))
     except SyntaxError:
-        return False
+        return True         # the lines do not end a statement: Python tells when the mutant is planted
+    return before != after
 
 
 def _offsets(text: str):

@@ -3,6 +3,8 @@ import ast
 from pathlib import Path
 
 import faults
+import matrix
+import mutants
 import pytest
 import test_house
 
@@ -52,3 +54,39 @@ def test_a_fault_is_pinned_by_its_function_and_its_words():
 def test_a_planted_fault_is_caught_by_its_test(fault):
     caught, what, _ = faults.plant(fault)
     assert caught, f"{fault.name}: {what}"
+
+
+TEXT = '''def f(a, b):
+    """A docstring of 1 line."""
+    total = 0
+    for one in a:
+        if one < b and one not in (1, 2):
+            total += min(one, b)
+        if one < b:
+            say(f"{one + 1} is below")
+        log.append(one)
+        total = total - 1
+    return total
+'''
+
+
+def test_mutants_are_programs_that_differ_in_one_place_and_can_be_planted(tmp_path):
+    (tmp_path / "a.py").write_text(TEXT)
+    made = mutants.draw_mutants(tmp_path, "a.py", 100)["f"]
+    changes = {f"{one.old} -> {one.new}" for one in made}
+    assert changes >= {"< -> <=", "and -> or", "not in -> in", "min -> max", "log.append(one) -> pass", "- -> +", "0 -> 1",
+                       "one < b -> not (one < b)"}
+    assert not any("+ 1" in one.old or "docstring" in one.old for one in made)      # messages and docstrings stay
+    assert mutants.draw_mutants(tmp_path, "a.py", 3)["f"] == made[:3]
+    for one in made:
+        fault = matrix.fault_of(one, "a test", TEXT)
+        assert fault.planted(TEXT) == (one.planted(TEXT), 1)
+        with pytest.raises(ValueError, match="no longer"):
+            one.planted("\n" + TEXT[:one.start] + "#" + TEXT[one.start:])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", matrix.killed_faults(), ids=lambda fault: fault.name)
+def test_a_mutant_is_killed_by_its_test(fault):
+    caught, what, _ = faults.plant(fault)
+    assert caught or what.startswith("failed"), f"{fault.name}: {what}"
