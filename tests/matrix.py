@@ -3,10 +3,11 @@
     python tests/faults.py --matrix record FOLDER...      runs the core of these folders (default: tests) and notes for
                                                           each test what it reaches, and its seconds. Python 3.12
     python tests/faults.py --matrix kill [ROOM...]        plants mutants (tests/mutants.py) into the functions of rooms,
-                                                          or of all, and runs the tests that reach them, the cheapest first
+                                                          or of all, and runs the tests that reach them, the cheapest
+                                                          first
 
-`record` writes REACH, which is no part of the repository. `kill` adds to kills.json, for each function, its mutants with
-the test that killed each, or none; it prints those that survived, by room. A function whose mutants stand there and can
+`record` writes REACH, which is no part of the repository. `kill` adds to kills.json, for each function, its mutants
+with the test that killed each, or none; it prints those that survived, by room. A function whose mutants stand there and can
 still be planted is left out, so `kill` goes on where it ended, and after a change where something has changed.
 """
 import collections
@@ -30,7 +31,7 @@ import test_house
 ROOT = faults.ROOT
 KILLS = ROOT / "tests" / "kills.json"
 REACH = ROOT / ".pytest_cache" / "reach.json"
-MOST_TESTS, MOST_S, PATIENCE_S = 300, 60.0, 240.0       # of one mutant: tests, their recorded seconds, until it is given up
+MOST_TESTS, MOST_S, PATIENCE_S = 300, 60.0, 240.0       # of one mutant: tests, their recorded seconds; patience
 COUNT = 1                                               # mutants of a function
 
 
@@ -57,7 +58,8 @@ def record(folders: Sequence[str]) -> int:
     for name, tests in before["functions"].items():
         functions[name] |= {test for test in tests if test not in seconds}
     REACH.write_text(json.dumps({
-        "seconds": before["seconds"] | seconds, "functions": {name: sorted(tests) for name, tests in functions.items()}}))
+        "seconds": before["seconds"] | seconds,
+        "functions": {name: sorted(tests) for name, tests in functions.items()}}))
     print(f"{len(seconds)} tests reach {len(functions)} functions")
     return done.returncode
 
@@ -158,7 +160,8 @@ def kill(rooms: Sequence[str], place: Path) -> int:
     reached, copy, kept = json.loads(REACH.read_text()), Copy(place), read_kills()
     survivors: dict[str, list[str]] = collections.defaultdict(list)
     for room, function, made in draw(rooms):
-        if function in kept and not any(faults.problems(faults.Fault(function, *one)) for one in kept[function] if one[-1]):
+        killed = [faults.Fault(function, *one) for one in kept.get(function, ()) if one[-1]]
+        if function in kept and not any(map(faults.problems, killed)):
             continue
         kept[function] = []
         for mutant in made:

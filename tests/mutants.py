@@ -1,7 +1,7 @@
 """Faults by operators: small changes of one function each, made from its syntax tree.
 
-The faults of faults.toml were thought of; these were not. Every function of LEAST_LINES lines has some. A mutant that no
-test kills is a hole in the suite, or code that does nothing.
+The faults of faults.toml were thought of; these were not. Every function of LEAST_LINES lines has some. A mutant that
+no test kills is a hole in the suite, or code that does nothing.
 """
 import ast
 import random
@@ -21,7 +21,8 @@ TEXTS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.ListComp)
 
 
 class Mutant(NamedTuple):
-    """Characters [start, end) of `file`, which are `old` in line `line`, the `within`-th of a function, become `new`."""
+    """Characters [start, end) of `file`, which are `old` in line `line`, the `within`-th of a function, become `new`.
+    """
     file: str
     function: str
     line: int
@@ -143,8 +144,8 @@ def _walk(function: ast.FunctionDef) -> Iterator[ast.AST]:
                 isinstance(node, ast.Call) and _called(node) in SILENT):
             continue
         yield node
-        todo += [child for name, value in ast.iter_fields(node) if name not in ("annotation", "returns", "decorator_list")
-                 for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)]
+        todo += [child for name, value in ast.iter_fields(node)
+                 if name not in ("annotation", "returns", "decorator_list") for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)]
 
 
 def _called(call: ast.Call) -> str:
