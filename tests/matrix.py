@@ -7,8 +7,8 @@
                                                           first
 
 `record` writes REACH, which is no part of the repository. `kill` adds to kills.json, for each function, its mutants
-with the test that killed each, or none; it prints those that survived, by room. A function whose mutants stand there and can
-still be planted is left out, so `kill` goes on where it ended, and after a change where something has changed.
+with the test that killed each, or none; it prints those that survived, by room. A function whose mutants stand there
+and can still be planted is left out, so `kill` goes on where it ended, and after a change where something has changed.
 """
 import collections
 import contextlib

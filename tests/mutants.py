@@ -145,7 +145,8 @@ def _walk(function: ast.FunctionDef) -> Iterator[ast.AST]:
             continue
         yield node
         todo += [child for name, value in ast.iter_fields(node)
-                 if name not in ("annotation", "returns", "decorator_list") for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)]
+                 if name not in ("annotation", "returns", "decorator_list")
+                 for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)]
 
 
 def _called(call: ast.Call) -> str:
