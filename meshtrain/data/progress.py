@@ -1,16 +1,17 @@
-"""How far a long reading of files is: a line that is kept up to date on a terminal, elsewhere one now and then."""
+"""Reports the progress of a long reading of files: a line that is kept up to date on a terminal, else a line every few
+seconds."""
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-TELL_SECONDS = 5    # between two lines of progress where there is no terminal, and the wait that is worth a line
+TELL_SECONDS = 5    # time between two lines without a terminal; shorter work is not reported
 SHOW_SECONDS = 0.2  # between two lines on a terminal
 
 
 class FileProgress:
-    """Reports nothing that is done at once. what: e.g. "tokenizing 3 files"; total: bytes. tell: prints a line.
-    show: prints a line that the next one replaces; None: nothing does."""
+    """Reports progress, unless the work is short. what: e.g. "tokenizing 3 files". total: bytes. tell: prints a line.
+    show: prints a line that the next one replaces; None: there is no terminal."""
 
     def __init__(self, what: str, total: int, tell: Callable[[str], None], show: Callable[[str], None] | None = None):
         self.what, self.total, self.done, self.tell, self.show = what, max(1, total), 0, tell, show
@@ -25,7 +26,7 @@ class FileProgress:
             self.tell(f"{self.what}: done in {now - self.started:.0f} s")
 
     def reach(self, position: int) -> None:
-        """`position` bytes of the present file are done."""
+        """Record that `position` bytes of the present file are done."""
         done, now = self.done + position, time.monotonic()
         if now - self.told > (SHOW_SECONDS if self.show else TELL_SECONDS):
             self.told = now

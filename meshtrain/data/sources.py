@@ -1,9 +1,9 @@
-"""Finds and opens the sources of [data]: a Source (contracts.py) is a list of documents with known ends, for random
+"""Finds and opens the sources of [data]. A Source (contracts.py) is a list of documents with known ends, for random
 access.
 
-Either byte files, read as they are, or memory-mapped token files: given ones, or those that the token cache made from
-text, JSON lines, Parquet or Arrow. Memory holds only names and sizes. This module knows no sequences, batches, steps
-or hosts.
+A source is byte files, which are read as they are, or memory-mapped token files: the user's own, or those that the
+token cache made from text, JSON lines, Parquet or Arrow. Memory holds only names and sizes. This module knows no
+sequences, batches, steps or hosts.
 """
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from meshtrain.units import counted
 EXAMPLES = {"text": "corpus/**/*.txt", "jsonl": "corpus/*.jsonl.gz", "parquet": "corpus/*.parquet",
             "arrow": "corpus/*.arrow", "tokens": "corpus/*.tokens.npy", "chat": "chats/*.jsonl",
             "preferences": "pairs/*.jsonl", "prompts": "prompts/*.jsonl"}
-CHATS = ("chat", "preferences")     # conversations
-DIVIDED = ("text", "jsonl", "parquet", "arrow")     # at data.split_at
+CHATS = ("chat", "preferences")     # sources of conversations
+DIVIDED = ("text", "jsonl", "parquet", "arrow")     # sources whose documents data.split_at divides
 TRAIN, VALIDATION, CURVE = "train", "validation", "curve"
 CACHE = ".meshtrain"    # directory of the token cache, beside the files
 
@@ -50,7 +50,7 @@ NOT_STDLIB_PREFIXES = ("config-", "_sysconfigdata")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByteFiles:
-    """One file, one document; one byte, one token."""
+    """A source in which a file is a document and a byte is a token."""
     paths: tuple[str, ...]
     lengths: np.ndarray     # int64 [documents], bytes
 
@@ -74,7 +74,7 @@ class ByteFiles:
         return self._ends[documents]
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        # Relies on the page cache: opening costs some 10 us, and no descriptors or maps accumulate.
+        # This relies on the page cache. Opening costs some 10 us, and no descriptors or maps accumulate.
         with open(self.paths[document], "rb", buffering=0) as file:
             file.seek(start)
             data = file.read(stop - start)
@@ -85,7 +85,7 @@ class ByteFiles:
 
 
 class ValidationSource(NamedTuple):
-    """A validation source with its name and weight in the combined loss (any positive scale)."""
+    """A validation source with its name and its weight in the combined loss (any positive scale)."""
     name: str
     weight: float
     source: Source
@@ -93,23 +93,23 @@ class ValidationSource(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """The data of a run: one or several sources with weights (any positive scale), and the tokenizer."""
+    """The data of a run: sources with weights (any positive scale), and the tokenizer."""
     sources: tuple[Source, ...]
     weights: tuple[float, ...]
     tokenizer: Tokenizer
     eos: int                                # target after a document's last token
-    names: tuple[str, ...]                  # of the sources; "" if there is one
+    names: tuple[str, ...]                  # of the sources; "" if it is the only one
     validation: tuple[Source | None, ...]   # validation files per source; None: hold out a share
-    # of content: the sources' totals (Source.totals) and the tokenizer
+    # a hash of the sources' totals (Source.totals) and the tokenizer
     fingerprint: str
-    curves: tuple[ValidationSource, ...] = ()      # validation sets that replace the above
+    curves: tuple[ValidationSource, ...] = ()      # validation sets that replace `validation`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NamedFiles:
-    """One source of [data] and its files. where: its section, for errors; use: TRAIN, VALIDATION (in place of a
-    held-out share) or CURVE (a validation set of its own); paths: path -> searched directory, in document order; of an
-    address, "" before it is copied."""
+    """One source of [data] and its files. where: its section, for errors. use: TRAIN, VALIDATION (instead of a held-out
+    share) or CURVE (a validation set of its own). paths: path -> searched directory, in document order; the directory
+    is "" for an address that is not copied yet."""
     where: str
     use: str
     name: str           # "" if it is the only one
@@ -121,7 +121,7 @@ class NamedFiles:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Description:
-    """The sources of a run file's [data], with files found and listed, but not read."""
+    """The sources of a run file's [data]. Their files are found and listed, but not read."""
     components: tuple[NamedFiles, ...]
     eos: int
     tokenizer: Tokenizer
@@ -131,10 +131,10 @@ class Description:
     chats: Chats | None     # how conversations become tokens, if any
 
     def open(self, cache_dir: Path, job: parts.Job) -> tuple[Source | None, ...]:
-        """Open the sources, building the token cache where needed, which may take long the first time.
+        """Open the sources. Missing parts of the token cache are built, which may take long the first time.
 
-        None for a source with missing parts of another share of the job (parts.Job). Raises: ValueError listing every
-        fault of the sources, a line each; parts.Stopped.
+        None for a source with missing parts of another share of the job (parts.Job). Raises: ValueError that lists
+        every fault of the sources, a line each; parts.Stopped.
         """
         for note in notes(self.tokenizer, self.vocab_size):
             job.tell(f"note: {note}")
@@ -152,16 +152,16 @@ class Description:
 
 
 def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Description:
-    """List what the run file's [data] names: fast, so that a run is compared with its directory before hours of
-    tokenizing.
+    """List the files that the run file's [data] names. It is fast, so that a run is compared with its directory before
+    hours of tokenizing.
 
-    vocab_size: the model's. folders: model folders that may have a chat template, if the tokenizer's has none. Raises:
-    ValueError listing every fault of the tokenizer or the files, a line each.
+    vocab_size: the model's. folders: model folders that may have a chat template, if the tokenizer's folder has none.
+    Raises: ValueError that lists every fault of the tokenizer or the files, a line each.
     """
     if data.source == "prompts":
         raise ValueError('data.source="prompts" has no documents to tokenize: training.objective="rl" reads prompts as '
-                         'they are; of a trained model val_reward is in its metrics, and its loss on documents is '
-                         'evaluated by --data.source and --data.paths')
+                         'they are. The metrics of a trained model have val_reward; to evaluate its loss on documents, '
+                         'give --data.source and --data.paths')
     named = [(f"data.mixture[{i}]", one.name or str(i), one) for i, one in enumerate(data.mixture)] \
         if data.source == "mixture" else [("data", "", data)]
     reader = _open_tokenizer(data, vocab_size)
@@ -178,7 +178,7 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
             file_sizes([path for path in paths if not addresses.is_remote(path)], where)
             weight = 1.0 if one is data else one.weight
             components.append(NamedFiles(where, use, name, weight, one.source, one.field, paths))
-        except addresses.Refused:       # what it means depends on the start
+        except addresses.Refused:       # at a restart this is no mistake in the run file
             raise
         except ValueError as error:
             faults.append(_key_of_section(where, str(error)))
@@ -203,7 +203,8 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
 
 
 def reader_of(data, *, vocab_size: int) -> tuple[Tokenizer, int]:
-    """(tokenizer, document end) of the run file's [data], without looking for its data files. Raises: ValueError."""
+    """Return (tokenizer, id of the document end) for the run file's [data], without looking for its data files. Raises:
+    ValueError."""
     reader = _open_tokenizer(data, vocab_size)
     eos = _find_eos(data, reader, vocab_size)
     _check_ends(data, reader, eos, vocab_size)
@@ -211,25 +212,26 @@ def reader_of(data, *, vocab_size: int) -> tuple[Tokenizer, int]:
 
 
 def notes(reader: Tokenizer, vocab_size: int) -> list[str]:
-    """Lines to tell about a tokenizer: what is read otherwise than its file says, and ids beyond the vocabulary."""
+    """Return lines for the user about a tokenizer: settings that are not used as its file has them, and ids beyond the
+    vocabulary."""
     found = list(getattr(reader, "notes", ()))
     if reader.vocab_size > vocab_size:
-        found.append(f"the tokenizer has ids up to {reader.vocab_size - 1}, and model.vocab_size={vocab_size} has 0 to "
-                     f"{vocab_size - 1}; a text with an id beyond them is an error")
+        found.append(f"the tokenizer has ids up to {reader.vocab_size - 1}, but model.vocab_size={vocab_size} has 0 to "
+                     f"{vocab_size - 1}; a text with a larger id is an error")
     return found
 
 
 def _check_ends(data, reader: Tokenizer, eos: int, vocab_size: int) -> None:
-    """Raises: ValueError if the token before or behind every document is beyond the vocabulary."""
+    """Check the separator and the end of documents. Raises: ValueError if one is beyond the vocabulary."""
     for what, id in (("separator", reader.bos), ("end of documents", eos)):
         if id >= vocab_size:
             raise ValueError(f"data.tokenizer={data.tokenizer!r} has ids up to {reader.vocab_size - 1} (the {what} is "
-                             f"{id}), and model.vocab_size={vocab_size} has 0 to {vocab_size - 1}; "
+                             f"{id}), but model.vocab_size={vocab_size} has 0 to {vocab_size - 1}; "
                              f"use model.vocab_size={reader.vocab_size} or more, or the tokenizer of the model folder")
 
 
 def _key_of_section(where: str, text: str) -> str:
-    """Rephrase a message about `where`.paths with the run file's key."""
+    """Return a message about `where`.paths with the key that the run file has."""
     source = where.removesuffix(f".{VALIDATION}")
     return text if source == where else text.replace(f"{where}.paths", f"{source}.validation_paths")
 
@@ -244,21 +246,21 @@ def _find_eos(data, reader: Tokenizer, vocab_size: int) -> int:
         found = int(data.eos) if data.eos.isascii() and data.eos.isdigit() else vocab_size
         if found >= vocab_size:
             raise ValueError(f'data.eos={data.eos!r} is not an id below model.vocab_size={vocab_size}, and token files '
-                             'without a tokenizer.json know no names; give the id, e.g. data.eos="2"')
+                             'without a tokenizer.json have no names of tokens; give the id, e.g. data.eos="2"')
         return found
     found = reader.library.token_to_id(data.eos)
     if found is None:
-        raise ValueError(f"data.eos={data.eos!r} is not a token of data.tokenizer={data.tokenizer!r}; name one that "
-                         f"is, or leave it out: documents then end with the token before them")
+        raise ValueError(f"data.eos={data.eos!r} is not a token of data.tokenizer={data.tokenizer!r}; name one of its "
+                         f"tokens, or leave data.eos out: documents then end with the separator")
     return found
 
 
 def open_corpus(data, *, vocab_size: int, cache_dir: Path, tell: Callable[[str], None] = print,
                 should_stop: Callable[[], bool] = lambda: False, folders: Sequence[Path] = ()) -> Corpus:
-    """The corpus of the run file's [data]: `describe` and `Description.open`.
+    """Return the corpus of the run file's [data], by `describe` and `Description.open`.
 
-    cache_dir: for caches that cannot be next to their files. tell: reports long work and warnings, in lines.
-    should_stop: polled between batches of work. folders: as `describe`. Raises: as those two.
+    cache_dir: for caches that cannot be next to their files. tell: receives lines about long work and warnings.
+    should_stop: polled between batches of work. folders: as in `describe`. Raises: as those two.
     """
     described = describe(data, vocab_size=vocab_size, folders=folders)
     return corpus_of(described, described.open(cache_dir, parts.Job(tell, should_stop)))
@@ -281,7 +283,7 @@ def _open_tokenizer(data, vocab_size: int) -> Tokenizer:
         # Only the separator is known; any id of the model may occur.
         if not (data.bos_token.isascii() and data.bos_token.isdigit()):
             raise ValueError(f'data.bos_token={data.bos_token!r} is not a token id, and token files without a '
-                             'tokenizer.json do not tell their separator; give its id, e.g. data.bos_token="128000", '
+                             'tokenizer.json do not name their separator; give its id, e.g. data.bos_token="128000", '
                              'or data.tokenizer')
         bos = int(data.bos_token)
         if bos >= vocab_size:
@@ -324,8 +326,8 @@ def _open(described: Description, component: NamedFiles, cache_dir: Path, job: p
 
 
 def on_this_host(paths: dict[str, str], source: str, cache: str, job: parts.Job = parts.Job()) -> dict[str, str]:
-    """`paths` with the files at addresses copied to data.cache, or to the default directory of copies. Raises: as
-    `copies.copied`."""
+    """Return `paths` with local files instead of addresses. Files at addresses are copied to data.cache, or to the
+    default directory of copies. Raises: as `copies.copied`."""
     remote = [path for path in paths if addresses.is_remote(path)]
     if not remote:
         return paths
@@ -338,18 +340,19 @@ def on_this_host(paths: dict[str, str], source: str, cache: str, job: parts.Job 
 
 def _check_ids(parts: Sequence[tuple[token_files.IndexedTokens | None, Sequence[str]]],
                described: Description) -> None:
-    """Raises: ValueError listing every part with an id beyond the vocabulary. parts: (pair, its files)."""
+    """Check the ids of parts. Raises: ValueError that lists every part with an id beyond the vocabulary. parts: (pair,
+    its files)."""
     faults, size = [], described.vocab_size
     for pair, (path, *more) in parts:
         if pair and (largest := token_files.largest(pair)) >= size:
             document, found = token_files.first_beyond(pair, size)
             named = isinstance(described.tokenizer, tokenizer.TokenizerFile) and \
                 described.tokenizer.library.id_to_token(found)
-            behind = f" and {counted(len(more), 'file')} behind it" if more else ""
+            behind = f" and {counted(len(more), 'file')} after it" if more else ""
             faults.append(f"{path}{behind}: document {document} (from 0) "
-                          f"holds the id {found}{f' ({named})' if named else ''}, and model.vocab_size={size} has 0 to "
+                          f"holds the id {found}{f' ({named})' if named else ''}, but model.vocab_size={size} has 0 to "
                           f"{size - 1}; use model.vocab_size={largest + 1} or more, or the files of another tokenizer; "
-                          f"where a model folder fixes the vocabulary, leave that text out")
+                          f"if a model folder fixes the vocabulary, leave that text out")
     if faults:
         raise ValueError("\n".join(faults))
 
@@ -364,14 +367,15 @@ def _check_not_empty(where: str, paths: Sequence[str], files: token_files.TokenF
         tell(f"{where}.paths: no document in {len(empty)} of {counted(len(files.pairs), 'file')} ({_few(empty)})")
 
 
-SAMPLED, SAMPLED_TEXTS = 1 << 20, 64        # ids of a token file; texts, or parts of a long one
+SAMPLED, SAMPLED_TEXTS = 1 << 20, 64        # sample of a source: ids of a token file; texts, or parts of a long one
 
 
 def sample(described: Description, component: NamedFiles) -> np.ndarray:
-    """The ids of the beginning of a source: of its first texts, its first conversations, or the first SAMPLED ids.
+    """Return ids from the beginning of a source: of its first texts or conversations, or the first SAMPLED ids of a
+    token file.
 
-    Reads little, builds no cache. Of files at addresses it reads nothing, and returns no ids. Raises: ValueError, also
-    for an id beyond the vocabulary.
+    Reads little and builds no cache. Of files at addresses it reads nothing and returns no ids. Raises: ValueError,
+    also for an id beyond the vocabulary.
     """
     paths, reader, kind = list(component.paths), described.tokenizer, component.source
     if any(map(addresses.is_remote, paths)):
@@ -388,7 +392,7 @@ def sample(described: Description, component: NamedFiles) -> np.ndarray:
         ids = np.concatenate([np.zeros(0, np.int64), *reader.encode([one.text for one in itertools.islice(
             pieces, SAMPLED_TEXTS)])])
     if len(ids) and (largest := int(ids.max())) >= described.vocab_size:
-        raise ValueError(f"{path} begins with ids up to {largest}, and model.vocab_size={described.vocab_size} has 0 "
+        raise ValueError(f"{path} begins with ids up to {largest}, but model.vocab_size={described.vocab_size} has 0 "
                          f"to {described.vocab_size - 1}; use model.vocab_size={largest + 1} or more, or another "
                          "tokenizer")
     return ids
@@ -409,7 +413,7 @@ def _fingerprint(opened: Sequence[Source], described: Description) -> str:
 
 
 def list_paths(name: str, paths: Sequence[str], where: str) -> dict[str, str]:
-    """The files of the source `name`, in document order, each with its searched directory."""
+    """Return the files of the source `name`, in document order: path -> searched directory."""
     if name == "stdlib":
         root = sysconfig.get_path("stdlib")
         return dict.fromkeys(list_stdlib(root), root)
@@ -417,7 +421,7 @@ def list_paths(name: str, paths: Sequence[str], where: str) -> dict[str, str]:
 
 
 def open_files(paths: Sequence[str], where: str = "data") -> ByteFiles:
-    """Get lengths by stat alone: no file is read before a batch needs it."""
+    """Return byte files with their lengths, which come from stat alone: no file is read before a batch needs it."""
     lengths = file_sizes(paths, where)
     if not lengths.any():
         raise ValueError(f"{where}.paths: no text in {counted(len(paths), 'file')} ({_few(paths)}); name "
@@ -426,7 +430,7 @@ def open_files(paths: Sequence[str], where: str = "data") -> ByteFiles:
 
 
 def file_sizes(paths: Sequence[str], where: str) -> np.ndarray:
-    """int64 [files], bytes. Raises: ValueError listing every unreadable file."""
+    """Return int64 [files], the bytes of each. Raises: ValueError that lists every unreadable file."""
     faults, sizes = [], []
     for path in paths:
         try:
@@ -440,17 +444,17 @@ def file_sizes(paths: Sequence[str], where: str) -> np.ndarray:
 
 
 def _readable_size(path: str) -> int:
-    """Bytes of a readable file. Raises: OSError."""
+    """Return the bytes of a file that can be read. Raises: OSError."""
     size = os.stat(path).st_size
-    if not os.access(path, os.R_OK):    # opening gives the reason
+    if not os.access(path, os.R_OK):    # opening the file raises an error with the reason
         os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
     return size
 
 
 def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data", key: str = "paths") -> dict[str, str]:
-    """Every file that a glob matches, once, sorted, with the directory before the glob's first wildcard. An existing
-    name is taken literally, brackets included. An address stays one. where, key: section and key of the run file that
-    has them."""
+    """Return the files that globs match: path -> the directory before the glob's first wildcard, each file once,
+    sorted. The name of an existing file is taken literally, brackets included. An address stays an address. name: the
+    source. where, key: section and key of the run file that has the globs."""
     if not patterns:
         raise ValueError(f"{where}.source={name!r} has no {where}.paths; give at least one file or glob, "
                          f'e.g. ["{EXAMPLES[name]}"]')
@@ -484,7 +488,7 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
             faults.append(f"{where}.{key}: {pattern!r} is a directory; name its files, e.g. "
                           f"{os.path.join(pattern, '**', os.path.basename(EXAMPLES[name]))!r}")
         else:
-            near = "".join(f"; {path} exists, a file of {where}.source='tokens'" for path, _ in prefixed.values())
+            near = "".join(f"; {path} exists, a file for {where}.source='tokens'" for path, _ in prefixed.values())
             faults.append(f"{where}.{key}: {pattern!r} matches no file (relative to {os.getcwd()}){near}")
     if faults:
         raise ValueError("\n".join(faults))
@@ -492,8 +496,8 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
 
 
 def resolver() -> Callable[[str], str | None]:
-    """os.path.realpath of many files, None for a directory, an address as it is: resolves each directory once, then one
-    system call per file."""
+    """Return a function like os.path.realpath for many files: None for a directory; an address is returned as it is. It
+    resolves each directory once, and then makes one system call per file."""
     directory = functools.cache(os.path.realpath)
 
     def resolved(path: str) -> str | None:
@@ -512,8 +516,8 @@ def resolver() -> Callable[[str], str | None]:
 
 
 def expanded(pattern: str) -> Iterator[str]:
-    """As glob.iglob(pattern, recursive=True), but visits each directory once: glob follows circular links 40 deep, and
-    two of them in a directory almost endlessly."""
+    """Yield the same as glob.iglob(pattern, recursive=True), but visit each directory once: glob follows circular links
+    40 levels deep, and two of them in a directory almost endlessly."""
     parts = pattern.split(os.sep)
     if "**" not in parts:
         yield from glob.iglob(pattern)
@@ -526,7 +530,7 @@ def expanded(pattern: str) -> Iterator[str]:
 
 
 def _folders(folder: str, above: frozenset) -> Iterator[str]:
-    """A directory and those below it, except hidden ones and those in `above`."""
+    """Yield a directory and those below it, except hidden ones and those in `above`."""
     try:
         found = os.stat(folder or ".")
         key = found.st_dev, found.st_ino
@@ -535,14 +539,15 @@ def _folders(folder: str, above: frozenset) -> Iterator[str]:
         with os.scandir(folder or ".") as entries:
             names = [entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
     except OSError:
-        return      # as glob
+        return      # as glob does
     yield folder
     for name in names:
         yield from _folders(os.path.join(folder, name), above | {key})
 
 
 def list_stdlib(root: str) -> list[str]:
-    """The .py files under `root`, sorted, without tests and files that differ between installs of one version."""
+    """Return the .py files under `root`, sorted, without tests and without files that differ between installs of one
+    version."""
     def refuse(error: OSError):
         raise files.judged(error, f"{error.filename} cannot be read", "use data.source='text' with data.paths")
 

@@ -126,7 +126,7 @@ def test_a_source_without_files_is_refused_with_the_remedy():
                            r"use data.global_batch ≤ 12 or data.seq_len ≤ 7 or more text"),
     ({"seq_len": 200}, r"seq_len=200 × data.global_batch=2 .* use data.seq_len ≤ 50 or more text"),
     ({"validation_fraction": 0.06},
-     r"validation_fraction=0.06 holds out 7 of 102 tokens, and one sequence of data.seq_len=8"),
+     r"validation_fraction=0.06 holds out 7 of 102 tokens, but one sequence of data.seq_len=8"),
 ])
 def test_a_setting_that_cannot_work_is_refused_with_the_remedy(text_file, changes, message):
     with pytest.raises(ValueError, match=message):

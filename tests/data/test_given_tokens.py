@@ -53,7 +53,7 @@ def test_an_id_beyond_the_vocabulary_is_told_with_file_document_and_id_and_the_s
     data = section([path], bos_token="0")
     for _ in range(2):
         message = fault(data, tmp_path)
-        assert "a.tokens.npy: document 2 (from 0) holds the id 600, and model.vocab_size=512" in message
+        assert "a.tokens.npy: document 2 (from 0) holds the id 600, but model.vocab_size=512" in message
         assert "model.vocab_size=701 or more" in message
         Opened(data, tmp_path, vocab_size=701)
     with monkeypatch.context() as unread:
@@ -219,7 +219,7 @@ def test_int32_ids_are_ids_and_negative_ones_are_told(tmp_path):
     path = write_tokens(tmp_path / "a.tokens.npy", [[1, 2], [3]], np.int32)
     assert Opened(section([path], bos_token="99"), tmp_path).ids() == [[1, 2], [3]]
     write_tokens(path, [[1, 2], [-3]], np.int32)
-    assert "id 2 (from 0) is -3, and ids are not negative" in fault(section([path], bos_token="99"), tmp_path)
+    assert "id 2 (from 0) is -3, but ids are not negative" in fault(section([path], bos_token="99"), tmp_path)
     write_megatron(tmp_path / "b.bin", [[1], [-1]], np.int16)
     assert "b.bin: id 1 (from 0) is -1" in fault(section([tmp_path / "b.bin"], bos_token="99"), tmp_path)
 
@@ -248,7 +248,7 @@ GOOD_INDEX = dict(magic=b"MMIDIDX\x00\x00", version=1, code=8, lengths=[2, 3], p
 WRONG_INDEX = [
     (dict(magic=b"MMIDIDX\x01\x00"), "a.idx is not an index of Megatron"),
     (dict(version=2), "is of version 2 of Megatron's index"),
-    (dict(code=6), "holds float64, and ids are integers"),
+    (dict(code=6), "holds float64, but ids are integers"),
     (dict(code=9), "dtype code 9"),
     (dict(code=4), "a.bin has 10 bytes, and by a.idx the last sequence ends at byte 16"),
     (dict(lengths=[2, 4]), "the last sequence ends at byte 12"),

@@ -169,5 +169,5 @@ def test_files_of_their_own_are_validated_on_and_nothing_else_is_held_out():
     ids = validation(packed.validation[0], "tokens")
     assert sorted(ids[ids > BOS]) == [*range(5 * FIRST_ID, 5 * FIRST_ID + 20)]
     with pytest.raises(ValueError,
-                       match="the validation files hold 24 tokens, and one sequence of data.seq_len=25 takes 25"):
+                       match="the validation files hold 24 tokens, but one sequence of data.seq_len=25 takes 25"):
         documents.pack([train], [1.0], bos=BOS, seed=0, seq_len=25, global_batch=2, validation=[other])

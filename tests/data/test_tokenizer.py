@@ -264,7 +264,7 @@ def test_ids_above_a_gap_of_the_vocabulary_are_kept_whole_in_the_cache(tmp_path)
 
 
 @pytest.mark.parametrize("add, writes, told", [
-    (True, False, "prompts begin with: nothing (tokenizer_config.json asks for <|im_end|>, tokenizer.json does not"),
+    (True, False, "prompts begin with: nothing (tokenizer_config.json requests <|im_end|>, but tokenizer.json"),
     (True, True, ""), (False, False, ""), (None, True, ""), (None, False, ""),
     (False, True, "prompts begin with: <|im_end|> (tokenizer.json writes it, though")])
 def test_what_prompts_begin_with_is_told_where_two_files_disagree(add, writes, told, tmp_path):
@@ -301,6 +301,6 @@ def test_an_id_beyond_the_vocabulary_is_a_mistake_only_where_a_text_has_it(text,
     else:
         opened = Opened(data, tmp_path, vocab_size=size)
         assert opened.texts() == ["the mat", text] and any(
-            f"note: the tokenizer has ids up to {size}, and model.vocab_size={size}" in line for line in opened.told)
+            f"note: the tokenizer has ids up to {size}, but model.vocab_size={size}" in line for line in opened.told)
     assert "the separator is 0" not in str(data) and "the separator is" in fault(
         section([tmp_path / "a.jsonl"], tokenizer=path, bos_token="<|im_end|>"), tmp_path, vocab_size=1)

@@ -134,11 +134,11 @@ def test_a_run_goes_on_with_another_batch_and_mixture_and_not_with_another_lengt
     twice = make(global_batch=8, position=position)
     assert_same(twice.batch(10), {key: array if key != "sequence" else np.arange(80, 88)
                                   for key, array in rows_of(before, 8, 40).items()})
-    for more, part in (({"seq_len": 64}, "data.seq_len=64, and the checkpoint was trained with 32"),
-                       ({"packing": "stream"}, 'data.packing="stream", and the checkpoint was trained with "whole"')):
+    for more, part in (({"seq_len": 64}, "data.seq_len=64, but the checkpoint was trained with 32"),
+                       ({"packing": "stream"}, 'data.packing="stream", but the checkpoint was trained with "whole"')):
         with pytest.raises(ValueError, match=part):
             make(position=position, **more)
-    with pytest.raises(ValueError, match='data.packing="whole", and the checkpoint was trained with "stream"'):
+    with pytest.raises(ValueError, match='data.packing="whole", but the checkpoint was trained with "stream"'):
         make(position={key: value for key, value in make(packing="stream").position(3).items() if key != "packing"})
 
 

@@ -246,7 +246,7 @@ def test_a_text_that_is_too_long_is_refused_and_the_next_conversation_is_not(tex
     monkeypatch.setattr(chat, "MOST_CHARS", 2000)
     template = opened(tmp_path, "{% if messages | length == 3 %}" + text + "{% endif %}" + UNMARKED)
     for trained in ([True] * 3, [False] * 3):
-        with pytest.raises(chat.Fault, match="writes 3,... characters of it, and the most are 2,000; fix or remove"):
+        with pytest.raises(chat.Fault, match="writes 3,... characters, but the limit is 2,000; fix or remove"):
             chat.encode(template, [Conversation(ANSWERED + ASKED, trained)])
     assert len(chat.encode(template, [Conversation(ANSWERED, [True] * 2)])) == 1
 
@@ -307,7 +307,7 @@ def test_a_template_is_found_by_key_beside_the_tokenizer_or_in_the_folders_named
 
 
 def test_broken_templates_are_told_with_their_line(tmp_path):
-    with pytest.raises(ValueError, match="is not one of jinja: line 2: "):
+    with pytest.raises(ValueError, match="is not valid jinja: line 2: "):
         opened(tmp_path, "{{ bos_token }}\n{% for %}")
     with pytest.raises(chat.Fault, match="refuses it: only users"):
         chat.prompt(opened(tmp_path, "{{ raise_exception('only users') }}"), ASKED)

@@ -1,7 +1,8 @@
-"""Drawn answers as batches: advantages of their rewards, and answers packed into rows, each behind its prompt.
+"""Packs generated answers into batches and computes the advantages of their rewards. Each answer follows its prompt in
+a row.
 
 Everything is a function of the answers and the settings, so that all processes make the same batch. A prompt and its
-answer are one segment; the drawn tokens are the targets, the end token among them.
+answer are one segment. The generated tokens, including the end token, are the targets.
 """
 from __future__ import annotations
 
@@ -14,17 +15,18 @@ from meshtrain.data.documents.contracts import Batch
 from meshtrain.names import NO_TARGET
 
 EPSILON = 1e-4              # added to deviations, as in TRL
-LEFT_OUT = -1               # row of an answer that is in no row
+LEFT_OUT = -1               # row number of an answer that is not in the batch
 OF_TOKENS = ("advantage", "sampled", "old", "reference")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DrawnAnswer:
-    """One answer. prompt, tokens: ids, the prompt at least one. sampled: float32, of each token the sampler's
-    log-probability.
+    """One generated answer. prompt, tokens: ids; the prompt has at least one. sampled: float32, the sampler's
+    log-probability of each token.
 
-    learned: false where it has no reward, or was truncated and truncated answers are masked: it is not computed, and
-    no divisor counts it. old, reference: as `sampled`, the trainer's and the reference's; None: not known yet, zeros.
+    learned: false if the answer has no reward, or was truncated and truncated answers are masked. The answer is then
+    not computed, and no divisor counts it. old, reference: like `sampled`, of the trainer and of the reference model;
+    None: not known yet, zeros are used.
     """
     prompt: np.ndarray
     tokens: np.ndarray
@@ -36,14 +38,16 @@ class DrawnAnswer:
 
     @property
     def length(self) -> int:
-        """Places in a row: the last token is only a target."""
+        """Number of positions in a row. The last token is only a target."""
         return len(self.prompt) + len(self.tokens) - 1
 
 
 def advantages(rewards_PN: np.ndarray, how: str) -> np.ndarray:
-    """float64 [prompts, samples], by `rl.advantage`. NaN: no reward; left out of the baseline, and its advantage 0.
+    """Return the advantages, float64 [prompts, samples], by `rl.advantage`. NaN means no reward: it does not count in
+    the baseline, and its advantage is 0.
 
-    So is a group's with fewer than 2 rewards, or with equal ones, to the bit. Deviations are unbiased.
+    All advantages of a group are 0 if it has fewer than 2 rewards, or if its rewards are bitwise equal. Deviations are
+    unbiased.
     """
     have = ~np.isnan(rewards_PN)
     count = have.sum(1, keepdims=True)
@@ -64,23 +68,25 @@ def advantages(rewards_PN: np.ndarray, how: str) -> np.ndarray:
 
 
 def needed_rows(answers: int, longest: int, seq_len: int) -> int:
-    """Rows that always suffice for so many answers of at most `longest` places (`DrawnAnswer.length`).
+    """Return a number of rows that always suffices for `answers` answers of at most `longest` positions
+    (`DrawnAnswer.length`).
 
-    First-fit leaves no row but the last with fewer answers than fit of the longest. Raises: ValueError.
+    First-fit puts at least seq_len // longest answers into every row but the last. Raises: ValueError if one answer
+    does not fit in a row.
     """
     if longest > seq_len:
         raise ValueError(f"data.seq_len={seq_len} does not hold a prompt with its answer, up to {longest} tokens; use "
-                         f"{longest} or more, or fewer rl.max_tokens")
+                         f"{longest} or more, or a smaller rl.max_tokens")
     return -(-answers // (seq_len // longest))
 
 
 def pack(answers: Sequence[DrawnAnswer], rl, rows: int, seq_len: int, first: int) -> tuple[Batch, np.ndarray]:
-    """(batch of the objective "rl" [rows, seq_len], int64 [answers, 2]: row and place of each answer's first target;
-    LEFT_OUT: in no row).
+    """Return (batch of the objective "rl" [rows, seq_len], int64 [answers, 2]: row and position of each answer's first
+    target; LEFT_OUT: the answer is not in the batch).
 
-    The step's answers, the longest first, each in the first row that has room; equal lengths by number. Left out: those
-    that are not learned, are empty, or have advantage 0 where nothing else is learned of them. rl: the section [rl].
-    first: number of the first row in the run. Raises: ValueError where they do not fit.
+    Answers are sorted by falling length, equal lengths by number. Each is put into the first row that has room. Left
+    out are answers that are not learned, are empty, or have advantage 0 while rl.kl and rl.entropy are 0. rl: the
+    section [rl]. first: number of the first row in the run. Raises: ValueError if the answers do not fit.
     """
     places = np.full((len(answers), 2), LEFT_OUT, np.int64)
     else_learned = rl.kl > 0 or rl.entropy > 0
@@ -98,7 +104,7 @@ def pack(answers: Sequence[DrawnAnswer], rl, rows: int, seq_len: int, first: int
         if not fits.any():
             raise ValueError(f"{len(computed)} answers of {sum(answers[i].length for i in computed)} tokens, the "
                              f"longest of {max(answers[i].length for i in computed)}, do not fit in {rows} rows of "
-                             f"data.seq_len={seq_len}; use more of data.global_batch")
+                             f"data.seq_len={seq_len}; use a larger data.global_batch")
         row = int(fits.argmax())
         begin = seq_len - free[row]
         free[row] -= answer.length
@@ -115,13 +121,14 @@ def pack(answers: Sequence[DrawnAnswer], rl, rows: int, seq_len: int, first: int
 
 
 def by_answer(scores_BT: np.ndarray, answers: Sequence[DrawnAnswer], places: np.ndarray) -> list[np.ndarray | None]:
-    """The scores of each answer's tokens; None for an answer that was left out. places: of `pack`."""
+    """Return the scores of each answer's tokens; None for an answer that was left out. places: as `pack` returns it."""
     return [None if row == LEFT_OUT else scores_BT[row, place:place + len(answer.tokens)]
             for answer, (row, place) in zip(answers, places.tolist(), strict=True)]
 
 
 def _weights(answers: Sequence[DrawnAnswer], rl, targets: int) -> np.ndarray:
-    """float64 [answers]: the weight of each token of an answer, by `rl.aggregate`, times the step's targets."""
+    """Return float64 [answers]: the weight of each token of an answer by `rl.aggregate`, times the number of targets of
+    the step."""
     lengths = np.array([len(answer.tokens) for answer in answers], np.float64)
     learned = np.array([answer.learned for answer in answers], bool)
     divisor = {"token": np.full(len(answers), lengths[learned].sum()),

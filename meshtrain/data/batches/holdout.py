@@ -1,6 +1,6 @@
-"""Splits a source into training and validation documents: a function of its lengths alone, so that another seed, batch
-or mixture holds out the same documents. Whole runs of neighbouring documents (contracts.run_length) are drawn by a
-fixed hash; nothing is kept per document. This module knows no batches."""
+"""Splits a source into training and validation documents. The split is a function of the source's lengths alone, so
+that another seed, batch or mixture holds out the same documents. A fixed hash draws whole runs of neighbouring
+documents (contracts.run_length); nothing is kept per document. This module knows no batches."""
 from __future__ import annotations
 
 import numpy as np
@@ -10,11 +10,11 @@ from meshtrain.data.documents.contracts import Source, run_length
 
 
 def split(source: Source, fraction: float, cut: bool = True) -> tuple[order.SourcePart, order.SourcePart]:
-    """(train, validation): at most this fraction of the tokens is held out.
+    """Return (train, validation). At most this fraction of the tokens is held out.
 
-    If whole documents cannot fill half of it (one file, a few books), the tail of every document is held out instead,
-    as a document of its own. If documents may not be cut, or a run of neighbours exceeds the fraction, the shortest
-    run is held out; nothing if there is only one.
+    If whole documents cannot fill half of that (one file, a few books), the tail of every document is held out instead,
+    as a document of its own. If documents may not be cut, or a run of neighbours exceeds the fraction, the shortest run
+    is held out; nothing is held out if there is only one run.
     """
     total = int(source.totals.sum())
     wanted = int(total * fraction)

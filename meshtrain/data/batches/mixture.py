@@ -1,7 +1,8 @@
-"""How many tokens of a batch come from each source of a mixture, and which rows they fill; deterministic, no sampling.
+"""Decides how many tokens of a batch come from each source of a mixture, and which rows they fill. It is deterministic,
+without sampling.
 
-Each batch takes the next tokens of every source, in the source's own order, so that its total stays at its exact
-share: the proportions hold in every batch, not just on average. This module knows no documents.
+Each batch takes the next tokens of every source, in the source's own order, so that the source's total stays at its
+exact share. So the proportions hold in every batch, not only on average. This module knows no documents.
 """
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from meshtrain.data.batches.order import Grid, Runs
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """The smallest integers in exactly the proportions of `weights`."""
+    """Return the smallest integers that have exactly the proportions of `weights`."""
     fractions = [Fraction(weight) for weight in weights]
     scale = math.lcm(*(fraction.denominator for fraction in fractions))
     whole = [int(fraction * scale) for fraction in fractions]
@@ -23,10 +24,11 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def shares(weights: Sequence[int], tokens: int, quantum: int = 1) -> list[int]:
-    """Tokens of each source among the first `tokens` (a multiple of quantum) of a mixture; monotonic in `tokens`.
+    """Return the tokens of each source among the first `tokens` (a multiple of quantum) of a mixture. They never fall
+    when `tokens` grows.
 
-    In exact integers: the heaviest source and the rest are apportioned by weight, rounded to the quantum; then the
-    next heaviest and the remaining ones, and so on.
+    The computation uses exact integers. The heaviest source and the rest are apportioned by weight, rounded to the
+    quantum; then the next heaviest and the remaining ones, and so on.
     """
     counts, left, weight_left = [0] * len(weights), tokens // quantum, sum(weights)
     for i in _heaviest_first(weights):
@@ -37,11 +39,11 @@ def shares(weights: Sequence[int], tokens: int, quantum: int = 1) -> list[int]:
 
 
 def deviation(weights: Sequence[int]) -> Fraction:
-    """The bound of |share - weight * tokens|, in quanta: 1/2 for 2 sources; for k at most (1 + 1 + 1/2 + … + 1/(k-2))
-    / 2.
+    """Return an upper bound of |share - weight * tokens|, in quanta: 1/2 for 2 sources, and at most (1 + 1 + 1/2 + … +
+    1/(k-2)) / 2 for k.
 
     Division t leaves the remaining sources an error of e_t+1 = W_t+1 / W_t * e_t + 1/2, e_1 = 0, and source t gets at
-    most w_t / W_t * e_t + 1/2; the closed form follows from w_t <= W_s / (t - s + 1), since weights are descending.
+    most w_t / W_t * e_t + 1/2. The closed form follows from w_t <= W_s / (t - s + 1), since weights are descending.
     """
     worst, error, left = Fraction(0), Fraction(0), sum(weights)
     for i in _heaviest_first(weights):
@@ -58,10 +60,11 @@ def _heaviest_first(weights: Sequence[int]) -> list[int]:
 
 def lay_rows(seq_len: int, grids: Sequence[tuple[Grid, ...]], before: Sequence[int],
              after: Sequence[int]) -> list[Runs]:
-    """Place the tokens before[i]..after[i]-1 of each source i, in sequences of grids[i].
+    """Return where the tokens before[i]..after[i]-1 of each source i are placed in the rows of a batch. grids[i]: how
+    the source is cut into sequences.
 
-    Whole sequences take whole rows, with sources spread evenly, so that every host and microbatch gets all of them.
-    The parts of sequences split across batches follow, concatenated.
+    Whole sequences take whole rows. Rows of the sources alternate evenly, so that every host and microbatch gets all
+    sources. Parts of sequences that are split across batches follow, concatenated.
     """
     whole = [np.arange(-(-(max(a, last.base) - last.base) // seq_len), max(b - last.base, 0) // seq_len)
              for (*_, last), a, b in zip(grids, before, after)]

@@ -1,10 +1,12 @@
-"""The order of a source's tokens: random access into an endless stream of shuffled epochs, without an index of it.
+"""The order of a source's tokens: random access into an endless stream of shuffled epochs, without an index of the
+stream.
 
 Documents are grouped into at most 2**20 runs of neighbours (one document each up to a million). An epoch shuffles the
-runs, and shuffles documents within a window (some runs: about 8,192 documents) when it is read. Memory holds the runs'
-totals and an epoch's order, nothing per document or sequence. Then a keyed bijection permutes sequences within chunks
-of 2**26 tokens, so that one long document does not fill a batch. All is a function of (seed, position), from raw bits
-that numpy keeps stable (Generator.permutation is not). This module knows no batches, mixtures, hosts or separator ids.
+runs. When a window (some runs: about 8,192 documents) is read, its documents are shuffled, too. Memory holds the runs'
+totals and an epoch's order, but nothing per document or sequence. A keyed bijection then permutes sequences within
+chunks of 2**26 tokens, so that one long document does not fill a batch. The order is a function of (seed, position),
+computed from raw bits that numpy keeps stable (Generator.permutation is not). This module knows no batches, mixtures,
+hosts or separator ids.
 """
 from __future__ import annotations
 
@@ -19,13 +21,14 @@ import numpy as np
 from meshtrain.data.documents.contracts import Source, run_length
 
 WINDOW = 8192               # approximate documents per window
-CHUNK_TOKENS = 1 << 26      # within which sequences are permuted
+CHUNK_TOKENS = 1 << 26      # sequences are permuted within chunks of this size
 ROUNDS = 8                  # of the Feistel network
 EPOCHS_HELD, WINDOWS_HELD = 3, 64
 
 
 def lengths(source: Source, documents: np.ndarray | None = None) -> np.ndarray:
-    """int64 [documents]: tokens of each, without separators; None: of all documents."""
+    """Return int64 [documents]: the tokens of each document, without separators. documents: their numbers; None: all.
+    """
     documents = np.arange(source.num_documents) if documents is None else documents
     if not len(documents):
         return np.zeros(0, np.int64)
@@ -33,7 +36,7 @@ def lengths(source: Source, documents: np.ndarray | None = None) -> np.ndarray:
 
 
 def permutation(count: int, *key: int) -> np.ndarray:
-    """A permutation of 0..count-1, int64 [count]."""
+    """Return a permutation of 0..count-1, int64 [count]. key: numbers that determine it."""
     bits = np.uint64(max(count - 1, 1).bit_length())
     random = np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
     # All are distinct, so every sorting algorithm gives the same order.
@@ -43,8 +46,8 @@ def permutation(count: int, *key: int) -> np.ndarray:
 
 
 def bijection(indices: np.ndarray, count: int, *key: int) -> np.ndarray:
-    """Images of `indices` (0 <= i < count, int64) under a pseudorandom permutation that is never materialized: a
-    Feistel network over the next power of 4, repeated until the result is below count."""
+    """Return the images of `indices` (0 <= i < count, int64) under a pseudorandom permutation, which is never
+    materialized. It is a Feistel network over the next power of 4, repeated until the result is below count."""
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     keys = np.random.PCG64(np.random.SeedSequence(key)).random_raw(ROUNDS)
     mask, down = (np.uint64(1) << half) - np.uint64(1), np.uint64(64) - half
@@ -65,7 +68,7 @@ def bijection(indices: np.ndarray, count: int, *key: int) -> np.ndarray:
 class SourcePart:
     """The part of a source that one split reads: whole runs, or (side "head", "tail") a piece of every document.
 
-    Every document, even an empty one, counts one token more than its text: the separator before it.
+    Every document counts one token more than its text, even an empty one: the separator before it.
     """
     source: Source
     runs: np.ndarray        # int32 [runs], rising
@@ -74,7 +77,7 @@ class SourcePart:
     fraction: float = 0.0   # of each document
 
     def spans(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(start, length), int64 [documents]: this part's tokens of each."""
+        """Return (start, length), int64 [documents]: this part's tokens of each document."""
         length = lengths(self.source, documents)
         tail = (length * self.fraction).astype(np.int64)
         return (length - tail, tail) if self.side == "tail" else (np.zeros_like(length), length - tail)
@@ -85,13 +88,13 @@ class SourcePart:
 
     @property
     def text_bytes(self) -> int | None:
-        """Bytes of the documents' text before tokenizing; None: unknown, or a piece of every document."""
+        """Bytes of the documents' text before tokenizing; None: unknown, or the part has a piece of every document."""
         totals = getattr(self.source, "byte_totals", None)
         return int(totals[self.runs].sum()) if totals is not None and self.side == "whole" else None
 
 
 def whole(source: Source, runs: np.ndarray | None = None) -> SourcePart:
-    """Runs of a source (None: all), with whole documents."""
+    """Return the part with whole documents that has these runs of a source; None: all runs."""
     run, num_runs = run_length(source.num_documents), len(source.totals)
     runs = np.arange(num_runs, dtype=np.int32) if runs is None else runs.astype(np.int32)
     documents = np.where(runs == num_runs - 1, source.num_documents - run * (num_runs - 1), run)
@@ -106,8 +109,8 @@ class Grid(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Spans of tokens from one source to a batch, int64 [runs] each: `count` tokens from the shuffled position `start`
-    go to offset `line` of the concatenated rows. A span lies within one sequence of its grid and one row."""
+    """Spans of tokens that go from one source to a batch, int64 [runs] each: `count` tokens from the shuffled position
+    `start` go to offset `line` of the concatenated rows. A span lies within one sequence of its grid and one row."""
     start: np.ndarray
     count: np.ndarray
     line: np.ndarray
@@ -128,12 +131,12 @@ class _Window(NamedTuple):
     documents: np.ndarray
     starts: np.ndarray      # first token of each in the part
     ends: np.ndarray        # end of each in the epoch
-    begin: int              # begin of the first
+    begin: int              # begin of the first in the epoch
 
 
 class _Table(NamedTuple):
-    """Consecutive windows, by their numbers in the stream: where their documents begin and end there, int64
-    [documents]."""
+    """Consecutive windows, by their numbers in the stream. begins, ends: where their documents begin and end in the
+    stream, int64 [documents]."""
     numbers: frozenset[int]
     begins: np.ndarray
     ends: np.ndarray
@@ -143,14 +146,15 @@ class _Table(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class TokenStream:
-    """A part of a source, epoch after epoch, shuffled by `seed`; None: in its own order. Positions count separators."""
+    """A part of a source, epoch after epoch, shuffled by `seed`; None: in the source's own order. Positions count
+    separators."""
     part: SourcePart
     seed: int | None
     number: int             # of the source in its mixture, part of the seed
     grids: tuple[Grid, ...]     # contiguous; the last is endless
 
     def __post_init__(self):
-        # a batch's windows, if few
+        # the windows of one batch, if they are few
         held = -(-CHUNK_TOKENS * self.num_windows // max(self.tokens_per_epoch, 1)) + 4
         self._held = min(held, WINDOWS_HELD)
         self._epochs, self._windows = Recent(EPOCHS_HELD), Recent(self._held)
@@ -167,7 +171,7 @@ class TokenStream:
 
     @functools.cached_property
     def _width(self) -> int:
-        """Runs per window."""
+        """Number of runs in a window."""
         return max(1, WINDOW // run_length(self.part.source.num_documents))
 
     @functools.cached_property
@@ -175,7 +179,7 @@ class TokenStream:
         return -(-len(self.part.runs) // self._width)
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(order, ends): int32 [runs], and int64 [windows], each window's end in the epoch."""
+        """Return (order, ends): int32 [runs], and int64 [windows], the end of each window in the epoch."""
         def make():
             tokens, count = self.part.tokens, len(self.part.runs)
             order = np.arange(count) if self.seed is None else permutation(count, self.seed, self.number, 0, epoch)
@@ -183,7 +187,7 @@ class TokenStream:
         return self._epochs.get(epoch, make)
 
     def window(self, epoch: int, window: int) -> _Window:
-        """The documents of a window of an epoch, in order."""
+        """Return the documents of a window of an epoch, in order."""
         def make():
             order, ends = self._epoch(epoch)
             run, num_documents = run_length(self.part.source.num_documents), self.part.source.num_documents
@@ -198,8 +202,8 @@ class TokenStream:
         return self._windows.get((epoch, window), make)
 
     def stream_positions(self, positions: np.ndarray) -> np.ndarray:
-        """Map shuffled positions to positions in the stream, int64 [any]. The sequences of a grid that begin in
-        an epoch are permuted within chunks of CHUNK_TOKENS."""
+        """Map shuffled positions to positions in the stream, int64 of any shape. The sequences of a grid that begin in
+        one epoch are permuted within chunks of CHUNK_TOKENS."""
         if self.seed is None:
             return positions
         places = np.empty_like(positions)
@@ -227,13 +231,13 @@ class TokenStream:
         return grid.base + numbers * grid.seq_len + offsets
 
     def _sequences(self, grid: Grid, epoch: int) -> tuple[int, int]:
-        """(first, last + 1): the sequences of a grid that begin in an epoch."""
+        """Return (first, last + 1) of the sequences of a grid that begin in an epoch."""
         first, after = (max(0, -(-(e * self.tokens_per_epoch - grid.base) // grid.seq_len)) for e in (epoch, epoch + 1))
         return first, after if grid.until is None else min(after, (grid.until - grid.base) // grid.seq_len)
 
     def regrid(self, position: int, seq_len: int) -> tuple[Grid, ...]:
-        """Grids that continue from a shuffled position with sequences of seq_len. The current chunk is finished with
-        its old sequences, so that no token is lost or repeated."""
+        """Return grids that continue from a shuffled position with sequences of seq_len. The current chunk is finished
+        with its old sequences, so that no token is lost or repeated."""
         grid = next(grid for grid in self.grids if grid.until is None or position < grid.until)
         if grid.until is None and grid.seq_len == seq_len:
             return (grid,)
@@ -245,14 +249,14 @@ class TokenStream:
         if position > end:
             end = grid.base + min(low + chunk_length, after) * grid.seq_len
             grids.append(grid._replace(until=end))
-        # Whole sequences from `position` on, after a shorter one.
+        # A shorter sequence first, so that whole sequences follow from `position`.
         base = position + -(-(end - position) // seq_len) * seq_len
         if base > end:
             grids.append(Grid(end, base - end, base))
         return (*grids, Grid(base, seq_len, None))
 
     def find(self, runs: Runs) -> Pieces:
-        """The pieces of documents in one or more runs."""
+        """Return the pieces of documents in one or more runs."""
         start = self.stream_positions(runs.start)
         stop = start + runs.count
         first, last = self._window_numbers(start), self._window_numbers(stop - 1)
@@ -270,7 +274,8 @@ class TokenStream:
         return pieces
 
     def _open(self, numbers: list[int]) -> _Table:
-        """The documents of these windows, numbered through all epochs, and of others while they are few."""
+        """Return a table of these windows, numbered through all epochs. Windows of the last table are kept while there
+        are few."""
         with self._lock:
             table = self._table
             missing = [number for number in numbers if number not in table.numbers]
@@ -290,7 +295,7 @@ class TokenStream:
             return table
 
     def _window_numbers(self, positions: np.ndarray) -> np.ndarray:
-        """The windows, numbered through all epochs, that contain these stream positions."""
+        """Return the windows, numbered through all epochs, that contain these stream positions."""
         epochs = positions // self.tokens_per_epoch
         if self.num_windows == 1:
             return epochs

@@ -1,17 +1,17 @@
-"""Batches of packed documents: batch n is a function of (seed, n) alone, not of hosts, mesh or restarts.
+"""Batches of packed documents. Batch n is a function of (seed, n) alone, not of hosts, mesh or restarts.
 
 A source's documents, each after a separator (BOS), are concatenated in endless shuffled epochs (order.py) and cut into
 sequences of T tokens. Every token is an input once per epoch; an epoch's incomplete last sequence continues in the
 next. The target of a document's last token is its end (EOS; by default the separator), with or without the document
 mask, so that the model learns to stop. With packing "whole" (whole.py), no document is cut and sequences are padded.
 
-With a mixture, each batch takes tokens from every source in proportion to its weight, exactly (mixture.py): in whole
-sequences if documents are about as long as these or longer, else to about two tokens, and the sequence at a batch's
-end continues in the next batch, with its documents cut there.
+With a mixture, each batch takes tokens from every source in exact proportion to its weight (mixture.py). If documents
+are about as long as a sequence or longer, it takes whole sequences. Otherwise the share is exact to about two tokens;
+the sequence at a batch's end then continues in the next batch, and its documents are cut there.
 
-A restart needs only n. With other weights, seq_len or global_batch it needs the previous run's `position`, the tokens
-given by each source; the order continues there, so that no token is lost or repeated. This module knows no devices: a
-host requests its rows of the global batch.
+A restart needs only n. With other weights, seq_len or global_batch it also needs the previous run's `position`, the
+tokens that each source has given. The order continues there, so that no token is lost or repeated. This module knows no
+devices: a host requests its rows of the global batch.
 """
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Packing:
     """How documents become batches.
 
     eos: the target after a document's last token; None: bos. document_mask: False makes a row one segment with
-    consecutive positions. packing: "stream", or "whole": no document is cut, seq_len stays fixed. validation_fraction:
-    of each source's tokens.
+    consecutive positions. packing: "stream", or "whole": no document is cut, and seq_len cannot change.
+    validation_fraction: share of each source's tokens to hold out.
     """
     bos: int
     seq_len: int
@@ -54,7 +54,8 @@ class Packing:
 
 @dataclasses.dataclass(frozen=True)
 class DataPhase:
-    """Batches of one shape and mixture: from `batches` on, after each source gave `tokens`."""
+    """A part of a run with one batch shape and mixture. It begins at batch `batches`, after each source has given
+    `tokens` tokens."""
     batches: int
     tokens: tuple[int, ...]
     weights: tuple[int, ...]
@@ -74,7 +75,7 @@ class Packed:
     def batch(self, n: int, rows: Rows = None) -> Batch:
         if n < self.phase.batches:
             raise IndexError(f"batch {n}: " + ("batches are counted from 0" if n < 0 else
-                             f"the settings of data are those from batch {self.phase.batches} on"))
+                             f"these data settings apply from batch {self.phase.batches} on"))
         runs = mixture.lay_rows(self.shape.seq_len, [stream.grids for stream in self.train],
                                 self._given(n), self._given(n + 1))
         return _assemble(self.shape, self.train, n, runs, rows)
@@ -83,8 +84,8 @@ class Packed:
         return sum(self._given(batches))
 
     def position(self, batches: int) -> dict:
-        """Tokens given by each source, its grids from there on, and the phase, so that a resumed run with the same
-        settings gets the very same batches. `pack` reads it."""
+        """Return the tokens that each source has given, its grids from there on, and the phase. With it, a resumed run
+        with the same settings gets exactly the same batches. `pack` reads it."""
         given = self._given(batches)
         return {"batches": batches, "phase": dataclasses.asdict(self.phase), "packing": self.shape.packing,
                 "sources": [{"tokens": tokens, "tokens_per_epoch": stream.tokens_per_epoch,
@@ -92,7 +93,7 @@ class Packed:
                              for stream, tokens in zip(self.train, given)]}
 
     def _given(self, batches: int) -> list[int]:
-        """Tokens of each source in the first `batches` batches."""
+        """Return the tokens of each source in the first `batches` batches."""
         phase = self.phase
         tokens = (batches - phase.batches) * self.shape.global_batch * self.shape.seq_len
         return [a + b for a, b in zip(phase.tokens, mixture.shares(phase.weights, tokens, self.quantum))]
@@ -134,16 +135,17 @@ class PackedValidation:
 
 
 def open_batches(data, corpus: sources.Corpus, seed: int, position: dict | None = None) -> Packed:
-    """The run file's [data] as batches; `position` and errors as `pack`."""
+    """Return the run file's [data] as batches. position, errors: as in `pack`."""
     return pack(corpus.sources, corpus.weights, _shape(data, corpus, seed), corpus.validation, corpus.names,
                 corpus.curves, position)
 
 
 def open_whole(data, corpus: sources.Corpus, seed: int) -> tuple[PackedValidation, ...]:
-    """Validation sets of all documents of the run file's [data]: its own sets if it has any, else one per source.
+    """Return validation sets of all documents of the run file's [data]: its own sets if it has any, else one per
+    source.
 
-    Unlike with `open_batches` nothing is trained on, so a source may be shorter than one sequence. Raises: ValueError
-    if a source has no target.
+    Unlike in `open_batches`, nothing is trained on, so a source may be shorter than one sequence. Raises: ValueError if
+    a source has no target.
     """
     shape = dataclasses.replace(_shape(data, corpus, seed), validation_fraction=0.0)
     parts = [(one.name, one.weight, one.source) for one in corpus.curves] or [*zip(
@@ -156,7 +158,8 @@ def open_whole(data, corpus: sources.Corpus, seed: int) -> tuple[PackedValidatio
                  for (name, weight, _), stream in zip(parts, streams, strict=True))
     for one in sets:
         if not one.stream.positions_per_epoch:
-            raise ValueError(f"the documents{one.name and ' of '}{one.name} have no token to predict; give some text")
+            raise ValueError(f"the documents{one.name and ' of '}{one.name} have no token to predict; give documents "
+                             f"with text")
     return sets
 
 
@@ -173,15 +176,16 @@ def _names(names: Sequence[str], count: int) -> list[str]:
 def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, validation: Sequence[Source | None] = (),
          names: Sequence[str] = (), curves: Sequence[sources.ValidationSource] = (),
          position: dict | None = None) -> Packed:
-    """Sources as batches, mixed in the proportions of `weights` (positive, any sum; shares of tokens).
+    """Return the batches of sources that are mixed in the proportions of `weights` (shares of tokens; positive, any
+    sum).
 
-    validation: a validation source for each source, instead of holding out; curves: validation sets that replace both.
-    names: of the sources. position: `Packed.position(n)` of the previous run. With equal settings all batches are
+    validation: a validation source for each source, which replaces holding out. curves: validation sets that replace
+    both. names: of the sources. position: `Packed.position(n)` of the previous run. With equal settings all batches are
     bit-identical. Weights, seq_len and global_batch may differ: every source then continues after its last token, and
-    the sequences of its current chunk (order.CHUNK_TOKENS) keep their order, recut at row ends.
+    the sequences of its current chunk (order.CHUNK_TOKENS) keep their order, but are cut at the new row ends.
 
-    Raises: ValueError if a source is too short for its share of one batch, or its held-out part for one sequence, or
-    the position belongs to other data.
+    Raises: ValueError if a source is too short for its share of one batch, its held-out part is too short for one
+    sequence, or the position belongs to other data.
     """
     if curves:
         shape = dataclasses.replace(shape, validation_fraction=0.0)
@@ -199,7 +203,7 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, val
     curve_streams = [(curve.name, curve.weight, kind(order.whole(curve.source), None, i, grids))
                      for i, curve in enumerate(curves)]
     faults = (_check_lengths if cut else _check_whole)(shape, shares, streams, held)
-    faults += [f"data.validation_sources[{i}] holds {stream.tokens_per_epoch:,} tokens, and one sequence of "
+    faults += [f"data.validation_sources[{i}] holds {stream.tokens_per_epoch:,} tokens, but one sequence of "
                f"data.seq_len={seq_len} takes {seq_len:,}; use more text or a shorter seq_len"
                for i, (*_, stream) in enumerate(curve_streams)
                if stream.tokens_per_epoch < seq_len]
@@ -219,29 +223,30 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, val
 
 
 def _may_cut(source: Source, stream: bool, seq_len: int) -> bool:
-    """Whether documents may give their tails to validation: not conversations; with packing "whole" only long
-    documents."""
+    """Return whether documents may give their tails to validation. Conversations may not; with packing "whole" only
+    long documents may."""
     return not getattr(source, "complete", False) and (
         stream or int(source.totals.sum()) > seq_len * source.num_documents)
 
 
 def _continued(streams: Sequence[TokenStream | WholeStream], wanted: DataPhase, position: dict,
                packing: str) -> tuple[tuple[TokenStream | WholeStream, ...], DataPhase]:
-    """Streams and phase that continue from a position."""
+    """Return (streams, phase) that continue from a position. Raises: ValueError if it belongs to other data or packing.
+    """
     old_packing = position.get("packing", "stream")
     if old_packing != packing:
-        raise ValueError(f'data.packing="{packing}", and the checkpoint was trained with "{old_packing}"; use that, '
-                         'or a new run.dir with checkpoint.init_from')
+        raise ValueError(f'data.packing="{packing}", but the checkpoint was trained with "{old_packing}"; use '
+                         f'"{old_packing}", or a new run.dir with checkpoint.init_from')
     if packing == "whole" and position["phase"]["seq_len"] != wanted.seq_len:
-        raise ValueError(f'data.seq_len={wanted.seq_len}, and the checkpoint was trained with '
-                         f'{position["phase"]["seq_len"]}, for which data.packing="whole" has put its sequences '
-                         'together; use that, or a new run.dir with checkpoint.init_from')
+        raise ValueError(f'data.seq_len={wanted.seq_len}, but the checkpoint was trained with '
+                         f'{position["phase"]["seq_len"]}, which cannot change with data.packing="whole"; use the old '
+                         'value, or a new run.dir with checkpoint.init_from')
     old = [source["tokens_per_epoch"] for source in position["sources"]]
     new = [stream.tokens_per_epoch for stream in streams]
     if old != new:
-        raise ValueError(f"the checkpoint was trained on sources of {old} tokens an epoch, and these have {new}; use "
-                         f"the files and the hold-out (data.validation_fraction) of the run, or a new run.dir "
-                         "with checkpoint.init_from")
+        raise ValueError(f"the checkpoint was trained on sources of {old} tokens an epoch, but these have {new}; use "
+                         f"the files and the data.validation_fraction of the run, or a new run.dir with "
+                         "checkpoint.init_from")
     grids = [tuple(Grid(*grid) for grid in source["grids"]) for source in position["sources"]]
     streams = [dataclasses.replace(stream, grids=one) for stream, one in zip(streams, grids)]
     phase = DataPhase(**{name: tuple(value) if isinstance(value, list) else value
@@ -256,11 +261,12 @@ def _continued(streams: Sequence[TokenStream | WholeStream], wanted: DataPhase, 
 
 def _read(stream: TokenStream, pieces: Pieces, tokens: np.ndarray, learn: np.ndarray | None,
           shape: Packing) -> np.ndarray:
-    """Read the texts into tokens, int32 [concatenated rows]; return the target after each piece, int32 [pieces].
+    """Read the texts of pieces into `tokens`, int32 [concatenated rows]. Return the target after each piece, int32
+    [pieces].
 
-    learn: bool, as tokens: set to false where a token is no target. After a document the target is eos; none if the
-    rest is held out, its last token is no target, or it is empty (an end before the beginning must not be learned). A
-    complete document (contracts.py) contains its end.
+    learn: bool, shaped as tokens; set to false for tokens that are no targets. The target after a document is eos.
+    There is none if the rest of the document is held out, its last token is no target, or it is empty (the model must
+    not learn an end before the beginning). A complete document (contracts.py) contains its end.
     """
     source, complete = stream.part.source, getattr(stream.part.source, "complete", False)
     has_separator = pieces.begins & (not complete)
@@ -289,7 +295,7 @@ def _read(stream: TokenStream, pieces: Pieces, tokens: np.ndarray, learn: np.nda
 
 
 def _assemble(shape: Packing, streams: Sequence[TokenStream], n: int, runs: Sequence[Runs], rows: Rows) -> Batch:
-    """These rows of batch n, from the streams' `runs`; the rest of a row is padding."""
+    """Return these rows of batch n, from the streams' `runs`; the rest of a row is padding."""
     T, every = shape.seq_len, np.arange(shape.global_batch)
     chosen = every if rows is None else every[rows if isinstance(rows, slice) else np.asarray(rows, np.int64)]
     B = len(chosen)
@@ -334,7 +340,7 @@ def _assemble(shape: Packing, streams: Sequence[TokenStream], n: int, runs: Sequ
 
 def _check_lengths(shape: Packing, weights: Sequence[int], train: Sequence[TokenStream],
                    held: Sequence[TokenStream]) -> list[str]:
-    """Errors: sources too short for this batch and hold-out."""
+    """Return errors for sources that are too short for a batch, or for the hold-out."""
     T, B, faults = shape.seq_len, shape.global_batch, []
     for i, (stream, weight) in enumerate(zip(train, weights)):
         part = Fraction(weight, sum(weights))
@@ -344,23 +350,23 @@ def _check_lengths(shape: Packing, weights: Sequence[int], train: Sequence[Token
         if len(train) == 1:
             fits = [f"data.global_batch ≤ {has // T}"] if has >= T else []
             fits += [f"data.seq_len ≤ {has // B}"] if has >= B else []
-            faults.append(f"data.seq_len={T} × data.global_batch={B} is a batch of {needed:,} tokens, and the training "
-                          f"documents hold {has:,}: not one full batch; use {' or '.join([*fits, 'more text'])}")
+            faults.append(f"data.seq_len={T} × data.global_batch={B} is a batch of {needed:,} tokens, but the training "
+                          f"documents hold {has:,}, less than one batch; use {' or '.join([*fits, 'more text'])}")
         else:
             faults.append(f"data.mixture[{i}] is {float(part):.3g} of the mixture, {needed:,} tokens in a batch of "
-                          f"data.seq_len={T} × data.global_batch={B}, and its training documents hold {has:,}: they "
-                          f"would come twice in one batch; use a weight ≤ {has / (T * B):.2g} of the sum, a smaller "
+                          f"data.seq_len={T} × data.global_batch={B}, but its training documents hold {has:,}, so they "
+                          f"would repeat in one batch; use a weight ≤ {has / (T * B):.2g} of the sum, a smaller "
                           f"batch or more text")
     for i, (stream, trained) in enumerate(zip(held, train)):
         if stream.tokens_per_epoch >= T:
             continue
         where = f" of data.mixture[{i}]" if len(train) > 1 else ""
         if stream.part.source is not trained.part.source:
-            faults.append(f"the validation files{where} hold {stream.tokens_per_epoch:,} tokens, and one sequence of "
+            faults.append(f"the validation files{where} hold {stream.tokens_per_epoch:,} tokens, but one sequence of "
                           f"data.seq_len={T} takes {T:,}; use more text or a shorter seq_len")
             continue
         faults.append(f"data.validation_fraction={shape.validation_fraction} holds out {stream.tokens_per_epoch:,} of "
-                      f"{stream.tokens_per_epoch + trained.tokens_per_epoch:,} tokens{where}, and one sequence of "
+                      f"{stream.tokens_per_epoch + trained.tokens_per_epoch:,} tokens{where}, but one sequence of "
                       f"data.seq_len={T} takes {T:,}; use a larger fraction, more text, a "
                       "shorter seq_len, or validation_fraction=0 for no validation")
     return faults
@@ -368,16 +374,16 @@ def _check_lengths(shape: Packing, weights: Sequence[int], train: Sequence[Token
 
 def _check_whole(shape: Packing, weights: Sequence[int], train: Sequence[WholeStream],
                  held: Sequence[WholeStream]) -> list[str]:
-    """As `_check_lengths`, in sequences of whole documents."""
+    """Return errors as `_check_lengths`, counted in sequences of whole documents."""
     B, faults = shape.global_batch, []
     for i, (stream, weight) in enumerate(zip(train, weights)):
         needed = math.ceil(Fraction(weight, sum(weights)) * B)
         if not stream.has(needed):
             where = f"data.mixture[{i}]" if len(train) > 1 else "the data"
             faults.append(f'data.packing="whole" makes {stream.num_sequences} sequences of '
-                          f'data.seq_len={shape.seq_len} of {where}, and '
-                          f"their share of a batch of data.global_batch={B} is {needed}: not one full batch; use a "
-                          f"smaller batch, a shorter data.seq_len or more text")
+                          f'data.seq_len={shape.seq_len} from {where}, but '
+                          f"their share of a batch of data.global_batch={B} is {needed}; use a smaller batch, a "
+                          f"shorter data.seq_len or more text")
     for i, stream in enumerate(held):
         if not stream.has(1):
             where = f" of data.mixture[{i}]" if len(held) > 1 else ""
@@ -387,16 +393,16 @@ def _check_whole(shape: Packing, weights: Sequence[int], train: Sequence[WholeSt
 
 
 def notes(data, corpus: sources.Corpus) -> list[str]:
-    """Messages on a corpus' packing, before training."""
+    """Return messages about the packing of a corpus, to print before training."""
     lines = []
     for name, source in zip(corpus.names, corpus.sources) if data.packing == "whole" else ():
         where = f'data.packing="whole"{name and f", {name}"}'
         filled, of = whole.filled(source, data.seq_len)
         if filled < 0.9:
-            lines.append(f"{where}: sequences of data.seq_len={data.seq_len} are {filled:.0%} full (by the first "
-                         f"{of:,} documents), the rest is padding; longer sequences may hold more")
+            lines.append(f"{where}: sequences of data.seq_len={data.seq_len} are {filled:.0%} full (estimated from the "
+                         f"first {of:,} documents), the rest is padding; longer sequences may have less padding")
         documents, tokens = whole.too_long(source, data.seq_len)
         if documents:
             lines.append(f'{where}: {documents:,} of {source.num_documents:,} documents are longer than '
-                         f"data.seq_len={data.seq_len} and end there; {tokens:,} of their tokens are left out")
+                         f"data.seq_len={data.seq_len} and are truncated; {tokens:,} of their tokens are left out")
     return lines

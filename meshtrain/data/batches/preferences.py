@@ -23,8 +23,8 @@ ORDER, HELD = 5, 6      # seed tags: epoch, hold-out
 class Pairs:
     """Batches (contracts.py) of pairs, with the array `reference` [B] float32.
 
-    pairs: int64, numbers of the training pairs. references: by pair number, the reference model's preference for the
-    chosen answer; None: not known yet, zeros.
+    pairs: int64, numbers of the training pairs. references: pair number -> the reference model's preference for the
+    chosen answer; None: not known yet, zeros are used.
     """
     source: Source
     pairs: np.ndarray
@@ -51,11 +51,11 @@ class Pairs:
 
     @property
     def all_pairs(self) -> np.ndarray:
-        """Training and held-out pairs."""
+        """Numbers of the training pairs, then of the held-out pairs."""
         return np.concatenate([self.pairs, *(held.pairs for held in self.validation)])
 
     def with_references(self, references: np.ndarray) -> Pairs:
-        """references: by pair number."""
+        """Return these batches with references, by pair number."""
         held = tuple(dataclasses.replace(one, references=references) for one in self.validation)
         return dataclasses.replace(self, references=references, validation=held)
 
@@ -87,9 +87,9 @@ class PairValidation:
 
 
 def open_pairs(data, corpus: sources.Corpus, seed: int, position: dict | None = None) -> Pairs:
-    """The corpus of data.source = "preferences" as batches. position: of the previous run.
+    """Return the corpus of data.source = "preferences" as batches. position: of the previous run.
 
-    Raises: ValueError if no pair fits, or the previous run had other batches.
+    Raises: ValueError if no pair fits, or if the previous run had other batches.
     """
     (source,) = corpus.sources
     fitting, shortest = _fitting(source, data.seq_len)
@@ -113,7 +113,7 @@ def open_pairs(data, corpus: sources.Corpus, seed: int, position: dict | None = 
 
 
 def notes(data, corpus: sources.Corpus) -> list[str]:
-    """Messages on dropped data."""
+    """Return messages about dropped pairs, to print before training."""
     (source,) = corpus.sources
     count = source.num_documents // 2 - len(_fitting(source, data.seq_len)[0])
     return ([f"{count} of {source.num_documents // 2} pairs are longer than data.seq_len={data.seq_len} and left out"]
@@ -121,14 +121,14 @@ def notes(data, corpus: sources.Corpus) -> list[str]:
 
 
 def _fitting(source: Source, seq_len: int) -> tuple[np.ndarray, int]:
-    """(numbers of the pairs that fit, tokens of the shortest pair)."""
+    """Return (numbers of the pairs that fit, tokens of the shortest pair)."""
     # a complete document's first token replaces the separator
     lengths = order.lengths(source).reshape(-1, 2).sum(1)
     return np.flatnonzero(lengths <= seq_len), int(lengths.min())
 
 
 def _rows(of: Pairs | PairValidation, n: int, pairs: np.ndarray, rows: Rows) -> Batch:
-    """These rows of batch n; pairs: their pair numbers; -1: padding."""
+    """Return these rows of batch n. pairs: pair numbers; -1: padding."""
     T, every = of.seq_len, np.arange(of.global_batch)
     chosen = every if rows is None else every[rows if isinstance(rows, slice) else np.asarray(rows, np.int64)]
     shape = len(chosen), T

@@ -1,8 +1,8 @@
-"""Prompts in lines of JSON or rows of a table, which the model answers while it is trained (training.objective = "rl").
+"""Reads prompts from JSON lines or rows of a table. The model answers them during training (training.objective = "rl").
 
-A line has a "prompt", a text that is read as it is, or "messages" (a "prompt" may be a list of them, too), written by
-the chat template up to the assistant's answer; all its other keys are for the reward. Batch n is a function of
-(seed, n): epochs of all prompts, each freshly shuffled. All prompts are held in memory.
+A line has a "prompt", which is a text that is used as it is, or "messages" (a "prompt" may also be a list of messages).
+The chat template renders messages up to the assistant's answer. All other keys of the line are for the reward. Batch n
+is a function of (seed, n): epochs of all prompts, each freshly shuffled. All prompts are held in memory.
 """
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from meshtrain.units import counted
 
 ORDER, HELD = 7, 8      # seed tags: epoch, hold-out
 EXAMPLE = '{"prompt": "…", "answer": "…"}'
-MOST_FAULTS = 5         # told at once
+MOST_FAULTS = 5         # faults in a message
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prompt:
-    """ids: int32 [T], the token that begins a document included. text: what the reward is given. line: all of it.
-    place: file and line, for messages."""
+    """A prompt. ids: int32 [T], with the token that begins a document. text: what the reward function receives. line:
+    the whole line. place: file and line, for messages."""
     ids: np.ndarray
     text: str
     line: dict
@@ -38,19 +38,19 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prompts:
-    """prompts: to train on, at least one. held: to validate on, in file order."""
+    """The prompts of a run. prompts: to train on, at least one. held: to validate on, in file order."""
     prompts: Sequence[Prompt]
     held: Sequence[Prompt]
     seed: int
 
     def draw(self, first: int, count: int) -> list[Prompt]:
-        """Prompts `first` to first + count - 1 of the endless sequence of epochs."""
+        """Return the prompts `first` to first + count - 1 of the endless sequence of epochs."""
         epochs, places = np.divmod(np.arange(first, first + count), len(self.prompts))
         return [self.prompts[self._order(epoch)[place]] for epoch, place in zip(epochs.tolist(), places.tolist())]
 
     @functools.cached_property
     def digest(self) -> str:
-        """Hash of the prompts to train on, with what their rewards read."""
+        """Hash of the prompts to train on, with everything that their rewards read."""
         found = hashlib.blake2b(digest_size=10)
         for one in self.prompts:
             found.update(json.dumps([one.ids.tolist(), one.line], sort_keys=True).encode())
@@ -58,11 +58,11 @@ class Prompts:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt, a held-out one included."""
+        """Tokens of the longest prompt, held-out ones included."""
         return max(len(one.ids) for one in (*self.prompts, *self.held))
 
     def longest_with_answer(self, max_tokens: int) -> int:
-        """Positions of the longest prompt with an answer, whose last token is a target and is not read."""
+        """Return the positions of the longest prompt with an answer. The answer's last token is only a target."""
         return self.longest + max_tokens - 1
 
     @functools.lru_cache(maxsize=4)
@@ -72,14 +72,14 @@ class Prompts:
 
 def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
                  folders: Sequence[Path] = ()) -> tuple[sources.Corpus, Prompts]:
-    """The prompts of data.source = "prompts", and a corpus that has the tokenizer, and no documents.
+    """Return (a corpus with the tokenizer and no documents, the prompts of data.source = "prompts").
 
-    longest: tokens of a prompt at most. folders: as `sources.describe`. Raises: ValueError with every fault of the
+    longest: maximum tokens of a prompt. folders: as in `sources.describe`. Raises: ValueError with every fault of the
     tokenizer or the files, a line each.
     """
     reader, eos = sources.reader_of(data, vocab_size=vocab_size)
     if isinstance(reader, Ids):
-        raise ValueError('data.source="prompts" needs a data.tokenizer, to write text')
+        raise ValueError('data.source="prompts" needs a tokenizer of text; set data.tokenizer')
     template = functools.cache(lambda: chat.open_template(reader, data.chat_template, folders))
     read = lambda patterns, key: [
         prompt for path in sources.on_this_host(sources.match_globs(patterns, "prompts", key=key), "prompts",
@@ -99,7 +99,8 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
     for one in prompts:
         digest.update(json.dumps([one.ids.tolist(), one.line], sort_keys=True).encode())
     if not prompts:
-        raise ValueError(f"data.paths={list(data.paths)} has no line; give prompts, one a line, e.g. {EXAMPLE}")
+        raise ValueError(f"the files of data.paths={list(data.paths)} are empty; give prompts, one a line, e.g. "
+                         f"{EXAMPLE}")
     if long := [one for one in (*prompts, *held) if len(one.ids) > longest]:
         told = ", ".join(f"{one.place} has {len(one.ids)}" for one in long[:MOST_FAULTS])
         raise ValueError(f"too long: {counted(len(long), 'prompt')} of more than the {longest} tokens that "
@@ -126,13 +127,14 @@ def _read(path: str, reader: Tokenizer, template: Callable[[], chat.Template]) -
 
 
 def _prompt(line: dict, reader: Tokenizer, template: Callable[[], chat.Template]) -> tuple[np.ndarray, str]:
-    """(ids, text). Raises: ValueError."""
+    """Return (ids, text) of a line's prompt. Raises: ValueError."""
     key = "messages" if line.get("messages") is not None else "prompt"
     text = line.get(key)
     if key == "messages" or isinstance(text, list):
         messages = conversations.read_messages(text, key)
         if messages[-1]["role"] == conversations.ASSISTANT:
-            raise ValueError("ends with an answer of the assistant, and the model is to write it; leave it out")
+            raise ValueError("ends with an answer of the assistant, but the model must generate the answer; leave it "
+                             "out")
         ids = chat.prompt(template(), messages, conversations.read_tools(line))
         return ids, reader.decode(ids.tolist())
     if not isinstance(text, str):
@@ -141,6 +143,6 @@ def _prompt(line: dict, reader: Tokenizer, template: Callable[[], chat.Template]
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("has half a character, a lone surrogate; fix or remove the line") from None
+        raise ValueError("has half a character (a lone surrogate); fix or remove the line") from None
     (ids,) = reader.encode([text])
     return np.concatenate([[reader.bos], ids]).astype(np.int32), text

@@ -1,10 +1,11 @@
-"""Sequences of whole documents: none is cut at a sequence's end, and the rest of a sequence is padding.
+"""Sequences of whole documents: no document is cut at a sequence's end, and the rest of a sequence is padding.
 
-The documents of a window (order.py: about 8,192) are packed best fit decreasing, the same in every epoch; the order of
-windows and of their sequences is shuffled. A document longer than a sequence is split, and each piece but the last
-fills a sequence; a conversation or a masked document is truncated instead, because an answer without its question
+The documents of a window (order.py: about 8,192) are packed best fit decreasing, in the same way in every epoch; the
+order of windows and of their sequences is shuffled. A document longer than a sequence is split, and each piece but the
+last fills a sequence. A conversation or a masked document is truncated instead, because an answer without its question
 teaches nothing. Memory holds a number per window and the last windows. Any sequence is found from (seed, its number),
-by counting the sequences before it in the first epoch, 1 us a document.
+by counting the sequences before it in the first epoch, which takes 1 us a document.
+
 Source: Johnson 1973 (best fit decreasing); arXiv:2404.10830 (for packing).
 """
 from __future__ import annotations
@@ -20,13 +21,13 @@ from meshtrain.data.batches import order
 from meshtrain.data.batches.order import Grid, SourcePart, Pieces, Runs, TokenStream
 from meshtrain.data.documents.contracts import Source
 
-PASS_DOCUMENTS = 1 << 20        # lengths read at a time
-WINDOWS_HELD = 8                # sequences are read window by window
+PASS_DOCUMENTS = 1 << 20        # number of lengths read at a time
+WINDOWS_HELD = 8                # windows kept in memory
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """(bin, offset in it, number of bins), int64 [documents] both. lengths: 1 to capacity. Open bins are indexed by
-    free space, whose values are the bits of one integer."""
+    """Return (bin, offset in it, number of bins); the first two are int64 [documents]. lengths: 1 to capacity. Open
+    bins are indexed by free space; the bits of one integer say which free spaces occur."""
     bins, places, count = [0] * len(lengths), [0] * len(lengths), 0
     bins_by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
     spaces = 0
@@ -57,7 +58,7 @@ class _PackedWindow(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class WholeStream:
-    """As order.TokenStream, by sequences; positions count padding. seed None: own order."""
+    """Like order.TokenStream, in sequences. Positions count padding. seed: None: the source's own order."""
     part: SourcePart
     seed: int | None
     number: int             # of the source in its mixture
@@ -67,7 +68,7 @@ class WholeStream:
         self._order = TokenStream(self.part, self.seed, self.number, ())
         self._windows, self._epochs = order.Recent(WINDOWS_HELD), order.Recent(order.EPOCHS_HELD)
         self._counts = np.zeros(self._order.num_windows + 1, np.int64)      # sequences before each window
-        self._counted = 0       # windows
+        self._counted = 0       # number of windows counted so far
         self._lock = threading.Lock()
 
     @property
@@ -80,7 +81,7 @@ class WholeStream:
 
     @functools.cached_property
     def num_sequences(self) -> int:
-        """The number of sequences of an epoch. Counts all of them."""
+        """The number of sequences in an epoch. Counting them reads all lengths."""
         self.has(1 << 62)
         return int(self._counts[-1])
 
@@ -89,7 +90,7 @@ class WholeStream:
         return self.num_sequences * self.seq_len
 
     def has(self, sequences: int) -> bool:
-        """Whether an epoch has this many sequences; counts no further than needed."""
+        """Return whether an epoch has this many sequences. It counts no further than needed."""
         with self._lock:
             while self._counts[self._counted] < sequences and self._counted < self._order.num_windows:
                 before, count = self._counts[self._counted], len(self._window(self._counted).firsts) - 1
@@ -102,7 +103,7 @@ class WholeStream:
         return self.grids
 
     def find(self, runs: Runs) -> Pieces:
-        """The documents of whole sequences, one run each."""
+        """Return the documents of whole sequences, one run each."""
         assert (runs.start % self.seq_len == 0).all() and (runs.count == self.seq_len).all()
         sequences, parts = runs.start // self.seq_len, []
         epochs = np.zeros_like(sequences)
@@ -122,7 +123,7 @@ class WholeStream:
         return Pieces(*map(np.concatenate, zip(*parts)))
 
     def _pieces_at(self, window: int, rows: np.ndarray, lines: np.ndarray) -> Pieces:
-        """The pieces of these sequences of a window, at these offsets (`lines`)."""
+        """Return the pieces of these sequences (`rows`) of a window, placed at these offsets (`lines`)."""
         held = self._window(window)
         first, num = held.firsts[rows], held.firsts[rows + 1] - held.firsts[rows]
         own = np.arange(num.sum()) + np.repeat(first - (np.cumsum(num) - num), num)
@@ -130,9 +131,9 @@ class WholeStream:
         return pieces._replace(line=pieces.line + np.repeat(lines, num))
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(order of the windows, sequences before each and in total) of an epoch after the first."""
+        """Return (order of the windows, number of sequences before each and in total) of an epoch after the first."""
         def make():
-            counts = np.diff(self._counts)      # all, after the first
+            counts = np.diff(self._counts)      # complete after the first epoch
             windows = np.arange(len(counts)) if self.seed is None else \
                 order.permutation(len(counts), self.seed, self.number, 3, epoch)
             return windows, np.append(0, np.cumsum(counts[windows]))
@@ -149,7 +150,8 @@ class WholeStream:
         return self._windows.get(window, make)
 
     def _split_long(self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Pieces:
-        """Split documents into pieces that fit a sequence; lengths count separators; `line` is not set yet."""
+        """Split documents into pieces that fit a sequence. lengths: with separators. `line` of the result is not set
+        yet."""
         T = self.seq_len
         num = np.ones_like(lengths) if ends_with_sequence(self.part.source) else -(-lengths // T)
         which = np.repeat(np.arange(len(documents)), num)
@@ -161,12 +163,13 @@ class WholeStream:
 
 
 def ends_with_sequence(source: Source) -> bool:
-    """Whether its documents are truncated at a sequence's end."""
+    """Return whether a source's documents are truncated at a sequence's end."""
     return getattr(source, "complete", False) or getattr(source, "masked", False)
 
 
 def filled(source: Source, seq_len: int) -> tuple[float, int]:
-    """(share of sequences that is not padding, documents sampled): in the first window of the source's own order."""
+    """Return (share of sequences that is not padding, documents sampled), for the first window of the source's own
+    order."""
     documents = np.arange(min(source.num_documents, order.WINDOW))
     lengths = order.lengths(source, documents) + 1
     full, rest = np.divmod(np.minimum(lengths, seq_len) if ends_with_sequence(source) else lengths, seq_len)
@@ -175,7 +178,7 @@ def filled(source: Source, seq_len: int) -> tuple[float, int]:
 
 
 def too_long(source: Source, seq_len: int) -> tuple[int, int]:
-    """(documents longer than a sequence, tokens truncated); reads all lengths if any may be too long."""
+    """Return (documents longer than a sequence, tokens truncated). It reads all lengths if documents are truncated."""
     separators = 1      # or the first token of complete documents
     documents = tokens = 0
     for first in range(0, source.num_documents, PASS_DOCUMENTS) if ends_with_sequence(source) else ():

@@ -1,8 +1,8 @@
-"""Indexes the user's own token files: reads each once and notes the result in the cache.
+"""Indexes the user's own token files: reads each file once and writes a note with the result into the cache.
 
-The note has the largest id, a checksum, and the document ends without the file's own separators, because ours are
-added to every document. If these ends cannot be mapped from the file, an array of them is written beside the note.
-This module knows only the tokenizer's separator id.
+The note has the largest id, a checksum, and the document ends without the file's own separators, because meshtrain adds
+its own to every document. If these ends cannot be mapped from the file, an array of them is written beside the note.
+This module knows only the separator's id of the tokenizer.
 """
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ VERSION = 1
 
 def open_given(files: Sequence[tuple[str, Sequence[Path]]], separator: int, job: Job) -> list[
         token_files.IndexedTokens | None]:
-    """A pair for each file, with its largest id; None as in parts.open_all.
+    """Return an indexed file for each file, with its largest id; None as in `parts.open_all`.
 
-    files: (path, candidate directories of its note). Raises: ValueError listing every faulty file; as parts.open_all.
+    files: (path, candidate directories of its note). separator: id. Raises: ValueError that lists every faulty file; as
+    `parts.open_all`.
     """
     key = hashlib.blake2b(json.dumps([VERSION, separator]).encode(), digest_size=8).hexdigest()
     choices, faults = [], []
@@ -47,7 +48,7 @@ def open_given(files: Sequence[tuple[str, Sequence[Path]]], separator: int, job:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Given(parts.Part):
-    """The note on a file of ids."""
+    """The note about a file of ids."""
     home: Path
     ids: IdFile
     separator: int
@@ -67,7 +68,7 @@ class Given(parts.Part):
         return self._open(note | {"stamps": stamps}) if parts.has_stamps(note, stamps) else None
 
     def check(self, job: Job) -> tuple[token_files.IndexedTokens | None, str]:
-        """See parts.Part. Raises: ValueError if the bytes changed without the file being written."""
+        """See `parts.Part`. Raises: ValueError if the bytes changed although the file was not written."""
         pair = self.look() or parts.read_entry(self.home, lambda: self._known_elsewhere(job))
         if pair is None or not job.verify:
             return pair, ""
@@ -75,13 +76,13 @@ class Given(parts.Part):
         for i, array, what in ((0, pair.ids, "ids that were"), (2, pair.mask, "mask that was")):
             if array and found[i] != wanted[i]:
                 raise ValueError(f"{array.path} does not hold the {what} read when it was first opened, although its "
-                                 f"size and time of change are the same: it is damaged; restore it, or touch it to "
-                                 f"have it read anew")
+                                 f"size and time of change are the same, so it is damaged; restore it, or run touch "
+                                 f"on it so that it is read again")
         return (pair, "") if found[1] == wanted[1] else (None, "its documents' ends are damaged (wrong checksum)")
 
     def _known_elsewhere(self, job: Job) -> token_files.IndexedTokens | None:
-        """The pair, if the note is from a host with other inode numbers: checks the bytes, and adds this host's
-        stamps."""
+        """Return the indexed file if its note is from a host with other inode numbers. This checks the bytes, and adds
+        this host's stamps to the note."""
         note = self.note()
         stamps = self._stamps(note["derived"])
         if [one[1:] for one in stamps] != [one[1:] for one in note["stamps"]]:
@@ -106,7 +107,7 @@ class Given(parts.Part):
                                          note["largest"], self.ids.mask)
 
     def build(self, job: Job, progress: FileProgress) -> token_files.IndexedTokens:
-        """Build this part of the token cache; arguments as `parts.Part.build`."""
+        """Read the file and write its note; see `parts.Part.build`."""
         path = self.ids.files[0]
         try:
             tokens = token_files.map_file(path, self.ids.dtype, self.ids.offset, self.ids.size)
@@ -126,17 +127,17 @@ class Given(parts.Part):
             files.replace(self.manifest, json.dumps(note), shared=True)
             return self._open(note)
         except OSError as error:
-            raise files.judged(error, f"token cache: {self.home} cannot be written, or {path} not read",
+            raise files.judged(error, f"token cache: {self.home} cannot be written, or {path} cannot be read",
                                "make room (8 bytes a document), or set data.cache to another directory") from None
 
     def _scan(self, tokens: np.ndarray, job: Job, progress: FileProgress) -> tuple[int, int]:
-        """(largest id, checksum). Raises: ValueError for a negative id."""
+        """Return (largest id, checksum). Raises: ValueError for a negative id."""
         largest, crc = -1, 0
         for first, chunk in token_files.chunks(tokens):
             job.check_stop()
             if chunk.dtype.kind == "i" and chunk.min() < 0:
                 k = int(np.argmax(chunk < 0))
-                raise ValueError(f"{self.inputs[0]}: id {first + k} (from 0) is {chunk[k]}, and ids are not negative; "
+                raise ValueError(f"{self.inputs[0]}: id {first + k} (from 0) is {chunk[k]}, but ids are not negative; "
                                  "write the file again")
             largest = max(largest, int(chunk.max()))
             crc = zlib.crc32(np.ascontiguousarray(chunk).view(np.uint8), crc)
@@ -145,22 +146,22 @@ class Given(parts.Part):
         return largest, crc
 
     def _scan_mask(self, job: Job) -> int:
-        """The mask's checksum. Raises: ValueError if it is invalid, or leaves nothing to learn."""
+        """Return the mask's checksum. Raises: ValueError if it is invalid, or marks no token as a target."""
         mask, some, crc = self.ids.mask.map(), False, 0
         for first, chunk in token_files.chunks(mask):
             job.check_stop()
             if chunk.max() > 1:
                 k = int(np.argmax(chunk > 1))
-                raise ValueError(f"{self.ids.mask.path}: entry {first + k} (from 0) is {chunk[k]}, and a mask has 1 "
+                raise ValueError(f"{self.ids.mask.path}: entry {first + k} (from 0) is {chunk[k]}, but a mask has 1 "
                                  f"for loss targets and 0 for other tokens; write the file again")
             some, crc = some or bool(chunk.any()), zlib.crc32(chunk, crc)
         if len(mask) and not some:
-            raise ValueError(f"{self.ids.mask.path} is 0 everywhere, so nothing of {os.path.basename(self.inputs[0])} "
-                             f"is to be learned; write the file again, or take it away where all is")
+            raise ValueError(f"{self.ids.mask.path} is 0 everywhere, so {os.path.basename(self.inputs[0])} has no loss "
+                             f"target; write the mask again, or remove it if all tokens are targets")
         return crc
 
     def _find_separators(self, tokens: np.ndarray, job: Job) -> tuple[int, int]:
-        """(lead, tail): separators at the begin and end of each document in the file."""
+        """Return (lead, tail): the number of separators at the begin and the end of each document in the file."""
         if self.ids.ends is None:
             lead = int(len(tokens) > 0 and tokens[0] == self.separator)
             return lead, 1 - lead
@@ -178,11 +179,11 @@ class Given(parts.Part):
         path = self.inputs[0]
         for taken, count, what in ((lead, begin, "begin"), (tail, end, "end")):
             if taken:
-                job.tell(f"{path}: all documents {what} with the separator {self.separator}, which is taken out: every "
-                         "document gets one here")
+                job.tell(f"{path}: all documents {what} with the separator {self.separator}, which is taken out, since "
+                         "one is added to every document")
             elif count and not (what == "end" and lead and count == documents):
                 job.tell(f"{path}: {count:,} of {documents:,} documents {what} with the separator {self.separator}, "
-                         f"and get another; write all of them without it")
+                         f"and get another one; write all documents without it")
         return lead, tail
 
     def _write_ends(self, tokens: np.ndarray, lead: int, tail: int, job: Job) -> None:
@@ -197,8 +198,8 @@ class Given(parts.Part):
             writer.abandon()
 
     def _own_ends(self, separators: int) -> Iterator[np.ndarray]:
-        """The file's ends, not counting this many separators of each document. Drops empty documents, which have none.
-        """
+        """Yield the file's ends, without this many separators of each document. Documents that are empty in the file
+        are dropped, because they have no separators."""
         before = count = 0
         for ends in self.ids.ends():
             if separators:
@@ -209,7 +210,7 @@ class Given(parts.Part):
             yield ends
 
     def _ends_by_separators(self, tokens: np.ndarray, job: Job) -> Iterator[np.ndarray]:
-        """Document ends by separators, not counting these."""
+        """Yield the document ends that the separators mark, not counting the separators."""
         count = 0
         for first, chunk in token_files.chunks(tokens):
             places = first + np.flatnonzero(chunk == self.separator)
@@ -220,4 +221,4 @@ class Given(parts.Part):
             yield np.array([len(tokens) - count])
         if len(tokens) and not count:
             job.tell(f"{self.inputs[0]}: the separator {self.separator} does not occur, so the file is one document; "
-                     "data.bos_token must be the id that separates its documents")
+                     "set data.bos_token to the id that separates its documents")

@@ -1,8 +1,9 @@
-"""Long work on files, done once, in parts; each part is complete or absent, even if the process is killed.
+"""Divides long work on files into parts, each of which is done once. A part is complete or absent, even if the process
+is killed.
 
-token_cache.py and given_tokens.py define what a part is; here missing parts are found and built. Every process that
-needs them takes a free one under a lock, so processes share the work without knowing of each other. If all parts are
-complete, nothing is locked and only a small note per part is read. This module knows no tokens.
+token_cache.py and given_tokens.py define what a part is; this module finds and builds missing parts. Every process that
+needs them takes a free part under a lock, so processes share the work without communicating. If all parts are complete,
+nothing is locked and only a small note per part is read. This module knows no tokens.
 """
 from __future__ import annotations
 
@@ -30,19 +31,19 @@ from meshtrain.units import counted
 
 Value = TypeVar("Value")
 POLL_SECONDS = 0.2
-MOST_STAMPS = 64        # per note: one per host if inodes differ
+MOST_STAMPS = 64        # stamps in a note: one per host if inodes differ
 BEAT_SECONDS = 10       # heartbeat interval of a process that builds a part
 OWNER = ".owner"        # suffix of the heartbeat file
 
 
 class Stopped(Exception):
-    """Work stopped on request; finished parts are kept."""
+    """Work was stopped on request. Finished parts are kept."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """How to open the parts of a corpus. share (i, n): only parts i, i + n, …; the others are skipped. show: prints a
-    line that the next one replaces; None: there is no terminal."""
+    """How to open the parts of a corpus. share (i, n): build only the parts i, i + n, … and skip the others. show:
+    prints a line that the next one replaces; None: there is no terminal."""
     tell: Callable[[str], None] = print
     should_stop: Callable[[], bool] = lambda: False
     verify: bool = False    # read everything, and compare checksums
@@ -50,20 +51,21 @@ class Job:
     show: Callable[[str], None] | None = None
 
     def check_stop(self) -> None:
-        """Raises: Stopped, if a stop was requested."""
+        """Raise `Stopped` if a stop was requested."""
         if self.should_stop():
             raise Stopped
 
 
 class Part:
-    """Input files, and their result in the directory `home`, with a manifest that is written last."""
+    """Input files and their result in the directory `home`. The manifest of the result is written last."""
     home: Path
     inputs: tuple[str, ...]
     verb: str                # e.g. "tokenizing"
 
     @functools.cached_property
     def name(self) -> str:
-        """Name of the part's files: from the inputs' relative paths, so that all can be moved together."""
+        """Name of the part's files. It depends on the relative paths of the inputs, so that inputs and results can be
+        moved together."""
         paths = "\0".join(relative_path(self.home, path) for path in self.inputs)
         digest = hashlib.blake2b(os.fsencode(paths), digest_size=8).hexdigest()
         return f"{os.path.basename(self.inputs[0])[:100]}-{digest}"
@@ -79,7 +81,7 @@ class Part:
         return json.loads(self.manifest.read_text(encoding="utf-8"))
 
     def renew_note(self, note: dict, stamps: list[list[int]]) -> None:
-        """Record `stamps` of unchanged content as the latest in the note, which keeps the MOST_STAMPS latest. A note
+        """Record `stamps` of unchanged content as the latest in the note, which keeps the latest MOST_STAMPS. A note
         that cannot be written stays as it is."""
         known = [note["stamps"], *note.get("of_other_hosts", [])]
         others = [one for one in known if one != stamps][:MOST_STAMPS - 1]
@@ -87,29 +89,31 @@ class Part:
             files.replace(self.manifest, json.dumps(note | {"stamps": stamps, "of_other_hosts": others}), shared=True)
 
     def look(self) -> IndexedTokens | None:
-        """The result, if size, mtime and inode of its files are unchanged since the last verification."""
+        """Return the result if size, mtime and inode of its files are unchanged since the last verification; else None.
+        """
         return read_entry(self.home, self._look)
 
     def _look(self) -> IndexedTokens | None:
         raise NotImplementedError
 
     def check(self, job: Job) -> tuple[IndexedTokens | None, str]:
-        """The result, verified by content; or None and why ("" if there never was one). Notes what it verified."""
+        """Return (the result, "") after a verification by content, and record what was verified. Else return (None,
+        why); the reason is "" if there never was a result."""
         raise NotImplementedError
 
     def build(self, job: Job, progress: progress.FileProgress) -> IndexedTokens:
-        """Raises: ValueError, Stopped; nothing is left then."""
+        """Build the part and return the result. Raises: ValueError, Stopped; no files are left then."""
         raise NotImplementedError
 
 
 def open_all(choices: Sequence[Sequence[Part]], job: Job) -> list[IndexedTokens | None]:
-    """One result for each choice: the same part in several directories, of which the first that has it or is writable
-    is used.
+    """Return one result for each choice. A choice is the same part in several directories: the first directory that has
+    it or is writable is used.
 
     None only for missing parts of another share. Raises: ValueError for a faulty file, or if no directory is writable;
     Stopped.
     """
-    # With --verify, existing parts are re-checked. Parts of another share are skipped.
+    # With --verify, existing parts are checked again. Parts of another share are skipped.
     mine = [k % job.share[1] == job.share[0] for k in range(len(choices))]
     found = [None if job.verify and mine[k] else _look(parts) for k, parts in enumerate(choices)]
     left = [k for k, pair in enumerate(found) if pair is None and mine[k]]
@@ -124,7 +128,7 @@ def _look(parts: Sequence[Part]) -> IndexedTokens | None:
 
 
 class _Building:
-    """Verifies and builds the remaining parts; waits for those that other processes build."""
+    """Verifies and builds the remaining parts, and waits for those that other processes build."""
 
     def __init__(self, choices: Sequence[Sequence[Part]], found: list[IndexedTokens | None], job: Job, locks: _Locks):
         self.choices, self.found, self.job, self.locks = choices, found, job, locks
@@ -142,13 +146,14 @@ class _Building:
         if checked and (seconds > progress.TELL_SECONDS or self.job.verify):
             size = sum(pair.ids.stamp[1] for pair in checked)
             what = f"{len(checked):,} parts are" if len(checked) > 1 else "1 part is"
-            self.job.tell(f"token cache: {what} whole ({size / 1e9:.1f} GB read in {seconds:.0f} s)")
+            self.job.tell(f"token cache: {what} intact ({size / 1e9:.1f} GB read in {seconds:.0f} s)")
         left = [k for k in left if self.found[k] is None]
         if left:
             self._build_all({k: self._place(self.choices[k]) for k in left})
 
     def _check(self, k: int) -> IndexedTokens | None:
-        """The part, if complete by content. Parts locked by another process are left for later."""
+        """Return the part if its content is complete; else None. Parts that another process has locked are left for
+        later."""
         for part in self.choices[k]:
             self.job.check_stop()
             with self._hold(part) as held:
@@ -169,13 +174,13 @@ class _Building:
         try:
             self.locks.open(part.home)
         except OSError:
-            yield True     # nobody builds in a read-only directory
+            yield True     # no process builds in a read-only directory
             return
         with self.locks.hold(part) as held:
             yield held
 
     def _place(self, parts: Sequence[Part]) -> Part:
-        """The part in the first writable directory."""
+        """Return the part in the first writable directory."""
         for part in parts:
             try:
                 files.patiently(lambda: part.home.mkdir(parents=True, exist_ok=True))
@@ -187,7 +192,7 @@ class _Building:
                     self.refused.add(part.home.parent)
                     self.job.tell(f"token cache: {refused}; using {parts[-1].home.parent}")
         raise files.judged(last, f"token cache: {parts[-1].home.parent} cannot be written",
-                           "set data.cache to a directory that can")
+                           "set data.cache to a writable directory")
 
     def _build_all(self, missing: dict[int, Part]) -> None:
         total = sum(_size(path) for part in missing.values() for path in part.inputs)
@@ -215,7 +220,7 @@ class _Building:
                     self._wait(next(iter(missing.values())))
 
     def _wait(self, part: Part) -> None:
-        """Raises: FileSystemError, if the part's builder has had no heartbeat for too long."""
+        """Wait for the process that builds a part. Raises: FileSystemError if it has had no heartbeat for too long."""
         owner, heartbeat = "another process", part.file(OWNER)
         with contextlib.suppress(OSError, UnicodeDecodeError):
             owner = heartbeat.read_text(encoding="utf-8") or owner
@@ -225,8 +230,8 @@ class _Building:
 
 
 def read_entry(home: Path, look: Callable[[], Value]) -> Value | None:
-    """look() at a cache file, with retries; None if missing or invalid. Raises: FileSystemError: a transient file
-    system error does not mean that a part must be rebuilt."""
+    """Return look() at a cache file, with retries; None if the file is missing or invalid. Raises: FileSystemError,
+    because after a transient error of the file system a part need not be rebuilt."""
     try:
         return files.patiently(look)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -236,13 +241,13 @@ def read_entry(home: Path, look: Callable[[], Value]) -> Value | None:
 
 
 def has_stamps(note: dict, stamps: list[list[int]]) -> bool:
-    """Whether a note has these files' stamps, from any host: some file systems number inodes per host."""
+    """Return whether a note has these files' stamps, from any host: some file systems number inodes per host."""
     return stamps in [note["stamps"], *note.get("of_other_hosts", [])]
 
 
 @contextlib.contextmanager
 def _heartbeat(part: Part, job: Job) -> Iterator[Job]:
-    """The job, with a heartbeat file beside the part, written every BEAT_SECONDS, for waiting processes."""
+    """Yield the job with a heartbeat: a file beside the part, written every BEAT_SECONDS, for waiting processes."""
     due, path, written = time.monotonic() + BEAT_SECONDS, part.file(OWNER), False
 
     def should_stop() -> bool:
@@ -262,17 +267,17 @@ def _heartbeat(part: Part, job: Job) -> Iterator[Job]:
 
 
 class _Locks:
-    """A lock for each part: a byte of the one file `.lock` beside them.
+    """A lock for each part: one byte of the file `.lock` beside the parts.
 
-    Locks are the system's and freed when the process dies. Closing any descriptor of the file frees all of them, so
-    one stays open for the whole work.
+    The system owns the locks and frees them when the process dies. Closing any descriptor of the file frees all of
+    them, so one descriptor stays open during the whole work.
     """
 
     def __init__(self, stack: contextlib.ExitStack):
         self._stack, self._files, self._opening = stack, {}, threading.Lock()
 
     def open(self, home: Path):
-        """The lock file. Raises: OSError."""
+        """Return the open lock file. Raises: OSError."""
         with self._opening:
             if home not in self._files:
                 self._files[home] = self._stack.enter_context(open(home / ".lock", "a", encoding="utf-8"))
@@ -280,7 +285,7 @@ class _Locks:
 
     @contextlib.contextmanager
     def hold(self, part: Part) -> Iterator[bool]:
-        """Whether the lock was free."""
+        """Lock a part during the block; yield whether the lock was free."""
         file = self.open(part.home)
         place = int.from_bytes(hashlib.blake2b(part.name.encode(), digest_size=7).digest())
         try:

@@ -1,9 +1,10 @@
 """Tokenizes files once into token files, part by part.
 
-A part is one input file, or several neighbouring small text files. Its manifest, written last, identifies the inputs
-by content and the token files by checksum, and notes size, mtime and inode of all of them at the last verification.
-While these are unchanged nothing is read again; only `meshtrain.tokenize --verify` finds silent bit flips. The
-directory of parts is named by the tokenizer's content. This module knows a tokenizer only by `encode`, and no sources.
+A part is one input file, or several neighbouring small text files. Its manifest is written last. It identifies the
+inputs by content and the token files by checksum, and has size, mtime and inode of all of them at the last
+verification. While these are unchanged nothing is read again; only `meshtrain.tokenize --verify` finds silent bit
+flips. The directory of parts is named after the tokenizer's content. This module uses only `encode` of a tokenizer, and
+knows no sources.
 """
 from __future__ import annotations
 
@@ -37,11 +38,11 @@ def open_tokenized(format: str, groups: Sequence[tuple[tuple[str, ...], Sequence
                    field: str, tokenizer: Tokenizer,
                    job: Job, chats: Chats | None = None,
                    split_at: str = "") -> list[token_files.IndexedTokens | None]:
-    """The documents of text, jsonl, parquet, arrow or chat files as tokens: a pair for each group; None as
-    parts.open_all.
+    """Return the tokens of the documents in text, jsonl, parquet, arrow or chat files, one result for each group; None
+    as in `parts.open_all`.
 
-    groups: (paths, candidate cache directories) of each part, see `group`. chats: for chat files. split_at: divides
-    the documents of others. Raises: as parts.open_all.
+    groups: (paths, candidate cache directories) of each part, see `group`. chats: for chat files. split_at: the marker
+    at which documents of other files are divided. Raises: as `parts.open_all`.
     """
     field = chats.key if chats else "" if format == "text" else field
     identity = [VERSION, format, field, tokenizer.key, *[split_at] * bool(split_at)]
@@ -60,10 +61,10 @@ def open_tokenized(format: str, groups: Sequence[tuple[tuple[str, ...], Sequence
 
 
 def group(format: str, paths: Sequence[str], root: str) -> list[tuple[str, ...]]:
-    """Group files under the directory `root` into parts: neighbouring texts together, others alone.
+    """Group files under the directory `root` into parts: neighbouring texts together, every other file alone.
 
-    Avoids a part per small text. A file ends a part depending only on its own name and size, so adding or removing one
-    changes only its own part; parts have TEXT_PART_BYTES on average.
+    Small texts then need no part each. Whether a file ends a part depends only on its own name and size, so that adding
+    or removing one changes only its own part. Parts have TEXT_PART_BYTES on average.
     """
     if format != "text":
         return [(path,) for path in paths]
@@ -89,12 +90,12 @@ class Tokenized(parts.Part):
     earlier: Earlier
     markers: Markers
     chats: Chats | None = None
-    counted: bool = False       # bytes of documents
+    counted: bool = False       # whether the bytes of documents are counted
     verb = "tokenizing"
 
     def files(self, manifest: dict | None = None) -> list[Path]:
-        """The tokens, the ends and, unless all tokens are learned, the mask, or the bytes where they are counted.
-        manifest: of a part, which may be older than the count."""
+        """Return the paths of the tokens, the ends and, if some tokens are not learned, the mask; or the bytes of
+        documents if these are counted. manifest: of a part that may be older than the count."""
         masked = self.chats and not self.chats.learn_all
         counted = self.counted and (manifest is None or len(manifest["crc32"]) > 2)
         names = (token_files.TOKENS, token_files.ENDS, *[token_files.MASK] * bool(masked),
@@ -111,13 +112,13 @@ class Tokenized(parts.Part):
         return self._open(manifest)
 
     def check(self, job: Job) -> tuple[token_files.IndexedTokens | None, str]:
-        """See parts.Part. Reads cache files that changed since noted, or all with verify. Raises: FileSystemError if
-        they cannot be read: hours of tokenizing are not repeated for that."""
+        """See `parts.Part`. Reads cache files that have changed since the note, or all of them with `verify`. Raises:
+        FileSystemError if they cannot be read, because hours of tokenizing are not repeated for that."""
         return files.attempted(lambda: self._check(job), f"token cache: {self.home} cannot be read",
                                "set data.cache to another directory")
 
     def _check(self, job: Job) -> tuple[token_files.IndexedTokens | None, str]:
-        """As `check`. Raises: OSError on a transient file system error."""
+        """As `check`. Raises: OSError on a transient error of the file system."""
         try:
             text = self.manifest.read_text(encoding="utf-8")
         except (FileNotFoundError, NotADirectoryError):
@@ -142,12 +143,13 @@ class Tokenized(parts.Part):
                 raise
             return None, f"the cache is damaged ({str(error) or type(error).__name__})"
         if new != old or not parts.has_stamps(manifest, stamps):
-            # only touched or moved, or another host: the next run need not read it
+            # the files were only touched or moved, or this is another host: the next run need not read them
             self.renew_note(manifest | {"inputs": new}, stamps)
         return pair, ""
 
     def _open(self, manifest: dict) -> token_files.IndexedTokens:
-        """Raises: OSError, ValueError, KeyError, TypeError if the files do not match the manifest."""
+        """Return the token files of a part. Raises: OSError, ValueError, KeyError, TypeError if they do not match the
+        manifest."""
         tokens, _, *more = map(str, self.files(manifest))
         pair = token_files.open_pair(tokens)
         if (str(pair.ids.dtype), pair.ids.size, pair.num_documents) != (
@@ -166,8 +168,8 @@ class Tokenized(parts.Part):
         return [list(token_files.stamp(str(path))) for path in self.files(manifest)]
 
     def build(self, job: Job, progress: FileProgress) -> token_files.IndexedTokens:
-        """See parts.Part. Writes temporary files and renames them, the manifest last; copies the tokens of texts that
-        another part of this directory has."""
+        """See `parts.Part`. Writes temporary files and renames them, the manifest last. The tokens of texts that
+        another part of this directory has are copied."""
         dtype = np.uint16 if self.tokenizer.vocab_size <= 1 << 16 else np.uint32
         writers = []
         try:
@@ -192,12 +194,12 @@ class Tokenized(parts.Part):
                 writer.abandon()
 
     def _fill(self, writers: Sequence[token_files.Writer], job: Job, progress: FileProgress) -> list[dict]:
-        """Write the inputs' tokens; return their identities. writers: of `files`."""
+        """Write the tokens of the inputs; return the inputs' identities. writers: one for each of `files`."""
         batch, inputs = _Batch(writers, self.tokenizer, job), []
         for path in self.inputs:
             identity = _identify_input(self.home, path, job)
             inputs.append(identity)
-            alone = self.format == "text" and not self.markers.marker       # a file, a document
+            alone = self.format == "text" and not self.markers.marker       # a file is one document
             known = self.earlier.document(identity, job) if alone else None
             if known:
                 batch.copy(*known)
@@ -211,7 +213,7 @@ class Tokenized(parts.Part):
         return inputs
 
     def _fill_chats(self, writers: Sequence[token_files.Writer], job: Job, progress: FileProgress) -> list[dict]:
-        """As `_fill`, of conversations."""
+        """As `_fill`, for conversations."""
         tokens, ends, *mask = writers
         (path,) = self.inputs
         identity = _identify_input(self.home, path, job)
@@ -233,10 +235,10 @@ class _Batch:
     def __init__(self, writers: Sequence[token_files.Writer], tokenizer: Tokenizer, job: Job):
         self.tokens, self.ends, *self.bytes = writers
         self.tokenizer, self.job = tokenizer, job
-        self.pieces, self.chars, self.read = [], 0, 0       # read: bytes of text
+        self.pieces, self.chars, self.read = [], 0, 0       # read: bytes of text so far
 
     def copy(self, ids: np.ndarray, num_bytes: int) -> None:
-        """Add a document that is tokenized already."""
+        """Add a document that is already tokenized."""
         self.flush()
         self.tokens.append(ids)
         self.ends.append([self.tokens.count])
@@ -245,7 +247,7 @@ class _Batch:
             writer.append([self.read])
 
     def add(self, piece: formats.TextPiece) -> bool:
-        """Add a piece; return whether the batch was full, and so written."""
+        """Add a piece; return whether the batch was full and has been written."""
         self.pieces.append(piece)
         self.chars += len(piece.text)
         full = self.chars >= BATCH_CHARS or len(self.pieces) >= BATCH_PIECES
@@ -270,14 +272,14 @@ class _Batch:
 
 
 class Earlier:
-    """Texts in the parts of a directory, by content: regrouped parts are copied together from them. counted: with the
-    bytes of documents, which older parts lack."""
+    """Texts in the parts of a directory, by content. Regrouped parts copy their tokens from them. counted: whether the
+    bytes of documents are needed, which older parts lack."""
 
     def __init__(self, home: Path, counted: bool):
         self.home, self.counted, self._pairs = home, counted, {}
 
     def document(self, identity: dict, job: Job) -> tuple[np.ndarray, int] | None:
-        """(tokens, bytes if counted) of a text, if a complete part has it."""
+        """Return (tokens, bytes if counted) of a text; None if no complete part has it."""
         where = self._index.get(identity["blake2b"])
         if not where:
             return None

@@ -1,9 +1,9 @@
 """Compares a tokenizer.json with what the files next to it say about its tokens.
 
-Tokens that only tokenizer_config.json, added_tokens.json or special_tokens_map.json add are added, in the order of
-transformers 5.24, with the properties that tokenizer_config.json gives them. What cannot be had as it is said is
-refused; what is taken otherwise is told. A named token (bos_token, …) is special, so that no text has it. This module
-knows the library's object alone, and no texts.
+Tokens that are only in tokenizer_config.json, added_tokens.json or special_tokens_map.json are added, in the order of
+transformers 5.24, with the properties in tokenizer_config.json. A contradiction that cannot be resolved is an error;
+one that is resolved gives a note. A named token (bos_token, …) is special, so that no text contains it. This module
+knows only the library's tokenizer, and no texts.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROPERTIES = ("special", "lstrip", "rstrip", "normalized", "single_word")
 
 @dataclasses.dataclass(frozen=True)
 class NamedToken:
-    """A token that a file beside the tokenizer names. id: None where the file has none. properties: of PROPERTIES."""
+    """A token that a file next to the tokenizer names. id: None if the file has none. properties: of PROPERTIES."""
     content: str
     file: str
     id: int | None = None
@@ -33,8 +33,9 @@ class NamedToken:
 
 @dataclasses.dataclass(frozen=True)
 class Said:
-    """tokens: in the order in which absent ones are added. names: bos_token, … -> its token. begins: add_bos_token;
-    None: not said. bos_id: bos_token_id of config.json. notes: on files that say different things."""
+    """The content of the files next to a tokenizer. tokens: in the order in which missing ones are added. names:
+    bos_token, … -> its token. begins: add_bos_token; None: not set. bos_id: bos_token_id of config.json. notes: about
+    files that contradict each other."""
     tokens: tuple[NamedToken, ...] = ()
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     begins: bool | None = None
@@ -47,7 +48,7 @@ def read(folder: Path) -> Said:
     config, legacy, added = (_read(folder / name) for name in (CONFIG, MAP, ADDED))
     tokens, decoder = [], config.get("added_tokens_decoder")
     if decoder is not None:
-        legacy, added = {}, {}      # as transformers, which reads them where there is no added_tokens_decoder
+        legacy, added = {}, {}      # as transformers, which reads them only without an added_tokens_decoder
         tokens = [_decoded(folder, number, token) for number, token in _object(folder / CONFIG, decoder).items()]
     both = ((legacy, MAP), (config, CONFIG))        # the first wins, as in transformers
     named = [(key, where[key], file) for key in NAMES for where, file in both if _content(where.get(key))]
@@ -55,8 +56,8 @@ def read(folder: Path) -> Said:
     for key, given, _ in named:
         first = names.setdefault(key, _content(given))
         if first != _content(given):
-            notes.append(f"{MAP} has the {key} {first}, and {CONFIG} {_content(given)}; the first is taken, as "
-                         f"transformers does")
+            notes.append(f"{MAP} has the {key} {first}, but {CONFIG} has {_content(given)}; the first is used, as in "
+                         f"transformers")
     special = [(given, file) for key, given, file in named if names[key] == _content(given)]
     special += [(given, file) for key in FURTHER for where, file in both for given in _listed(where.get(key))
                 if _content(given)]
@@ -64,7 +65,7 @@ def read(folder: Path) -> Said:
     for content, number in added.items():
         if type(number) is not int:
             raise ValueError(f"{folder / ADDED}: {content!r} has the id {json.dumps(number)[:40]}, which is no whole "
-                             f"number; fix it, or take the file away")
+                             f"number; fix it, or remove the file")
         tokens.append(NamedToken(content, ADDED, number, {"special": content not in plain,
                                                           "normalized": content in plain}))
     tokens.sort(key=lambda token: token.id)
@@ -80,21 +81,20 @@ def read(folder: Path) -> Said:
 
 
 def complete(library: Any, said: Said, named: str) -> tuple[list[str], list[str]]:
-    """Add what the files beside the tokenizer add. library: tokenizers.Tokenizer, which is changed. named: its name
-    for messages.
+    """Add the tokens of the files next to the tokenizer. library: tokenizers.Tokenizer, which is changed. named: its
+    name for messages.
 
-    Returns (notes, the changes, by which two tokenizers differ). Raises: ValueError where a token does not come out
-    at its id.
+    Returns (notes, the changes, by which two tokenizers differ). Raises: ValueError if a token does not get its id.
     """
-    from tokenizers import AddedToken       # here: of an extra, without which there is no library
+    from tokenizers import AddedToken       # imported here, because it belongs to an extra
     wanted, new, otherwise, elsewhere = [], [], [], []
-    added = library.get_added_tokens_decoder()      # once: some tokenizers have thousands
+    added = library.get_added_tokens_decoder()      # called once: some tokenizers have thousands of tokens
     for token in said.tokens:
         number = library.token_to_id(token.content)
         here = added.get(number)
         if here is not None and token.id not in (None, number):
             elsewhere.append(f"{token.content} ({token.file}: {token.id}; tokenizer.json: {number})")
-            token = dataclasses.replace(token, id=number)       # as transformers
+            token = dataclasses.replace(token, id=number)       # as in transformers
         properties = {"special": token.id is None, **token.properties}
         if here is not None and token.id is None:       # without an id a file only names it
             properties = {key: getattr(here, key) for key in PROPERTIES}
@@ -107,24 +107,25 @@ def complete(library: Any, said: Said, named: str) -> tuple[list[str], list[str]
     for token in wanted:
         found = library.token_to_id(token.content)
         if found is None or token.id not in (None, found):
-            raise ValueError(f"{named}: {token.file} beside it adds {token.content!r} with the id {token.id}, and it "
-                             f"comes out with {found}; save the tokenizer again, so that tokenizer.json has all tokens")
+            raise ValueError(f"{named}: {token.file} next to it adds {token.content!r} with the id {token.id}, but the "
+                             f"library gives it {found}; save the tokenizer again, so that tokenizer.json has all "
+                             f"tokens")
         changes.append(json.dumps([found, token.content, dict(sorted(token.properties.items()))]))
     shown = lambda tokens: _few([f"{token.content} ({library.token_to_id(token.content)})" for token in tokens])
     names_of = lambda tokens: " and ".join(dict.fromkeys(token.file for token in tokens))
     notes = [f"{named}: {note}" for note in said.notes]
     if new:
-        notes.append(f"{named}: {shown(new)} added, as {names_of(new)} beside it says; tokenizer.json lacks "
+        notes.append(f"{named}: {shown(new)} added from {names_of(new)} next to it; tokenizer.json lacks "
                      f"{'it' if len(new) == 1 else 'them'}")
     if otherwise:
         notes.append(f"{named}: {shown(otherwise)} read as {names_of(otherwise)} says, not as tokenizer.json does")
     if elsewhere:
-        notes.append(f"{named}: ids are those of tokenizer.json; files beside it give others: {_few(elsewhere)}")
+        notes.append(f"{named}: ids are those of tokenizer.json; files next to it have others: {_few(elsewhere)}")
     return notes, changes
 
 
 def beginning(library: Any, said: Said) -> str:
-    """A note where tokenizer_config.json and tokenizer.json disagree on what a prompt begins with; else empty."""
+    """Return a note if tokenizer_config.json and tokenizer.json disagree on the token that begins a prompt; else ""."""
     bos = said.names.get("bos_token")
     if said.begins is None or bos is None:
         return ""
@@ -132,7 +133,7 @@ def beginning(library: Any, said: Said) -> str:
     writes = first != library.encode("a", add_special_tokens=False).ids[:1]
     if said.begins and first != [library.token_to_id(bos)]:
         begins = library.id_to_token(first[0]) if writes else "nothing"
-        return f"prompts begin with: {begins} ({CONFIG} asks for {bos}, tokenizer.json does not write it)"
+        return f"prompts begin with: {begins} ({CONFIG} requests {bos}, but tokenizer.json does not write it)"
     if not said.begins and writes:
         return (f"prompts begin with: {library.id_to_token(first[0])} (tokenizer.json writes it, though {CONFIG} has "
                 f"add_bos_token=false)")
@@ -140,7 +141,7 @@ def beginning(library: Any, said: Said) -> str:
 
 
 def _of_templates(folder: Path, config: Mapping) -> list[str]:
-    """A note where two files have different chat templates."""
+    """Return a note if two files have different chat templates."""
     path, inside = folder / TEMPLATE, config.get("chat_template")
     if isinstance(inside, list):
         inside = next((one.get("template") for one in inside if isinstance(one, dict) and one.get("name") == "default"),
@@ -149,19 +150,19 @@ def _of_templates(folder: Path, config: Mapping) -> list[str]:
         return []
     text = files.attempted(path.read_bytes, f"{path} cannot be read", "let it be read")
     return [] if text.strip() == inside.encode(errors="surrogatepass").strip() else [
-        f"{TEMPLATE} is another chat template than that of {CONFIG}; the first is taken, as transformers does"]
+        f"{TEMPLATE} is another chat template than that of {CONFIG}; the first is used, as in transformers"]
 
 
 def _decoded(folder: Path, number: str, token) -> NamedToken:
     content = _content(token)
     if not content or not number.isdecimal():
-        raise ValueError(f"{folder / CONFIG}: added_tokens_decoder has {json.dumps({number: token})[:80]}, which is no "
-                         f"id with a token; fix it, or take it out")
+        raise ValueError(f"{folder / CONFIG}: added_tokens_decoder has {json.dumps({number: token})[:80]}, which does "
+                         f"not map an id to a token; fix it, or remove it")
     return NamedToken(content, CONFIG, int(number), _properties(token))
 
 
 def _listed(value) -> list:
-    """The tokens of a list, or of an object of further names."""
+    """Return the tokens of a list, or of an object of further names."""
     return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
@@ -170,7 +171,8 @@ def _properties(given) -> dict[str, bool]:
 
 
 def _bos_id(path: Path) -> int | None:
-    """bos_token_id of a model's config.json beside the tokenizer. A file that is none is not looked at."""
+    """Return bos_token_id of a model's config.json next to the tokenizer; None if there is none. A file that is no
+    model's config is ignored."""
     try:
         model = _read(path)
     except ValueError:
@@ -191,16 +193,16 @@ def _few(found: list[str]) -> str:
 
 def _object(path: Path, value) -> dict:
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: {json.dumps(value)[:80]} is no object; fix it, or take the file away")
+        raise ValueError(f"{path}: {json.dumps(value)[:80]} is no object; fix it, or remove the file")
     return value
 
 
 def _read(path: Path) -> dict:
-    """The object of a JSON file; empty if there is none."""
+    """Return the object of a JSON file; empty if there is no file."""
     if not path.is_file():
         return {}
     text = files.attempted(path.read_bytes, f"{path} cannot be read", "let it be read")
     try:
         return _object(path, json.loads(text))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON ({error}); fix it, or take it away") from None
+        raise ValueError(f"{path} cannot be read as JSON ({error}); fix it, or remove it") from None

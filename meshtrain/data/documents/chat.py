@@ -1,10 +1,10 @@
-"""Conversations as token ids, by a model folder's chat template (rendered in `rendering.py`), with a mask of those to
-learn.
+"""Encodes conversations as token ids by a model folder's chat template (rendered in `rendering.py`), with a mask of the
+ids to learn.
 
 The template writes everything, separators and ends of turns included; nothing is added. Text inside {% generation %}
 becomes a mask over ids, as in transformers; without the tag, an answer is the text that follows its generation prompt.
-The ids before an answer are those that `prompt` gives: where a token would cross from the prompt into the answer, the
-two are tokenized apart. Messages that contain names of special tokens are refused. This module knows no conversation
+The ids before an answer are those that `prompt` gives: if a token would cross from the prompt into the answer, the two
+are tokenized separately. Messages that contain names of special tokens are refused. This module knows no conversation
 files and no cache.
 """
 from __future__ import annotations
@@ -35,30 +35,30 @@ TEMPLATE_FILE, CONFIG_FILES = "chat_template.jinja", ("tokenizer_config.json", "
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LIMIT_S = 10.0          # CPU time per conversation
 LONGEST_S = 600.0       # wall time per reply: a stopped process, or a swapping machine, uses no CPU time
-MOST_CHARS = 1 << 24    # of a conversation's text
+MOST_CHARS = 1 << 24    # in a conversation's text
 MOST_REPLY_BYTES = 1 << 28
 BATCH = 128             # conversations per request
-UNWRITTEN = "unwritten"     # there are tool calls, and the template leaves them out
+UNWRITTEN = "unwritten"     # there are tool calls, but the template leaves them out
 
 
 class Conversation(NamedTuple):
-    """messages: as templates take them, each with a role. trained: of each, whether to learn it, if it is the
-    assistant's. tools: as templates take them, or None."""
+    """A conversation. messages: as templates take them, each with a role. trained: for each message, whether to learn
+    it if it is the assistant's. tools: as templates take them, or None."""
     messages: list[dict]
     trained: list[bool]
     tools: list | None = None
 
 
 class Encoded(NamedTuple):
-    """int32 ids [T], and bool mask [T], whether to learn each. notes: UNWRITTEN, or how prompt and answer part, as
-    chat_tokens.py has it."""
+    """An encoded conversation: int32 ids [T], and bool mask [T], whether to learn each id. notes: UNWRITTEN, or a
+    constant of chat_tokens.py on how prompt and answer were separated."""
     ids: np.ndarray
     mask: np.ndarray
     notes: tuple[str, ...] = ()
 
 
 class Fault(ValueError):
-    """A conversation that cannot be encoded: `index` among those given."""
+    """A conversation cannot be encoded. index: its number among the given ones."""
 
     def __init__(self, index: int, message: str):
         super().__init__(message)
@@ -82,7 +82,7 @@ class Template:
 
     @functools.cached_property
     def library(self) -> Any:
-        """tokenizers.Tokenizer that reads names of special tokens as these tokens; None for byte ids."""
+        """A tokenizers.Tokenizer that reads names of special tokens as these tokens; None for byte ids."""
         if isinstance(self.tokenizer, Bytes):
             return None
         library = import_extra("tokenizers", "a chat template").Tokenizer.from_str(self.tokenizer.library.to_str())
@@ -94,14 +94,14 @@ class Template:
 
     @functools.cached_property
     def tokenize(self) -> Callable[[Sequence[dict]], list[chat_tokens.Tokens]]:
-        """Tokenizes replies of the renderer."""
+        """A function that tokenizes replies of the renderer."""
         if self.library is None:
             return functools.partial(chat_tokens.of_bytes, self.tokenizer)
         return chat_tokens.Parted(self.library, self.tokenizer.path).tokenize
 
     @functools.cached_property
     def _special(self) -> tuple[re.Pattern | None, frozenset[int]]:
-        """(pattern of special tokens' names, ids of special tokens that other spellings become)."""
+        """(pattern of special tokens' names, ids of special tokens that also have other spellings)."""
         added = {} if self.library is None else self.library.get_added_tokens_decoder()
         special = {id: token for id, token in added.items() if token.special and token.content}
         names = sorted((token.content for token in special.values()), key=len, reverse=True)
@@ -115,19 +115,19 @@ class Template:
         return _Renderer(self)
 
     def check(self) -> None:
-        """Raises: ValueError if it is malformed, or needs an undefined token."""
+        """Check the template. Raises: ValueError if it is malformed, or needs an undefined token."""
         unknown = [name for name in SPECIAL_NAMES if name in self._renderer.names and name not in self.tokens]
         if unknown:
             raise ValueError(f"the chat template {self.path} writes {' and '.join(unknown)}, and no {CONFIG_FILES[0]} "
-                             f"beside the "
-                             f'tokenizer tells that; write it, e.g. {{"{unknown[0]}": "</s>"}}')
+                             f'next to the tokenizer defines it; write one, e.g. {{"{unknown[0]}": "</s>"}}')
 
 
 def open_template(tokenizer: Tokenizer, given: str = "", folders: Sequence[Path] = (), today: bool = False) -> Template:
-    """The template `given` (its file or a model folder); else of the tokenizer's folder, or the first of `folders`
-    with one: chat_template.jinja, else chat_template in tokenizer_config.json.
+    """Open a chat template: `given` (its file or a model folder); else that of the tokenizer's folder, or of the first
+    of `folders` that has one. In a folder it is chat_template.jinja, else chat_template in tokenizer_config.json.
+    today: use the current date.
 
-    Raises: ValueError if there is none, or it is malformed.
+    Raises: ValueError if there is none, or if it is malformed.
     """
     home = [Path(os.path.expanduser(tokenizer.path)).parent] if isinstance(tokenizer, TokenizerFile) else []
     places = [_local(given)] if given else [*home, *map(Path, folders)]
@@ -139,15 +139,15 @@ def open_template(tokenizer: Tokenizer, given: str = "", folders: Sequence[Path]
             template.check()
             return template
     if given:
-        raise ValueError(f"data.chat_template={given!r} is no file and holds no {TEMPLATE_FILE}, nor a chat_template "
-                         f"in {CONFIG_FILES[0]}; name a template of jinja, or a folder that has one")
-    looked = ", ".join(map(str, places)) or "no folder, as data.tokenizer names none"
+        raise ValueError(f"data.chat_template={given!r} is no file, and no folder with a {TEMPLATE_FILE} or with a "
+                         f"chat_template in {CONFIG_FILES[0]}; name a jinja template, or a folder that has one")
+    looked = ", ".join(map(str, places)) or "no folder, because data.tokenizer names none"
     raise ValueError(f"there is no chat template (looked in {looked}, for {TEMPLATE_FILE} and {CONFIG_FILES[0]}); "
                      "name its file as data.chat_template")
 
 
 def template_text(given: str, home: Path | None) -> str:
-    """The text of data.chat_template, else of the template in the folder `home`; "" if there is none.
+    """Return the text of data.chat_template, else of the template in the folder `home`; "" if there is none.
 
     Raises: ValueError if it cannot be read.
     """
@@ -157,9 +157,10 @@ def template_text(given: str, home: Path | None) -> str:
 
 
 def prompt(template: Template, messages: Sequence[dict], tools: list | None = None) -> np.ndarray:
-    """int32 ids [T] of a conversation up to the assistant's answer. messages: [{"role": …, "content": …}, …].
+    """Return the int32 ids [T] of a conversation up to the assistant's answer. messages: [{"role": …, "content": …},
+    …].
 
-    Raises: ValueError if the template refuses them, or one contains the name of a special token.
+    Raises: ValueError if the template refuses them, or if one contains the name of a special token.
     """
     conversation = Conversation(list(messages), [False] * len(messages), tools)
     _check_special(template, [conversation])
@@ -168,9 +169,9 @@ def prompt(template: Template, messages: Sequence[dict], tools: list | None = No
 
 
 def encode(template: Template, conversations: Sequence[Conversation], learn_all: bool = False) -> list[Encoded]:
-    """The ids of conversations, with masks: the assistant's trained messages, or everything with learn_all.
+    """Return the ids of conversations, with masks: the assistant's trained messages, or everything with learn_all.
 
-    Raises: Fault, for the first that cannot be encoded.
+    Raises: Fault for the first conversation that cannot be encoded.
     """
     _check_special(template, conversations)
     found = []
@@ -192,7 +193,7 @@ def _request(conversation: Conversation, trained: Sequence[bool] | None, wants_a
 
 
 def _check_special(template: Template, conversations: Sequence[Conversation]) -> None:
-    """Raises: Fault for a conversation that contains a special token's name."""
+    """Check the messages. Raises: Fault for a conversation that contains a special token's name."""
     pattern, respelled = template._special
     for index, conversation in enumerate(conversations):
         for text in _strings([conversation.messages, conversation.tools]) if pattern else ():
@@ -220,8 +221,8 @@ def _strings(value) -> Iterator[str]:
 
 
 def _local(given: str) -> Path:
-    """data.chat_template itself, or this host's copy of what is at an address: a file if its name has an ending, else a
-    folder. Raises: StorageError, a ValueError; FileSystemError."""
+    """Return the path of data.chat_template, or this host's copy for an address: a file if its name has a suffix, else
+    a folder. Raises: StorageError (a ValueError); FileSystemError."""
     if not addresses.is_remote(given):
         return Path(os.path.expanduser(given))
     place = addresses.parse(given)
@@ -233,7 +234,7 @@ def _local(given: str) -> Path:
 
 
 def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
-    """(template, its file), from a file or a folder. Raises: ValueError."""
+    """Return (template, its file) of a file or a folder; None if there is none. Raises: ValueError."""
     try:
         if place.is_file() and given:
             return place.read_text(encoding="utf-8"), place
@@ -241,7 +242,7 @@ def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
             return (place / TEMPLATE_FILE).read_text(encoding="utf-8"), place / TEMPLATE_FILE
     except OSError as error:
         raise files.judged(error, f"the chat template of {place} cannot be read",
-                           "fix it, or name another as data.chat_template") from None
+                           "fix it, or name another file as data.chat_template") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"the chat template of {place} cannot be read: {error}; fix it, or name another as "
                          "data.chat_template") from None
@@ -251,7 +252,7 @@ def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
         if not isinstance(named.get("default"), str):
             raise ValueError(f"{path} has chat templates of the names {', '.join(map(repr, named))}, and none is "
-                             f"'default'; write the one that is meant to a file, and name that as data.chat_template")
+                             f"'default'; write one of them to a file, and name the file as data.chat_template")
         found = named["default"]
     if found is not None and not isinstance(found, str):
         raise ValueError(f"{path}: chat_template is neither a string nor a list of {{name, template}}; name its file "
@@ -260,8 +261,8 @@ def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
 
 
 def _tokens(folder: Path) -> dict[str, str | None]:
-    """bos_token, eos_token, … of the tokenizer's config; None if explicitly absent. As in transformers
-    special_tokens_map.json wins where tokenizer_config.json has no added_tokens_decoder."""
+    """Return bos_token, eos_token, … of the tokenizer's config; None if explicitly absent. As in transformers,
+    special_tokens_map.json takes precedence if tokenizer_config.json has no added_tokens_decoder."""
     tokens, found = {}, [_config(folder / name) for name in CONFIG_FILES]
     for config in reversed(found) if "added_tokens_decoder" in found[0] else found:
         for token, value in config.items():
@@ -286,7 +287,7 @@ def _config(path: Path) -> dict:
 
 
 class _Renderer:
-    """The rendering process (`rendering.py`), started on demand, and restarted after a template ended it."""
+    """The rendering process (`rendering.py`). It is started on demand, and again after a template has ended it."""
 
     def __init__(self, template: Template):
         self.template, self._process, self._lock = template, None, threading.Lock()
@@ -309,12 +310,12 @@ class _Renderer:
                              "data.chat_template")
         if "fault" in reply:
             self._end()
-            raise ValueError(f"the chat template {self.template.path} is not one of jinja: {reply['fault']}; fix it, "
+            raise ValueError(f"the chat template {self.template.path} is not valid jinja: {reply['fault']}; fix it, "
                              f"or name another as data.chat_template")
         return reply
 
     def ask(self, requests: Sequence[dict], first: int = 0) -> list[dict]:
-        """A reply to each. first: index of the first request. Raises: Fault."""
+        """Return a reply to each request. first: index of the first request. Raises: Fault."""
         with self._lock:
             if self._process is None:
                 self._start()
@@ -345,7 +346,8 @@ class _Renderer:
             timer.cancel()
 
     def _read(self) -> dict | None:
-        """The next reply; None if the process ended, or was killed because of its time or the length of its reply."""
+        """Return the next reply; None if the process has ended, or was killed because its time or the length of its
+        reply was exceeded."""
         waits, from_here = select.poll(), 0
         waits.register(self._process.stdout)
         while (end := self._unread.find(b"\n", from_here)) < 0:
@@ -374,8 +376,8 @@ class _Renderer:
         process.communicate()
 
     def _ended(self) -> str:
-        """How the process ended by itself. Raises: RuntimeError if it was killed, for which the template is not to
-        blame."""
+        """Return how the process ended by itself. Raises: RuntimeError if it was killed for a reason other than the
+        template."""
         code = self._process.wait()     # it has closed its output
         self._end()
         if self._late:

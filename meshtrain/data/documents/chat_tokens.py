@@ -1,8 +1,8 @@
-"""Tokens of rendered conversations: which have characters of an answer, and where prompt and answer part.
+"""Tokens of rendered conversations: finds the tokens of an answer, and separates prompts from answers.
 
-A model is prompted with the tokens of the text before an answer. Where a token of the whole text would cross from there
-into the answer, the two are tokenized apart, so that the model learns from the tokens that it is prompted with. This
-module knows no templates and no conversations.
+A model is prompted with the tokens of the text before an answer. If a token of the whole text would cross from there
+into the answer, the two are tokenized separately, so that the model learns with the tokens that it is prompted with.
+This module knows no templates and no conversations.
 """
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ import numpy as np
 
 from meshtrain.data.documents.tokenizer import Bytes, using
 
-# Characters before an answer that are tokenized by themselves to see whether a token crosses into it. The first half
-# of them is context.
+# Number of characters before an answer that are tokenized by themselves to see whether a token crosses into it. The
+# first half of them is context.
 WINDOW = 256
-# How a prompt and its answer part, if not at a token's end by itself: tokenized apart; not so, as the tokenizer would
-# then write another text; the answers do not begin where the generation prompt ends.
+# How a prompt and its answer were separated if no token ended between them. APART: they were tokenized separately.
+# CROSSED: they were not, because the tokenizer would then write another text. ELSEWHERE: an answer does not begin where
+# its generation prompt ends.
 APART, CROSSED, ELSEWHERE = "apart", "crossed", "elsewhere"
 
 
 class Tokens(NamedTuple):
-    """ids: int32 [T]. of: (begin, end) of characters -> the tokens that have one of them. parting: "" or one of the
-    above."""
+    """The tokens of a text. ids: int32 [T]. of: (begin, end) of characters -> the tokens that have one of them.
+    parting: "" or one of the constants above."""
     ids: np.ndarray
     of: Callable[[int, int], slice]
     parting: str
 
 
 def of_bytes(tokenizer: Bytes, replies: Sequence[dict]) -> list[Tokens]:
-    """replies: of rendering.py, with their text, begins and elsewhere."""
+    """Return the byte tokens of texts. replies: of rendering.py, with text, begins and elsewhere."""
     encoded = tokenizer.encode([reply["text"] for reply in replies])
     return [Tokens(ids.astype(np.int32), functools.partial(_bytes_of, reply["text"]), _elsewhere(reply))
             for reply, ids in zip(replies, encoded)]
@@ -48,7 +49,7 @@ def _elsewhere(reply: dict) -> str:
 
 
 class _Offsets(NamedTuple):
-    """int32 ids [T], with the first character of each token, and that behind it, int64 [T] both."""
+    """int32 ids [T] with the offset of each token's first character and of the character after it, both int64 [T]."""
     ids: np.ndarray
     starts: np.ndarray
     stops: np.ndarray
@@ -57,24 +58,24 @@ class _Offsets(NamedTuple):
     @classmethod
     def read(cls, encoding) -> _Offsets:
         starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-        # ascending, also where a normalizer has moved characters
+        # ascending, even if a normalizer has moved characters
         starts, stops = np.minimum.accumulate(starts[::-1])[::-1], np.maximum.accumulate(stops)
         return cls(np.array(encoding.ids, np.int32), starts, stops)
 
     def of(self, begin: int, end: int) -> slice:
-        """The tokens that have one of the characters begin..end-1: a character may have several."""
+        """Return the tokens that have one of the characters begin..end-1. A character may have several tokens."""
         return slice(np.searchsorted(self.stops, begin, side="right"), np.searchsorted(self.starts, end))
 
 
 class Parted:
-    """Tokenizes texts so that prompts and answers part at a token's end. library: tokenizers.Tokenizer; path: its
+    """Tokenizes texts so that a token ends between a prompt and its answer. library: tokenizers.Tokenizer. path: of its
     file."""
 
     def __init__(self, library: Any, path: str):
         self.library, self.path = library, path
 
     def tokenize(self, replies: Sequence[dict]) -> list[Tokens]:
-        """replies: as `of_bytes`. Raises: ValueError."""
+        """Return the tokens of texts. replies: as in `of_bytes`. Raises: ValueError."""
         found = self._encode(self.library, [reply["text"] for reply in replies])
         for number, begins in enumerate(self._crossings(replies, found)):
             if begins:
@@ -86,7 +87,8 @@ class Parted:
             return [_Offsets.read(one) for one in library.encode_batch(list(texts), add_special_tokens=False)]
 
     def _crossings(self, replies: Sequence[dict], found: Sequence[_Offsets]) -> list[list[int]]:
-        """Of each text the beginnings of answers before which it has other tokens than the text that ends there."""
+        """Return, for each text, the beginnings of answers before which its tokens differ from those of the text that
+        ends there."""
         places = [(number, begin) for number, reply in enumerate(replies) for begin in reply["begins"]]
         before = self._encode(self.library, [replies[number]["text"][max(0, begin - WINDOW):begin]
                                              for number, begin in places])
@@ -100,8 +102,8 @@ class Parted:
         return crossings
 
     def _part(self, text: str, begins: Sequence[int], whole: _Offsets) -> _Offsets:
-        """The tokens of a text in which none crosses `begins`, ascending; `whole` where the tokenizer would then write
-        another text, with a space before each part, say."""
+        """Return the tokens of a text in which no token crosses `begins` (ascending). Return `whole` if the tokenizer
+        would then write another text, e.g. with a space before each part."""
         mark, library = self._dividing
         pieces = [text[begin:end] for begin, end in zip([0, *begins], [*begins, len(text)])]
         (found,) = self._encode(library, [mark.join(pieces)])
@@ -112,9 +114,9 @@ class Parted:
 
     @functools.cached_property
     def _dividing(self) -> tuple[str, Any]:
-        """(a text that no conversation has, the library that divides texts there and leaves it out)."""
+        """(a text that no conversation has, a library that divides texts there and leaves it out)."""
         from tokenizers import Tokenizer, pre_tokenizers
-        # Unicode's noncharacters: no letters or spaces, and nothing to a normalizer.
+        # Unicode's noncharacters are no letters or spaces, and normalizers keep them.
         mark = "".join(chr(0xFDD0 + secrets.randbelow(32)) for _ in range(16))
         library = Tokenizer.from_str(self.library.to_str())
         library.encode_special_tokens = False

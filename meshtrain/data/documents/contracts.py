@@ -1,7 +1,7 @@
-"""Interfaces of the data: a Source has documents, which packing reads; Batches are what a run trains on.
+"""Interfaces of the data. A Source has documents, which packing reads; Batches are what a run trains on.
 
-A new file format is a new Source; a new way to make sequences is a new Batches. The loop and the checkpoint use only
-these. Both are structural types (Protocol).
+A new file format is a new Source; a new way to make sequences is a new Batches. The training loop and the checkpoint
+use only these. Both are structural types (Protocol).
 """
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import numpy as np
 
 Batch = dict[str, np.ndarray]
 Rows = slice | Sequence[int] | np.ndarray | None
-RUNS = 1 << 20              # at most; e.g. 96 documents each at 10**8 of them
+RUNS = 1 << 20              # maximum number of runs; 10**8 documents give runs of 96
 
 
 def run_length(documents: int) -> int:
-    """Number of neighbouring documents that are shuffled as one."""
+    """Return the number of neighbouring documents that are shuffled as one run."""
     return max(1, -(-documents // RUNS))
 
 
 def totals(num_documents: int, ends: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Source.totals, int64 [runs], by one strided pass over Source.ends."""
+    """Return Source.totals, int64 [runs], by one strided pass over Source.ends."""
     run = run_length(num_documents)
     last = np.minimum(np.arange(run - 1, num_documents + run - 1, run), num_documents - 1)
     return np.diff(ends(last), prepend=0)
 
 
 class Source(Protocol):
-    """Documents of tokens, in the same order on every host and in every run. Called from several threads at once.
+    """Documents of tokens, in the same order on every host and in every run. Several threads may call it at once.
 
-    Document ends may be a file of any size: read by gathers, never held. Optional attributes: `complete`, true if
-    documents contain everything a model reads (conversations): no separator or end is added, and their first token, at
-    -1 and not counted, takes the separator's place; `masked`, true if there is `mask(document, start, stop)`, like
-    `read`: whether each token is a target; None: all are; and `byte_totals`, as `totals`, but UTF-8 bytes of the
-    documents' text, before it was tokenized; None: unknown.
+    Document ends may be a file of any size: they are read by gathers and never held in memory. Optional attributes:
+    `complete`: documents contain everything that a model reads (conversations), so no separator or end is added. Their
+    first token, at index -1 and not counted, takes the separator's place. `masked`: there is `mask(document, start,
+    stop)`, like `read`: whether each token is a target; None: all are. `byte_totals`: like `totals`, but UTF-8 bytes of
+    the documents' text before tokenizing; None: unknown.
     """
 
     @property
@@ -46,23 +46,24 @@ class Source(Protocol):
         """int64 [runs]: tokens of each run of run_length(num_documents) neighbours; the last run may be shorter."""
 
     def ends(self, documents: np.ndarray) -> np.ndarray:
-        """int64, shaped as documents: the end of each, in tokens from the start of the source, without separators."""
+        """Return the end of each document, int64, shaped as documents: in tokens from the start of the source, without
+        separators."""
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Integers [stop - start]: the document's tokens start..stop-1."""
+        """Return the document's tokens start..stop-1: integers [stop - start]."""
 
 
 class ValidationSet(Protocol):
-    """The held-out documents of one source, each token once, in their own order."""
-    name: str           # of the source in its mixture; "" if there is one
-    weight: float       # in the validation loss of all sources; they add up to 1
+    """The held-out documents of one source; each token occurs once, in the source's own order."""
+    name: str           # of the source in its mixture; "" if it is the only one
+    weight: float       # in the validation loss of all sources; the weights add up to 1
 
     @property
     def num_batches(self) -> int: ...
 
     def batch(self, i: int, rows: Rows = None) -> Batch:
-        """Rows of batch i, shaped as a training batch. The last is padded, perhaps by whole rows, so means must be
-        weighted by the number of targets. Raises: IndexError."""
+        """Return rows of batch i, shaped as a training batch. The last batch is padded, perhaps by whole rows, so means
+        must be weighted by the number of targets. Raises: IndexError."""
 
 
 class Batches(Protocol):
@@ -81,19 +82,19 @@ class Batches(Protocol):
     validation: Sequence[ValidationSet]     # () for none
 
     def batch(self, n: int, rows: Rows = None) -> Batch:
-        """The rows of training batch n (from 0). Raises: IndexError."""
+        """Return rows of training batch n (from 0). Raises: IndexError."""
 
     def tokens(self, batches: int) -> int:
-        """Tokens in the run's first `batches` batches, whatever their sizes were."""
+        """Return the number of tokens in the run's first `batches` batches, whatever their sizes were."""
 
     def position(self, batches: int) -> dict:
-        """The position of each source after the run's first `batches` batches: JSON for the checkpoint, used on a
-        resume."""
+        """Return the position of each source after the run's first `batches` batches: JSON for the checkpoint, used on
+        a resume."""
 
 
 def iterate(data: Batches, start: int, rows: Rows = None, prefetch: int = 4) -> Iterator[Batch]:
-    """Training batches start, start + 1, …, endless; threads prefetch `prefetch` of them (0: none) until it is
-    closed."""
+    """Yield training batches start, start + 1, … without end. Threads prefetch `prefetch` of them (0: none) until the
+    iterator is closed."""
     # grain prefetches in threads, in order, and passes exceptions on. Shuffling, sharding and packing are ours: its
     # shuffle and packing hold an index or run through the data, without random access to batch n.
     import grain  # takes a second, and `inspect` reads no data

@@ -1,8 +1,8 @@
-"""Conversations in JSON lines or rows of a table: messages, ShareGPT's conversations, or prompt and completion,
-recognized by their keys.
+"""Reads conversations from JSON lines or rows of a table: messages, ShareGPT's conversations, or prompt and completion.
+The keys decide which of these a line is.
 
-Messages reach the template in one form, whatever a data set's own is: a key that is null is as absent, an empty list of
-tool calls too, and what is a string of JSON (arguments of a call, tools, messages) is parsed. Every fault is a
+Messages reach the template in one form, whatever the form of the data set. A key that is null counts as absent, and so
+does an empty list of tool calls. A string of JSON (arguments of a call, tools, messages) is parsed. Every fault is a
 ValueError with file, line and remedy.
 """
 from __future__ import annotations
@@ -19,19 +19,19 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool",
                   "function_call": "assistant"}
 USER, ASSISTANT = "user", "assistant"
-COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "system", "tools")   # of a line
+COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "system", "tools")   # keys read
 BATCH_CHARS, BATCH_LINES = 1 << 22, 1 << 10     # encoded at a time
-VERSION = 2     # of what the functions here and in chat.py make of a line; a change invalidates older caches
+VERSION = 2     # of the result of the functions here and in chat.py; a change invalidates older caches
 NULLS = "nulls"
-# What is told of a file. where: the number of conversations, and the place of the first.
+# Messages about a file. where: the number of conversations, and the place of the first.
 NOTES = {
     chat_tokens.APART:
-        "in {where} a token would cross from a prompt into its answer; the two are tokenized apart there, as they are "
-        "when the model answers",
+        "in {where} a token would cross from a prompt into its answer; the two are tokenized separately there, as they "
+        "are when the model answers",
     chat_tokens.CROSSED:
-        "in {where} a token crosses from a prompt into its answer, and {tokenizer} cannot tokenize the two apart "
-        "without writing another text: the model is prompted with other tokens than it learns; let the chat template's "
-        "generation prompt end with a special token or a new line",
+        "in {where} a token crosses from a prompt into its answer, but {tokenizer} cannot tokenize the two separately "
+        "without changing the text, so the model is prompted with other tokens than it learns; end the chat template's "
+        "generation prompt with a special token or a new line",
     chat_tokens.ELSEWHERE:
         "in {where} an answer's {{% generation %}} does not begin where the generation prompt of {template} ends, so "
         "prompts differ from training; fix the template, or set data.chat_template to another",
@@ -39,27 +39,27 @@ NOTES = {
         "in {where} there are tool calls, which {template} does not render: answers are trained without them; set "
         "data.chat_template to one that renders them",
     NULLS:
-        "in {where} the arguments of a tool call have a null, and the model is trained on it; remove such keys if a "
-        "table with the keys of all calls has added them",
+        "in {where} the arguments of a tool call have a null, and the model is trained on it; remove these keys if "
+        "they come from a table that has the keys of all calls",
 }
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chats:
-    """How conversations become tokens. learn_all: learn more than the assistant's messages. pairs: a line holds two,
-    chosen and rejected."""
+    """How conversations become tokens. learn_all: learn all messages, not only the assistant's. pairs: a line holds two
+    conversations, chosen and rejected."""
     template: Template
     learn_all: bool
     pairs: bool = False
 
     @property
     def key(self) -> str:
-        """Equal for two that give the same tokens and masks."""
+        """Equal for two objects that give the same tokens and masks."""
         return f"{self.template.key}-{VERSION}-{'pairs' if self.pairs else 'all' if self.learn_all else 'assistant'}"
 
     def read(self, path: str, tell: Callable[[str], None] = print) -> Iterator[tuple[list[Encoded], int]]:
-        """Batches of conversations of a file of JSON lines, Parquet or Arrow, with the bytes read so far. tell: reports
-        what is not learned as it was written. Raises: ValueError."""
+        """Yield (a batch of encoded conversations, bytes read so far) of a file of JSON lines, Parquet or Arrow. tell:
+        receives notes on what is learned otherwise than it was written. Raises: ValueError."""
         batch, places, chars, notes = [], [], 0, {}
         with formats.reading(path):
             example = '{"prompt": "…", "chosen": "…", "rejected": "…"}' if self.pairs else '{"messages": […]}'
@@ -98,7 +98,8 @@ class Chats:
 
 
 def parse(line: dict, learn_all: bool = False) -> Conversation:
-    """The conversation in a JSON object. learn_all: learn all of it; no answer is required. Raises: ValueError."""
+    """Return the conversation in a JSON object. learn_all: learn all of it; no answer is required. Raises: ValueError.
+    """
     line = _without_nulls(line)
     if "messages" in line:
         messages = read_messages(line["messages"], "messages")
@@ -111,9 +112,10 @@ def parse(line: dict, learn_all: bool = False) -> Conversation:
         keys = ", ".join(map(repr, list(line)[:8])) or "none"
         raise ValueError(f"is no conversation (its keys: {keys}); give it messages, conversations, or prompt and "
                          f"completion")
+    # for each message, whether to learn it
     trained = [_weight(message, i) for i, message in enumerate(messages)]
     if "messages" not in line and "conversations" not in line:
-        trained[:len(prompt)] = [False] * len(prompt)      # answers in a prompt are given
+        trained[:len(prompt)] = [False] * len(prompt)      # answers in a prompt are not learned
     system = _system(line, messages)
     messages, trained = system + messages, [True] * len(system) + trained
     if not learn_all and not any(wanted and message["role"] == ASSISTANT for message, wanted in zip(messages, trained)):
@@ -124,10 +126,10 @@ def parse(line: dict, learn_all: bool = False) -> Conversation:
 
 
 def parse_pair(line: dict) -> list[Conversation]:
-    """The chosen and the rejected conversation. Raises: ValueError.
+    """Return the chosen and the rejected conversation of a line. Raises: ValueError.
 
-    Answers are texts or messages after a prompt; or both are whole conversations, whose common prefix is the prompt,
-    which may be repeated separately.
+    Answers are texts or messages that follow a prompt. Or both are whole conversations: then their common prefix is the
+    prompt, which may also be given separately.
     """
     line = _without_nulls(line)
     if not {"chosen", "rejected"} <= line.keys():
@@ -141,8 +143,8 @@ def parse_pair(line: dict) -> list[Conversation]:
         shared = alike.index(False) if False in alike else len(alike)
         given, prompt = prompt, answers[0][:shared]
         if given and prompt[-len(given):] != given:
-            raise ValueError("has whole conversations as answers that do not begin with its prompt; fix it, or leave "
-                             "the prompt out")
+            raise ValueError("has whole conversations as answers, but they do not begin with its prompt; fix it, or "
+                             "leave the prompt out")
         answers, learned = ([one[shared:] for one in both] for both in (answers, learned))
     elif not prompt:
         raise ValueError("has no prompt; add one, or give whole conversations as chosen and rejected")
@@ -158,19 +160,19 @@ def parse_pair(line: dict) -> list[Conversation]:
 
 
 def _system(line: dict, messages: list[dict]) -> list[dict]:
-    """The line's own system message, unless the messages begin with one."""
+    """Return the line's own system message; none if the messages begin with one."""
     text = line.get("system")
     given = isinstance(text, str) and text and messages[0]["role"] != "system"
     return [{"role": "system", "content": text}] if given else []
 
 
 def read_tools(line: dict) -> list | None:
-    """The tools of a line, as templates take them. Raises: ValueError."""
+    """Return the tools of a line, as templates take them. Raises: ValueError."""
     tools = line.get("tools")
     if isinstance(tools, str):
         tools = _of_json(tools, "tools", "[") if tools.strip() not in ("", "null") else None
     if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"has tools that are no list, but {_short(tools)}; give a list of their schemas, or none")
+        raise ValueError(f"has tools that are no list, but {_short(tools)}; give a list of schemas, or no tools")
     return [_tool(one, f"tools[{i}]") for i, one in enumerate(tools or ())] or None
 
 
@@ -185,7 +187,7 @@ def _tool(value, place: str) -> dict:
 
 
 def read_messages(value, key: str) -> list[dict]:
-    """A list of messages, or a string of JSON that is one, as templates take them. key: of the list, for errors.
+    """Return a list of messages as templates take them, from a list or a string of JSON. key: of the list, for errors.
     Raises: ValueError."""
     if isinstance(value, str):
         value = _of_json(value, key, "[")
@@ -196,7 +198,7 @@ def read_messages(value, key: str) -> list[dict]:
 
 
 def _turns(line: dict, key: str, role: str) -> list[dict]:
-    """Messages, or one from a text."""
+    """Return the messages of a key; a text becomes one message of `role`."""
     if isinstance(line[key], str):
         return [_message({"role": role, "content": line[key]}, key)]
     return read_messages(line[key], key)
@@ -214,7 +216,7 @@ def _message(value, place: str) -> dict:
         known = [*ROLES, *SHAREGPT_ROLES] if names[0] == "from" else ROLES
         near = difflib.get_close_matches(str(role), known, n=1)
         raise ValueError(f"{place} has the {names[0]} {_short(value.get(names[0]))}; "
-                         + (f"did you mean {near[0]!r}? " if near else "") + f"Known are {', '.join(known)}")
+                         + (f"did you mean {near[0]!r}? " if near else "") + f"Known names: {', '.join(known)}")
     # Templates read role and content: ShareGPT's keys overwrite them.
     others = {name: one for name, one in value.items() if name not in (*names, "role", "content")}
     if "tool_calls" in others:
@@ -226,8 +228,8 @@ def _message(value, place: str) -> dict:
 
 
 def _calls(value, place: str) -> list[dict]:
-    """Tool calls, OpenAI's {"function": {"name", "arguments"}} or bare {"name", "arguments"}, with objects as
-    arguments."""
+    """Return tool calls with objects as arguments. Accepted are OpenAI's {"function": {"name", "arguments"}} and bare
+    {"name", "arguments"}."""
     if isinstance(value, str):
         value = _of_json(value, place, "[") if value.strip() not in ("", "null") else []
     if not isinstance(value, list):
@@ -243,7 +245,7 @@ def _calls(value, place: str) -> list[dict]:
 
 
 def _called(value, place: str) -> dict:
-    """A function's name and arguments, an object."""
+    """Return a function call with its arguments as an object."""
     value = _object(value, place)
     if "arguments" in value or "parameters" not in value:
         value["arguments"] = _object(value.get("arguments", {}), f"{place} arguments", whole=True)
@@ -251,7 +253,8 @@ def _called(value, place: str) -> dict:
 
 
 def _object(value, place: str, whole: bool = False) -> dict:
-    """A copy of an object, or that in a string of JSON, without its keys that are null; with all of them if whole."""
+    """Return a copy of an object, or of the object in a string of JSON. Keys that are null are left out, unless
+    `whole`."""
     found = _of_json(value, place, "{") if isinstance(value, str) else value
     if not isinstance(found, dict):
         raise ValueError(f"{place}: {_short(value)} is no object; give one, or a string of JSON that is one")
@@ -259,7 +262,7 @@ def _object(value, place: str, whole: bool = False) -> dict:
 
 
 def _of_json(text: str, place: str, begin: str):
-    """The value in a string of JSON; `text` where it does not even begin with `begin`. Raises: ValueError."""
+    """Return the value in a string of JSON; return `text` if it does not begin with `begin`. Raises: ValueError."""
     if not text.lstrip().startswith(begin):
         return text
     try:
@@ -297,13 +300,13 @@ def _content(value, name: str, place: str, others: dict):
 
 
 def _weight(message: dict, number: int) -> bool:
-    """Whether to learn a message, if it is the assistant's: by "weight", and "train" as axolotl's data has it."""
+    """Return whether to learn a message, if it is the assistant's: by "weight", or by "train" as in axolotl's data."""
     wanted = True
     for name in ("weight", "train"):
         value = message.pop(name, 1)
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
-            raise ValueError(f"message {number} (from 0) has the {name} {_short(value)}; give 1 or true, or 0 or false "
-                             f"for context only")
+            raise ValueError(f"message {number} (from 0) has the {name} {_short(value)}; give 1 or true to learn it, "
+                             f"or 0 or false to use it only as context")
         wanted &= bool(value)
     return wanted
 

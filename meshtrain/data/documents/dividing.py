@@ -1,7 +1,7 @@
-"""Divides texts into documents at a marker, and counts the names of special tokens that texts hold.
+"""Divides texts into documents at a marker, and counts the names of special tokens in texts.
 
-Many corpora are one file whose documents are separated by the name of a token, e.g. <|endoftext|>. For a tokenizer of
-documents (tokenizer.py) that name is ordinary characters, so that the file is one document unless it is divided.
+Many corpora are one file whose documents are separated by the name of a token, e.g. <|endoftext|>. A tokenizer of
+documents (tokenizer.py) reads that name as ordinary characters, so the file is one document unless it is divided.
 """
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ NAMES_TOLD = 4
 
 def divided(pieces: Iterator[TextPiece], marker: str,
             count: Callable[[int], None] = lambda divisions: None) -> Iterator[TextPiece]:
-    """The documents, divided at every `marker`, which is removed. Documents of white space alone are left out. count:
-    takes the number of divisions, now and then."""
-    held, begun = "", False     # held: a beginning of the marker, or white space; begun: of the document is given
+    """Yield the documents, divided at every `marker`, which is removed. Documents that are only white space are left
+    out. count: receives the number of new divisions after each piece."""
+    held, begun = "", False     # held: a beginning of the marker, or white space; begun: a part was yielded
     for piece in pieces:
         *whole, held = (held + piece.text).split(marker)
         count(len(whole))
@@ -42,8 +42,8 @@ def divided(pieces: Iterator[TextPiece], marker: str,
 
 
 class Markers:
-    """What texts hold that are tokenized: names of special tokens, which are ordinary characters there, and the marker
-    at which documents are divided (data.split_at; empty: nowhere)."""
+    """Divides the documents of texts at a marker (data.split_at; empty: nowhere), and counts the names of special
+    tokens in them, which are ordinary characters there."""
 
     def __init__(self, tokenizer: Tokenizer, marker: str):
         self.marker, self.num_files, self.divisions = marker, 0, 0
@@ -52,12 +52,13 @@ class Markers:
         alike: dict[str, list[str]] = collections.defaultdict(list)
         for name in sorted({one.content for one in names if one.special and len(one.content) >= SHORTEST_NAME}):
             alike[name[:2]].append(name[2:])
-        # Longest first, behind what they have in common: a text without that is passed at the speed of memory.
+        # Names by their first two characters, the longest first: a text without these is passed at memory speed.
         self._patterns = {begin: re.compile(re.escape(begin) + "(?:" + "|".join(
             map(re.escape, sorted(rests, key=len, reverse=True))) + ")") for begin, rests in alike.items()}
 
     def documents(self, path: str, pieces: Iterator[TextPiece]) -> Iterator[TextPiece]:
-        """The documents of a file, divided where there is a marker; the names in them are counted."""
+        """Yield the documents of a file, divided at the marker if there is one. Names of special tokens in them are
+        counted."""
         self.num_files += 1
         for piece in divided(pieces, self.marker, self._count) if self.marker else pieces:
             for begin, pattern in self._patterns.items():
@@ -69,7 +70,7 @@ class Markers:
         self.divisions += divisions
 
     def tell(self, tell: Callable[[str], None]) -> None:
-        """Say what was found."""
+        """Report what was found. tell: prints a line."""
         if self.found:
             path, *more = self.found
             counts = sum(self.found.values(), collections.Counter()).most_common()

@@ -1,9 +1,9 @@
-"""Streams the documents of a file in order: text (the file), JSON lines (a line), Parquet and Arrow (a row); and rows
-of the last three as objects.
+"""Streams the documents of a file in order. A document is a text file, a JSON line, or a row of Parquet or Arrow. Rows
+of the last three can also be read as objects.
 
-A document comes in pieces of at most some million characters, and a JSON line or a value of a table has at most
-LINE_BYTES, which bounds the tokenizer's memory for any file. Every fault of a file is a ValueError with file, place and
-remedy. This module knows no tokens.
+A document comes in pieces of at most some million characters. A JSON line or a value of a table has at most LINE_BYTES,
+which bounds the tokenizer's memory for any file. Every fault of a file is a ValueError with file, place and remedy.
+This module knows no tokens.
 """
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from typing import BinaryIO, NamedTuple, TextIO
 from meshtrain import files
 from meshtrain.data.documents.tokenizer import import_extra
 
-# Longer documents are tokenized in pieces, cut at a newline if possible: bounds memory and time, and loses one merge
-# across the cut per million characters.
+# Longer documents are tokenized in pieces, cut at a newline if possible. This bounds memory and time, and loses one
+# merge across the cut per million characters.
 PIECE_CHARS = 1 << 20
-LINE_BYTES = 1 << 28     # of a JSON line, which takes some 6 times its size as text and object
+LINE_BYTES = 1 << 28     # maximum of a JSON line, which takes some 6 times its size as text and object
 COMPRESSED = (".gz", ".zst")
 ARROW_MAGIC, ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 TABLE_BEGINS = {b"PAR1": "parquet", ARROW_MAGIC[:4]: "arrow", ARROW_END[:4]: "arrow"}
-# Of other files than lines of text: (what they are, what to do).
+# First bytes of files that are no lines of text -> (what they are, what to do).
 OTHERS = {b"PAR1": ("a Parquet file", 'set data.source="parquet"'),
           ARROW_MAGIC[:4]: ("an Arrow file", 'set data.source="arrow"'),
           ARROW_END[:4]: ("an Arrow file", 'set data.source="arrow"'),
@@ -40,12 +40,13 @@ OTHERS = {b"PAR1": ("a Parquet file", 'set data.source="parquet"'),
           b"\xfd7zXZ": ("compressed with xz", "compress it with gzip or zstd instead"),
           b"PK\x03\x04": ("a zip archive", "unpack it"),
           b"\xff\xfe": ("UTF-16", "convert it to UTF-8"), b"\xfe\xff": ("UTF-16", "convert it to UTF-8"),
-          b"version https://git-lfs": ("a pointer of Git LFS, and the file itself is not here",
+          b"version https://git-lfs": ("a pointer of Git LFS, but the file itself is not here",
                                        "fetch it with git lfs pull")}
 TABLE_NAMES = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
-ROWS = 64       # of a table turned into objects at a time
-# Of Parquet decoded at a time. A value that a dictionary holds once is as long in each row: of a file of 500 bytes a
-# thousand rows can be gigabytes. 8 rows cost 1 us a row more than a thousand, and 1 row 10 us.
+ROWS = 64       # rows of a table turned into objects at a time
+# Rows of Parquet decoded at a time. A long value that a dictionary holds once is repeated in each row, so a thousand
+# rows of a file of 500 bytes can take gigabytes. Compared with a thousand rows at a time, 8 cost 1 us more a row, and
+# 1 costs 10 us more.
 PARQUET_ROWS = 8
 
 
@@ -56,7 +57,8 @@ class TextPiece(NamedTuple):
 
 
 def read(format: str, path: str, field: str) -> Iterator[TextPiece]:
-    """The documents of a file; format: text, jsonl, parquet or arrow. Raises: ValueError for a faulty file."""
+    """Yield the documents of a file. format: text, jsonl, parquet or arrow. field: the key or column of the text.
+    Raises: ValueError for a faulty file."""
     reader = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet, "arrow": read_arrow}[format]
     with reading(path):
         yield from reader(path) if format == "text" else reader(path, field)
@@ -71,7 +73,7 @@ def reading(path: str) -> Iterator[None]:
 
 
 def read_text(path: str) -> Iterator[TextPiece]:
-    """The whole file. As in `read_jsonl`, names in .gz and .zst are decompressed."""
+    """Yield the whole file as one document. As in `read_jsonl`, files named .gz or .zst are decompressed."""
     with open(path, "rb") as raw, _decompress(path, raw) as packed, \
             io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as file:
         try:
@@ -87,14 +89,15 @@ def read_text(path: str) -> Iterator[TextPiece]:
 
 
 def read_jsonl(path: str, field: str) -> Iterator[TextPiece]:
-    """One object per line; blank lines are skipped."""
+    """Yield one document per line, which is an object. Blank lines are skipped."""
     for number, value, position in read_objects(path, f'{{"{field}": "…"}}'):
         for part, last in _cut_text(_text_of(path, number, value, field)):
             yield TextPiece(part, last, position)
 
 
 def read_objects(path: str, example: str) -> Iterator[tuple[int, dict, int]]:
-    """(line number, object, bytes of the file read so far) of JSON lines. example: of an object, for errors."""
+    """Yield (line number, object, bytes of the file read so far) of JSON lines. example: an object, for error messages.
+    """
     with open(path, "rb") as raw, _decompress(path, raw) as lines:
         number = 0
         while True:
@@ -108,11 +111,11 @@ def read_objects(path: str, example: str) -> Iterator[tuple[int, dict, int]]:
 
 
 def read_rows(path: str, example: str, columns: Sequence[str] = ()) -> Iterator[tuple[str, dict, int]]:
-    """(place, object, bytes of the file read so far) of a file's rows: JSON lines, or a table in Parquet or Arrow,
-    which its first bytes or its name tell.
+    """Yield (place, object, bytes of the file read so far) of a file's rows: JSON lines, or a table in Parquet or
+    Arrow. The first bytes or the name of the file decide which it is.
 
-    A table has no absent keys: what is null in a struct or a column is left out of the object. columns: to read of a
-    table; (): all. example: as `read_objects`. Raises: ValueError for a faulty file.
+    A table has no absent keys, so a null in a struct or a column is left out of the object. columns: to read of a
+    table; (): all. example: as in `read_objects`. Raises: ValueError for a faulty file.
     """
     with open(path, "rb") as file:
         kind = TABLE_BEGINS.get(file.read(4)) or TABLE_NAMES.get(os.path.splitext(path)[1])
@@ -137,17 +140,18 @@ def read_rows(path: str, example: str, columns: Sequence[str] = ()) -> Iterator[
 
 
 def read_parquet(path: str, field: str) -> Iterator[TextPiece]:
-    """One document per row. A null is an error, as in JSON lines: it must not be dropped silently."""
+    """Yield one document per row. A null is an error, as in JSON lines, because it must not be dropped silently."""
     return _read_texts(path, field, _parquet_batches)
 
 
 def read_arrow(path: str, field: str) -> Iterator[TextPiece]:
-    """As `read_parquet`, of Arrow's IPC, as a stream (as the datasets library saves) or as a file (Feather)."""
+    """As `read_parquet`, for Arrow's IPC, as a stream (as the datasets library saves it) or as a file (Feather)."""
     return _read_texts(path, field, _arrow_batches)
 
 
 def _parquet_batches(path: str, choose: Callable) -> Iterator[tuple]:
-    """(record batch of the columns that `choose` takes of the schema, position of the file after so many rows)."""
+    """Yield (record batch with the columns that choose(schema) returns, a function from rows to the position in the
+    file)."""
     pyarrow = import_extra("pyarrow", f"the Parquet file {path}")
     parquet = import_extra("pyarrow.parquet", f"the Parquet file {path}")
     size = os.stat(path).st_size
@@ -161,17 +165,17 @@ def _parquet_batches(path: str, choose: Callable) -> Iterator[tuple]:
 
 
 def _arrow_batches(path: str, choose: Callable) -> Iterator[tuple]:
-    """As `_parquet_batches`."""
+    """As `_parquet_batches`, for Arrow."""
     pyarrow = import_extra("pyarrow", f"the Arrow file {path}")
     ipc = import_extra("pyarrow.ipc", f"the Arrow file {path}")
     with open(path, "rb") as file:
         streamed = file.read(len(ARROW_MAGIC)) != ARROW_MAGIC
         if streamed and file.seek(0, os.SEEK_END) >= len(ARROW_END):
             file.seek(-len(ARROW_END), os.SEEK_END)
-            # The library accepts a stream truncated between two batches.
+            # The library accepts a stream that was truncated between two batches.
             if file.read() != ARROW_END:
                 _check_kind(path, "an Arrow file")
-                raise ValueError(f"{path} is not a whole Arrow file: it does not end as a stream of Arrow does; write "
+                raise ValueError(f"{path} is not a whole Arrow file: the end of the stream is missing; write "
                                  f"it again or take it out of data.paths")
     with _not_whole(path, "Arrow", pyarrow), pyarrow.memory_map(path) as raw:
         file = ipc.open_stream(raw) if streamed else ipc.open_file(raw)
@@ -191,14 +195,14 @@ def _not_whole(path: str, what: str, pyarrow) -> Iterator[None]:
         reason = str(error).splitlines()[0].rstrip(".")
         _check_kind(path, f"a{'n' * (what == 'Arrow')} {what} file")
         if isinstance(error, pyarrow.ArrowNotImplementedError):
-            raise ValueError(f"{path} cannot be read by pyarrow {pyarrow.__version__}: {reason}; write it again in "
-                             f"types that it reads") from None
+            raise ValueError(f"{path} cannot be read by pyarrow {pyarrow.__version__}: {reason}; write it again with "
+                             f"types that pyarrow reads") from None
         raise ValueError(f"{path} is not a whole {what} file: {reason}; write it again or take it out of "
                          f"data.paths") from None
 
 
 def _read_texts(path: str, field: str, batches: Callable) -> Iterator[TextPiece]:
-    """The texts of a column, or of a struct's field, "meta.text"."""
+    """Yield the texts of a column, or of a struct's field, e.g. "meta.text"."""
     names: list[str] = []
 
     def choose(schema) -> list[str]:
@@ -218,8 +222,8 @@ def _read_texts(path: str, field: str, batches: Callable) -> Iterator[TextPiece]
             if text is None:
                 raise fault(path, _row(row), f"is null in column {field!r}", "drop such rows, or write empty strings")
             if len(text) > LINE_BYTES:
-                raise fault(path, _row(row), f"has {len(text):,} characters in column {field!r}, and at most "
-                            f"{LINE_BYTES:,} are read", "divide it into several rows")
+                raise fault(path, _row(row), f"has {len(text):,} characters in column {field!r}, but the limit is "
+                            f"{LINE_BYTES:,}", "divide it into several rows")
             row += 1
             for part, last in _cut_text(text):
                 yield TextPiece(part, last, position(row))
@@ -230,7 +234,7 @@ def _row(number: int) -> str:
 
 
 def _find_column(path: str, schema, field: str) -> list[str]:
-    """The names that lead to a column of strings: of a column, then of fields of structs. Raises: ValueError."""
+    """Return the names that lead to a column of strings: of a column, then of fields of structs. Raises: ValueError."""
     types = import_extra("pyarrow", f"the file {path}").types
     strings, every = {}, {}
 
@@ -259,11 +263,11 @@ def _find_column(path: str, schema, field: str) -> list[str]:
 
 
 def _objects(path: str, rows, first: int) -> list[dict]:
-    """The rows of a record batch. first: number of its first row."""
+    """Return the rows of a record batch as objects. first: number of its first row."""
     try:
         return [_plain(value, "") for value in rows.to_pylist()]
     except (ValueError, OverflowError, TypeError) as error:     # UnicodeDecodeError too
-        if len(rows) > 1:       # which it is
+        if len(rows) > 1:       # find the faulty row
             return [_objects(path, rows.slice(i, 1), first + i)[0] for i in range(len(rows))]
         if isinstance(error, UnicodeDecodeError):
             raise fault(path, _row(first), f"is not UTF-8 ({error.reason})", "fix the row") from None
@@ -272,7 +276,7 @@ def _objects(path: str, rows, first: int) -> list[dict]:
 
 
 def _plain(value, name: str):
-    """A value of a table as JSON has it, without nulls of structs. Raises: ValueError."""
+    """Return a value of a table as a JSON value, without nulls of structs. name: for errors. Raises: ValueError."""
     if isinstance(value, dict):
         return {key: _plain(one, f"{name}.{key}" if name else key) for key, one in value.items() if one is not None}
     if isinstance(value, list):
@@ -280,7 +284,7 @@ def _plain(value, name: str):
             return {str(key): _plain(one, f"{name}.{key}") for key, one in value if one is not None}
         return [_plain(one, name) for one in value]
     if isinstance(value, str) and len(value) > LINE_BYTES:
-        raise ValueError(f"{name!r} has {len(value):,} characters, and at most {LINE_BYTES:,} are read")
+        raise ValueError(f"{name!r} has {len(value):,} characters, but the limit is {LINE_BYTES:,}")
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, (datetime.datetime, datetime.date, datetime.time)):
@@ -291,12 +295,13 @@ def _plain(value, name: str):
 
 
 def fault(path: str, place: str, what: str, remedy: str = "") -> ValueError:
-    """The error for a place in a file ("": the file)."""
+    """Return the error for a place in a file ("": the whole file)."""
     return ValueError(f"{f'{path}, {place}:' if place else path} {what}{remedy and '; '}{remedy}")
 
 
 def _check_kind(path: str, expected: str = "") -> None:
-    """Raises: ValueError if a file's first bytes are those of something else than text, or than what is expected."""
+    """Check the first bytes of a file. Raises: ValueError if they are those of a file that is neither text nor
+    `expected`."""
     with open(path, "rb") as file:
         begin = file.read(32)
     for first, (what, remedy) in OTHERS.items():
@@ -305,7 +310,7 @@ def _check_kind(path: str, expected: str = "") -> None:
 
 
 def _check_names(path: str, names: Sequence[str], chosen: Sequence[str]) -> None:
-    """Raises: ValueError if two columns of a table have one of the names that are read."""
+    """Check the columns that are read. Raises: ValueError if two columns of a table have the same name."""
     if twice := [name for name in chosen if list(names).count(name) > 1]:
         raise fault(path, "", f"has more than one column {twice[0]!r}", "rename all but one")
 
@@ -322,7 +327,7 @@ def _parse(path: str, number: int, line: bytes, example: str) -> dict:
     except json.JSONDecodeError as error:
         raise fault(path, place, f"broken JSON ({error.msg}, column {error.colno})",
                     "fix or remove the line") from None
-    except (ValueError, RecursionError) as error:    # thousands of digits, or of brackets
+    except (ValueError, RecursionError) as error:    # thousands of digits, or of nested brackets
         raise fault(path, place, f"JSON that cannot be read ({error})", "fix or remove the line") from None
     if not isinstance(value, dict):
         raise fault(path, place, "is not an object", f"write one a line, e.g. {example}")
@@ -352,8 +357,8 @@ def _next_line(path: str, lines: BinaryIO, number: int) -> bytes:
         line = lines.readline(LINE_BYTES + 1)
     if len(line) > LINE_BYTES:
         raise fault(path, f"line {number}",
-                    f"is longer than {LINE_BYTES:,} bytes, and lines of JSON are held in memory as a whole",
-                    "divide or remove it; write a file of text or Parquet where documents are that long")
+                    f"is longer than {LINE_BYTES:,} bytes, the limit of a JSON line, which is held in memory",
+                    "divide or remove it; write so long documents to a text or Parquet file")
     return line
 
 
@@ -384,7 +389,7 @@ class _Damaged(Exception):
 
 
 class _Zstd(io.RawIOBase):
-    """Concatenated frames of zstd. The library's own reader accepts truncated files."""
+    """A reader of concatenated zstd frames. The library's own reader accepts truncated files."""
 
     def __init__(self, raw: BinaryIO, library):
         # 2 GiB: for `zstd --long=31`, used by some public corpora.
@@ -419,7 +424,7 @@ def _cut_text(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _cut(file: TextIO) -> Iterator[tuple[str, bool]]:
-    """(piece, whether it is the last); at least one."""
+    """Yield (piece, whether it is the last); at least one."""
     piece = file.read(PIECE_CHARS)
     while True:
         piece += file.readline(PIECE_CHARS) if piece else ""
@@ -431,7 +436,7 @@ def _cut(file: TextIO) -> Iterator[tuple[str, bool]]:
 
 
 def _first_bad_line(path: str) -> tuple[int, int, str]:
-    """(line number, byte in it, reason), of a file that is not UTF-8. Lines may have any length."""
+    """Return (line number, byte in it, reason) for a file that is not UTF-8. Lines may have any length."""
     number, place, decoder = 1, 0, codecs.getincrementaldecoder("utf-8")()
     with open(path, "rb") as raw, _decompress(path, raw) as file:
         while True:

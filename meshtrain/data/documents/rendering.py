@@ -24,18 +24,18 @@ import jinja2.sandbox
 import jinja2.visitor
 
 MEMORY_BYTES = 1 << 30
-# It writes no file, starts no process, and opens what Python imports late.
+# The process writes no file and starts no process. It may open the few files that Python imports late.
 LIMITS = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_NPROC: 0,
           resource.RLIMIT_NOFILE: 16, resource.RLIMIT_CORE: 0}
-SPARE_S = 1.0       # CPU time left when rendering of prefixes is given up
-FEW = 1 << 14       # messages rendered, at most, to find where answers begin that are not learned
+SPARE_S = 1.0       # rendering of prefixes stops when so much CPU time is left
+FEW = 1 << 14       # maximum number of messages rendered to find the beginnings of answers that are not learned
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-# For training, whose tokens must not depend on the day; the default of Llama's templates.
+# The date in training, whose tokens must not depend on the day; it is the default of Llama's templates.
 TRAINING_DATE = datetime(2024, 7, 26)
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %}: the assistant's text, between marks unknown to conversations."""
+    """{% generation %} … {% endgeneration %}: writes the assistant's text between marks that no conversation has."""
     tags = {"generation"}
 
     def __init__(self, environment: jinja2.Environment):
@@ -54,8 +54,8 @@ class Generation(jinja2.ext.Extension):
 
 
 class Written(NamedTuple):
-    """spans: characters to learn. begins: where answers begin, the ends of their generation prompts, as far as they are
-    known. elsewhere: whether one that {% generation %} marks does not begin there."""
+    """A rendered text. spans: characters to learn. begins: where answers begin (where their generation prompts end), as
+    far as this is known. elsewhere: whether an answer that {% generation %} marks does not begin there."""
     text: str
     spans: list[tuple[int, int]]
     begins: list[int]
@@ -67,7 +67,8 @@ def _answers(messages: Sequence[dict]) -> list[int]:
 
 
 class Renderer:
-    """A template, rendered as in transformers. today: use the current date; else a fixed one. most_chars: of a text."""
+    """A template, rendered as in transformers. today: use the current date, else a fixed one. most_chars: limit of a
+    text."""
 
     def __init__(self, template: str, tokens: dict[str, str], today: bool, most_chars: int = sys.maxsize):
         env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
@@ -80,17 +81,17 @@ class Renderer:
         self.names = sorted(jinja2.meta.find_undeclared_variables(env.parse(template)))
 
     def render(self, messages: Sequence[dict], tools, add_generation_prompt: bool) -> str:
-        """Raises: ValueError for a text that is too long."""
+        """Return the text of messages. Raises: ValueError if it is too long."""
         text = self.template.render(messages=messages, tools=tools, documents=None,
                                     add_generation_prompt=add_generation_prompt,
                                     **self.tokens)
         if len(text) > self.most_chars:
-            raise ValueError(f"the chat template writes {len(text):,} characters of it, and the most are "
+            raise ValueError(f"the chat template writes {len(text):,} characters, but the limit is "
                              f"{self.most_chars:,}")
         return text
 
     def spans(self, messages: Sequence[dict], tools, trained: Sequence[bool]) -> Written:
-        """The text, with the spans of trained assistant messages."""
+        """Return the text of messages, with the spans of trained assistant messages."""
         answers = _answers(messages)
         wanted = [trained[i] for i in answers]
         if not self.env.generation_seen:
@@ -99,13 +100,13 @@ class Renderer:
         if all(wanted):
             return Written(text, found, *self._begins(messages, tools, text, found))
         if len(found) != len(answers):
-            raise ValueError(f"the chat template marks {len(found)} passages of {len(answers)} answers, so the "
-                             f"answers that are no loss targets cannot be found")
+            raise ValueError(f"the chat template marks {len(found)} passages, but there are {len(answers)} answers, so "
+                             f"the answers that are no loss targets cannot be found")
         return Written(text, [span for span, want in zip(found, wanted) if want],
                        *self._begins(messages, tools, text, found))
 
     def whole(self, messages: Sequence[dict], tools, wants_answer: bool) -> Written:
-        """The text, without spans. wants_answer: with the generation prompt at its end."""
+        """Return the text of messages, without spans. wants_answer: with the generation prompt at its end."""
         if self.env.generation_seen:
             text, found = self._marked(messages, tools, wants_answer)
             return Written(text, [], *self._begins(messages, tools, text, found))
@@ -114,12 +115,13 @@ class Renderer:
 
     @functools.cached_property
     def opening(self) -> tuple[str, str] | None:
-        """(what {% generation %} has of the generation prompt, "" as a rule: an answer begins behind it; how the text
-        before an answer ends). None: answers do not begin with the generation prompt, or the tag begins behind it."""
+        """(the part of the generation prompt that is inside {% generation %}, mostly "": an answer begins after it; the
+        end of the text before an answer). None: answers do not begin with the generation prompt, or the tag begins
+        after it."""
         try:
             text, found = self._marked(PROBE, None, False)
             asked, plain = (self.render(PROBE[:1], None, wants_answer) for wants_answer in (True, False))
-        except Exception:       # a template may raise anything, and these messages may not be to its taste
+        except Exception:       # a template may raise anything, and may refuse these messages
             return "", ""
         begin = found[0][0] if found else len(text)
         if not text.startswith(asked) or begin > len(asked):
@@ -128,7 +130,7 @@ class Renderer:
 
     @functools.cached_property
     def arguments_as_text(self) -> bool:
-        """Whether the template takes a tool call's arguments as a string of JSON alone, as DeepSeek's do."""
+        """Whether the template accepts a tool call's arguments only as a string of JSON, as DeepSeek's templates do."""
         def takes(arguments) -> bool:
             call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": arguments}}
             try:
@@ -139,7 +141,7 @@ class Renderer:
         return not takes({}) and takes("{}")
 
     def leaves_calls_out(self, messages: Sequence[dict], tools, found: Written) -> bool:
-        """Whether there are tool calls, and the text is the same without them."""
+        """Return whether there are tool calls and the text is the same without them."""
         if not any(message.get("tool_calls") for message in messages):
             return False
         without = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
@@ -149,12 +151,12 @@ class Renderer:
             return False
 
     def _begins(self, messages, tools, text: str, found: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
-        """Written's begins and elsewhere. found: what the tag marks."""
+        """Return `begins` and `elsewhere` of Written. found: the spans that the tag marks."""
         if found and self.opening is not None:
             opening, ending = self.opening
             return [begin + len(opening) for begin, _ in found if text.startswith(opening, begin)
                     and text.endswith(ending, 0, begin + len(opening))], False
-        # It depends on the answer: one with reasoning, say, begins with the tag that a generation prompt opens.
+        # The opening depends on the answer: e.g. one with reasoning begins with the tag that a generation prompt opens.
         answers = _answers(messages) if found else []
         begins = [one for one in self._given(messages, tools, answers, text)
                   if any(begin <= one <= end for begin, end in found)]
@@ -175,7 +177,8 @@ class Renderer:
         return text, found
 
     def _by_prefix(self, messages, tools, answers) -> Written:
-        """Spans for a template without the tag: from an answer's generation prompt to the text that ends with it."""
+        """Return the text and spans for a template without the tag. A span begins at the end of an answer's generation
+        prompt and ends where the text of the messages up to the answer ends."""
         text = self.render(messages, tools, False)
         begins = self._prefixes(messages, tools, True, answers, text)
         ends = self._prefixes(messages, tools, False, [i + 1 for i in answers], text)
@@ -187,7 +190,7 @@ class Renderer:
                        sorted([*begins, *self._given(messages, tools, given, text)]))
 
     def _why_untold(self, messages, tools, i: int) -> str:
-        """Why the answer messages[i] cannot be told from the text before it."""
+        """Return why the answer messages[i] cannot be separated from the text before it."""
         asked, alone = self.render(messages[:i], tools, True), self.render(messages[:i + 1], tools, False)
         if alone.startswith(asked):
             return ("the chat template renders a turn differently when others follow (it drops reasoning, for example) "
@@ -199,11 +202,11 @@ class Renderer:
                 "their reasoning, if that is missing), or a template with {% generation %} around answers")
 
     def _given(self, messages, tools, counts: Sequence[int], text: str) -> list[int]:
-        """The ends of the generation prompts of answers that are not learned, as far as they are found at no great
+        """Return where the generation prompts of answers that are not learned end, as far as this is found at a low
         cost."""
         try:
             known = self._resumed(messages, tools, True, counts, text) if len(counts) > 1 else {}
-        except (Exception, Unknown):    # not a list: one by one
+        except (Exception, Unknown):    # the template does not treat the messages as a list: render one by one
             known = {}
         for count in counts:
             if count not in known and len(messages) * len(counts) <= FEW:
@@ -215,26 +218,27 @@ class Renderer:
         return sorted(begin for begin in known.values() if begin >= 0)
 
     def _prefixes(self, messages, tools, wants_answer: bool, counts: Sequence[int], text: str) -> list[int]:
-        """For each count, the length of the text of that many first messages; -1 if that text is not a prefix of
+        """Return, for each count, the length of the text of that many first messages; -1 if it is not a prefix of
         `text`."""
         try:
             known = self._resumed(messages, tools, wants_answer, counts, text) if len(counts) > 1 else {}
-        except (Exception, Unknown):    # not a list: one by one, which reports its errors
+        except (Exception, Unknown):    # as in `_given`; this reports the template's errors
             known = {}
         found = []
         for count in counts:
             if count not in known:
                 if 0 < signal.getitimer(signal.ITIMER_PROF)[0] < SPARE_S:
-                    raise ValueError(f"has {len(counts):,} answers to learn, and the chat template, which has no {{% "
-                                     f"generation %}}, takes too long to be rendered for each of them; divide the "
-                                     f"conversation, or name a template with the tag")
+                    raise ValueError(f"has {len(counts):,} answers to learn. The chat template has no {{% generation "
+                                     f"%}}, and rendering it for each of them takes too long; divide the conversation, "
+                                     f"or name a template with the tag")
                 prefix = self.render(messages[:count], tools, wants_answer)
                 known[count] = len(prefix) if text.startswith(prefix) else -1
             found.append(known[count])
         return found
 
     def _resumed(self, messages, tools, wants_answer: bool, counts: Sequence[int], text: str) -> dict[int, int]:
-        """As `_prefixes`, for the counts that it finds, in time linear in the messages instead of quadratic.
+        """Return the same as `_prefixes` for the counts that it finds, in time linear in the messages instead of
+        quadratic.
 
         The text of a prefix is the full text up to its last message, followed by what the template writes if its loop
         begins there. This holds if the template loops over the messages once, keeps no state between turns, and looks
@@ -261,8 +265,8 @@ class Renderer:
 class Reading:
     """One pass of a resumable template over the first `count` messages, beginning at turn `skipped`.
 
-    begins: start of each turn's text. first: the message of turn 0. seen_before: messages accessed before the loop.
-    far: the first turn that looked beyond the next message.
+    begins: start of each turn's text. first: the message of turn 0. seen_before: number of messages accessed before the
+    loop. far: the first turn that looked beyond the next message.
     """
 
     def __init__(self, messages: Sequence[dict], count: int, skipped: int):
@@ -282,7 +286,7 @@ class Reading:
         return "".join(pieces)
 
     def look(self, index: int) -> bool:
-        """Whether there is this message."""
+        """Record an access to a message; return whether there is this message."""
         if not self.begins:
             self.seen_before = max(self.seen_before, index + 1)
         elif index > self.first + len(self.begins):
@@ -290,7 +294,7 @@ class Reading:
         return index < self.count
 
     def each(self, number: int, values):
-        """The values of a loop of the template."""
+        """Return the values of a loop of the template."""
         if not isinstance(values, Turns):
             return values
         if self.loop is not None:
@@ -308,7 +312,7 @@ class Reading:
 
 
 class Turns:
-    """The messages from `first` on, for access one at a time; any other access is a TypeError."""
+    """The messages from `first` on, for access to one at a time. Any other access raises TypeError or Unknown."""
 
     def __init__(self, reading: Reading, first: int):
         self._reading, self._first = reading, first
@@ -333,21 +337,21 @@ class Turns:
 
 
 class Unknown(BaseException):
-    """A template asked for something that depends on the prefix. No test or filter of jinja catches it."""
+    """A template requested something that depends on the prefix. No test or filter of jinja catches this exception."""
 
 
-KEPT = {"namespace", "cycler", "joiner"}    # keep state between turns of a loop
+KEPT = {"namespace", "cycler", "joiner"}    # objects that keep state between turns of a loop
 
 
 class Resumable(jinja2.visitor.NodeTransformer):
-    """Makes a template's outermost loops begin at any turn, for Reading. known: whether it succeeded: loops keep no
-    state. Nested loops, macros and blocks are unchanged: Turns are not for them."""
+    """Changes a template's outermost loops so that they can begin at any turn, for Reading. known: whether this is
+    possible: loops keep no state. Nested loops, macros and blocks are not changed: they get no Turns."""
 
     def __init__(self):
         self.number, self.inside, self.known = 0, False, True
 
     def made(self, template: jinja2.nodes.Template, environment: jinja2.Environment) -> jinja2.Template | None:
-        """Changes `template`."""
+        """Return the changed template; None if it is not resumable. Changes `template`."""
         self.visit(template)
         if not self.known or not self.number:
             return None
@@ -407,7 +411,7 @@ def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=
 
 
 def _with_text(messages: Sequence[dict]) -> list[dict]:
-    """The messages, with the arguments of tool calls as strings of JSON."""
+    """Return the messages with the arguments of tool calls as strings of JSON."""
     def written(call: dict) -> dict:
         function = call.get("function", call)
         text = {"arguments": _to_json(function.get("arguments", {}))}
@@ -417,7 +421,7 @@ def _with_text(messages: Sequence[dict]) -> list[dict]:
 
 
 def answer(renderer: Renderer, asked: dict) -> dict:
-    """The reply to one request."""
+    """Return the reply to one request."""
     messages, tools = asked["messages"], asked["tools"]
     try:
         if any(message.get("tool_calls") for message in messages) and renderer.arguments_as_text:
@@ -439,7 +443,7 @@ def answer(renderer: Renderer, asked: dict) -> dict:
 def main() -> None:
     """Read a line {template, tokens, today, limit_s, most_chars}, then a list of requests per line; write a line of
     replies to each."""
-    # From the terminal, or from Slurm, which may signal all processes of a step: the parent decides.
+    # Signals from the terminal, or from Slurm, which may signal all processes of a step: the parent handles them.
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

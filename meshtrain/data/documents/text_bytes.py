@@ -1,7 +1,7 @@
-"""How many bytes of text tokens stand for.
+"""Counts the bytes of text that tokens stand for.
 
-Tokens tell it where a tokenizer keeps every byte: no normalizer that changes a length, nothing dropped. For all other
-tokenizers the token cache counts the UTF-8 bytes of each document, as it is before it is tokenized.
+The tokens alone determine this if a tokenizer keeps every byte: no normalizer changes a length, and nothing is dropped.
+For all other tokenizers the token cache counts the UTF-8 bytes of each document before it is tokenized.
 """
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ CUTS = ("Digits", "UnicodeScripts", "FixedLength")      # pre-tokenizers that on
 
 class Lengths(NamedTuple):
     """Bytes of text per token. bytes_V: of each id, or UNKNOWN. prefix: bytes (a space) that the tokenizer puts before
-    a document; None: the text decides. exact: of every text the bytes of its tokens are its own."""
+    a document; None: it depends on the text. exact: for every text, the bytes of its tokens add up to its own bytes."""
     bytes_V: np.ndarray
     prefix: int | None
     exact: bool
 
 
 def lengths(reader: Tokenizer) -> Lengths | None:
-    """None if tokens do not tell: there is no tokenizer, or it changes or drops text."""
+    """Return the bytes per token; None if tokens do not determine them: there is no tokenizer, or it changes or drops
+    text."""
     if isinstance(reader, Bytes):
         return Lengths(np.where(np.arange(reader.vocab_size) < reader.bos, 1, 0), 0, True)
     if not isinstance(reader, TokenizerFile):
@@ -44,38 +45,39 @@ def lengths(reader: Tokenizer) -> Lengths | None:
     whole = (written.as_bytes or model.get("byte_fallback")) and \
         vocab.keys() >= (set(alphabet) if written.as_bytes else BYTE_TOKENS)
     if not whole and unknown is None:
-        return None     # the library drops what has no token
+        return None     # the library drops characters without a token
     found = np.zeros(reader.vocab_size, np.int64)
     for piece, number in vocab.items():
         if not written.as_bytes and piece in BYTE_TOKENS and model.get("byte_fallback"):
             found[number] = 1
         elif number in added:       # special tokens never come from text
-            strips = added[number].lstrip or added[number].rstrip       # the white space beside it
+            strips = added[number].lstrip or added[number].rstrip       # the white space next to it
             found[number] = 0 if added[number].special else UNKNOWN if strips else len(piece.encode())
-        else:       # of bytes each character is one
+        else:       # with as_bytes each character is one byte
             found[number] = len(piece) if written.as_bytes else len(piece.replace(SPACE, " ").encode())
     if not whole:
         found[unknown] = UNKNOWN
-    # The library puts a space before each part between added tokens.
+    # The library puts a space before each text between added tokens.
     parted = written.prefix != 0 and any(not token.special for token in added.values())
     exact = written.prefix == 0 and not written.spaces and not (found == UNKNOWN).any()
     return Lengths(found, None if parted else written.prefix, exact)
 
 
 def are_counted(reader: Tokenizer) -> bool:
-    """Whether the token cache counts the bytes of documents."""
+    """Return whether the token cache counts the bytes of documents."""
     return isinstance(reader, TokenizerFile) and not ((found := lengths(reader)) and found.exact)
 
 
 class _Written(NamedTuple):
-    """How the steps before the model write a text: its bytes as characters, its spaces as SPACE; prefix as Lengths."""
+    """How the steps before the model write a text. as_bytes: bytes as characters. spaces: spaces as SPACE. prefix: as
+    in Lengths."""
     as_bytes: bool
     spaces: bool
     prefix: int | None
 
 
 def _written(steps: list[dict]) -> _Written | None:
-    """None if a step changes or drops text in another way."""
+    """Return how these steps write a text; None if a step changes or drops text in another way."""
     as_bytes, spaces, prefix = False, False, 0
     for step in steps:
         match step:
@@ -97,7 +99,7 @@ def _written(steps: list[dict]) -> _Written | None:
 
 
 def _steps(step: dict | None) -> Iterator[dict]:
-    """The steps of a normalizer or pre-tokenizer, sequences flattened."""
+    """Yield the steps of a normalizer or pre-tokenizer, with sequences flattened."""
     if step and step["type"] == "Sequence":
         for inner in step.get("normalizers") or step.get("pretokenizers") or ():
             yield from _steps(inner)

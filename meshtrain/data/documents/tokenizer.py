@@ -1,8 +1,8 @@
 """Tokenizers: bytes, a local tokenizer.json, or plain ids without text.
 
-Only the text itself becomes tokens: no separators, no truncation or padding by the file's settings; names of special
-tokens are ordinary characters, so that no text can forge a document's beginning. This module knows no text files, no
-cache and no batches.
+Only the text itself becomes tokens. No separators are added, and the file's settings of truncation and padding are not
+used. Names of special tokens are ordinary characters, so that no text can forge a document's beginning. This module
+knows no text files, no cache and no batches.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshtrain.storage import addresses, copies
 BOS_NAMES = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>", "<s>", "[BOS]", "<|bos|>", "<|startoftext|>",
              "<|endoftext|>")
 FILE = "tokenizer.json"
-# What is read beside it: special tokens, chat templates, and the model's bos_token_id.
+# Files read next to it, for special tokens, chat templates, and the model's bos_token_id.
 BESIDE = (beside.CONFIG, beside.MAP, beside.ADDED, beside.MODEL, beside.TEMPLATE)
 
 
@@ -34,15 +34,17 @@ class Tokenizer(Protocol):
     key: str           # equal for two tokenizers exactly if they give the same ids
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each text, integers [tokens], without separators. Raises: ValueError for an unsupported text."""
+        """Return the ids of each text, integers [tokens], without separators. Raises: ValueError for an unsupported
+        text."""
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of ids [any]; drops the separator, negative ids and those beyond the vocabulary."""
+        """Return the text of ids of any shape. The separator, negative ids and ids beyond the vocabulary are dropped.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """UTF-8 bytes, and 256 between documents."""
+    """UTF-8 bytes as ids, with 256 as the separator between documents."""
     vocab_size: int = 257
     bos: int = 256
     key: str = "bytes"
@@ -57,7 +59,7 @@ class Bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Ids:
-    """Ids of files that were tokenized elsewhere, without the tokenizer: text is the ids themselves."""
+    """Ids of files that were tokenized elsewhere, without their tokenizer. The text of ids is the ids themselves."""
     vocab_size: int
     bos: int
     key: str = "ids"
@@ -73,19 +75,20 @@ class Ids:
 
 @contextlib.contextmanager
 def using(name: str, what: str = "encode the text") -> Iterator[None]:
-    """A call of the tokenizers library, which has no exceptions of its own, and panics where a pattern backtracks for
-    too long. Raises: ValueError."""
+    """Convert exceptions of the tokenizers library in the block. It has no exceptions of its own, and panics if a
+    pattern backtracks for too long. name, what: for the message. Raises: ValueError."""
     try:
         with panics.caught():
             yield
     except Exception as error:
-        raise ValueError(f"{name} cannot {what}: {error}; use a tokenizer with an unknown token, or one of bytes"
+        raise ValueError(f"{name} cannot {what}: {error}; use a tokenizer with an unknown token, or a byte-level one"
                          ) from None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenizerFile:
-    """A tokenizer.json of the `tokenizers` library. notes: lines to tell, on what is read otherwise than it says."""
+    """A tokenizer.json of the `tokenizers` library. notes: lines for the user about settings that are not used as the
+    file has them."""
     path: str
     library: Any    # tokenizers.Tokenizer
     vocab_size: int
@@ -108,27 +111,28 @@ class TokenizerFile:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Published:
     """A model folder's tokenizer.json, used as in transformers: names of special tokens become these tokens, and its
-    post-processor adds others, e.g. one before every prompt. notes: as of TokenizerFile; beginning: on what prompts
-    begin with, or empty."""
+    post-processor adds others, e.g. one before every prompt. notes: as in TokenizerFile. beginning: a note on the token
+    that begins prompts, or empty."""
     path: str
     library: Any    # tokenizers.Tokenizer
     notes: tuple[str, ...] = ()
     beginning: str = ""
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """special: apply the post-processor."""
+        """Return the ids of a text. special: apply the post-processor."""
         with using(self.path):
             return self.library.encode(text, add_special_tokens=special).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens and ids beyond the vocabulary."""
+        """Return the text, without special tokens and ids beyond the vocabulary."""
         with using(self.path, "decode the tokens"):
             return self.library.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
 def local(named: str) -> Path:
-    """The path of data.tokenizer: itself, or of this host's copy with the files beside it that belong to a tokenizer.
-    An address that does not end in .json is that of a folder. Raises: StorageError, a ValueError; FileSystemError."""
+    """Return the path of data.tokenizer: the file itself, or this host's copy for an address, with the files next to it
+    that belong to a tokenizer. An address that does not end in .json names a folder. Raises: StorageError (a
+    ValueError); FileSystemError."""
     if not addresses.is_remote(named):
         return Path(os.path.expanduser(named))
     place = addresses.parse(named)
@@ -140,7 +144,7 @@ def local(named: str) -> Path:
 
 
 def open_published(path: str | os.PathLike) -> Published:
-    """Raises: ValueError if the file is missing or malformed."""
+    """Open a model folder's tokenizer. Raises: ValueError if the file is missing or malformed."""
     opened = _library(path, str(path))
     with using(str(path)):
         beginning = beside.beginning(opened.library, opened.said)
@@ -148,25 +152,27 @@ def open_published(path: str | os.PathLike) -> Published:
 
 
 def names_of(path: str | os.PathLike, *ids: int | None) -> list[str]:
-    """The tokens of a tokenizer.json with these ids; "" for unknown ones. Raises: ValueError."""
+    """Return the tokens of a tokenizer.json with these ids; "" for unknown ids. Raises: ValueError."""
     library = _library(path, str(path)).library
     return [(library.id_to_token(one) or "") if one is not None else "" for one in ids]
 
 
 def named_separator(path: str | os.PathLike) -> int | None:
-    """The id of the separator that the files beside a tokenizer.json name; None without one. Raises: ValueError."""
+    """Return the id of the separator that the files next to a tokenizer.json name; None if they name none. Raises:
+    ValueError."""
     opened = _library(path, str(path))
     return _named(opened.library, opened.said)[0]
 
 
 def files_of(path: Path) -> list[Path]:
-    """A tokenizer.json, and those files beside it without which it would be read otherwise. Raises: ValueError."""
+    """Return a tokenizer.json and the files next to it that change how it is read. Raises: ValueError."""
     beside_it = [path.with_name(name) for name in (beside.CONFIG, beside.MAP, beside.ADDED)]
     return [path, *filter(Path.is_file, beside_it if _library(path, str(path)).completed else [])]
 
 
 def open_file(path: str, bos_token: str = "") -> TokenizerFile:
-    """Raises: ValueError if the file is missing or malformed, or lacks this separator."""
+    """Open the tokenizer of a run. path: data.tokenizer. bos_token: the separator; "": the one that the files name.
+    Raises: ValueError if the file is missing or malformed, or has no separator."""
     file = local(path)
     library, key, said, notes, _ = _library(file, f"data.tokenizer={path!r}")
     library.encode_special_tokens = True
@@ -182,29 +188,29 @@ def open_file(path: str, bos_token: str = "") -> TokenizerFile:
     examples = f", e.g. one of its special tokens: {', '.join(others)}" if others else ""
     if bos is None:
         what = (f"data.bos_token={bos_token!r} is not a token" if bos_token else
-                "no file names the separator, and none of the usual ones is a special token")
+                "no file names the separator, and none of the usual separators is a special token")
         raise ValueError(f"{what} of data.tokenizer={path!r}; set data.bos_token to the token that begins every "
                          f"document{examples}")
     if text := _text_with(library, bos):
         raise ValueError(f"the separator {library.id_to_token(bos)!r} of data.tokenizer={path!r} can come out of text: "
-                         f"{text!r} has its id, and would begin a document; name another token as data.bos_token"
+                         f"{text!r} has its id, and would begin a new document; name another token as data.bos_token"
                          f"{examples}")
     return TokenizerFile(str(file), library, max(vocab.values()) + 1, bos, key, (*notes, *more))
 
 
 def _named(library: Any, said: beside.Said) -> tuple[int | None, tuple[str, ...]]:
-    """(the separator that the files beside a tokenizer name, notes)."""
+    """Return (the separator that the files next to a tokenizer name, notes)."""
     name, number = said.names.get("bos_token"), said.bos_id
     of_config = number if number is not None and library.id_to_token(number) else None
     bos = library.token_to_id(name) if name else None
     if None in (bos, of_config) or bos == of_config:
         return of_config if bos is None else bos, ()
-    return bos, (f"documents begin with {name} ({bos}), the bos_token of {beside.CONFIG}; {beside.MODEL} has the "
-                 f"bos_token_id {of_config} ({library.id_to_token(of_config)})",)
+    return bos, (f"documents begin with {name} ({bos}), the bos_token of {beside.CONFIG}, although {beside.MODEL} has "
+                 f"the bos_token_id {of_config} ({library.id_to_token(of_config)})",)
 
 
 def _text_with(library: Any, bos: int) -> str:
-    """A plain text that has the separator's id; empty if none is found."""
+    """Return a plain text that has the separator's id; empty if none is found."""
     name, written = library.id_to_token(bos), library.decode([bos], skip_special_tokens=False)
     texts = [name, f"the {name}cat", f"a {name} b", written, f"the {written}cat"]
     try:
@@ -216,7 +222,8 @@ def _text_with(library: Any, bos: int) -> str:
 
 
 class _Opened(NamedTuple):
-    """key: equal for two exactly if they give the same ids. completed: whether files beside it change its tokens."""
+    """An opened tokenizer.json. key: equal for two exactly if they give the same ids. completed: whether files next to
+    it change its tokens."""
     library: Any
     key: str
     said: beside.Said
@@ -225,8 +232,8 @@ class _Opened(NamedTuple):
 
 
 def _library(path: str | os.PathLike, name: str) -> _Opened:
-    """A tokenizer.json with what the files beside it add: no truncation, no padding, and ids that are a function of the
-    text alone. name: for errors."""
+    """Open a tokenizer.json with the tokens that the files next to it add: without truncation and padding, and with ids
+    that are a function of the text alone. name: for errors."""
     tokenizers = import_extra("tokenizers", name)
     content = files.attempted(Path(path).read_bytes, f"{name} cannot be read",
                               'name a tokenizer.json of the tokenizers library, or "bytes"')
@@ -241,7 +248,7 @@ def _library(path: str | os.PathLike, name: str) -> _Opened:
     notes, changes = [], []
     if dropout := getattr(library.model, "dropout", None):
         library.model.dropout = None
-        notes.append(f"{name}: its dropout of {dropout:g} is off; with it a text would have other ids each time")
+        notes.append(f"{name}: its dropout of {dropout:g} is off, because a text would get other ids each time")
         changes.append("dropout off")
     said = beside.read(Path(path).parent)
     more, added = beside.complete(library, said, name)
@@ -251,7 +258,8 @@ def _library(path: str | os.PathLike, name: str) -> _Opened:
 
 
 def import_extra(module: str, wanted_by: str, extra: str = "data") -> Any:
-    """Import a module of an extra. Raises: ValueError that says what to install."""
+    """Import a module of an optional dependency. wanted_by: what needs it, for the message. extra: its name in
+    pyproject. Raises: ValueError with the command that installs it."""
     import importlib
     try:
         return importlib.import_module(module)

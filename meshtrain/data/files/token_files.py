@@ -1,10 +1,10 @@
-"""Token files: X.tokens.npy, an array of uint16, uint32 or int32 ids; X.ends.npy, int64, the document ends in it; and
-optionally X.mask.npy, uint8 or bool, which ids are to be learned (default: all). The token cache may add X.bytes.npy,
-int64, as the ends, but in bytes of the text.
+"""Token files. X.tokens.npy is an array of uint16, uint32 or int32 ids. X.ends.npy (int64) has the document ends in it.
+X.mask.npy (uint8 or bool, optional) says which ids are to be learned; without it all are. The token cache may add
+X.bytes.npy (int64): the ends in bytes of the text.
 
-Any program with numpy can write them; the token cache consists of them. Other formats (binary_files.py) become the
-same `IndexedTokens`, so there is one reader. Files are memory-mapped, within the system's limit of maps; nothing is
-held per document.
+Any program with numpy can write them; the token cache consists of them. Other formats (binary_files.py) become the same
+`IndexedTokens`, so that there is one reader. Files are memory-mapped, within the system's limit of maps. Nothing is
+held in memory per document.
 """
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Numbers:
     offset: int              # in bytes
 
     def map(self) -> np.ndarray:
-        """[size], memory-mapped. Raises: OSError, also if the file has changed."""
-        changed = OSError(f"{self.path} is not the file it was when the run began; token files must not change while a "
+        """Return the array [size], memory-mapped. Raises: OSError, also if the file has changed."""
+        changed = OSError(f"{self.path} is not the file it was when the run began; do not change token files while a "
                           f"run reads them")
         try:
             if stamp(self.path) != self.stamp:
@@ -56,11 +56,11 @@ class Numbers:
 
     @property
     def array(self) -> np.ndarray:
-        """[size], by a shared memory map, cached within the limit of maps. Raises: as map."""
+        """The array [size], as a shared memory map that is cached within the limit of maps. Raises: as `map`."""
         return _maps()(self)
 
     def last(self) -> int:
-        """The last number, 0 if empty; without a map. Raises: OSError."""
+        """Return the last number, 0 if empty, without a memory map. Raises: OSError."""
         if not self.size:
             return 0
         with open(self.path, "rb", buffering=0) as file:
@@ -70,13 +70,14 @@ class Numbers:
 
 @functools.cache
 def _maps() -> Callable[[Numbers], np.ndarray]:
-    """Numbers.map with an LRU cache: one per process, because the system limits maps per process."""
+    """Return Numbers.map with an LRU cache. There is one cache per process, because the system limits the maps of a
+    process."""
     # the other half is for libraries, threads, the allocator
     return functools.lru_cache(maxsize=max_maps() // 2)(Numbers.map)
 
 
 def max_maps() -> int:
-    """The system's limit of memory maps per process."""
+    """Return the system's limit of memory maps per process."""
     try:
         with open(MAX_MAPS_FILE, encoding="utf-8") as file:
             return int(file.read())
@@ -88,17 +89,18 @@ def max_maps() -> int:
 class IndexedTokens:
     """A file of token ids and a file of the document ends.
 
-    Ends count the documents' tokens alone. The file's own separators belong to no document: `lead` before the first,
-    `gap` between two. Document d begins at id `begin(d)` and has ends[d] - ends[d - 1] tokens.
+    Ends count only the documents' tokens. The file's own separators belong to no document: there are `lead` before the
+    first document, and `gap` between two documents. Document d begins at id `begin(d)` and has ends[d] - ends[d - 1]
+    tokens.
     """
     ids: Numbers
     ends_file: Numbers              # int64 [documents]
     num_tokens: int                 # in all documents
     lead: int = 0
     gap: int = 0
-    largest: int = -1               # id; -1: unknown
-    mask: Numbers | None = None     # of each id in the file: learned or not; None: all are
-    bytes_file: Numbers | None = None       # int64 [documents]: their ends in bytes of their text; None: unknown
+    largest: int = -1               # the largest id; -1: unknown
+    mask: Numbers | None = None     # for each id in the file, whether it is learned; None: all are
+    bytes_file: Numbers | None = None       # int64 [documents]: ends in bytes of text; None: unknown
 
     @property
     def path(self) -> str:
@@ -114,12 +116,12 @@ class IndexedTokens:
         return self.ends_file.array
 
     def checksums(self, check_stop: Callable[[], None]) -> list[int]:
-        """Checksums of the ids, the ends and, if present, the mask and the bytes."""
+        """Return the checksums of the ids, the ends and, if present, the mask and the bytes."""
         return [checksum(one.map(), check_stop)
                 for one in (self.ids, self.ends_file, self.mask, self.bytes_file) if one]
 
     def begin(self, document: int) -> int:
-        """Index of a document's first token among the ids."""
+        """Return the index of a document's first token among the ids."""
         return (self.ends.item(document - 1) if document else 0) + document * self.gap + self.lead
 
 
@@ -144,7 +146,7 @@ class TokenFiles:
 
     @functools.cached_property
     def _before(self) -> list[int]:
-        """Tokens before each pair."""
+        """Number of tokens before each pair."""
         return list(itertools.accumulate((pair.num_tokens for pair in self.pairs[:-1]), initial=0))
 
     @functools.cached_property
@@ -157,7 +159,7 @@ class TokenFiles:
 
     @functools.cached_property
     def byte_totals(self) -> np.ndarray | None:
-        """As contracts.py."""
+        """See contracts.Source."""
         found = [pair.bytes_file for pair in self.pairs]
         if not all(found):
             return None
@@ -165,7 +167,8 @@ class TokenFiles:
         return contracts.totals(self.num_documents, lambda documents: self._gathered(documents, before, found))
 
     def _gathered(self, documents: np.ndarray, before: Sequence[int], numbers: Sequence[Numbers]) -> np.ndarray:
-        """int64, shaped as documents: their ends in files of the pairs; before: what lies before each pair."""
+        """Return the ends of documents, int64, shaped as `documents`. numbers: the ends in each pair. before: sum over
+        the pairs before each."""
         if len(self.pairs) == 1:
             return numbers[0].array[documents]
         which = np.searchsorted(np.array(self._firsts), documents, side="right") - 1
@@ -176,7 +179,7 @@ class TokenFiles:
         return ends
 
     def _place(self, document: int) -> tuple[int, int]:
-        """(pair, index of the document's first token there, after its own separator)."""
+        """Return (pair, index of the document's first token in it, after its own separator)."""
         k = bisect.bisect_right(self._firsts, document) - 1
         return k, self.pairs[k].begin(document - self._firsts[k]) + self.complete
 
@@ -190,14 +193,14 @@ class TokenFiles:
 
 
 def largest(pair: IndexedTokens) -> int:
-    """The largest id, read from the file where it is not known; -1 without tokens."""
+    """Return the largest id of a file, which is read if the id is unknown; -1 without tokens."""
     if pair.largest >= 0:
         return pair.largest
     return max((int(chunk.max()) for _, chunk in chunks(pair.ids.map()) if len(chunk)), default=-1)
 
 
 def first_beyond(pair: IndexedTokens, vocab_size: int) -> tuple[int, int]:
-    """(document, id) of the first id beyond a vocabulary of this size, which must exist."""
+    """Return (document, id) of the first id beyond a vocabulary of this size. There must be one."""
     for first, chunk in chunks(pair.ids.map()):
         beyond = (chunk >= vocab_size) | (chunk < 0)
         if beyond.any():
@@ -212,12 +215,12 @@ def ends_path(path: str) -> str:
 
 
 def mask_path(path: str) -> str:
-    """Path of the mask of X.tokens.npy or X.bin."""
+    """Return the path of the mask of an X.tokens.npy or X.bin."""
     return (path.removesuffix(TOKENS) if path.endswith(TOKENS) else path.removesuffix(".bin")) + MASK
 
 
 def open_pair(path: str) -> IndexedTokens:
-    """An X.tokens.npy with its X.ends.npy. `check_rising` checks separately that ends never fall.
+    """Open an X.tokens.npy with its X.ends.npy. `check_rising` separately checks that ends never fall.
 
     Raises: ValueError if the files are malformed or do not match.
     """
@@ -225,42 +228,44 @@ def open_pair(path: str) -> IndexedTokens:
         raise ValueError(f"{path} is not named as a token file; give X{TOKENS} (ids), with X{ENDS} beside it")
     dtype, shape, offset = open_checked(path, read_header)
     if len(shape) != 1 or dtype not in (np.dtype(np.uint16), np.dtype(np.uint32), np.dtype(np.int32)):
-        raise ValueError(f"{path} holds {_describe(dtype, shape)}, and token ids are one dimension of uint16, uint32 "
+        raise ValueError(f"{path} holds {_describe(dtype, shape)}, but token ids are one dimension of uint16, uint32 "
                          f"or int32; write np.save(path, ids.astype(np.uint32))")
     ends = open_ends(ends_path(path), path)
     last = open_checked(ends.path, lambda _: ends.last())
     if last != shape[0]:
-        raise ValueError(f"{ends_path(path)}: the last document ends at {last:,}, and {os.path.basename(path)} has "
+        raise ValueError(f"{ends_path(path)}: the last document ends at {last:,}, but {os.path.basename(path)} has "
                          f"{shape[0]:,} tokens; the two must agree: write both again")
     return IndexedTokens(Numbers(path, open_checked(path, stamp), shape[0], dtype, offset), ends, last)
 
 
 def open_ends(path: str, tokens: str) -> Numbers:
-    """The document ends in the file `path`, in tokens or bytes. Raises: ValueError."""
+    """Open the file `path` with document ends, in tokens or bytes. tokens: path of the ids, for messages. Raises:
+    ValueError."""
     if files.status(path) is None:
         raise ValueError(f"{path} is missing next to {os.path.basename(tokens)}; write where each document ends, in "
                          f"tokens: np.save(path, np.cumsum(lengths))")
     dtype, shape, offset = open_checked(path, read_header)
     if len(shape) != 1 or dtype != np.dtype(np.int64):
-        raise ValueError(f"{path} holds {_describe(dtype, shape)}, and the ends of documents are one dimension of "
+        raise ValueError(f"{path} holds {_describe(dtype, shape)}, but the ends of documents are one dimension of "
                          f"int64; write np.save(path, np.cumsum(lengths, dtype=np.int64))")
     return Numbers(path, open_checked(path, stamp), shape[0], dtype, offset)
 
 
 def open_mask(path: str, tokens: str, size: int) -> Numbers:
-    """The mask in the file `path` for `size` ids. Raises: ValueError."""
+    """Open the mask in the file `path` for `size` ids. tokens: path of the ids, for messages. Raises: ValueError."""
     dtype, shape, offset = open_checked(path, read_header)
     if len(shape) != 1 or dtype not in (np.dtype(np.uint8), np.dtype(bool)):
-        raise ValueError(f"{path} holds {_describe(dtype, shape)}, and a mask is one dimension of uint8 or bool; write "
+        raise ValueError(f"{path} holds {_describe(dtype, shape)}, but a mask is one dimension of uint8 or bool; write "
                          "np.save(path, mask.astype(bool))")
     if shape[0] != size:
-        raise ValueError(f"{path} has {shape[0]:,} entries, and {os.path.basename(tokens)} has {size:,} ids, one for "
-                         f"each; write both again")
+        raise ValueError(f"{path} has {shape[0]:,} entries, but {os.path.basename(tokens)} has {size:,} ids, and each "
+                         f"needs an entry; write both again")
     return Numbers(path, open_checked(path, stamp), size, np.dtype(np.uint8), offset)
 
 
 def check_rising(path: str, ends: np.ndarray) -> None:
-    """Raises: ValueError for the first document that ends before it begins. Reads the file once, in chunks."""
+    """Check that document ends never fall. Reads the file once, in chunks. Raises: ValueError for the first document
+    that ends before it begins."""
     before = 0
     for first, chunk in chunks(ends):
         falls = np.diff(chunk, prepend=before) < 0
@@ -272,7 +277,7 @@ def check_rising(path: str, ends: np.ndarray) -> None:
 
 
 def read_header(path: str) -> tuple[np.dtype, tuple[int, ...], int]:
-    """(dtype, shape, data offset in bytes) of an .npy file, whose size is checked. Never unpickles. Raises:
+    """Return (dtype, shape, data offset in bytes) of an .npy file, whose size is checked. Never unpickles. Raises:
     ValueError, OSError."""
     with open(path, "rb") as file:
         try:
@@ -299,13 +304,13 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def _mmap(length: int, descriptor: int) -> int | None:
-    """The address of a map; None if the system refuses (see ctypes.get_errno())."""
+    """Return the address of a map; None if the system refuses it (see ctypes.get_errno())."""
     address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
     return None if address == ctypes.c_void_p(-1).value else address
 
 
 def _map_error(path: str, number: int) -> OSError:
-    """The error of a refused map, with the remedy if there are too many."""
+    """Return the error of a refused map, with the remedy if there are too many maps."""
     why = os.strerror(number)
     if number == errno.ENOMEM:
         with open("/proc/self/maps", "rb") as file:
@@ -319,11 +324,11 @@ def _map_error(path: str, number: int) -> OSError:
 
 
 def map_file(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
-    """`count` numbers from byte `offset` of a file, memory-mapped and read-only, as a plain array. Raises: OSError,
-    ValueError.
+    """Return `count` numbers from byte `offset` of a file, memory-mapped and read-only, as a plain array. Raises:
+    OSError, ValueError.
 
-    Calls mmap(2) itself: Python's mmap keeps a descriptor, often limited to 1024 per process; and slices of np.memmap
-    cost ten times as much as a plain array's.
+    Calls mmap(2) itself: Python's mmap keeps a file descriptor, often limited to 1024 per process, and slices of
+    np.memmap cost ten times as much as those of a plain array.
     """
     dtype = np.dtype(dtype)
     length = offset + count * dtype.itemsize
@@ -348,7 +353,7 @@ def map_file(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
 
 
 def open_checked(path: str, open_file: Callable):
-    """open_file(path). Raises: ValueError naming the file, for any fault as an .npy file."""
+    """Return open_file(path). Raises: ValueError that names the file, for any fault of an .npy file."""
     what, remedy = f"{path} cannot be read as an .npy file", "write it again with np.save"
     try:
         return files.attempted(lambda: open_file(path), what, remedy)
@@ -357,20 +362,20 @@ def open_checked(path: str, open_file: Callable):
 
 
 def stamp(path: str) -> Stamp:
-    """(inode, bytes, mtime); a file with another stamp may have changed."""
+    """Return (inode, bytes, mtime). A file with another stamp may have changed."""
     stat = os.stat(path)
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def chunks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """(first index, part) of a 1D array, to read a memory map without holding it."""
+    """Yield (first index, part) of a 1D array, to read a memory map without holding it."""
     step = max(1, CHUNK_BYTES // array.itemsize)
     for first in range(0, len(array), step):
         yield first, array[first:first + step]
 
 
 def checksum(array: np.ndarray, check_stop: Callable[[], None] = lambda: None) -> int:
-    """crc32 of an array's bytes: 3 to 4 GB/s a core, without the GIL."""
+    """Return the crc32 of an array's bytes. It reads 3 to 4 GB/s a core, without the GIL."""
     crc = 0
     for _, chunk in chunks(array):
         check_stop()
@@ -383,8 +388,8 @@ def _describe(dtype: np.dtype, shape: Sequence[int]) -> str:
 
 
 class Writer:
-    """A 1D .npy file that grows by `append`, as PATH.tmp; complete and synced once `close` returns. `rename` gives it
-    its name. Raises: OSError."""
+    """A 1D .npy file that grows by `append`, as PATH.tmp. It is complete and synced when `close` returns; `rename`
+    gives it its name. Raises: OSError."""
 
     def __init__(self, path: Path, dtype: type):
         self.dtype, self.count, self.crc, self.largest = np.dtype(dtype), 0, 0, -1
@@ -416,7 +421,7 @@ class Writer:
         os.replace(self._temporary, self._path)
 
     def abandon(self) -> None:
-        """Close without errors, since flushing may fail again on a full disk; remove the temporary file."""
+        """Close the file without errors, since flushing may fail again on a full disk; remove the temporary file."""
         with contextlib.suppress(OSError):
             self._file.close()
         self._temporary.unlink(missing_ok=True)
