@@ -67,7 +67,8 @@ class Slots:
 
     A slot is left out if its process was the first to fail twice in a row, without a newer checkpoint in between. The
     run then continues with as many slots as can train it, at least `least`. After a newer checkpoint the next start has
-    all slots again. devices: of all slots. full: devices that the run is meant for; 0: as many as `devices`.
+    all slots again. devices: number of devices of all slots. full: number of devices that the run is meant for; 0: the
+    same as `devices`.
     """
     words: Sequence[str]
     count: int

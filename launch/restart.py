@@ -78,8 +78,8 @@ def _kept(home: Path, lineage: dict) -> Iterator[int]:
 
 @dataclasses.dataclass
 class Failures:
-    """Counts failures in a row without a newer checkpoint. said: the last words of each failure. step: of the newest
-    checkpoint.
+    """Counts failures in a row without a newer checkpoint. said: the last words of each failure. step: step of the
+    newest checkpoint.
 
     scheduled: a scheduler stops and restarts the run. Stops then count like failures, because a time limit shorter than
     the start-up would repeat forever.
@@ -209,7 +209,7 @@ def count(failures: Failures, code: int, words: str = "", restarts: int | None =
                                                           "begins": time.time() + wait_s, "restarts": restarts}))
     except files.FileSystemError as error:
         if restarts is None:
-            raise files.FileSystemError(f"{error}; the run is not started again until then") from None
+            raise files.FileSystemError(f"{error}; the run is not started again until this is fixed") from None
         say.err(f"{error}. The scheduler's count of restarts, {restarts}, is used instead")
     return wait_s
 

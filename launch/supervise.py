@@ -182,15 +182,15 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
 
 
 def begin(argv: Sequence[str], environ: Mapping[str, str], **options: object) -> subprocess.Popen:
-    """Start a process that the kernel kills when the calling thread has ended, in whatever way. The process has a
-    session of its own: Ctrl-C reaches only the launcher, which forwards it once. options: of Popen."""
+    """Start a process that the kernel kills when the calling thread ends, even by a crash. The process has a session of
+    its own: Ctrl-C reaches only the launcher, which forwards it once. options: keyword arguments of Popen."""
     return subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True,
                             preexec_fn=die_with(os.getpid()), **options)
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """Return a preexec_fn for Popen: the kernel kills the child when the parent has ended, in whatever way. parent:
-    pid."""
+    """Return a preexec_fn for Popen: the kernel kills the child when the parent ends, even by a crash. parent: pid of
+    the parent."""
     prctl = ctypes.CDLL(None).prctl
 
     def apply():
@@ -248,7 +248,7 @@ def wait(children: Sequence[Child], poll: Callable[[float], Iterable[Child]], st
 
 @contextlib.contextmanager
 def _polling(children: Sequence[Child]) -> Iterator[Callable[[float], Iterable[Child]]]:
-    """Yield the poll for processes of this machine, see `wait`."""
+    """Yield the function `poll` for `wait`, for processes of this machine."""
     with selectors.DefaultSelector() as selector:
         for child in children:
             selector.register(child.pidfd, selectors.EVENT_READ, child)

@@ -24,7 +24,7 @@ class NotHandedOver(OSError):
 
 def hand_over(place: Path, index: int) -> None:
     """Sync the files that this process has written into FOLDERS and write a record of their checksums. Every process
-    calls it after orbax has finished. place: the directory of the save. index: of the process."""
+    calls it after orbax has finished. place: the directory of the save. index: number of this process."""
     own = [folder for name in FOLDERS if (folder := place / name / f"ocdbt.process_{index}").exists()]
     mine = [path for folder in own for path in files.regular_files(folder)]
     described = [path for name in FOLDERS if (path := place / name / "array_metadatas" / f"process_{index}").exists()]

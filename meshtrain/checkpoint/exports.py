@@ -52,7 +52,7 @@ class Exports:
 
     def make(self, step: int, params: dict, of: Ends) -> dict:
         """Export the parameters of a step, then missing exports of earlier steps; return an empty dict of metrics.
-        params: of the run's state, adapters included. of: the run's stop tokens."""
+        params: parameters of the run's state, adapters included. of: the run's stop tokens."""
         if not self._is_exported(step):
             leaves = leaves_of(params)
             leaf = leaves.get if self._of_adapters else adapters.leaf(self.transformer, leaves)

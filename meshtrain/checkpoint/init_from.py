@@ -24,8 +24,8 @@ DENSE = dict(num_experts=0, shared_expert_dim=0, mlps="d")
 
 
 def initial_state(run: Run, model: transformer.Transformer, layout, mesh, shapes: State, fresh: State) -> State:
-    """Return the initial state of a run, with another run's weights. layout, mesh: of the new run. shapes: its state as
-    jax.ShapeDtypeStruct with shardings. fresh: its initialized state.
+    """Return the initial state of a run, with another run's weights. layout, mesh: those of the new run. shapes: its
+    state as jax.ShapeDtypeStruct with shardings. fresh: its initialized state.
 
     Raises: ConfigError if the checkpoint is missing or does not fit; as `Checkpoints.restore`.
     """
@@ -59,8 +59,8 @@ def initial_state(run: Run, model: transformer.Transformer, layout, mesh, shapes
 
 
 def upcycled(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
-    """Return the parameters of a run with experts, initialized from a dense run's checkpoint. layout, mesh: of the new
-    run. fresh: its initialized parameters.
+    """Return the parameters of a run with experts, initialized from a dense run's checkpoint. layout, mesh: those of
+    the new run. fresh: its initialized parameters.
 
     Raises: ValueError if the dense MLPs do not match the experts; as `Checkpoints.restore`.
     """

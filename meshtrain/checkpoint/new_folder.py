@@ -119,7 +119,7 @@ def _check_free(target: Address) -> None:
         raise ConfigError(f"{target} has files and no {MARKS[0]}: another process is writing it, or was killed while "
                           f"it did; remove the files, or name another folder")
     if names or folders:
-        raise ConfigError(f"{target} is there already, and nothing is written over; name another folder")
+        raise ConfigError(f"{target} exists already and is not overwritten; name another folder")
 
 
 def exists(target: Target) -> bool:
@@ -176,7 +176,7 @@ def _locked_place(directory: Path, place: Path) -> Iterator[None]:
     """Check that `directory` is free, empty `place`, and hold a lock on `directory` until the block ends. Process 0
     calls it."""
     if files.status(directory) and not (files.is_dir(directory) and not any(directory.iterdir())):
-        raise ConfigError(f"{directory} is there already, and nothing is written over; name another directory")
+        raise ConfigError(f"{directory} exists already and is not overwritten; name another directory")
     with contextlib.ExitStack() as held:
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)

@@ -93,10 +93,10 @@ def _of_interfaces() -> list[str]:
 class Exchange:
     """Sends, receives and serves files of local checkpoints.
 
-    place: (process, step) -> the directory of that process's files on this host. names: of the files in it, in the
-    order in which they are written; the directory is complete with the last one. secret: of this start, in hexadecimal.
-    first: the host of process 0. tell: receives each reason of a failed transfer once. at: list of [address, port] at
-    which this process listens.
+    place: (process, step) -> the directory of that process's files on this host. names: names of the files in it, in
+    the order in which they are written; the directory is complete with the last one. secret: the secret of this start,
+    in hexadecimal. first: the host of process 0. tell: receives each reason of a failed transfer once. at: list of
+    [address, port] at which this process listens.
     """
 
     def __init__(self, place: Callable[[int, int], Path], names: Sequence[str], secret: str, first: str = "",

@@ -112,7 +112,7 @@ def begin_index(state: Any) -> dict:
 
 
 def lay_out(index: dict, name: str, some: Iterable[tuple[str, Region, np.ndarray]]) -> list[memoryview]:
-    """Add an object to the index; return the object's bytes. name: of the object. some: its pieces, as from `own`.
+    """Add an object to the index; return the object's bytes. name: the object's name. some: its pieces, as from `own`.
     Threads may share the index."""
     content, offset = [], 0
     for array, region, data in some:

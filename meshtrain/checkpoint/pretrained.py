@@ -3,7 +3,7 @@
 Every device reads an equal, contiguous share of each tensor, in the file's dtype: each byte is read once. A compiled
 program per kind of tensor gathers, converts, casts and writes it into place. A host holds its devices' shares of one
 tensor; a device holds one whole tensor besides its parameters. Devices do not read their shards directly, because such
-reads are strided: an eighth of a matrix's columns reads the whole matrix from disk.
+reads are strided: to read an eighth of a matrix's columns, the whole matrix is read from disk.
 """
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def opened(run: Run, transformer) -> tuple[folder.Folder, list[folder.WeightRow]
         return None
     if run.checkpoint.step:
         raise ConfigError(f"checkpoint.step={run.checkpoint.step}: checkpoint.init_from={source} is a model folder, "
-                          f"which has no steps; leave it out")
+                          f"which has no steps; leave checkpoint.step out")
     with user_errors("checkpoint.init_from: "):
         # Each of several processes reads its shares of every tensor, so no host copies the whole folder of a bucket.
         directory = folder.local(source, weights="copied" if jax.process_count() == 1 else "ranges", tell=say.out)

@@ -191,8 +191,8 @@ def check_data(run: Run, start: Start, fingerprint: str) -> None:
 
 
 def check_prompts(run: Run, start: Start, digest: str) -> None:
-    """Check that the run trains on the same prompts as before. digest: of the prompts to train on. Raises: ConfigError
-    if it does not."""
+    """Check that the run trains on the same prompts as before. digest: hash of the prompts to train on. Raises:
+    ConfigError if they differ."""
     if (data := start.kept("data")) and data["position"].get("prompts", digest) != digest:
         raise ConfigError(f"data.validation_paths={json.dumps(list(run.data.validation_paths))} leaves other prompts "
                           f"to train on than the run in {run.run.dir} had up to step {start.step}: prompts that were "
@@ -257,7 +257,7 @@ def _written(directory: Path, write: Callable):
 
 def checkpoints_of(run_dir: str, claim: rundir.Claim | None = None, **keys) -> SharedCheckpoints:
     """Return the checkpoints of a run; without a claim they are read-only. run_dir: its directory or address. claim:
-    this start's claim of the directory. keys: of `SharedCheckpoints`. All processes call it."""
+    this start's claim of the directory. keys: keyword arguments of `SharedCheckpoints`. All processes call it."""
     keys |= {"read_only": True} if claim is None else {"check_claim": claim.check}
     if not addresses.is_remote(run_dir):
         return Checkpoints(Path(run_dir) / contents.CHECKPOINTS, **keys)
@@ -275,9 +275,9 @@ def _checkpoints_there(run_dir: str) -> SharedCheckpoints | None:
 
 def source(run_dir: str, step: int, name: str, option: str = "checkpoint.step=", *,
            only_params: bool = True) -> Saved:
-    """Return the checkpoint of a run that provides weights: that of `step`, or the newest if `step` is 0. name, option:
-    the run and the option of the step, for messages. only_params: read and verify only the parameters. Raises:
-    ConfigError if there is none."""
+    """Return the checkpoint of a run that provides weights: that of `step`, or the newest if `step` is 0. name: of the
+    run, in messages. option: the option that gives the step, in messages. only_params: read and verify only the
+    parameters. Raises: ConfigError if there is none."""
     checkpoints = _checkpoints_there(run_dir)
     if checkpoints and step:
         return _verified(checkpoints, step, option, only_params=only_params)

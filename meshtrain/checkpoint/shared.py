@@ -130,7 +130,7 @@ class SharedCheckpoints(Store):
         self._failure, self._failed = "", 0  # of the last save; consecutive failures, counted by process 0
         self._passing = False               # the last save failed in this process because a server failed
         self._saved, self._saved_s = 0, time.monotonic()    # last complete step, as process 0 knows it, and when
-        self._last: tuple[Any, dict] | None = None      # state and metadata of the last save, where there is a fallback
+        self._last: tuple[Any, dict] | None = None      # state and metadata of the last save, if there is a fallback
         self._promised: dict[int, int] = {}     # step -> keep_every of the start that saved it
         self._step, self._saves = -1, 0  # last step whose save began; number of saves
         self._after_failure = False         # the previous save failed, and its threads may still write

@@ -118,7 +118,7 @@ def agreed(error: Exception) -> Exception:
     return error
 
 
-# Timeout of an agreement in seconds; the watchdog sets it to what is left of the phase.
+# Timeout of an agreement in seconds; the watchdog sets it to the time left in the phase.
 patience_s: Callable[[], float] = lambda: MOST_PATIENCE_S
 MOST_PATIENCE_S = 7 * 24 * 3600.0
 _gathered = 0

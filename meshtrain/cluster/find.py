@@ -197,8 +197,8 @@ def _local_rank(environ: Mapping[str, str]) -> tuple[int, ...] | None:
         return gpus.own(index, local_count, environ)
     index, seen = _whole(environ, "LOCAL_RANK"), len(gpus.visible(environ))
     if 1 < seen <= index:
-        raise ConfigError(f"LOCAL_RANK={index} has no GPU of its own: this process sees {seen}; start at most {seen} "
-                          f"processes per host, or set LOCAL_WORLD_SIZE, which divides the GPUs among processes")
+        raise ConfigError(f"LOCAL_RANK={index} has no GPU of its own: this process sees {seen} GPUs; start at most "
+                          f"{seen} processes per host, or set LOCAL_WORLD_SIZE, which divides the GPUs among processes")
     return None if seen == 1 else (index,)
 
 
@@ -231,7 +231,7 @@ def _place(environ: Mapping[str, str], count_name: str, index_name: str) -> tupl
 
 def _whole(environ: Mapping[str, str], name: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", environ.get(name, "").strip()):
-        raise ConfigError(f"{name}={environ.get(name, '')} is no whole number; correct it, or unset it where no "
+        raise ConfigError(f"{name}={environ.get(name, '')} is no whole number; correct it, or unset it if no "
                           f"launcher has set it")
     return int(environ[name])
 

@@ -160,7 +160,7 @@ def _contradiction(cluster: Cluster, about: dict, before: dict | None) -> str | 
     with the same index."""
     index, first = about["index"], _about(cluster)
     if about["count"] != cluster.count:
-        return (f"process {index} ({_where(about)}) has distributed.num_processes={about['count']}, and process 0 "
+        return (f"process {index} ({_where(about)}) has distributed.num_processes={about['count']}, but process 0 "
                 f"({_where(first)}) has {cluster.count}; start all with the same number, and check that no older start "
                 f"is running")
     if index == 0 or before is not None and _where(before) != _where(about):

@@ -52,7 +52,7 @@ def _addresses(local_devices: Sequence[int] | None, environ: Mapping[str, str], 
         if not all(index < len(names) for index in local_devices):
             return []
         names = [names[index] for index in local_devices]
-    # CUDA counts the fastest first unless told otherwise; GPUs of one model it counts by their address.
+    # CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER is set; GPUs of one model are numbered by address.
     counted = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({model for _, model, _ in there}) == 1
     addresses = [[address for index, (address, _, uuid) in enumerate(there)
                   if (counted and index == int(name) if name.isdecimal() else _is_prefix(name, uuid))]

@@ -43,8 +43,8 @@ def distrust(directory: Path) -> str:
 
 
 def compiled(lowered: jax.stages.Lowered, options: dict, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
-    """Return `lowered.compile(options)`, or the same program from an earlier start. devices: of the program. All
-    processes call it."""
+    """Return `lowered.compile(options)`, or the same program from an earlier start. devices: the devices that run it.
+    All processes call it."""
     directory = jax.config.jax_compilation_cache_dir
     if jax.process_count() == 1 or not directory or (
             devices[0].platform != "cpu" and _is_shared(Path(directory))):
@@ -109,7 +109,7 @@ def _is_shared(directory: Path) -> bool:
 
 
 def _key(lowered: jax.stages.Lowered, options: dict, devices: Sequence[jax.Device]) -> str:
-    """Return a key of everything that the compiled program depends on, except what jax's own keys inside the directory
+    """Return a hash of everything that the compiled program depends on, except what jax's own keys inside the directory
     cover."""
     parts = [lowered.as_text(), sorted((key, str(value)) for key, value in options.items()), jax.__version__,
              devices[0].client.platform_version, os.environ.get("XLA_FLAGS", "")]

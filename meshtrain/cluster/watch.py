@@ -111,7 +111,8 @@ class Watchdog:
             self._note()
 
     def step(self, number: int) -> None:
-        """Begin another step. The first two get a compile's limit: they load programs and connect devices."""
+        """Begin another step. The first two steps have the limit of a compile phase, because they load programs and
+        connect devices."""
         self.enter(f"step {number}", "step" if len(self._steps_s) + self._in_step >= 2 else "compile")
         self._in_step = True
 
@@ -286,8 +287,8 @@ class Watchdog:
         os._exit(1)
 
     def _listen(self, heard: threading.Event, deadline: float) -> None:
-        """Set `heard` when all stacks are seen, until `deadline`. Process 0 reads the files of all others. The others
-        read only its file, because thousands of processes must not each read all files."""
+        """Wait until all stacks are seen and set `heard`; stop at `deadline`. Process 0 reads the files of all others.
+        The others read only its file, because thousands of processes must not each read all files."""
         unheard = set(range(1, self.count)) if self.index == 0 else {0}
         while self._directory and unheard and time.monotonic() < deadline:
             began = time.monotonic()

@@ -54,7 +54,7 @@ def _rows(where: str, **rows: str | tuple[str, ...]) -> dict[str, tuple[str, ...
 
 
 def _mlp(where: str, ours: str, width: str = "F", names: tuple = ("gate_proj", "up_proj", "down_proj")) -> dict:
-    """Return the matrices of an MLP or of one expert. names: of gate, up and down, or only of up and down."""
+    """Return the matrices of an MLP or of one expert. names: the names of gate, up and down, or only of up and down."""
     tail = "" if width == "W" else "/kernel"
     forms = (f"gate{tail}: {width} D -> D {width}", f"up{tail}: {width} D -> D {width}",
              f"down{tail}: D {width} -> {width} D")

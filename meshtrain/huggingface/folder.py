@@ -64,8 +64,8 @@ class WeightRow:
     parameters stack the experts.
 
     name: with {l}, {m} or {f} for a layer's number. layers: our layers that have it -> the number in the name; empty
-    outside the layers. shape: of one expert's part, if a tensor has all experts. kind: equal for the rows of all
-    experts. expert: its number. sizes: letter -> size, as from `forms.sizes_of`.
+    outside the layers. shape: the tensor's shape, or that of one expert's part if a tensor has all experts. kind: equal
+    for the rows of all experts. expert: its number. sizes: letter -> size, as from `forms.sizes_of`.
     """
     name: str
     pieces: tuple[WeightPiece, ...]
@@ -90,7 +90,7 @@ class WeightRow:
         return self.name.removesuffix("[{e}]").endswith(BLOCKS)
 
     def at(self, index: int) -> tuple[int, ...]:
-        """Return the indices of the row in our stack. index: of the layer in the stack."""
+        """Return the indices of the row in our stack. index: the layer's index in the stack."""
         return (index,) * self.stacked + (() if self.expert is None else (self.expert,))
 
     def of_layer(self, layer: int | None) -> str:
@@ -307,9 +307,9 @@ def _name_in_whole(family: Family, name: str, base: str, head: str) -> str:
 
 def rows(family: Family, model, paths: Paths, prefixes: tuple[str, str] | None = None,
          names: Collection[str] = ()) -> list[WeightRow]:
-    """Return the rows of a model under a family's names. model: the section [model]. paths: of our parameters.
-    prefixes: of TEXT_PREFIXES, for the names in a multimodal folder. names: of a folder's tensors; they decide which
-    name is used if a parameter has several.
+    """Return the rows of a model under a family's names. model: the section [model]. paths: paths of our parameters.
+    prefixes: an entry of TEXT_PREFIXES, for the names in a multimodal folder. names: names of a folder's tensors; they
+    decide which name is used if a parameter has several.
 
     Raises: ValueError if the family has no name for a parameter.
     """
@@ -394,7 +394,7 @@ def _are_blocks(folder: Folder, name: str, shape: tuple[int, ...]) -> bool:
 
 
 def match(folder: Folder, model, paths: Paths) -> list[WeightRow]:
-    """Return the rows of a model; the folder has the tensors of each. paths: of our parameters.
+    """Return the rows of a model; the folder has the tensors of each. paths: paths of our parameters.
 
     Raises: ValueError that lists all missing, unexpected and misshapen tensors, and unsupported dtypes.
     """

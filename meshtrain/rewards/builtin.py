@@ -83,7 +83,7 @@ def fault(reward: str, line: dict) -> str:
     told = repr(f"…{gold[-60:]}" if len(gold := str(gold).strip()) > 60 else gold)
     if reward == "number" and gold_number(gold) is None:
         return (f"is not one number, but {told}; write an integer, a decimal, a fraction or a percentage, perhaps with "
-                f"a unit, alone, behind #### or in \\boxed{{…}}")
+                f"a unit, alone, after #### or in \\boxed{{…}}")
     if reward == "choice" and not _letter(gold):
         return f"is not one letter, but {told}"
     if reward == "regex":

@@ -55,7 +55,7 @@ def _module(name: str, path: str):
 
 
 def number(value, name: str) -> float:
-    """Return a value of the function as a finite float. name: of the value, for messages. Raises: ValueError."""
+    """Return a value of the function as a finite float. name: the value's name in messages. Raises: ValueError."""
     if hasattr(value, "item") and not isinstance(value, (dict, str)):     # a numpy number
         value = value.item()
     if isinstance(value, (int, float)) and LARGEST < abs(value) < math.inf:

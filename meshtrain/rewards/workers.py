@@ -54,7 +54,7 @@ def check(reward: str, lines: Mapping[str, dict], memory_gb: float = 2.0) -> Non
                              'file; ' + (f'did you mean "{near[0]}"?' if near else 'give it as "rewards.py:score"'))
         column = builtin.COLUMNS[reward]
         if lacking := [place for place, line in lines.items() if column not in line]:
-            raise ValueError(f'rl.reward="{reward}" reads "{column}" of each prompt\'s line, and {lacking[0]} has '
+            raise ValueError(f'rl.reward="{reward}" reads "{column}" of each prompt\'s line, but {lacking[0]} has '
                              f'{", ".join(map(repr, lines[lacking[0]]))} ({len(lacking)} of {len(lines)} lines lack '
                              f'it); add it, or use a function of your own')
         faults = ((place, builtin.fault(reward, line)) for place, line in lines.items())

@@ -28,7 +28,7 @@ class Refused(StorageError):
 @dataclasses.dataclass(frozen=True)
 class Address:
     """The parts of an address. home: the bucket, HOST[:PORT], or [datasets/]OWNER/NAME on the hub. path: the path
-    within it. revision: of the hub."""
+    within it. revision: a revision on the hub, or ""."""
     scheme: str
     home: str
     path: str

@@ -80,7 +80,7 @@ def named_home(kind: str, address: Address) -> Path:
     return home() / kind / f"{_digest([str(address), *stores.endpoints(address)])}-{name}"
 
 
-# ---- what is there ---------------------------------------------------------------------------------------------------
+# ---- listings --------------------------------------------------------------------------------------------------------
 
 
 def matched(pattern: str) -> list[str]:
@@ -199,7 +199,7 @@ def folder(name: str, companions: Sequence[str], index: str, suffix: str, *, wei
     """Return the local directory of a model folder at an address.
 
     companions: names of small files, any of which may be missing. index: the companion whose weight_map names the
-    weight files, in JSON. suffix: of the names of weight files. Raises: as `copied`.
+    weight files, in JSON. suffix: the end of the names of weight files. weights: see `Weights`. Raises: as `copied`.
     """
     place = addresses.parse(name)
     found = _web_folder(place, companions, index, suffix) if place.scheme in WEB else [

@@ -53,7 +53,8 @@ Value = TypeVar("Value")
 @dataclasses.dataclass(frozen=True)
 class RemoteFile:
     """A file at an address. etag: changes with the content; "" if the server has none. size: bytes; None: unknown.
-    commit: of the hub. It has no URL: a URL from a file could name a host that must not get the credentials."""
+    commit: the commit on the hub, or "". It has no URL: a URL from a file could name a host that must not get the
+    credentials."""
     address: Address
     size: int | None
     etag: str
@@ -187,8 +188,8 @@ def _read_ranges(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None])
 
 
 def read_range(found: RemoteFile, start: int, stop: int) -> bytes:
-    """Return bytes [start, stop) of a bucket's file. Raises: Changed if it is not as it was listed; StorageError,
-    FileSystemError."""
+    """Return bytes [start, stop) of a bucket's file. Raises: Changed if it has changed since it was listed;
+    StorageError, FileSystemError."""
     with concurrent.futures.ThreadPoolExecutor(RANGES) as pool:
         return b"".join(pool.map(lambda begin: _range(found, begin, min(begin + RANGE_BYTES, stop)),
                                  range(start, stop, RANGE_BYTES)))
@@ -261,8 +262,8 @@ def write_if(address: Address, content: bytes, before: Version | None, *, patien
 
 
 def _put(address: Address, body: bytes | Path, sent: int, *, patient: bool = True, **options: Any) -> Version:
-    """Write an object with limits on the time of a request; return its version. sent: bytes of one request. options: of
-    obstore's put."""
+    """Write an object with limits on the time of a request; return its version. sent: bytes of one request. options:
+    keyword arguments of obstore's put."""
     for longer in LONGER:
         # Rounded to few values, because each needs a client of its own.
         limit_s = SILENCE_S * 2 ** math.ceil(math.log2(max(1.0, longer * sent / SENT_BYTES_S / SILENCE_S)))

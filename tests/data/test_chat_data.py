@@ -256,10 +256,10 @@ def test_a_mask_beside_token_files_says_what_is_learned(tmp_path):
 
 
 @pytest.mark.parametrize("mask, part", [
-    (np.ones(7, bool), "a.mask.npy has 7 entries, and a.tokens.npy has 6 ids"),
-    (np.zeros(5, bool), "a.mask.npy has 5 entries, and a.tokens.npy has 6 ids"),
+    (np.ones(7, bool), "a.mask.npy has 7 entries, but a.tokens.npy has 6 ids"),
+    (np.zeros(5, bool), "a.mask.npy has 5 entries, but a.tokens.npy has 6 ids"),
     (np.zeros(6, bool), "a.mask.npy is 0 everywhere"), (np.full(6, 2, np.uint8), "entry 0 (from 0) is 2"),
-    (np.ones(6, np.int64), "int64 [6], and a mask is one dimension of uint8 or bool"),
+    (np.ones(6, np.int64), "int64 [6], but a mask is one dimension of uint8 or bool"),
 ])
 def test_a_wrong_mask_is_told(mask, part, tmp_path):
     path = write_tokens(tmp_path / "a.tokens.npy", [[1, 2, 3], [4, 5], [6]])

@@ -122,7 +122,7 @@ def test_a_source_without_files_is_refused_with_the_remedy():
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"global_batch": 13}, r"seq_len=8 × data.global_batch=13 is a batch of 104 tokens, .* hold 101: .*"
+    ({"global_batch": 13}, r"seq_len=8 × data.global_batch=13 is a batch of 104 tokens, .* hold 101, .*"
                            r"use data.global_batch ≤ 12 or data.seq_len ≤ 7 or more text"),
     ({"seq_len": 200}, r"seq_len=200 × data.global_batch=2 .* use data.seq_len ≤ 50 or more text"),
     ({"validation_fraction": 0.06},
@@ -141,10 +141,10 @@ def test_settings_just_large_enough_are_accepted(text_file):
 @pytest.mark.parametrize("weights, changes, message", [
     ([1, 3], {"global_batch": 20},
      r"data.mixture\[1\] is 0.75 of the mixture, 150 tokens in a batch of data.seq_len=10 × "
-                                   r"data.global_batch=20, .* hold 110: .* use a weight ≤ 0.55 of the sum, a "
+                                   r"data.global_batch=20, .* hold 110, .* use a weight ≤ 0.55 of the sum, a "
                                    r"smaller batch"),
     ([1, 1], {"validation_fraction": 0.04},
-     r"validation_fraction=0.04 holds out 5 of 102 tokens of data.mixture\[1\], and one "
+     r"validation_fraction=0.04 holds out 5 of 102 tokens of data.mixture\[1\], but one "
                                             r"sequence of data.seq_len=20 takes 20"),
     ([1, 1], {"validation_fraction": 0.009}, r"holds out 0 of 101 tokens of data.mixture\[1\]"),
 ])

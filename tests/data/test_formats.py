@@ -215,7 +215,7 @@ def test_a_value_of_a_table_that_is_too_long_is_told(name, tmp_path, monkeypatch
     path = write(tmp_path / name, ["short", "long" * 30])
     monkeypatch.setattr(formats, "LINE_BYTES", 100)
     told = fault(section([path]), tmp_path)
-    assert f"{name}, row 1 (from 0): has 120 characters in column 'text', and at most 100 are read" in told
+    assert f"{name}, row 1 (from 0): has 120 characters in column 'text', but the limit is 100" in told
     with pytest.raises(ValueError, match=r"row 1 \(from 0\): cannot be read: 'text' has 120 characters"):
         list(formats.read_rows(str(path), ""))
 

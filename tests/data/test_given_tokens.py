@@ -17,15 +17,15 @@ from meshtrain.data.files import token_files
 
 # (tokens, ends, what the one message must contain)
 WRONG_TOKENS = [
-    (np.zeros(4, np.int64), [4], "int64 [4], and token ids are one dimension of uint16, uint32 or int32"),
+    (np.zeros(4, np.int64), [4], "int64 [4], but token ids are one dimension of uint16, uint32 or int32"),
     (np.zeros(4, ">u2"), [4], ">u2 [4]"),
     (np.zeros((2, 2), np.uint16), [4], "uint16 [2, 2]"),
     (np.zeros(4, np.uint16), np.array([4], np.int32),
-     "int32 [1], and the ends of documents are one dimension of int64"),
+     "int32 [1], but the ends of documents are one dimension of int64"),
     (np.zeros(4, np.uint16), [3, 2, 4], "document 1 (from 0) ends at 2, before it begins at 3"),
     (np.zeros(4, np.uint16), [-1, 4], "document 0 (from 0) ends at -1"),
-    (np.zeros(4, np.uint16), [2, 5], "the last document ends at 5, and a.tokens.npy has 4 tokens"),
-    (np.zeros(4, np.uint16), [2, 3], "the last document ends at 3, and a.tokens.npy has 4 tokens"),
+    (np.zeros(4, np.uint16), [2, 5], "the last document ends at 5, but a.tokens.npy has 4 tokens"),
+    (np.zeros(4, np.uint16), [2, 3], "the last document ends at 3, but a.tokens.npy has 4 tokens"),
     (np.zeros(4, np.uint16), None, "a.ends.npy is missing"),
     (np.array([{}], object), [1], "cannot be read as an .npy file"),
 ]
@@ -247,12 +247,12 @@ def test_separators_of_a_files_own_are_taken_out_or_told(documents, expected, sa
 GOOD_INDEX = dict(magic=b"MMIDIDX\x00\x00", version=1, code=8, lengths=[2, 3], pointers=[0, 4], marks=[0, 1, 2])
 WRONG_INDEX = [
     (dict(magic=b"MMIDIDX\x01\x00"), "a.idx is not an index of Megatron"),
-    (dict(version=2), "is of version 2 of Megatron's index"),
+    (dict(version=2), "has version 2 of Megatron's index"),
     (dict(code=6), "holds float64, but ids are integers"),
     (dict(code=9), "dtype code 9"),
-    (dict(code=4), "a.bin has 10 bytes, and by a.idx the last sequence ends at byte 16"),
+    (dict(code=4), "a.bin has 10 bytes, but in a.idx the last sequence ends at byte 16"),
     (dict(lengths=[2, 4]), "the last sequence ends at byte 12"),
-    (dict(pointers=[2, 4]), "sequence 0 (from 0) has 2 ids at byte 2, and the one before it ends at byte 0"),
+    (dict(pointers=[2, 4]), "sequence 0 (from 0) has 2 ids at byte 2, but the one before it ends at byte 0"),
     (dict(pointers=[0, 10**12]), "the two must agree"),
     (dict(lengths=[-2, 3]), "sequence 0 (from 0) has -2 ids"),
     (dict(marks=[0, 1]), "must begin at sequence 0 and end with the last, 2"),
@@ -301,7 +301,7 @@ def test_every_truncation_of_every_layout_is_told(tmp_path):
     header = np.zeros(256, np.int32)
     header[:3] = 20240520, 2, 0
     header.tofile(tmp_path / "v.bin")
-    assert "of version 2" in fault(section([tmp_path / "v.bin"], bos_token="9"), tmp_path)
+    assert "has version 2" in fault(section([tmp_path / "v.bin"], bos_token="9"), tmp_path)
 
 
 def test_a_truncated_array_of_ids_is_told(tmp_path):

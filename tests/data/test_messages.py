@@ -71,7 +71,7 @@ def test_arguments_keep_the_nulls_that_a_line_of_json_gives_and_that_is_told(tmp
     told = Opened(chats(tmp_path, [{"messages": [ASK, CALLED]}, *[{"messages": [ASK, given]}] * 2]), tmp_path).told
     assert [line for line in told if "arguments" in line] == [
         f"{tmp_path / 'chat.jsonl'}: in 2 conversations (line 2 first) the arguments of a tool call have a null, and "
-        "the model is trained on it; remove such keys if a table with the keys of all calls has added them"]
+        "the model is trained on it; remove these keys if they come from a table that has the keys of all calls"]
 
 
 # (message or tools, what is told)
@@ -87,7 +87,7 @@ BROKEN = [
     ({"messages": [ASK, ANSWER], "tools": ["weather"]}, 'tools[0]: "weather" is no object'),
     ({"messages": "[{"}, "messages: the string \"[{\" is broken JSON"),
     ({"messages": None, "text": "x"}, "is no conversation (its keys: 'text')"),
-    ({"messages": [ASK, ANSWER | {"train": "no"}]}, 'message 1 (from 0) has the train "no"; give 1 or true, or 0'),
+    ({"messages": [ASK, ANSWER | {"train": "no"}]}, 'message 1 (from 0) has the train "no"; give 1 or true to'),
     ({"messages": [ASK, ANSWER | {"train": False}]}, "has no answer of the assistant to learn"),
 ]
 

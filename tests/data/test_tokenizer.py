@@ -95,12 +95,12 @@ def token(content, **properties):
 
 @pytest.mark.parametrize("contents, told, added", [
     (dict(tokenizer_config=dict(added_tokens_decoder={"N": token("<|x|>"), "N+1": token("<y>", special=False)})),
-     "<|x|> (N), <y> (N+1) added, as tokenizer_config.json", ["<|x|>", "<y>"]),
+     "<|x|> (N), <y> (N+1) added from tokenizer_config.json", ["<|x|>", "<y>"]),
     (dict(added_tokens={"<|x|>": "N", "<y>": "N+1"}, tokenizer_config=dict(eos_token="<|x|>")),
-     "added, as added_tokens.json", ["<|x|>", "<y>"]),
+     "added from added_tokens.json", ["<|x|>", "<y>"]),
     (dict(special_tokens_map=dict(pad_token="<pad>", additional_special_tokens=["<|x|>"])),
-     "<pad> (N), <|x|> (N+1) added, as special_tokens_map.json", ["<pad>", "<|x|>"]),
-    (dict(tokenizer_config=dict(extra_special_tokens={"image_token": "<|x|>"})), "added, as tokenizer_config.json",
+     "<pad> (N), <|x|> (N+1) added from special_tokens_map.json", ["<pad>", "<|x|>"]),
+    (dict(tokenizer_config=dict(extra_special_tokens={"image_token": "<|x|>"})), "added from tokenizer_config.json",
      ["<|x|>"]),
     (dict(tokenizer_config=dict(added_tokens_decoder={}), special_tokens_map=dict(pad_token="<pad>")), "", []),
     (dict(tokenizer_config=dict(added_tokens_decoder={"1": token("<|im_end|>", special=False)})),
@@ -132,7 +132,7 @@ def test_tokens_that_only_files_beside_a_tokenizer_add_have_the_ids_of_transform
 
 @pytest.mark.parametrize("contents, told", [
     (dict(tokenizer_config=dict(added_tokens_decoder={"900": token("<|x|>")})), "adds '<|x|>' with the id 900"),
-    (dict(added_tokens={"<|x|>": 900}), "added_tokens.json beside it adds '<|x|>' with the id 900"),
+    (dict(added_tokens={"<|x|>": 900}), "added_tokens.json next to it adds '<|x|>' with the id 900"),
     (dict(added_tokens={"<|x|>": "9"}), "has the id \"9\", which is no whole number"),
     (dict(tokenizer_config=["a"]), "is no object")])
 def test_tokens_beside_a_tokenizer_that_cannot_be_had_are_refused(contents, told, tmp_path):
@@ -154,7 +154,7 @@ def test_tokens_beside_a_tokenizer_that_cannot_be_had_are_refused(contents, told
     (dict(tokenizer_config=dict(bos_token="<|im_end|>"), config=dict(model_type="llama", bos_token_id=0)), "<|im_end|>",
      "config.json has the bos_token_id 0 (<|endoftext|>)"),
     (dict(tokenizer_config=dict(bos_token="<|endoftext|>"), special_tokens_map=dict(bos_token="<|im_end|>")),
-     "<|im_end|>", "special_tokens_map.json has the bos_token <|im_end|>, and tokenizer_config.json <|endoftext|>"),
+     "<|im_end|>", "special_tokens_map.json has the bos_token <|im_end|>, but tokenizer_config.json has <|endoftext|>"),
     (dict(tokenizer_config=dict(bos_token="<|im_end|>", added_tokens_decoder={}), special_tokens_map=dict(
         bos_token="<|endoftext|>")), "<|im_end|>", ""),
     (dict(tokenizer_config=dict(bos_token="<s>")), "<s>", "")])

@@ -156,8 +156,8 @@ def test_validation_gives_every_held_out_document_once_and_whole():
 
 def test_too_few_documents_for_a_batch_or_a_validation_are_told():
     with pytest.raises(ValueError,
-                       match='makes 2 sequences of data.seq_len=16 of the data, .* data.global_batch=4 is 4: not one '
-                             'full batch'):
+                       match='makes 2 sequences of data.seq_len=16 from the data, .* data.global_batch=4 is 4; use a '
+                             'smaller batch'):
         numbered([9, 9], seq_len=16, global_batch=4, packing="whole")
     with pytest.raises(ValueError,
                        match="data.validation_fraction=0.5 holds out no document; use a larger fraction, more "

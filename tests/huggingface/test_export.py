@@ -255,7 +255,7 @@ def test_what_was_trained_is_exported_by_run_and_command_and_read_back(tiny, tmp
         leaf[...] = 0       # rows beyond the vocabulary are not given away
     assert_same_bits(jax.device_get(back.params), trained)
     # What is there stays, and what cannot be meant is told.
-    refused(call(convert.main, tmp_path / "run", tmp_path / "out"), "is there already")
+    refused(call(convert.main, tmp_path / "run", tmp_path / "out"), "exists already")
     refused(call(convert.main, tmp_path / "run", tmp_path / "new", "--step=7"), "--step 7 is not saved",
             "those of steps 2")
     refused(call(convert.main, tmp_path, tmp_path / "new"), "has no complete checkpoint")

@@ -149,7 +149,7 @@ def test_a_second_writer_of_a_directory_is_refused_and_the_first_is_whole(tmp_pa
         (place / "weights").write_text("first")
         with pytest.raises(ConfigError, match="is being written by another process"), new_folder.writing(tmp_path / "out"):
             pass
-    with pytest.raises(ConfigError, match="is there already"), new_folder.writing(tmp_path / "out"):
+    with pytest.raises(ConfigError, match="exists already"), new_folder.writing(tmp_path / "out"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out/weights").read_text() == "first"
 

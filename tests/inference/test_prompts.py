@@ -54,7 +54,7 @@ def test_the_fingerprint_follows_what_the_reward_reads(tmp_path):
     ([{"prompt": "\ud800"}], {}, "line 1: has half a character"),
     ([{"messages": [{"role": "assistant", "content": "3"}]}], {}, "line 1: ends with an answer of the assistant"),
     ([{"messages": [{"role": "user", "content": "3"}]}], {}, "line 1: there is no chat template"),
-    ([], {}, "has no line"),
+    ([], {}, "are empty; give prompts"),
     ([{"prompt": "0123456789"}], {"longest": 10}, "1 prompt of more than the 10 tokens that data.seq_len=32 leaves"),
 ])
 def test_mistakes_are_told_with_their_line(tmp_path, lines, keys, told):

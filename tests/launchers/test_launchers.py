@@ -219,7 +219,7 @@ def test_a_full_disk_does_not_end_a_job_of_slurm_and_is_told_to_other_scripts(fu
     saved(tmp_path, 20)
     assert [asked(tmp_path, monkeypatch, restarts).code for restarts in (None, 0, 7)] == [1, 0, 0]
     ran = asked(tmp_path, monkeypatch, None)
-    assert ran.out == "" and "No space left on device" in ran.err and "the run is not started again until then" in ran.err
+    assert ran.out == "" and "No space left on device" in ran.err and "is not started again until this is" in ran.err
 
 
 @pytest.mark.parametrize(("restarts", "code", "out"), [(None, 1, ""), (0, 0, "5\n"), (1, 0, "10\n"), (2, 1, "")])

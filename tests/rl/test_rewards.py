@@ -55,7 +55,7 @@ def test_powers_and_roots_are_no_numbers_and_a_gold_is_one_number(text):
     value, gold = (one if one is None else Fraction(one) for one in ANSWERS[text])
     assert (builtin.last_number(text), builtin.gold_number(text)) == (value, gold)
     told = builtin.fault("number", {"answer": text})
-    assert not told if gold is not None else "is not one number, but '" in told and "behind #### or" in told
+    assert not told if gold is not None else "is not one number, but '" in told and "after #### or" in told
     assert builtin.number("", f"The answer is {gold}.", {"answer": text}) == (gold is not None)
 
 
@@ -370,7 +370,7 @@ def test_a_file_that_cannot_be_loaded_is_told_before_the_run(tmp_path, text, tol
 
 @pytest.mark.parametrize("reward, told", [
     ("exakt", 'did you mean "exact"?'), ("mine", 'name one as "rewards.py:score"'), ("nowhere.py:score", "is not a file"),
-    ("regex", 'reads "pattern" of each prompt\'s line, and a, line 2 has \'answer\' (1 of 2 lines lack it)')])
+    ("regex", 'reads "pattern" of each prompt\'s line, but a, line 2 has \'answer\' (1 of 2 lines lack it)')])
 def test_names_that_are_none_are_told(reward, told):
     with pytest.raises(ValueError) as error:
         workers.check(reward, {"a, line 1": {"answer": "7", "pattern": "7"}, "a, line 2": {"answer": "7"}})

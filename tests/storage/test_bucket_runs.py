@@ -149,7 +149,7 @@ def test_a_model_folder_is_written_into_a_bucket_and_never_over_another(server, 
     assert call(convert.main, "here", "out").code == 0
     assert {name: stores.read(addresses.parse(f"{out}/{name}")) for name in keys(out)} == {
         path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    refused(call(convert.main, "here", out), f"{out} is there already, and nothing is written over")
+    refused(call(convert.main, "here", out), f"{out} exists already and is not overwritten")
     for name in ("hf://owner/name", f"s3://{BUCKET}", "https://host/x"):
         refused(call(convert.main, "here", name), "cannot be written; give a directory, or a folder of a bucket")
     server.put("models/half/model.safetensors", b"of a killed command")

@@ -94,7 +94,7 @@ class SourcePart:
 
 
 def whole(source: Source, runs: np.ndarray | None = None) -> SourcePart:
-    """Return the part with whole documents that has these runs of a source; None: all runs."""
+    """Return a part of a source that has these runs, with whole documents. runs: their numbers; None: all runs."""
     run, num_runs = run_length(source.num_documents), len(source.totals)
     runs = np.arange(num_runs, dtype=np.int32) if runs is None else runs.astype(np.int32)
     documents = np.where(runs == num_runs - 1, source.num_documents - run * (num_runs - 1), run)

@@ -180,9 +180,9 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, val
     sum).
 
     validation: a validation source for each source, which replaces holding out. curves: validation sets that replace
-    both. names: of the sources. position: `Packed.position(n)` of the previous run. With equal settings all batches are
-    bit-identical. Weights, seq_len and global_batch may differ: every source then continues after its last token, and
-    the sequences of its current chunk (order.CHUNK_TOKENS) keep their order, but are cut at the new row ends.
+    both. names: the sources' names. position: `Packed.position(n)` of the previous run. With equal settings all batches
+    are bit-identical. Weights, seq_len and global_batch may differ: every source then continues after its last token,
+    and the sequences of its current chunk (order.CHUNK_TOKENS) keep their order, but are cut at the new row ends.
 
     Raises: ValueError if a source is too short for its share of one batch, its held-out part is too short for one
     sequence, or the position belongs to other data.

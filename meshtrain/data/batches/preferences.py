@@ -87,7 +87,8 @@ class PairValidation:
 
 
 def open_pairs(data, corpus: sources.Corpus, seed: int, position: dict | None = None) -> Pairs:
-    """Return the corpus of data.source = "preferences" as batches. position: of the previous run.
+    """Return the corpus of data.source = "preferences" as batches. position: the data position of the previous run, or
+    None.
 
     Raises: ValueError if no pair fits, or if the previous run had other batches.
     """

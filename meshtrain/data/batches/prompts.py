@@ -91,10 +91,10 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
         raise ValueError(f"data.validation_paths: {both[0]} is also training data; remove the file from one of the two")
     if beyond := [(one.place, int(one.ids.max())) for one in (*prompts, *held) if one.ids.max(initial=0) >= vocab_size]:
         told = ", ".join(f"{place} has {id}" for place, id in beyond[:MOST_FAULTS])
-        raise ValueError(f"ids of {counted(len(beyond), 'prompt')} lie beyond the model's, and "
+        raise ValueError(f"ids of {counted(len(beyond), 'prompt')} lie beyond the model's: "
                          f"model.vocab_size={vocab_size} has 0 to {vocab_size - 1} ({told}); use "
-                         f"model.vocab_size={reader.vocab_size} or more, or, where a model folder fixes it, take them "
-                         f"out")
+                         f"model.vocab_size={reader.vocab_size} or more, or, if a model folder fixes it, remove the "
+                         f"prompts")
     digest = hashlib.blake2b(json.dumps([reader.key, reader.bos]).encode(), digest_size=8)
     for one in prompts:
         digest.update(json.dumps([one.ids.tolist(), one.line], sort_keys=True).encode())
@@ -105,8 +105,8 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
         told = ", ".join(f"{one.place} has {len(one.ids)}" for one in long[:MOST_FAULTS])
         raise ValueError(f"too long: {counted(len(long), 'prompt')} of more than the {longest} tokens that "
                          f"data.seq_len={data.seq_len} leaves after an answer of "
-                         f"rl.max_tokens={data.seq_len - longest + 1} ({told}); use a larger data.seq_len, or take "
-                         f"them out")
+                         f"rl.max_tokens={data.seq_len - longest + 1} ({told}); use a larger data.seq_len, or remove "
+                         f"them")
     if not held and data.validation_fraction and len(prompts) > 1:
         count = max(1, int(len(prompts) * data.validation_fraction))
         drawn = order.permutation(len(prompts), HELD)

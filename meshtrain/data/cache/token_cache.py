@@ -95,7 +95,7 @@ class Tokenized(parts.Part):
 
     def files(self, manifest: dict | None = None) -> list[Path]:
         """Return the paths of the tokens, the ends and, if some tokens are not learned, the mask; or the bytes of
-        documents if these are counted. manifest: of a part that may be older than the count."""
+        documents if these are counted. manifest: the part's manifest; in an older one the bytes are not counted."""
         masked = self.chats and not self.chats.learn_all
         counted = self.counted and (manifest is None or len(manifest["crc32"]) > 2)
         names = (token_files.TOKENS, token_files.ENDS, *[token_files.MASK] * bool(masked),

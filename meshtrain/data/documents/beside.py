@@ -24,7 +24,8 @@ PROPERTIES = ("special", "lstrip", "rstrip", "normalized", "single_word")
 
 @dataclasses.dataclass(frozen=True)
 class NamedToken:
-    """A token that a file next to the tokenizer names. id: None if the file has none. properties: of PROPERTIES."""
+    """A token that a file next to the tokenizer names. id: None if the file has none. properties: some of PROPERTIES ->
+    value."""
     content: str
     file: str
     id: int | None = None

@@ -33,7 +33,8 @@ class Tokens(NamedTuple):
 
 
 def of_bytes(tokenizer: Bytes, replies: Sequence[dict]) -> list[Tokens]:
-    """Return the byte tokens of texts. replies: of rendering.py, with text, begins and elsewhere."""
+    """Return the byte tokens of texts. replies: the replies of rendering.py; their keys `text` and `elsewhere` are
+    read."""
     encoded = tokenizer.encode([reply["text"] for reply in replies])
     return [Tokens(ids.astype(np.int32), functools.partial(_bytes_of, reply["text"]), _elsewhere(reply))
             for reply, ids in zip(replies, encoded)]
@@ -68,14 +69,15 @@ class _Offsets(NamedTuple):
 
 
 class Parted:
-    """Tokenizes texts so that a token ends between a prompt and its answer. library: tokenizers.Tokenizer. path: of its
+    """Tokenizes texts so that a token ends between a prompt and its answer. library: tokenizers.Tokenizer. path: its
     file."""
 
     def __init__(self, library: Any, path: str):
         self.library, self.path = library, path
 
     def tokenize(self, replies: Sequence[dict]) -> list[Tokens]:
-        """Return the tokens of texts. replies: as in `of_bytes`. Raises: ValueError."""
+        """Return the tokens of texts. replies: the replies of rendering.py; their keys `text`, `begins` and `elsewhere`
+        are read. Raises: ValueError."""
         found = self._encode(self.library, [reply["text"] for reply in replies])
         for number, begins in enumerate(self._crossings(replies, found)):
             if begins:

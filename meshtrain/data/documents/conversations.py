@@ -187,8 +187,8 @@ def _tool(value, place: str) -> dict:
 
 
 def read_messages(value, key: str) -> list[dict]:
-    """Return a list of messages as templates take them, from a list or a string of JSON. key: of the list, for errors.
-    Raises: ValueError."""
+    """Return a list of messages as templates take them, from a list or a string of JSON. key: the key that has the
+    list, for errors. Raises: ValueError."""
     if isinstance(value, str):
         value = _of_json(value, key, "[")
     if not isinstance(value, list) or not value:

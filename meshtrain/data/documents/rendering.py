@@ -197,7 +197,7 @@ class Renderer:
                     "and has no {% generation %}, so the assistant's text cannot be found; give one line per answer, "
                     "with the turns before it as its prompt")
         rest = asked[len(os.path.commonprefix([asked, self.render(messages[:i], tools, False)])):]
-        return (f"the generation prompt of the chat template is {rest[-80:]!r}, and message {i} (from 0), an answer, "
+        return (f"the generation prompt of the chat template is {rest[-80:]!r}, but message {i} (from 0), an answer, "
                 "does not begin with it, so the answer's text cannot be found; give answers that begin with it (with "
                 "their reasoning, if that is missing), or a template with {% generation %} around answers")
 

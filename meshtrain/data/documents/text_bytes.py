@@ -20,8 +20,9 @@ CUTS = ("Digits", "UnicodeScripts", "FixedLength")      # pre-tokenizers that on
 
 
 class Lengths(NamedTuple):
-    """Bytes of text per token. bytes_V: of each id, or UNKNOWN. prefix: bytes (a space) that the tokenizer puts before
-    a document; None: it depends on the text. exact: for every text, the bytes of its tokens add up to its own bytes."""
+    """Bytes of text per token. bytes_V: the bytes of each id, or UNKNOWN. prefix: bytes (a space) that the tokenizer
+    puts before a document; None: it depends on the text. exact: for every text, the bytes of its tokens add up to its
+    own bytes."""
     bytes_V: np.ndarray
     prefix: int | None
     exact: bool

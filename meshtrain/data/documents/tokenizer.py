@@ -20,7 +20,7 @@ from meshtrain import files, panics
 from meshtrain.data.documents import beside
 from meshtrain.storage import addresses, copies
 
-# Names of the token before a document or between two, of which the first special token is used where no file names one.
+# Usual names of the token before a document or between two. If no file names the token, the first special one is used.
 BOS_NAMES = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>", "<s>", "[BOS]", "<|bos|>", "<|startoftext|>",
              "<|endoftext|>")
 FILE = "tokenizer.json"
