@@ -66,8 +66,8 @@ def shown(reader: Tokenizer, id: int) -> str:
 
 def of_template(template: chat.Template) -> Ends:
     """Return the tokens that a chat template writes after an answer: its first special token, then the tokenizer's
-    eos_token. If it writes no special token, the text that it writes is a stop string; a tokenizer.json may leave only
-    white space of it, and then there is none. Raises: ValueError if the template refuses a question with an answer."""
+    eos_token. If it writes no special token, the text that it writes is a stop string; with a tokenizer.json, a text of
+    only white space is none. Raises: ValueError if the template refuses a question with an answer."""
     (whole,) = chat.encode(template, [chat.Conversation(PROBE, [True, True])], learn_all=True)
     ids, library = [int(one) for one in whole.ids], template.library
     decode = template.tokenizer.decode if library is None else lambda some: library.decode(

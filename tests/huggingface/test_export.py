@@ -98,7 +98,7 @@ def test_layers_that_predict_further_tokens_are_carried_to_an_export(tmp_path, c
     loaded = Loaded(source, *ONE)
     assert loaded.found.carried.keys() == more.keys()
     pretrained.tell(loaded.found)
-    assert "predicts further tokens is not trained" in capsys.readouterr().out
+    assert "predict further tokens are not trained" in capsys.readouterr().out
     write(loaded, tmp_path / "out", source=source)
     assert contents(tmp_path / "out") == contents(source)
     config_of.write_text(json.dumps(json.loads(config_of.read_text()) | {"num_nextn_predict_layers": 0}))
@@ -257,7 +257,7 @@ def test_what_was_trained_is_exported_by_run_and_command_and_read_back(tiny, tmp
     # What is there stays, and what cannot be meant is told.
     refused(call(convert.main, tmp_path / "run", tmp_path / "out"), "exists already")
     refused(call(convert.main, tmp_path / "run", tmp_path / "new", "--step=7"), "--step 7 is not saved",
-            "those of steps 2")
+            "has steps 2")
     refused(call(convert.main, tmp_path, tmp_path / "new"), "has no complete checkpoint")
     refused(call(convert.main, tmp_path / "run", tmp_path / "new", "--step=x", "--dtype=int8",
                  "--shard-gb=-1", "--fast"),

@@ -178,7 +178,7 @@ def test_a_generation_prompt_that_an_answer_does_not_begin_with_is_told_as_such(
     turns = [*ASKED, {"role": "assistant", "content": said}]
     with pytest.raises(chat.Fault) as caught:
         chat.encode(opened(tmp_path, THINKS), [Conversation(turns, [False, True])])
-    assert f"the generation prompt of the chat template is {'<|header|>assistant<think>' + chr(10)!r}, and message 1 " \
+    assert f"the generation prompt of the chat template is {'<|header|>assistant<think>' + chr(10)!r}, but message 1 " \
            f"(from 0), an answer, does not begin with it" in str(caught.value)
     assert "when others follow" not in str(caught.value)
     thought = [*ASKED, {"role": "assistant", "content": "4", "reasoning": "hm"}]

@@ -369,7 +369,7 @@ def test_a_file_that_cannot_be_loaded_is_told_before_the_run(tmp_path, text, tol
 
 
 @pytest.mark.parametrize("reward, told", [
-    ("exakt", 'did you mean "exact"?'), ("mine", 'name one as "rewards.py:score"'), ("nowhere.py:score", "is not a file"),
+    ("exakt", 'did you mean "exact"?'), ("mine", 'give it as "rewards.py:score"'), ("nowhere.py:score", "is not a file"),
     ("regex", 'reads "pattern" of each prompt\'s line, but a, line 2 has \'answer\' (1 of 2 lines lack it)')])
 def test_names_that_are_none_are_told(reward, told):
     with pytest.raises(ValueError) as error:

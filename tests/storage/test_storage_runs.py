@@ -185,7 +185,7 @@ def test_a_model_of_the_hub_is_planned_for_by_its_name(server):
     ("--checkpoint.init_from hf://datasets/owner/data", None, ("checkpoint.init_from: ", "has no config.json")),
     ("--checkpoint.init_from hf://owner/name --checkpoint.init_optimizer true", None, ("which has no optimizer",)),
     ("--checkpoint.init_from hf://owner/name --model.embed_dim 48", None, ("contradicts", "hf://owner/name")),
-    ("--data.tokenizer hf://owner/name", None, ("hf://owner/name/tokenizer.json is not there",)),
+    ("--data.tokenizer hf://owner/name", None, ("hf://owner/name/tokenizer.json does not exist",)),
 ])
 def test_what_cannot_be_had_ends_with_exit_code_2_and_one_message(words, fault, parts, server, tiny, tmp_path):
     (tmp_path / "data").mkdir()

@@ -76,7 +76,7 @@ class Template:
 
     @property
     def key(self) -> str:
-        """Equal for two templates exactly if they give the same ids."""
+        """A hash that is equal for two templates exactly if they give the same ids."""
         content = json.dumps([self.text, self.tokens, self.tokenizer.key])
         return hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 

@@ -43,7 +43,7 @@ class Source(Protocol):
 
     @property
     def totals(self) -> np.ndarray:
-        """int64 [runs]: tokens of each run of run_length(num_documents) neighbours; the last run may be shorter."""
+        """The tokens of each run of run_length(num_documents) neighbours, int64 [runs]; the last run may be shorter."""
 
     def ends(self, documents: np.ndarray) -> np.ndarray:
         """Return the end of each document, int64, shaped as documents: in tokens from the start of the source, without

@@ -54,7 +54,7 @@ class Chats:
 
     @property
     def key(self) -> str:
-        """Equal for two objects that give the same tokens and masks."""
+        """A key that is equal for two objects exactly if they give the same tokens and masks."""
         return f"{self.template.key}-{VERSION}-{'pairs' if self.pairs else 'all' if self.learn_all else 'assistant'}"
 
     def read(self, path: str, tell: Callable[[str], None] = print) -> Iterator[tuple[list[Encoded], int]]:

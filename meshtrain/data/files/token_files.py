@@ -112,7 +112,7 @@ class IndexedTokens:
 
     @property
     def ends(self) -> np.ndarray:
-        """int64 [documents], memory-mapped. Raises: as Numbers.map."""
+        """The document ends, int64 [documents], memory-mapped. Raises: as Numbers.map."""
         return self.ends_file.array
 
     def checksums(self, check_stop: Callable[[], None]) -> list[int]:
