@@ -42,10 +42,10 @@ settings.load_profile("no deadline")
 # The longest first.
 LONG = [f"test_{name}.py" for name in (
     "soak", "many_processes", "slurm", "faults", "notebooks",
-    "parity", "supervise", "commands", "checkpoint", "watch", "disturbed", "rl", "generate", "mistakes", "gpu_program",
-    "samplers", "recurrence", "several_processes", "context", "gpu_pipeline", "stops", "advised", "experts", "pipeline",
-    "launchers", "chat", "export", "recurrence_pallas", "gpu_experts", "fuzz", "recurrence_context", "search", "layouts",
-    "first_light", "dpo_runs", "fault_table", "beside", "float8", "collective_order")]
+    "parity", "supervise", "commands", "checkpoint", "watch", "disturbed", "rl", "generate", "mistakes", "gpu_programs",
+    "samplers", "recurrence", "several_processes", "context", "stops", "advised", "experts", "pipeline",
+    "launchers", "chat", "export", "recurrence_pallas", "fuzz", "recurrence_context", "search", "layouts",
+    "first_light", "dpo_runs", "fault_table", "float8", "collective_order")]
 MOST_WORKERS = 8
 # Of a worker, beyond which it forgets the programs of the files before: they take gigabytes by the end of the suite.
 MOST_BYTES = 2 << 30

@@ -1,7 +1,6 @@
 """Which engine attention runs in, and where its kernels stand in the GPU's program: once a layer, on a device's own
 heads."""
 import re
-from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 import sampling
+from gpu_programs import kernels, needs_compiler
 from jax.sharding import PartitionSpec as P
-from test_context import RULES, laid_out
+from test_context import laid_out
 
 from meshtrain import assembly, config
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import rates
-from meshtrain.cost.program import compile, hlo
+from meshtrain.cost.program import compile
 from meshtrain.inspection import report
 from meshtrain.kernels import blockwise, mosaic, pallas, tiles
 from meshtrain.kernels.engine import Scores
@@ -23,8 +23,6 @@ from meshtrain.parallel.context import attention
 from meshtrain.sharding import rules
 
 slow = partial(pytest.param, marks=sampling.GRID)
-needs_gpu_compiler = pytest.mark.skipif(compile.missing_wheels(),
-                                        reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------
@@ -175,107 +173,10 @@ def test_a_run_chooses_an_engine_for_each_width_and_score():
     assert asked == [(24, 12, Scores()), (8, 8, Scores(0.5))]
 
 
-# ---- the GPU's program -----------------------------------------------------------------------------------------------
-
-L, M, B, T, N, K, H = 2, 2, 16, 512, 8, 4, 64
+T, N, K, H = 512, 8, 4, 64
 
 
-def kernels(text: str, engine=pallas) -> Counter:
-    """{(kernel of this engine, shape of its first result): calls in a step}."""
-    visits, unknown = hlo.walk(hlo.parse(text), lambda ins: ins.op == "custom-call" and engine.NAME in ins.attrs)
-    assert not unknown
-    found = Counter()
-    for visit in visits:
-        name = re.search(rf"{engine.NAME}_(\w+)", visit.instruction.attrs).group(1)
-        found[name, hlo.shapes(visit.instruction.type_text)[0][1]] += visit.trips
-    return found
-
-
-def gpu_step(rule: str, mesh: dict, model: dict = {}, remat: str = "selective", **sections):
-    run = config.Run(mesh=mesh, sharding=dict(rules=str(RULES / f"{rule}.toml")),
-                     model=dict(vocab_size=512, embed_dim=256, num_layers=L, num_heads=N,
-                                num_kv_heads=K, head_dim=H, mlp_dim=256, attention="pallas") | model,
-                     data=dict(seq_len=T, global_batch=B),
-                     training=dict(microbatches=M, remat=remat, loss_chunk=256), **sections)
-    return assembly.assemble(run, compile.topology("h100:8"))
-
-
-@needs_gpu_compiler
-@pytest.mark.parametrize("rule, mesh", [("zero3", dict(fsdp=4, tensor=2)), slow("ddp", dict(data=8)),
-                                        slow("hsdp", dict(data=2, fsdp=4))])
-def test_under_selective_remat_each_layer_runs_its_forward_once_on_a_devices_own_heads_and_rows(rule, mesh):
-    """o and lse are kept, whichever engine made them. XLA would compute all heads on every rank where it partitions."""
-    text = gpu_step(rule, mesh).program.compile().as_text()
-    rows, heads = B // M // (8 // mesh.get("tensor", 1)), N // mesh.get("tensor", 1)
-    assert kernels(text) == {("forward_causal", (rows, T, heads, H)): L * M, ("dq_causal", (rows, T, heads, H)): L * M,
-                             # few programs: heads of a group summed outside
-                             ("dkv_causal", (rows, T, heads, H)): L * M}
-
-
-@needs_gpu_compiler
-@pytest.mark.parametrize("method, mesh", [
-    (None, dict(fsdp=4, tensor=2)), slow("ring", dict(context=2, fsdp=2, tensor=2)),
-    slow("gather", dict(context=2, fsdp=2, tensor=2))])
-def test_where_mosaic_is_asked_for_a_remat_of_scanned_layers_runs_its_kernels_alone(method, mesh):
-    """Each layer's forward runs twice; over chunks o and lse are kept. A kernel of another engine would be a
-    fallback."""
-    width, cp = 128, mesh.get("context", 1)
-    sections = dict(context=dict(method=method)) if method else {}
-    made = gpu_step("zero3", mesh, dict(attention="mosaic", head_dim=width), "full", **sections)
-    text, found = made.program.compile().as_text(), Counter()
-    assert not kernels(text) and "fmha" not in text
-    for (name, (*_, heads, H)), calls in kernels(text, mosaic).items():
-        assert (heads, H) == ((K if "dkv" in name else N) // mesh["tensor"], width)
-        found[name] += calls
-    # pairs of chunks of a layer: with and without a diagonal
-    near, far = {None: (1, 0), "ring": (1, 2 * (cp - 1)), "gather": (2, 2 * cp - 1)}[method]
-    assert found == Counter({kernel + label: pairs * L * M * (1 if method or kernel != "forward" else 2)
-                             for kernel in ("forward", "dq", "dkv") for label, pairs in (("_causal", near), ("", far))
-                             if pairs})
-
-
-@needs_gpu_compiler
-@pytest.mark.parametrize("engine, mesh", [(pallas, dict(fsdp=4, tensor=2)), slow(pallas, dict(context=4, tensor=2)),
-                                          slow(mosaic, dict(fsdp=4, tensor=2))])
-def test_kernels_of_latents_have_values_of_their_own_width(engine, mesh):
-    """Keys of 192 are padded to 256 by Triton's kernels and to nothing by Mosaic's, values stay 128."""
-    width = 192 if engine is mosaic else 256
-    model = dict(head_dim=192, num_kv_heads=N, latent=dict(kv_dim=64, query_dim=96, rope_dim=64, value_dim=128),
-                 attention=engine.__name__.rpartition(".")[2])
-    text = gpu_step("zero3", mesh, model).program.compile().as_text()
-    assert {(name.split("_")[0], *shape[2:]) for name, shape in kernels(text, engine)} == {
-        ("forward", N // 2, 128), ("dq", N // 2, width), ("dkv", N // 2, width)}
-    assert not kernels(text, {pallas: mosaic, mosaic: pallas}[engine])
-
-
-@needs_gpu_compiler
-@pytest.mark.parametrize("method", [slow("ring"), slow("gather")])
-def test_a_window_over_chunks_runs_its_kernels_where_it_reaches_and_no_further(method):
-    """Of two layers one has a window of 100 tokens over chunks of 64: itself and the two before it, for both chunks of
-    a device."""
-    made = gpu_step("zero3", dict(context=4, fsdp=2), dict(window=100, mixers="WF"), context=dict(method=method))
-    found = Counter()
-    for (name, _), calls in kernels(made.program.compile().as_text()).items():
-        found[name] += calls
-    near = {"_causal_window100": 2, "_window100_ahead64": 2, "_window100_ahead128": 2}
-    every = {"_causal": 1, "": 6} if method == "ring" else {"_causal": 2, "": 7}
-    assert found == {kernel + label: calls * M for kernel in ("forward", "dq", "dkv")
-                     for label, calls in (near | every).items()}
-
-
-@needs_gpu_compiler
-@pytest.mark.parametrize("case", [
-    pytest.param(("zero3", dict(stage=2, fsdp=2, tensor=2), "1f1b"), marks=sampling.GRID),
-    pytest.param(("zero3", dict(stage=2, tensor=2, context=2), "zero_bubble"), marks=sampling.GRID)])
-def test_in_a_pipelines_step_kernels_have_a_tensor_ranks_own_heads(case):
-    rule, mesh, schedule = case
-    text = gpu_step(rule, mesh, pipeline=dict(schedule=schedule)).program.compile().as_text()
-    found = kernels(text)
-    assert {shape[2] for _, shape in found} == {N // 2} and {name for name, _ in found} >= {
-        "forward_causal", "dq_causal", "dkv_causal"}
-
-
-@needs_gpu_compiler
+@needs_compiler
 @pytest.mark.parametrize("nested", [True, False])
 def test_in_a_region_that_is_manual_over_stage_kernels_have_own_heads_only_where_nested(nested):
     """What a pipeline does, in small. False: the fault that nesting mends, a program in which every tensor rank

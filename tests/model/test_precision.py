@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sampling
 
-from meshtrain import assembly, config
 from meshtrain.cost.program import compile
 from meshtrain.kernels import products
 
@@ -37,29 +35,6 @@ def test_a_gpu_multiplies_float32_in_float32(dtype, asks):
     text = jax.jit(f).lower(one, one).compile().as_text()
     lines = [line for line in text.splitlines() if re.search(r" dot\(|gemm", line)]
     assert lines and any("highest" in line.lower() for line in lines) == asks, lines
-
-
-@needs_compiler
-@pytest.mark.parametrize("experts",
-                         [{},
-                          pytest.param(dict(num_experts=4, experts_per_token=2, expert_mlp_dim=128,
-                                            shared_expert_dim=128),
-                                                      marks=sampling.GRID)], ids=["dense", "experts"])
-def test_a_step_in_float32_multiplies_nothing_as_tf32_or_bfloat16(experts):
-    """Projections, attention, router, shared expert and head, forward and backward; the code of experts' kernels is
-    read above."""
-    run = config.Run(model=dict(vocab_size=512, embed_dim=128, num_layers=1, num_heads=2,
-                                head_dim=64, mlp_dim=256, **experts,
-                                compute_dtype="float32"), data=dict(seq_len=256, global_batch=2),
-                                training=dict(remat="full"))
-    text = assembly.assemble(run, compile.topology("h100:1")).program.compile().as_text()
-    dots = [line for line in text.splitlines() if re.search(r' dot\(|target="__cublas', line)]
-    assert [line for line in dots if not re.search(r'operand_precision"?[=:][{[]"?highest"?,"?highest',
-                                                   line.lower())] == []
-    assert not re.search(r"\b(bf16|f16)\[", text)
-    routing = ["BTD,DE->BTE", "BTE,DE->BTD", "BTD,BTE->DE"] if experts else []
-    for letters in ("BTD,DNH->BTNH", "BTKGH,BSKH->BKGTS", "BTD,DF->BTF", "nrsD,DV->nrsV", *routing):
-        assert any(letters in line for line in dots), letters
 
 
 @pytest.mark.parametrize("eq, left, right, dtype, tolerance", [
