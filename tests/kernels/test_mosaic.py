@@ -1,12 +1,8 @@
 """The Mosaic kernels: the intervals that they visit, and what the GPU's compiler makes of them. Their numbers and races:
 test_attention. No GPU is needed; none has run them here.
 """
-import os
 import re
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,13 +11,13 @@ import pytest
 import sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_resources import ROOT, check_mosaic
 from test_pallas import MAX_SPILLED_BYTES
 
 from meshtrain.cost.program import compile
 from meshtrain.kernels import mosaic, warpgroups
 from meshtrain.kernels.engine import CAUSAL, WHOLE, Mask
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 slow = partial(pytest.param, marks=sampling.GRID)
 needs_gpu_compiler = pytest.mark.skipif(
     compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
@@ -83,19 +79,6 @@ COMPILED_FAST = [("h100", (128, 128), 0.0, CAUSAL), ("h100", (192, 128), 0.0, CA
 @pytest.mark.parametrize("gpu, widths, softcap, mask", [*COMPILED_FAST, *(
     slow(*cell) for cell in COMPILED if cell not in COMPILED_FAST)])
 def test_kernels_compiled_for_hopper_spill_next_to_nothing(gpu, widths, softcap, mask, tmp_path):
-    """In a process of its own: jax reads where to write the compiler's report when it is imported."""
-    environ = os.environ | {"MOSAIC_GPU_DUMP_TO": str(tmp_path), "MOSAIC_GPU_DUMP_PTXAS": "1"}
-    environ.pop("XLA_FLAGS", None)
-    ran = subprocess.run([sys.executable, ROOT / "tests" / "mosaic_compiled.py", gpu, *map(str, (
-        *widths, softcap, int(mask.causal), mask.window, mask.ahead))], env=environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    said = {path.name: path.read_text() for path in tmp_path.glob("*.ptxas")}
-    assert {re.match(rf"{mosaic.NAME}_(forward|dq|dkv){mask.label}_\d", name)[1] for name in said} == {
-        "forward", "dq", "dkv"}
-    for name, text in said.items():
-        spilled = [int(count) for count in re.findall(r"(\d+) bytes spill stores", text)]
-        registers = re.findall(r"Used (\d+) registers", text)
-        assert spilled and max(spilled) <= MAX_SPILLED_BYTES, (name, spilled)
-        assert registers == ["168"], (name, registers)      # of 65,536 for 384 threads, before setmaxnreg
-        assert "serialized" not in text, name
+    said = check_mosaic(tmp_path, ROOT / "tests" / "mosaic_compiled.py", gpu, *map(str, (
+        *widths, softcap, int(mask.causal), mask.window, mask.ahead)), most_spilled=MAX_SPILLED_BYTES)
+    assert {re.match(rf"{mosaic.NAME}_(forward|dq|dkv){mask.label}_\d", name)[1] for name in said} == {"forward", "dq", "dkv"}

@@ -1,10 +1,5 @@
 """The grouped kernel for Hopper: its numbers and races by jax's interpreter of GPU kernels, when it is taken, and what
 the GPU's compiler makes of it."""
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +7,12 @@ import numpy as np
 import pytest
 import test_grouped
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernel_resources import check_mosaic
 
 from meshtrain import hardware
 from meshtrain.cost.program import compile
 from meshtrain.kernels import grouped, mosaic, mosaic_grouped
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 needs_interpreter = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="this jax does not interpret GPU kernels with transposed operands")
 BLOCK = 128
@@ -79,10 +74,7 @@ def test_hopper_takes_mosaic_kernels_unasked_from_the_jax_on_that_a_gpu_has_comp
 
 @pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
 def test_compiled_for_hopper_it_spills_nothing(tmp_path):
-    """Of Qwen3 30B-A3B: outward, the gradient of x, and the tiles of 192 and 128. In a process of its own: jax reads
-    where to write the compiler's report when it is imported."""
-    environ = os.environ | {"MOSAIC_GPU_DUMP_TO": str(tmp_path), "MOSAIC_GPU_DUMP_PTXAS": "1", "PYTHONPATH": str(ROOT)}
-    environ.pop("XLA_FLAGS", None)
+    """Of Qwen3 30B-A3B: outward, the gradient of x, and the tiles of 192 and 128."""
     code = """
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -101,10 +93,4 @@ for dims, K, N, pairs in (("gkn", 768, 2048, 1), ("ngk", 768, 2048, 2), ("gkn", 
         jax.jit(jax.shard_map(call, in_specs=P(), out_specs=P(), check_vma=False)).lower(
             given, array(jnp.int32, R // 128), array(jnp.int32, 1)).compile()
 """
-    ran = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    said = {path.name: path.read_text() for path in tmp_path.glob("*.ptxas")}
-    assert len(said) == 4
-    for name, text in said.items():
-        assert set(re.findall(r"(\d+) bytes spill stores", text)) == {"0"} and "serialized" not in text, (name, text)
-        assert re.findall(r"Used (\d+) registers", text) == ["168"], name
+    assert len(check_mosaic(tmp_path, "-c", code)) == 4

@@ -1,9 +1,6 @@
 """The MLP's kernels for Hopper: their numbers and races by jax's interpreter of GPU kernels, a layer's gradients with
 them, when they are taken, and what the GPU's compiler makes of them."""
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -14,6 +11,7 @@ import pytest
 import sampling
 import test_layouts
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernel_resources import check_mosaic
 
 from meshtrain import config, hardware
 
@@ -184,9 +182,7 @@ ENTRY %main (p0: bf16[256,64], p1: bf16[64,512]) -> (bf16[256,512], bf16[256,512
 
 @pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
 def test_compiled_for_hopper_they_spill_nothing(tmp_path):
-    """Of Llama 3 8B. In a process of its own: jax reads where to write the compiler's report when it is imported."""
-    environ = os.environ | {"MOSAIC_GPU_DUMP_TO": str(tmp_path), "MOSAIC_GPU_DUMP_PTXAS": "1", "PYTHONPATH": str(ROOT)}
-    environ.pop("XLA_FLAGS", None)
+    """Of Llama 3 8B."""
     code = """
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -204,9 +200,4 @@ with jax.set_mesh(mesh):
         jax.jit(jax.shard_map(lambda x, w, y: both(x, w, y, activation), in_specs=P(), out_specs=P(),
                               check_vma=False)).lower(x, w, y).compile()
 """
-    ran = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    said = {path.name: path.read_text() for path in tmp_path.glob("*.ptxas")}
-    assert len(said) == 4
-    for name, text in said.items():
-        assert set(re.findall(r"(\d+) bytes spill stores", text)) == {"0"} and "serialized" not in text, (name, text)
+    assert len(check_mosaic(tmp_path, "-c", code)) == 4

