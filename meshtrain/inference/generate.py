@@ -266,7 +266,7 @@ class _Request:
         return (self.of_prompt, self.number) if self.tokens else (self.of_prompt,)
 
     def crossed(self, turns: Sequence[int]) -> list[int]:
-        """Return those of the lengths `turns` that the rest of the answer crosses."""
+        """Return the lengths in `turns` that the sequence passes before its answer ends."""
         return [turn for turn in turns if self.read < turn < self.read + self.left]
 
 

@@ -2,7 +2,8 @@
 
 Only the latent c [B, T, C] and the rotated keys r [B, T, R], which all heads share, are passed to `ex.attend`. It
 expands them into heads on the devices that need them (`parallel.context.latents`). A cache holds only c and r. In
-training the scores are those of expanded keys. Latents are not sharded over tensor. Their products are, by heads.
+training the scores are those of expanded keys. Latents are not sharded over tensor. Their products are sharded by
+heads.
 Source: arXiv:2405.04434.
 """
 from __future__ import annotations

@@ -442,7 +442,7 @@ def _variables(vs):
 
 
 def _dependents(eqns, roots: set) -> set:
-    """`roots` and all variables computed from them."""
+    """Return `roots` and all variables computed from them."""
     found = set(roots)
     for eqn in eqns:
         if not found.isdisjoint(_variables(eqn.invars)):
