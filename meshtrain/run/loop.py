@@ -18,7 +18,7 @@ from meshtrain.cluster import agree, watch
 from meshtrain.data.documents import contracts
 from meshtrain.data.documents.contracts import Batches
 from meshtrain.run import garbage, phases, rundir
-from meshtrain.run.record import Record
+from meshtrain.run.record import Record, StepEnd
 from meshtrain.run.stops import Listener
 from meshtrain.training.state import State
 from meshtrain.training.step import Program
@@ -60,6 +60,8 @@ class Feed(Protocol):
     def close(self) -> None: ...
 
 
+# The clock looks at a step this often: by its share of the step before, in seconds from … to.
+SHARE_OF_STEP, LOOK_S = 0.05, (5e-4, 2e-2)
 LOST = 2        # the vote of a process whose claim on run.dir is lost; it overrides a vote of 1, a stop request
 
 
@@ -103,6 +105,46 @@ class Stop:
         return self.agreed
 
 
+class StepClock:
+    """Observes when the device ends its steps, from two threads: one waits for the step, the other one looks at it
+    again and again. If the host is busy (a library holds the interpreter's lock while it saves or logs), both wake late,
+    and the last look that found the step running tells by how much the end may have been seen too late."""
+
+    def __init__(self):
+        self._waiting, self._looking = (concurrent.futures.ThreadPoolExecutor(1) for _ in range(2))
+        self._seen, self._every_s = time.perf_counter(), LOOK_S[0]
+
+    def __enter__(self) -> "StepClock":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._waiting.shutdown()
+        self._looking.shutdown()
+
+    def observe(self, metrics: Mapping[str, jax.Array]) -> concurrent.futures.Future[StepEnd]:
+        """The end of the step that makes these metrics."""
+        running = [time.perf_counter()]     # the last time at which the step was seen running
+        self._looking.submit(self._look, metrics, running, self._every_s)
+        return self._waiting.submit(self._wait, metrics, running, self._every_s)
+
+    @staticmethod
+    def _look(metrics: Mapping[str, jax.Array], running: list[float], every_s: float) -> None:
+        while True:
+            now = time.perf_counter()
+            if all(value.is_ready() for value in metrics.values()):
+                return
+            running[0] = now
+            time.sleep(every_s)
+
+    def _wait(self, metrics: Mapping[str, jax.Array], running: list[float], every_s: float) -> StepEnd:
+        jax.block_until_ready(metrics)
+        seen = time.perf_counter()
+        late_s = seen - running[0]
+        self._every_s = min(max(SHARE_OF_STEP * (seen - self._seen), LOOK_S[0]), LOOK_S[1])
+        self._seen = seen
+        return StepEnd(seen, late_s if late_s > 2 * every_s else 0.0)
+
+
 def train(program: Program, step: Callable, state: State, feed: Feed, last: int, record: Record,
           hooks: Sequence[Hook], stop: Stop) -> tuple[State, int]:
     """Train from state.step to step `last`. Return (state, its step). After a stop request the step is below `last`.
@@ -124,8 +166,8 @@ def train(program: Program, step: Callable, state: State, feed: Feed, last: int,
                     record.add(hook.act(done, state))
         return acted
 
-    with contextlib.closing(feed), concurrent.futures.ThreadPoolExecutor(1) as clock, garbage.by_step() as collect:
-        ended = clock.submit(_time_when_ready, ())      # time at which the device finished the step before
+    with contextlib.closing(feed), StepClock() as clock, garbage.by_step() as collect:
+        ended = clock.observe({})       # the end of the step before
         paused = True       # whether there was a pause before this step: lateness after a pause is not measured
         while done < last and not stop.agreed:
             watch.step(done + 1)
@@ -137,14 +179,14 @@ def train(program: Program, step: Callable, state: State, feed: Feed, last: int,
                 break
             paused |= waited
             # If the step before still runs, the device does not wait for this batch.
-            data_wait_s = max(0.0, time.perf_counter() - max(asked, ended.result())
+            data_wait_s = max(0.0, time.perf_counter() - max(asked, ended.result().seen)
                               ) if ended.done() and not waited else 0.0
             done, came, before = done + 1, time.perf_counter(), ended
             with jax.profiler.StepTraceAnnotation("train", step_num=done):
                 state, metrics = step(state, batch, *program.limit(record.spikes.limit(done)))
             if not all(value.is_ready() for value in metrics.values()):     # the step was dispatched just now
                 came = time.perf_counter()
-            ended = clock.submit(_time_when_ready, metrics)
+            ended = clock.observe(metrics)
             record.dispatched(done, feed.tokens(done), tokens, metrics, ended)
             record.add({"data_wait_s": data_wait_s})
             stop.reached(None if paused else _late_s(before, came))
@@ -158,9 +200,4 @@ def train(program: Program, step: Callable, state: State, feed: Feed, last: int,
 
 def _late_s(before: concurrent.futures.Future, came: float) -> float:
     """Return for how many seconds the device was idle between the step before and the dispatch of this one."""
-    return max(0.0, came - before.result()) if before.done() else 0.0
-
-
-def _time_when_ready(arrays) -> float:
-    jax.block_until_ready(arrays)
-    return time.perf_counter()
+    return max(0.0, came - before.result().seen) if before.done() else 0.0

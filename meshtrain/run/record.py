@@ -1,7 +1,7 @@
 """Reads the metrics of every step and writes them as rows.
 
-The metrics of a step are read while the next step runs, so the device never waits for the host. The time of a step runs
-from the end of the step before to its own end on the device, without pauses.
+A step's metrics are read while the next step runs, so the device never waits for the host. A row's step_time_s is the
+mean of the steps since the row before: from end to end on the device, as far as the host saw the ends, without pauses.
 """
 from __future__ import annotations
 
@@ -55,15 +55,29 @@ def mismatch_limit(run: Run) -> tuple[str, float]:
     return (MISMATCH_MAX, LARGEST_IN_FLOAT32) if exact else ("mismatch_mean", MEAN)
 
 
+class StepEnd(NamedTuple):
+    """The end of a step on the device. seen: time at which the host knew of it. late_s: how much sooner it may have
+    been; 0 within the clock's resolution."""
+    seen: float
+    late_s: float = 0.0
+
+
 class _Step(NamedTuple):
-    """A dispatched step. tokens: of the run up to this step. own: tokens of the step alone. ended: time at which the
-    device finishes it. paused_s: seconds of pauses between the step before and this one."""
+    """A dispatched step. tokens: of the run so far. own: of the step. ended: its end on the device. paused_s: pauses
+    between the step before and this one."""
     number: int
     tokens: int
     own: int
     metrics: dict
-    ended: Future
+    ended: Future[StepEnd]
     paused_s: float
+
+
+class _SinceRow(NamedTuple):
+    """Steps since the last written row: their number, tokens and seconds."""
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
 
 
 class Stragglers:
@@ -118,8 +132,10 @@ class Record:
         self._extra: dict[str, float] = {}
         self._waited_s = 0.0        # seconds of waits for data since the step before
         self.stragglers, self.hosts, self._step_time_s = Stragglers(), hosts, None
+        self._since, self._late_s = _SinceRow(), 0.0     # the latter: of the end of the step before
 
-    def dispatched(self, number: int, tokens: int, own: int, metrics: dict, ended: Future) -> None:
+    def dispatched(self, number: int, tokens: int, own: int, metrics: dict,
+                   ended: Future[StepEnd]) -> None:
         """Record a dispatched step, and write the row of the step before while this one runs.
 
         tokens: of the run up to this step. own: tokens of the step alone. metrics: still being computed. ended: the
@@ -145,7 +161,7 @@ class Record:
         row = self._row(step, metrics)
         if step.number % self.every == 0 or self._extra.keys() - WAITS:
             self.writer.write(row)
-            self._extra = {}
+            self._extra, self._since = {}, _SinceRow()
         self.progress.step(row)
         if spike and not row["skipped"]:
             say.out(f"step {step.number}: a loss spike, {described(loss, limit)}")
@@ -158,7 +174,8 @@ class Record:
     def paused(self, part: str = "rest"):
         """Context between two steps: its time is not counted as step time. part: the part of the goodput account that
         counts it."""
-        began = time.perf_counter() if self._pending is None else max(self._pending.ended.result(), self._paused_until)
+        began = time.perf_counter() if self._pending is None else max(
+            self._pending.ended.result().seen, self._paused_until)
         try:
             with self.account.to(part):
                 yield
@@ -182,21 +199,26 @@ class Record:
             self._extra[name] = self._extra.get(name, 0.0) + value
 
     def _row(self, step: _Step, metrics: dict) -> dict:
-        ended = step.ended.result()
-        step_time_s = max(ended - self._mark - step.paused_s, 1e-9)
-        self._mark, waited_s, self._waited_s = ended, self._waited_s, 0.0
-        self._step_time_s, named = step_time_s, self.stragglers.named
-        self.account.took(step.number, step_time_s, min(waited_s, step_time_s))
-        flops = self.flops_per_step * step.own / self.tokens_per_step
+        ended, named = step.ended.result(), self.stragglers.named
+        took_s = max(ended.seen - self._mark - step.paused_s, 1e-9)
+        waited_s, self._waited_s = self._waited_s, 0.0
+        self.account.took(step.number, took_s, min(waited_s, took_s))
+        since = self._since
+        # The step may have begun before the end of the one before was seen, unless the device paused between the two.
+        early_s = self._late_s if not since.steps and not step.paused_s else 0.0
+        self._since = since = _SinceRow(since.steps + 1, since.tokens + step.own, since.seconds + took_s + early_s)
+        self._mark, self._late_s, self._step_time_s = ended.seen, ended.late_s, took_s
+        step_time_s = since.seconds / since.steps
+        flops = self.flops_per_step * since.tokens / self.tokens_per_step
         nothing = self.samples and not step.own
         return {"step": step.number, **{name: float(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")},
                 "tokens": step.tokens,
-                "step_time_s": step_time_s, "tokens_per_s": step.own / step_time_s,
-                "mfu": flops / step_time_s / self.peak_flops if self.peak_flops else None,
+                "step_time_s": step_time_s, "tokens_per_s": since.tokens / since.seconds,
+                "mfu": flops / since.seconds / self.peak_flops if self.peak_flops else None,
                 "skipped": bool(metrics["skipped"]), **({"train_s": step_time_s, "kl": None} if self.samples else {}),
                 **{name: None if nothing and name in OF_DRAWN else _listed(value)
                    for name, value in metrics.items() if name not in STEP_METRICS},
-                **dict.fromkeys(WAITS, 0.0), **self._extra, **self.account.at(ended),
+                **dict.fromkeys(WAITS, 0.0), **self._extra, **self.account.at(ended.seen),
                 **({"straggler": named[0], "straggler_s": named[1]} if named else {})}
 
     def _check_mismatch(self, row: dict) -> None:

@@ -106,7 +106,7 @@ class Life:
 
     def _ended(self):
         future = concurrent.futures.Future()
-        future.set_result(self.clocks.steady)
+        future.set_result(record.StepEnd(self.clocks.steady))
         return future
 
     def told(self) -> dict:

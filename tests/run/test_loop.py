@@ -1,4 +1,5 @@
 """The loop with stand-ins for model and data: what is read when, what hooks are told, and what ends a run."""
+import ctypes
 import dataclasses
 import gc
 import time
@@ -221,3 +222,27 @@ def test_whatever_ends_the_loop_the_collector_is_as_before():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_the_end_of_a_step_that_a_busy_host_sees_late_is_known_to_be_late():
+    """The host holds the interpreter's lock for 0.4 s, from the middle of a step of 0.2 s on."""
+    class Value:
+        def __init__(self):
+            self.end = time.perf_counter() + 0.2
+
+        def is_ready(self):
+            return time.perf_counter() >= self.end
+
+        def block_until_ready(self):
+            time.sleep(max(0.0, self.end - time.perf_counter()))
+
+    with loop.StepClock() as clock:
+        punctual = clock.observe({"loss": Value()}).result()
+        value = Value()
+        seen = clock.observe({"loss": value})
+        time.sleep(0.1)
+        ctypes.PyDLL(None).usleep(400_000)
+        late = seen.result()
+        fast = clock.observe({}).result()
+    assert late.seen >= value.end + 0.25 and late.seen - late.late_s <= value.end
+    assert punctual.late_s < 0.1 and fast.late_s < 0.1, "as far as this machine allows"

@@ -26,9 +26,9 @@ def record_of(**training):
     return kept, record.Record(run, kept, kept, flops_per_step=6e12, peak_flops=4e12)
 
 
-def ended(at: float) -> concurrent.futures.Future:
+def ended(at: float, late_s: float = 0.0) -> concurrent.futures.Future:
     future = concurrent.futures.Future()
-    future.set_result(at)
+    future.set_result(record.StepEnd(at, late_s))
     return future
 
 
@@ -68,6 +68,42 @@ def test_a_second_pause_after_a_step_begins_where_the_first_ended(monkeypatch):
     steps.dispatched(2, 256, 128, metrics(), ended(begin + 10))
     steps.settle()
     assert [row["step_time_s"] for row in kept.rows] == pytest.approx([2, 3])
+
+
+def test_a_step_that_is_seen_late_leaves_the_next_row_no_speed_that_it_had_not():
+    """Four steps of 2 s. The second is seen 1.5 s late: its row has them, and the next begins where it may have."""
+    kept, steps = record_of()
+    begin = steps._mark
+    for number, (at, late_s) in enumerate(((2, 0), (5.5, 1.6), (6, 0), (8, 0)), 1):
+        steps.dispatched(number, number * 128, 128, metrics(), ended(begin + at, late_s))
+        steps.settle()
+    assert [row["step_time_s"] for row in kept.rows] == pytest.approx([2, 3.5, 0.5 + 1.6, 2])
+    assert max(row["tokens_per_s"] for row in kept.rows) == pytest.approx(64)
+    assert steps.account.counted_s == pytest.approx(8), "each second once"
+
+
+def test_after_a_pause_a_step_began_behind_it_however_late_the_one_before_was_seen(monkeypatch):
+    kept, steps = record_of()
+    begin = steps._mark
+    steps.dispatched(1, 128, 128, metrics(), ended(begin + 3, 1.0))
+    monkeypatch.setattr(record, "time", types.SimpleNamespace(perf_counter=lambda: begin + 7))
+    with steps.paused():
+        steps.settle()
+    steps.dispatched(2, 256, 128, metrics(), ended(begin + 9))
+    steps.settle()
+    assert [row["step_time_s"] for row in kept.rows] == pytest.approx([3, 2])
+
+
+def test_a_row_has_the_mean_of_the_steps_since_the_row_before():
+    kept, steps = record_of(every=3)
+    begin = steps._mark
+    for number, (at, own, late_s) in enumerate(((1, 128, 0), (4, 64, 2), (4.5, 128, 0), (6, 128, 0), (7, 128, 0),
+                                                (8, 0, 0)), 1):
+        steps.dispatched(number, number * 128, own, metrics(), ended(begin + at, late_s))
+        steps.settle()
+    assert [(row["step"], row["step_time_s"], row["tokens_per_s"]) for row in kept.rows] == [
+        (3, pytest.approx(1.5), pytest.approx(320 / 4.5)), (6, pytest.approx(3.5 / 3), pytest.approx(256 / 3.5))]
+    assert [row["mfu"] for row in kept.rows] == pytest.approx([6 * 2.5 / 4.5 / 4, 6 * 2 / 3.5 / 4])
 
 
 def test_waits_of_rows_that_are_not_written_add_up_and_other_numbers_ask_for_a_row():
