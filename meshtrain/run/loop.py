@@ -60,7 +60,7 @@ class Feed(Protocol):
     def close(self) -> None: ...
 
 
-# The clock looks at a step this often: by its share of the step before, in seconds from … to.
+# Time between two looks of the clock at a step: this share of the step before, within these bounds in seconds.
 SHARE_OF_STEP, LOOK_S = 0.05, (5e-4, 2e-2)
 LOST = 2        # the vote of a process whose claim on run.dir is lost; it overrides a vote of 1, a stop request
 
@@ -106,9 +106,9 @@ class Stop:
 
 
 class StepClock:
-    """Observes when the device ends its steps, from two threads: one waits for the step, the other one looks at it
-    again and again. If the host is busy (a library holds the interpreter's lock while it saves or logs), both wake late,
-    and the last look that found the step running tells by how much the end may have been seen too late."""
+    """Observes when the device ends its steps, from two threads: one waits for the step, the other one looks at it again
+    and again. If the host is busy (a library holds the interpreter's lock while it saves or logs), both wake late. The
+    last look that found the step running then bounds how late the end was seen."""
 
     def __init__(self):
         self._waiting, self._looking = (concurrent.futures.ThreadPoolExecutor(1) for _ in range(2))
