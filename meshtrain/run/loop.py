@@ -106,9 +106,9 @@ class Stop:
 
 
 class StepClock:
-    """Observes when the device ends its steps, from two threads: one waits for the step, the other one looks at it again
-    and again. If the host is busy (a library holds the interpreter's lock while it saves or logs), both wake late. The
-    last look that found the step running then bounds how late the end was seen."""
+    """Observes when the device ends its steps, from two threads: one waits for the step, the other one looks at it
+    every few milliseconds. Both wake late if the host is busy: a library that saves or logs holds the interpreter's
+    lock. The last look that found the step running then bounds how late its end was seen."""
 
     def __init__(self):
         self._waiting, self._looking = (concurrent.futures.ThreadPoolExecutor(1) for _ in range(2))
