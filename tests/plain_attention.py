@@ -76,10 +76,10 @@ def documents(rng, B: int, length: int, mean: float, edges=()) -> np.ndarray:
     return (1 + np.cumsum(starts, 1)).astype(np.int32)
 
 
-EDGES = (15, 16, 17, 31, 32, 33, 48, 64, 80, 96)        # of blocks of 16 and 32
+EDGES = (15, 16, 17, 31, 32, 33, 48, 64, 80, 96)        # beside and at those of blocks of 16 and 32
 # In all but the last the tokens of a document are neighbours.
-KINDS = ("one document", "short documents", "documents of half a row", "borders on block edges", "padding",
-         "rows that see nothing", "nothing in common", "no order")
+KINDS = ("one document", "short documents", "documents of half a row", "borders on block edges",
+         "borders on chunk edges", "padding", "rows that see nothing", "nothing in common", "no order")
 
 
 def hidden(segments: np.ndarray, to: int) -> np.ndarray:
@@ -90,7 +90,7 @@ def hidden(segments: np.ndarray, to: int) -> np.ndarray:
     return out
 
 
-def drawn_segments(kind: str, rng, B: int, T: int, S: int, mask: Mask, edges=EDGES):
+def drawn_segments(kind: str, rng, B: int, T: int, S: int, mask: Mask):
     """int32 [B, T] and [B, S] of queries and keys: the same tokens if causal, else the last T and the S before them."""
     if kind == "no order":
         q = rng.integers(0, 4, (B, T)).astype(np.int32)
@@ -99,7 +99,8 @@ def drawn_segments(kind: str, rng, B: int, T: int, S: int, mask: Mask, edges=EDG
         return np.full((B, T), 5, np.int32), np.full((B, S), 3, np.int32)
     mean = {"short documents": 4, "nothing in common": 1, "documents of half a row": S / 2, "padding": S / 3,
             "rows that see nothing": S / 3}.get(kind, 1e9)
-    line = documents(rng, B, T + S, mean, edges if kind == "borders on block edges" else ())
+    edges = {"borders on block edges": EDGES, "borders on chunk edges": range(0, T, max(1, T // 8))}     # of four devices
+    line = documents(rng, B, T + S, mean, edges.get(kind, ()))
     q, k = (line[:, :T].copy(), line[:, :T].copy()) if mask.causal else (line[:, S:].copy(), line[:, :S].copy())
     if kind == "padding":           # the end of a row is no document; its tokens see each other
         q[:, -T // 3 + 3:] = k[:, -S // 3 + 3:] = 0

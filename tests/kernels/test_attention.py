@@ -31,10 +31,10 @@ CAPPED, OUTSIDE = Scores(softcap=0.7), 10**6
 
 
 class Row(NamedTuple):
-    """heads: of queries and of keys. width: of keys and values, or of each. blocks: the engine's tiles, or tokens of its
-    blocks. S: keys before the queries; 0: queries attend to themselves. full: programs that fill the GPU; 1: the heads of
-    a group are summed inside dkv. method: "" where devices have whole sequences. manual: axes that a pipeline has made
-    manual already. kinds: of segments."""
+    """heads: of queries and of keys. width: of keys and values, or of each. blocks: the engine's tiles, or tokens of
+    its blocks. S: keys before the queries; 0: queries attend to themselves. full: programs that fill the GPU; 1: the
+    heads of a group are summed inside dkv. method: "" where devices have whole sequences. manual: axes that a pipeline
+    has made manual already. kinds: of segments."""
     engine: str
     T: int
     heads: tuple[int, int]
@@ -78,10 +78,10 @@ def near(window: int, ahead: int | None = None) -> Mask:
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
-BLOCKS, KERNEL, HOPPER = (partial(Row, engine) for engine in ("blockwise", "pallas", "mosaic"))
-HOPPER = partial(HOPPER, dtype="bfloat16")
+BLOCKS, KERNEL, HOPPER = partial(Row, "blockwise"), partial(Row, "pallas"), partial(Row, "mosaic", dtype="bfloat16")
 SINKS = dict(heads=(8, 4), width=(24, 12), scores=Scores(0.21, 3.0), sinks=True)
-TENSOR, EVERY, RING4 = dict(context=2, tensor=2), dict(data=2, tensor=2, context=2), dict(method="ring", mesh=dict(context=4))
+TENSOR, EVERY = dict(context=2, tensor=2), dict(data=2, tensor=2, context=2)
+RING4 = dict(method="ring", mesh=dict(context=4))
 kinds = lambda *names: dict(kinds=names)
 
 CORE = [
@@ -106,11 +106,10 @@ FULL = [
     BLOCKS(24, (4, 2), mask=near(9)._replace(documents=False), method="ring", mesh=dict(context=2)),
     BLOCKS(24, (4, 2), mask=near(19), method="ring", mesh=dict(context=2), manual=("context",)),
     *(BLOCKS(24, (8, 4), method=method, mesh=EVERY, manual=("data", "context")) for method in attention.METHODS),
-    *(Row(engine, 48, blocks=SQUARE if engine == "pallas" else 8, mask=mask, method=method, mesh=mesh, **SINKS)
-      for engine, method, mesh, mask in (
-        ("blockwise", "", {}, CAUSAL), ("pallas", "", {}, CAUSAL), ("blockwise", "", dict(data=2, tensor=2), near(13)),
-        ("blockwise", "ring", dict(context=4), CAUSAL), ("blockwise", "gather", TENSOR, CAUSAL),
-        ("blockwise", "ulysses", dict(context=2), CAUSAL), ("blockwise", "ring", dict(context=2), near(17)))),
+    KERNEL(48, blocks=SQUARE, **SINKS),
+    *(BLOCKS(48, blocks=8, mask=mask, method=method, mesh=mesh, **SINKS) for method, mesh, mask in (
+        ("", {}, CAUSAL), ("", dict(data=2, tensor=2), near(13)), ("ring", dict(context=4), CAUSAL),
+        ("gather", TENSOR, CAUSAL), ("ulysses", dict(context=2), CAUSAL), ("ring", dict(context=2), near(17)))),
     KERNEL(48, (8, 4), 8, SQUARE, mesh=dict(data=2, tensor=2)), KERNEL(48, (8, 4), 8, SQUARE, **RING4),
     HOPPER(130, (2, 1), (48, 24), 4, near(200, 100), Scores(softcap=5.0), S=256, **kinds("rows that see nothing")),
 ]
@@ -123,11 +122,10 @@ CELLS = [
     *(BLOCKS(12 * cp, (4, 2), mask=near(window), method=method, mesh=dict(context=cp)) for method, cp, window in WINDOWS
       if (method, cp, window) not in (("ring", 2, 23), ("gather", 4, 22))),
     BLOCKS(24, (4, 2), mask=near(19), method="gather", mesh=dict(context=2), manual=("context",)),
-    *(Row(engine, 48, blocks=SQUARE if engine == "pallas" else 8, mask=mask, method=method, mesh=mesh, **SINKS)
-      for engine, method, mesh, mask in (
-        ("pallas", "", dict(tensor=2), near(13)), ("pallas", "ring", TENSOR, CAUSAL),
-        ("pallas", "ulysses", dict(context=4), CAUSAL), ("blockwise", "gather", dict(context=4), near(17)),
-        ("blockwise", "ulysses", TENSOR, near(17)))),
+    *(KERNEL(48, blocks=SQUARE, mask=mask, method=method, mesh=mesh, **SINKS) for method, mesh, mask in (
+        ("", dict(tensor=2), near(13)), ("ring", TENSOR, CAUSAL), ("ulysses", dict(context=4), CAUSAL))),
+    *(BLOCKS(48, blocks=8, mask=near(17), method=method, mesh=mesh, **SINKS) for method, mesh in (
+        ("gather", dict(context=4)), ("ulysses", TENSOR))),
     *(KERNEL(48, (8, 4), 8, SQUARE, method=method, mesh=mesh, manual=manual) for method, mesh, manual in (
         ("", dict(data=2, tensor=2), ("data",)), ("ring", EVERY, ("data", "context")), ("gather", dict(context=4), ()),
         ("ulysses", TENSOR, ()), ("ulysses", TENSOR, ("context",)), ("gather", TENSOR, ("context",)))),
@@ -260,8 +258,8 @@ def over_devices(row: Row):
 
 def errors(row: Row, run, kind: str, seed: int) -> dict[str, float]:
     """{result: its largest difference, of its largest number, which counts as 1 if it is less}."""
-    given, expected = prepared(1 if row.engine == "mosaic" else 2, row.T, row.S or row.T, row.heads, row.widths, row.mask,
-                               row.scores, row.dtype, row.differentiated, row.sinks, kind, seed)
+    given, expected = prepared(1 if row.engine == "mosaic" else 2, row.T, row.S or row.T, row.heads, row.widths,
+                               row.mask, row.scores, row.dtype, row.differentiated, row.sinks, kind, seed)
     dtypes = dict.fromkeys(Inputs._fields, row.dtype) | dict.fromkeys(("q_segments", "k_segments"), "int32") | dict(
         lse="float32", sinks="float32")
     results = jax.device_get(run(Inputs(*(jnp.asarray(x, dtypes[name]) for name, x in given._asdict().items()))))
@@ -284,9 +282,9 @@ def check(row: Row):
         assert max(found.values()) <= TOLERANCE[row.dtype] and found.get("lse", 0) <= 1e-5, (kind, found)
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=str(row), marks=[*marks, *[needs_interpreter] * (row.engine == "mosaic")])
-                                 for rows, marks in ((CORE, ()), (FULL, [pytest.mark.full]), (CELLS, sampling.GRID))
-                                 for row in rows])
+@pytest.mark.parametrize("row", [
+    pytest.param(row, id=str(row), marks=[*marks, *[needs_interpreter] * (row.engine == "mosaic")])
+    for rows, marks in ((CORE, ()), (FULL, [pytest.mark.full]), (CELLS, sampling.GRID)) for row in rows])
 def test_values_and_gradients(row):
     check(row)
 
@@ -298,7 +296,8 @@ def test_plain_gradients_are_those_that_jax_finds():
 
     @jax.jit
     def found(q, k, v, sinks, do):
-        o, back = jax.vjp(lambda q, k, v, sinks: plain.attend(q, k, v, x.q_segments, mask, scores, sinks), q, k, v, sinks)
+        attend = lambda q, k, v, sinks: plain.attend(q, k, v, x.q_segments, mask, scores, sinks)
+        o, back = jax.vjp(attend, q, k, v, sinks)
         return o, *back(do)
     for name, got in zip(("o", "dq", "dk", "dv", "dsinks"), found(*(jnp.float32(a) for a in (*x[:3], x.sinks, x.do)))):
         np.testing.assert_allclose(got, expected[name], rtol=0, atol=1e-5, err_msg=name)       # float32

@@ -38,7 +38,8 @@ def attended(token, cache, layer, at_S, scores, window, sinks_N):
         keys[layer, s, :, at % R], values[layer, s, :, at % R] = key_SKH[s], value_SKV[s]
         seen = np.arange(max(at - window + 1, 0) if window else 0, at + 1)
         k, v = (x[layer, s, :, seen % R][None] for x in (keys, values))
-        o, lse = plain_attention.forward(np.float64(q_SNH[None, s:s + 1]), k, v, np.ones((1, 1, len(seen)), bool), scores)
+        every = np.ones((1, 1, len(seen)), bool)
+        o, lse = plain_attention.forward(np.float64(q_SNH[None, s:s + 1]), k, v, every, scores)
         o_SNV[s] = (o if sinks_N is None else o * np.exp(lse - np.logaddexp(lse, sinks_N))[..., None])[0, 0]
     return o_SNV, keys, values
 

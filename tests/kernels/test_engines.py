@@ -169,7 +169,8 @@ def test_a_run_chooses_an_engine_for_each_width_and_score():
     asked, array = [], lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     attend = attention.RunAttention(lambda *of: asked.append(of) or blockwise.engine(8, of[2]))
     for H, V, scores in ((24, 12, Scores()), (8, 8, Scores(0.5))):
-        jax.eval_shape(partial(attend, None, scores=scores), *(array(1, 16, 2, width) for width in (H, H, V)), array(1, 16))
+        tokens = [array(1, 16, 2, width) for width in (H, H, V)]
+        jax.eval_shape(partial(attend, None, scores=scores), *tokens, array(1, 16))
     assert asked == [(24, 12, Scores()), (8, 8, Scores(0.5))]
 
 

@@ -1,5 +1,5 @@
-"""The Mosaic kernels: the intervals that they visit, and what the GPU's compiler makes of them. Their numbers and races:
-test_attention. No GPU is needed; none has run them here.
+"""The Mosaic kernels: the intervals that they visit, and what the GPU's compiler makes of them. Their numbers and
+races: test_attention. No GPU is needed; none has run them here.
 """
 import re
 from functools import partial

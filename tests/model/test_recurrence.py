@@ -1,5 +1,5 @@
-"""Linear attention's recurrence, in chunks and in the GPU's kernels, and its convolution, on one device against the same
-token by token in float64. The kernels run step by step on the CPU."""
+"""Linear attention's recurrence, in chunks and in the GPU's kernels, and its convolution, on one device against the
+same token by token in float64. The kernels run step by step on the CPU."""
 import functools
 from functools import partial
 from typing import NamedTuple
@@ -69,8 +69,8 @@ CHUNKS = {
     "cut anywhere": Case(cut_anywhere(1000, 40, [0, 0.02, 0.1, 0.5, 1]), [({}, 2e-5)], dict(K=1, H=4, V=3)),
     "keys that repeat": Case([30, 100, 7], [(REPEATED, 2e-4)], chunk=64, kinds=("delta", "channels")),
     **{f"{T} tokens": Case([1, T - 1][:T], [({}, 2e-5)], chunk=0) for T in (1, 3, 17)}}
-# Widths are padded to 16. Of decays of 100 the gradient, 1e-4 at most, is a difference of two sums of terms near 1, each
-# rounded to 6e-8, and is 2e-3 off where their order differs.
+# Widths are padded to 16. Of decays of 100 the gradient, 1e-4 at most, is a difference of two sums of terms near 1,
+# each rounded to 6e-8, and is 2e-3 off where their order differs.
 ANYWHERE = cut_anywhere(12, 43, [0, 0.05, 0.5, 1])
 KERNELS = {"documents": Case(SHORT, [({}, 2e-6)], dict(K=1), None),
            "cut anywhere": Case(ANYWHERE, [(dict(decay=5.0), 2e-5), (dict(decay=0.0), 5e-6), (dict(decay=100.0), 5e-3)],
