@@ -42,10 +42,10 @@ settings.load_profile("no deadline")
 # The longest first.
 LONG = [f"test_{name}.py" for name in (
     "soak", "many_processes", "slurm", "faults", "notebooks",
-    "parity", "supervise", "commands", "checkpoint", "watch", "disturbed", "rl", "generate", "mistakes", "gpu_programs",
-    "samplers", "recurrence", "several_processes", "context", "stops", "advised", "experts", "pipeline",
-    "launchers", "chat", "export", "recurrence_pallas", "fuzz", "recurrence_context", "search", "layouts",
-    "first_light", "dpo_runs", "fault_table", "float8", "collective_order")]
+    "cells", "supervise", "commands", "checkpoint", "watch", "disturbed", "rl", "generate", "mistakes", "gpu_programs",
+    "samplers", "recurrence", "several_processes", "stops", "advised", "experts",
+    "launchers", "chat", "export", "recurrence_pallas", "fuzz", "recurrence_context", "search",
+    "first_light", "dpo_runs", "fault_table", "float8")]
 MOST_WORKERS = 8
 # Of a worker, beyond which it forgets the programs of the files before: they take gigabytes by the end of the suite.
 MOST_BYTES = 2 << 30

@@ -1,21 +1,20 @@
 """Sequences split over devices: the numbers of one device, and what the compiled program holds and sends.
 
-Attention itself is compared with plain attention by `test_attention`; whole runs with one device by `parity`, two devices
-and what stands beside them by `test_parity`.
+Attention itself is compared with plain attention by `test_attention`; whole runs with one device by `test_cells`, with what
+they send.
 """
 import functools
 from functools import partial
-from types import SimpleNamespace
 
+import cells
 import jax
 import jax.numpy as jnp
-import parity
 import pytest
 import sampling
-import test_layouts
+import steps
 from hypothesis import given
 from hypothesis import strategies as st
-from test_layouts import MICROBATCHES, MODEL, RULES, run_of
+from test_layouts import RULES, run_of
 
 from meshtrain import assembly, config
 from meshtrain.cost.program import audit
@@ -50,31 +49,6 @@ def test_zigzag_gives_every_device_an_early_chunk_and_its_mirror_image(cp, chunk
         assert late.tolist() == list(range((2 * cp - 1 - i) * chunk, (2 * cp - i) * chunk))
     # Causal work is the same for all: a query at t sees t + 1 keys.
     assert len({int((device + 1).sum()) for device in order.reshape(cp, -1)}) == 1
-
-
-# ---- whole runs ------------------------------------------------------------------------------------------------------
-
-
-def split_run(rule: str, mesh: dict, method: str, remat: str = "none") -> config.Run:
-    return run_of(rule, mesh, {}, dict(remat=remat)).model_copy(update={"context": config.Context(method=method)})
-
-
-@functools.cache
-def compiled(rule: str, mesh: tuple, method: str, remat: str = "none") -> parity.Compiled:
-    return parity.compiled(split_run(rule, dict(mesh), method, remat))
-
-
-@pytest.mark.parametrize("method, rule, mesh", [
-    ("ring", "ddp", dict(context=4)),
-    ("ulysses", "zero3", dict(context=4, tensor=2)),      # 2 kv heads a device: repeated
-    *(slow(*case) for case in (
-        ("gather", "ddp", dict(context=4)), ("ring", "ddp", dict(context=8)), ("ulysses", "ddp", dict(context=4)),
-        ("ring", "zero3", dict(context=2, tensor=2, fsdp=2)))),
-], ids=lambda value: "-".join(f"{k}{n}" for k, n in value.items()) if isinstance(value, dict) else value)  # fmt: skip
-def test_loss_gradients_and_training_equal_one_device(method, rule, mesh):
-    case = compiled(rule, tuple(mesh.items()), method)
-    parity.check_equal(case)
-    assert not case.audit.unknown_loops and not case.audit.partial_permutes
 
 
 # ---- what the compiled program holds ---------------------------------------------------------------------------------
@@ -118,7 +92,7 @@ def test_ring_computes_at_most_six_tenths_of_full_attention(cp):
     backward."""
     B, T, N, K, H = 1, 4096, 8, 4, 16
     mesh, layout = laid_out({"context": cp})
-    run = split_run("ddp", dict(context=cp), "ring").model_copy(update={"data": config.Data(seq_len=T, global_batch=B)})
+    run = run_of("ddp", dict(context=cp)).replaced(data=dict(seq_len=T, global_batch=B))
     attend = partial(attention.choose(run, layout, "cpu")[0], layout)
     q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.float32) for n in (N, K))
     segments = jax.ShapeDtypeStruct((B, T), jnp.int32)
@@ -139,44 +113,15 @@ def test_ring_computes_at_most_six_tenths_of_full_attention(cp):
 # ---- what the compiled program sends ---------------------------------------------------------------------------------
 
 
-def permutes(program: audit.ProgramAudit, dtype: str, backward: bool) -> SimpleNamespace:
-    """Arrays and bytes that a device sends on, per step."""
-    found = [c for c in program.collectives if c.kind == "collective-permute" and c.dtype == dtype
-             and ("transpose(" in c.source) == backward]
-    assert {c.axes for c in found} <= {("context",)}
-    return SimpleNamespace(count=sum(c.count for c in found), bytes=sum(c.bytes for c in found))
-
-
-@pytest.mark.parametrize("cp, remat", [(4, "none"), (4, "full"), slow(8, "none"), slow(4, "selective"),
-                                       slow(2, "none")])
-def test_ring_sends_what_its_formula_says(cp, remat):
-    """Forward (cp-1)·(K+V), backward as much again and cp·(dK+dV in float32); the recomputation sends nothing."""
-    program = compiled("ddp", (("context", cp),), "ring", remat).audit
-    each = 4 * test_layouts.SEQUENCES // MICROBATCHES * test_layouts.T // cp * MODEL["num_kv_heads"] * MODEL["head_dim"]
-    times = 2 * MICROBATCHES * MODEL["num_layers"]              # K and V
-    forward, backward = permutes(program, "f32", False), permutes(program, "f32", True)
-    assert forward.count == (cp - 1) * times and backward.count == (2 * cp - 1) * times
-    assert (forward.bytes, backward.bytes) == (forward.count * each, backward.count * each)
-    ids = permutes(program, "s32", False).bytes + permutes(program, "s32", True).bytes
-    assert 0 < ids <= (forward.bytes + backward.bytes) / 16     # [B, T] int32 beside [B, T, K, H]
-    assert not program.broken_permutes and not program.partial_permutes
-
-
-@pytest.mark.parametrize("method, kind", [("gather", "all-gather"), ("ulysses", "all-to-all")])
-def test_gather_and_ulysses_send_no_permutes(method, kind):
-    kinds = {c.kind for c in compiled("ddp", (("context", 4),), method).audit.collectives if "context" in c.axes}
-    assert kind in kinds and "collective-permute" not in kinds
-
-
 def test_gradients_cross_context_once_a_microbatch_and_data_once_a_step():
-    case = compiled("ddp", (("context", 2), ("data", 2)), "ring")
+    case = cells.compiled(cells.cell("dense: ddp context2 data2 ring"))
     size = 4 * sum(info.size for info in case.made.model.parameters())
     reduced = [c for c in case.audit.collectives if c.kind == "all-reduce"]
     sent = {axis: [c for c in reduced if c.axes == (axis,)] for axis in ("context", "data")}
     total = {axis: sum(c.payload_bytes for c in rows) for axis, rows in sent.items()}
-    assert size <= total["data"] <= size + test_layouts.SMALL and {c.trips for c in sent["data"]} == {1}
+    assert size <= total["data"] <= size + steps.SMALL and {c.trips for c in sent["data"]} == {1}
     # Of the table that is looked up XLA gathers the cotangents over context, and every device sums all of its gradient.
-    each = MICROBATCHES * (size - 4 * sum(info.size for info in case.made.model.parameters()
-                                          if info.role == "embedding"))
-    assert each <= total["context"] <= each + test_layouts.SMALL
-    assert all(c.trips >= MICROBATCHES for c in sent["context"] if c.payload_bytes > test_layouts.SMALL)
+    each = case.made.run.training.microbatches * (size - 4 * sum(
+        info.size for info in case.made.model.parameters() if info.role == "embedding"))
+    assert each <= total["context"] <= each + steps.SMALL
+    assert all(c.trips >= 2 for c in sent["context"] if c.payload_bytes > steps.SMALL)

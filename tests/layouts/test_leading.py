@@ -23,7 +23,7 @@ from meshtrain.sharding.rules import is_axes
 from meshtrain.shipped import shipped
 from test_experts import (BATCH, MODELS, PIPELINES, SEQUENCES, STAGED, STAGED_BATCH, T, assert_equal, expected,
                           run_of)
-from test_pipeline import unordered
+import steps
 
 TWO = "two dense layers, then four"
 MODELS |= {
@@ -118,7 +118,7 @@ def test_a_stage_computes_leading_layers_for_its_share_of_the_microbatches_alone
     layer = 3 * 2 * tokens * linear + 7 * 2 * tokens * T * cfg.num_heads * cfg.head_dim
     rounds = -(-microbatches // sizes["stage"])
     assert multiplied(case) - multiplied(without) == rounds * 2 * layer
-    assert not unordered(case.step.as_text())
+    assert not steps.unordered(case.step.as_text())
 
 
 def test_leading_layers_lie_whole_on_every_stage_and_the_others_are_split(tmp_path):

@@ -1,4 +1,4 @@
-"""LoRA: nothing but adapters is trained; layouts stand in `test_parity`.
+"""LoRA: nothing but adapters is trained; layouts: `test_cells`.
 
 One device is compared with the model without adapters at the merged weights: by the chain rule its weights' gradients
 give those of A and B.

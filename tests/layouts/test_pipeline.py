@@ -1,11 +1,7 @@
-"""A pipeline computes what one device computes, whatever the schedule, and its program does what the schedule says.
-
-One compiled training step per case answers everything about it. Pairs of choices beside two stages: `test_parity`.
-"""
-import functools
+"""A pipeline's state on other stages, its memory, and what it refuses and says. What its steps compute, send and multiply:
+`test_cells`."""
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,20 +10,15 @@ import jax
 import numpy as np
 import parity
 import pytest
-import sampling
 
 from meshtrain import assembly, config
 from meshtrain.checkpoint import checkpoint
-from meshtrain.cost.program import hlo
-from meshtrain.model import transformer
 from meshtrain.parallel.pipeline import schedules
-from parity import Compiled
-from test_layouts import GPT2, MODEL, RULES, T
+from test_layouts import MODEL, RULES, T
 
 SEQUENCES = 48
 LAYERS = 8
 CHUNKS = dict.fromkeys(schedules.INTERLEAVED, 2)
-ALL = [(name, remat) for name in schedules.NAMES for remat in ("full", "none")]
 
 
 def run_of(rule: str, mesh: dict, schedule: str = "1f1b", model: dict = {}, training: dict = {},
@@ -39,87 +30,6 @@ def run_of(rule: str, mesh: dict, schedule: str = "1f1b", model: dict = {}, trai
         pipeline=dict(schedule=schedule, chunks=chunks or CHUNKS.get(schedule, 1)) | more.get("pipeline", {}),
         optimizer=dict(learning_rate=1e-3, warmup_steps=2),
     )  # fmt: skip
-
-
-def check_program(case: Compiled):
-    """Every F and every B of the schedule sends once over the stages, in runs of known length, and all permutes have
-    targets."""
-    run, sizes = case.made.run, case.made.mesh_spec.sizes
-    executed = table_of(run).executed
-    assert not case.audit.unknown_loops and not case.audit.broken_permutes
-    # An interleaved order also moves each layer to its stage and back, before and after: XLA's permutes, not ours.
-    permutes = [c for c in case.audit.collectives if c.axes == ("stage",) and "ppermute" in c.source]
-    assert sum(c.count for c in permutes) == executed["F"] + executed["B"]
-    assert not unordered(case.step.as_text())
-    # Gradients leave over the batch once a step, not once a microbatch.
-    batch = {axis for axis in ("data", "fsdp", "context") if sizes[axis] > 1}
-    assert not [c for c in case.audit.collectives if batch & set(c.axes) and c.trips > 1
-                and c.kind != "collective-permute" and c.payload_bytes / c.trips > 64]
-
-
-def unordered(text: str) -> list[tuple[str, str]]:
-    """Instructions that send by hand in the same way, one of them a loop or a branch, and do not wait for each other.
-
-    On CPUs what they send may pair up, once in a hundred runs: `ordered`. A loop of one trip is no loop any more.
-    """
-    module = hlo.parse(text)
-    by_hand = {"collective-permute": "ppermute", "all-reduce": "psum|pmax"}
-    here = lambda ins: {ins.op} if ins.op in by_hand and re.search(by_hand[ins.op], ins.op_name) else set()
-    inside = functools.cache(lambda name: set().union(*map(num_shards, module.computations[name].values())))
-    num_shards = lambda ins: here(ins).union(*map(inside, ins.called))
-    found = []
-    for scope in module.computations.values():
-        before, senders = {}, []
-        for ins in scope.values():                                     # an instruction stands behind its operands
-            before[ins.name] = set(ins.operands).union(*(before.get(name, ()) for name in ins.operands))
-            if num_shards(ins):
-                found += [(other.name, ins.name) for other in senders if other.name not in before[ins.name]
-                          and num_shards(other) & num_shards(ins) and not (here(other) and here(ins))]
-                senders.append(ins)
-    return found
-
-
-def slow(*cases):
-    """The rest of a grid: half a minute each, not all of them in every run of the suite."""
-    return [pytest.param(*case, marks=sampling.GRID) for case in cases]
-
-
-def table_of(run) -> schedules.Schedule:
-    return schedules.make(run.pipeline.schedule, run.mesh.stage, run.training.microbatches, run.pipeline.chunks)
-
-
-# ---- the same numbers ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schedule, remat", [
-    ("interleaved_zero_bubble", "full"),
-    *slow(*(case for case in ALL if case != ("interleaved_zero_bubble", "full"))),
-])  # fmt: skip
-def test_every_schedule_equals_one_device_and_multiplies_what_its_ticks_say(schedule, remat):
-    case = parity.check(run_of("ddp", dict(stage=4), schedule, training=dict(remat=remat)))
-    check_program(case)
-    check_flops(case)
-
-
-@pytest.mark.parametrize("rule, mesh, schedule, model, training", [
-    pytest.param("ddp", dict(stage=4), "interleaved_zero_bubble", dict(embedding_dropout=0.1, residual_dropout=0.2),
-                 dict(remat="full", microbatches=4), id="dropout"),
-    ("ddp", dict(stage=8), "1f1b", {}, {}),
-    *slow(("ddp", dict(stage=4), "interleaved_zero_bubble", {}, dict(microbatches=4)),
-          ("ddp", dict(stage=8), "interleaved_zero_bubble", dict(num_layers=16), {}),
-          ("ddp", dict(stage=4), "zero_bubble", {}, dict(microbatches=12)),
-          ("ddp", dict(stage=4), "1f1b", {}, dict(microbatches=2)),
-          ("ddp", dict(stage=4), "interleaved_zero_bubble", dict(tie_embeddings=True), dict(remat="selective")),
-          ("ddp", dict(stage=4), "1f1b", GPT2 | dict(num_layers=6), {}),
-          ("ddp", dict(stage=3), "zero_bubble", dict(num_layers=5), dict(z_loss=1e-2)),
-          ("zero2", dict(data=2, fsdp=2, stage=2), "1f1b", {}, dict(remat="full", microbatches=4)),
-          ("zero3", dict(fsdp=2, tensor=2, stage=2), "interleaved_zero_bubble", {}, dict(remat="full", microbatches=4)),
-          ("zero3", dict(context=2, tensor=2, stage=2), "1f1b", {}, dict(remat="full", microbatches=4)),
-          # A ring of two cannot turn the wrong way.
-          ("zero3", dict(stage=2, context=4), "zero_bubble", {}, {})),
-], ids=lambda value: "-".join(f"{k}{n}" for k, n in value.items()) if isinstance(value, dict) else value)  # fmt: skip
-def test_any_number_of_stages_and_microbatches_equals_one_device(rule, mesh, schedule, model, training):
-    check_program(parity.check(run_of(rule, mesh, schedule, model, training)))
 
 
 def test_evaluation_equals_one_device():
@@ -146,35 +56,6 @@ def test_state_goes_from_any_number_of_stages_and_chunks_to_any_other(tmp_path):
 
 
 # ---- what the compiled program does ----------------------------------------------------------------------------------
-
-
-def check_flops(case: Compiled):
-    """Matmuls of a device are those of the schedule's ticks: no recomputation beyond remat's, and none for the
-    split."""
-    run, schedule = case.made.run, table_of(case.made.run)
-    cfg, sequences = run.model, SEQUENCES // run.training.microbatches
-    linear = {info.path[-2]: 2 * sequences * T * info.size // LAYERS
-              for info in case.made.model.parameters() if info.role == "matrix"}
-    product = 2 * sequences * T * T * cfg.num_heads * cfg.head_dim      # one of attention's, scores or p·v
-    forward = sum(linear.values()) + 2 * product
-    backward = 2 * sum(linear.values()) + 5 * product
-    scores_again = 0
-    if run.training.remat == "full":
-        # Nobody asks for the last output again; scores of a single block are made once for both directions, or (jax
-        # 0.12) once for each.
-        backward += forward - linear["down"] - product
-        scores_again = product
-    depth = LAYERS // (schedule.num_stages * schedule.num_chunks)
-    executed = schedule.executed
-    head = 3 * 2 * sequences * T * cfg.embed_dim * transformer.padded_vocab(cfg) // schedule.num_stages
-    # The loss of some runs is in a branch that is taken where the schedule says, the same on all devices.
-    always = sum(part.stop - part.start for part in schedule.phases() if part.loss == "always")
-    expected = depth * (executed["F"] * forward + executed["B"] * backward) + always * head
-    if schedule.split:                                                     # W has its own ticks, as many as it has work
-        weight = sum(linear.values())
-        expected += depth * (executed["W"] - executed["B"]) * weight
-    got = sum(dot.flops for dot in case.audit.dots if not dot.in_branch)
-    assert any(got == pytest.approx(expected + again, rel=1e-3) for again in (0, depth * executed["B"] * scores_again))
 
 
 def temp_bytes(schedule: str, microbatches: int) -> int:

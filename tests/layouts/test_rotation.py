@@ -1,17 +1,12 @@
-"""RMSNorm and rotary embedding in one kernel: against both apart, by Pallas' interpreter; in the model, whatever splits
-its heads and tokens."""
+"""RMSNorm and rotary embedding in one kernel: against both apart, by Pallas' interpreter. In the model, on layouts:
+`test_cells`, kernels."""
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import parity
-import sampling
-import test_layouts
 from meshtrain.kernels import rotation
 from meshtrain.model import rope
-from meshtrain.model.layers import Execution
-from meshtrain.training import accumulate
 
 
 def apart(x, scale, cos, sin, eps=1e-6):
@@ -50,29 +45,3 @@ def test_a_row_of_zeros_and_heads_of_other_widths():
     assert all(np.isfinite(a).all() for a in found) and not found[0][0, 1].any()
     assert [rotation.fits(*of) for of in ((128, 128), (64, 32), (96, 96), (512, 512), (8, 8))] == [
         True, False, False, False, False]
-
-
-MODEL = dict(qk_norm="head", attention="blockwise", head_dim=16, num_heads=4, num_kv_heads=2)
-LAYOUTS = {"tensor 2, fsdp 2, data 2": ("zero3", dict(tensor=2, fsdp=2, data=2), {}),
-           "more ranks than kv heads, norms with an offset": ("tensor", dict(tensor=4), dict(norm_offset=1.0)),
-           "a ring": ("zero3", dict(context=2, fsdp=2), {}),
-           "a pipeline with W apart": ("zero1", dict(stage=2, fsdp=2), {})}
-
-
-@pytest.mark.parametrize("layout", [name if name.startswith("tensor 2") else pytest.param(name, marks=sampling.GRID)
-                                    for name in LAYOUTS])
-def test_in_the_model_they_compute_what_one_device_computes_without_them(layout, monkeypatch):
-    rule, mesh, model = LAYOUTS[layout]
-    run = test_layouts.run_of(rule, mesh, MODEL | model)
-    if "stage" in mesh:
-        run = run.replaced(pipeline={"schedule": "zero_bubble"})
-    parity.one_device(parity.on_one_device(run).model_dump_json(), 0)       # kept: without them
-    calls = []
-    for name in ("forward", "backward"):
-        def interpreted(*args, of=getattr(rotation, name), **more):
-            calls.append(of)
-            return of(*args, **more, interpret=True)
-        monkeypatch.setattr(rotation, name, interpreted)
-    monkeypatch.setattr(accumulate, "Execution", lambda *args, **given: Execution(*args, **given | {"by_kernels": True}))
-    parity.check_equal(parity.compiled(run))
-    assert len(set(calls)) == 2

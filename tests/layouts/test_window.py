@@ -134,6 +134,6 @@ staged = lambda schedule, chunks=1: dict(pipeline=dict(schedule=schedule, chunks
         ("zero3", dict(context=2, fsdp=2), EVERY | dict(score_softcap=2.0), ULYSSES),
         ("ddp", dict(context=4), dict(window=11, position="learned", max_seq_len=test_layouts.T), RING)))])
 def test_layouts_with_a_window_equal_one_device(rule, mesh, model, more):
-    """Where layers do not divide into periods or stages, or a ring has four devices; `test_parity` has the rest."""
+    """Where layers do not divide into periods or stages, or a ring has four devices; `test_cells` has the rest."""
     run = test_layouts.run_of(rule, mesh, model)
     parity.check(config.Run(**run.model_dump(exclude=set(more)), **more))

@@ -16,6 +16,7 @@ import parity
 import pytest
 import reference
 import sampling
+import steps
 
 from meshtrain import assembly, config
 from meshtrain.config.sections import Rl
@@ -26,7 +27,7 @@ from meshtrain.names import NO_TARGET
 from meshtrain.training import objective
 from meshtrain.training.policy import Policy
 from folders import GOLDENS, Loaded
-from test_collective_order import by_gloo, unordered  # noqa: F401
+from test_collective_order import by_gloo  # noqa: F401
 from test_dpo import moments_of
 from test_layouts import MODEL, ONE, run_of
 from test_lora import ALPHA, RANK, assert_equal_gradients, without_adapters
@@ -418,14 +419,14 @@ def test_stages_are_refused():
 def test_a_step_of_several_processes_has_one_order(by_gloo):
     """As `test_collective_order`: the loops of the head, what is gathered between them, and the metrics."""
     case = parity.compiled(rl_run(KEYS["gspo"], "zero3", dict(data=2, fsdp=2, context=2), 2))
-    assert unordered(case.step.as_text(), case.made.mesh.size) == []
+    assert steps.meeting(case.step.as_text(), case.made.mesh.size) == []
     p, drawn, loss, grads, _ = expected("gspo")
     metrics, found = moments_of(case, p, batch_of(case.made.run, drawn))
     assert abs(metrics["loss"] - loss) < 1e-5 * max(abs(loss), 0.1)
     assert_equal_gradients(found, grads, 1e-5)
     spec, program = case.made.program.step, case.made.program
     scores = program.compiled(program.scores, spec.state.abstract.params, spec.batch)
-    assert unordered(scores.as_text(), case.made.mesh.size) == []
+    assert steps.meeting(scores.as_text(), case.made.mesh.size) == []
 
 
 THEIRS = json.loads((GOLDENS / "policy" / "answers.json").read_text())
