@@ -17,14 +17,14 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.run import command, say
 
 OPTIONS = {
-    "processes": config.Option("how many processes", "N", "2", config.whole(1), required="nothing says how many"),
+    "processes": config.Option("number of processes", "N", "2", config.whole(1), required="nothing says how many"),
     "min-processes": config.Option("continues with fewer processes, down to K, if the same one fails twice in a row or "
                                    "the cluster has no room for all; the mesh axis of -1 shrinks, the batch does not "
                                    "(default N)", "K",
                                    "1", config.whole(), 0),
 }
 COMMAND = config.Command("meshtrain.launch.elastic", {
-    "processes": dataclasses.replace(OPTIONS["processes"], help="available processes"),
+    "processes": dataclasses.replace(OPTIONS["processes"], help="number of available processes"),
     "min-processes": config.Option("smallest number of processes that is tried", "K", "1", config.whole(1), 1),
     "devices": config.Option("devices of each process", "D", "8", config.whole(1), required="nothing says how many"),
     "full": config.Option("number of devices that the run file is written for (default: its mesh.full_devices; if "

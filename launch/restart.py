@@ -33,7 +33,8 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.run import command, contents, say, stops
 from meshtrain.storage import messages
 
-OPTIONS = {"max-restarts": config.Option("restarts in a row without a newer checkpoint", "R", "5", config.whole(), 0)}
+OPTIONS = {"max-restarts": config.Option("most restarts in a row without a newer checkpoint", "R", "5",
+                                         config.whole(), 0)}
 COMMAND = config.Command("meshtrain.launch.restart", {
     "max-restarts": dataclasses.replace(OPTIONS["max-restarts"], default=5),
     "scheduled": config.Option("a scheduler stops the run and starts it again: exit code 75 also restarts"),

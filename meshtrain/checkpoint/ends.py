@@ -236,7 +236,7 @@ def write_ends(place: Path, source: Path | None, ends: Ends) -> None:
     """Write the stop tokens into an export's files. Raises: ValueError.
 
     generation_config.json is written if the export has the companion files of `source`. If a chat template ended the
-    answers, eos_token in the tokenizer's files is the template's end of turn.
+    answers, eos_token in the tokenizer's files becomes the template's end of turn, unless a template uses eos_token.
     """
     if source and (generation := generation_of(source, ends)):
         files.write(place / settings.GENERATION, json.dumps(generation, indent=1))

@@ -216,7 +216,7 @@ def _whole_or_nothing(environ: Mapping[str, str], names: Sequence[str], address:
     if address:     # it replaces these variables
         missing = [name for name in missing if name not in ("JAX_COORDINATOR_ADDRESS", "MASTER_ADDR", "MASTER_PORT")]
     if missing:
-        raise ConfigError(f"{_said(environ, names)} describe one process together with {', '.join(missing)}, which "
+        raise ConfigError(f"{_said(environ, names)} describe a process only together with {', '.join(missing)}, which "
                           f"{'is' if len(missing) == 1 else 'are'} not set; set all of {', '.join(names)}, or none for "
                           f"a single process")
 

@@ -194,4 +194,4 @@ def test_half_an_environment_ends_the_command_with_2_and_one_message(monkeypatch
     monkeypatch.chdir(ROOT)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
-    refused(call(train.main), "WORLD_SIZE=1 RANK=1 describe one process together with MASTER_ADDR, MASTER_PORT")
+    refused(call(train.main), "WORLD_SIZE=1 RANK=1 describe a process only together with MASTER_ADDR, MASTER_PORT")

@@ -295,7 +295,7 @@ class _Locks:
                 yield False
                 return
             raise files.judged(error, f"token cache: {part.home} cannot be locked",
-                               "set data.cache to a directory of another file system") from None
+                               "set data.cache to a directory on another file system") from None
         try:
             yield True
         finally:

@@ -312,7 +312,7 @@ class Reading:
 
 
 class Turns:
-    """The messages from `first` on, for access to one at a time. Any other access raises TypeError or Unknown."""
+    """The messages from `first` on, for access to one at a time. Any other access raises Unknown."""
 
     def __init__(self, reading: Reading, first: int):
         self._reading, self._first = reading, first
