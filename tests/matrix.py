@@ -31,7 +31,8 @@ import test_house
 ROOT = faults.ROOT
 KILLS = ROOT / "tests" / "kills.json"
 REACH = ROOT / ".pytest_cache" / "reach.json"
-MOST_TESTS, MOST_S, PATIENCE_S = 300, 60.0, 240.0       # of one mutant: tests, their recorded seconds; patience
+MOST_TESTS, MOST_S = 1000, 300.0     # of one mutant: tests, their recorded seconds
+PATIENCE_S = 60.0                    # beyond three times their recorded seconds
 COUNT = 1                                               # mutants of a function
 
 
@@ -91,13 +92,13 @@ class Copy:
             else:
                 shutil.copy(source, place / name)
 
-    def test(self, mutant: mutants.Mutant, tests: Sequence[str]) -> tuple[str | None, str]:
+    def test(self, mutant: mutants.Mutant, tests: Sequence[str], patience_s: float) -> tuple[str | None, str]:
         """(the test that killed the mutant or None, how: "assertion", "error", "time" or "survived")."""
         target = self.place / mutant.file
         original = target.read_text()
         self._write(target, mutant.planted(original))
         try:
-            return self._run(tests)
+            return self._run(tests, patience_s)
         finally:
             self._write(target, original)
 
@@ -107,13 +108,13 @@ class Copy:
         self._clock += 1
         os.utime(target, (self._clock, self._clock))
 
-    def _run(self, tests: Sequence[str]) -> tuple[str | None, str]:
+    def _run(self, tests: Sequence[str], patience_s: float) -> tuple[str | None, str]:
         report = self.place / "report.xml"
         report.unlink(missing_ok=True)
         child = os.fork()
         if child == 0:
             _test_in_child(self.place, report, tests)
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline and (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
             time.sleep(0.05)
         with contextlib.suppress(ProcessLookupError):
@@ -166,7 +167,8 @@ def kill(rooms: Sequence[str], place: Path) -> int:
         kept[function] = []
         for mutant in made:
             tests = choose_tests(reached, function)
-            test, how = copy.test(mutant, tests) if tests else (None, "reached by none")
+            patience_s = PATIENCE_S + 3 * sum(map(reached["seconds"].__getitem__, tests))
+            test, how = copy.test(mutant, tests, patience_s) if tests else (None, "reached by none")
             kept[function].append(fault_of(mutant, test, (ROOT / mutant.file).read_text())[1:])
             print(f"{how:<15} {mutant}  {test or ''}", flush=True)
             if test is None:
