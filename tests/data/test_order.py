@@ -203,6 +203,13 @@ def test_whole_documents_are_held_out_where_there_are_many():
         assert not train.documents & held_out.documents
 
 
+def test_one_whole_document_of_half_the_share_is_enough():
+    train, held_out = map(View, holdout.split(Numbered(np.array([40, 2, 58])), 0.04))      # 4 of 100 tokens
+    assert (train.documents, held_out.documents, held_out.tokens) == ({0, 2}, {1}, 2)
+    train, held_out = map(View, holdout.split(Numbered(np.array([40, 2, 58])), 0.05))      # 5: 2 are less than half
+    assert train.documents == {0, 1, 2} and 2 < held_out.tokens <= 5
+
+
 def test_of_millions_of_documents_one_run_at_least_is_held_out():
     with small((20, 8, 60)):
         train, held_out = map(View, holdout.split(Numbered(np.full(200, 5)), 0.01))

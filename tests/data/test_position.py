@@ -30,6 +30,14 @@ def test_with_the_same_settings_every_batch_is_the_same_bit_for_bit(mixture, sha
         assert again.position(n + more) == packed.position(n + more)
 
 
+@pytest.mark.parametrize("chunk, ends", [(1000, 36), (12, 24)])
+def test_the_old_length_holds_to_the_end_of_the_chunk_and_never_beyond_the_epoch(chunk, ends):
+    with small((2**20, 8, chunk)):
+        stream, = numbered([7, 9, 8, 8], seq_len=4).train       # an epoch of 36 tokens, with its separators
+        (old, new) = stream.regrid(17, 6)[0], stream.regrid(17, 6)[-1]
+    assert (old.seq_len, old.until, new.seq_len, new.until) == (4, ends, 6, None)
+
+
 settings_of_a_run = st.tuples(st.integers(1, 17), st.integers(1, 5))
 
 
