@@ -1,1 +1,1 @@
-"""Self-contained HTML pages of the commands' JSON output."""
+"""Self-contained HTML pages that show the JSON output of commands."""

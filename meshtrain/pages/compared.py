@@ -1,4 +1,4 @@
-"""The page of `report A B --html`: runs beside each other, from the dict of `meshtrain.inspection.compared`."""
+"""The page of `report A B --html`, which compares runs; made from the dict of `meshtrain.inspection.compared`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -8,11 +8,12 @@ from meshtrain.pages.pictures import COLORS, Plot, PlotAxis, PlotCurve
 from meshtrain.pages.skin import Cell, Column, PageSection
 from meshtrain.units import many
 
-LONG = 300      # of a value in the table
+LONG = 300      # most characters of a value in the table
 
 
 def page(data: dict, verdict: str, rows: Sequence[tuple[str, Sequence[tuple[str, float | None]]]]) -> str:
-    """data: of `compared.of`. verdict, rows: its words."""
+    """Return the page as HTML. data: from `compared.of`. verdict: from `compared.verdict`. rows: from
+    `compared.numbers`."""
     sections = [PageSection("loss", "Loss", overlaid(data, "loss", "loss", "{:.3g}".format) + notes(data)),
                 PageSection("validation", "Validation loss",
                             overlaid(data, "val_loss", "validation loss", "{:.3g}".format)),
@@ -30,8 +31,8 @@ def notes(data: dict) -> str:
 
 
 def overlaid(data: dict, key: str, name: str, show) -> str:
-    """The curves of all runs in one frame: over steps, or over tokens where their steps have different numbers of
-    them. show: formats a value."""
+    """Return a figure with the curves of all runs, over steps, or over tokens if their steps differ in tokens. key: of
+    the curve. show: formats a value."""
     by_tokens = len({run["tokens_per_step"] for run in data["runs"]}) > 1
     curves = []
     for k, run in enumerate(data["runs"]):

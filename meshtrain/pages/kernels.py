@@ -1,7 +1,7 @@
-"""Names of kernels as people read them: "backward, weight gradient of mlp/gate" for an einsum inside JAX's transforms.
+"""Readable names of kernels: "backward, weight gradient of mlp/gate" for an einsum inside JAX's transforms.
 
-A kernel's source is the shortened JAX path of its instruction. A projection is an einsum whose letters name dimensions,
-the same in the whole program: a weight is found by the letters of its logical axes.
+The source of a kernel is the shortened JAX path of its instruction. A projection is an einsum whose letters name
+dimensions. The letters are the same in the whole program, so a weight is identified by the letters of its logical axes.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LETTERS = {"embed": "D", "mlp": "F", "heads": "N", "kv_heads": "K", "head_dim": 
 EINSUM = re.compile(r"(\w+),(\w+)->(\w+)")
 KERNELS = (("_dkv", "backward, gradients of keys and values"), ("_dq", "backward, gradient of queries"),
            ("_forward", "forward"), ("_backward", "backward"))
-# The operation at the end of a path, and XLA's names of kernels without one, without their numbers.
+# Last component of a path, or XLA's name of a kernel without a path -> its readable name.
 OPERATIONS = {"dynamic_slice": "read of a slice", "dynamic_update_slice": "write of a slice", "reduce_sum": "sum",
               "add_any": "sum of gradients", "add": "addition", "sub": "subtraction", "mul": "product",
               "div": "quotient", "neg": "negation", "convert_element_type": "conversion to another type",
@@ -24,7 +24,7 @@ OPERATIONS = {"dynamic_slice": "read of a slice", "dynamic_update_slice": "write
               "reduce_max": "maximum", "reduce_min": "minimum", "reduce_or": "any", "scatter-add": "sum into rows",
               "gather": "read of rows", "psum": "sum over devices", "rsqrt": "inverse square root",
               "ppermute": "exchange with neighbours", "sharding_constraint": "change of sharding"}
-# What a file of the program computes: the longest beginning of its path counts.
+# Path prefix of a source file -> what it computes. The longest matching prefix applies.
 PLACES = {"model/loss.py": "head and loss", "model/rope.py": "rotary embedding", "model/layers.py": "layers",
           "model/": "model", "kernels/activations.py": "activation function", "kernels/": "kernels",
           "parallel/pipeline/": "pipeline", "parallel/context/": "attention", "parallel/experts/": "experts",
@@ -32,8 +32,8 @@ PLACES = {"model/loss.py": "head and loss", "model/rope.py": "rotary embedding",
 
 
 def weights(parameters: Sequence[Mapping]) -> dict[str, str]:
-    """Letters of a weight -> its name; several of the same letters are named together. A dimension without a logical
-    axis is a dot. parameters: of the JSON of a layout, with name and axes."""
+    """Return letters of a weight -> its name; weights with the same letters share one entry. A dimension without a
+    logical axis is a dot. parameters: from the JSON of `inspect`, with name and axes."""
     found: dict[str, list[str]] = {}
     for row in parameters:
         letters = "".join(LETTERS.get(axis, ".") for axis in row["axes"] if axis != "layers")
@@ -44,7 +44,7 @@ def weights(parameters: Sequence[Mapping]) -> dict[str, str]:
 
 
 def describe(row: Mapping, names: Mapping[str, str]) -> str:
-    """row: a kernel or a collective of the JSON. names: of weights, by letters."""
+    """Return the readable name of a kernel or collective. row: its JSON. names: see `weights`."""
     source, line = row["source"], row.get("line", "")
     backward, again = "transpose(" in source, "/remat/" in f"/{source}/"
     when = "recomputed, " if again else "backward, " if backward else ""
@@ -68,7 +68,8 @@ def _place(line: str, row: Mapping) -> str:
 
 
 def _product(einsum: re.Match[str], when: str, line: str, names: Mapping[str, str]) -> str:
-    """A matmul by its letters. Forward, it contracts the first dimensions of a weight, backward its last ones."""
+    """Return the name of a matmul by its letters. The forward contracts the first dimensions of a weight, the backward
+    its last ones."""
     one, other, out = einsum.groups()
     if grown := _weight(out, names):
         return f"backward, weight gradient of {names[grown]}"
@@ -78,7 +79,7 @@ def _product(einsum: re.Match[str], when: str, line: str, names: Mapping[str, st
         return f"{when or 'forward'}, {one} × {other} -> {out}{_place(line, {})}"
     weight = _plain(letters)
     inner = "".join(letter for letter in weight if letter in one and letter in other and letter not in out)
-    is_table = weight == "VD"       # which is read by rows, and as the head contracted at its end
+    is_table = weight == "VD"       # the embedding table: as the head, its last dimension is contracted forward
     forward = bool(inner) and weight.startswith(inner) != is_table
     named = names[known] + ", as the head" * (is_table and "loss.py" in line)
     if forward:
@@ -87,7 +88,7 @@ def _product(einsum: re.Match[str], when: str, line: str, names: Mapping[str, st
 
 
 def _weight(letters: str, names: Mapping[str, str]) -> str | None:
-    """The key of a weight with these letters, if there is one."""
+    """Return the key in `names` of a weight with these letters; None if there is none."""
     plain = _plain(letters)
     if plain in names:
         return plain
@@ -95,5 +96,5 @@ def _weight(letters: str, names: Mapping[str, str]) -> str | None:
 
 
 def _plain(letters: str) -> str:
-    """Without dimensions of devices and pieces, which have small letters."""
+    """Return the letters without the lower-case ones, which stand for dimensions of devices and parts."""
     return re.sub("[a-z]", "", letters)

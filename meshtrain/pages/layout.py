@@ -1,4 +1,4 @@
-"""The page of `inspect --html`: a run's model, memory, communication and step time, from the dict of `--json`."""
+"""The page of `inspect --html`: a run's model, memory, communication and step time, made from the JSON output."""
 from __future__ import annotations
 
 import functools
@@ -16,13 +16,13 @@ MEMORY = {"params": ("weights", "weights, as they are stored"), "grads": ("gradi
           "host": ("", "on the host"), "loop_weights": ("", "weights in the pipeline's loop"),
           "loop_grads": ("", "gradients in the pipeline's loop")}
 STACKED = ("params", "grads", "optimizer", "activations")
-LEAST_SHARE = 0.002         # of a bar; smaller parts are not drawn
+LEAST_SHARE = 0.002         # parts of a bar with a smaller share are not drawn
 SHARES = ("matmul", "attention", "elementwise", "optimizer", "communication", "contention", "host",
           "recurrence")
 
 
 def page(data: dict) -> str:
-    """data: the dict of `inspect --json`."""
+    """Return the page as HTML. data: the dict of `inspect --json`."""
     wrong = [f"THIS PROGRAM WOULD COMPUTE WRONG NUMBERS, and train refuses it: a permute leaves devices with zeros: "
              f"{permute}" for permute in data["broken_permutes"]]
     top = skin.tiles(tiles(data)) + skin.bullets([*wrong, *data["warnings"]], "warn")
@@ -31,7 +31,7 @@ def page(data: dict) -> str:
 
 
 def verdict(data: dict) -> str:
-    """Whether the step may run, whether it fits, and how fast it is."""
+    """Return a sentence: whether the step may run, whether it fits, and how fast it is."""
     if data["broken_permutes"]:
         return "This program would compute wrong numbers, and train refuses it."
     held, usable, line = data["memory_bytes"]["compiled"]["total"], data["memory_bytes"]["usable"], data["roofline"]
@@ -42,17 +42,17 @@ def verdict(data: dict) -> str:
     else:
         fits = f"It does not fit: {size(held)}, and a GPU has {size(usable)} to use"
     if not line:
-        return f"{fits}. Nothing is said of its time, without a GPU of known speed."
+        return f"{fits}. Its time is unknown without a GPU of known speed."
     slow, share = max(_shares(line), key=lambda row: row[2])[1:]
     return (f"{fits}. By the roofline a step takes {seconds(line['step_time_s'])}, {line['mfu']:.1%} of the peak "
             f"(MFU); {share:.0%} of it is {slow}.")
 
 
 def sections(data: dict) -> list[PageSection]:
-    """Those that say something of this run have a body."""
+    """Return the sections of the page. Sections that do not apply to this run have no body."""
     return [PageSection("mesh", "The mesh on its hosts", mesh(data["mesh"])),
             PageSection("memory", "Memory of a device", memory(data)),
-            PageSection("traffic", "What is sent", traffic(data)),
+            PageSection("traffic", "Communication", traffic(data)),
             PageSection("schedule", "The pipeline's schedule", schedule(data)),
             PageSection("time", "Where the time goes", time(data)),
             PageSection("differences", "Formulas against the compiler" if data["differences"] else "Matmuls",
@@ -94,18 +94,18 @@ def tiles(data: dict) -> list[Tile]:
 
 
 def mesh(data: dict) -> str:
-    """data: the mesh alone."""
+    """Return the section of the mesh as HTML. data: the entry "mesh" of the JSON."""
     order = ", ".join(axis for axis in data["placement"] if data["sizes"][axis] > 1)
-    caption = ("Every column is a device, every row an axis, its number the place on it. Devices are dealt out by "
-               f"mesh.placement, slowest link first: {order}. An axis whose numbers change within a host uses the "
-               f"links in it.")
+    caption = ("Each column is a device, each row a mesh axis, each number the device's coordinate on it. Devices are "
+               f"assigned in the order of mesh.placement, slowest link first: {order}. An axis whose numbers change "
+               f"within a host uses the links of the host.")
     if data["simulated"]:
-        caption += " These devices are simulated on one machine; hosts of eight stand for what GPUs would have."
+        caption += " These devices are simulated on one machine; they are drawn as if on hosts of eight GPUs."
     elif data["gpus_per_link_domain"] > data["gpus_per_host"]:
         caption += (f" NVLink reaches {data['gpus_per_link_domain']} GPUs, "
                     f"{data['gpus_per_link_domain'] // data['gpus_per_host']} hosts.")
-    columns = [Column("axis"), Column("size", "n"), Column("of it in a link domain", "n"),
-               Column("its collectives go over")]
+    columns = [Column("axis"), Column("size", "n"), Column("devices in a link domain", "n"),
+               Column("links of its collectives")]
     rows = [(axis, of_count(link["size"]), of_count(link["inside"]), over(data, axis))
             for axis, link in data["links"].items()]
     drawn = skin.figure(functools.partial(pictures.mesh, data), caption) if len(data["links"]) > 1 else ""
@@ -115,7 +115,8 @@ def mesh(data: dict) -> str:
 
 
 def over(mesh: dict, axes: str) -> str:
-    """The links that a group over mesh axes uses: 'fsdp', 'data+fsdp'. "": unknown, part of an axis."""
+    """Return the links that a group over mesh axes ("fsdp", "data+fsdp") uses, as text; "" if unknown (part of an
+    axis)."""
     links = [mesh["links"].get(axis) for axis in axes.split("+")]
     if not all(links):
         return ""
@@ -157,8 +158,8 @@ def memory_drawing(data: dict, legend: bool = False, width: int = skin.WIDTH) ->
 
 
 def stack(held: dict) -> list[tuple[int, str, float]]:
-    """Parts of a device's memory; the total's remainder is batches and scalars. Of a pipeline's gradients, those in
-    its loop, which are at least as large."""
+    """Return the parts of a device's memory as (colour, name, bytes). What remains of the total is batches and scalars.
+    For a pipeline, the gradients are those in its loop, which are at least as large as the others."""
     parts = held | ({"grads": held["loop_grads"]} if held.get("loop_grads") else {})
     known = [(k, MEMORY[part][0], parts[part]) for k, part in enumerate(STACKED) if parts.get(part)]
     rest = (held.get("total") or 0) - sum(value for *_, value in known)
@@ -171,13 +172,13 @@ def traffic(data: dict) -> str:
         return skin.paragraph("The compiled step has no collectives.") if mesh["num_devices"] > 1 else ""
     color, compiled = _colors(data), _by_axes(rows)
     key = skin.key((color[kind], kind, size(sum(sent.get(kind, 0) for sent in compiled.values()))) for kind in color)
-    drawn = skin.figure(lambda width: traffic_drawing(data, width=width), "What one device sends in a step, "
-                        "in rings, by the mesh axes of a group and the links between its members.", key)
+    drawn = skin.figure(lambda width: traffic_drawing(data, width=width), "Bytes that one device sends in a step (ring "
+                        "algorithms), by the mesh axes of a group and the links between its members.", key)
     return drawn + _collectives(data)
 
 
 def traffic_drawing(data: dict, legend: bool = False, width: int = skin.WIDTH) -> str:
-    """data: with at least one collective."""
+    """Return the drawing of the traffic. data: has at least one collective."""
     compiled, priced = (_by_axes(data["collectives"][which] or []) for which in ("compiled", "formula"))
     color = _colors(data)
     stacked = lambda sent: [(color[kind], kind, count) for kind, count in sent.items()]
@@ -191,13 +192,13 @@ def traffic_drawing(data: dict, legend: bool = False, width: int = skin.WIDTH) -
 
 
 def _colors(data: dict) -> dict[str, int]:
-    """The colour of each kind of collective."""
+    """Return the colour of each kind of collective."""
     rows = [*data["collectives"]["compiled"], *(data["collectives"]["formula"] or [])]
     return {kind: k % pictures.COLORS for k, kind in enumerate(dict.fromkeys(row["kind"] for row in rows))}
 
 
 def _by_axes(rows: Sequence[dict]) -> dict[str, dict[str, int]]:
-    """Mesh axes → kind → bytes."""
+    """Return mesh axes → kind → bytes."""
     found: dict[str, dict[str, int]] = {}
     for row in rows:
         sent = found.setdefault("+".join(row["axes"]), {})
@@ -206,7 +207,7 @@ def _by_axes(rows: Sequence[dict]) -> dict[str, dict[str, int]]:
 
 
 def _collectives(data: dict) -> str:
-    """A row for each kind, axes and dtype, by formulas and compiled."""
+    """Return a table with a row for each kind, axes and dtype, by formulas and compiled."""
     rows, mesh, formula = data["collectives"]["compiled"], data["mesh"], data["collectives"]["formula"] or []
     named = kernels.weights(data["parameters"])
     at = lambda row: (row["kind"], tuple(row["axes"]), row["dtype"])
@@ -225,7 +226,7 @@ def _collectives(data: dict) -> str:
 
 
 def differences(data: dict) -> str:
-    """Differences between the compiled step and the formulas."""
+    """Return the differences between the compiled step and the formulas, as HTML."""
     flops = data["matmul_flops"]
     if not flops["compiled"]:
         return skin.bullets(data["differences"])
@@ -263,8 +264,9 @@ def time(data: dict) -> str:
     return (drawn + _exposed(line) + "<h3>Kernels, costliest first</h3>" + _kernels(line, data["parameters"])
             + skin.bullets(f"warning: counted once, its length is unknown: loop {name}"
                            for name in line["unknown_loops"])
-            + skin.bullets(f"warning: counted by its bytes alone: {name}" for name in line["uncounted"])
-            + skin.paragraph("Nothing is measured: hardware peaks at assumed shares of them.", "small")
+            + skin.bullets(f"warning: the FLOPs of {name} are unknown, so only its bytes are counted"
+                           for name in line["uncounted"])
+            + skin.paragraph("Nothing is measured: times follow from assumed shares of hardware peaks.", "small")
             + skin.assumptions(line["assumed"], line.get("reasons", {})))
 
 
@@ -274,7 +276,7 @@ def _shares(line: dict) -> list[tuple[int, str, float]]:
 
 
 def time_drawing(line: dict, legend: bool = False, width: int = skin.WIDTH) -> str:
-    """line: a roofline."""
+    """Return the drawing of a step's shares. line: a roofline."""
     bar = Bar("of the step", [share for share in _shares(line) if share[2] > 0], seconds(line["step_time_s"]))
     return pictures.bars([bar], "{:.1%}".format, "shares of the step", most=1.0, legend=legend, width=width)
 
@@ -286,7 +288,7 @@ def _exposed(line: dict) -> str:
                                    sorted(row["hidden_under"].items(), key=lambda pair: -pair[1]) if s >= 5e-4)
     rows = [(row["kind"], " × ".join(row["axes"]), of_count(row["runs"]), of_bytes(row["sent_bytes"]),
              of_seconds(row["seconds"]), of_seconds(row["exposed_s"]), hidden_under(row)) for row in line["traffic"]]
-    return "<h3>Collectives, and what they hide under</h3>" + skin.table(columns, rows, "exposed") if rows else ""
+    return "<h3>Collectives, and what they overlap with</h3>" + skin.table(columns, rows, "exposed") if rows else ""
 
 
 def _kernels(line: dict, parameters: Sequence[dict]) -> str:
@@ -300,7 +302,7 @@ def _kernels(line: dict, parameters: Sequence[dict]) -> str:
              row["line"])
             for row in line["kernels"]]
     return skin.table(columns, rows, "kernels", search="kernel, part or line", brief=True) + skin.paragraph(
-        "A kernel's title, below the pointer, is its path in JAX and its name in a profile.", "small")
+        "Point at a kernel to see its path in JAX and its name in a profile.", "small")
 
 
 # ---- parameters ------------------------------------------------------------------------------------------------------

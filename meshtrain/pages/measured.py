@@ -1,4 +1,4 @@
-"""The page of `report --html`: measured beside predicted figures, from the dict of `meshtrain.inspection.measured`."""
+"""The page of `report --html`: measured and predicted numbers, from the dict of `meshtrain.inspection.measured`."""
 from __future__ import annotations
 
 import dataclasses
@@ -13,14 +13,14 @@ from meshtrain.pages.skin import Cell, Column, PageSection, Tile, number, of_cou
 from meshtrain.units import counted, duration, many, seconds
 
 GOOD, BAD = ("finished", "at work", "stopped on request"), "warn"
-MOST_MARKS, MOST_TIMES = 40, 2.0      # attempts marked; speeds drawn up to this multiple of the median
-LOSSES = {"dpo": "loss, a pair", "rl": "policy loss"}      # of objectives that are no likelihood
+MOST_MARKS, MOST_TIMES = 40, 2.0      # attempts marked at most; speeds are drawn up to this multiple of the median
+LOSSES = {"dpo": "loss, a pair", "rl": "policy loss"}      # names of losses that are no likelihoods
 SPEED = {"step_time_s": ("a step", seconds), "tokens_per_s": ("tokens/s", "{:,.0f}".format),
          "mfu": ("MFU", "{:.1%}".format)}
 
 
 def page(data: dict) -> str:
-    """data: the dict of `measured.of`."""
+    """Return the page as HTML. data: the dict of `measured.of`."""
     found = [*([PageSection("rewards", "Rewards and answers", rewards(data))] if data["answers"] else []),
              PageSection("loss", "Loss", loss(data)), PageSection("speed", "Speed", speed(data)),
              *([PageSection("experts", "How busy the experts are", experts(data))] if data["experts"] else []),
@@ -37,20 +37,20 @@ def page(data: dict) -> str:
 
 def lead(data: dict) -> str:
     price = "" if data["priced"] else (
-        " It has no cost.json, so no price stands beside what was measured; train writes one when it starts.")
+        " It has no cost.json, so there are no predictions to compare with; train writes the file when it starts.")
     return f"{data['dir']}: step {data['step']:,} of {data['steps']:,}; {data['state']}.{price}"
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
 
-FEW, LEVEL = 5, 0.01        # values too few to judge a trend; the share by which a trend is none
-OVERFITTED = 0.02           # share by which validation stands above its best
+FEW, LEVEL = 5, 0.01        # fewer values have no trend; a smaller relative change is no trend
+OVERFITTED = 0.02           # a validation loss that is above its best by a larger share is reported
 MOST_SKIPPED = 0.01
-OFTEN = 0.1                 # share of the time from which a part is named
+OFTEN = 0.1                 # a part of the time with a larger share is named
 
 
 def verdict(data: dict) -> str:
-    """One sentence: whether the run is healthy, what it learned, where its time went."""
+    """Return one sentence: whether the run is healthy, what it learned, where its time went."""
     if not data["step"]:
         return f"No step is finished yet: {data['state']}."
     judged, learned = _learned(data)
@@ -87,7 +87,7 @@ def _state_words(data: dict, judged: str) -> str:
 
 
 def _learned(data: dict) -> tuple[str, str]:
-    """(a word of judgement, what the loss did; where there are rewards, what they did)."""
+    """Return (judgement, text about the trend of the loss or, if there are rewards, of the reward)."""
     if not data["loss"]["finite"]:
         return "diverged", "the loss of the last step is not finite"
     name, found = ("reward", data["reward"]) if data["reward"] else ("loss", data["loss"]["trend"])
@@ -142,8 +142,8 @@ def _points(data: dict, key: str) -> list[tuple[float, float]]:
 
 def _curve(data: dict, key: str, axis: PlotAxis, *, color: int = 0, levels: Sequence[tuple[float, str]] = (),
            height: int = 240, more: tuple[PlotCurve, ...] = (), most: float = math.inf) -> Plot:
-    """A curve over steps, with lines where the run resumed; where there are many, also their mean. most: larger values
-    are clipped to it."""
+    """Return a curve over steps, with lines where the run resumed, and the running mean if there are many rows. levels:
+    horizontal lines. more: further curves. most: larger values are drawn at this one."""
     def clip(values) -> list[tuple[float, float]]:
         return [(step, min(value, most)) for step, value in zip(data["rows"]["step"], values) if value is not None]
 
@@ -160,7 +160,7 @@ def _curve(data: dict, key: str, axis: PlotAxis, *, color: int = 0, levels: Sequ
 
 
 def _means(data: dict, key: str) -> str:
-    """How the curve of a key is to be read."""
+    """Return a sentence that explains the pale and the bold curve of a key; "" if there is one curve."""
     return (f" Pale: each row; bold: the mean of the {data['rows']['window']:,} rows around it."
             if data["rows"]["smoothed"].get(key) else "")
 
@@ -174,7 +174,7 @@ def loss(data: dict) -> str:
         name = LOSSES.get(data["objective"], "loss, nats a token")
         plot = _curve(data, "loss", PlotAxis(name, "{:.3g}".format), height=340, more=more)
         key = skin.key([(0, "training", ""), *([(1, "validation", "")] if more else [])])
-        again = " Lines across: the run went on here." * (len(data["starts"]) > 1)
+        again = " Vertical lines: the run resumed here." * (len(data["starts"]) > 1)
         drawn = skin.figure(plot.drawn, f"{_means(data, 'loss')}{again}".strip(), key)
         if points[0][0] > 0 and points[-1][0] > skin.LOG * points[0][0]:
             over_log = dataclasses.replace(plot, x_axis=plot.x_axis._replace(log=True), verticals=[
@@ -188,7 +188,7 @@ def loss(data: dict) -> str:
 
 
 def rewards(data: dict) -> str:
-    """The section of an RL run: the curve of its rewards, and the newest answers."""
+    """Return the section of an RL run as HTML: the curve of its rewards, and the newest answers."""
     validated = _points(data, "val_reward")
     more = (PlotCurve(1, "validation", validated, dots=True),) if validated else ()
     key = skin.key([(0, "of the answers that the run trains on, mean of a batch", ""),
@@ -209,7 +209,7 @@ def rewards(data: dict) -> str:
 
 
 def _short(text: str, most: int = 300) -> str:
-    """The end of a text, where its answer stands."""
+    """Return the last `most` characters of a text; answers are at the end."""
     return text if len(text) <= most else f"… {text[-most:]}"
 
 
@@ -279,8 +279,8 @@ def experts(data: dict) -> str:
                               found["steps"], "tokens of each layer's busiest expert by step, relative to the mean")
     worst = max((value for column in found["max"] for value in column if value is not None), default=1.0)
     caption = (f"Tokens of each layer's busiest expert relative to the mean of its experts: pale at 1, full at "
-               f"{max(worst, 2):.2f}. Steps to the right, of several steps the worst; the table has the last of them. "
-               f"No token is dropped, however busy an expert is.")
+               f"{max(worst, 2):.2f}. Steps go to the right; a cell for several steps shows the worst. The table has "
+               f"the last column. No token is dropped, however busy an expert is.")
     return (skin.figure(drawn, caption)
             + _small(data, "expert_load_max", "busiest expert of all layers, of the mean", 3)
             + _small(data, "expert_load_entropy", "entropy of the choices, mean of the layers; 1 is even", 2)

@@ -1,8 +1,8 @@
 """SVG pictures of a page: a mesh on its hosts, stacked bars, curves, points, a pipeline's schedule.
 
-Colours are classes of the skin (`c0` … `c7`), so that a picture follows light and dark. A drawing is WIDTH units
-wide. Each picture of a page is laid out a second time, PHONE units wide, for screens on which the text of the first
-would be too small to read.
+Colours are classes of the style sheet (`c0` … `c7`), so that a picture follows the light and the dark theme. A drawing
+is WIDTH units wide. Each picture of a page has a second layout, PHONE units wide, for screens on which the text of the
+first would be too small.
 """
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ AXIS_COLOR = {axis: k for k, axis in enumerate(AXES)}
 
 
 def drawing(height: float, parts: Iterable[str], label: str, width: int = WIDTH, more: str = "") -> str:
-    """more: attributes of the element, as HTML."""
+    """Return an SVG element. parts: its content. more: further attributes, as HTML."""
     return (f'<svg viewBox="0 0 {width} {height:.0f}" role="img" aria-label="{esc(label)}" '
             f'xmlns="http://www.w3.org/2000/svg"{more}>{"".join(parts)}</svg>')
 
 
 def below(drawings: Sequence[str]) -> str:
-    """Drawings in one, below each other."""
+    """Return one drawing with these drawings below each other."""
     parts, y = [], 0.0
     for one in drawings:
         height = float(one.split('viewBox="0 0 ')[1].split('"')[0].split()[1])
@@ -55,12 +55,13 @@ def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
 
 # ---- the mesh on its hosts -------------------------------------------------------------------------------------------
 
-MOST_HOSTS = {WIDTH: 8, PHONE: 4}       # drawn; else the first and last half of them
+MOST_HOSTS = {WIDTH: 8, PHONE: 4}       # hosts that are drawn; of more, the first and the last half of this number
 CELL, GAP, LABEL, ROW = 26, 14, 66, 19
 
 
 def mesh(data: dict, width: int = WIDTH) -> str:
-    """Hosts side by side: each GPU with its coordinate on every axis larger than 1, slowest link at the top."""
+    """Return a drawing of the hosts side by side. Each GPU shows its coordinate on every axis larger than 1; the axis
+    with the slowest link is at the top."""
     count, per_host = data["num_devices"], min(data["gpus_per_host"], data["num_devices"])
     hosts, order = -(-count // per_host), [axis for axis in data["placement"] if data["sizes"][axis] > 1]
     half = MOST_HOSTS[width] // 2
@@ -117,7 +118,7 @@ def _host(data: dict, order: Sequence[str], host: int, cell: float, at: tuple[fl
 
 
 def coordinate(data: dict, axis: str, device: int) -> int:
-    """A device's coordinate on an axis: devices are in placement order, its last axis fastest."""
+    """Return a device's coordinate on an axis. Devices are numbered in placement order, the last axis fastest."""
     order = data["placement"]
     inner = math.prod(data["sizes"][name] for name in order[order.index(axis) + 1:])
     return device // inner % data["sizes"][axis]
@@ -127,7 +128,8 @@ def coordinate(data: dict, axis: str, device: int) -> int:
 
 
 class Bar(NamedTuple):
-    """parts: (colour, name, value). total: shown at its end; None: their sum."""
+    """A stacked bar. parts: (colour, name, value). note: text below the label. total: shown at its end; None: the sum
+    of the parts."""
     label: str
     parts: Sequence[tuple[int, str, float]]
     note: str = ""
@@ -136,8 +138,9 @@ class Bar(NamedTuple):
 
 def bars(rows: Sequence[Bar], show: Callable[[float], str], label: str, marks: Sequence[tuple[float, str]] = (),
          most: float | None = None, legend: bool = False, width: int = WIDTH) -> str:
-    """Stacked bars on one scale. show: formats a value. marks: (value, name) of lines across all bars. legend: names
-    the colours below the bars, for a drawing that stands alone. On a phone a bar's label is above it."""
+    """Return a drawing of stacked bars on one scale. show: formats a value. marks: (value, name) of lines across all
+    bars. most: largest value of the scale. legend: name the colours below the bars, for a drawing outside a page. In
+    the phone layout, labels are above the bars."""
     beside = width == WIDTH
     left, right, height = (max(max(110, 7.2 * len(row.label) + 14, 5.8 * len(row.note) + 14)
                                for row in rows), WIDTH - 92, 30) if beside else (1, width - 1, 22)
@@ -176,12 +179,12 @@ def bars(rows: Sequence[Bar], show: Callable[[float], str], label: str, marks: S
 
 
 def legend(names: Sequence[tuple[int, str]]) -> str:
-    """(colour, name) in a line, for `below`."""
+    """Return a drawing of (colour, name) pairs in a line, for `below`."""
     return drawing(14, _legend(names, 0), ", ".join(name for _, name in names))
 
 
 def _legend(names: Sequence[tuple[int, str]], y: float, x: float = 74) -> list[str]:
-    """(colour, name) in a line."""
+    """Return the elements of (colour, name) pairs in a line."""
     parts = []
     for color, name in names:
         parts += [rect(x, y, 11, 11, f"c{color}"), text(x + 17, y + 9.5, name, 11, kind="soft")]
@@ -193,8 +196,8 @@ def _legend(names: Sequence[tuple[int, str]], y: float, x: float = 74) -> list[s
 
 
 class PlotCurve(NamedTuple):
-    """points: (x, y). dots: points are marked and not joined. names: beside the first dots. pale: a thin, faint line,
-    behind the smoothed one of the same numbers."""
+    """A curve. points: (x, y). dots: draw the points without joining them. names: labels of the first dots. pale: draw
+    a thin, faint line, behind the smoothed curve of the same numbers."""
     color: int
     name: str
     points: Sequence[tuple[float, float]]
@@ -204,8 +207,8 @@ class PlotCurve(NamedTuple):
 
 
 class PlotAxis(NamedTuple):
-    """name: at its end. show: formats a value. zero: begins at 0. unit: ticks are its round multiples. log:
-    logarithmic, for positive values only."""
+    """An axis. name: written at its end. show: formats a value. zero: the axis begins at 0. unit: ticks are round
+    multiples of it. log: logarithmic, for positive values only."""
     name: str
     show: Callable[[float], str]
     zero: bool = False
@@ -214,14 +217,14 @@ class PlotAxis(NamedTuple):
 
 
 def curves(rows: Sequence[PlotCurve], x_axis: PlotAxis, y_axis: PlotAxis, label: str, **more) -> str:
-    """The drawing of a `Plot`."""
+    """Return the drawing of a `Plot`."""
     return Plot(rows, x_axis, y_axis, label, **more).drawn()
 
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """Curves in one frame. verticals, levels: (value, name) of lines. height: in units, of the wide layout. title:
-    (curve, point) → its tooltip."""
+    """Curves in one frame. verticals, levels: (value, name) of vertical and horizontal lines. height: of the wide
+    layout. title: (curve, point) → tooltip."""
     rows: Sequence[PlotCurve]
     x_axis: PlotAxis
     y_axis: PlotAxis
@@ -278,7 +281,7 @@ class Plot:
         low, high = 0.0 if self.y_axis.zero else min(found), max(found)
         if self.y_axis.log:
             return low / 1.1, max(high, low * 1.1) * 1.1
-        if high - low <= FLAT * max(abs(low), abs(high)):      # what rounding leaves of a constant is no curve
+        if high - low <= FLAT * max(abs(low), abs(high)):      # a constant up to rounding is drawn as a flat line
             middle, half = (low + high) / 2, 0.5 * max(abs(low), abs(high)) or 1.0
             low, high = middle - half, middle + half
         spare = 0.06 * (high - low)
@@ -286,7 +289,7 @@ class Plot:
 
     @staticmethod
     def _ticks(axis: PlotAxis, within: tuple[float, float], most: int) -> list[float]:
-        """Those that look different."""
+        """Return ticks whose texts differ."""
         found = log_ticks(*within, most) if axis.log else [
             axis.unit * tick for tick in ticks(within[0] / axis.unit, within[1] / axis.unit, most)]
         return list({axis.show(tick): tick for tick in reversed(found)}.values())[::-1]
@@ -294,7 +297,7 @@ class Plot:
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """From a value to its place in a drawing."""
+    """Maps a value to its coordinate in a drawing. values: the range. places: the coordinates of its ends."""
     axis: PlotAxis
     values: tuple[float, float]
     places: tuple[float, float]
@@ -315,7 +318,7 @@ class Scale:
 
 
 def _for_hover(at_x: Scale, at_y: Scale, y_axis: PlotAxis) -> str:
-    """Attributes from which skin.js finds the values of curves below the pointer."""
+    """Return the attributes from which skin.js computes the values of curves at the pointer."""
     def words(scale) -> str:
         return " ".join(f"{value:.9g}" for value in (*scale.values, *scale.places, scale.axis.log))
 
@@ -324,7 +327,8 @@ def _for_hover(at_x: Scale, at_y: Scale, y_axis: PlotAxis) -> str:
 
 
 def _beside(x: float, y: float, name: str, taken: list[tuple[float, float]]) -> str:
-    """A dot's name, where no other one is. taken: the places of earlier names; gets this one's."""
+    """Return the label of a dot, at a position without another label. taken: positions of earlier labels; this one is
+    appended."""
     around = [(dx, dy) for far in (1, 2, 3, 4) for dx, dy in ((11, 4), (-11, 4), (0, -8), (0, 16), (9, -5), (-9, -5),
                                                                (9, 13), (-9, 13)) for dx, dy in [(dx * far, dy * far)]]
     free = [(x + dx, y + dy) for dx, dy in around
@@ -336,11 +340,11 @@ def _beside(x: float, y: float, name: str, taken: list[tuple[float, float]]) -> 
 
 
 MOST_POINTS = 1600
-FLAT = 1e-6     # of its values, the range in which a curve is constant
+FLAT = 1e-6     # a curve whose range is a smaller share of its values is constant
 
 
 def thin(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """The minimum and maximum of each stretch of too many points, so that spikes remain."""
+    """Return at most about `most` points: the minimum and maximum of each interval, so that spikes remain."""
     if len(points) <= most:
         return list(points)
     step, kept = 2 * len(points) / most, []
@@ -351,7 +355,7 @@ def thin(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers between two, about `most`: 1, 2 or 5 times a power of ten apart."""
+    """Return about `most` round numbers between two: 1, 2 or 5 times a power of ten apart."""
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * k for k in (1, 2, 5, 10) if power * k >= rough)
@@ -360,7 +364,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers between two positive ones: powers of ten, with 2 and 5 times them where these are few."""
+    """Return round numbers between two positive ones: powers of ten, and 2 and 5 times them if these are few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     def within(of: Sequence[int], every: int = 1) -> list[float]:
         return [k * 10.0 ** power for power in powers if power % every == 0 for k in of
@@ -379,8 +383,8 @@ def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 def heat(rows: Sequence[tuple[str, Sequence[float | None]]], columns: Sequence[int], label: str,
          width: int = WIDTH) -> str:
-    """A cell for each row and column. Values begin at 1 (pale); the largest, at least 2, is full. columns: their
-    numbers."""
+    """Return a heat map. rows: (name, value of each column). columns: step numbers. A value of 1 is pale; the largest
+    value, or 2 if that is larger, has the full colour."""
     left, right, most = 74, width - (24 if width == WIDTH else 8), max([
         2.0, *(value for _, values in rows for value in values if value is not None)])
     tall, wide = max(4.0, min(18.0, 480 / len(rows))), (right - left) / len(columns)
@@ -404,15 +408,15 @@ KINDS = {"F": (0, "forward"), "B": (1, "input gradient"), "W": (2, "weight gradi
 
 
 def kinds(data: dict) -> dict[str, tuple[int, str]]:
-    """The kinds of ops in the schedule: {kind: (colour, name)}."""
+    """Return the kinds of ops in the schedule: {kind: (colour, name)}."""
     drawn = {op[1] for part in data["lines"] for op in part["ops"]}
     found = {kind: words for kind, words in KINDS.items() if kind in drawn}
     return found if data["split"] or "B" not in found else found | {"B": (found["B"][0], "both gradients")}
 
 
 def schedule(data: dict, heading: str = "", width: int = WIDTH) -> str:
-    """A row for each stage over model time; later chunks are lighter. data: of `inspection.chart.as_json`. heading: of
-    a standalone drawing, which also has a legend."""
+    """Return a drawing with a row for each stage over simulated time; later chunks are lighter. data: from
+    `inspection.chart.as_json`. heading: of a drawing outside a page, which also has a legend."""
     left, named, tall = (74, "stage ", 22 if data["num_stages"] <= 16 else 13) if width == WIDTH else (
         36, "", 18 if data["num_stages"] <= 16 else 13)
     longest = max(part["end"] - part["begin"] for part in data["lines"])

@@ -1,4 +1,4 @@
-"""The page of `plan --html`: the ranked plans, from the dict that `--json` prints."""
+"""The page of `plan --html`: the ranked plans, made from the JSON output."""
 from __future__ import annotations
 
 import functools
@@ -12,7 +12,7 @@ from meshtrain.units import many, seconds, size
 
 STACKED = {"params": "weights", "grads": "gradients", "optimizer": "optimizer", "activations": "activations"}
 COLUMNS = (Column("mesh", "keep"), Column("rules", "keep"), Column("schedule", "keep"),
-           Column("micro\N{SOFT HYPHEN}batches", "n"),     # the widest heading over the narrowest numbers
+           Column("micro\N{SOFT HYPHEN}batches", "n"),     # may be hyphenated: wide heading, narrow numbers
            Column("remat"), Column("memory", "n"), Column("step", "n"), Column("tokens/s a GPU", "n"))
 LENGTH = {"days": ("days", "{:,.1f}".format), "gpu_hours": ("GPU hours", "{:,.0f}".format),
           "tokens_for_budget": ("tokens for it", "{:,.0f}".format)}
@@ -21,7 +21,7 @@ NEAR, FAR = 1.1, 4.0    # step times relative to the first plan's: of the drawin
 
 
 def page(data: dict) -> str:
-    """data: the dict of `plan --json`."""
+    """Return the page as HTML. data: the dict of `plan --json`."""
     several = isinstance(data["gpus"], list)
     found = [PageSection("scaling", "The best plan of each number of GPUs", scaling(data))] if several else [
         PageSection("first", "The first plan", first(data)),
@@ -60,13 +60,14 @@ def verdict(data: dict) -> str:
 
 
 def _equal(data: dict) -> list[dict]:
-    """The plans of the table that are as fast as the first within the error of the formulas."""
+    """Return the plans of the table that are as fast as the first within the error of the formulas."""
     plans = _fitting(data)
     return [plan for plan in plans if plan["step_time_s"] <= (1 + data["median_error"]) * plans[0]["step_time_s"]]
 
 
 def _simplest(plans: Sequence[dict]) -> dict:
-    """The one with the fewest mesh axes, without stages, with memory to spare; of several such the fastest."""
+    """Return the plan with the fewest mesh axes; among equals, one without stages, then one with memory to spare, then
+    the fastest."""
     return min(plans, key=lambda plan: (sum(n > 1 for n in plan["mesh"].values()), plan["mesh"]["stage"] > 1,
                                         bool(plan["reason"])))
 
@@ -142,7 +143,7 @@ def ranked(data: dict) -> str:
 
 
 def _cells(plan: dict) -> list[Cell | str]:
-    """Of COLUMNS."""
+    """Return the cells of COLUMNS."""
     held, chunks = plan["memory_bytes"]["total"], f" × {plan['chunks']}" * (plan["chunks"] > 1)
     return [_mesh(plan), _rules(plan), plan["schedule"] + chunks if plan["schedule"] else "–",
             of_count(plan["microbatches"]), plan["remat"], Cell(size(held) + " *" * bool(plan["reason"]), held),
@@ -176,8 +177,8 @@ def trade(data: dict) -> str:
 
 
 def _points(data: dict, most: float) -> tuple[list[PlotCurve], list[PlotCurve]]:
-    """(all plans as points, those that take at most `most` times as long as the first: others would compress the
-    scale)."""
+    """Return (all plans as points, the points of plans that take at most `most` times as long as the first). Slower
+    plans would compress the scale."""
     plans, missed = _fitting(data), [plan for plan in data["plans"] if not plan["fits"]]
     point = lambda plan: (plan["step_time_s"], plan["memory_bytes"]["total"])
     others = [(plan["step_time_s"], plan["memory_bytes"]) for plan in data["others"]]
@@ -189,8 +190,8 @@ def _points(data: dict, most: float) -> tuple[list[PlotCurve], list[PlotCurve]]:
 
 
 def trade_drawing(data: dict, legend: bool = False, width: int = skin.WIDTH, *, near: bool = False) -> str:
-    """data: with a plan that fits. legend: for a drawing that stands alone. near: the best plans alone, with their
-    numbers, on a scale of their own."""
+    """Return a drawing of memory against step time. data: has a plan that fits. legend: add a legend, for a drawing
+    outside a page. near: draw only the best plans, with their numbers, on their own scale."""
     rows, drawn = _points(data, NEAR if near else FAR)
     known = [data["others"], [plan for plan in data["plans"] if not plan["fits"]], _fitting(data)]
     said = [{place: f"{_mesh(plan)}, {_rules(plan)}" for place, plan in zip(row.points, of)}

@@ -1,4 +1,4 @@
-"""The page of `prove --html`: each layout beside one device, from the dict that `--json` prints."""
+"""The page of `prove --html`: each layout compared with one device, made from the JSON output."""
 from __future__ import annotations
 
 import functools
@@ -9,24 +9,25 @@ from meshtrain.pages import pictures, skin
 from meshtrain.pages.skin import Cell, Column, PageSection, Tile, number
 from meshtrain.units import counted, duration, plural
 
-LEAST = 1e-8            # a relative difference that float32 cannot have, the palest of the picture
+LEAST = 1e-8            # smaller than any relative difference of float32: the palest colour of the picture
 LABEL, ROW, HEAD, NAME = 54, 16, 18, 15
 SHOWN = (
-    "Each layout's compiled training step is run for three steps from the same weights and batches as that of one "
-    "device: loss, gradient norm, the gradient of every parameter as the optimizer's state has it, and three losses.",
-    "The model is small and has the run's features; sizes that do not divide, and what only large numbers show, are "
-    "not seen here: python -m meshtrain.inspect reads the run itself.",
-    "What one device computes wrong, all layouts compute wrong alike: that the model is the one you mean is not shown.",
+    "The compiled training step of each layout runs for three steps from the same weights and batches as on one "
+    "device. Compared are the loss, the gradient norm, the gradient of every parameter (in the optimizer state), and "
+    "the losses of all three steps.",
+    "The model is small and has the run's features. Sizes that do not divide, and faults that only large sizes show, "
+    "are not tested; python -m meshtrain.inspect checks the run itself.",
+    "An error that one device makes, too, is not found. Whether the model is the one that you intended is not tested.",
 )
 
 
 def page(data: dict) -> str:
-    """data: the dict of `prove --json`."""
+    """Return the page as HTML. data: the dict of `prove --json`."""
     sections = [PageSection("differs", "What differs", differing(data)),
-                PageSection("findings", "What was found beside", skin.bullets(data["findings"], "warn")),
+                PageSection("findings", "Other findings", skin.bullets(data["findings"], "warn")),
                 PageSection("leaves", "Each layout's gradients, parameter by parameter", heat(data)),
                 PageSection("cells", "The layouts", table(data)),
-                PageSection("shown", "What this shows, and what not", skin.bullets([*SHOWN, *data["notes"]]))]
+                PageSection("shown", "What is tested, and what is not", skin.bullets([*SHOWN, *data["notes"]]))]
     head = skin.Head("the same on every layout?", data["name"], verdict(data), lead(data), skin.tiles(tiles(data)))
     return skin.document(head, sections, data)
 
@@ -51,7 +52,7 @@ def lead(data: dict) -> str:
 
 
 def worst(cell: dict) -> tuple[str, float | None]:
-    """The parameter whose gradient differs most; None: not finite."""
+    """Return (name, difference) of the parameter whose gradient differs most. None: the difference is not finite."""
     return max(cell["leaves"].items(), key=lambda item: math.inf if item[1] is None else item[1], default=("–", None))
 
 
@@ -69,7 +70,7 @@ def tiles(data: dict) -> list[Tile]:
 def differing(data: dict) -> str:
     wrong = [cell for cell in data["cells"] if cell["differs"]]
     file = data.get("smallest")
-    smallest = skin.paragraph(f"The smallest run file that shows it: {file}") if file else ""
+    smallest = skin.paragraph(f"The smallest run file that shows the difference: {file}") if file else ""
     return smallest + "".join(f"<h3>{skin.esc(cell['title'])}</h3>{skin.bullets(cell['wrong'])}" for cell in wrong)
 
 
@@ -92,14 +93,14 @@ def table(data: dict) -> str:
 
 def heat(data: dict) -> str:
     key = skin.key([(0, "tolerated", f"up to {data['tolerance']['state']:.0e}"), (4, "differs", "beyond")])
-    caption = ("Largest difference over the gradient's largest element, darker where it is larger. Layouts have the "
-               "numbers of the table below.")
+    caption = ("The largest difference of each gradient, divided by its largest element. Darker is larger. The numbers "
+               "of the layouts are those of the table below.")
     return skin.figure(functools.partial(heat_drawing, data), caption, key) if _names(data) else ""
 
 
 def _names(data: dict) -> list[str]:
-    """Of parameters with a gradient. What is of no parameter (a step count of the optimizer) is left out if it is equal
-    everywhere."""
+    """Return the names of the compared leaves. Leaves of no parameter (a step count of the optimizer) are left out if
+    they are equal everywhere."""
     found: dict[str, float] = {}
     for cell in data["cells"]:
         for name, off in cell["leaves"].items():
@@ -108,8 +109,8 @@ def _names(data: dict) -> list[str]:
 
 
 def heat_drawing(data: dict, width: int = skin.WIDTH) -> str:
-    """A row for each layout, a column for each parameter; on a phone the other way round. Darker: a larger difference.
-    Empty without a gradient."""
+    """Return a drawing with a row for each layout and a column for each parameter (transposed in the phone layout).
+    Darker means a larger difference. Return "" without gradients."""
     names, cells = _names(data), data["cells"]
     if not names:
         return ""
@@ -133,7 +134,7 @@ def heat_drawing(data: dict, width: int = skin.WIDTH) -> str:
 
 
 def _shade(off: float | None, most: float) -> tuple[float, str, str]:
-    """(opacity, class, words) of a difference; None: not finite."""
+    """Return (opacity, class, text) of a difference. off: None if not finite. most: the tolerance."""
     if off is None or off > most:
         return 0.88, "c4", "not finite" if off is None else f"{off:.1e}"
     return 0.08 + 0.8 * math.log(max(off, LEAST) / LEAST) / math.log(most / LEAST), "c0", f"{off:.1e}"
@@ -141,7 +142,7 @@ def _shade(off: float | None, most: float) -> tuple[float, str, str]:
 
 def _labels(names: Sequence[str], numbers: Sequence[str], turned: bool,
             at: tuple[float, float, float, float]) -> list[str]:
-    """Names of columns and rows, as many as there is room for. at: left, top, width and height of a cell."""
+    """Return the labels of columns and rows, as many as fit. at: left, top, width and height of a cell."""
     left, head, wide, tall = at
     def some(words: Sequence[str], room: float) -> list[tuple[int, str]]:
         return [(k, word) for k, word in enumerate(words) if k % max(1, math.ceil(room)) == 0]

@@ -1,4 +1,4 @@
-"""A picture of who holds which piece of an array, before and after a collective, and of the ring that moves them."""
+"""A picture of the piece of an array on each device, before and after a collective, and of the ring that moves them."""
 from __future__ import annotations
 
 import math
@@ -10,8 +10,9 @@ LEFT, TOP, PIECE, BETWEEN, RING = 70, 24, 22, 56, 220      # RING: the width of 
 
 
 def draw_shards(states: Mapping[str, Sequence[Sequence[int | str | None]]], ring: bool) -> str:
-    """Grids side by side: a row for each device, a column for each piece. A number is a device and its colour. An arrow
-    leads to a state whose name begins with one."""
+    """Return a drawing with one grid per state: a row for each device, a column for each piece. A number is the device
+    that a piece came from, and gives its colour. A state whose name begins with "→" has an arrow before it. ring: also
+    draw the ring of devices."""
     devices = len(next(iter(states.values())))
     columns = [max(map(len, rows)) for rows in states.values()]
     room = WIDTH - LEFT - 20 - RING * ring - BETWEEN * (len(states) - 1)
@@ -34,7 +35,7 @@ def draw_shards(states: Mapping[str, Sequence[Sequence[int | str | None]]], ring
 
 
 def draw_ring(devices: int, x: float, y: float, radius: float) -> list[str]:
-    """Devices on a circle around (x, y), each with an arrow to the next."""
+    """Return the elements of a ring of devices around (x, y), each with an arrow to the next."""
     at = [(x + radius * math.sin(2 * math.pi * d / devices), y - radius * math.cos(2 * math.pi * d / devices))
           for d in range(devices)]
     parts = []

@@ -1,7 +1,7 @@
-"""The template of every page: one HTML file that needs no server, no network and no script to be read.
+"""The template of every page: one HTML file that can be read without a server, a network or scripts.
 
-All numbers come from the command's JSON dict, which the page embeds. Text of run files, paths or programs is always
-escaped with `esc`. Scripts only sort and search tables, and show values below the pointer.
+All numbers come from the JSON of the command, which the page embeds. Text from run files, paths or programs is always
+escaped with `esc`. Scripts only sort and search tables, and show values at the pointer.
 """
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ import meshtrain
 from meshtrain import files
 from meshtrain.units import seconds, size
 
-ON_PAPER = 25       # as skin.css has it
-LOG = 30.0          # an axis is logarithmic where its largest value is so many times the median
+ON_PAPER = 25       # rows of a brief table on paper; skin.css has the same number
+LOG = 30.0          # an axis is logarithmic if its largest value exceeds the median by this factor
 HERE = Path(__file__).parent
-WIDTH, PHONE = 960, 360     # units of a drawing, and of its second layout, where text of the first would be too small
-# Nothing is loaded, whatever the page's text contains.
+WIDTH, PHONE = 960, 360     # widths of a drawing and of its second layout, for screens where text would be too small
+# Forbids loading anything, whatever text the page contains.
 POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
           "form-action 'none'; base-uri 'none'")
-FOOT = ("One file: it loads nothing and sends nothing. The JSON that its numbers come from "
-        "stands in it, in the element with the id data.")
+FOOT = ("This page is one file that loads and sends nothing. The element with the id data contains the JSON of its "
+        "numbers.")
 
 
 class PageSection(NamedTuple):
-    name: str           # of its anchor
+    name: str           # the id of its anchor
     heading: str
     body: str           # HTML
 
 
 class Cell(NamedTuple):
-    """text: as shown. exact: the JSON's number, for sorting and hovering; None: not a number. title: shown on hovering
-    in its place."""
+    """A cell of a table. text: as shown. exact: the number of the JSON, for sorting and as tooltip; None: not a number.
+    title: a tooltip in place of that number."""
     text: str
     exact: float | int | None = None
     title: str = ""
 
 
 class Tile(NamedTuple):
-    """note: a word below the value. mark: "warn" for bad news."""
+    """A figure at the top of a page. note: text below the value. mark: "warn" for a problem."""
     name: str
     value: str
     note: str = ""
@@ -58,14 +58,14 @@ class Tile(NamedTuple):
 
 
 class Column(NamedTuple):
-    """kind: "" words, "n" numbers, "some" text of a few words, "long" sentences, "code" paths, "keep" text without line
-    breaks."""
+    """A column of a table. kind: "" words, "n" numbers, "some" short text, "long" sentences, "code" paths, "keep" text
+    without line breaks."""
     heading: str
     kind: str = ""
 
 
 def is_logarithmic(values: Sequence[float]) -> bool:
-    """Whether a linear axis would show these values as a spike and a line at its foot."""
+    """Return whether an axis of these values should be logarithmic, because a few are far above the median."""
     return min(values) > 0 and max(values) > LOG * statistics.median(values)
 
 
@@ -82,8 +82,8 @@ def esc(value) -> str:
 
 
 class Head(NamedTuple):
-    """The top of a page, above its sections. kind: of the page, above its title. verdict: the answer in one sentence.
-    lead: what it is about. top: HTML below."""
+    """The top of a page. kind: of the page, shown above the title. verdict: the result in one sentence. lead: the
+    subject of the page. top: HTML below the lead."""
     kind: str
     title: str
     verdict: str
@@ -92,12 +92,12 @@ class Head(NamedTuple):
 
 
 def document(head: Head, sections: Sequence[PageSection], data: dict) -> str:
-    """A page; sections without a body are left out. data: the embedded JSON."""
+    """Return a page as HTML. Sections without a body are left out. data: embedded as JSON."""
     sections = [section for section in sections if section.body]
     links = "".join(f'<a href="#{esc(s.name)}">{esc(s.heading)}</a>' for s in sections)
     bodies = "\n".join(f'<section id="{esc(s.name)}">\n<h2>{esc(s.heading)}</h2>\n{s.body}\n</section>'
                        for s in sections)
-    # No "<", so that the JSON cannot end the element.
+    # "<" is escaped, so that the JSON cannot end the element.
     embedded = json.dumps(data, ensure_ascii=True).replace("<", "\\u003c")
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -135,7 +135,7 @@ def document(head: Head, sections: Sequence[PageSection], data: dict) -> str:
 
 
 def made_with() -> str:
-    """When, where and with which versions a page is written."""
+    """Return a line with time, host and versions of the program that writes the page."""
     now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     commit = f" (commit {found})" if (found := _commit()) else ""
     return (f"Written {now} by meshtrain {meshtrain.__version__}{commit}, jax {importlib.metadata.version('jax')}, "
@@ -145,7 +145,7 @@ def made_with() -> str:
 
 @functools.cache
 def _commit() -> str:
-    """The commit of the checkout that the program runs from, with a + if it has changes; "" outside a checkout."""
+    """Return the commit of the checkout that the program runs from, with a + if files are changed; "" outside one."""
     git = ["git", "-C", str(HERE), "--no-optional-locks"]
     try:
         inside, *_ = _lines([*git, "ls-files", "--error-unmatch", __file__])
@@ -160,7 +160,7 @@ def _lines(command: Sequence[str]) -> list[str]:
 
 
 def alone(drawing: str) -> str:
-    """A page's drawing as a standalone SVG file."""
+    """Return a drawing of a page as a standalone SVG file."""
     return drawing.replace(">", f"><style>{_held('drawing.css')}</style>", 1)
 
 
@@ -169,7 +169,7 @@ def _held(name: str) -> str:
 
 
 def tiles(rows: Iterable[Tile]) -> str:
-    """The most important figures."""
+    """Return the row of tiles with the most important figures, as HTML."""
     note = lambda row: f"<dd{_class(row.mark)}>{esc(row.note)}</dd>" if row.note else ""
     return '<dl class="tiles">' + "".join(
         f"<div><dt>{esc(row.name)}</dt><dd>{esc(row.value)}</dd>{note(row)}</div>" for row in rows) + "</dl>"
@@ -185,27 +185,27 @@ def bullets(texts: Iterable[str], kind: str = "") -> str:
 
 
 def figure(draw: Callable[..., str], caption: str = "", key: str = "") -> str:
-    """draw: gives the drawing of a width, as HTML. key: HTML. caption: text."""
+    """Return a figure as HTML. draw: returns the drawing for a width, as HTML. caption: text. key: a legend as HTML."""
     figcaption = f"<figcaption>{esc(caption)}</figcaption>" if caption else ""
     return (f'<figure><div class="wide">{draw(width=WIDTH)}</div><div class="phone">{draw(width=PHONE)}</div>'
             f"{key}{figcaption}</figure>")
 
 
 def folded(summary: str, body: str) -> str:
-    """Opened by a click. summary: text. body: HTML; "" gives nothing."""
+    """Return HTML that is folded until it is clicked; "" without a body. summary: text. body: HTML."""
     return f"<details><summary>{esc(summary)}</summary>{body}</details>" if body else ""
 
 
 def assumptions(assumed: Mapping[str, float], reasons: Mapping[str, str]) -> str:
-    """A folded table. reasons: by name; of a JSON of another version perhaps not all."""
+    """Return a folded table of assumptions. reasons: by name; some may be missing in the JSON of another version."""
     columns = [Column("assumed", "keep"), Column("value", "n"), Column("why", "long")]
     rows = [(name, number("{:g}".format, value), reasons.get(name, "")) for name, value in assumed.items()]
-    return folded(f"The {len(rows)} numbers that are assumed, each with its reason (--assume NAME=VALUE sets another)",
+    return folded(f"The {len(rows)} assumed numbers, each with its reason (--assume NAME=VALUE changes one)",
                   table(columns, rows, "assumed"))
 
 
 def key(rows: Iterable[tuple[int, str, str]]) -> str:
-    """A colour legend: (colour, name, value)."""
+    """Return a colour legend as HTML. rows: (colour, name, value)."""
     swatch = '<svg viewBox="0 0 10 10" aria-hidden="true"><rect class="c{}" width="10" height="10"/></svg>'
     return '<ul class="key">' + "".join(f"<li>{swatch.format(color)}{esc(name)} <b>{esc(value)}</b></li>"
                                         for color, name, value in rows) + "</ul>"
@@ -214,8 +214,9 @@ def key(rows: Iterable[tuple[int, str, str]]) -> str:
 def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell | str]], name: str, *, search: str = "",
           total: Sequence[Cell | str] = (), marks: Sequence[str] = (), brief: bool = False,
           groups: Mapping[int, str] = MappingProxyType({})) -> str:
-    """A sortable table. name: its id. search: label of the filter field; "" for none. marks: a class per row. brief:
-    print only the first ON_PAPER rows. groups: headings above rows, by the row's number; sorting drops them."""
+    """Return a sortable table as HTML; "" without rows. name: its id. search: label of the filter field; "" for none.
+    marks: a class per row. brief: print only the first ON_PAPER rows on paper. groups: row number -> heading above it;
+    sorting drops the headings."""
     if not rows:
         return ""
     marks = [*marks, *[""] * (len(rows) - len(marks))]
@@ -259,18 +260,18 @@ def _exact(cell: Cell) -> str:
 def check_free(option: str, path: str) -> None:
     """Check the output path before computing. Raises: ValueError if it exists or cannot be written."""
     if files.status(path):
-        raise ValueError(f"{option}={path} is there already; name another file, or remove it")
+        raise ValueError(f"{option}={path} exists already; give another file, or remove it")
     if not files.is_dir(Path(path).parent):
-        raise ValueError(f"{option}={path} cannot be written: there is no directory {Path(path).parent}; name a file "
-                         f"that can")
+        raise ValueError(f"{option}={path} cannot be written: there is no directory {Path(path).parent}; give a file "
+                         f"in a directory that exists")
 
 
 def write(option: str, path: str, text: str) -> None:
-    """Raises: ValueError if it exists or cannot be written."""
+    """Write a new file. option: its option, for messages. Raises: ValueError if it exists or cannot be written."""
     try:
         with open(Path(path), "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ValueError(f"{option}={path} is there already; name another file, or remove it") from None
+        raise ValueError(f"{option}={path} exists already; give another file, or remove it") from None
     except OSError as error:
-        raise ValueError(f"{option}={path} cannot be written: {error.strerror}; name a writable file") from None
+        raise ValueError(f"{option}={path} cannot be written: {error.strerror}; give a writable file") from None

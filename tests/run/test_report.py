@@ -382,7 +382,7 @@ def test_a_price_of_another_version_is_left_out_and_json_has_all_that_the_page_s
         (run_dir / "cost.json").write_text(json.dumps(cost | {key: {"new": 1}}))
         ran = call(report.main, run_dir, "--html", tmp_path / f"{key}.html")
         assert ran.code == 0 and "cost.json was written by another version" in ran.err, ran
-        assert "no price stands beside" in (tmp_path / f"{key}.html").read_text()
+        assert "there are no predictions to compare with" in (tmp_path / f"{key}.html").read_text()
 
 
 def test_what_was_priced_stands_beside_what_was_measured(run_dir):

@@ -219,7 +219,7 @@ def test_sections_that_say_nothing_of_a_run_are_left_out():
     told["matmul_flops"] = {"formula": 3_265_265_664, "compiled": 4_146_069_504}
     read = Read(layout.page(told))
     assert "4.1 GFLOP of matmuls in a step, 3.3 GFLOP by formulas" in read.words
-    assert "Where the time goes" not in read.words and "What is sent" not in read.words and "Notes" not in read.words
+    assert "Where the time goes" not in read.words and "Communication" not in read.words and "Notes" not in read.words
     told["matmul_flops"] = {"formula": 0, "compiled": 0}
     assert "Matmuls" not in Read(layout.page(told)).words
 
