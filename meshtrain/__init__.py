@@ -1,11 +1,11 @@
 """meshtrain: decoder-only language models on a five-axis device mesh.
 
 `import meshtrain as mt` gives the Python interface (`meshtrain.interface`, docs/python.md): `mt.Experiment`,
-`mt.compare`, `mt.plan`, `mt.inspect` and what else `dir(mt)` lists. It imports nothing before one of them is used,
-starts no backend and sets no flag.
+`mt.compare`, `mt.plan`, `mt.inspect` and the other names in `dir(mt)`. The import itself imports no other module of
+meshtrain and no jax; the first use of one of these names does.
 
-jax reports with a traceback that its CUDA plugin, which compiles for GPUs, finds no CUDA. On a machine without a GPU
-that means nothing, and is not shown.
+On a machine without a GPU, jax logs a traceback because its CUDA plugin (used to compile for GPUs) finds no CUDA. The
+import adds a filter that hides this log line.
 """
 import importlib
 import logging
@@ -27,12 +27,12 @@ __all__ = [
 ]  # fmt: skip
 
 
-# Of NVIDIA's driver: its device, the kernel's module (also where a container hides the device), the driver under WSL.
+# Files of NVIDIA's driver: its device, its kernel module (if a container hides the device), the driver under WSL.
 GPU_DRIVER = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of jax's log says more than that a machine without a GPU has none."""
+    """Return False for jax's log line about a CUDA plugin without CUDA on a machine without a GPU, else True."""
     text = record.getMessage()
     return not (text.startswith("Jax plugin configuration error") and "xla_cuda" in text) or any(
         map(os.path.exists, GPU_DRIVER))
@@ -42,8 +42,8 @@ logging.getLogger("jax._src.xla_bridge").addFilter(_is_news)
 
 
 class _Package(types.ModuleType):
-    """This package. The first import of a submodule binds it to its name in the package; a function of the interface
-    keeps its name: after `import meshtrain.plan` too, `mt.plan` is the function."""
+    """The class of this package. It keeps names of the interface: Python would bind `mt.plan` to the submodule on
+    `import meshtrain.plan`, but here `mt.plan` stays the function."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in __all__ and isinstance(value, types.ModuleType)):

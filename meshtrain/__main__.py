@@ -1,8 +1,8 @@
-"""meshtrain COMMAND [...]: every command of the project. `python -m meshtrain.COMMAND` is the same.
+"""meshtrain COMMAND [...]: runs a command. `python -m meshtrain.COMMAND` does the same.
 
-    meshtrain --version             the version
-    meshtrain COMMAND --help        a command's options
-    meshtrain completion SHELL      what completes commands, options and keys in bash or zsh, for
+    meshtrain --version             print the version
+    meshtrain COMMAND --help        print the options of a command
+    meshtrain completion SHELL      print a script that completes commands, options and keys in bash or zsh; use it by
                                     source <(meshtrain completion bash)
 """
 from __future__ import annotations
@@ -21,29 +21,29 @@ from meshtrain.run.stops import DONE, USER_ERROR
 
 COMMANDS = {
     "train": "train a model from a run file",
-    "plan": "find the layouts of a model on GPUs that fit, by time and price",
-    "inspect": "tell what a run holds, sends and takes before it runs",
-    "check": "tell what can be known of a run before it starts",
-    "prove": "compare a layout's step with one device's",
-    "report": "print what a run has measured, compared with the predictions",
-    "generate": "ask a trained model, or talk to it",
+    "plan": "rank the layouts of a model on GPUs by predicted speed",
+    "inspect": "print memory, communication and time of a run's step",
+    "check": "check settings, data, memory and speed before a run starts",
+    "prove": "test whether all layouts compute the same as one device",
+    "report": "print a run's progress and speed, compared with predictions",
+    "generate": "generate text with a trained model, or chat with it",
     "evaluate": "measure a model's loss on files or harness tasks",
     "convert": "write a run's weights as a model folder",
     "tokenize": "tokenize a run's data before it runs",
     "slurm": "print a Slurm job for a run",
-    "sample": "draw the answers of an rl run apart from its trainer",
+    "sample": "sample answers for an rl run in a separate process",
 }
 LAUNCHERS = {
     "local": "start processes on this host",
     "pod": "start one process for each GPU of a pod's host",
     "ray": "start a run's processes on a Ray cluster",
     "samplers": "start samplers for an rl run",
-    "restart": "tell whether, and after how long, a job starts again",
-    "elastic": "tell the run file for fewer hosts",
+    "restart": "decide whether, and after how long, a job starts again",
+    "elastic": "find how many hosts can train a run",
 }
 SHELLS = ("bash", "zsh")
 
-# Words come from the program's own tables of options. $1: the command, or `launch` and its launcher.
+# Completion script. {cases} lists the words of each command, from its table of options.
 BASH = """_meshtrain() {{
     local now="${{COMP_WORDS[COMP_CWORD]}}" command="${{COMP_WORDS[1]}}" words
     [ "$command" = launch ] && command="launch ${{COMP_WORDS[2]}}"
@@ -61,7 +61,7 @@ complete -o filenames -F _meshtrain meshtrain
 
 
 def main() -> int:
-    """The console script. Returns the exit code: 2 for a word that names no command."""
+    """Run the console script. Return the exit code; 2 for an unknown command."""
     words = sys.argv[1:]
     if not words or words[0] in ("--help", "-h", "help"):
         say.answer(usage())
@@ -86,23 +86,23 @@ def main() -> int:
 
 
 def usage_of_launchers() -> str:
-    """The text of `meshtrain launch`."""
+    """Return the text that `meshtrain launch` prints."""
     return "\n".join(["usage: meshtrain launch LAUNCHER [...] -- [RUN.toml] [--section.key value ...]", "",
                       *(f"  {name:<10}{about}" for name, about in LAUNCHERS.items()), "",
-                      "meshtrain launch LAUNCHER --help tells a launcher's options."])
+                      "meshtrain launch LAUNCHER --help prints the options of a launcher."])
 
 
 def usage() -> str:
-    """The text of --help."""
+    """Return the text that --help prints."""
     lines = [*(f"  {name:<10}{about}" for name, about in COMMANDS.items()), "",
              *(f"  launch {name:<10}{about}" for name, about in LAUNCHERS.items())]
     return "\n".join(["usage: meshtrain COMMAND [...]", "", *lines, "",
-                      "meshtrain COMMAND --help tells a command's options, meshtrain completion bash or zsh completes "
-                      "them."])
+                      "meshtrain COMMAND --help prints the options of a command. meshtrain completion bash or zsh "
+                      "prints a completion script."])
 
 
 def choose(words: Sequence[str]) -> tuple[str, list[str]]:
-    """(the module of a command, its arguments). Raises: ConfigError for a word that names none."""
+    """Return (the module of a command, its arguments). Raises: ConfigError for an unknown command."""
     table, prefix, rest = (LAUNCHERS, "meshtrain.launch", list(words[1:])) if words[0] == "launch" else (
         COMMANDS, "meshtrain", list(words))
     if not rest:
@@ -111,12 +111,12 @@ def choose(words: Sequence[str]) -> tuple[str, list[str]]:
     if name not in table:
         near = difflib.get_close_matches(name, table, n=1)
         remedy = f"did you mean {near[0]}?" if near else f"use one of {', '.join(table)}"
-        raise ConfigError(f"{name} is no {'launcher' if table is LAUNCHERS else 'command'}; {remedy}")
+        raise ConfigError(f"{name} is not a {'launcher' if table is LAUNCHERS else 'command'}; {remedy}")
     return f"{prefix}.{name}", rest
 
 
 def completion(words: Sequence[str]) -> str:
-    """The script that completes commands in a shell. Raises: ConfigError."""
+    """Return the script that completes commands in a shell. Raises: ConfigError."""
     if list(words) not in [[shell] for shell in SHELLS]:
         raise ConfigError(f"completion needs the name of a shell; use one of {', '.join(SHELLS)}")
     with say.without_noise():
@@ -129,8 +129,8 @@ def completion(words: Sequence[str]) -> str:
 
 
 def _words_of(module: str) -> list[str]:
-    """A command's options and, where it takes them, the keys of a run file."""
-    command = getattr(importlib.import_module(module), "COMMAND", None)      # train has keys alone
+    """Return the options of a command and, if it accepts them, the keys of a run file."""
+    command = getattr(importlib.import_module(module), "COMMAND", None)      # train has only keys
     keys = [f"--{section}.{name}" for section, cls in SECTIONS.items() for name in cls.model_fields]
     if command is None:
         return keys

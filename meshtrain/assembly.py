@@ -1,4 +1,4 @@
-"""Builds everything a command needs from a run file: mesh, layout, model and the jitted step."""
+"""Builds mesh, layout, model and jitted training step from a run file."""
 from __future__ import annotations
 
 import dataclasses
@@ -32,7 +32,7 @@ from meshtrain.units import counted
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Design:
-    """A checked run with everything that needs no devices."""
+    """A checked run with the parts that need no devices: mesh, layout, model, attention, schedule."""
     run: Run
     mesh_spec: MeshSpec
     layout: Layout
@@ -40,11 +40,11 @@ class Design:
     attend: Callable
     recurrence: recurrence.LinearAttention | None
     choice: simulate.Choice | None      # the pipeline's schedule; None without stages
-    notes: tuple[str, ...]              # what the user should be told once
+    notes: tuple[str, ...]              # printed once for the user
 
     @functools.cached_property
     def placed(self) -> Placed:
-        """The run's weights and layout as the cost formulas take them."""
+        """The run's weights and layout as input of the cost formulas."""
         return place(self.model.parameters(), self.run.model, self.layout, self.mesh_spec)
 
 
@@ -56,12 +56,13 @@ class Assembly(Design):
 
     @property
     def state_shapes(self) -> state.State:
-        """The state as jax.ShapeDtypeStruct with shardings."""
+        """The training state as jax.ShapeDtypeStructs with shardings."""
         return self.program.step.state.abstract
 
 
 def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
-    """Build the mesh and the layout of a run. Raises: ConfigError with every fault of mesh and rules."""
+    """Build a run's mesh, layout and programs on these devices. Raises: ConfigError with every fault of mesh and rules.
+    """
     run = config.on_devices(run, len(devices))
     mesh_spec, device = MeshSpec(config.mesh_sizes(run, len(devices)), run.mesh.placement), devices[0]
     gpu = hardware.from_device_kind(device.device_kind)
@@ -75,9 +76,9 @@ def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
 
 
 def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | None) -> Design:
-    """Checks the layout and makes the choices that the run leaves open, the same in every process and restart.
+    """Check the layout and make the choices that the run leaves open. They are the same in all processes and restarts.
 
-    platform: jax's name. gpu: the devices' row of the hardware table. Raises: as `assemble`.
+    platform: jax's name. gpu: the devices' row in the hardware table; None if it has none. Raises: as `assemble`.
     """
     sizes = mesh_spec.sizes
     if gpu is not None:
@@ -104,10 +105,9 @@ def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | Non
 
 
 def refusals(run: Run, platform: str, gpu: hardware.Gpu | None) -> list[str]:
-    """Why the program refuses this run on its mesh, whose axes all have a size; empty if it accepts the run.
+    """Return the reasons why the program refuses this run; empty if it accepts the run. No mesh axis may be -1.
 
-    Performs the checks of loading a run file, then those of `design`. Raises: ConfigError for files that cannot be
-    read.
+    Runs the checks of loading a run file, then those of `design`. Raises: ConfigError for files that cannot be read.
     """
     if faults := config.problems(run):
         return faults
@@ -118,23 +118,23 @@ def refusals(run: Run, platform: str, gpu: hardware.Gpu | None) -> list[str]:
 
 def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer, platform: str = "",
             gpu: hardware.Gpu | None = None) -> tuple[Layout, list[str], list[str]]:
-    """(the layout that the rules give on a mesh of these sizes, notes for the user, why the program refuses it).
+    """Return (the layout that the rules give on a mesh of these sizes, notes for the user, reasons for refusing it).
 
-    The run has passed `config.problems`. platform: jax's; "": on unknown devices, whose engines and sampler are not
-    asked. gpu: as of `design`.
+    The run must have passed `config.problems`. platform: jax's name; "": unknown devices, for which attention engines
+    and the sampler are not checked. gpu: see `design`.
     """
     fitted, notes = stages.fit(run, loaded, sizes, transformer.padded_vocab(run.model))
     fitted, shared = model.fit(fitted, sizes)
     layout = Layout(fitted, sizes)
-    # First what context asks of a length: a length that follows the rules' remedy alone would be refused again.
-    # Stages have checks of their own, and what they do not divide is no longer split over them.
+    # Checks of context parallelism come first: a length that follows only the rules' remedy might be refused again.
+    # Stages have their own checks, so the rules are checked with stage 1.
     faults = attention.problems(run, layout) + recurrence.problems(run, layout) + dispatch.problems(run, layout)
     faults = faults or stages.problems(run, loaded, sizes) + rules.problems(
         fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS)
     idle, partly = rules.unsplit(Layout(loaded, sizes), model.products())
     if run.training.objective in ("dpo", "rl") and sizes["stage"] > 1:
-        faults = [f'mesh.stage={sizes["stage"]}: training.objective="{run.training.objective}" is not computed in '
-                  f'pipelines; use mesh.stage=1', *faults]
+        faults = [f'mesh.stage={sizes["stage"]}: pipelines do not support training.objective='
+                  f'"{run.training.objective}"; use mesh.stage=1', *faults]
     faults = faults + idle
     if platform and not faults:
         faults = _unserved(run, layout, model, platform, gpu)
@@ -143,8 +143,8 @@ def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer
 
 def _unserved(run: Run, layout: Layout, model: transformer.Transformer, platform: str, gpu: hardware.Gpu | None
               ) -> list[str]:
-    """Why engines that the run names, or the sampler of its answers, cannot serve this layout on these devices,
-    whatever is installed; empty if they can."""
+    """Return the reasons why the engines that the run names, or its sampler, do not support this layout on these
+    devices; empty if they do. Installed packages are not checked."""
     def sampler() -> None:
         given = rules.load(rule_file(run.rl.rules), "rl.rules") if run.rl.rules else None
         if faults := dispatch.problems(run, placement.beside(model, layout, given)):
@@ -165,24 +165,24 @@ def _unserved(run: Run, layout: Layout, model: transformer.Transformer, platform
 def _check_float8(run: Run, platform: str, name: str, gpu: hardware.Gpu | None,
                   compute_capability: str | None = None) -> None:
     if run.model.matmul_dtype == "float8" and platform != "cpu" and hardware.lacks_float8(gpu, compute_capability):
-        raise ConfigError(f'model.matmul_dtype="float8": {name} has no float8 matmuls (e4m3fn, e5m2), NVIDIA\'s GPUs '
-                          f'have them from H100 on; use model.matmul_dtype="auto", or other GPUs')
+        raise ConfigError(f'model.matmul_dtype="float8": {name} has no float8 matmuls (e4m3fn, e5m2), which NVIDIA '
+                          f'GPUs have since H100; use model.matmul_dtype="auto", or other GPUs')
 
 
 class BrokenProgramError(RuntimeError):
-    """A compiled program would silently compute wrong numbers."""
+    """A compiled program would compute wrong numbers without an error."""
 
 
 def compile_step(made: Assembly):
-    """The compiled training step of the run. Raises: as `checked_program`."""
+    """Return the compiled training step of the run. Raises: as `checked_program`."""
     return checked_program(made.mesh, "the training step", compile_unchecked(made))
 
 
 def compile_unchecked(made: Assembly):
-    """Compile the training step without the check of `checked_program`. All processes call it.
+    """Compile the training step without the check of `checked_program`. All processes call it together.
 
-    If much of the step waits for links, it is compiled again with a profile (see `cost.program.scheduling`), and the
-    better of the two is returned.
+    If much of the step waits for communication, it is compiled again with a profile (see `cost.program.scheduling`),
+    and the better of the two programs is returned.
     """
     lowered = made.program.lowered()
     first = _compiled(made, lowered)
@@ -197,13 +197,13 @@ def compile_unchecked(made: Assembly):
 def _profile(made: Assembly, executable) -> str:
     try:
         return scheduling.profile(made, executable)
-    except Exception as error:      # a program that cannot be priced is no reason to lose a run
+    except Exception as error:      # a run must not fail because its step time cannot be predicted
         say.err(f"note: the step keeps XLA's own schedule, because its time cannot be predicted: {error!r}")
         return ""
 
 
 def compile_evaluation(made: Assembly) -> Assembly:
-    """The run with its `evaluate` compiled. Raises: as `checked_program`."""
+    """Return the assembly with a compiled `evaluate`. Raises: as `checked_program`."""
     program = made.program
     lowered = program.lower(program.evaluate, made.state_shapes.params, program.step.batch)
     return dataclasses.replace(made, program=dataclasses.replace(
@@ -211,27 +211,27 @@ def compile_evaluation(made: Assembly) -> Assembly:
 
 
 def _compiled(made: Assembly, lowered: jax.stages.Lowered, more: Mapping = MappingProxyType({})):
-    """The program as an earlier start has compiled it, or compiled now. more: further options."""
+    """Return the compiled program, from the cache of an earlier start if possible. more: further XLA options."""
     return programs.compiled(lowered, made.program.compiler_options | more, list(made.mesh.devices.flat))
 
 
 def initialize(made: Assembly) -> state.State:
-    """Compute the state before the first step. Raises: as `checked_program`."""
+    """Compute the training state before the first step. Raises: as `checked_program`."""
     return checked_program(made.mesh, "the initialization", made.program.compiled(made.program.initialize))()
 
 
 def initialize_params(made: Assembly) -> dict:
-    """Compute the weights before the first step alone. Raises: as `checked_program`."""
+    """Compute only the weights before the first step. Raises: as `checked_program`."""
     alone = jax.jit(lambda: made.program.initialize().params,
                     out_shardings=jax.tree.map(lambda leaf: leaf.sharding, made.state_shapes.params))
     return checked_program(made.mesh, "the initialization of the weights", made.program.compiled(alone))()
 
 
 def checked_program(mesh: jax.sharding.Mesh, name: str, executable):
-    """Returns the executable if nothing in it is known to give wrong numbers. name: for the message.
+    """Return the executable, unless it is known to compute wrong numbers. name: of the program, for the message.
 
-    Raises: BrokenProgramError where a collective-permute would leave devices with zeros: a fault of XLA on GPUs
-    (openxla/xla 45218, 47083) that no CPU shows.
+    Raises: BrokenProgramError if a collective-permute would leave devices with zeros, a fault of XLA on GPUs
+    (openxla/xla 45218, 47083) that does not occur on CPUs.
     """
     if mesh.devices.flat[0].platform != "cpu":
         if broken := audit.broken_permutes(executable.as_text(), mesh):
@@ -243,14 +243,15 @@ def checked_program(mesh: jax.sharding.Mesh, name: str, executable):
 
 
 def tensors(run: Run, model: transformer.Transformer, layout: Layout) -> list[Tensor]:
-    """Every tensor that the rules shard, with full shapes: parameters in three rule tables, and the activations."""
+    """Return every tensor that the rules shard, with its full shape: parameters in three rule tables, and activations.
+    """
     placed = [Tensor(table, info.name, info.shape, info.axes) for table in ("params", "grads", "optimizer")
               for info in model.parameters()]
     return placed + model.activations(run.data.global_batch // run.training.microbatches, run.data.seq_len, layout)
 
 
 def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, gpu) -> simulate.Choice:
-    """The pipeline schedule of the run, with what it costs in time and memory."""
+    """Return the pipeline schedule of the run, with its time and memory."""
     placed = place(model.parameters(), run.model, layout, mesh_spec)
     optimizer_bytes = state.optimizer_bytes(model, run.optimizer, run.training.steps)
 
@@ -264,8 +265,8 @@ def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, gpu) 
 
 
 def _stage_costs(run: Run, placed: Placed, gpu) -> Callable[[Schedule], simulate.Costs]:
-    """Costs of a stage's ops under each schedule. assumption: where the devices' speed is unknown, ops relate as on an
-    H100, and memory-bound ops and links cost nothing."""
+    """Return a function from a schedule to the costs of a stage's ops. assumption: if the devices' speed is unknown,
+    ops have the relative costs of an H100, and memory-bound ops and links cost nothing."""
     known = gpu is not None and gpu.hbm_bytes_per_s is not None
     gpu = gpu if known else hardware.get("h100")
     rated = rates.Rates(gpu, assumptions.Assumptions(gpu.name))

@@ -1,10 +1,9 @@
-"""Checks everything that can be known about a run before it starts: python -m meshtrain.check RUN.toml --topology
-h100:64.
+"""Checks a run before it starts: python -m meshtrain.check RUN.toml --topology h100:64.
 
-Looks at the run file, the rules on the mesh, the data's beginning, the tokenizer and the template, the weights and the
-run's directory, and prices the step by formulas: memory, seconds, MFU. Compiles nothing, trains nothing, leaves nothing
-behind. Every part is looked at, whatever the others have shown. Exit codes: 0 · 2 mistakes, each with its remedy · 3
-the run does not fit into the memory · 1 a file system or server that fails · 75 stopped on request.
+Checks the run file, the rules on the mesh, the begin of the data, the tokenizer, the chat template, the weights and the
+run directory. Predicts memory, step time and MFU by formulas. Compiles nothing, trains nothing, leaves no files behind.
+A mistake in one part does not keep other parts from being checked. Exit codes: 0 · 1 a file system or server failed · 2
+mistakes, each with its remedy · 3 the run does not fit into memory · 75 stopped on request.
 """
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from meshtrain.run import command, say
 
-if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
+if __name__ == "__main__":      # before jax is imported, to silence messages of its C++
     command.begin(platform="cpu")
 
 from meshtrain import assembly, config, devices, files, hardware, train
@@ -40,15 +39,15 @@ from meshtrain.run.stops import DOES_NOT_FIT, DONE, FAILED, USER_ERROR
 from meshtrain.storage import addresses, stores
 from meshtrain.units import counted, size
 
-OK, NOTE, WRONG, UNFIT, FAULT, LEFT = "ok", "note", "wrong", "does not fit", "failed", "not looked at"
+OK, NOTE, WRONG, UNFIT, FAULT, LEFT = "ok", "note", "wrong", "does not fit", "failed", "not checked"
 MARKS = {OK: "✓", NOTE: "!", WRONG: "✗", UNFIT: "✗", FAULT: "✗", LEFT: "–"}
 
 COMMAND = config.Command("meshtrain.check", {
-    "topology": config.Option("for N of these GPUs, also on a machine without them", "GPU:N", "h100:64"),
+    "topology": config.Option("check for N of these GPUs, also on a machine without them", "GPU:N", "h100:64"),
     "offline": config.Option("contact no server: use this host's copies of files at addresses, or skip them"),
     "print-config": config.Option("also print the resolved run file"),
     "json": config.Option("print JSON alone"),
-}, "[RUN.toml]", (0, 8))        # a second one is told as such
+}, "[RUN.toml]", (0, 8))        # config.load reports a second run file with its own message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +78,7 @@ def main(own: config.Arguments) -> int:
 
 
 def look_at_file(own: config.Arguments) -> tuple[list[Finding], Run | None]:
-    """(rows of the run file, the run; None where the file has mistakes)."""
+    """Return (findings about the run file, the run; None if the file has mistakes)."""
     try:
         run = config.load(own.names + own.keys)
     except ConfigError as error:
@@ -88,8 +87,8 @@ def look_at_file(own: config.Arguments) -> tuple[list[Finding], Run | None]:
 
 
 def look_at_run(given: Run, topology: str | None, offline: bool, plan: str) -> tuple[list[Finding], Run]:
-    """(the rows of everything but the run file, each part on its own; the run with its layout). plan: the command that
-    plans this run."""
+    """Return (findings about everything but the run file, the run with its layout resolved). plan: a command that
+    finds layouts for this run, for messages."""
     rows, made = _look_at("layout", lambda: _layout(given, topology))
     run = made[0].run if made else given
     if made:
@@ -101,7 +100,7 @@ def look_at_run(given: Run, topology: str | None, offline: bool, plan: str) -> t
 
 
 def _look_at(part: str, look: Callable[[], Iterator[Finding | tuple]]) -> tuple[list[Finding], tuple | None]:
-    """(the rows of a part, what it made), up to its first mistake."""
+    """Run the check of one part up to its first mistake. Return (its findings, the tuple that it yielded, if any)."""
     rows, made = [], None
     try:
         with config.user_errors():
@@ -118,7 +117,7 @@ def _look_at(part: str, look: Callable[[], Iterator[Finding | tuple]]) -> tuple[
 
 
 def _layout(run: Run, topology: str | None) -> Iterator[Finding | tuple[Design, hardware.Gpu | None]]:
-    """Mesh and rules, and the choices that the run leaves open; at last the design and the GPU."""
+    """Check mesh and rules. Yields findings and finally (design, GPU)."""
     if topology is None and run.mesh.simulated_devices:
         config.mesh_sizes(run, run.mesh.simulated_devices)
     run, spec, platform, gpu = inspect_command.placed_on(run, topology)
@@ -132,11 +131,11 @@ def _layout(run: Run, topology: str | None) -> Iterator[Finding | tuple[Design, 
 
 
 def _price(made: Design, gpu: hardware.Gpu | None, plan: str) -> Iterator[Finding]:
-    """Memory of a device, and the step's time where the GPU's speed is known."""
+    """Predict the memory of a device and, if the GPU's speed is known, the step time."""
     run, num_devices = made.run, made.mesh_spec.num_devices
     known = gpu is not None and gpu.hbm_bytes_per_s is not None
     if not known and not run.mesh.simulated_devices:
-        yield Finding("memory", LEFT, "for which GPUs? add e.g. --topology h100:8")
+        yield Finding("memory", LEFT, "the GPUs are unknown; add e.g. --topology h100:8")
         return
     rated = fitting.rates_of(gpu if known else hardware.get("h100"))
     options = fitting.options_of(made, gpu, rated)
@@ -149,7 +148,7 @@ def _price(made: Design, gpu: hardware.Gpu | None, plan: str) -> Iterator[Findin
             remedy = f"{change}; {remedy}"
     else:
         needed, has, where = num_devices * held["total"], devices.machine_bytes(), "this machine, for all its devices"
-        remedy = "take a smaller model or batch"
+        remedy = "use a smaller model or batch"
     told = f"{size(needed)} of {size(has)}, {where}"
     yield Finding("memory", OK, told) if needed <= has else Finding(
         "memory", UNFIT, f"{told}; the largest part is {most}, {size(held[most])} per device; {remedy}")
@@ -160,13 +159,13 @@ def _price(made: Design, gpu: hardware.Gpu | None, plan: str) -> Iterator[Findin
 
 
 def _weights(run: Run, made: Design) -> Iterator[Finding]:
-    """Check what checkpoint.init_from names: a model folder with every tensor of the model, or a run with checkpoints,
-    whose bytes the start verifies."""
+    """Check that checkpoint.init_from is a model folder with all tensors of the model, or a run with checkpoints. Their
+    content is verified when the run starts."""
     source, step = run.checkpoint.init_from, run.checkpoint.step
     if not source:
         yield Finding("weights", OK, "random (no checkpoint.init_from)")
-    elif addresses.is_remote(source):       # a model of the hub has gigabytes
-        yield Finding("weights", LEFT, f"{source}: the start reads it")
+    elif addresses.is_remote(source):       # not downloaded: it may have gigabytes
+        yield Finding("weights", LEFT, f"{source}: read when the run starts")
     elif folder.is_one(source):
         _, rows = pretrained.opened(run, made.model)
         yield Finding("weights", OK, f"{source}: a model folder with the {counted(len(rows), 'tensor')} of the model")
@@ -176,12 +175,12 @@ def _weights(run: Run, made: Design) -> Iterator[Finding]:
         if not steps or step and step not in steps:
             has = f"; it has {', '.join(map(str, steps))}" if steps else ""
             raise ConfigError(f"checkpoint.init_from={source} has no checkpoint{f' of step {step}' if step else ''}"
-                              f"{has}; name the run.dir of a run that has saved one")
+                              f"{has}; give the run.dir of a run that has saved one")
         yield Finding("weights", OK, f"step {step or steps[-1]} of {source}")
 
 
 def _data(run: Run, offline: bool) -> Iterator[Finding]:
-    """The tokenizer, the files, and the ids of the beginning of each source."""
+    """Check the tokenizer and the files of the data; read the begin of each source."""
     data, vocab = run.data, run.model.vocab_size
     train.check_source(run)
     if offline and (asked := [name for name in _names(data) if addresses.is_remote(name) and not _on_hub(name)]):
@@ -209,14 +208,14 @@ def _data(run: Run, offline: bool) -> Iterator[Finding]:
 
 
 def _names(data: config.Data) -> list[str]:
-    """The values of the section that may be addresses."""
+    """Return the values of [data] that may be addresses."""
     sections = (data, *data.mixture, *data.validation_sources)
     paths = [path for one in sections for key in ("paths", "validation_paths") for path in getattr(one, key, ())]
     return [*paths, data.tokenizer, data.chat_template]
 
 
 def _on_hub(name: str) -> bool:
-    """Whether HF_HUB_OFFLINE keeps it from being asked for."""
+    """Return whether a name is on the Hugging Face hub, which HF_HUB_OFFLINE keeps from being contacted."""
     return addresses.parse(name).scheme == addresses.HUB
 
 
@@ -227,12 +226,12 @@ def _tokenizer(reader, vocab_size: int) -> Iterator[Finding]:
 
 
 def _places(run: Run, offline: bool) -> Iterator[Finding]:
-    """Check that run.dir is free or has a run that can resume with these settings, and that it is writable."""
+    """Check that run.dir is writable, and either free or the directory of a run that can resume with these settings."""
     name = run.run.dir
     if addresses.is_remote(name):
         if not offline:
             stores.children(addresses.parse(name))
-        yield Finding("run.dir", LEFT, f"{name}: checked at the start")
+        yield Finding("run.dir", LEFT, f"{name}: checked when the run starts")
     else:
         yield _run_dir(run, Path(name))
     for key, directory in (("data.cache", run.data.cache), ("checkpoint.local_dir", run.checkpoint.local_dir)):
@@ -242,7 +241,7 @@ def _places(run: Run, offline: bool) -> Iterator[Finding]:
 
 
 def _run_dir(run: Run, directory: Path) -> Finding:
-    """Raises: ConfigError."""
+    """Check run.dir on a file system. Raises: ConfigError."""
     existing = files.status(directory)
     if existing and not stat.S_ISDIR(existing.st_mode):
         raise ConfigError(f"run.dir={directory} is a file; give a directory that does not exist yet, or an empty one")
@@ -255,8 +254,8 @@ def _run_dir(run: Run, directory: Path) -> Finding:
     checkpoints = resume.checkpoints_of(str(directory)) if saved.is_dir() else None
     steps = checkpoints.steps() if checkpoints else []
     if run.checkpoint.step and run.checkpoint.step not in steps and not run.checkpoint.init_from:
-        raise ConfigError(f"checkpoint.step={run.checkpoint.step}: {directory} has no checkpoint of that step; use one "
-                          f"of {', '.join(map(str, steps)) or 'a run that has some'}")
+        raise ConfigError(f"checkpoint.step={run.checkpoint.step}: {directory} has no checkpoint of this step; use one "
+                          f"of {', '.join(map(str, steps)) or 'a run that has checkpoints'}")
     if not checkpoints or not steps:
         return Finding("run.dir", OK, f"{directory}: free")
     step = run.checkpoint.step if run.checkpoint.step in steps else steps[-1]
@@ -266,18 +265,19 @@ def _run_dir(run: Run, directory: Path) -> Finding:
 
 
 def _check_writable(key: str, directory: Path) -> None:
-    """Makes an empty directory there and removes it again. Raises: ConfigError."""
+    """Check that a directory is writable, by creating and removing a temporary directory there. key: for messages.
+    Raises: ConfigError."""
     def attempt() -> None:
-        with contextlib.suppress(FileNotFoundError):        # but not a name that is too long
+        with contextlib.suppress(FileNotFoundError):        # other errors, e.g. of a name that is too long, are raised
             os.stat(directory)
         existing = next(path for path in (directory, *directory.absolute().parents) if files.status(path))
         with tempfile.TemporaryDirectory(prefix=".check-", dir=existing):
             pass
-    files.attempted(attempt, f"{key}={directory} cannot be written", "give a directory that can", ConfigError)
+    files.attempted(attempt, f"{key}={directory} cannot be written", "give a writable directory", ConfigError)
 
 
 def _extras(run: Run) -> Iterator[Finding]:
-    """Check the trackers and the reward of the run."""
+    """Check the trackers and the reward function of the run."""
     trackers.check(run)
     if run.rl.reward:
         workers.digest(run.rl.reward)
@@ -285,7 +285,7 @@ def _extras(run: Run) -> Iterator[Finding]:
 
 
 def table(rows: Sequence[Finding]) -> str:
-    """The text for people: a line for each row, and the verdict."""
+    """Return the findings as text: a line for each, and a summary."""
     width = max(len(row.part) for row in rows)
     lines = [f"{MARKS[row.verdict]} {row.part:<{width}}  {row.text}" for row in rows]
     counts = {kind: sum(row.verdict == kind for row in rows) for kind in (WRONG, UNFIT, FAULT)}

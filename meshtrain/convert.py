@@ -1,9 +1,9 @@
-"""Model folders of Hugging Face, in and out: python -m meshtrain.convert HF_DIR, or RUN_DIR OUT.
+"""Reads and writes Hugging Face model folders: python -m meshtrain.convert HF_DIR, or RUN_DIR OUT.
 
-HF_DIR alone: checks the folder and prints its [model] table; --checkpoint.init_from HF_DIR starts a run from it.
-RUN_DIR OUT: writes the weights of a run's checkpoint as the folder OUT; it is whole or not there. Of a run with LoRA
-the weights are merged. Works on CPUs; as one of several processes under a launcher. Exit codes: 0 · 2 the user's
-mistake, one message · 75 stopped on request · 1 anything else.
+HF_DIR alone: checks the folder and prints its [model] table. --checkpoint.init_from HF_DIR starts a run from it.
+RUN_DIR OUT: writes the weights of a run's checkpoint as the folder OUT, which is complete or absent. LoRA adapters are
+merged into the weights. Uses CPUs; a launcher can start several processes. Exit codes: 0 · 1 any other failure · 2 a
+mistake in the settings · 75 stopped on request.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from meshtrain.run import command, say
 
-if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
+if __name__ == "__main__":      # before jax is imported, to silence messages of its C++
     command.begin(platform="cpu")
 
 import jax
@@ -32,12 +32,12 @@ from meshtrain.model import transformer
 from meshtrain.storage import addresses, copies
 
 COMMAND = config.Command("meshtrain.convert", {
-    "step": config.Option("a saved step; 0: the newest", "N", "100", config.whole(), 0),
-    "dtype": config.Option(f"of the weights: {', '.join(export.DTYPES)} (default bfloat16, of adapters float32)", "D",
-                           "float32", config.one_of(*export.DTYPES)),
-    "shard-gb": config.Option("the most GB of a file", "G", "5",
+    "step": config.Option("the step of a checkpoint; 0: the newest", "N", "100", config.whole(), 0),
+    "dtype": config.Option(f"dtype of the weights: {', '.join(export.DTYPES)} (default: bfloat16; for adapters "
+                           f"float32)", "D", "float32", config.one_of(*export.DTYPES)),
+    "shard-gb": config.Option("maximum size of a file in GB", "G", "5",
                               config.number("a number of gigabytes", 1e-9, positive=True), 5),
-    "adapters": config.Option("write the adapters of a run with LoRA alone, as PEFT has them"),
+    "adapters": config.Option("write only the adapters of a run with LoRA, in PEFT's format"),
 }, "HF_DIR | RUN_DIR OUT", (1, 2), keys=False)
 
 
@@ -66,20 +66,20 @@ def _out(name: str) -> new_folder.Target:
     with config.user_errors():
         address = addresses.parse(name)
     if address.scheme not in addresses.BUCKETS or not address.path:
-        raise ConfigError(f"{addresses.shown(name)} cannot be written; give a directory, or a folder of a bucket, "
+        raise ConfigError(f"{addresses.shown(name)} cannot be written; give a directory, or a folder in a bucket, "
                           f"s3://BUCKET/… or gs://BUCKET/…")
     return address
 
 
 def _table(directory: Path) -> str:
-    """The [model] section of a folder. Raises: ConfigError with every fault of it."""
+    """Return the [model] section of a model folder as text. Raises: ConfigError with every fault of the folder."""
     if not folder.is_one(directory) and os.path.isdir(directory / "checkpoints"):
-        raise ConfigError(f"{directory} is a run's directory; name the model folder to write its weights to as "
-                          f"well: python -m meshtrain.convert {directory} OUT")
+        raise ConfigError(f"{directory} is a run directory; also give the model folder to write its weights to: "
+                          f"python -m meshtrain.convert {directory} OUT")
     with config.user_errors():
         if not files.is_dir(directory):
-            raise ConfigError(f"{directory} is not a directory; name a model folder of Hugging Face's, or a run's "
-                              f"directory and OUT")
+            raise ConfigError(f"{directory} is not a directory; give a Hugging Face model folder, or a run directory "
+                              f"and OUT")
         found = folder.open_folder(directory)
         shape = config.Model(**found.model)
         folder.match(found, shape, pretrained.parameter_paths(transformer.build(shape)))
@@ -92,7 +92,7 @@ def _table(directory: Path) -> str:
 
 def _export(found: Sequence[jax.Device], saved: Saved, run_dir: str, out: new_folder.Target, dtype: str,
             shard_bytes: int) -> str:
-    """Writes `out`, one parameter in memory at a time; returns the summary to print."""
+    """Write the weights as a model folder, with one parameter in memory at a time. Return the line to print."""
     with config.user_errors():
         shape = config.Model(**saved.run["model"])
     model = transformer.build(shape)
@@ -108,11 +108,12 @@ def _export(found: Sequence[jax.Device], saved: Saved, run_dir: str, out: new_fo
 
 def _export_adapters(found: Sequence[jax.Device], saved: Saved, run_dir: str, out: new_folder.Target,
                      dtype: str) -> str:
-    """Writes the adapters to `out`, as `_export` does."""
+    """Write the adapters as a PEFT folder. Return the line to print."""
     section = adapters.section(saved)
     with config.user_errors():
         if not section:
-            raise ConfigError(f"--adapters: {run_dir} trained the whole model, without LoRA; leave it out")
+            raise ConfigError(f"--adapters: {run_dir} has no adapters, because it trained without LoRA; leave the "
+                              f"option out")
         model = transformer.build(config.Model(**saved.run["model"]), config.Lora(**section))
     whole = NamedSharding(Mesh(np.array(found), ("all",)), P())
     wanted = {info.name: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=whole) for info in model.parameters()}
@@ -132,7 +133,7 @@ def _ends(saved: Saved, run_dir: str) -> ends.Ends:
 
 
 def _spread(shape: tuple[int, ...], num_shards: int) -> P:
-    """A sharding that gives every device an equal share of a parameter, where any dim divides."""
+    """Return a spec that shards a parameter evenly along its last divisible dim; P() if no dim is divisible."""
     dims = [dim for dim in reversed(range(len(shape))) if shape[dim] % num_shards == 0]
     return P(*[None] * dims[0], "all") if dims else P()
 

@@ -1,4 +1,4 @@
-"""Pictures of a reader's own numbers, for notebooks: bars, curves, a mesh, and who holds which piece of an array."""
+"""Pictures of given numbers, for notebooks: bars, curves, a mesh, and the pieces of an array on each device."""
 from __future__ import annotations
 
 import math
@@ -18,16 +18,16 @@ UNITS: dict[str, Callable[[float], str]] = {"bytes": size, "s": seconds, "%": "{
 
 
 def bars(rows: Mapping[str, Mapping[str, float]], title: str = "", unit: str = "bytes") -> JsonTable:
-    """Stacked bars, one for each label: {label: {part: value}}. A part has the same colour in every bar.
+    """Draw stacked bars, one for each label: {label: {part: value}}. A part has the same colour in every bar.
 
-    unit: "bytes" and "s" are shown as 1.5 KiB and 1.5 ms; "%"; another word follows the number.
+    unit: "bytes" and "s" print as 1.5 KiB and 1.5 ms, "%" as 50%; any other word is printed after the number.
 
     >>> mt.bars({"DDP": {"weights": 2048, "gradients": 4096}, "ZeRO-3": {"weights": 512, "gradients": 1024}})
     DDP     weights 2.0 KiB, gradients 4.0 KiB = 6.0 KiB
     ZeRO-3  weights 512 B, gradients 1.0 KiB = 1.5 KiB
     """
     if not isinstance(rows, Mapping) or not rows or not all(isinstance(parts, Mapping) for parts in rows.values()):
-        raise ConfigError('bars are a dict of dicts, {label: {part: value}}, e.g. {"DDP": {"weights": 2048}}')
+        raise ConfigError('bars takes a dict of dicts, {label: {part: value}}, e.g. {"DDP": {"weights": 2048}}')
     for name, parts in rows.items():
         for part, value in parts.items():
             if not hasattr(value, "__float__") or not 0 <= float(value):
@@ -45,21 +45,20 @@ def bars(rows: Mapping[str, Mapping[str, float]], title: str = "", unit: str = "
 def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x: str = "", y: str = "", dots: Collection[str] = (),
            marks: Mapping[str, float] | None = None, unit: str = "", log: bool = False,
            hover: Mapping[str, Sequence[str]] | None = None) -> JsonTable:
-    """Curves by name, each a list of (x, y), in one frame. x, y: names of the axes.
+    """Draw curves in one frame: {name: [(x, y), …]}. x, y: names of the axes.
 
-    dots: names of the curves whose points are marked and not joined. marks: values of x with a vertical line, by the
-    words beside it. unit: of y, as of `bars`. log: both axes are logarithmic. hover: for a curve of dots the text of
-    each point.
+    dots: names of the curves whose points are marked and not joined. marks: label -> value of x with a vertical line.
+    unit: of y, see `bars`. log: both axes are logarithmic. hover: name of a curve of dots -> a tooltip for each point.
 
     >>> mt.curves({"loss": [(1, 6.5), (2, 6.1)]}, "step", "loss")
     loss: 2 points, the last (2, 6.1)
     """
     if not isinstance(lines, Mapping) or not lines or not all(
             len(points) and all(len(point) == 2 for point in points) for points in lines.values()):
-        raise ConfigError('curves are a dict of lists of points, {name: [(x, y), …]}, e.g. {"loss": [(1, 6.5)]}')
+        raise ConfigError('curves takes a dict of lists of points, {name: [(x, y), …]}, e.g. {"loss": [(1, 6.5)]}')
     show = UNITS.get(unit) or "{:,g}".format
     if log and min(min(point) for points in lines.values() for point in points) <= 0:
-        raise ConfigError("log=True needs points above 0")
+        raise ConfigError("log=True needs points above 0; leave log out, or drop the other points")
     at = math.log10 if log else float
     drawn = [PlotCurve(k % pictures.COLORS, name, [(at(a), at(b)) for a, b in points], name in dots)
              for k, (name, points) in enumerate(lines.items())]
@@ -78,15 +77,15 @@ def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x: str = "", y: s
 
 
 def mesh(sizes: Mapping[str, int], gpus_per_host: int = 8) -> JsonTable:
-    """A mesh of GPUs on their hosts; each has its coordinate on every axis. The JSON is {axis: groups of GPUs}.
+    """Draw a mesh of GPUs on their hosts, each with its coordinate on every axis. The JSON is {axis: groups of GPUs}.
 
     >>> mt.mesh({"data": 2, "tensor": 2})["tensor"]
     [[0, 1], [2, 3]]
     """
     if not isinstance(sizes, Mapping) or not sizes or set(sizes) - set(AXES) or not all(
             isinstance(n, int) and n > 0 for n in sizes.values()):
-        raise ConfigError(f"mesh={sizes!r}: give axes and their sizes, e.g. {{\"data\": 2, \"tensor\": 4}}; the axes "
-                          f"are {', '.join(AXES)}")
+        raise ConfigError(f"mesh={sizes!r} is not a dict of axes and sizes; give e.g. {{\"data\": 2, \"tensor\": 4}}; "
+                          f"the axes are {', '.join(AXES)}")
     spec = MeshSpec(sizes)
     data = summary.mesh(spec, None, "any") | {"gpus_per_host": gpus_per_host}
     groups = {axis: spec.groups(axis) for axis in spec.placement if spec.sizes[axis] > 1}
@@ -95,11 +94,11 @@ def mesh(sizes: Mapping[str, int], gpus_per_host: int = 8) -> JsonTable:
 
 
 def shards(states: Mapping[str, Sequence[Sequence[int | str | None]]], ring: bool = False) -> JsonTable:
-    """Who holds which piece of an array: for each state ("before", "→ after"), the pieces of each device. An arrow
-    leads to a state whose name begins with one.
+    """Draw the pieces of an array on each device, for several states: {"before": …, "→ after": …}. A state whose name
+    begins with "→" has an arrow before it.
 
-    A piece is the number of the device that it came from (its colour), a text such as "Σ" for a sum, or None where the
-    device holds nothing. ring: draw, too, how each device sends to its neighbour.
+    A piece is the number of the device that it came from (shown by its colour), a text such as "Σ" for a sum, or None
+    if the device holds nothing. ring: also draw the ring in which devices send to their neighbours.
 
     >>> mt.shards({"before": [[0, None], [None, 1]], "→ all-gather": [[0, 1], [0, 1]]})
     before        device 0: 0 ·, device 1: · 1
@@ -107,7 +106,7 @@ def shards(states: Mapping[str, Sequence[Sequence[int | str | None]]], ring: boo
     """
     counts = {len(rows) for rows in states.values()} if isinstance(states, Mapping) else set()
     if len(counts) != 1 or 0 in counts:
-        raise ConfigError('shards are {state: pieces of each device}, with the same devices in each state, e.g. '
+        raise ConfigError('shards takes {state: pieces of each device}, with the same devices in each state, e.g. '
                           '{"before": [[0, None], [None, 1]], "after": [[0, 1], [0, 1]]}')
     width = max(map(len, states))
     lines = [f"{name:{width}}  " + ", ".join(

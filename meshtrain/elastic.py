@@ -1,9 +1,8 @@
-"""Runs on fewer devices than planned: the same batches in more microbatches, so that activations per device do not
-grow.
+"""Adapts a run to fewer devices than planned: the same batches in more microbatches, so that activations per device do
+not grow.
 
-mesh.full_devices is the number of devices that training.microbatches is meant for. The mesh axis of size -1 takes the
-devices present, and each runs more microbatches of as many sequences as before. fsdp's shards grow as devices become
-fewer.
+mesh.full_devices is the number of devices that training.microbatches is meant for. The mesh axis of size -1 shrinks to
+the available devices. Each device runs more microbatches with the same number of sequences. FSDP shards become larger.
 """
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from meshtrain.sharding.rules import Layout
 
 
 def fitted(run: Run, num_devices: int) -> tuple[Run, str]:
-    """(the run adapted to these devices, its open layout and mesh.full_devices resolved; a note for the user, empty
-    where no device is missing).
+    """Return (the run adapted to these devices, with its layout and mesh.full_devices resolved; a note for the user, ""
+    if no device is missing).
 
-    Raises: ConfigError where the batch cannot be split over so few.
+    Raises: ConfigError if the batch cannot be split over these devices.
     """
     full = run.mesh.full_devices
     plain = config.on_devices(run, num_devices)
@@ -33,8 +32,8 @@ def fitted(run: Run, num_devices: int) -> tuple[Run, str]:
     batch_axes = loaded.mesh_axes("activations", "batch")
     if shrunk not in batch_axes:
         raise ConfigError(f"mesh.{shrunk}=-1 shrinks from {wanted[shrunk]} to {sizes[shrunk]} on {num_devices} of "
-                          f"mesh.full_devices={full} devices, and each would hold more of the model; give -1 to an "
-                          f"axis that splits the batch "
+                          f"mesh.full_devices={full} devices, so each device would hold more of the model; give -1 to "
+                          f"an axis that splits the batch "
                           f"({', '.join(f'mesh.{axis}' for axis in batch_axes) or 'none in these rules'}), or leave "
                           f"full_devices out")
     batch, before = run.data.global_batch, run.training.microbatches
@@ -54,7 +53,7 @@ def fitted(run: Run, num_devices: int) -> tuple[Run, str]:
 
 
 def check(run: Run, num_devices: int) -> None:
-    """Raises: ConfigError where the run has no layout on this number of devices. Starts no backend."""
+    """Check that the run has a layout on this number of devices, without starting a backend. Raises: ConfigError."""
     run, _ = fitted(run, num_devices)
     with config.user_errors():
         loaded, model = rules.load(run.sharding.rules), transformer.build(run.model, run.lora)

@@ -1,4 +1,4 @@
-"""The environment of processes that run code of others: reward functions and chat templates. It has no credentials."""
+"""The environment variables of processes that run foreign code (reward functions, chat templates): no credentials."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -7,4 +7,5 @@ KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRA
 
 
 def kept(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of `environ` that foreign code may see."""
     return {name: environ[name] for name in KEPT if name in environ}

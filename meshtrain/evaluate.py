@@ -1,10 +1,10 @@
-"""How well a model predicts: python -m meshtrain.evaluate RUN_DIR, or HF_DIR --data.paths FILES.
+"""Measures how well a model predicts text: python -m meshtrain.evaluate RUN_DIR, or HF_DIR --data.paths FILES.
 
-The loss (nats per target, a document's end among them), perplexity and bits per byte of text, of each source and of
-all. RUN_DIR: of what the run holds out, all of it, or of all documents of --data.paths (with --data.source,
---data.mixture) where they are given. HF_DIR, a model folder of Hugging Face's: of the documents that are given.
---mesh.data, --mesh.fsdp, --mesh.tensor N: the command's own mesh, as of meshtrain.generate. Exit codes: 0 · 2 the
-user's mistake, one message · 75 stopped on request · 1 anything else.
+Prints loss (nats per target token, including the end of a document), perplexity and bits per byte of text, for each
+source and for all. RUN_DIR, a run directory: evaluates on all held-out documents of the run, or on all documents of
+--data.paths (with --data.source, --data.mixture) if they are given. HF_DIR, a Hugging Face model folder: evaluates on
+the given documents. --mesh.data, --mesh.fsdp, --mesh.tensor N: the mesh of this command, as in meshtrain.generate. Exit
+codes: 0 · 1 any other failure · 2 a mistake in the settings · 75 stopped on request.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from meshtrain.run import command, say, stops
 
-if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
+if __name__ == "__main__":      # before jax is imported, to silence messages of its C++
     command.begin()
 
 import jax
@@ -42,28 +42,29 @@ from meshtrain.names import NO_TARGET
 def _tasks(text: str) -> list[str]:
     if names := [task for task in text.split(",") if task]:
         return names
-    raise ValueError("names none; give their names, comma-separated, e.g. --tasks lambada_openai,hellaswag")
+    raise ValueError("names no task; give names, comma-separated, e.g. --tasks lambada_openai,hellaswag")
 
 
 COMMAND = config.Command("meshtrain.evaluate", {
-    "step": config.Option("a saved step; 0: the newest", "N", "100", config.whole(), 0),
-    "tasks": config.Option("of the LM evaluation harness, by name or path of a YAML file, comma-separated "
+    "step": config.Option("the step of a checkpoint; 0: the newest", "N", "100", config.whole(), 0),
+    "tasks": config.Option("tasks of the LM evaluation harness, by name or path of a YAML file, comma-separated "
                            "(pip install -e '.[eval]')", "A,B", "hellaswag", _tasks, ()),
-    "num-fewshot": config.Option("examples before each document of the tasks", "N", "5", config.whole()),
-    "limit": config.Option("documents of each task", "N", "100", config.whole()),
-    "add-bos": config.Option("begin the tasks' texts with the token that begins a document, even if the folder's "
-                             "tokenizer does not write it"),
+    "num-fewshot": config.Option("number of examples before each document of the tasks", "N", "5", config.whole()),
+    "limit": config.Option("maximum number of documents of each task", "N", "100", config.whole()),
+    "add-bos": config.Option("put the token that begins a document before the texts of tasks, even if the folder's "
+                             "tokenizer does not"),
     "json": config.Option('print JSON alone: {"loss", "tokens", "perplexity", "bits_per_byte", "sources": {name: the '
                           'same}, "tasks": {name: metrics}}; null where there is none'),
 }, "RUN_DIR|HF_DIR", (1, 1))
-# that say what to evaluate on
+# keys that choose the documents to evaluate on
 GIVEN = ("data.source", "data.paths", "data.mixture", "data.validation_paths", "data.validation_sources")
-SEQ_LEN = 1024      # of a folder, unless told otherwise or it takes less
+SEQ_LEN = 1024      # default data.seq_len for a model folder, if the model supports it
 
 
 @dataclasses.dataclass
 class Sums:
-    """Over the targets that were scored. num_bytes: of their text; None where the tokenizer does not tell."""
+    """Sums over the scored targets. nats: of their loss. tokens: their number. num_bytes: of their text; None if it
+    cannot be derived from the tokenizer."""
     nats: float = 0.0
     tokens: int = 0
     num_bytes: int | None = 0
@@ -91,10 +92,10 @@ def main(options: config.Arguments) -> None:
     found = trained.describe(*options.names, options["step"], options.keys, "evaluate", keys=("data.",))
     found = _with_tokenizer(found)
     if 0 < (longest := found.longest()) < found.run.data.seq_len:
-        say.err(f"note: data.seq_len={found.run.data.seq_len} is more than the {longest} tokens that the model was "
-                f"made for (max_position_embeddings of its config.json); tokens beyond them are predicted badly")
+        say.err(f"note: data.seq_len={found.run.data.seq_len} exceeds the model's maximum of {longest} tokens "
+                f"(max_position_embeddings of its config.json); later tokens are predicted badly")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        stops.end_together(lambda: shutil.rmtree(scratch, ignore_errors=True))      # a stop runs no end of this block
+        stops.end_together(lambda: shutil.rmtree(scratch, ignore_errors=True))      # a stop request skips __exit__
         corpus, sets = _open_data(found, bool(options["tasks"]), Path(scratch))
         asked = _asked(found, options) if options["tasks"] else None
         placed = found.place()
@@ -107,12 +108,12 @@ def main(options: config.Arguments) -> None:
     say.answer(json.dumps(scores) if options["json"] else _table(scores))
 
 
-# ---- what is evaluated on --------------------------------------------------------------------------------------------
+# ---- the documents ---------------------------------------------------------------------------------------------------
 
 
 def _with_tokenizer(found: trained.Trained) -> trained.Trained:
-    """Of a folder: its own tokenizer, separator and end, and sequences as long as it takes, where the command line has
-    no others."""
+    """Return the model with the folder's own tokenizer, separator, end token and sequence length in its run, unless the
+    command line gives others. A model of a run directory is returned unchanged. Raises: ConfigError."""
     if not found.of_folder:
         return found
     changes, path = {}, found.directory / trained.TOKENIZER
@@ -124,13 +125,13 @@ def _with_tokenizer(found: trained.Trained) -> trained.Trained:
             separator = found.separator()
             names = tokenizer.names_of(path, separator, ends.of_documents(found.directory, separator))
             if tokenizer.named_separator(path) is not None:
-                names[0] = ""       # found again where the tokenizer is opened, which tells where files disagree on it
+                names[0] = ""       # opening the tokenizer finds it again, and reports if files disagree on it
         changes |= {key: name for key, name in zip(("bos_token", "eos"), names) if name
                     and f"data.{key}" not in found.given}
     elif "data.tokenizer" not in found.given and _reads_text(found.run.data) and any(
             key in found.given for key in GIVEN):
-        raise ConfigError(f"{found.directory} has no {trained.TOKENIZER}, and texts are to be read; give "
-                          f"--data.tokenizer the path of its tokenizer.json, or bytes")
+        raise ConfigError(f"{found.directory} has no {trained.TOKENIZER}, which the texts need; set "
+                          f"--data.tokenizer to the path of its tokenizer.json, or to bytes")
     return dataclasses.replace(found, run=found.run.replaced(data=changes))
 
 
@@ -141,22 +142,25 @@ def _reads_text(data: config.Data) -> bool:
 
 def _open_data(found: trained.Trained, may_be_none: bool, scratch: Path) -> tuple[
         sources.Corpus | None, Sequence[packing.PackedValidation]]:
-    """What the command line names, all of it, else what the run holds out; nothing where tasks are asked of a folder
-    alone."""
+    """Return (corpus, sets to evaluate on): all documents that the command line gives, else the run's held-out ones.
+
+    may_be_none: with --tasks, return (None, ()) if there are no documents to evaluate on. scratch: for the token cache
+    of a folder. Raises: ConfigError.
+    """
     data, everything = found.run.data, found.of_folder or any(key in found.given for key in GIVEN)
     if data.source == "preferences":
         if may_be_none:
             return None, ()
-        raise ConfigError('data.source="preferences" has pairs of answers, and a loss is measured on texts; give some, '
-                          "e.g. --data.source text --data.paths '[\"corpus/*.txt\"]', or --tasks")
+        raise ConfigError('data.source="preferences" has pairs of answers, but a loss is measured on texts; give '
+                          "texts, e.g. --data.source text --data.paths '[\"corpus/*.txt\"]', or --tasks")
     if found.of_folder and not any(key in found.given for key in GIVEN):
         if may_be_none:
             return None, ()
-        raise ConfigError(f"{found.directory} is a model folder, and nothing says what to evaluate on; give e.g. "
+        raise ConfigError(f"{found.directory} is a model folder, which has no documents to evaluate on; give e.g. "
                           f"--data.source text --data.paths '[\"corpus/*.txt\"]', or --tasks")
     if "data.validation_paths" in found.given and data.validation_paths:
         data = data.model_copy(update={"paths": data.validation_paths, "validation_paths": ()})
-    elif "data.paths" in found.given or "data.mixture" in found.given:     # and none of what the run holds out
+    elif "data.paths" in found.given or "data.mixture" in found.given:     # without the run's held-out documents
         given = {"validation_sources"} if "data.validation_sources" in found.given else set()
         data = data.model_copy(update=dict.fromkeys({"validation_paths", "validation_sources"} - given, ()))
     if everything:
@@ -169,17 +173,18 @@ def _open_data(found: trained.Trained, may_be_none: bool, scratch: Path) -> tupl
         of = data, corpus, found.run.run.seed
         sets = packing.open_whole(*of) if everything else packing.open_batches(*of).validation
     if not sets:
-        raise ConfigError(f"the run in {found.directory} holds nothing out "
-                          f"(data.validation_fraction={data.validation_fraction}); name what to evaluate on, e.g. "
+        raise ConfigError(f"the run in {found.directory} has no held-out documents "
+                          f"(data.validation_fraction={data.validation_fraction}); give documents, e.g. "
                           f"--data.source text --data.paths '[\"corpus/*.txt\"]'")
     return corpus, sets
 
 
 def _measured(scorer: Scorer, corpus: sources.Corpus, held: packing.PackedValidation) -> Sums:
-    """The sums over all targets of a set. Bytes are those of its documents, or of its tokens where they tell."""
+    """Return the sums over all targets of a set. Bytes are those of its documents if known, else those of its tokens
+    if each token has a known number of bytes."""
     lengths, total, counted = text_bytes.lengths(corpus.tokenizer), Sums(), held.text_bytes
     if lengths and lengths.prefix != 0 and held.of_conversations:
-        lengths = None      # there may be a space behind every special token
+        lengths = None      # a space may follow every special token
     for batch in _batches(held, scorer):
         logprobs, _ = scorer.score(batch)
         targets, here = batch["targets"], batch["targets"] != NO_TARGET
@@ -192,7 +197,8 @@ def _measured(scorer: Scorer, corpus: sources.Corpus, held: packing.PackedValida
 
 
 def _bytes_of(lengths: text_bytes.Lengths | None, targets: np.ndarray, begun: int) -> int | None:
-    """Bytes of text of tokens, of which `begun` are the first of a document; None: tokens do not tell."""
+    """Return the bytes of text of these tokens; None if they are unknown. begun: number of tokens that are the first of
+    a document."""
     if lengths is None or begun and lengths.prefix is None:
         return None
     each = lengths.bytes_V[targets]
@@ -200,7 +206,7 @@ def _bytes_of(lengths: text_bytes.Lengths | None, targets: np.ndarray, begun: in
 
 
 def _batches(held: packing.PackedValidation, scorer: Scorer) -> Iterator[dict[str, np.ndarray]]:
-    """The rows of a set, as many at a time as the scorer takes; the last are filled up with rows without a target."""
+    """Yield the rows of a set in batches of the scorer's size. Rows without targets fill up the last batch."""
     kept: list[dict] = []
     for i in range(held.num_batches):
         batch = held.batch(i)
@@ -214,27 +220,27 @@ def _batches(held: packing.PackedValidation, scorer: Scorer) -> Iterator[dict[st
 
 
 def _asked(found: trained.Trained, options: dict):
-    """(scorer, generator) -> {task: metrics}, by the harness. Raises: ConfigError where it or a tokenizer is not
-    there."""
+    """Return a function (scorer, generator) -> {task: metrics} that runs the harness. Raises: ConfigError if the
+    harness is not installed, or the model has no tokenizer."""
     with config.user_errors():
         tokenizer.import_extra("lm_eval", "--tasks", "eval")
     from meshtrain.inference import harness     # here: it imports lm_eval, which is an extra
     text, stop_ids = found.text(), found.stop_ids()
     if text is None:
-        raise ConfigError(f"--tasks needs a tokenizer, and {found.directory} has none; give --data.tokenizer the path "
-                          f"of a tokenizer.json")
+        raise ConfigError(f"--tasks needs a tokenizer, but {found.directory} has none; set --data.tokenizer to the "
+                          f"path of a tokenizer.json")
     for note in getattr(text.of, "notes", ()):
         say.err(f"note: {note}")
     prefix = next((one for one in (found.separator() if found.of_folder else text.of.bos,
                                    *stop_ids) if one is not None), None)
     if prefix is None:
-        raise ConfigError(f"--tasks: {found.directory} has neither bos_token_id nor eos_token_id, and each text "
-                          f"begins with one of them; add one to its config.json")
+        raise ConfigError(f"--tasks: {found.directory} has neither bos_token_id nor eos_token_id, but each text must "
+                          f"begin with one of them; add one to its config.json")
     lead = [prefix] if options["add-bos"] else found.lead(text, prefix)
     length = found.longest() or found.run.data.seq_len
     if found.of_folder and not found.longest():
-        say.err(f"note: nothing says how long sequences may be (max_position_embeddings); contexts of tasks are cut to "
-                f"data.seq_len={length} tokens")
+        say.err(f"note: the maximum length of sequences is unknown (max_position_embeddings); contexts of tasks are "
+                f"cut to data.seq_len={length} tokens")
 
     def answered(scorer, generator) -> dict:
         words = Words(text.decode, found.ends.stops, stop_ids)

@@ -1,4 +1,4 @@
-"""Questions of the notebooks: the reader writes an answer, and a check says whether it is right."""
+"""Checks answers to the questions in the notebooks."""
 from __future__ import annotations
 
 import math
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def check_answer(answer: Any, right: Any, hint: str, tolerance: float = 0.01) -> None:
-    """Tell whether an answer is right; `...` is none yet.
+    """Print whether an answer is right. `...` means that there is no answer yet.
 
-    Numbers may differ by the relative tolerance, all else must be equal. Raises: AssertionError with the hint.
+    Numbers may differ by the relative tolerance; other values must be equal. Raises: AssertionError with the hint.
 
     >>> mt.check_answer(..., 7 / 8, "a ring of 8 passes each piece on 7 times")
     no answer yet: put yours in place of the dots, and run this cell again

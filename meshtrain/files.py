@@ -1,13 +1,11 @@
-"""Judges errors of the file system: a mistake of the user, or a temporary failure.
+"""Classifies errors of the file system as mistakes of the user or temporary failures; writes files durably.
 
-A name that is wrong, or that nobody may read or write, stays so until a person changes it: exit code 2. A shared file
-system that answers ESTALE after a failover, a disk that is full, or a device that fails says nothing about the run
-file: the call is made again with patience, then the run ends with exit code 1, and a launcher starts it again. MISTAKES
-is the whole rule.
+A wrong name or a missing permission stays until a person changes it: exit code 2. Other errors (ESTALE after an NFS
+failover, a full disk, a failing device) may pass: the call is retried, then the run ends with exit code 1, and a
+launcher starts it again. MISTAKES lists the codes of the first class.
 
-Below: files written until they are on the disk, and their checksums, xxh3-128. An error of the file system is never
-taken for damage: NFS answers ESTALE after a failover, a host may lack its mount, and what a process cannot read now
-another one can. This module imports nothing of meshtrain: every room may use it.
+Files are written and synced to disk, with xxh3-128 checksums. An error of the file system never counts as damage of a
+file: a host may lack a mount, and another process may be able to read the file. Imports nothing of meshtrain.
 """
 from __future__ import annotations
 
@@ -28,47 +26,45 @@ from typing import TypeVar
 
 import xxhash
 
-# Lasting until somebody changes a name, a permission or a mount. Every other code (EIO, ESTALE, ETIMEDOUT, ENOTCONN,
-# EBUSY, ENOTEMPTY, ENOSPC, EDQUOT, EMFILE, …) may be gone at the next call.
+# Errors that stay until somebody changes a name, a permission or a mount. All other codes (EIO, ESTALE, ETIMEDOUT,
+# ENOTCONN, EBUSY, ENOTEMPTY, ENOSPC, EDQUOT, EMFILE, …) may pass.
 MISTAKES = frozenset({
     errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EROFS, errno.ELOOP,
     errno.EEXIST, errno.EINVAL, errno.ENXIO, errno.ENODEV, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS,
     errno.ENOLCK})
-PAUSES_S = (0.5, 2.0, 5.0)  # before each further try; an NFS client keeps attributes for up to 3 s (acregmin)
-# Longer than a file server keeps the locks of a client that is gone: NFSv4 90 s (its lease), Lustre 100 s and more
-# (eviction).
+PAUSES_S = (0.5, 2.0, 5.0)  # before each retry; an NFS client caches attributes for up to 3 s (acregmin)
+# Longer than a file server keeps the locks of a lost client: NFSv4 90 s (its lease), Lustre 100 s and more (eviction).
 LOCK_WAIT_S, TELL_AGAIN_S = 300.0, 60.0
-CHUNK_BYTES = 4 << 20  # read at once: larger than what keeps a disk busy, smaller than a core's share of the cache
+CHUNK_BYTES = 4 << 20  # bytes of a read: enough to keep a disk busy, less than a core's share of the cache
 Value = TypeVar("Value")
 
-tell: Callable[[str], None] = lambda line: None     # gets what fails for a moment; commands print it
-_told_at: dict[str, float] = {}     # by reason
+tell: Callable[[str], None] = lambda line: None     # receives lines about retries; commands print them
+_told_at: dict[str, float] = {}     # reason -> time of its last message
 
 
 class FileSystemError(OSError):
-    """The file system refused something that is no mistake of the user's, and went on refusing it. The message says
-    what."""
+    """The file system kept failing, after retries, with an error that is not a mistake of the user."""
 
 
 def is_mistake(error: OSError) -> bool:
-    """Whether the same call would be refused again until a person changes something.
+    """Return whether the same call would fail again until a person changes something.
 
-    True, too, for an error without a code: a library's judgement of a file's content, not the kernel's of a call.
+    True also for an error without a code, which comes from a library that rejects the content of a file.
     """
     return not isinstance(error, FileSystemError) and (error.errno is None or error.errno in MISTAKES)
 
 
 def is_moment(error: BaseException) -> bool:
-    """Whether the kernel refused a call on a file, and may do it at the next one."""
+    """Return whether an error is a temporary failure of the file system."""
     return isinstance(error, OSError) and not isinstance(error, (ConnectionError, socket.gaierror)) and not is_mistake(
         error)
 
 
 def patiently(act: Callable[[], Value], *, missing: bool = False) -> Value:
-    """act(), again after each of PAUSES_S where the file system refuses for a moment.
+    """Return act(). After a temporary failure of the file system, retry after each of PAUSES_S.
 
-    missing: also where there is no such file: on a shared file system another host's new file may not be seen yet.
-    Raises: the OSError of the last try; that of the first where it is a mistake.
+    missing: also retry if there is no such file: on a shared file system, another host's new file may not be visible
+    yet. Raises: the OSError of the last attempt, or at once if it is a mistake (see `is_mistake`).
     """
     for pause_s in PAUSES_S:
         try:
@@ -84,7 +80,8 @@ def patiently(act: Callable[[], Value], *, missing: bool = False) -> Value:
 
 
 def pause(seconds: float, place: str, reason: str) -> None:
-    """Wait before a retry, and tell why: each reason once in TELL_AGAIN_S. place: what failed, for the message."""
+    """Wait before a retry and report the reason, each reason once in TELL_AGAIN_S. place: the file or server that
+    failed, for the message."""
     if time.monotonic() - _told_at.get(reason, -float("inf")) >= TELL_AGAIN_S:
         _told_at[reason] = time.monotonic()
         tell(f"{place}: {reason}; retrying")
@@ -92,48 +89,47 @@ def pause(seconds: float, place: str, reason: str) -> None:
 
 
 def status(path: str | os.PathLike) -> os.stat_result | None:
-    """os.stat of `path`; None where nothing is there, nor can be by this name. Raises: FileSystemError; ValueError
-    where the look is not permitted: neither says that nothing is there."""
+    """Return os.stat of `path`; None if nothing exists there. Raises: FileSystemError if the file system fails;
+    ValueError if access is not permitted. In both cases something may exist."""
     try:
         return patiently(lambda: os.stat(path))
     except OSError as error:
         if isinstance(error, PermissionError) or not is_mistake(error):
             raise judged(error, f"{path} cannot be accessed", "grant the permission, or give another path") from None
         return None
-    except ValueError:      # a null in the name
+    except ValueError:      # a null byte in the name
         return None
 
 
 def is_file(path: str | os.PathLike) -> bool:
-    """Whether a regular file is there. Unlike os.path.isfile, no when the file system does not answer. Raises: see
-    `status`."""
+    """Return whether `path` is a regular file. Unlike os.path.isfile, it raises if the file system fails, see `status`.
+    """
     found = status(path)
     return found is not None and stat.S_ISREG(found.st_mode)
 
 
 def is_dir(path: str | os.PathLike) -> bool:
-    """The same of a directory."""
+    """Return whether `path` is a directory. Raises: see `status`."""
     found = status(path)
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
 def judged(error: OSError, what: str, remedy: str, mistake: type[Exception] = ValueError) -> Exception:
-    """What to raise for `error`, whose patience has ended: a `mistake` with the remedy, or FileSystemError, which is
-    exit code 1.
+    """Return the exception to raise for `error` after retries: a `mistake` with the remedy, or FileSystemError, which
+    gives exit code 1.
 
-    what: what could not be done, with the value: `data.paths: x.txt cannot be read`.
+    what: the failed action with its value: `data.paths: x.txt cannot be read`.
     """
     if isinstance(error, FileSystemError):
         return error
     reason = error.strerror or str(error)
     if is_mistake(error):
         return mistake(f"{what}: {reason}; {remedy}")
-    return FileSystemError(f"{what}: {reason}; check the file system (its room, its mounts, its server) and start "
-                           f"again")
+    return FileSystemError(f"{what}: {reason}; check the file system (free space, mounts, server) and start again")
 
 
 def attempted(act: Callable[[], Value], what: str, remedy: str, mistake: type[Exception] = ValueError) -> Value:
-    """act(), with patience. Raises: see `judged`."""
+    """Return act(), with retries. Raises: see `judged`."""
     try:
         return patiently(act)
     except OSError as error:
@@ -141,10 +137,10 @@ def attempted(act: Callable[[], Value], what: str, remedy: str, mistake: type[Ex
 
 
 class Waiting:
-    """A wait for a lock that somebody else holds: told, limited, and with the owner's name. The owner may be a host
-    that is lost: its locks stay until the file server lets go of them.
+    """A limited wait for a lock that another process holds, with messages that name the owner. The owner's host may be
+    lost; then the lock stays until the file server releases it.
 
-    what: the value and that it is in use, for messages. tell: gets a line at once and every TELL_AGAIN_S.
+    what: text that names the value and says that it is in use. tell: receives a line at once and every TELL_AGAIN_S.
     """
 
     def __init__(self, what: str, tell: Callable[[str], None]):
@@ -153,17 +149,17 @@ class Waiting:
         self._since = self._told_at = -float("inf")
 
     def go_on(self, owner: str, sign: object = None) -> None:
-        """Call it after each attempt that found the lock held: it reports a long wait. owner: in words, after `what`.
-        sign: anything that changes while its owner works. Raises: FileSystemError after LOCK_WAIT_S without change."""
+        """Record an attempt that found the lock held, and report a long wait. owner: text that follows `what`. sign: a
+        value that changes while the owner works. Raises: FileSystemError after LOCK_WAIT_S without a change."""
         now = time.monotonic()
         if self._since < 0 or sign != self._sign:
             self._sign, self._since = sign, now
         if now - self._since > LOCK_WAIT_S:
-            raise FileSystemError(f"{self.what}{owner}, and did not come free within {LOCK_WAIT_S:g} s; see whether "
-                                  f"that host is lost or still at work, and start again")
+            raise FileSystemError(f"{self.what}{owner}, which did not release it within {LOCK_WAIT_S:g} s; check "
+                                  f"whether that host is lost or still at work, and start again")
         if now - self._told_at >= TELL_AGAIN_S:
             self._told_at = now
-            self.tell(f"{self.what}{owner}; waiting: if its host is lost, the file server frees the lock in some "
+            self.tell(f"{self.what}{owner}; waiting: if its host is lost, the file server releases the lock after some "
                       f"minutes")
 
 
@@ -172,9 +168,10 @@ def regular_files(place: Path) -> list[Path]:
 
 
 def checksums(place: Path, paths: Iterable[Path], *, sync: bool = False, missing: bool = False) -> dict[str, list]:
-    """Name within `place` -> [bytes, xxh3-128] of each file.
+    """Return path relative to `place` -> [bytes, xxh3-128] of each file.
 
-    sync: they were just written, and are on the disk when this returns; else they are read with patience.
+    sync: the files were just written; sync them to disk. If False, they are read with retries. missing: see
+    `patiently`.
     """
 
     def checksum(path):
@@ -194,7 +191,7 @@ def checksums(place: Path, paths: Iterable[Path], *, sync: bool = False, missing
 
 
 def difference(found: list, wanted) -> str:
-    """How a file differs from what was written, in words; empty if it does not."""
+    """Return how a file differs from what was written, as text; "" if it does not. found, wanted: from `checksums`."""
     if found == wanted:
         return ""
     if isinstance(wanted, list) and found[0] != wanted[0]:
@@ -203,7 +200,7 @@ def difference(found: list, wanted) -> str:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """The file is on the disk when this returns. Raises: OSError that names the file."""
+    """Write a file and sync it to disk. Raises: OSError that names the file."""
     try:
         with open(path, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
@@ -215,8 +212,8 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def remove(place: Path) -> OSError | None:
-    """Removes a directory, with patience, also while other processes do. Returns why some of it stays, which does no
-    harm: the caller has taken its name or its index."""
+    """Remove a directory, with retries, even while other processes remove it. Return the error if some of it remains;
+    this is harmless, because the caller has already removed its name or its index."""
     refused: list[OSError] = []
 
     def act():
@@ -230,8 +227,11 @@ def remove(place: Path) -> OSError | None:
 
 
 def replace(path: Path, content: str | bytes, *, shared: bool = False) -> None:
-    """The file has either its old content or, when this returns, all of the new. shared: several processes may write it
-    at once; its name is on the disk, too, and a write that fails leaves nothing."""
+    """Replace the content of a file atomically and sync it to disk.
+
+    shared: several processes may write the file at the same time; the directory is synced, too, and a failed write
+    leaves no temporary file.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
     try:
         write(temporary, content)
@@ -244,20 +244,21 @@ def replace(path: Path, content: str | bytes, *, shared: bool = False) -> None:
 
 
 def free_name(name: str, is_taken: Callable[[str], bool]) -> str:
-    """The first of NAME, NAME-2, NAME-3, … that is free."""
+    """Return the first of NAME, NAME-2, NAME-3, … that is not taken."""
     names = (f"{name}-{i}" if i > 1 else name for i in itertools.count(1))
     return next(one for one in names if not is_taken(one))
 
 
 def set_aside(path: Path, suffix: str) -> str:
-    """Renames a file or directory to NAME.suffix, or NAME.suffix-2 where that is taken; returns the new name."""
+    """Rename a file or directory to NAME.suffix, or to NAME.suffix-2 if that is taken, and so on. Return the new name.
+    """
     kept = free_name(f"{path.name}.{suffix}", lambda name: path.with_name(name).exists())
     path.rename(path.with_name(kept))
     return kept
 
 
 def sync(directory: Path) -> None:
-    """A name is on the disk when its directory is."""
+    """Sync a directory to disk, so that the names of its files are durable."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -266,7 +267,7 @@ def sync(directory: Path) -> None:
 
 
 def said(error: BaseException) -> str:
-    """An error in one line, for people: what the system said, and about which file."""
+    """Return an error as one line of text: the message of the system, and the file."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     text = " ".join(str(error).split())
@@ -276,9 +277,11 @@ def said(error: BaseException) -> str:
 
 
 class Beat:
-    """Calls `write` every `every_s` seconds, in a thread of its own, until `close`. What the file system refuses is
-    left to the next call; so is any other error, which is told once. What it writes must say what the main thread has
-    done: the beat goes on while that hangs."""
+    """A thread that calls `write` every `every_s` seconds until `close`.
+
+    An error of the file system is ignored until the next call; so is any other error, which is reported once. The
+    heartbeat continues while the main thread hangs, so `write` has to write a sign of the main thread's progress.
+    """
 
     def __init__(self, write: Callable[[], object], every_s: float):
         self._write, self._every_s, self._closed = write, every_s, threading.Event()
@@ -291,7 +294,7 @@ class Beat:
                 self._write()
             except OSError:
                 pass
-            except BaseException as error:      # of a library in Rust, too: its panics are no Exception
+            except BaseException as error:      # panics of libraries in Rust are no Exception
                 if not told:
                     tell(f"{getattr(self._write, '__qualname__', self._write)}: {said(error)}; retrying")
                 told = True

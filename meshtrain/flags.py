@@ -1,8 +1,8 @@
-"""XLA's flags for the programs of a run: one table, a row a flag, each with its evidence.
+"""XLA flags for the programs of a run, in one table with the evidence for each flag.
 
-A program gets the rows whose condition holds, unless XLA_FLAGS names the flag, which is then the user's, or the
-installed XLA does not know it. A flag without proof is in the table with the condition NEVER; `benchmarks.gpu` times it
-and compares losses. Flags that are set before jax starts are in `devices`.
+A program gets the flags whose condition holds, except those that the user sets in XLA_FLAGS and those that the
+installed XLA does not know. Flags without evidence have the condition NEVER; `benchmarks.gpu` times them and compares
+losses. Flags that are set before jax starts are in `devices`.
 """
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 JAXLIB = "libjax_common.so"
-# The share of a GPU's memory beyond which XLA recomputes values by itself, in silence; its flag is in percent of that.
-# Llama 3 8B without remat on 16 A100, 68 of 73 GiB, by the roofline: 10.8 s, and 8.9 s where the limit is what the
-# process takes.
+# XLA silently recomputes values if a program needs more than this share of a GPU's memory; its flag is a percentage of
+# this share. Llama 3 8B without remat on 16 A100, which needs 68 of 73 GiB, by the roofline: 10.8 s a step, and 8.9 s
+# if the limit is the memory of the process.
 MEMORY_SHARE = 0.80
-# What a row asks of a run. SEVERAL: it has stages or experts. CUBLAS: nothing splits a layer's matmuls or its tokens,
-# and it has no experts; or a dot can ask for float8 by its algorithm (`float8.precision`). DECODING: it draws tokens.
-# PROFILED: it is compiled with a profile of its instructions (`profiled`). DEVICELESS: for GPUs that are not here.
-# DEVICELESS_11: so with jax 0.11. EXPERTS_OLD: it has experts, and jax is older than 0.11.
+# Conditions. SEVERAL: the run has stages or experts. CUBLAS: no axis splits a layer's matmuls or tokens, and there are
+# no experts; or a dot can request float8 by its algorithm (`float8.precision`). DECODING: the program samples tokens.
+# PROFILED: it is compiled with a profile of its instructions (`profiled`). DEVICELESS: it is compiled for GPUs that the
+# machine does not have. DEVICELESS_11: the same with jax 0.11. EXPERTS_OLD: the run has experts, and jax is older than
+# 0.11.
 ALWAYS, DETERMINISTIC, SEVERAL, EXPERTS_OLD, OFFLOAD, CUBLAS, DECODING, PROFILED, DEVICELESS, DEVICELESS_11, NEVER = (
     "always", "deterministic", "several", "experts_old", "offload", "cublas", "decoding", "profiled", "deviceless",
     "deviceless_11", "never")
@@ -34,8 +35,8 @@ PROFILE = "xla_gpu_pgle_profile_file_or_directory_path"
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """value: of a program for which `when` holds; of two rows the later wins. default: XLA's. since: the oldest jax
-    that was found to know it; 0.10 also if older ones do."""
+    """A flag of XLA. value: for programs for which the condition `when` holds; if two rows apply, the later one wins.
+    default: XLA's value. since: the oldest tested jax that knows the flag (0.10 is the oldest tested)."""
     name: str
     value: bool | int | str
     when: str
@@ -107,7 +108,7 @@ ON_GPUS = (
          "158 of 966 ms waiting for links to 57 of 904; 70B, tensor 8 × fsdp 8 on H200, 17.9 to 17.3 s", ROOFLINE),
     Flag("xla_gpu_pgle_accuracy_checker", "PGLE_STRICTNESS_LEVEL_OFF", PROFILED, "..._WARN", "0.10",
          "no line for each instruction that takes no time", "XLA"),
-    # Off until a GPU has timed them: what others report.
+    # Reported by others; off until they are timed on a GPU.
     Flag("xla_gpu_experimental_enable_nccl_symmetric_buffers", True, NEVER, "false", "0.10",
          "NCCL's symmetric kernels: 8B, +7% in bfloat16, +8% in float8, as reported; needs NCCL 2.27, and "
          "buffers of its own", "openxla/xla#36462"),
@@ -126,8 +127,8 @@ ON_GPUS = (
 
 def options(platform: str, facts: Set[str] = frozenset(), memory_share: float = MEMORY_SHARE,
             environ: Mapping[str, str] = os.environ) -> dict[str, bool | int | str]:
-    """XLA options of every program of a run on this platform (jax's name). facts: conditions that hold, beside ALWAYS.
-    memory_share: of a GPU, for the process."""
+    """Return the XLA options of the programs of a run. platform: jax's name. facts: conditions that hold besides
+    ALWAYS. memory_share: share of a GPU's memory that the process uses."""
     if platform == "cpu":
         return {}
     chosen = _chosen({ALWAYS, *facts}, environ)
@@ -137,8 +138,8 @@ def options(platform: str, facts: Set[str] = frozenset(), memory_share: float = 
 
 
 def profiled(file: Path, environ: Mapping[str, str] = os.environ) -> dict[str, bool | int | str]:
-    """Options that add a profile (`cost.program.scheduling`) to a compilation; none if XLA_FLAGS has one, or the
-    installed XLA reads none."""
+    """Return the options that add a profile (`cost.program.scheduling`) to a compilation; none if XLA_FLAGS already
+    names a profile, or the installed XLA does not support it. file: the profile."""
     chosen = _chosen({PROFILED}, environ)
     return chosen | {PROFILE: str(file)} if PROFILE in chosen else {}
 
@@ -150,7 +151,7 @@ def _chosen(conditions: Set[str], environ: Mapping[str, str]) -> dict[str, bool 
 
 
 def known(name: str) -> bool:
-    """Whether the installed XLA knows a flag of the table; True where its libraries are not found."""
+    """Return whether the installed XLA knows a flag of the table; True if its libraries are not found."""
     libraries = xla_libraries()
     return not libraries or name in _known_of_table(tuple(libraries))
 
@@ -161,9 +162,10 @@ def _known_of_table(libraries: tuple[Path, ...]) -> set[str]:
 
 
 def known_flags(names: Sequence[str], libraries: Sequence[Path] | None = None) -> set[str]:
-    """Those of these flags that each XLA library here knows (jaxlib and the GPU plugin, which both read XLA_FLAGS).
+    """Return those of these flags that all XLA libraries know (jaxlib and the GPU plugin, which both read XLA_FLAGS).
 
-    XLA reads its flags once and cannot be asked, so the libraries' bytes are searched for the names, in 0.3 s.
+    libraries: None for the installed ones. XLA has no interface that lists its flags, so the bytes of the libraries are
+    searched for the names, in 0.3 s.
     """
     libraries = xla_libraries() if libraries is None else libraries
     found = set(names) if libraries else set()
@@ -174,6 +176,7 @@ def known_flags(names: Sequence[str], libraries: Sequence[Path] | None = None) -
 
 
 def xla_libraries() -> list[Path]:
+    """Return the paths of the installed XLA libraries."""
     found = []
     for package, pattern in (("jaxlib", JAXLIB), ("jax_plugins", "xla_*/xla_*_plugin.so")):
         spec = importlib.util.find_spec(package)

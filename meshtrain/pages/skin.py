@@ -260,7 +260,7 @@ def _exact(cell: Cell) -> str:
 def check_free(option: str, path: str) -> None:
     """Check the output path before computing. Raises: ValueError if it exists or cannot be written."""
     if files.status(path):
-        raise ValueError(f"{option}={path} exists already; give another file, or remove it")
+        raise ValueError(f"{option}={path} is there already; give another file, or remove it")
     if not files.is_dir(Path(path).parent):
         raise ValueError(f"{option}={path} cannot be written: there is no directory {Path(path).parent}; give a file "
                          f"in a directory that exists")
@@ -272,6 +272,6 @@ def write(option: str, path: str, text: str) -> None:
         with open(Path(path), "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ValueError(f"{option}={path} exists already; give another file, or remove it") from None
+        raise ValueError(f"{option}={path} is there already; give another file, or remove it") from None
     except OSError as error:
         raise ValueError(f"{option}={path} cannot be written: {error.strerror}; give a writable file") from None

@@ -289,7 +289,7 @@ def test_parts_are_put_together_with_the_bytes_of_their_documents_and_older_part
 def test_texts_are_not_read_as_bytes_because_a_folder_has_no_tokenizer(tmp_path):
     (tmp_path / "a.txt").write_text("the cat")
     refused(call(evaluate.main, GOLDENS / "qwen3", "--data.source=text", f'--data.paths=["{tmp_path}/a.txt"]'),
-            "has no tokenizer.json", "give --data.tokenizer the path of its tokenizer.json, or bytes")
+            "has no tokenizer.json", "set --data.tokenizer to the path of its tokenizer.json, or to bytes")
 
 
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_wrapped", "gemma4_text", "llama2", "run"])

@@ -92,7 +92,8 @@ def test_a_run_that_goes_on_ends_where_one_without_a_stop_does(place):
 @pytest.mark.parametrize("more, told", [
     (["--data.source=text"], "has none; use data.source=\"preferences\""),
     (["--training.objective=next_token"], "from which training.objective=\"dpo\" learns"),
-    (["--mesh.stage=2", "--mesh.data=1", "--sharding.rules=sharding_rules/zero3.toml"], "is not computed in pipelines"),
+    (["--mesh.stage=2", "--mesh.data=1", "--sharding.rules=sharding_rules/zero3.toml"],
+     "pipelines do not support training.objective"),
     (["--training.z_loss=0.1"], "training.z_loss=0.1 is not part of"),
     (["--data.document_mask=false"], "would let the rejected answer see the chosen one"),
     (["--data.skip_batches=2"], "data.skip_batches=2 is not read by"),

@@ -206,7 +206,7 @@ def test_a_page_outside_of_a_checkout_names_no_commit(monkeypatch, tmp_path):
     ({"broken_permutes": []}, "It fits: "),
     ({"broken_permutes": [], "memory_bytes": {"usable": 2**30}}, "It does not fit: "),
     ({"broken_permutes": [], "memory_bytes": {"usable": None}, "roofline": None, "mesh": {"hbm_bytes": None}},
-     "on each of 8 devices. Nothing is said of its time")])
+     "on each of 8 devices. Its time is unknown")])
 def test_the_verdict_of_a_step_is_whether_it_is_right_fits_and_how_fast_it_is(more, said):
     told = pages_samples.inspected()
     for key, value in more.items():
@@ -271,7 +271,7 @@ def test_the_path_of_a_kernel_is_its_title_and_assumptions_are_folded_with_their
     page = layout.page(told)
     assert 'title="jvp(BTD,DF-&gt;BTF)/dot_general (gemm)"' in page
     folded = page.split("<details>")[1].split("</details>")[0]
-    assert "The 2 numbers that are assumed" in folded and "because &lt;i&gt;" in folded and "new.one" in folded
+    assert "The 2 assumed numbers" in folded and "because &lt;i&gt;" in folded and "new.one" in folded
 
 
 def proved(wrong: int = 0, count: int = 3, names: int = 13, findings: int = 0) -> dict:
