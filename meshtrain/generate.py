@@ -1,11 +1,11 @@
-"""How a model continues prompts: python -m meshtrain.generate RUN_DIR or HF_DIR, with one of --prompt, --prompts,
+"""Generates text with a model: python -m meshtrain.generate RUN_DIR or HF_DIR, with one of --prompt, --prompts,
 --prompt-ids and --chat.
 
-RUN_DIR: a run's directory. HF_DIR: a model folder of Hugging Face's.
---mesh.data, --mesh.fsdp, --mesh.tensor N: devices that have prompts of their own, and that share weights (all on tensor
-where none is given); --mesh.simulated_devices N: on the CPU. --model.compute_dtype, --run.compilation_cache,
---data.tokenizer: as in a run. Exit codes: 0 · 2 the user's mistake, one message · 75 stopped
-on request · 1 anything else.
+RUN_DIR: a run directory. HF_DIR: a Hugging Face model folder. --mesh.data N, --mesh.fsdp N, --mesh.tensor N: the mesh.
+Prompts are divided over data; weights are sharded over fsdp and tensor. Without these options, all devices are on
+tensor. --mesh.simulated_devices N: simulate devices on the CPU. --model.compute_dtype, --run.compilation_cache,
+--data.tokenizer: as in a run file. Exit codes: 0 · 1 any other failure · 2 a mistake in the settings · 75 stopped on
+request.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from meshtrain.run import command, say
 
-if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
+if __name__ == "__main__":      # before jax is imported, to silence messages of its C++
     command.begin()
 
 import jax
@@ -33,11 +33,11 @@ from meshtrain.inference.generate import SLOTS, GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.units import size
 
-LEAST_TEMPERATURE = 1e-6        # as of rl.temperature
+LEAST_TEMPERATURE = 1e-6        # the minimum of rl.temperature, too
 
 
 def _ids(text: str) -> list[list[int]]:
-    """The prompts of --prompt-ids. Raises: ValueError."""
+    """Return the prompts of --prompt-ids. Raises: ValueError."""
     try:
         given = pydantic.TypeAdapter(list[int] | list[list[int]]).validate_json(text, strict=True)
     except ValueError:
@@ -45,7 +45,7 @@ def _ids(text: str) -> list[list[int]]:
     if given and isinstance(given[0], int):
         given = [given]
     if not given or not all(given):
-        raise ValueError("has an empty prompt; give at least one token of each, e.g. '[[5, 6], [7]]'")
+        raise ValueError("has an empty prompt; give at least one token for each, e.g. '[[5, 6], [7]]'")
     return given
 
 
@@ -58,13 +58,14 @@ def _text(text: str) -> str:
 def _temperature(text: str) -> float:
     what = f"0 for the most likely token, or {LEAST_TEMPERATURE:g} and more"
     value = config.number(what)(text)
-    if 0 < value < LEAST_TEMPERATURE:       # logits over it would overflow
+    if 0 < value < LEAST_TEMPERATURE:       # logits divided by it would overflow
         raise ValueError(f"is not {what}")
     return value
 
 
 def _is_text(words: str) -> bool:
-    """Whether all of what the command line or stdin gave was UTF-8: Python hands on other bytes as lone surrogates."""
+    """Return whether text from the command line or stdin was UTF-8. Python represents other bytes as lone surrogates.
+    """
     try:
         words.encode()
     except UnicodeEncodeError:
@@ -73,13 +74,14 @@ def _is_text(words: str) -> bool:
 
 
 COMMAND = config.Command("meshtrain.generate", {
-    "step": config.Option("a saved step; 0: the newest", "N", "100", config.whole(), 0),
+    "step": config.Option("the step of a checkpoint; 0: the newest", "N", "100", config.whole(), 0),
     "prompt": config.Option("a text to continue", "TEXT", "'Once upon a time'", _text, many=True),
-    "prompts": config.Option('a file with a prompt on each line, of .jsonl {"prompt": …}', "FILE", "prompts.txt"),
+    "prompts": config.Option('a file with a prompt on each line; in .jsonl each line is {"prompt": …}', "FILE",
+                             "prompts.txt"),
     "prompt-ids": config.Option("token ids; needs no tokenizer", "JSON", "'[[5, 6], [7]]'", _ids),
-    "chat": config.Option('a conversation by the chat template, a question on each line that you type; with --prompt '
-                          'or --prompts, of .jsonl also {"messages": [...]}, each is a conversation of its own'),
-    "samples": config.Option("answers per prompt; the prompt is read once", "N", "4",
+    "chat": config.Option('chat with the model by its chat template: type one question per line. With --prompt or '
+                          '--prompts, each prompt is a separate conversation; .jsonl may have {"messages": [...]}'),
+    "samples": config.Option("number of answers per prompt", "N", "4",
                              config.whole(1), 1),
     "max-tokens": config.Option("maximum tokens of an answer", "N", "256", config.whole(1, 10**7), 256),
     "temperature": config.Option("0: the most likely token; else sampled (default 0, or 1 with one of the next three)",
@@ -87,7 +89,7 @@ COMMAND = config.Command("meshtrain.generate", {
     "top-k": config.Option("sample from the K most likely tokens, as in transformers", "K", "50", config.whole(1), 0),
     "top-p": config.Option("sample from the most likely tokens with this total probability", "P", "0.9",
                            config.number("a probability", 0, 1, positive=True), 1.0),
-    "min-p": config.Option("draw from tokens of at least this share of the most likely one's probability", "P", "0.05",
+    "min-p": config.Option("sample from tokens with at least this share of the largest probability", "P", "0.05",
                            config.number("a share", 0, 1), 0.0),
     "seed": config.Option("the same seed gives the same answer to a prompt, with any other prompts and on any mesh",
                           "N", "1", config.whole(0, 2**32 - 1), 0),
@@ -96,7 +98,7 @@ COMMAND = config.Command("meshtrain.generate", {
     "json": config.Option('print JSON alone: {"completions": [{"prompt_ids", "token_ids", "text", "stopped": '
                           '"stop"|"length"}]}'),
 }, "RUN_DIR|HF_DIR", (1, 1))
-MOST_PROMPT_BYTES = 1 << 28     # of a file of prompts
+MOST_PROMPT_BYTES = 1 << 28     # maximum size of a file of prompts
 
 
 @command.entry(COMMAND, __doc__, (CheckpointError, assembly.BrokenProgramError))
@@ -121,7 +123,7 @@ def main(options: config.Arguments) -> None:
 
 
 def _tell(found: trained.Trained, plain: bool) -> None:
-    """Says what of the tokenizer is read otherwise than its files say. plain: prompts are texts without a template."""
+    """Print notes about the tokenizer. plain: prompts are texts without a chat template."""
     text = found.text()
     of = text and text.of
     for note in (*getattr(of, "notes", ()), *filter(None, [plain and getattr(of, "beginning", "")])):
@@ -130,7 +132,7 @@ def _tell(found: trained.Trained, plain: bool) -> None:
 
 def _answer(generator, prompts: list[list[int]], limits: GenerationLimits, words: Words | None,
             options: config.Arguments) -> None:
-    """Generates the completions and prints them: as JSON, or as text, which for one prompt is streamed."""
+    """Generate the completions and print them as JSON or text. The text of a single completion is streamed."""
     samples = options["samples"]
     ask = lambda tell=None: generator.complete(prompts, limits, _picking(options), options["seed"], tell,
                                                [samples] * len(prompts))
@@ -157,7 +159,7 @@ def _picking(options: config.Arguments) -> Picking:
 
 
 def _streamed(words: Words, ask) -> str:
-    """Print the text of the one answer of `ask` while it is generated."""
+    """Print the text of the only answer of `ask` while it is generated. Return the text."""
     stream = TextStream(words)
     (one,) = ask(lambda _, tokens: say.part(stream.more(tokens)))
     say.out(stream.rest(one.tokens))
@@ -166,9 +168,9 @@ def _streamed(words: Words, ask) -> str:
 
 def _converse(generator, found: trained.Trained, talking: Talk, limits: GenerationLimits,
               words: Words, options: config.Arguments) -> None:
-    """Answers each line of stdin, the conversation so far before it; ends where stdin ends."""
+    """Answer each line of stdin as the next message of one conversation, until stdin ends."""
     messages: list[dict] = []
-    if hasattr(sys.stdin, "reconfigure"):       # what is not UTF-8 costs a line and not the conversation, in any locale
+    if hasattr(sys.stdin, "reconfigure"):       # a line that is not UTF-8 is skipped, in any locale
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     while True:
         if say.on_terminal():
@@ -179,14 +181,14 @@ def _converse(generator, found: trained.Trained, talking: Talk, limits: Generati
         if not line.strip():
             continue
         if not _is_text(line):
-            say.err("error: that line is not UTF-8, and is left out; type it again, or set the terminal to UTF-8")
+            say.err("error: that line is not UTF-8 and is skipped; type it again, or set the terminal to UTF-8")
             continue
         asked = [*messages, {"role": "user", "content": line.rstrip("\n")}]
         try:
             with config.user_errors():
                 prompt = talking.prompt(asked)
             _check([prompt], found, limits)
-        except ConfigError as error:        # of this question alone
+        except ConfigError as error:        # concerns only this question
             say.err(f"error: {error}")
             continue
         answer = _streamed(words,
@@ -195,30 +197,30 @@ def _converse(generator, found: trained.Trained, talking: Talk, limits: Generati
 
 
 def _check(prompts: list[list[int]], found: trained.Trained, limits: GenerationLimits) -> None:
-    """Raises: ConfigError with every prompt that the model cannot take."""
+    """Check token ids and lengths of prompts. Raises: ConfigError with every prompt that the model cannot process."""
     vocab_size, faults = found.run.model.vocab_size, []
     for number, prompt in enumerate(prompts):
         if beyond := [one for one in prompt if not 0 <= one < vocab_size]:
-            faults.append(f"prompt {number + 1} has the id {beyond[0]}, and the model's vocabulary has 0 to "
-                          f"{vocab_size - 1}; give others, or the tokenizer that belongs to the model")
+            faults.append(f"prompt {number + 1} has the id {beyond[0]}, but the model's vocabulary has ids 0 to "
+                          f"{vocab_size - 1}; give other ids, or the tokenizer that belongs to the model")
         if limits.length and len(prompt) > limits.length:
             what = ("learned positions" if found.run.model.position == "learned" else
                     "tokens of its config.json (max_position_embeddings)")
-            faults.append(f"prompt {number + 1} has {len(prompt)} tokens, and the model takes sequences of at most the "
-                          f"{limits.length} {what}; shorten it")
+            faults.append(f"prompt {number + 1} has {len(prompt)} tokens, but the model supports sequences of at most "
+                          f"the {limits.length} {what}; shorten it")
     if faults:
         raise ConfigError(*faults)
 
 
 def _check_memory(placed: trained.LoadedModel, prompts: list[list[int]], limits: GenerationLimits,
                   samples: int) -> None:
-    """Raises: ConfigError where the keys and values alone are more than the devices hold."""
+    """Check the memory. Raises: ConfigError if the keys and values alone exceed the memory of the devices."""
     rows, tokens = min(len(prompts) * samples, SLOTS), max(len(prompt) + limits.of(prompt) for prompt in prompts)
     held = rows * cache.slot_bytes(placed.model.cfg, tokens, placed.ex.dtype.itemsize)
     if held > (has := devices.memory_bytes(placed.mesh.devices.flatten())):
         raise ConfigError(f"--max-tokens {limits.tokens}: the keys and values of {rows} × {tokens} tokens take "
-                          f"{size(held)}, and the devices have {size(has)}; ask for fewer tokens, or of fewer prompts "
-                          f"at once")
+                          f"{size(held)}, and the devices have {size(has)}; use a smaller --max-tokens, or fewer "
+                          f"prompts at a time")
 
 
 # ---- chat ------------------------------------------------------------------------------------------------------------
@@ -232,15 +234,15 @@ class Talk:
     stops: tuple[str, ...]
 
     def prompt(self, messages: Sequence[dict], tools: list | None = None) -> list[int]:
-        """The ids of a conversation up to where the model answers. Raises: ValueError."""
+        """Return the token ids of a conversation up to the begin of the model's answer. Raises: ValueError."""
         return chat.prompt(self.template, messages, tools).tolist()
 
 
 def open_talk(found: trained.Trained) -> Talk:
-    """Raises: ConfigError without a tokenizer or a template."""
+    """Return the chat template of a model. Raises: ConfigError without a tokenizer or a template."""
     text = found.text()
     if text is None:
-        raise ConfigError(f"--chat needs a tokenizer, and {found.directory} has none; give --data.tokenizer the path "
+        raise ConfigError(f"--chat needs a tokenizer, but {found.directory} has none; set --data.tokenizer to the path "
                           f"of a tokenizer.json with a chat template next to it")
     with config.user_errors():
         template = chat.open_template(_chat_reader(found, text), found.run.data.chat_template,
@@ -250,7 +252,7 @@ def open_talk(found: trained.Trained) -> Talk:
 
 
 def _chat_reader(found: trained.Trained, text: trained.Text) -> tokenizer.Tokenizer:
-    """The tokenizer as `data` opens it. Raises: ValueError."""
+    """Return the tokenizer as data with a chat template is read with it. Raises: ValueError."""
     if not isinstance(text.of, tokenizer.Published):
         return text.of
     ids = [one for one in (found.separator(), *found.stop_ids()) if one is not None]
@@ -262,12 +264,13 @@ def _chat_reader(found: trained.Trained, text: trained.Text) -> tokenizer.Tokeni
 
 
 def _words(found: trained.Trained, options: config.Arguments, talking: Talk | None) -> Words | None:
-    """How answers become text; None without a tokenizer. Raises: ConfigError."""
+    """Return the detokenizer with the ends of answers; None without a tokenizer. Raises: ConfigError."""
     text, stops = found.text(), tuple(options["stop"])
     if text is None:
         if option := next((name for name in ("prompt", "prompts", "stop") if options[name]), None):
-            raise ConfigError(f"--{option} needs a tokenizer, and {found.directory} has none; give --data.tokenizer "
-                              f"the path of a tokenizer.json, or bytes, or token ids, --prompt-ids '[[5, 6], [7]]'")
+            raise ConfigError(f"--{option} needs a tokenizer, but {found.directory} has none; set --data.tokenizer "
+                              f"to the path of a tokenizer.json, or to bytes; or give token ids, "
+                              f"--prompt-ids '[[5, 6], [7]]'")
         return None
     stops, stop_ids = stops + found.ends.stops, found.ends.ids
     if talking:
@@ -276,7 +279,7 @@ def _words(found: trained.Trained, options: config.Arguments, talking: Talk | No
 
 
 def _prompts(found: trained.Trained, options: config.Arguments, talking: Talk | None) -> list[list[int]]:
-    """The prompts as ids; none where a conversation is to be held. Raises: ConfigError."""
+    """Return the prompts as token ids; [] for an interactive chat. Raises: ConfigError."""
     if options["prompt-ids"]:
         return options["prompt-ids"]
     given = options["prompt"] or (_lines(options["prompts"], bool(talking)) if options["prompts"] else [])
@@ -291,25 +294,25 @@ def _prompts(found: trained.Trained, options: config.Arguments, talking: Talk | 
             else:
                 prompts.append(list(found.text().prompt(one)))
         if not prompts[-1]:
-            raise ConfigError(f"of the prompt {json.dumps(one)} the tokenizer leaves no token; give another")
+            raise ConfigError(f"the tokenizer gives no token for the prompt {json.dumps(one)}; give another prompt")
     return prompts
 
 
 def _lines(path: str, chats: bool) -> list:
-    """The prompts of a file, a line each, as editors count them: what else Unicode calls a line break is text. chats:
-    they may be lists of messages. Raises: ConfigError."""
+    """Return the prompts of a file, one per line. Lines end with \\n or \\r\\n; other line breaks of Unicode are part
+    of the text. chats: a prompt may be a list of messages. Raises: ConfigError."""
     try:
         with open(path, "rb") as file:
             content = file.read(MOST_PROMPT_BYTES + 1)
         text = content.decode("utf-8-sig") if len(content) <= MOST_PROMPT_BYTES else None
     except OSError as error:
-        raise ConfigError(f"--prompts {path} cannot be read: {error.strerror}; name a file with a prompt on each "
+        raise ConfigError(f"--prompts {path} cannot be read: {error.strerror}; give a file with a prompt on each "
                           f"line") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompts {path} is not text (byte {error.start} is not UTF-8); name a file of "
+        raise ConfigError(f"--prompts {path} is not text (byte {error.start} is not UTF-8); give a file in "
                           f"UTF-8") from None
     if text is None:
-        raise ConfigError(f"--prompts {path} is larger than {MOST_PROMPT_BYTES:,} bytes; name a file of prompts")
+        raise ConfigError(f"--prompts {path} is larger than {MOST_PROMPT_BYTES:,} bytes; give a smaller file")
     lines = text.replace("\r\n", "\n").split("\n")
     found = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
@@ -318,7 +321,7 @@ def _lines(path: str, chats: bool) -> list:
 
 
 def _of_json(path: str, number: int, line: str, chats: bool) -> str | tuple[list[dict], list | None]:
-    """A text, or (messages, tools). Raises: ConfigError."""
+    """Return the prompt of a JSON line: a text, or (messages, tools). Raises: ConfigError."""
     try:
         given = json.loads(line)
     except (ValueError, RecursionError):
@@ -335,7 +338,7 @@ def _of_json(path: str, number: int, line: str, chats: bool) -> str | tuple[list
 
 
 def _check_options(options: config.Arguments) -> None:
-    """Raises: ConfigError where the options contradict each other."""
+    """Check the options. Raises: ConfigError if they contradict each other."""
     kinds = options.given & {"prompt", "prompts", "prompt-ids"}
     if len(kinds) != 1 and not (options["chat"] and not kinds) or options["chat"] and "prompt-ids" in kinds:
         raise ConfigError("give one of --prompt TEXT, --prompts FILE and --prompt-ids '[[5, 6], [7]]', or --chat, "

@@ -1,4 +1,4 @@
-"""Checks what Python code gives to an experiment: batches and token ids. Every mistake is a ConfigError."""
+"""Checks the arguments of an experiment's methods: counts, batches, token ids. Every mistake is a ConfigError."""
 from __future__ import annotations
 
 import math
@@ -13,15 +13,15 @@ from meshtrain.names import NO_TARGET
 
 
 def check_count(name: str, value: object, least: int = 1) -> int:
-    """A whole number of at least `least`. name: for messages. Raises: ConfigError."""
+    """Return `value` if it is a whole number of at least `least`. name: for messages. Raises: ConfigError."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise ConfigError(f"{name}={value!r} is not a whole number of at least {least}")
     return int(value)
 
 
 def check_batch(batch: object, expected: Mapping[str, jax.ShapeDtypeStruct], vocab_size: int) -> dict[str, np.ndarray]:
-    """The arrays of a batch that a step reads. expected: `Step.batch`, [microbatches, replicas, sequences, …]. Raises:
-    ConfigError with every fault and what is expected."""
+    """Return the arrays of a batch that a step reads, in the step's dtypes. expected: `Step.batch`, [microbatches,
+    replicas, sequences, …]. Raises: ConfigError with every fault and the expected arrays."""
     shapes = {name: (math.prod(one.shape[:3]), *one.shape[3:]) for name, one in expected.items()}
     arrays = [f"{name} {_describe(shapes[name], one.dtype)}" for name, one in expected.items()]
     wanted = f"a batch is a dict of {', '.join(arrays)}"
@@ -43,7 +43,7 @@ def check_batch(batch: object, expected: Mapping[str, jax.ShapeDtypeStruct], voc
             continue
         kinds = "iu" if np.issubdtype(one.dtype, np.integer) else "iuf"
         if array.dtype.kind not in kinds or array.shape != shapes[name]:
-            faults.append(f"batch[{name!r}] is {_describe(array.shape, array.dtype)}, and this run takes "
+            faults.append(f"batch[{name!r}] is {_describe(array.shape, array.dtype)}, but this run needs "
                           f"{_describe(shapes[name], one.dtype)}")
         elif name in ("tokens", "targets") and (outside := _outside(array, vocab_size, name == "targets")):
             faults.append(f"batch[{name!r}] has {outside}")
@@ -53,7 +53,7 @@ def check_batch(batch: object, expected: Mapping[str, jax.ShapeDtypeStruct], voc
 
 
 def check_tokens(tokens: object, vocab_size: int, name: str = "tokens") -> np.ndarray:
-    """Token ids [B, T], int32. name: for messages. Raises: ConfigError."""
+    """Return token ids as an int32 array [B, T]. name: for messages. Raises: ConfigError."""
     try:
         array = np.asarray(tokens)
     except ValueError:
@@ -67,7 +67,7 @@ def check_tokens(tokens: object, vocab_size: int, name: str = "tokens") -> np.nd
 
 
 def check_prompt(prompt: object, vocab_size: int) -> str | list[int]:
-    """A prompt: text, or token ids as a list. Raises: ConfigError."""
+    """Return a prompt: text, or a list of token ids. Raises: ConfigError."""
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, (Sequence, np.ndarray)) or not len(prompt):
@@ -76,11 +76,11 @@ def check_prompt(prompt: object, vocab_size: int) -> str | list[int]:
 
 
 def _outside(array: np.ndarray, vocab_size: int, targets: bool) -> str:
-    """Words for ids that are no tokens; "" where there are none."""
+    """Return a text about ids outside the vocabulary; "" if there are none. targets: NO_TARGET is allowed, too."""
     wrong = (array < 0) | (array >= vocab_size)
     wrong &= array != NO_TARGET if targets else True
-    more = f", or {NO_TARGET} where there is no target" if targets else ""
-    return f"{array[wrong][0]}, and token ids are 0 to {vocab_size - 1}{more}" if wrong.any() else ""
+    more = f", or {NO_TARGET} for no target" if targets else ""
+    return f"{array[wrong][0]}, but token ids are 0 to {vocab_size - 1}{more}" if wrong.any() else ""
 
 
 def _describe(shape: Sequence[int], dtype: object) -> str:

@@ -1,10 +1,10 @@
-"""The one table of hardware numbers: what a GPU computes, holds and sends, each number with its source.
+"""The table of hardware numbers: peak FLOP/s, memory and links of GPUs, each number with its source.
 
-Peaks are dense (vendors often print the number with 2:4 sparsity, twice as high). Bandwidths are bytes per second;
-links count one direction. None means unknown, and whoever needs the number must say so (MFU is null on a CPU). NVIDIA's
-memory sizes and bandwidths are those of the driver, as XLA's target specs hold them (openxla/xla,
-xla/backends/gpu/target_config/specs), and so is all of `Chip`; the rest is the datasheet's. The
-inter-host numbers belong to a host, not to a GPU: they are the vendor's reference system, see Gpu.inter_host_source.
+Peaks are dense (vendors often give the number with 2:4 sparsity, which is twice as high). Bandwidths are in bytes per
+second; links count one direction. None means unknown (MFU is null on a CPU). NVIDIA's memory sizes and bandwidths and
+all fields of `Chip` are those of the driver, from XLA's target specs (openxla/xla,
+xla/backends/gpu/target_config/specs). Other numbers are from datasheets. The inter-host numbers are those of the
+vendor's reference host, see Gpu.inter_host_source.
 """
 import difflib
 import os
@@ -17,11 +17,10 @@ _T, _G = 1e12, 1e9
 
 @dataclass(frozen=True)
 class Chip:
-    """The properties of a GPU that the compiler and the kernels need. XLA can compile for a chip if none of them is
-    None."""
+    """Properties of a GPU that the compiler and the kernels need. XLA can compile for a chip if no field is None."""
 
-    num_sms: int  # multiprocessors (compute units): a matmul's tiles are dealt out to them in waves
-    compute_capability: int | None = None  # NVIDIA's, the major number; `kernels.tiles` has the tiles of each
+    num_sms: int  # multiprocessors (compute units), which process the tiles of a matmul in waves
+    compute_capability: int | None = None  # NVIDIA's major number; `kernels.tiles` has tile sizes for each
     fpus_per_core: int | None = None
     clock_ghz: float | None = None
     l2_bytes: int | None = None
@@ -45,7 +44,7 @@ class Gpu:
     chip: Chip | None
     source: str  # datasheet of peaks, memory and intra-host link
     inter_host_source: str | None = None
-    product: str = ""  # the driver's name of it where that is not "NVIDIA" and `name`
+    product: str = ""  # the driver's product name, if it is not "NVIDIA " + name.upper()
 
     @property
     def num_sms(self) -> int | None:
@@ -53,24 +52,24 @@ class Gpu:
 
     @property
     def device_kind(self) -> str:
-        """A name that the driver gives it, and jax in `device_kind`."""
+        """The driver's product name, which jax gives as `device_kind`."""
         return self.product or f"NVIDIA {self.name.upper()}"
 
     @property
     def can_be_compiled_for(self) -> bool:
-        """Whether the chip is known well enough to compile for it without having one (`inspect --topology`)."""
+        """Whether XLA can compile for this GPU without having one (`inspect --topology`)."""
         return self.chip is not None and None not in vars(self.chip).values()
 
     def peak(self, dtype: str) -> float | None:
-        """Dense FLOP/s of matmuls with operands of dtype, by any usual spelling (bfloat16 or bf16); None where
-        unknown."""
+        """Return the dense FLOP/s of matmuls with operands of this dtype; None if unknown. dtype: any usual spelling
+        (bfloat16 or bf16)."""
         return self.peak_flops.get(_DTYPES.get(dtype, dtype))
 
     def domain_gpus(self, num_gpus: int) -> int:
-        """How many neighbours in the order of the mesh share a link domain, in a job of `num_gpus`.
+        """Return how many consecutive GPUs of the mesh share a link domain, in a job of `num_gpus`.
 
-        assumption: a job takes equally many GPUs of each domain, 64 of a rack's 72 where it has 128; where only less
-        than half of each would divide the job, it fills one domain after the other.
+        assumption: a job uses the same number of GPUs of each domain, e.g. 64 of a rack's 72 for 128 GPUs. If that
+        number would be less than half of a domain, the job fills one domain after the other.
         """
         most = self.gpus_per_link_domain
         even = next(n for n in range(min(num_gpus, most), 0, -1) if num_gpus % n == 0)
@@ -78,32 +77,32 @@ class Gpu:
 
 
 def runs_kernels(gpu: Gpu | None) -> bool:
-    """Whether this GPU gets the Triton kernels that no run-file key selects (`Execution.by_kernels`): NVIDIA's in the
-    table with compute capability 8.0 or later, for which they were compiled."""
+    """Return whether Triton kernels that have no key in a run file (`Execution.by_kernels`) are used on this GPU: an
+    NVIDIA GPU in the table with compute capability 8.0 or later, for which they were compiled."""
     return gpu is not None and gpu.chip is not None and (gpu.chip.compute_capability or 0) >= 8
 
 
 def lacks_float8(gpu: Gpu | None, compute_capability: str | None = None) -> bool:
-    """Whether a GPU has no matmuls of e4m3fn and e5m2: NVIDIA's before 8.9, and AMD's MI300, whose formats are others
-    (fnuz).
+    """Return whether a GPU has no matmuls of e4m3fn and e5m2: NVIDIA before compute capability 8.9, and AMD's MI300,
+    which has other formats (fnuz).
 
-    gpu: None where the table has none; then told by its compute capability, '8.0'.
+    gpu: None if the table has no row; then compute_capability ('8.0') decides.
     """
     if gpu is not None:
         return gpu.peak("float8") is None or gpu.name.startswith("mi3")
     return compute_capability is not None and tuple(map(int, compute_capability.split("."))) < (8, 9)
 
 
-# What a process takes of a GPU's memory. JAX takes 0.75 by itself; the driver's context,
-# cuBLAS and NCCL need a few GB beside it.
+# The share of a GPU's memory that a process allocates. JAX's default is 0.75. The driver's context, cuBLAS and NCCL
+# need a few GB of the rest.
 MEMORY_SHARE = 0.92
-# the older name last; jax refuses both at once
+# the older name is last; jax refuses both at the same time
 MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def memory_share(environ: Mapping[str, str] = os.environ) -> float:
-    """The share of a GPU's memory that a process takes. Raises: ValueError where the environment says no number from 0
-    to 1."""
+    """Return the share of a GPU's memory that a process allocates. Raises: ValueError if the environment variable is
+    not a number above 0 and at most 1."""
     for name in MEMORY_VARIABLES:
         if given := environ.get(name):
             try:
@@ -118,12 +117,12 @@ def memory_share(environ: Mapping[str, str] = os.environ) -> float:
 
 
 def usable_bytes(gpu: Gpu, environ: Mapping[str, str] = os.environ) -> int:
-    """Bytes of a GPU of known memory that a run may fill. Raises: as `memory_share`."""
+    """Return the bytes of a GPU's memory that a run may use. gpu: its memory is known. Raises: as `memory_share`."""
     return int(memory_share(environ) * gpu.hbm_bytes)
 
 
-# JAX's and HLO's names → the table's. float32 is that of the plain pipes, not TF32, which `kernels.products` asks XLA
-# not to take.
+# JAX's and HLO's names of dtypes → names in the table. float32 means full precision, not TF32, which `kernels.products`
+# forbids.
 _DTYPES = {
     "f32": "float32", "bf16": "bfloat16", "f16": "float16", "fp8": "float8", "mxfp8": "float8",
     "float8_e4m3fn": "float8", "float8_e5m2": "float8", "f8e4m3fn": "float8", "f8e5m2": "float8",
@@ -131,7 +130,7 @@ _DTYPES = {
 
 
 def is_float8(dtype: str) -> bool:
-    """Whether products in this dtype have the peak of float8: e4m3 and e5m2, whatever their scales."""
+    """Return whether matmuls in this dtype have the peak of float8: e4m3 and e5m2, with any kind of scales."""
     return _DTYPES.get(dtype, dtype) == "float8"
 
 
@@ -203,33 +202,33 @@ GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _TABLE}
 
 
 def get(name: str) -> Gpu:
-    """The GPU of that name. Raises ValueError with the nearest name."""
+    """Return the GPU with this name. Raises: ValueError that suggests a similar name."""
     if name in GPUS:
         return GPUS[name]
     near = difflib.get_close_matches(name.lower(), priced(), n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"unknown GPU {name!r}; {hint}known: {', '.join(priced())}")
+    raise ValueError(f"unknown GPU {name!r}; {hint}known GPUs: {', '.join(priced())}")
 
 
 def priced() -> tuple[str, ...]:
-    """The names of GPUs whose speed is known."""
+    """Return the names of GPUs whose speed is known."""
     return tuple(name for name, gpu in GPUS.items() if gpu.hbm_bytes)
 
 
-# jax's device_kind is the driver's product name, and mostly has the GPU's name in it. Here is what does not, or does in
-# several GPUs' names. First match wins, so the special parts stand before the general ones.
+# jax's device_kind is the driver's product name, which usually contains the GPU's name in the table. These patterns are
+# the exceptions. The first match wins, so special patterns come before general ones.
 _DEVICE_KINDS = (
     (r"\bA100\b.*\b80GB", "a100-80gb"),
     (r"\bA100\b", "a100-40gb"),  # 'NVIDIA A100-SXM4-40GB', 'A100-PCIE-40GB'
     (r"\bH100\b.*\bPCIe", "h100-pcie"),
     (r"\bH100\b.*\bNVL", None),  # 94 GB, 600 GB/s bridge: not in the table
-    (r"\bH100$", "h100-96gb"),  # its driver says 'NVIDIA H100', with 95 GiB; the SXM5 says 'NVIDIA H100 80GB HBM3'
+    (r"\bH100$", "h100-96gb"),  # 'NVIDIA H100' has 95 GiB; the SXM5 is 'NVIDIA H100 80GB HBM3'
     (r"\bH100\b", "h100"),
 )
 
 
 def from_device_kind(device_kind: str) -> Gpu | None:
-    """The table's entry for `jax.devices()[0].device_kind`; None where the table has none (MFU is then null).
+    """Return the row of the table for `jax.devices()[0].device_kind`; None without one (MFU is then null).
 
     'NVIDIA H100 80GB HBM3' → h100, 'NVIDIA A100-SXM4-80GB' → a100-80gb.
     """

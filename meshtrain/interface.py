@@ -1,7 +1,7 @@
-"""The Python interface, `import meshtrain as mt`: what the commands do, for notebooks and scripts.
+"""The Python interface, `import meshtrain as mt`: the functions of the commands, for notebooks and scripts.
 
-An `Experiment` is a run on some mesh; it compiles, inspects, steps and generates by the modules of the commands and has
-no arithmetic of its own. What it returns is the JSON of a command, which prints as text and draws itself in a notebook.
+An `Experiment` is a run on a mesh. It compiles, inspects, steps and generates with the modules of the commands and has
+no arithmetic of its own. Results are the JSON of a command; they print as text and show a picture in a notebook.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import TypedDict, Unpack
 from meshtrain.run import say
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-with say.without_noise():       # of a CUDA plugin that finds no GPU
+with say.without_noise():       # of a CUDA plugin without a GPU
     import jax
 import numpy as np
 
@@ -50,12 +50,12 @@ from meshtrain.units import size
 __all__ = ["ConfigError", "Experiment", "Rules", "bars", "check_answer", "compare", "curves", "inspect", "mesh", "plan",
            "prove", "schedule", "shards", "simulate", "size"]
 
-DRAWN_EVERY_S = 0.5     # of the curve while `Experiment.train` runs
-# In place of the quickstart's mesh and optimizer.
+DRAWN_EVERY_S = 0.5     # interval at which `Experiment.train` redraws its curve
+# Settings of an experiment without a run file that replace the quickstart's mesh and optimizer.
 WITHOUT_A_FILE = {f"mesh.{axis}": 1 for axis in AXES} | {"optimizer.name": "adamw", "optimizer.learning_rate": 3e-3}
 
 
-# What rules are given as: what `Rules` returns, a dict of tables, a shipped name, a path, or a rule file's text.
+# Forms of rules: a result of `Rules`, a dict of tables, a shipped name, a path, or the text of a rule file.
 GivenRules = rule_files.Rules | Mapping[str, object] | str | Path
 # Options of `python -m meshtrain.plan`, with _ for -.
 PlanOptions = TypedDict("PlanOptions", {
@@ -67,7 +67,7 @@ PlanOptions = TypedDict("PlanOptions", {
 
 @contextlib.contextmanager
 def _told_as_python() -> Iterator[None]:
-    """Context: options that a message names are spelled as in Python: --seq-len is seq_len."""
+    """Context: rewrite options in the messages of ConfigErrors as in Python: --seq-len becomes seq_len."""
     try:
         yield
     except ConfigError as error:
@@ -76,9 +76,9 @@ def _told_as_python() -> Iterator[None]:
 
 
 def simulate(devices: int) -> None:
-    """Simulate so many CPU devices in this process: the first line of a notebook, before jax starts.
+    """Simulate this number of CPU devices in this process. Call it in the first line of a notebook, before jax starts.
 
-    Raises: ConfigError where jax already runs with others; then restart the kernel.
+    Raises: ConfigError if jax already runs with other devices; then restart the kernel.
 
     >>> mt.simulate(8)
     """
@@ -86,8 +86,8 @@ def simulate(devices: int) -> None:
 
 
 def Rules(text: str | Mapping[str, object]) -> rule_files.Rules:
-    """A rule file from its text, or from a dict of its tables, checked, in a file that lasts as long as the process.
-    Raises: ConfigError.
+    """Return checked rules from the text of a rule file or a dict of its tables. They are written to a temporary file,
+    which is removed when the process ends. Raises: ConfigError.
 
     >>> mt.Rules('extends = "ddp"\\n[params]\\nembed = "fsdp"').mesh_axes("grads", "embed")
     ('fsdp',)
@@ -99,16 +99,16 @@ def Rules(text: str | Mapping[str, object]) -> rule_files.Rules:
 
 
 class Experiment:
-    """A run on a mesh of simulated devices, or on this machine's (simulated_devices=0).
+    """A run on a mesh of simulated devices, or of this machine's devices (simulated_devices=0).
 
-    run_file: settings and mesh change single keys of it. Without one: the quickstart's model with adamw, on one device
-    or on the mesh that is given; axes that are not named are 1. settings: keys of the run file,
-    {"model.num_layers": 2} or {"model": {"num_layers": 2}}. rules: a shipped name, a path, the text of a rule file or a
-    dict of its tables; else those of the run file. mesh: sizes of axes. simulated_devices: default those of `simulate`,
-    else 8.
+    run_file: a run file, whose keys settings and mesh override. Without one, the model is the quickstart's with adamw,
+    on one device or on the given mesh. settings: keys of a run file, {"model.num_layers": 2} or {"model":
+    {"num_layers": 2}}. rules: a shipped name, a path, the text of a rule file or a dict of its tables; default: those
+    of the run file. mesh: sizes of axes; without a run file, other axes are 1. simulated_devices: their number;
+    default: that of `simulate`, else 8.
 
-    Devices start with the first method that computes; all experiments of a process share them, and one takes as many as
-    its mesh has. Raises: ConfigError.
+    Devices start with the first method that computes. All experiments of a process share them; each uses as many as its
+    mesh has. Raises: ConfigError.
 
     >>> run = mt.Experiment(mesh={"fsdp": 4}, settings={"model.num_layers": 2}, rules="zero3")
     >>> run.layout
@@ -142,7 +142,7 @@ class Experiment:
         return ", ".join([" ".join(sizes) or "one device", Path(run.sharding.rules).stem])
 
     def inspect(self, topology: str | None = None) -> StepCosts:
-        """The memory, traffic and time of the compiled step. topology: GPUs to compile for, e.g. "h100:8".
+        """Return memory, traffic and time of the compiled step. topology: GPUs to compile for, e.g. "h100:8".
 
         >>> run.inspect().memory_bytes["compiled"]["params"] < 2e6
         True
@@ -150,8 +150,8 @@ class Experiment:
         if topology is None:
             return StepCosts(self._inspected)
         if not isinstance(topology, str):
-            raise ConfigError(f'topology={topology!r} is no text; give a GPU and how many, e.g. "h100:8"')
-        if self.run.mesh.simulated_devices:     # else jax starts with one CPU device, and nothing can compute then
+            raise ConfigError(f'topology={topology!r} is not a text; give a GPU and a number, e.g. "h100:8"')
+        if self.run.mesh.simulated_devices:     # started first: else jax would start with one CPU device
             local_devices.start(self.run, cheaply=True)
         run = self.run.replaced(mesh={"simulated_devices": 0})
         with _told_as_python():
@@ -159,7 +159,8 @@ class Experiment:
         return StepCosts(inspect_command.inspected(assembly.assemble(elastic.fitted(run, len(devices))[0], devices)))
 
     def parameters(self) -> Rows:
-        """Each parameter: name, shape, the mesh axes that split it when read and when stored, bytes per device.
+        """Return a row for each parameter: name, shape, mesh axes that shard it when read and when stored, bytes per
+        device.
 
         >>> [row["read"] for row in run.parameters() if row["name"] == "layers/mlp/up/kernel"]
         [[[], ['fsdp'], []]]
@@ -168,8 +169,8 @@ class Experiment:
 
     @property
     def made(self) -> assembly.Assembly:
-        """The run on its devices. Raises: ConfigError, also where jax already runs with other devices, or has been set
-        otherwise since."""
+        """The run assembled on its devices. Raises: ConfigError, also if jax already runs with other devices, or its
+        settings were changed since."""
         local_devices.own_settings_told(os.environ)
         return self._made
 
@@ -187,8 +188,8 @@ class Experiment:
 
     @property
     def state(self) -> State:
-        """Weights, optimizer's state and the number of steps taken, at first as the run starts with them. May be set to
-        that of an experiment with the same model and optimizer, on any layout.
+        """Weights, optimizer state and number of steps; initially those that the run starts with. It may be set to the
+        state of an experiment with the same model and optimizer on any layout.
 
         >>> int(run.state.step)
         0
@@ -204,12 +205,13 @@ class Experiment:
     def state(self, state: State) -> None:
         shapes = self.made.state_shapes
         if jax.tree.map(np.shape, state) != jax.tree.map(np.shape, shapes):
-            raise ConfigError("this state is of another model or optimizer; take that of an experiment with the same "
-                              "[model] and [optimizer]")
+            raise ConfigError("this state belongs to another model or optimizer; use the state of an experiment with "
+                              "the same [model] and [optimizer]")
         self._state = jax.tree.map(lambda x, leaf: jax.device_put(np.asarray(x), leaf.sharding), state, shapes)
 
     def batch(self, n: int | None = None) -> dict[str, np.ndarray]:
-        """Batch n of the run's data, by default the next step's: int32 arrays [B, T] of `data.documents.contracts`.
+        """Return batch n of the run's data: int32 arrays [B, T], see `data.documents.contracts`. n: default: the batch
+        of the next step.
 
         >>> run.batch()["tokens"].shape == (run.run.data.global_batch, run.run.data.seq_len)
         True
@@ -218,7 +220,7 @@ class Experiment:
         return self._batches.batch(done if n is None else given.check_count("n", n, 0))
 
     def step(self, n: int = 1, batch: Mapping[str, np.ndarray] | None = None) -> dict[str, float]:
-        """Train n steps, on the run's data or on one batch; the metrics of the last.
+        """Train n steps, and return the metrics of the last one. batch: used in every step; default: the run's data.
 
         >>> sorted(run.step())
         ['grad_norm', 'learning_rate', 'loss', 'skipped', 'tokens']
@@ -229,7 +231,7 @@ class Experiment:
         return {name: value for name, value in self.history[-1].items() if name not in ("step", "step_s")}
 
     def train(self, steps: int) -> None:
-        """Train with a curve of the loss that a notebook redraws as it comes; `history` has the numbers.
+        """Train, and redraw the curve of the loss in a notebook meanwhile. The numbers are in `history`.
 
         >>> run.train(2)
         >>> run.history[-1]["step"] == int(run.state.step)
@@ -243,7 +245,8 @@ class Experiment:
                 drawn_s = time.monotonic()
 
     def loss(self, batch: Mapping[str, np.ndarray] | None = None) -> float:
-        """The mean loss of a batch, by default the next: nats per token that has a target (of DPO: a pair).
+        """Return the mean loss of a batch in nats per target token (DPO: per pair). batch: default: that of the next
+        step.
 
         >>> 5 < run.loss() < 8
         True
@@ -252,7 +255,7 @@ class Experiment:
         return float(total) / float(count)
 
     def gradients(self, batch: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        """The gradients of `loss`, whole, by the names of `parameters`.
+        """Return the gradients of `loss` as unsharded arrays, by the names of `parameters`.
 
         >>> run.gradients()["layers/mlp/up/kernel"].shape
         (2, 192, 512)
@@ -262,7 +265,7 @@ class Experiment:
         return dict(zip(named, map(np.asarray, jax.tree.leaves(grads)), strict=True))
 
     def logits(self, tokens: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
-        """float32 logits [B, T, V] of the tokens [B, T] that follow each place.
+        """Return float32 logits [B, T, V] of the next token after each position of tokens [B, T].
 
         >>> run.logits([[1, 2, 3]]).shape
         (1, 3, 512)
@@ -273,7 +276,7 @@ class Experiment:
 
     def generate(self, prompt: str | Sequence[int] = "", max_tokens: int = 50, temperature: float = 0.0,
                  seed: int = 0) -> str:
-        """Continue a prompt, a text or token ids.
+        """Return the text that continues a prompt. prompt: a text or token ids.
 
         >>> isinstance(run.generate("def ", max_tokens=4), str)
         True
@@ -302,7 +305,7 @@ class Experiment:
 
     @functools.cached_property
     def _with_documents_end(self) -> tuple[Run, Saved | None]:
-        """As of `train`, the run with data.eos of the weights that it starts from, and their checkpoint."""
+        """The run with data.eos resolved from the weights that it starts from, as in `train`, and their checkpoint."""
         if not self.run.checkpoint.init_from:
             return self.run, None
         _, origin = self.made, resume.origin(self.run)      # checkpoints are read when jax has its devices
@@ -335,16 +338,17 @@ class Experiment:
 
 def compare(experiments: Sequence[Experiment] | Mapping[str, Experiment], steps: int = 2,
             topology: str | None = None) -> Rows:
-    """Experiments side by side: bytes that a device holds and sends, time of a step, loss after `steps` steps from the
-    start. topology: bytes and time are those of the program for these GPUs, by its roofline; else the time is of these
-    simulated devices, which says nothing of GPUs. Their state stays as it is.
+    """Compare experiments: bytes that a device holds and sends, step time, loss after `steps` steps from the start.
+
+    topology: GPUs to compile for; the time is then that of the roofline. Without it, the time is measured on the
+    simulated devices and says nothing about GPUs. The state of the experiments does not change.
 
     >>> [row["name"] for row in mt.compare({"whole": run, "again": run}, steps=1)]
     ['whole', 'again']
     """
     given_ones = experiments.values() if isinstance(experiments, Mapping) else experiments
     if wrong := [one for one in given_ones if not isinstance(one, Experiment)]:
-        raise ConfigError(f"{wrong[0]!r} is no experiment; write e.g. mt.compare({{\"a\": mt.Experiment(…)}})")
+        raise ConfigError(f"{wrong[0]!r} is not an Experiment; write e.g. mt.compare({{\"a\": mt.Experiment(…)}})")
     rows, costs, named = [], {}, shown.named(experiments)
     steps = given.check_count("steps", steps)
     for name, one in named.items():
@@ -358,10 +362,10 @@ def compare(experiments: Sequence[Experiment] | Mapping[str, Experiment], steps:
 
 
 def inspect(step: Experiment | str | Path | Callable, *args, topology: str | None = None) -> ProgramCosts:
-    """The memory, traffic and time of a compiled step: of an experiment, a run file or your own jitted function.
+    """Return memory, traffic and time of a compiled step. step: an experiment, a run file or your own jitted function.
 
-    args: of the function; arrays on a mesh, or what its shardings place there. topology: as of `Experiment.inspect`.
-    For a function, the result has only its collectives. Raises: ConfigError.
+    For a function, the result has only its collectives. args: of the function; arrays on a mesh, or arrays that its
+    in_shardings place on one. topology: see `Experiment.inspect`. Raises: ConfigError.
 
     >>> mt.inspect(run).sent_bytes["all-gather"] > 0
     True
@@ -372,18 +376,19 @@ def inspect(step: Experiment | str | Path | Callable, *args, topology: str | Non
         return step.inspect(topology)
     lower = getattr(step, "lower", None)
     if lower is None or topology is not None:
-        raise ConfigError("inspect takes an Experiment, a run file, or a function that jax.jit returned, which is "
-                          "compiled for the devices of this process, without topology")
+        raise ConfigError("inspect takes an Experiment, a run file, or a function that jax.jit returned; a function is "
+                          "compiled for the devices of this process, so give it no topology")
     with say.without_noise():
         return shown.program_costs(lower(*args).compile())
 
 
 def plan(model: str | Path, gpus: int | Sequence[int], gpu: str, settings: Mapping[str, object] | None = None,
          **options: Unpack[PlanOptions]) -> Rows:
-    """The layouts of a model that fit, best first, by the options of `python -m meshtrain.plan`, with _ for -.
+    """Return the layouts of a model that fit, the fastest first.
 
-    model: a preset ("llama3-8b"), a run file, a model folder, or "hf://org/name" on the Hugging Face hub. gpus: how
-    many; several: the best plan of each. gpu: their kind. Raises: ConfigError.
+    model: a preset ("llama3-8b"), a run file, a model folder, or "hf://org/name" on the Hugging Face hub. gpus: their
+    number; for several numbers, the result has the best plan for each. gpu: their type. options: those of `python -m
+    meshtrain.plan`, with _ for -. Raises: ConfigError.
 
     >>> mt.plan("llama3-8b", gpus=8, gpu="h100", stage=1, context=1)[0]["fits"]
     True
@@ -392,15 +397,15 @@ def plan(model: str | Path, gpus: int | Sequence[int], gpu: str, settings: Mappi
     given_options = {"gpus": counts, "gpu": gpu, **options}
     if unknown := sorted({"html", "write"} & set(options)):
         raise ConfigError(f"{unknown[0]} is an option of the command line that writes a file; in "
-                          f"Python, write the value that plan returns")
+                          f"Python, write the result of plan to a file yourself")
     with _told_as_python():
         read = plan_command.COMMAND.of([str(model)], given_options, config.words({} if settings is None else settings))
         return shown.planned(plan_command.planned(read))
 
 
 def schedule(table: str, stages: int = 0, microbatches: int = 0, chunks: int = 1) -> DrawnSchedule:
-    """A schedule by its name, or your own table, which is checked: a line per stage, a word per tick, as
-    `parallel.pipeline.schedules.parse` reads it. Raises: ConfigError.
+    """Return a pipeline schedule by its name, or your own schedule table after a check. A table has a line per stage
+    and a word per tick, see `parallel.pipeline.schedules.parse`. Raises: ConfigError.
 
     >>> print(mt.schedule("F0 F1 · B0 B1\\n· F0 F1+B0 B1"))
     table: 2 stages, 2 microbatches · bubble 33.3% · peak memory: activations of 2 microbatches on stage 0
@@ -417,10 +422,11 @@ def schedule(table: str, stages: int = 0, microbatches: int = 0, chunks: int = 1
 def prove(run_file: str | Path | None = None, settings: Mapping[str, object] | None = None,
           rules: GivenRules | Sequence[GivenRules] = (), cells: int | None = None, model: Callable | None = None,
           parameters: Mapping[str, tuple] | None = None) -> JsonTable:
-    """Check that a run computes on every layout what one device computes, as `python -m meshtrain.prove` finds it.
+    """Test whether a run computes the same on every layout as on one device, like `python -m meshtrain.prove`.
 
-    rules: your own, as for `Experiment`, or a list of them; else the shipped ones. cells: the maximum number of
-    layouts. model: your own layer instead, (params, x_BTD) -> y_BTD with `parameters` by name: (shape, logical axes).
+    rules: your own rules, see `Experiment`, or a list of them; default: the run's and the shipped ones. cells: maximum
+    number of layouts. model: test this layer instead of a run: a function (params, x_BTD) -> y_BTD. parameters: of the
+    layer, name -> (shape, logical axes).
 
     >>> mt.prove(model=lambda w, x: x @ w["out"], parameters={"out": ((32, 32), ("mlp", "embed"))}, cells=3)["failed"]
     False
@@ -435,7 +441,7 @@ def prove(run_file: str | Path | None = None, settings: Mapping[str, object] | N
 
 
 def _mesh_words(mesh: Mapping[str, int], words: Sequence[str]) -> list[str]:
-    """Sizes of axes as words of a command line. words: those of settings. Raises: ConfigError."""
+    """Return sizes of axes as words of a command line. words: those of settings. Raises: ConfigError."""
     if not isinstance(mesh, Mapping):
         raise ConfigError(f'mesh={mesh!r} is not a dict; write e.g. mesh={{"fsdp": 8}}')
     if other := [name for name in mesh if name not in AXES]:

@@ -1,6 +1,6 @@
-"""All that we use of jax's private API, in one file: each piece is probed, and None or a safe answer where it is gone.
+"""All uses of jax's private API. If a version of jax lacks a private name, its function returns None or a safe value.
 
-Tried with jax 0.10.2 and 0.12. This module knows no run and no model.
+Tested with jax 0.10.2 and 0.12. This module knows no run and no model.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 
 def backends_are_initialized() -> bool:
-    """Whether jax has started a backend; True where that cannot be told."""
+    """Return whether jax has started a backend; True if unknown."""
     try:
         from jax._src import xla_bridge
         return xla_bridge.backends_are_initialized()
@@ -25,9 +25,8 @@ def backends_are_initialized() -> bool:
 
 
 def coordination_client():
-    """The client of the service through which processes find each other, with key_value_set(key, text),
-    key_value_try_get(key) and wait_at_barrier(name, timeout_ms); None with one process, and where jax has that
-    otherwise."""
+    """Return the client of jax's coordination service, with key_value_set(key, text), key_value_try_get(key) and
+    wait_at_barrier(name, timeout_ms); None with one process, or if this jax lacks it."""
     try:
         from jax._src import distributed
         client = distributed.global_state.client
@@ -38,7 +37,7 @@ def coordination_client():
 
 
 def coordinator_host() -> str:
-    """The host of process 0, as this process was told it; "" with one process, and where that cannot be told."""
+    """Return the host of process 0 in the coordinator address; "" with one process, or if unknown."""
     try:
         from jax._src import distributed
         return (distributed.global_state.coordinator_address or "").rpartition(":")[0].strip("[]")
@@ -48,8 +47,8 @@ def coordinator_host() -> str:
 
 @contextlib.contextmanager
 def programs_kept_in(directory: Path) -> Iterator[None]:
-    """Context: what this process compiles is kept in the directory, or taken from there. jax keeps what process 0
-    compiles alone; it keeps nothing here where jax has that otherwise."""
+    """Context: use the directory as compilation cache of this process. By itself, jax writes only programs of process 0
+    to the cache; if this jax lacks the private name, other processes write nothing here, either."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = [getattr(jax.config, name) for name in names]
     try:
@@ -72,8 +71,8 @@ def programs_kept_in(directory: Path) -> Iterator[None]:
 
 
 def as_written(eqn) -> contextlib.AbstractContextManager:
-    """Where an equation of a jaxpr that is evaluated keeps its own source line, and its name behind the caller's; a
-    context that changes nothing where jax has that otherwise."""
+    """Return a context in which an evaluated equation of a jaxpr keeps its own source line, and its name follows the
+    caller's name stack. If this jax lacks it, the context has no effect."""
     try:
         from jax._src import source_info_util
         name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
@@ -88,15 +87,15 @@ class CudnnAttention(NamedTuple):
     The public jax.nn.dot_product_attention rounds the log-sum-exp to bfloat16 and has no such backward.
     forward(q_BTNH, k_BSKH, v_BSKH, causal, window, scale) -> o_BTNH, lse_BNT float32.
     backward(q, k, v, o, lse_BNT, do, causal, window, scale) -> dq, dk, dv in the dtype of q.
-    window: tokens that a query sees, where causal; 0: all. bfloat16 or float16.
-    Every axis of the mesh must be manual where they stand.
+    window: number of tokens that a query sees, if causal; 0: all. Arrays are bfloat16 or float16.
+    Both must be called with all mesh axes manual (inside shard_map).
     """
     forward: Callable
     backward: Callable
 
 
 def cudnn_attention() -> CudnnAttention | None:
-    """None where this jax has it otherwise."""
+    """Return cuDNN's attention; None if this jax has another interface to it."""
     try:
         from jax._src.cudnn import fused_attention_stablehlo as fused
         forward_p, backward_p = fused._dot_product_attention_fwd_p_wrapper, fused._dot_product_attention_bwd_p_wrapper

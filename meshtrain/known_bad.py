@@ -1,7 +1,7 @@
-"""Versions known to compute wrong numbers or to hang: a run on them is refused or warned of.
+"""Versions of software that are known to compute wrong numbers or to hang.
 
-One table; each row has its source. Rows whose facts do not hold are skipped without a lookup. Wrong numbers are
-refused; a hang, which a watchdog ends, is warned of.
+A run with a version that computes wrong numbers is refused. A version that hangs causes a warning, because the watchdog
+ends a hang. One table has a row with its source for each. Versions are looked up only for rows whose facts hold.
 """
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ import jax
 from meshtrain.config import ConfigError, Run
 from meshtrain.kernels import mosaic
 
-# What a row may ask for, of this process.
+# Facts about a process that a row may require.
 GPUS, PROCESSES, MOSAIC = "GPUs", "several processes", "Mosaic kernels"
 
 
 @dataclasses.dataclass(frozen=True)
 class KnownBad:
-    """component: of FINDERS. bad: its versions, in pip's syntax. facts: all must hold; a machine is one, as
-    `platform.machine` names it. wrong: it computes wrong numbers, so the run is refused."""
+    """A row of the table. component: a key of FINDERS. bad: its bad versions, in pip's syntax. facts: the row applies
+    if all of them hold; the result of `platform.machine` is a fact, too. wrong: it computes wrong numbers, so the run
+    is refused."""
     component: str
     bad: str
     facts: frozenset[str]
@@ -43,20 +44,20 @@ TABLE = (
     KnownBad("jax", ">=0.11.0,<0.11.2", frozenset({GPUS}), "single operations give wrong results on GPUs",
         "install jax 0.11.2 or newer, or 0.10.2", "jax-ml/jax#40633", True),
     KnownBad("ptxas", "<12.9.86", frozenset({GPUS, MOSAIC}), "causal masks of Mosaic kernels are miscompiled",
-        'install CUDA 12.9.1 or newer (nvidia-cuda-nvcc-cu12>=12.9.86), and see that no older ptxas is on PATH, or set '
-        'model.attention = "pallas", and leave model.mlp out',
+        'install CUDA 12.9.1 or newer (nvidia-cuda-nvcc-cu12>=12.9.86) and remove older versions of ptxas from PATH, '
+        'or set model.attention = "pallas" and leave model.mlp out',
         "jax's own attention_mgpu.py rejects them", True),
     KnownBad("NCCL", "<2.29.3", frozenset({GPUS, PROCESSES, "aarch64"}),
         "its proxy loses slots: a run hangs with all GPUs busy until training.step_timeout_s ends it",
-        'reinstall it after torch, which pins an older one: pip install "nvidia-nccl-cu13>=2.29.3" (cu12 beside '
-        'CUDA 12)',
+        'reinstall it after torch, which pins an older one: pip install "nvidia-nccl-cu13>=2.29.3" (for CUDA 12: '
+        'cu12)',
         "marin-community/marin#7344", False),
 )
 
 
 def facts_of(run: Run, num_processes: int) -> frozenset[str]:
-    """Facts of a process that finds GPUs. Which ones is not known yet, so packed documents count as a use of Mosaic
-    kernels where "auto" may take them."""
+    """Return the facts of a process with GPUs. The type of GPU is not known yet, so packed documents count as a use of
+    Mosaic kernels if model.attention="auto" may choose them."""
     several = {PROCESSES} if num_processes > 1 else set()
     auto = run.model.attention == "auto" and run.data.document_mask and jax.__version_info__ >= mosaic.AUTO_SINCE
     asked = {MOSAIC} if auto or "mosaic" in (run.model.attention, run.model.mlp) else set()
@@ -64,7 +65,7 @@ def facts_of(run: Run, num_processes: int) -> frozenset[str]:
 
 
 def check(facts: Set[str], version: Callable[[str], str] | None = None) -> list[str]:
-    """Returns the warnings. version: component -> its version, empty if absent; by default what is installed.
+    """Return warnings about versions that hang. version: component -> its version, "" if absent; default: `installed`.
 
     Raises: ConfigError for versions that compute wrong numbers.
     """
@@ -79,12 +80,12 @@ def check(facts: Set[str], version: Callable[[str], str] | None = None) -> list[
 
 
 def installed(component: str) -> str:
-    """The component's installed version; empty if absent."""
+    """Return the installed version of a component; "" if absent."""
     return FINDERS[component](os.environ)
 
 
 def _is(version: str, bad: str) -> bool:
-    """Whether a version is one of `bad`: "<2.29.3", ">=0.11.0,<0.11.2"."""
+    """Return whether a version is in a range: "<2.29.3", ">=0.11.0,<0.11.2"."""
     compare = {"<": operator.lt, ">=": operator.ge}
     return version != "" and all(compare[limit.rstrip(".0123456789")](_numbers(version), _numbers(limit))
                                  for limit in bad.split(","))
@@ -104,7 +105,7 @@ def _of_package(*names: str) -> str:
 
 
 def _nccl(environ: Mapping[str, str]) -> str:
-    """The version of NCCL: of the library in LD_LIBRARY_PATH, else of the wheel."""
+    """Return the version of NCCL: of the library in LD_LIBRARY_PATH, else of the wheel; "" if unknown."""
     for folder in filter(None, environ.get("LD_LIBRARY_PATH", "").split(":")):
         library = Path(folder) / "libnccl.so.2"
         if library.exists():
@@ -115,7 +116,7 @@ def _nccl(environ: Mapping[str, str]) -> str:
 
 
 def _ptxas(environ: Mapping[str, str]) -> str:
-    """The version of the ptxas that XLA uses: from PATH, the toolkit, or the wheel."""
+    """Return the version of the ptxas that XLA uses: from PATH, the CUDA toolkit, or the wheel; "" if unknown."""
     places = [shutil.which("ptxas", path=environ.get("PATH")), "/usr/local/cuda/bin/ptxas"]
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec else ():

@@ -1,5 +1,5 @@
-"""Panics of libraries in Rust (tokenizers, obstore) as errors: they reach Python as a BaseException, which no
-`except Exception` catches. The library has printed its own lines to the standard error before."""
+"""Converts panics of Rust libraries (tokenizers, obstore) to exceptions. A panic reaches Python as a BaseException that
+`except Exception` does not catch, after the library has printed its own lines on stderr."""
 from __future__ import annotations
 
 import contextlib
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 
 class LibraryPanic(Exception):
-    """A library in Rust failed inside. The message is the first line of its reason."""
+    """A Rust library panicked. The message is the first line of the panic's message."""
 
 
 @contextlib.contextmanager
 def caught() -> Iterator[None]:
-    """Raises: LibraryPanic for a panic in the block; every other exception as it is."""
+    """Context: convert a panic to a LibraryPanic. Other exceptions pass unchanged."""
     try:
         yield
     except BaseException as error:

@@ -1,7 +1,7 @@
-"""The kinds of a model's layers, in order: what `model.mixers` and `model.mlps` say, and how equal ones are grouped.
+"""The kinds of a model's layers, from `model.mixers` and `model.mlps`, and their grouping into repeated periods.
 
-A layer is a mixer (attention, a recurrence) and an MLP. Layers that repeat with a period are one scan over it, so a
-model compiles as many layers as its periods have, not as many as it has.
+A layer consists of a mixer (attention or a recurrence) and an MLP. Layers that repeat with a period are computed by one
+scan over the periods, so only the layers of one period are compiled.
 """
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ LONGEST_PERIOD = 12
 
 
 class Kind(NamedTuple):
-    """The letters of one layer, of MIXERS and MLPS."""
+    """The letters of one layer: keys of MIXERS and MLPS."""
     mixer: str
     mlp: str
 
 
 class Stretch(NamedTuple):
-    """Consecutive layers: those of `period` in turn, `repeats` times. leading: before the stages of a pipeline."""
+    """Consecutive layers: the layers of `period`, repeated `repeats` times. leading: they come before the stages of a
+    pipeline."""
     name: str
     period: tuple[Kind, ...]
     repeats: int
@@ -34,14 +35,14 @@ class Stretch(NamedTuple):
 
 
 def repeated(pattern: str, length: int) -> str:
-    """The pattern in turn up to this length; of one that ends in *, the letter before it to the end."""
+    """Return a pattern repeated to this length. If it ends with *, only the letter before * is repeated."""
     if pattern.endswith("*"):
         return (pattern[:-1] + pattern[-2] * length)[:length]
     return (pattern * length)[:length]
 
 
 def kinds(cfg) -> tuple[Kind, ...]:
-    """The kind of each layer of a [model] section."""
+    """Return the kind of each layer. cfg: the section [model]."""
     return _kinds(cfg.mixers, cfg.mlps, cfg.num_layers)
 
 
@@ -51,13 +52,14 @@ def _kinds(mixers: str, mlps: str, num_layers: int) -> tuple[Kind, ...]:
 
 
 def rotated(cfg) -> dict:
-    """The keys of the mixers with rope that the model has, by their letters."""
+    """Return letter -> settings of the mixers with rope that the model has."""
     present = {kind.mixer for kind in kinds(cfg)} if cfg.position == "rope" else ()
     return {mixer: cfg.of(mixer) for mixer in ROTATED if mixer in present}
 
 
 def rotated_width(cfg) -> int:
-    """The dims of a head that have a frequency: the first, or the last with latents. cfg: the keys of one mixer."""
+    """Return the number of a head's dims that rope rotates: the first dims, or with latent attention the last. cfg: the
+    settings of one mixer."""
     if cfg.latent.kv_dim:
         return cfg.latent.rope_dim
     whole = cfg.rope_scaling.rope_type == "proportional"        # the other pairs have frequency 0
@@ -65,14 +67,15 @@ def rotated_width(cfg) -> int:
 
 
 def share(cfg, mixers: str = "", mlps: str = "") -> float:
-    """The share of the layers whose mixer, or whose MLP, is one of these letters."""
+    """Return the share of the layers whose mixer or MLP is one of these letters."""
     return sum(kind.mixer in mixers or kind.mlp in mlps for kind in kinds(cfg)) / cfg.num_layers
 
 
 def stretches(cfg) -> tuple[Stretch, ...]:
-    """The layers as leading ones, a repeating period and what is left of it; irregular ones as several periods.
+    """Return the layers as stretches: leading layers, a repeated period, and the incomplete last repeat. Irregular
+    layers give several periods.
 
-    Leading dense layers before experts, and whatever else comes before the period, lie in no stage of a pipeline.
+    Leading layers (dense layers before experts, and others before the period) are in no stage of a pipeline.
     """
     return _stretches(kinds(cfg))
 
@@ -82,7 +85,7 @@ def _stretches(layers: tuple[Kind, ...]) -> tuple[Stretch, ...]:
     length, mlps = len(layers), "".join(kind.mlp for kind in layers)
     dense = length - len(mlps.lstrip("d")) if mlps.lstrip("d").strip("e") == "" else length
     dense = dense if dense < length else 0
-    # More layers lie before the stages only where a period then repeats.
+    # Further layers become leading ones only if a period then repeats at least twice.
     found = [(lead + period, lead) for lead in range(dense, min(length, dense + LONGEST_PERIOD + 1))
              for period in _periods(layers[lead:])[:1] if lead == dense or 2 * period <= length - lead]
     if not found:
@@ -102,18 +105,18 @@ def _stretches(layers: tuple[Kind, ...]) -> tuple[Stretch, ...]:
 
 
 def _periods(layers: tuple[Kind, ...]) -> list[int]:
-    """The lengths, the shortest first, of periods of these layers; the last repeat may be incomplete."""
+    """Return the lengths of the periods of these layers, the shortest first. The last repeat may be incomplete."""
     return [p for p in range(1, min(len(layers), LONGEST_PERIOD) + 1) if layers[p:] == layers[:-p]]
 
 
 def _tile(layers: tuple[Kind, ...]) -> tuple[Kind, ...]:
-    """The shortest period of which these layers are whole repeats."""
+    """Return the shortest period that gives these layers by complete repeats."""
     return next(layers[:p] for p in range(1, len(layers) + 1)
                 if len(layers) % p == 0 and layers[:p] * (len(layers) // p) == layers)
 
 
 def _parts(layers: tuple[Kind, ...]) -> list[tuple[tuple[Kind, ...], int]]:
-    """[(period, repeats)], the fewest different layers to compile."""
+    """Return the layers as [(period, repeats)] with the fewest layers to compile."""
     best: list = [(0, [])]
     for end in range(1, len(layers) + 1):
         options = []
@@ -128,16 +131,16 @@ def _parts(layers: tuple[Kind, ...]) -> list[tuple[tuple[Kind, ...], int]]:
 
 
 def leading(cfg) -> int:
-    """The number of layers before the stages of a pipeline."""
+    """Return the number of layers before the stages of a pipeline."""
     return sum(stretch.num_layers for stretch in stretches(cfg) if stretch.leading)
 
 
 def staged(cfg) -> int:
-    """The number of layers in stages of a pipeline."""
+    """Return the number of layers in the stages of a pipeline."""
     return cfg.num_layers - leading(cfg)
 
 
 def period(cfg) -> int:
-    """The length of the period that stages of a pipeline hold whole; 0: the layers have none."""
+    """Return the length of the period. Stages of a pipeline hold complete periods. 0: the layers have no period."""
     first, *rest = (stretch for stretch in stretches(cfg) if not stretch.leading)
     return 0 if first.name.startswith("part") else len(first.period)

@@ -3,7 +3,7 @@ import sys
 
 from meshtrain.run import command
 
-if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
+if __name__ == "__main__":      # before jax is imported, to silence messages of its C++
     command.begin()
 
 from meshtrain.commands.plan import COMMAND, main

@@ -3,8 +3,8 @@ import sys
 
 from meshtrain.run import command
 
-if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
-    command.begin(level=1, platform="cpu")      # what XLA warns of while it compiles is read
+if __name__ == "__main__":      # before jax is imported, to silence messages of its C++
+    command.begin(level=1, platform="cpu")      # warnings of XLA during compilation are read
 
 from meshtrain.commands.prove import COMMAND, main
 

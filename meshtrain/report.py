@@ -1,8 +1,7 @@
-"""Reports what a run has measured, compared with the predictions; for several runs, their differences.
+"""Reports a run's progress and speed, compared with predictions; or compares several runs.
 
-Reads what the run's directory holds, during the run and after it, however it ended, and disturbs nothing; no GPU is
-needed.
-Exit codes: 0 · 2 the user's mistake, one message · 75 stopped on request.
+Reads the run directory, during the run or after it, and writes nothing there. Needs no GPU.
+Exit codes: 0 · 2 a mistake in the settings · 75 stopped on request.
 """
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import time
 
 from meshtrain.run import command, say
 
-if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
+if __name__ == "__main__":      # before jax is imported, to silence messages of its C++
     command.begin()
 
 from meshtrain import config
@@ -23,7 +22,7 @@ from meshtrain.pages import skin
 from meshtrain.run import goodput, rows
 from meshtrain.units import counted, duration
 
-TRIES = 8       # the newest, each in a line
+TRIES = 8       # number of attempts that are listed, the newest ones
 COMMAND = config.Command("meshtrain.report", {
     "json": config.Option("print only JSON, with everything that the page shows"),
     "html": config.Option("also write an HTML page: one file without external resources", "FILE", "report.html"),
@@ -42,14 +41,14 @@ def main(asked: config.Arguments) -> None:
             skin.write("--html", html, compared_pages.page(data, compared.verdict(data), compared.numbers(data))
                        if several else pages.page(data))
     if not several and data["no_rows"]:
-        say.err(f"{data['no_rows']:,} lines of {data['dir']}/{rows.NAME} are not rows of metrics and are ignored")
+        say.err(f"{data['no_rows']:,} lines of {data['dir']}/{rows.NAME} are not metrics rows and are ignored")
     say.answer(json.dumps(data) if asked["json"] else compared.text(data) if several else summary(data))
     if html:
         say.err(f"written: {html}")
 
 
 def _compare(names: list[str]) -> dict:
-    """Raises: ConfigError with every mistake."""
+    """Compare runs. Raises: ConfigError with every mistake."""
     try:
         return compared.of(names)
     except ValueError as error:
@@ -57,20 +56,20 @@ def _compare(names: list[str]) -> dict:
 
 
 def _with_a_known_price(data: dict) -> dict:
-    """Drops a predicted cost written by another version of meshtrain, whose parts have other names."""
+    """Return the data without a predicted cost of another version of meshtrain, whose entries may have other names."""
     try:
         pages.page(data)
         return data
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
         if data["priced"] is None:
             raise
-    say.err(f"note: {data['dir']}/{measured.COST} was written by another version of meshtrain, and is left out; train "
-            f"writes it anew with the next start")
+    say.err(f"note: {data['dir']}/{measured.COST} was written by another version of meshtrain and is left out; the "
+            f"next start of train writes it again")
     return data | {"priced": None}
 
 
 def summary(data: dict) -> str:
-    """A few lines of `measured.of`."""
+    """Return a few lines of text about a run. data: from `measured.of`."""
     loss, speed = data["loss"], data["speed"]
     lines = [f"{data['name']}: step {data['step']:,} of {data['steps']:,}, {data['tokens']:,} tokens; {data['state']}"]
     if loss["last"] is not None:

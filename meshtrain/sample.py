@@ -1,9 +1,9 @@
-"""Draws answers for a run that learns from rewards elsewhere (rl.lag): python -m meshtrain.sample RUN_DIR.
+"""Samples answers for an RL run in a process separate from its trainer (rl.lag): python -m meshtrain.sample RUN_DIR.
 
-Takes orders from RUN_DIR/samplers and leaves answers there, until the run has all its steps. Start as many as there
-are devices for, before or after the trainer, and any that ends again: the others draw what it had begun, the same
-tokens. --mesh.data, --mesh.fsdp, --mesh.tensor N: the sampler's own mesh, in one process; without, all devices on
-tensor. Exit codes: 0 the run is finished · 2 the user's mistake, one message · 75 stopped on request · 1 anything else.
+Reads orders in RUN_DIR/samplers and writes answers there until the run has all its steps. Start any number of samplers,
+before or after the trainer. If one ends, start it again; meanwhile the others sample its part, with the same tokens.
+--mesh.data, --mesh.fsdp, --mesh.tensor N: the sampler's own mesh, in one process; default: all devices on tensor. Exit
+codes: 0 the run is finished · 1 any other failure · 2 a mistake in the settings · 75 stopped on request.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from meshtrain.run import command, say, stops
 
-if __name__ == "__main__":      # before jax is imported: its C++ reports what it does not find
+if __name__ == "__main__":      # before jax is imported, to silence messages of its C++
     command.begin()
 
 import jax
@@ -30,21 +30,21 @@ from meshtrain.model import params
 from meshtrain.run import apart, replicas
 from meshtrain.run.groups import RolloutError
 
-BUSY_S = 5.0        # after the last part, how long it looks often
+BUSY_S = 5.0        # a sampler looks for orders at short intervals for this long after its last part
 COMMAND = config.Command("meshtrain.sample", {}, "RUN_DIR", (1, 1))
 
 
 @command.entry(COMMAND, __doc__, (assembly.BrokenProgramError, RolloutError))
 def main(given: config.Arguments) -> int:
     directory = Path(given.names[0])
-    config.resolve({}, given.keys, trained.KEYS, "sample")      # a mistake is told before the run has begun
+    config.resolve({}, given.keys, trained.KEYS, "sample")      # reports mistakes before the run has begun
     with watch.on(watch.PhaseLimits(), 0, 1, say.err):
         with watch.phase("waiting for orders", watch.UNLIMITED):
             return serve(directory, given.keys)
 
 
 def serve(run_dir: Path, words: Sequence[str]) -> int:
-    """Draws answers until the run is finished. words: keys of the command line."""
+    """Sample answers until the run is finished. Return the exit code. words: keys of the command line."""
     place, waiting = apart.SamplerFiles(run_dir), _Waiting(f"waiting for orders in {run_dir}")
     while not place.orders.is_dir():
         waiting.pause()
@@ -52,13 +52,13 @@ def serve(run_dir: Path, words: Sequence[str]) -> int:
     stops.end_together(queue.leave)
     queue.begin()
     try:
-        # without a part it has time, because nobody waits for it
+        # a long limit: while the sampler has no part, no other process waits for it
         with watch.phase("waiting for orders", "part", apart.FIRST_S):
             return _draw(queue, _Drawing(run_dir, words, queue), waiting)
     except OSError as error:
         if isinstance(error, FileSystemError):
             raise
-        raise FileSystemError(f"{place.directory} cannot be used: {files.said(error)}; check the file system, and "
+        raise FileSystemError(f"{place.directory} cannot be used: {files.said(error)}; check the file system and "
                               f"start again") from error
     finally:
         queue.leave()
@@ -81,7 +81,7 @@ def _draw(queue: apart.WorkQueue, drawing: _Drawing, waiting: _Waiting) -> int:
         with watch.phase(f"part {part} of batch {order.batch}", "part", queue.most_s):
             try:
                 found = drawing.answers(order, part)
-            except CheckpointError:     # removed, since others have answered it all
+            except CheckpointError:     # the weights were removed, because all their orders are answered
                 if queue.wanted(order) and place.checksum_of(order.version) == order.weights:
                     raise
                 found = None
@@ -95,7 +95,7 @@ def _draw(queue: apart.WorkQueue, drawing: _Drawing, waiting: _Waiting) -> int:
 
 
 class _Waiting:
-    """Tells now and then that nothing is to be done. since: when there was something, monotonic."""
+    """Prints a line now and then while there is nothing to do. since: when there was work last (time.monotonic)."""
 
     def __init__(self, words: str):
         self.words, self.since = words, time.monotonic()
@@ -108,18 +108,18 @@ class _Waiting:
 
 
 class _Drawing:
-    """The model with the weights of the last order."""
+    """Samples answers with the weights of the last order, and loads other weights when an order needs them."""
 
     def __init__(self, run_dir: Path, words: Sequence[str], queue: apart.WorkQueue):
         self.run_dir, self.words, self.queue = run_dir, words, queue
         self.sampler: trained.ApartSampler | None = None
         self.store: Checkpoints | None = None
         self._weights, self._generator = "", None
-        self._frozen, self._of_frozen = {}, ""      # weights that are not trained, and their digest
+        self._frozen, self._of_frozen = {}, ""      # untrained weights, and their digest
 
     def answers(self, order: apart.Order, part: int) -> list[Completion] | None:
-        """None where the weights are no longer there. Raises: CheckpointError; RolloutError where they are others than
-        was told."""
+        """Sample the answers to a part of an order; None if it is no longer wanted. Raises: CheckpointError if the
+        weights cannot be read; RolloutError if their checksum is not that of the order."""
         if self.store is None:
             devices.start(config.resolve({}, self.words, trained.KEYS, "sample")[0])
             self.store = Checkpoints(apart.SamplerFiles(self.run_dir).weights, read_only=True)
@@ -131,7 +131,7 @@ class _Drawing:
         with jax.set_mesh(self.sampler.mesh):
             slots = order.part * order.draws["samples"]
             if self._weights != order.weights:
-                self._weights, self._generator = "", None       # its memory is for those that come
+                self._weights, self._generator = "", None       # free the memory for the new weights
                 self.queue.slow = True
                 with watch.phase(f"reading version {order.version}", "part", self.queue.most_s):
                     weights, found = self._restored(saved)
@@ -144,12 +144,12 @@ class _Drawing:
             return self._drawn(order, part)
 
     def _restored(self, saved: Saved) -> tuple[dict, str]:
-        """(all weights, their checksum) of a version. Raises: CheckpointError."""
+        """Return (all weights, their checksum) of a version. Raises: CheckpointError."""
         trained, place = self.sampler.restore(saved), apart.SamplerFiles(self.run_dir)
         if not self.sampler.model.lora:
             return trained, apart.checksum(trained, "")
         if not self._of_frozen or self._of_frozen != place.checksum_of_frozen():
-            self._frozen = {}       # its memory is for those that come
+            self._frozen = {}       # free the memory for the new weights
             kept = Checkpoints(place.frozen, read_only=True).open(apart.FROZEN)
             self._frozen = self.sampler.restore(kept, frozen=True)
             self._of_frozen = replicas.digest(self._frozen)

@@ -1,5 +1,5 @@
-"""A temporary directory of this process for runs without a run.dir, as the Python interface has them: rule files given
-as text, and token caches."""
+"""A temporary directory of this process for rule files given as text and for token caches. The Python interface uses
+it, because its runs have no run.dir."""
 from __future__ import annotations
 
 import atexit
@@ -25,20 +25,20 @@ from meshtrain.sharding.rules import Rules
 
 @functools.cache
 def directory() -> Path:
-    """It is removed when the process ends."""
+    """Return the temporary directory, which is removed when the process ends."""
     found = Path(tempfile.mkdtemp(prefix="meshtrain-"))
     atexit.register(shutil.rmtree, found, ignore_errors=True)
     return found
 
 
 def rule_file(given: Rules | Mapping[str, object] | str | Path) -> str:
-    """The path of rules that were read, of a dict of a rule file's tables, of its text, of a shipped name, or the path
-    itself. A text may extend a file of the current directory. Raises: ConfigError."""
+    """Return the path of a rule file. given: rules that were read, a dict of tables, the text of a rule file, a shipped
+    name, or a path. A text may extend a file in the current directory. Raises: ConfigError."""
     if isinstance(given, Rules):
         return given.path
     if not isinstance(given, (Mapping, str, Path)):
-        raise ConfigError(f'rules={given!r} are no rules; give a shipped name ("zero3"), a path, the text of a rule '
-                          f'file, or a dict, {{"params": {{"embed": "fsdp"}}}}')
+        raise ConfigError(f'rules={given!r} has the wrong type; give a shipped name ("zero3"), a path, the text of a '
+                          f'rule file, or a dict, {{"params": {{"embed": "fsdp"}}}}')
     if isinstance(given, Path) or isinstance(given, str) and "\n" not in given and "=" not in given:
         return str(shipped.rule_file(given))
     with config.user_errors():
@@ -49,11 +49,11 @@ def rule_file(given: Rules | Mapping[str, object] | str | Path) -> str:
 
 
 def batches(run: Run, start: Callable[[], tuple[assembly.Assembly, dict]]) -> Batches:
-    """The batches of the run's data. start: for DPO: the run on its devices, and the weights at its start, which are
-    the reference. Raises: ConfigError."""
+    """Return the batches of the run's data. start: called for DPO only; returns (the run on its devices, the weights at
+    its start, which are the reference). Raises: ConfigError."""
     if run.training.objective == "rl":
-        raise ConfigError('training.objective="rl" learns from answers of its own, which python -m meshtrain.train '
-                          'draws and scores; outside of a run it can be inspected, generate and give logits')
+        raise ConfigError('training.objective="rl" trains on answers that only python -m meshtrain.train samples and '
+                          'scores; an Experiment with it can inspect, generate and give logits')
     with config.user_errors():
         described = sources.describe(run.data, vocab_size=run.model.vocab_size)
         corpus = sources.corpus_of(described, described.open(directory(), parts.Job(lambda line: None)))

@@ -1,4 +1,4 @@
-"""The results of the Python interface: the JSON of a command, which prints as the command does and draws itself in a
+"""Result types of the Python interface: the JSON of a command, which prints the command's text and shows a picture in a
 notebook."""
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from meshtrain.units import counted, seconds, size
 
 
 class Shown:
-    """Something that prints as text and, where it has a picture, is drawn by a notebook. text: what `print` shows.
-    picture: a drawing of `pictures`, or none."""
+    """A result with a text and a picture. text: what `print` shows. picture: an SVG drawing of `pictures`, which a
+    notebook shows; "" for none."""
     text = picture = ""
 
     def __repr__(self) -> str:
@@ -33,7 +33,7 @@ class Shown:
 
 
 class JsonTable(Shown, dict):
-    """A JSON object that shows itself.
+    """A JSON object with a text and a picture.
 
     >>> JsonTable({"total": 3}, "total 3")["total"]
     3
@@ -47,7 +47,7 @@ class JsonTable(Shown, dict):
 
 
 class Rows(Shown, list):
-    """A JSON array that shows itself.
+    """A JSON array with a text and a picture.
 
     >>> Rows([{"step": 1}], "step 1")
     step 1
@@ -61,7 +61,7 @@ class Rows(Shown, list):
 
 
 class ProgramCosts(JsonTable):
-    """The traffic of a compiled program, of any function: mt.inspect(jitted, *args).
+    """The traffic of a compiled program. Result of mt.inspect(jitted, *args).
 
     >>> mt.Experiment(mesh={"data": 2}).inspect().collectives["compiled"][0]["axes"]
     ['data']
@@ -73,7 +73,7 @@ class ProgramCosts(JsonTable):
 
     @property
     def sent_bytes(self) -> dict[str, int]:
-        """Bytes that a device sends in a step, by kind of collective."""
+        """Kind of collective -> bytes that a device sends in a step."""
         found: dict[str, int] = {}
         for row in self.collectives["compiled"]:
             found[row["kind"]] = found.get(row["kind"], 0) + row["bytes"]
@@ -81,7 +81,7 @@ class ProgramCosts(JsonTable):
 
 
 class StepCosts(ProgramCosts):
-    """The cost of a compiled step: the JSON of `python -m meshtrain.inspect --json`, which prints as that command does.
+    """The costs of a compiled step: the JSON of `python -m meshtrain.inspect --json`, with that command's text.
 
     >>> mt.Experiment(mesh={"data": 2}).inspect().memory_bytes["compiled"]["params"] > 0
     True
@@ -94,15 +94,15 @@ class StepCosts(ProgramCosts):
                          JsonTable(data["collectives"], report.collectives_table(step), sent))
         self.memory_bytes = JsonTable(data["memory_bytes"], report.memory_table(step), self.picture)
         line, choice = data["roofline"], step.made.choice
-        # None: of no GPU of known speed
+        # None without a GPU of known speed
         self.roofline = line and JsonTable(line, report.roofline_table(step.roofline, step.made.mesh_spec),
                                        layout.time_drawing(line, legend=True))
-        # None: no pipeline
+        # None without a pipeline
         self.schedule = choice and DrawnSchedule(choice.schedule, choice.outcome)
 
 
 def program_costs(compiled: jax.stages.Compiled) -> ProgramCosts:
-    """The traffic of a program on any mesh. Raises: ConfigError if its arrays are on no mesh."""
+    """Return the traffic of a compiled program. Raises: ConfigError if none of its arrays is on a mesh."""
     shardings = jax.tree.leaves([compiled.input_shardings, compiled.output_shardings])
     meshes = [one.mesh for one in shardings if isinstance(one, jax.sharding.NamedSharding)]
     if not meshes:
@@ -119,7 +119,7 @@ def program_costs(compiled: jax.stages.Compiled) -> ProgramCosts:
 
 
 class DrawnSchedule(JsonTable):
-    """A pipeline's schedule: the JSON of its picture, drawn by a notebook.
+    """A pipeline schedule: the JSON of its picture, which a notebook shows.
 
     >>> round(mt.schedule("zero_bubble", stages=4, microbatches=8).bubble, 3)
     0.2
@@ -131,7 +131,7 @@ class DrawnSchedule(JsonTable):
         super().__init__(data, f"{heading}\n{chart.text(of)}", pictures.schedule(data, heading))
 
     def draw(self) -> DrawnSchedule:
-        """The schedule, which a notebook draws.
+        """Return the schedule itself, whose picture a notebook shows.
 
         >>> mt.schedule("gpipe", stages=2, microbatches=2).draw()
         gpipe: 2 stages, 2 microbatches · bubble 33.3% · peak memory: activations of 2 microbatches on stage 0
@@ -141,18 +141,18 @@ class DrawnSchedule(JsonTable):
         return self
 
     def simulate(self, **costs: float) -> DrawnSchedule:
-        """The schedule in the time that its ops take: forward_s, input_grad_s, weight_grad_s, loss_s and link_s, in any
-        unit (`cost.formulas.simulate.Costs`).
+        """Return the schedule with other times of its ops: forward_s, input_grad_s, weight_grad_s, loss_s, link_s, in
+        any unit (`cost.formulas.simulate.Costs`). Raises: ConfigError for negative times.
 
         >>> slow_links = mt.schedule("1f1b", stages=4, microbatches=8).simulate(link_s=0.5)
         """
         if wrong := [f"{name}={value}" for name, value in costs.items() if value < 0]:
-            raise ConfigError(f"{wrong[0]} of a schedule's op is a time; use 0 or more")
+            raise ConfigError(f"{wrong[0]} is not a time of a schedule's op; use 0 or more")
         return DrawnSchedule(self.of, simulate.simulate(self.of, simulate.Costs(**costs)))
 
 
 def history(rows: Sequence[Mapping[str, float]]) -> Rows:
-    """Metrics of steps, drawn as the curve of their loss."""
+    """Return metrics of steps with the curve of their loss as picture."""
     points = [(row["step"], row["loss"]) for row in rows]
     curve = pictures.curves([PlotCurve(0, "loss", points)], PlotAxis("step", "{:g}".format),
                             PlotAxis("loss", "{:g}".format), "loss by step", height=240) if points else ""
@@ -161,25 +161,27 @@ def history(rows: Sequence[Mapping[str, float]]) -> Rows:
 
 
 def named(experiments: Sequence | Mapping) -> dict:
-    """Experiments to compare by their names: by their layouts where they have none. Raises: ConfigError."""
+    """Return name -> experiment. Experiments without names are named by their layouts. Raises: ConfigError if two have
+    the same layout."""
     if isinstance(experiments, Mapping):
         return dict(experiments)
     found = {one.layout: one for one in experiments}
     if len(found) < len(experiments):
-        raise ConfigError(f"of {len(experiments)} experiments to compare only {len(found)} differ in their layout; "
+        raise ConfigError(f"the {len(experiments)} experiments to compare have only {len(found)} different layouts; "
                           f'give them names, mt.compare({{"a": …}})')
     return found
 
 
 def compared(name: str, layout: str, costs: StepCosts, steps: Sequence[Mapping[str, float]]) -> dict:
-    """One row of `comparison`. steps: metrics of steps from the start."""
+    """Return a row of `comparison`. steps: metrics of the steps from the start."""
     step_s = costs.roofline["step_time_s"] if costs.roofline else min(row["step_s"] for row in steps)
     return {"name": name, "layout": layout, "memory_bytes": costs.memory_bytes["compiled"]["total"],
             "sent_bytes": sum(costs.sent_bytes.values()), "step_time_s": step_s, "loss": steps[-1]["loss"]}
 
 
 def comparison(rows: Sequence[Mapping], costs: Mapping[str, StepCosts], steps: int) -> Rows:
-    """Experiments side by side: what each holds, and below it what each sends. rows: of `compared`."""
+    """Return a table of experiments. Its picture shows their memory and, below, the bytes that they send. rows: from
+    `compared`. steps: number of steps before the loss."""
     lines = [("", "layout", "memory", "sent", "step", f"loss after {counted(steps, 'step')}")]
     lines += [(row["name"], row["layout"], size(row["memory_bytes"]), size(row["sent_bytes"]),
                seconds(row["step_time_s"]), f"{row['loss']:.6f}") for row in rows]
@@ -194,13 +196,13 @@ def comparison(rows: Sequence[Mapping], costs: Mapping[str, StepCosts], steps: i
 
 
 def planned(found: plan.Planned) -> Rows:
-    """Plans: memory against step time, where they are of one number of GPUs."""
+    """Return plans. If they are for one number of GPUs, their picture shows memory against step time."""
     data, one = found.as_json(), len(found.answers) == 1
     return Rows(data["plans"], found.text(), plans.trade_drawing(data, legend=True) if found.best and one else "")
 
 
 def proved(proof: parity.Proof) -> JsonTable:
-    """A proof: a line for each layout."""
+    """Return a proof with a line of text for each layout."""
     data, total = proof.as_json(), len(proof.cells)
     lines = [parity.line(cell, number, total) for number, cell in enumerate(proof.cells, 1)]
     lines += [f"FOUND: {finding}" for finding in proof.findings] + [f"note: {note}" for note in proof.notes]
@@ -208,7 +210,7 @@ def proved(proof: parity.Proof) -> JsonTable:
 
 
 def displayed(shown):
-    """The handle of something that a notebook shows and that may be updated; None outside of one."""
+    """Show a result in a notebook, and return the handle by which it can be updated; None outside a notebook."""
     if "IPython" not in sys.modules:
         return None
     from IPython import display, get_ipython

@@ -1,10 +1,9 @@
-"""Makes a run's token cache: python -m meshtrain.tokenize RUN.toml.
+"""Builds a run's token cache: python -m meshtrain.tokenize RUN.toml.
 
-Training with the same run file then finds everything built. Without GPUs and without jax. Any number of processes may
-work side by side, on this host or others: each takes what nobody has. Under a launcher process I (from 0) of N takes
-only every N-th part, as with --processes I/N, and the cache is whole when all of them are done.
-Exit codes: 0 done · 2 the user's mistake, one message · 75 stopped on request, finished parts are kept · 1 anything
-else.
+Training with the same run file then uses this cache. Needs neither GPUs nor jax. Any number of processes may work at
+the same time, on one host or several; each takes parts that no other process has taken. Under a launcher, process I
+(from 0) of N takes only every N-th part, as with --processes I/N; the cache is complete when all of them are done.
+Exit codes: 0 done · 1 any other failure · 2 a mistake in the settings · 75 stopped on request, finished parts are kept.
 """
 from __future__ import annotations
 
@@ -25,15 +24,15 @@ from meshtrain.units import counted
 
 
 def _share(text: str) -> tuple[int, int]:
-    """(which process, of how many) of I/N. Raises: ValueError."""
+    """Return (I, N) of the text I/N. Raises: ValueError."""
     index, _, count = text.partition("/")
     if not index.isdecimal() or not count.isdecimal() or int(index) >= int(count):
-        raise ValueError("is not I/N; give which process this is, from 0, of how many, e.g. 0/4")
+        raise ValueError("is not I/N; give the index of this process, from 0, and the number of processes, e.g. 0/4")
     return int(index), int(count)
 
 
 COMMAND = config.Command("meshtrain.tokenize", {
-    "verify": config.Option("read the whole cache and compare checksums: what is damaged is built again"),
+    "verify": config.Option("read the whole cache, compare checksums, and build damaged parts again"),
     "processes": config.Option("take only every N-th part, as process I from 0", "I/N", "0/4", _share),
 }, "[RUN.toml]", (0, 1))
 
@@ -44,7 +43,7 @@ def main(asked: config.Arguments) -> int:
     try:
         share, run = asked["processes"], config.load(asked.names + asked.keys)
         if share is None:
-            # Without GPUs, so that they need not divide among the processes.
+            # GPUs are hidden, so that their number need not be divisible by the number of processes.
             cluster = find.cluster(run.distributed, os.environ | {"CUDA_VISIBLE_DEVICES": ""})
             share = (cluster.index, cluster.count) if cluster else (0, 1)
         with config.user_errors():
@@ -66,16 +65,17 @@ def main(asked: config.Arguments) -> int:
 
 def _sum_up(source: sources.Source | None) -> str:
     if source is None:
-        return "this process's share is done; others have parts to do still"
+        return "this process's share is done; other processes still have parts to do"
     if isinstance(source, token_files.TokenFiles):
         pairs = source.pairs
         tokens, documents = (sum(getattr(pair, name) for pair in pairs) for name in ("num_tokens", "num_documents"))
         return f"{counted(tokens, 'token')}, {counted(documents, 'document')}, {counted(len(pairs), 'part')}; all built"
-    return "bytes are the tokens; nothing to do"
+    return "the tokens are bytes, so there is nothing to tokenize"
 
 
 def _listen() -> list[int]:
-    """Installs signal handlers for stop requests. The first is handled between two batches, the second at once."""
+    """Install handlers for stop signals. Return the list of received signals. The first signal stops the command
+    between two batches, the second ends it at once."""
     heard: list[int] = []
 
     def note(number: int, frame) -> None:

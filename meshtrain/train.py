@@ -1,6 +1,6 @@
-"""python -m meshtrain.train [RUN.toml] [--section.key value …]: trains a model.
+"""Trains a model: python -m meshtrain.train [RUN.toml] [--section.key value …].
 
-Exit codes: 0 done · 2 the user's mistake, one message · 75 stopped on request, state saved · 1 anything else.
+Exit codes: 0 done · 1 any other failure · 2 a mistake in the settings · 75 stopped on request, state saved.
 """
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from pathlib import Path
 
 from meshtrain.run import phases, say, stops
 
-BEGAN = time.perf_counter() if __name__ == "__main__" else None     # a caller's process began earlier than the command
-# now, not in main: importing jax takes seconds, and its C++ reports what it does not find
+BEGAN = time.perf_counter() if __name__ == "__main__" else None     # None if called within another process
+# here, not in main: signals are handled while jax is imported, which takes seconds; silences messages of its C++
 if __name__ == "__main__":
     say.begin()
     stops.listen()
@@ -74,7 +74,7 @@ from meshtrain.storage import addresses, copies, mirror
 from meshtrain.training.state import State
 from meshtrain.units import counted, size
 
-PEERS_STOP_S = 3.0      # within so long all processes of a run that is told to stop have heard it
+PEERS_STOP_S = 3.0      # a stop signal for a run reaches all its processes within this time
 
 
 def main(argv: Sequence[str]) -> int:
@@ -86,12 +86,12 @@ def main(argv: Sequence[str]) -> int:
             phases.end()
         trackers.check(run)
         cluster = find.cluster(run.distributed, os.environ)
-        # Which process this is belongs to no run.
+        # The index of this process is not a setting of the run.
         run = run.model_copy(update={"distributed": run.distributed.without_place()})
         index, count = (cluster.index, cluster.count) if cluster else (0, 1)
         say.format_lines(run.run.log_format, index, count)
         if index:
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")      # process 0 speaks for all
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")      # only process 0 prints
         limits = watch.PhaseLimits(run.training.step_timeout_s, run.distributed.timeout_s,
                                    *[run.training.phase_timeout_s] * 3)
         with watch.on(limits, index, count, say.err) as watchdog:
@@ -101,19 +101,19 @@ def main(argv: Sequence[str]) -> int:
             return _run(run, found, fewer, account, watchdog)
     except ConfigError as error:
         return _fail(USER_ERROR, f"error: {error}", error)
-    except (TooManySkippedSteps, TooManyRollbacks) as error:   # of all processes: they read the same metrics
+    except (TooManySkippedSteps, TooManyRollbacks) as error:   # raised in all processes: they read the same metrics
         if jax.process_index() == 0:
             say.err(f"stopped: {error}")
         return FAILED
     except (PeerError, FileSystemError, assembly.BrokenProgramError, ReplicasDiffer, RolloutError) as error:
         return _fail(FAILED, f"error: {error}", error)
     except Exception as error:
-        if files.is_moment(error):      # met where nobody had a word for it
+        if files.is_moment(error):      # a failure of the file system outside the places that handle it
             where = traceback.extract_tb(error.__traceback__)[-1]
             return _fail(FAILED,
                          f"error: {files.said(error)}, in {where.name} of {where.filename}; check the file system "
-                         "(its room, its mounts, its server) and start again", error)
-        if agree.told_by_first(error):      # process 0 has its traceback
+                         "(free space, mounts, server) and start again", error)
+        if agree.told_by_first(error):      # process 0 prints the traceback
             return _fail(FAILED, "", error)
         _wait_for_stop(error)
         raise
@@ -143,13 +143,13 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
         made = dataclasses.replace(made, run=run)
         exporting = exports.Exports(run, made.model, checkpoints, made.state_shapes.params)
         if start.step >= run.training.steps:
-            if start.is_of(local):      # the place took no checkpoint of the last step
+            if start.is_of(local):      # run.dir has no checkpoint of the last step
                 with watch.phase("last checkpoint", "save"):
                     checkpoints.save(start.step, _start_state(made, start, None), start.saved.metadata)
                     checkpoints.wait()
             say.out(f"{run.run.dir} is finished: it has {start.step} of training.steps={run.training.steps} steps; "
                     "increase training.steps to continue")
-            local.forget()      # what a crash left there, or a file system that failed at the end
+            local.forget()      # remove local checkpoints that a crash or a failing file system left
             with watch.phase("export", "save"):
                 return _ended(exporting.finish())
         begun = {"on": f"{made.mesh_spec}: {made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
@@ -159,11 +159,11 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
 
 
 def _with_documents_end(run: Run, start: resume.Start) -> tuple[Run, Saved | None]:
-    """Resolve data.eos. Returns (the run with it, the checkpoint that decided it: the one that the run resumes from, or
-    one of another run whose weights it loads)."""
+    """Resolve data.eos. Return (the run with it, the checkpoint that it comes from, if any). That is the checkpoint
+    that the run resumes from, or the one whose weights it loads."""
     if start.saved:
         return resume.in_force(run, start), start.saved
-    with watch.phase("opening the data", watch.UNLIMITED), config.user_errors():      # there may be copies to make
+    with watch.phase("opening the data", watch.UNLIMITED), config.user_errors():      # may copy remote files
         origin = resume.origin(run)
         eos, line = agree.on_first(lambda: ends.default(run, origin))
     if line:
@@ -172,7 +172,7 @@ def _with_documents_end(run: Run, start: resume.Start) -> tuple[Run, Saved | Non
 
 
 def _named_files(made: assembly.Assembly) -> dict[str, str]:
-    """Keys that name a file -> its content, which may change under the same name."""
+    """Return key that names a file -> content of the file, because a file may change under the same name."""
     rl, found = made.run.rl, {"sharding.rules": made.layout.rules.text}
     if rl.rules:
         with config.user_errors():
@@ -191,8 +191,8 @@ def check_memory(made: assembly.Assembly) -> None:
     state_bytes = len(local) * (held["params"] + held["optimizer"])
     if state_bytes > (has := devices.memory_bytes(local)):
         raise ConfigError(f"the weights and the optimizer's state take {size(state_bytes)} on {len(local)} simulated "
-                          f"devices of this machine, which has {size(has)}; take a smaller model, or train it on GPUs "
-                          f"(inspect and plan price it without any)")
+                          f"devices of this machine, which has {size(has)}; use a smaller model, or train it on GPUs "
+                          f"(inspect and plan work without GPUs)")
 
 
 def _fail(code: int, message: str, error: Exception) -> int:
@@ -211,23 +211,27 @@ def _wait_for_stop(error: Exception) -> None:
 
 
 def _devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -> tuple[Sequence[jax.Device], Run]:
-    """The devices to run on. Without a run file or a mesh, the quickstart uses GPUs where there are any."""
+    """Start the devices. Return (devices to use, run). Without a run file or a mesh, the quickstart uses GPUs if there
+    are any."""
     if not config.names_mesh(argv) and devices.gpus_expected():
         run = run.replaced(mesh={"simulated_devices": 0})
         found = devices.start(run, cluster)
         run = devices.on_gpus(run, len(found))
         say.out(f"found {len(found)} × {found[0].device_kind}: training on {run.mesh.fsdp}, all on the axis fsdp")
         return found[:run.mesh.fsdp], run
-    if run.mesh.simulated_devices:      # before they are started, which takes threads and memory for each
+    if run.mesh.simulated_devices:      # checked before devices start, each of which takes threads and memory
         elastic.check(run, run.mesh.simulated_devices)
     return devices.start(run, cluster), run
 
 
 @dataclasses.dataclass(eq=False)
 class _Session:
-    """One start of the command in its locked run.dir: everything opened and compiled before training begins. made: with
-    its evaluation compiled, if there is any. origin: the checkpoint that the run resumes from, or one of another run
-    whose weights it loads. ends: what ends its answers. step: the compiled training step."""
+    """Everything that one start of the command opens and compiles in its claimed run.dir before training begins.
+
+    made: with a compiled evaluation, if there are held-out documents. origin: the checkpoint that the run resumes from,
+    or the one of another run whose weights it loads. named: see `_named_files`. ends: the ends of answers. step: the
+    compiled training step.
+    """
     made: assembly.Assembly
     claim: rundir.Claim
     checkpoints: SharedCheckpoints
@@ -254,7 +258,7 @@ class _Session:
 
 
 def _train(session: _Session, start: resume.Start) -> int:
-    """Trains from `start` to the end, with rollbacks of loss spikes if configured. Returns the exit code."""
+    """Train from `start` to the end, with rollbacks of loss spikes if configured. Return the exit code."""
     run, account = session.run, session.attempt.account
     given, batches = _open(session, start)
     say.out(report.before(session.made))
@@ -265,7 +269,7 @@ def _train(session: _Session, start: resume.Start) -> int:
     if start.saved is None:
         pretrained.keep_companions(run, session.directory)
     _price(session.made, session.step, session.directory)
-    if start.saved is None and run.experts.bias_warmup:     # before stops are deferred: nothing of it is worth saving
+    if start.saved is None and run.experts.bias_warmup:     # a stop request here ends the process without saving
         with account.to("start"), watch.phase("evening out the experts", watch.UNLIMITED), \
                 phases.phase("evening out the experts"):
             state = agree.everywhere(lambda: bias_warmup.balanced(
@@ -279,7 +283,7 @@ def _train(session: _Session, start: resume.Start) -> int:
                 break
             except LossSpike as found:
                 spike = (found.step, str(found))
-            state = None    # its memory is for the one that comes back
+            state = None    # free the memory for the restored state
             start, state, batches = _back_before(session, start, spikes, *spike)
             spikes = Spikes(run, start.kept("spikes"), start.rollbacks)
         missing = _saved(session, done)
@@ -300,7 +304,7 @@ def _train(session: _Session, start: resume.Start) -> int:
 
 
 def _open(session: _Session, start: resume.Start):
-    """Opens the corpus, tokenizing it if needed. Returns (the model folder that a new run starts from, or None; the
+    """Open the corpus, and tokenize it if needed. Return (the model folder that a new run starts from, or None; the
     batches from `start` on)."""
     run, made = session.run, session.made
     # tokenizing may take hours
@@ -310,7 +314,7 @@ def _open(session: _Session, start: resume.Start):
         session.corpus, batches = agree.everywhere(lambda: _open_data(run, session.directory, start))
         with config.user_errors():
             session.ends = ends.together(lambda: ends.of_run(run, session.origin))
-            sample_prompt(run, session.corpus.tokenizer)        # a mistake is told before the first step
+            sample_prompt(run, session.corpus.tokenizer)        # reports a mistake before the first step
     say.out(f"answers end with {session.ends.shown(session.corpus.tokenizer)}")
     if session.ends.note:
         say.out(f"note: {session.ends.note}")
@@ -329,8 +333,8 @@ def _begun(session: _Session, start: resume.Start, given) -> State:
 
 
 def _prepared(session: _Session, start: resume.Start, batches, state: State) -> Batches | Rollouts:
-    """Returns the training batches. For DPO they have the margins of the reference model (the weights that the run
-    starts from). For RL the result generates answers to the prompts."""
+    """Return the training batches. For DPO they have the margins of the reference model (the weights that the run
+    starts from). For RL the result samples answers to the prompts."""
     if session.run.training.objective == "rl":
         return agree.everywhere(lambda: _rollouts(session, start, batches, state))
     if session.run.training.objective != "dpo":
@@ -350,11 +354,11 @@ def _rollouts(session: _Session, start: resume.Start, found: prompts.Prompts, st
     feed = Rollouts(run, session.made.program, found, words, sampler, session.directory, position)
     feed.ends = found_ends.shown(tokenizer)
     if run.lora.rank:
-        if run.rl.kl:       # each step has the base from the one before, whose buffers it takes
+        if run.rl.kl:       # each step donates the base model's buffers to the next one, so read them from the state
             of = session.made.model.divided
             zeros = jax.tree.map(jnp.zeros_like, of(state.params)[0])
             feed.reference = lambda params: model_params.joined(zeros, of(params)[1])
-    else:                   # the origin is in every checkpoint, since rl.kl may be set later
+    else:                   # every checkpoint names the origin, because rl.kl may be set in a later start
         fresh = [replicas.digest(state.params), run.checkpoint.step] if start.saved is None else []
         feed.origin = fresh or (position or {}).get("origin") or []
         if run.rl.kl:
@@ -362,8 +366,8 @@ def _rollouts(session: _Session, start: resume.Start, found: prompts.Prompts, st
             digest = replicas.digest(kept)
             if feed.origin and feed.origin[0] != digest:
                 raise ConfigError(f"checkpoint.init_from={json.dumps(run.checkpoint.init_from)} has other weights than "
-                                  f"those that the run in {run.run.dir} started from, to which rl.kl is measured; give "
-                                  f"those, or another run.name")
+                                  f"those that the run in {run.run.dir} started from, the reference of rl.kl; give "
+                                  f"the original weights, or another run.name")
             feed.reference, feed.origin = lambda _: kept, feed.origin or [digest, 0]
     if run.rl.lag:
         feed.orders = _orders(session, found, words, position)
@@ -371,7 +375,7 @@ def _rollouts(session: _Session, start: resume.Start, found: prompts.Prompts, st
 
 
 def _orders(session: _Session, found: prompts.Prompts, words: Words, position: dict | None) -> Orders:
-    """The orders to separate samplers. They continue at the position of the checkpoint."""
+    """Return the exchange with separate samplers, which continues at the position of the checkpoint."""
     run = session.run
     place, document = apart.SamplerFiles(session.directory), rundir.metadata(run, session.made.layout.rules.text, {})
     store = functools.partial(Checkpoints, check_claim=session.checkpoints.check_claim)
@@ -381,27 +385,28 @@ def _orders(session: _Session, found: prompts.Prompts, words: Words, position: d
 
 
 def _cast(made: assembly.Assembly, frozen: bool = False) -> Callable[[dict], dict]:
-    """A function that casts weights to the dtypes of samplers: all weights -> the trained or the frozen ones."""
+    """Return a function: all weights -> the trained (or frozen) ones, cast to the dtypes of samplers."""
     dtype = jnp.dtype(made.run.model.compute_dtype)
     part = lambda params: made.model.divided(params)[1 if frozen else 0]
     if all(info.dtype == sync.read_dtype(info, dtype) for info in made.model.parameters() if info.trainable != frozen):
-        return part         # no copy of them
+        return part         # no cast and no copy
     return jax.jit(lambda params: part(sync.cast(made.model, params, dtype)),
                    out_shardings=jax.tree.map(lambda leaf: leaf.sharding, part(made.state_shapes.params)))
 
 
 def _reference(made: assembly.Assembly, start: resume.Start, state: State, step: int) -> dict:
-    """The weights that the run started from, a copy. step: of the run that they are from; 0: its newest."""
+    """Return a copy of the weights that the run started from. step: of the checkpoint in checkpoint.init_from that has
+    them; 0: the newest."""
     if start.saved is None:
         return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=jax.tree.map(
             lambda leaf: leaf.sharding, state.params))(state.params)
-    # There may be no room for another optimizer's state.
+    # Without an optimizer state, for which there may be no memory.
     fresh = State(state.step, assembly.initialize_params(made), {})
     return with_weights(made, pretrained.opened(made.run, made.model), fresh, step=step, init_optimizer=False).params
 
 
 def _compile(session: _Session, batches: Batches) -> None:
-    """Compiles the step, the evaluation if there are held-out documents, and the check of replicas."""
+    """Compile the step, the evaluation if there are held-out documents, and the check of replicas."""
     with session.attempt.account.to("compile"), watch.phase("compile", "compile"), \
             phases.phase("compiling", "compiled in"):
         if batches.validation:
@@ -411,7 +416,7 @@ def _compile(session: _Session, batches: Batches) -> None:
 
 
 def _saved(session: _Session, done: int) -> str:
-    """Waits for the last checkpoint and writes missing exports. Returns a description of those that failed."""
+    """Wait for the last checkpoint and write missing exports. Return a text about failed exports, or ""."""
     with session.attempt.account.to("checkpoint"), watch.phase("last checkpoint", "save"), \
             phases.phase("saving the last checkpoint"):
         session.checkpoints.wait()
@@ -421,15 +426,15 @@ def _saved(session: _Session, done: int) -> str:
 
 
 def _ended(missing: str) -> int:
-    """The exit code of a run that has all its steps. missing: a description of failed exports."""
+    """Return the exit code of a run that has all its steps. missing: a text about failed exports, which is printed."""
     if missing and jax.process_index() == 0:
-        say.err(f"error: the run is finished, but {missing}; check the directory and start the run again: it writes "
+        say.err(f"error: the run is finished, but {missing}; check the directory and start the run again, which writes "
                 f"the missing files")
     return FAILED if missing else DONE
 
 
 def _replicas(made: assembly.Assembly) -> Replicas | None:
-    """The check of the state's replicas, if the run asks for it and there are any."""
+    """Return the compiled check of replicas; None if it is not configured, or the state has no replicas."""
     every = made.run.training.check_replicas_every
     found = Replicas(made.state_shapes, made.mesh) if every else None
     if found and not found.any:
@@ -441,8 +446,8 @@ def _replicas(made: assembly.Assembly) -> Replicas | None:
 
 def _steps(session: _Session, state: State, batches: Batches, start: resume.Start, spikes: Spikes,
            stop: loop.Stop) -> tuple[State, int, float | None]:
-    """Runs the loop from `start` on, with its hooks and writers. Returns the state, the run's number of steps, the last
-    validation loss. Raises: LossSpike, where the run is to roll back."""
+    """Run the loop from `start` on, with its hooks and writers. Return (state, number of steps, last validation loss).
+    Raises: LossSpike if the run has to roll back."""
     run, made, directory, account = session.run, session.made, session.directory, session.attempt.account
     checkpoints, local = session.checkpoints, session.local
 
@@ -478,7 +483,7 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
             hooks = (session.replicas.hook(run.training.check_replicas_every, hooks), *hooks)
         hooks = (validation.hook(), trace.hook(), *hooks)
         state, done = loop.train(made.program, session.step, state, feed, run.training.steps, record, hooks, stop)
-    # a stop in the step of a spike: nothing else has this
+    # A stop request during the step of a spike: only the local checkpoint has this state.
     if start.is_of(local) and done == start.step < run.training.steps:
         with watch.phase(f"checkpoint after step {done}", "save"):
             checkpoints.save(done, state, metadata(done))
@@ -487,11 +492,12 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
 
 def _back_before(session: _Session, start: resume.Start, spikes: Spikes, spiked: int,
                  why: str) -> tuple[resume.Start, State, Batches]:
-    """The newest checkpoint before the spike, and the batches without those between that checkpoint and the spike."""
+    """Roll back to the newest checkpoint before the spike. Return (the new start, its state, the batches without those
+    between that checkpoint and the spike). Raises: TooManyRollbacks."""
     run = session.run
     if spikes.rollbacks >= MAX_ROLLBACKS:
-        raise TooManyRollbacks(f'{why}, and the run has gone back before spikes {MAX_ROLLBACKS} times, which is all '
-                               f'that it may; lower optimizer.learning_rate={run.optimizer.learning_rate}, look at the '
+        raise TooManyRollbacks(f'{why}, and the run has already rolled back {MAX_ROLLBACKS} times, the maximum; lower '
+                               f'optimizer.learning_rate={run.optimizer.learning_rate}, check the '
                                'data, or start again with training.loss_spike="skip"')
     with session.attempt.account.to("restore"), watch.phase("going back before a spike", "restore"):
         new = resume.before_spike(run, start, spiked, session.checkpoints, session.local, session.made.state_shapes)
@@ -506,33 +512,34 @@ def _back_before(session: _Session, start: resume.Start, spikes: Spikes, spiked:
 
 
 def _price(made: assembly.Assembly, step, directory: Path) -> None:
-    """Prints the memory of a device, and writes cost.json, the output of `inspect --json`, which `meshtrain.report`
+    """Print the memory of a device, and write cost.json, the output of `inspect --json`, which `meshtrain.report`
     compares with measurements."""
     if jax.process_index():
         return
     try:
         with phases.moving("pricing the step"):
-            priced = Inspected(made, step)        # what XLA logs is for `inspect` to hear
+            priced = Inspected(made, step)        # without XLA's log, which only `inspect` reads
             local = made.mesh.local_devices
             shared = f"\n{len(local)} devices: {size(len(local) * (priced.held['total'] or 0))} of this machine's " \
                      f"{size(devices.memory_bytes(local))}" if local[0].platform == "cpu" else ""
             say.out(report.memory_table(priced) + shared)
             costs = report.as_json(priced)
         files.replace(directory / measured.COST, json.dumps(costs))
-    except Exception as error:      # whatever it is, it is not worth a run
+    except Exception as error:      # a run must not fail because its costs are unknown
         say.err(f"{directory / measured.COST} is not written ({files.said(error)}); training continues, and the report "
-                f"has no price")
+                f"will have no predictions")
 
 
 def _memory(made: assembly.Assembly, step) -> Callable[[], int]:
-    """() -> bytes in use on a device; where the backend does not report them, those of the compiled step."""
+    """Return a function that returns the bytes in use on a device, or those of the compiled step if the backend does
+    not report them."""
     device = made.mesh.local_devices[0]
     compiled = memory.held_by_program(made, step)["total"]
     return lambda: (device.memory_stats() or {}).get("bytes_in_use", compiled)
 
 
 def _flops(made: assembly.Assembly) -> tuple[float, float | None]:
-    """Model FLOPs of a step, and the peak FLOP/s of all devices together (None if not in the hardware table)."""
+    """Return (model FLOPs of a step, peak FLOP/s of all devices together; None if not in the hardware table)."""
     run = made.run
     tokens = run.data.global_batch * run.data.seq_len
     gpu = hardware.from_device_kind(made.mesh.devices.flat[0].device_kind)
@@ -542,14 +549,14 @@ def _flops(made: assembly.Assembly) -> tuple[float, float | None]:
 
 
 def check_source(run: Run) -> None:
-    """Raises: ConfigError for data from which the run's objective cannot learn."""
+    """Check that the run's objective can train on its data. Raises: ConfigError."""
     if run.data.source == "preferences" and run.training.objective != "dpo":
-        raise ConfigError('data.source="preferences" has pairs of answers, from which training.objective="dpo" learns; '
-                          'use that, or another source')
+        raise ConfigError('data.source="preferences" has pairs of answers, which only training.objective="dpo" '
+                          'supports; use this objective, or another source')
 
 
 def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.Corpus, Batches | prompts.Prompts]:
-    """Opens the run's data, tokenized if needed, and its batches from `start` on, or its prompts."""
+    """Open the run's data, and tokenize it if needed. Return (corpus, batches from `start` on, or prompts for RL)."""
     d = run.data
     check_source(run)
     if d.source == "prompts":
@@ -563,13 +570,13 @@ def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.
         rollouts.check(run, found)
         for note in sources.notes(corpus.tokenizer, run.model.vocab_size):
             say.out(f"note: {note}")
-        say.out(f"{counted(len(found.prompts), 'prompt')} to learn from, {len(found.held)} held out, of up to "
+        say.out(f"{counted(len(found.prompts), 'prompt')} to train on, {len(found.held)} held out, of up to "
                 f"{found.longest} tokens")
         return corpus, found
     with config.user_errors():
         described = sources.describe(d, vocab_size=run.model.vocab_size,
                                      folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
-        resume.check_tokenizer(run, start, described.tokenizer)     # before it is tokenized with another for hours
+        resume.check_tokenizer(run, start, described.tokenizer)     # checked before hours of tokenizing
         corpus = sources.corpus_of(described, described.open(directory / sources.CACHE, parts.Job(
             say.out, show=say.live if say.is_live() else None)))
         resume.check_data(run, start, corpus.fingerprint)
@@ -583,8 +590,8 @@ def _batches(run: Run, corpus: sources.Corpus, start: resume.Start) -> Batches:
 
 
 def _start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
-    """The initial state: restored from a checkpoint, loaded from a model folder or another run, or random. given: as
-    returned by `_open`."""
+    """Return the initial state: restored from a checkpoint, loaded from a model folder or another run, or random.
+    given: from `_open`."""
     if start.saved is not None:
         with config.user_errors():
             state = start.saved.restore(made.state_shapes)
@@ -596,8 +603,8 @@ def _start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
 
 
 def with_weights(made: assembly.Assembly, given, state: State, **keys) -> State:
-    """The initialized state with the weights that the run starts from, if there are any. keys: others of [checkpoint].
-    """
+    """Return the initialized state with the weights that the run starts from, if there are any. keys: values of
+    [checkpoint] that replace the run's."""
     run = made.run.replaced(checkpoint=keys)
     if given:
         pretrained.tell(given[0])
@@ -608,11 +615,11 @@ def with_weights(made: assembly.Assembly, given, state: State, **keys) -> State:
 
 
 def sample_prompt(run: Run, tokenizer: tokenizers.Tokenizer) -> list[int]:
-    """The ids that the sample continues. Raises: ValueError if the text has none, or too many."""
+    """Return the token ids of the prompt of the run's sample. Raises: ValueError if there are too many."""
     text = run.run.sample_prompt if run.run.sample_tokens else ""
     found = [tokenizer.bos, *(map(int, tokenizer.encode([text])[0]) if text else ())]
     if len(found) >= run.data.seq_len:
-        raise ValueError(f"run.sample_prompt has {len(found)} tokens, and data.seq_len={run.data.seq_len} is the "
+        raise ValueError(f"run.sample_prompt has {len(found)} tokens, but data.seq_len={run.data.seq_len} limits the "
                          "length of prompt and sample; shorten it")
     return found
 
@@ -627,7 +634,7 @@ def _tell_sample(session: _Session, state: State) -> None:
             prompt = sample_prompt(run, tokenizer)
             (answer,) = generator.complete([prompt], limits, Picking(temperature=0.8), run.run.seed)
     except Exception as error:
-        if jax.process_count() > 1:     # the others would wait for this one's part
+        if jax.process_count() > 1:     # the other processes would wait for this one
             raise
         say.err(f"no sample of text: {type(error).__name__}: {error}")
         return
@@ -636,7 +643,7 @@ def _tell_sample(session: _Session, state: State) -> None:
 
 
 def _summary(session: _Session, val_loss: float | None) -> str:
-    """Print the summary of a finished run: losses, a sample, where the time went, the files, and further commands."""
+    """Return the summary of a finished run: losses, goodput, its files, and further commands."""
     run, first, last = session.run, None, None
     assert session.corpus is not None
     objective, place = run.training.objective, shlex.quote(run.run.dir)

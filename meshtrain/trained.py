@@ -1,7 +1,7 @@
 """A trained model from a run directory or a Hugging Face folder, with its weights on a mesh.
 
-`describe` reads everything but the weights; `place` puts those on devices. Tokenizer, separator and stop tokens come
-from the run's settings, or from the folder's own files.
+`describe` reads everything but the weights; `Trained.place` loads them onto devices. Tokenizer, separator and stop
+tokens come from the run's settings, or from the folder's own files.
 """
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ from meshtrain.sharding.rules import Layout
 from meshtrain.storage import addresses, copies
 from meshtrain.units import size
 
-KEYS = ("mesh.", "model.compute_dtype", "run.compilation_cache")      # that every command on a trained model takes
+KEYS = ("mesh.", "model.compute_dtype", "run.compilation_cache")      # keys that all commands on trained models accept
 TOKENIZER = tokenizer.FILE
-GEMMA = "gemma"     # model_type of its families
+GEMMA = "gemma"     # begin of model_type in Gemma's families
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """encode: text to ids; prompt: with the token that begins a document. of: the tokenizer itself."""
+    """Functions of a tokenizer. encode: text -> token ids. prompt: the same, with the token that begins a document.
+    decode: token ids -> text. of: the tokenizer itself."""
     encode: Callable[[str], list[int]]
     prompt: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
@@ -56,9 +57,12 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trained:
-    """A model that was found. run: its shape, data and mesh. given: keys of the command line. weights: an open folder,
-    or a checkpoint. files: the folder with config and tokenizer files in Hugging Face's format; None: a run from random
-    weights."""
+    """A trained model before its weights are loaded.
+
+    run: its sections [model], [data] and [mesh]. given: keys that the command line sets. weights: an open model folder,
+    or a checkpoint. files: the folder with config and tokenizer files in Hugging Face's format; None for a run that
+    started from random weights.
+    """
     directory: Path
     run: Run
     given: frozenset[str]
@@ -70,7 +74,7 @@ class Trained:
         return isinstance(self.weights, folder.Folder)
 
     def longest(self) -> int:
-        """Maximum tokens of a sequence; 0: no limit. Raises: ConfigError."""
+        """Return the maximum number of tokens in a sequence; 0 for no limit. Raises: ConfigError."""
         model = self.run.model
         with config.user_errors():
             said = settings.longest(self.files) if self.files else 0
@@ -79,7 +83,7 @@ class Trained:
         return min(filter(None, (model.max_seq_len, said)), default=0) if model.position == "learned" else said
 
     def text(self) -> Text | None:
-        """None where there is no tokenizer. Raises: ConfigError where it cannot be opened."""
+        """Return the functions of the tokenizer; None without one. Raises: ConfigError if it cannot be opened."""
         with config.user_errors():
             given = "data.tokenizer" in self.given
             if self.of_folder and not (given and self.run.data.tokenizer == "bytes"):
@@ -105,12 +109,12 @@ class Trained:
         return found
 
     def stop_ids(self) -> tuple[int, ...]:
-        """Raises: ConfigError."""
+        """Return the token ids that end an answer. Raises: ConfigError."""
         return self.ends.ids
 
     def separator(self) -> int | None:
-        """The separator that the folder's files name, those of its tokenizer first; None without one. Raises:
-        ConfigError."""
+        """Return the token id of the separator before documents, from the folder's tokenizer, else its config.json;
+        None if they name none. Raises: ConfigError."""
         if self.files is None:
             return None
         with config.user_errors():
@@ -120,10 +124,10 @@ class Trained:
         return found if type(found) is int and 0 <= found < self.run.model.vocab_size else None
 
     def lead(self, text: Text, prefix: int) -> list[int]:
-        """The ids that texts other than prompts begin with.
+        """Return the token ids to put before a text that is no prompt.
 
-        Of a run the separator, which its training always saw; of a folder what its tokenizer writes; of Gemma's
-        folders, which predict nothing without it, `prefix`.
+        For a run: the separator, which begins every document in training. For a folder: the ids that its tokenizer
+        adds. For Gemma's folders, if the tokenizer adds none: [prefix], without which Gemma predicts badly.
         """
         prompt, plain = text.prompt("a"), text.encode("a")
         begun = next((prompt[:i] for i in range(len(prompt)) if prompt[i:i + len(plain)] == plain), [])
@@ -132,7 +136,7 @@ class Trained:
         return begun or [prefix] * (family.startswith(GEMMA))
 
     def place(self) -> LoadedModel:
-        """Loads the weights onto the devices of [mesh]; starts the backend. Raises: ConfigError, CheckpointError."""
+        """Start the backend and load the weights onto the devices of [mesh]. Raises: ConfigError, CheckpointError."""
         found = devices.start(self.run)
         model = transformer.build(self.run.model)
         spec = MeshSpec(_sizes(self.run, self.given, model, len(found)), self.run.mesh.placement)
@@ -157,8 +161,10 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model on its mesh, which the caller puts in context by `jax.set_mesh`. params: as stored, in any layout of the
-    mesh. options: XLA options of its programs."""
+    """A model with its weights on a mesh. Callers use it inside `jax.set_mesh(mesh)`.
+
+    params: the stored weights, with any sharding on the mesh. options: XLA options of its programs.
+    """
     model: transformer.Transformer
     mesh: jax.sharding.Mesh
     ex: Execution
@@ -167,31 +173,32 @@ class LoadedModel:
 
     @functools.cached_property
     def read(self) -> dict:
-        """The weights in the layout that matmuls read. Raises: assembly.BrokenProgramError."""
+        """The weights with the sharding and dtype that matmuls read. Raises: assembly.BrokenProgramError."""
         read = jax.jit(lambda p: self.model.as_read(self.ex.layout, p, self.ex.dtype))
         return self.compiled("the reading of the weights", read, self.params)(self.params)
 
     def generator(self) -> Generator:
-        """Raises: assembly.BrokenProgramError."""
+        """Return a generator of answers. Raises: assembly.BrokenProgramError."""
         return Generator(self.model, self.ex, self.read, self.compiled)
 
     def scorer(self) -> Scorer:
-        """Raises: assembly.BrokenProgramError."""
+        """Return a scorer of texts. Raises: assembly.BrokenProgramError."""
         return Scorer(self.model, self.ex, self.read, self.mesh, self.compiled)
 
     def compiled(self, name: str, jitted, *args):
-        """The function compiled for these arguments, checked as the programs of a run are."""
+        """Return a jitted function compiled for these arguments. name: for messages. Raises:
+        assembly.BrokenProgramError."""
         return assembly.checked_program(self.mesh, name, jitted.lower(*args).compile(compiler_options=self.options))
 
 
 def _options_beside(made: assembly.Assembly) -> dict:
-    """XLA options of programs that sample or score with a training run's weights."""
+    """Return the XLA options of programs that sample or score with a training run's weights."""
     platform = made.mesh.devices.flat[0].platform
     return flags.options(platform, {flags.DECODING}) | made.program.compiler_options
 
 
 def within(made: assembly.Assembly, weights: dict) -> LoadedModel:
-    """Build the model of a training run from `weights` on the run's devices. No device holds more weights than in
+    """Return the model of a training run with `weights` on the run's devices. No device holds more weights than in
     training."""
     layout = placement.within(made.model, made.layout)
     return LoadedModel(made.model, made.mesh, execution(made.run, made.model, layout, made.mesh),
@@ -200,8 +207,12 @@ def within(made: assembly.Assembly, weights: dict) -> LoadedModel:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sampler:
-    """Samples answers between two steps of a training run, on the run's mesh. Made once: its programs are compiled
-    with the first answers. room: positions of a prompt with its answer, at most."""
+    """Samples answers between two steps of a training run, on the run's mesh. One sampler serves the whole run, because
+    its programs are compiled with the first answers.
+
+    slots: number of sequences that are generated at the same time. room: largest number of tokens of a prompt with its
+    answer.
+    """
     made: assembly.Assembly
     ex: Execution
     slots: int
@@ -217,26 +228,27 @@ class Sampler:
         return {}
 
     def weights(self, params: dict) -> dict:
-        """The weights of a step's state, in the sampler's layout. Raises: assembly.BrokenProgramError."""
+        """Return the weights of a step's state in the sampler's layout. Raises: assembly.BrokenProgramError."""
         with jax.set_mesh(self.made.mesh):
             return self.sync(params)
 
     def generator(self, params: dict) -> Generator:
-        """With the weights of a step's state, which only it refers to. Raises: assembly.BrokenProgramError."""
+        """Return a generator with the weights of a step's state. It holds the only reference to its copy of them.
+        Raises: assembly.BrokenProgramError."""
         return Generator(self.made.model, self.ex, self.weights(params), self._compiled, self.slots, self.room,
                          self._programs)
 
     @functools.cached_property
     def costs(self) -> decode.Sampling:
-        """By formulas, of all slots: with those that fill up the last shard of the batch."""
+        """The costs by formulas, for all slots, including those that fill up the last shard of the batch."""
         made, room = self.made, cache.rounded_room(self.room)
         placed = place(made.model.parameters(), made.run.model, self.ex.layout, made.mesh_spec)
         slots = Generator(made.model, self.ex, {}, slots=self.slots).slots_for(self.slots)
         return decode.Sampling(placed, made.layout, slots, room, functools.partial(cache.places, room=room))
 
     def that_fit(self) -> Sampler:
-        """With as many slots as fit beside the training state, where the memory is known. Raises: ConfigError if there
-        is no room for any."""
+        """Return this sampler with as many slots as fit into memory together with the training state; unchanged if the
+        GPU's memory is unknown. Raises: ConfigError if no slot fits."""
         gpu = hardware.from_device_kind(self.made.mesh.devices.flat[0].device_kind)
         if gpu is None or not gpu.hbm_bytes:
             return self
@@ -247,13 +259,13 @@ class Sampler:
         if not slots:
             raise ConfigError(f"no answer can be sampled: of {size(usable)} on {gpu.name}, the training state and the "
                               f"sampler's weights take {size(held)}, and a slot of {self.room} tokens "
-                              f"{size(self.costs.slot_bytes)}; use more devices, mesh.tensor, or rl.rules that split "
-                              f"the weights further")
+                              f"{size(self.costs.slot_bytes)}; use more devices, a larger mesh.tensor, or rl.rules "
+                              f"that shard the weights further")
         return dataclasses.replace(self, slots=min(self.slots, slots))
 
     def programs(self) -> dict[str, jax.stages.Compiled]:
-        """The programs compiled for a batch of answers, from shapes alone: sync (where weights move), fill, decode.
-        Raises: assembly.BrokenProgramError."""
+        """Compile the programs for a batch of answers from shapes alone. Return name -> program: "sync" (if weights
+        move), "fill", "decode". Raises: assembly.BrokenProgramError."""
         made, by_shapes = self.made, Generator(self.made.model, self.ex, self.sync.abstract(), self._compiled,
                                                self.slots, self.room)
         with jax.set_mesh(made.mesh):
@@ -267,8 +279,8 @@ class Sampler:
 
 
 def beside(made: assembly.Assembly, longest: int = 0) -> Sampler:
-    """The sampler of a run with [rl], on the run's devices. longest: positions of a prompt with its answer; 0:
-    data.seq_len. Raises: ConfigError with every fault of rl.rules, or where nothing fits."""
+    """Return the sampler of a run with [rl] on the run's devices. longest: largest number of tokens of a prompt with
+    its answer; 0: data.seq_len. Raises: ConfigError with every fault of rl.rules, or if no slot fits."""
     rl = made.run.rl
     with config.user_errors():
         given = rules.load(shipped.rule_file(rl.rules), "rl.rules") if rl.rules else None
@@ -282,8 +294,10 @@ def beside(made: assembly.Assembly, longest: int = 0) -> Sampler:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ApartSampler:
-    """Samples answers in a separate process, with the weights of one version after the other, on its own mesh.
-    sections: of the run that trains them."""
+    """Samples answers in a separate process on its own mesh, with each version of the weights in turn.
+
+    sections: settings of the training run. options: XLA options of its programs.
+    """
     sections: dict
     model: transformer.Transformer
     mesh: jax.sharding.Mesh
@@ -292,19 +306,20 @@ class ApartSampler:
     _programs: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def restore(self, saved: Saved, frozen: bool = False) -> dict:
-        """The weights of `sync.cast` that are trained, or those that are not, in the layout that they are read in.
-        Raises: CheckpointError."""
+        """Return the trained (or the frozen) weights of a checkpoint that `sync.cast` wrote, with the sharding that
+        matmuls read. Raises: CheckpointError."""
         placed = lambda info: jax.sharding.NamedSharding(self.mesh, self.ex.layout.spec("params", info.axes))
         wanted = params.tree(self.model.parameters(), lambda info: jax.ShapeDtypeStruct(
             info.shape, sync.read_dtype(info, self.ex.dtype), sharding=placed(info)))
         return saved.restore({"params": self.model.divided(wanted)[1 if frozen else 0]}, part=True)["params"]
 
     def generator(self, weights: dict, slots: int, room: int) -> Generator:
-        """weights: all of them, as of `restore`. Call it, and what it returns, with the mesh in context."""
+        """Return a generator. weights: all weights, from `restore`. Call this and the generator inside
+        `jax.set_mesh(mesh)`."""
         return Generator(self.model, self.ex, weights, self._compiled, slots, room, self._programs)
 
     def words(self, stops: Sequence[str], stop_ids: Sequence[int]) -> Words:
-        """Raises: ConfigError where the tokenizer cannot be opened."""
+        """Return the detokenizer with these ends of answers. Raises: ConfigError if the tokenizer cannot be opened."""
         run, _ = _resolved({"data": self.sections["data"]}, (), KEYS, "sample")
         with config.user_errors():
             reader, _ = sources.reader_of(run.data, vocab_size=self.sections["model"]["vocab_size"])
@@ -312,7 +327,8 @@ class ApartSampler:
 
     @property
     def on(self) -> str:
-        """Its mesh and devices: of two samplers that have the same, answers are the same to the bit."""
+        """The sampler's mesh, devices and jax version, as text. Samplers with the same text give bit-identical answers.
+        """
         sizes = " ".join(f"{axis}={n}" for axis, n in self.ex.layout.sizes.items() if n > 1)
         return f"{self.mesh.size} × {self.mesh.devices.flat[0].device_kind} {sizes} jax {jax.__version__}"
 
@@ -321,7 +337,8 @@ class ApartSampler:
 
 
 def apart(saved: Saved, words: Sequence[str], command: str) -> ApartSampler:
-    """A sampler of the run that has saved these weights. words: of the command line. Raises: ConfigError."""
+    """Return a separate sampler for the run that saved these weights. words: keys of the command line. Raises:
+    ConfigError."""
     sections = saved.run
     run, given = _resolved({"model": {**sections["model"], "matmul_dtype": "auto"}, "lora": sections["lora"],
                             "data": sections["data"]}, words, KEYS, command)
@@ -336,8 +353,8 @@ def apart(saved: Saved, words: Sequence[str], command: str) -> ApartSampler:
 
 
 def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: jax.sharding.Mesh) -> Execution:
-    """Execution settings for inference: no context parallelism, any sequence length, the blockwise engine (it supports
-    every mask)."""
+    """Return execution settings for inference: no context parallelism, any sequence length, and the blockwise engine,
+    which supports every mask."""
     whole = Layout(layout.rules, {**layout.sizes, "context": 1})
     run = run.replaced(model={"attention": "blockwise"}, data={"seq_len": 2**31 - 1, "document_mask": True})
     device = mesh.devices.flat[0]
@@ -349,10 +366,11 @@ def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: ja
 
 
 def describe(directory: str, step: int, words: Sequence[str], command: str, keys: Sequence[str] = ()) -> Trained:
-    """Describes the model in a directory, with overrides of the command line. step: of a run's checkpoints; 0: the
-    newest.
+    """Return the model in a directory, with settings of the command line, before its weights are loaded.
 
-    keys: those that the command takes besides KEYS, see `config.resolve`. Raises: ConfigError.
+    directory: a run directory or a model folder, or its address. step: of a run's checkpoint; 0: the newest. words:
+    keys of the command line. command: for messages. keys: keys that the command accepts besides KEYS, see
+    `config.resolve`. Raises: ConfigError.
     """
     allowed = (*KEYS, *keys)
     copies.forget()
@@ -361,8 +379,7 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
         there = files.is_dir(path)
         of_run = copies.is_run(directory) if addresses.is_remote(directory) else files.is_dir(path / "checkpoints")
     if not there:
-        raise ConfigError(f"{directory} is not a directory; name a run's directory, or a model folder of Hugging "
-                          f"Face's")
+        raise ConfigError(f"{directory} is not a directory; give a run directory or a Hugging Face model folder")
     if not folder.is_one(path) and not of_run:
         raise ConfigError(f"{directory} has neither config.json nor checkpoints/: it is neither a Hugging "
                           f"Face model folder nor the directory of a run with a checkpoint; give one of them")
@@ -377,14 +394,14 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
         stored = "bfloat16" if dtypes <= {"BF16", "F8_E4M3"} else "float32"
         tables = {"model": {**found.model, "compute_dtype": stored}, "data": {}}
         run, given = _resolved(tables, words, allowed, command)
-        # Weights are kept as they are computed with: what a float32 copy of them would hold beside is never read.
-        # A folder is made for no length of [data]'s: max_seq_len is its own, or 0, and then each sequence's decides.
+        # Weights are stored in the compute dtype: the further bits of a float32 copy would never be read. data.seq_len
+        # does not limit a folder's model; max_seq_len is the folder's, or 0 for no limit.
         run = run.replaced(model={"param_dtype": run.model.compute_dtype,
                                   "max_seq_len": found.model.get("max_seq_len", 0)})
         with config.user_errors():
             folder.match(found, run.model, pretrained.parameter_paths(transformer.build(run.model)))
         return Trained(path, run, given, found, path)
-    # Whoever asks for checkpoints asks how many processes there are, and that starts the backend: with these devices.
+    # Opening checkpoints asks jax for the number of processes, which starts the backend; so start it with these devices.
     devices.start(_resolved({}, words, allowed, command)[0])
     saved = resume.source(directory, step, directory, "--step ")
     run, given = _resolved({"model": {**saved.run["model"], "matmul_dtype": "auto"}, "data": saved.run["data"]},
@@ -403,7 +420,8 @@ def _resolved(tables: Mapping, words: Sequence[str], allowed: Sequence[str],
 
 
 def _sizes(run: Run, given: frozenset[str], model: transformer.Transformer, count: int) -> dict[str, int]:
-    """The mesh of the command line; without one, all devices on tensor, as many as the model can be split over."""
+    """Return the sizes of the mesh of the command line. Without one, tensor gets as many devices as the model can be
+    split over."""
     if not any(name.startswith("mesh.") for name in given):
         for n in range(count, 0, -1):
             sizes = {axis: n if axis == "tensor" else 1 for axis in AXES}

@@ -1,11 +1,11 @@
-"""Numbers as people read them."""
+"""Formats numbers for people."""
 from __future__ import annotations
 
 LONG = (("days", 86400), ("h", 3600), ("min", 60))
 
 
 def size(count: float) -> str:
-    """Bytes in binary units: 1536 -> 1.5 KiB."""
+    """Format bytes in binary units: 1536 -> 1.5 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -14,7 +14,7 @@ def size(count: float) -> str:
 
 
 def operations(count: float) -> str:
-    """Floating-point operations: 1.5e12 -> 1.5 TFLOP."""
+    """Format a number of floating-point operations: 1.5e12 -> 1.5 TFLOP."""
     for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"):
         if count < 1000:
             return f"{count:.1f} {unit}"
@@ -27,7 +27,7 @@ def seconds(value: float) -> str:
 
 
 def duration(value: float) -> str:
-    """Seconds of a run: 3.2 s, 12.0 min, 4.1 h, 12.3 days."""
+    """Format seconds of a run: 3.2 s, 12.0 min, 4.1 h, 12.3 days."""
     unit, length_s = next(((unit, length_s) for unit, length_s in LONG if value >= 2 * length_s), ("s", 1))
     return f"{value / length_s:,.1f} {unit}"
 
@@ -48,7 +48,8 @@ def plural(count: int, noun: str) -> str:
 
 
 def flop(count: float) -> str:
-    """Floating-point operations: 234.5 TFLOP, 4.1 GFLOP below 0.1 TFLOP, 0.3 MFLOP below 0.1 GFLOP."""
+    """Format a number of floating-point operations: 234.5 TFLOP; below 0.1 TFLOP 4.1 GFLOP; below 0.1 GFLOP 0.3 MFLOP.
+    """
     unit, scale = next(((unit, scale) for unit, scale in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
                         if count >= 0.1 * scale), ("FLOP", 1))
     return f"{count / scale:,.{1 if scale > 1 else 0}f} {unit}"

@@ -427,7 +427,7 @@ ROWS = {
         ("nowhere.toml", "no such run file"),
         ("half.toml", "half.toml", "at end of document"),
         ("--processes 4", "--processes 4"),
-        ("--processes 4/4", "give which process this is"),
+        ("--processes 4/4", "give the index of this process"),
         ("--processes -1/4", "--processes"),
         ("--processes 0/0", "--processes 0/0"),
         ("--processes", "has no value; write e.g. --processes 0/4"),

@@ -91,7 +91,7 @@ def test_a_run_that_goes_on_ends_where_one_without_a_stop_does(place):
 
 @pytest.mark.parametrize("more, told", [
     (["--data.source=text"], "has none; use data.source=\"preferences\""),
-    (["--training.objective=next_token"], "from which training.objective=\"dpo\" learns"),
+    (["--training.objective=next_token"], "which only training.objective=\"dpo\" supports"),
     (["--mesh.stage=2", "--mesh.data=1", "--sharding.rules=sharding_rules/zero3.toml"],
      "pipelines do not support training.objective"),
     (["--training.z_loss=0.1"], "training.z_loss=0.1 is not part of"),

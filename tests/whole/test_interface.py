@@ -260,7 +260,7 @@ assert 0 < one.step()["loss"] < 10
     (lambda: experiment("zero3", fsdp=16).made, "mesh.fsdp=16 takes 16 devices, and there are 8"),
     (lambda: mt.Experiment(mesh={"fsdp": 4}, simulated_devices=4).made, r"(?s)runs jax with 8 devices.*mt.simulate\(4\)"),
     (lambda: mt.Experiment("none.toml"), "there is no such run file"),
-    (lambda: mt.Experiment("configs/quickstart-rl.toml").batch(), 'objective="rl" learns from answers of its own'),
+    (lambda: mt.Experiment("configs/quickstart-rl.toml").batch(), 'objective="rl" trains on answers that only'),
     (lambda: mt.Experiment("configs/llama3-8b.toml").batch(), "matches no file"),
     (lambda: mt.Experiment("configs/llama3-8b.toml").loss({}), "state take .* on 8 simulated devices of this machine"),
     (lambda: mt.plan("llama3-8b", gpus=8, gpu="h1"), "^gpu='h1' is unknown; use one of a100"),
@@ -344,7 +344,7 @@ def test_a_wrong_batch_is_one_error_that_says_what_is_expected(split, change, sa
     (lambda run: mt.compare([run], steps=0), "^steps=0 is not"), (lambda run: run.batch("a"), "^n='a' is not a whole"),
     (lambda run: run.generate("a", max_tokens=-1), "^max_tokens=-1 is not a whole number of at least 0"),
     (lambda run: mt.prove(cells=0), "^cells=0 is not"), (lambda run: mt.schedule("1f1b", stages="2"), "^stages='2' is"),
-    (lambda run: setattr(run, "state", {"step": 1}), "this state is of another model"),
+    (lambda run: setattr(run, "state", {"step": 1}), "this state belongs to another model"),
 ])
 def test_what_a_method_cannot_take_is_one_error(split, use, said):
     with pytest.raises(ConfigError, match=said):
