@@ -401,7 +401,7 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
         with config.user_errors():
             folder.match(found, run.model, pretrained.parameter_paths(transformer.build(run.model)))
         return Trained(path, run, given, found, path)
-    # Opening checkpoints asks jax for the number of processes, which starts the backend; so start it with these devices.
+    # Opening checkpoints asks jax for the number of processes, which would start the backend with other devices.
     devices.start(_resolved({}, words, allowed, command)[0])
     saved = resume.source(directory, step, directory, "--step ")
     run, given = _resolved({"model": {**saved.run["model"], "matmul_dtype": "auto"}, "data": saved.run["data"]},

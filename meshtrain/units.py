@@ -38,12 +38,12 @@ def many(count: int) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """A number of things: 1 microbatch, 2 microbatches, 1,200 files."""
+    """Format a number of things: 1 microbatch, 2 microbatches, 1,200 files."""
     return f"{count:,} {plural(count, noun)}"
 
 
 def plural(count: int, noun: str) -> str:
-    """The noun alone, in the form that follows this number."""
+    """Return a noun in the form that follows this number: microbatch, microbatches."""
     return noun if count == 1 else f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
 
 

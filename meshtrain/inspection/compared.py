@@ -152,10 +152,10 @@ def verdict(data: Mapping) -> str:
 
 
 def _speeds(runs: Sequence[Mapping]) -> str:
-    """Which run is fastest, if the rows are enough to tell."""
+    """Return a text about which run is fastest, or why the rows do not show it."""
     if few := [run for run in runs if run["speed"]["between"] is None]:
         counts = " and ".join(f"{run['label']} has {run['speed']['rows']}" for run in few)
-        return (f"too few rows to compare speeds: {counts} after the first {measured.FIRST_STEPS} steps, and "
+        return (f"too few rows to compare speeds: {counts} after the first {measured.FIRST_STEPS} steps, but "
                 f"{measured.FEWEST_ROWS} are needed")
     slowest, *_, fastest = sorted(runs, key=lambda run: run["speed"]["tokens_per_s"])
     slow, fast = slowest["speed"], fastest["speed"]
@@ -165,7 +165,7 @@ def _speeds(runs: Sequence[Mapping]) -> str:
         return f"{fastest['label']} is {fast['tokens_per_s'] / slow['tokens_per_s'] - 1:.0%} faster than the slowest"
     bounds = [f"{run['label']} {run['speed']['between'][0]:,.0f} to {run['speed']['between'][1]:,.0f}"
               for run in (fastest, slowest)]
-    return f"the speeds differ by less than the rows of a run ({', '.join(bounds)} tokens/s)"
+    return f"the speeds differ by less than the steps of one run ({', '.join(bounds)} tokens/s)"
 
 
 def text(data: Mapping) -> str:

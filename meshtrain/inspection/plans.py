@@ -214,8 +214,9 @@ def _schedule(plan: Plan) -> str:
 
 
 def alike(plans: Sequence[Plan]) -> list[tuple[str, list[Plan]]]:
-    """Successive plans with one schedule, recomputation, memory as printed and, within ALIKE, step time, as groups with
-    their numbers: [("1", [first]), ("2–4", [second, third, fourth]), …]."""
+    """Return groups of consecutive plans that are alike, with their numbers: [("1", [first]), ("2–4", [second, third,
+    fourth]), …]. Plans are alike if they have equal schedules, remat policies and printed memory, and step times within
+    ALIKE."""
     found: list[list[Plan]] = []
     for plan in plans:
         if found and _row(plan) == _row(found[-1][0]) and (
@@ -235,13 +236,15 @@ def _row(plan: Plan) -> tuple[object, ...]:
 
 
 def simplest(plans: Sequence[Plan]) -> Plan:
-    """The plan with the fewest mesh axes, without stages, with memory to spare; of several such the fastest."""
+    """Return the plan with the fewest mesh axes; among equals, one without stages, then one with memory to spare, then
+    the fastest."""
     return min(plans, key=lambda plan: (sum(n > 1 for n in plan.sizes.values()), plan.sizes["stage"] > 1,
                                         bool(plan.reason)))
 
 
 def equal(plans: Sequence[Plan]) -> str:
-    """How many plans are as fast as the first within the error of the formulas; "" if no other is."""
+    """Return a sentence about how many plans are as fast as the first within the error of the formulas; "" if no other
+    plan is."""
     fast = [plan for plan in plans if plan.price.step_s <= (1 + MEDIAN_ERROR) * plans[0].price.step_s]
     if len(fast) < 2:
         return ""

@@ -26,7 +26,7 @@ def of_run(made: Assembly) -> dict:
 
 
 def unopened(run: Run) -> str:
-    """A note on the files of a run that only training and `check` open; "" where the run names none."""
+    """Return a note about the files of a run that only training and `check` open; "" if the run names none."""
     data = run.data
     keys = ["data.paths"] * any(one.paths for one in (data, *data.mixture)) + [
         "data.tokenizer"] * (data.tokenizer != "bytes")

@@ -24,7 +24,7 @@ RESTARTS, LAST_WORDS = "restarts.json", "last_words"        # files of launchers
 
 # Written before a run claims the directory: by a launcher, and by meshtrain.tokenize.
 BEFORE_THE_CLAIM = frozenset({CACHE, RESTARTS, LAST_WORDS})
-# Written by a start before its first step. Without a lock file beside them, these names belong to something else.
+# Written by a start before its first step. In a directory without a lock file, these names are foreign files.
 BEFORE_THE_FIRST_STEP = BEFORE_THE_CLAIM | {LOCK, RULES, CONFIG, CHANGES, REFERENCE, ROLLOUTS, SAMPLERS,
                                             CHECKPOINTS, TENSORBOARD, HISTORY, ALIVE, STACKS}
 # Files that the mirror does not upload to a bucket: they stay on the host, or other code writes them.
