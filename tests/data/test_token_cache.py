@@ -358,7 +358,7 @@ def test_a_full_disk_is_told_keeps_what_is_finished_and_leaves_nothing_half(tmp_
     child.start()
     message = queue.get(timeout=60)
     child.join()
-    assert "cannot be written; finished parts are kept: File too large; check the file system (its room" in message
+    assert "cannot be written; finished parts are kept: File too large; check the file system (free space" in message
     assert [path.name[0] for path in tmp_path.glob(".meshtrain/*/*.npy*")] == ["0", "0"]
     assert Opened(section([tmp_path / "*.jsonl"]), tmp_path).texts() == [some[0] for some in texts]
     assert counted == ["1.jsonl"]

@@ -41,7 +41,7 @@ def test_a_run_finds_everything_built(call, tmp_path):
     assert out.splitlines()[-1] == "data: 18 tokens, 3 documents, 3 parts; all built"
     opened = Opened(section([tmp_path / "*.jsonl"]), tmp_path / "run")
     assert opened.built == [] and opened.texts() == ["text 0", "text 1", "text 2"]
-    assert call() == (0, "data: bytes are the tokens; nothing to do\n", "")
+    assert call() == (0, "data: the tokens are bytes, so there is nothing to tokenize\n", "")
     assert not (tmp_path / "run").exists()
 
 

@@ -231,7 +231,7 @@ def test_inspect_tells_what_sampling_costs(home):  # noqa: F811
     assert of("compiled") == of("formula") and of("formula").keys() == {("all-gather", "fsdp")}
     assert found["slots_that_fit"] is found["sync"]["time_s"] is found["decode"]["time_s"] is None
     text = call(inspect.main, *WORDS, "--mesh.simulated_devices=8", "--rl.lag=1")
-    assert "rl.lag=1: this is the cost of validations" in text.out
+    assert "rl.lag=1: this is the cost of sampling for validation" in text.out
     assert "sampling: 16 slots of 64 tokens on all devices" in text.out and text.code == 0
 
 

@@ -282,7 +282,7 @@ def test_a_run_of_uneven_stages_is_asked_with_text_and_answers_alike_on_other_me
 def test_answers_that_no_memory_holds_are_refused_before_it_is_taken(run_dir, monkeypatch):
     monkeypatch.setattr(devices, "memory_bytes", lambda found: 2**30 * len(found))
     ran = call(generate.main, run_dir, "--prompt=a", "--max-tokens=10000000", "--mesh.tensor=1")
-    refused(ran, "--max-tokens 10000000", "and the devices have 1.0 GiB; ask for fewer tokens")
+    refused(ran, "--max-tokens 10000000", "and the devices have 1.0 GiB; use a smaller --max-tokens")
 
 
 def test_the_command_starts_the_devices_that_it_is_told_of(run_dir):

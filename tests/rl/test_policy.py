@@ -412,7 +412,7 @@ def test_the_head_multiplies_no_more_than_that_of_the_next_token():
 
 def test_stages_are_refused():
     run = rl_run({}).replaced(mesh={"stage": 2}, model={"num_layers": 2})
-    with pytest.raises(config.ConfigError, match='mesh.stage=2: training.objective="rl" is not computed in pipelines'):
+    with pytest.raises(config.ConfigError, match='mesh.stage=2: pipelines do not support training.objective="rl"'):
         parity.assembled(run)
 
 

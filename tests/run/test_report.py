@@ -157,7 +157,7 @@ def test_lines_that_are_no_rows_are_left_out_of_the_report_and_counted(tmp_path)
         "[run]\nname = 'x'\n[training]\nsteps = 3\n[data]\nsource = 'stdlib'\nglobal_batch = 2\nseq_len = 4\n")
     (tmp_path / "run" / "metrics.jsonl").write_text('what?\n\n{"step": 1, "loss": 2.5}\n{"step": 2, "loss": "low"}\n')
     ran = call(report.main, "run")
-    assert (ran.code, ran.err) == (0, "2 lines of run/metrics.jsonl are not rows of metrics and are ignored\n")
+    assert (ran.code, ran.err) == (0, "2 lines of run/metrics.jsonl are not metrics rows and are ignored\n")
     assert "x: step 1 of 3, 8 tokens" in ran.out and "2.5000 now" in ran.out
 
 

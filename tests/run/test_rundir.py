@@ -338,7 +338,7 @@ def test_a_lock_of_another_host_that_does_not_come_free_is_no_mistake(tmp_path, 
     monkeypatch.setattr(files, "LOCK_WAIT_S", 0.2)
     with held_by(tmp_path / "run", "node-17"):
         with pytest.raises(files.FileSystemError,
-                           match=r"in use by another run \(pid 5 on node-17, .*did not come free within 0.2 s"):
+                           match=r"in use by another run \(pid 5 on node-17, .*did not release it within 0.2 s"):
             with rundir.claimed(run_in(tmp_path / "run")):
                 pass
         assert json.loads((tmp_path / "run/.lock").read_text())["nonce"] == "old"

@@ -223,7 +223,7 @@ def test_a_state_goes_to_another_layout_and_a_comparison_leaves_it(split, stages
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5) and rows[0]["name"] == split.layout
     assert int(stages.state.step) == 2 and stages.loss(split.batch(7)) == loss
     assert str(rows).splitlines()[0].split() == ["layout", "memory", "sent", "step", "loss", "after", "2", "steps"]
-    with pytest.raises(ConfigError, match="of 2 experiments to compare only 1 differ"):
+    with pytest.raises(ConfigError, match="the 2 experiments to compare have only 1 different"):
         mt.compare([split, split])
 
 
@@ -290,13 +290,13 @@ assert 0 < one.step()["loss"] < 10
     (lambda: experiment({"params": {"embed": None}}), "embed = None: must be a mesh axis"),
     (lambda: experiment({"params": "fsdp"}), "rules.'params'.='fsdp' is not a dict"),
     (lambda: experiment({"extends": 3}), "extends=3: must name one rule file"),
-    (lambda: experiment(3), "rules=3 are no rules"),
+    (lambda: experiment(3), "rules=3 has the wrong type"),
     (lambda: mt.Experiment(settings={"sharding.rules": "ddp"}, rules="ddp"), "sharding.rules is given twice"),
     (lambda: mt.Experiment("configs/llama3-8b.toml").inspect("h1:8"), "unknown GPU 'h1'"),
     (lambda: mt.Experiment("configs/llama3-8b.toml").inspect(8), "topology=8 is no text"),
     (lambda: experiment(fsdp=8).inspect("h100:16"), "mesh.fsdp=16 .*, or topology h100:8"),
     (lambda: mt.inspect(lambda x: x), "an Experiment, a run file, or a function that jax.jit returned"),
-    (lambda: mt.compare([1]), "1 is no experiment"),
+    (lambda: mt.compare([1]), "1 is not an Experiment"),
     (lambda: mt.simulate("8"), "takes a whole number of devices"),
     (lambda: mt.bars({"a": 3}), "bars takes a dict of dicts"),
     (lambda: mt.bars({"a": {"b": -1}}), "-1 is not a number of at least 0"),
@@ -320,7 +320,7 @@ def test_a_mistake_is_one_readable_error(asked, said):
 @pytest.mark.parametrize("change, said", [
     (lambda batch: [1, 2, 3], r"^batch=\[1, 2, 3\] is a list; a batch is a dict of tokens int32 \[16, 32\], "),
     (lambda batch: {"token": batch["tokens"]}, "^batch has no tokens, targets, .*; it has 'token'"),
-    (lambda batch: batch | {"tokens": batch["tokens"][:, :8]}, r"'tokens'. is int32 \[16, 8\], and this run takes int32"),
+    (lambda batch: batch | {"tokens": batch["tokens"][:, :8]}, r"'tokens'. is int32 \[16, 8\], but this run needs int32"),
     (lambda batch: batch | {"targets": batch["targets"] * 1.0}, r"'targets'. is float64 \[16, 32\]"),
     (lambda batch: batch | {"tokens": batch["tokens"] + 512}, "and token ids are 0 to 511"),
     (lambda batch: batch | {"targets": batch["targets"] - 600}, "token ids are 0 to 511, or -1 where there is no target"),
