@@ -315,8 +315,8 @@ def test_a_process_that_gives_no_sign_of_life_is_waited_for_a_while_and_named(tm
         monkeypatch.setattr(parts, "POLL_SECONDS", 0.05)
         owner, told = f"process {holder.pid} on {socket.gethostname()}", []
         with pytest.raises(files.FileSystemError,
-                           match=f"token cache: a.jsonl-.* in use by {owner}, and did not come free within 0.5 s; see "
-                                 f"whether") as caught:
+                           match=f"token cache: a.jsonl-.* in use by {owner}, which did not release it within 0.5 s; "
+                                 f"check whether") as caught:
             sources.open_corpus(section([path]), vocab_size=512, cache_dir=tmp_path, tell=told.append)
         assert "\n" not in str(caught.value) and any(f"in use by {owner}; waiting" in line for line in told)
         monkeypatch.setattr(files, "LOCK_WAIT_S", 60)

@@ -288,8 +288,10 @@ def proved(wrong: int = 0, count: int = 3, names: int = 13, findings: int = 0) -
     ((0, 3), "Yes: all 3 layouts compute what one device computes."),
     ((0, 1), "Yes: the one layout computes what one device computes."),
     ((1, 3), "No: 1 of 3 layouts computes something else than one device."),
-    ((2, 3, 13, 1), "No: 2 of 3 layouts compute something else than one device, and 1 finding about rule files or the GPU program."),
-    ((0, 2, 13, 2), "Yes: all 2 layouts compute what one device computes; but 2 findings about rule files or the GPU program."),
+    ((2, 3, 13, 1), "No: 2 of 3 layouts compute something else than one device, and 1 finding about rule files or "
+                    "the GPU program."),
+    ((0, 2, 13, 2), "Yes: all 2 layouts compute what one device computes; but 2 findings about rule files or the "
+                    "GPU program."),
     ((0, 0), "No layout was compared.")])
 def test_the_verdict_of_a_proof_is_yes_or_no(told, said):
     assert proofs.verdict(proved(*told)) == said
