@@ -34,7 +34,8 @@ def page(data: dict) -> str:
 
 def verdict(data: dict) -> str:
     cells, wrong = len(data["cells"]), sum(cell["differs"] for cell in data["cells"])
-    findings = f"{counted(len(data['findings']), 'finding')} about rule files or the GPU program" if data["findings"] else ""
+    found = counted(len(data["findings"]), "finding")
+    findings = f"{found} about rule files or the GPU program" if data["findings"] else ""
     if not cells:
         return "No layout was compared" + (f"; {findings}." if findings else ".")
     several = plural(cells, "layout")

@@ -254,8 +254,8 @@ def test_runs_that_cannot_be_compared_have_the_reason(second, said, tmp_path):
 
 
 @pytest.mark.parametrize("speeds, said", [
-    ([150.0] * 3, "too few rows to compare speeds: y has 0 after the first 3 steps, and 6 are needed"),
-    ([1.0] * 3 + [150.0] * 5, "too few rows to compare speeds: y has 5 after the first 3 steps, and 6 are needed"),
+    ([150.0] * 3, "too few rows to compare speeds: y has 0 after the first 3 steps, but 6 are needed"),
+    ([1.0] * 3 + [150.0] * 5, "too few rows to compare speeds: y has 5 after the first 3 steps, but 6 are needed"),
     ([1.0] * 3 + [150.0] * 6, "y is 50% faster than the slowest"),
     ([80.0, 150.0, 150.0] * 5, "the speeds differ by less than the rows of a run (y 80 to 150, x 100 to 100 tokens/s)"),
     ([100.0] * 20, "all are equally fast")])
