@@ -257,9 +257,9 @@ class Sampler:
         held, usable = state + self.costs.copied_bytes(), hardware.usable_bytes(gpu)
         slots = self.costs.fitting_beside(state, usable)
         if not slots:
-            raise ConfigError(f"no answer can be sampled: of {size(usable)} on {gpu.name}, the training state and the "
-                              f"sampler's weights take {size(held)}, and a slot of {self.room} tokens "
-                              f"{size(self.costs.slot_bytes)}; use more devices, a larger mesh.tensor, or rl.rules "
+            raise ConfigError(f"no answer can be sampled: {size(usable)} are usable on {gpu.name}. The training state "
+                              f"and the sampler's weights take {size(held)}, and a slot of {self.room} tokens takes "
+                              f"{size(self.costs.slot_bytes)}. Use more devices, a larger mesh.tensor, or rl.rules "
                               f"that shard the weights further")
         return dataclasses.replace(self, slots=min(self.slots, slots))
 

@@ -1,4 +1,5 @@
-"""A picture of the piece of an array on each device, before and after a collective, and of the ring that moves them."""
+"""A picture of which device holds which piece of an array, before and after a collective, and of the ring of devices.
+"""
 from __future__ import annotations
 
 import math

@@ -58,8 +58,8 @@ class Tile(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column of a table. kind: "" words, "n" numbers, "some" short text, "long" sentences, "code" paths, "keep" text
-    without line breaks."""
+    """A column of a table. kind: the style of its cells: "" for words, "n" for numbers, "some" for short texts, "long"
+    for sentences, "code" for paths, "keep" for text without line breaks."""
     heading: str
     kind: str = ""
 

@@ -53,10 +53,9 @@ def check(run: Run, prompts: Prompts) -> None:
     needed = answers.needed_rows(count, longest, data.seq_len)
     if needed > data.global_batch:
         raise ConfigError(
-            f"data.global_batch={data.global_batch} sequences of data.seq_len={data.seq_len} may not hold the {count} "
-            f"answers of a step (rl.prompts × rl.samples / rl.updates), each up to {longest} tokens long with its "
-            f"prompt; use data.global_batch={needed} or more; microbatches without answers (training.microbatches) "
-            f"are not computed")
+            f"data.global_batch={data.global_batch} sequences of data.seq_len={data.seq_len} may be too few for the "
+            f"{count} answers of a step (rl.prompts × rl.samples / rl.updates), each up to {longest} tokens long with "
+            f"its prompt; use data.global_batch={needed} or more (microbatches without answers are not computed)")
     with user_errors():
         workers.check(rl.reward, {one.place: one.line for one in (*prompts.prompts, *prompts.held)},
                       rl.reward_memory_gb)
