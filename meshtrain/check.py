@@ -46,7 +46,7 @@ COMMAND = config.Command("meshtrain.check", {
     "topology": config.Option("check for N of these GPUs, also on a machine without them", "GPU:N", "h100:64"),
     "offline": config.Option("contact no server: use this host's copies of files at addresses, or skip them"),
     "print-config": config.Option("also print the resolved run file"),
-    "json": config.Option("print JSON alone"),
+    "json": config.Option("print only JSON"),
 }, "[RUN.toml]", (0, 8))        # config.load reports a second run file with its own message
 
 

@@ -53,8 +53,8 @@ COMMAND = config.Command("meshtrain.evaluate", {
     "limit": config.Option("maximum number of documents of each task", "N", "100", config.whole()),
     "add-bos": config.Option("put the token that begins a document before the texts of tasks, even if the folder's "
                              "tokenizer does not"),
-    "json": config.Option('print JSON alone: {"loss", "tokens", "perplexity", "bits_per_byte", "sources": {name: the '
-                          'same}, "tasks": {name: metrics}}; null where there is none'),
+    "json": config.Option('print only JSON: {"loss", "tokens", "perplexity", "bits_per_byte", "sources": {name: the '
+                          'same}, "tasks": {name: metrics}}; unknown values are null'),
 }, "RUN_DIR|HF_DIR", (1, 1))
 # keys that choose the documents to evaluate on
 GIVEN = ("data.source", "data.paths", "data.mixture", "data.validation_paths", "data.validation_sources")

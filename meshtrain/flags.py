@@ -62,18 +62,18 @@ ON_GPUS = (
          "XLA recomputes beyond what the process takes, not beyond 80% of a GPU; the value follows its share",
          ROOFLINE),
     Flag(OVERLAP, 4, SEVERAL, "1", "0.10",
-         "F, B and W of a layer are beside each other, and gradients of experts beside their tokens: with one "
-         "collective at a time, one that is awaited soon waits for one that is not. llama3-70b-pipeline on 64 "
-         "H100 19.8 s, with two 19.2, with four or eight 18.9. Qwen3-30B-A3B's layers on 8 H200, "
-         "zero3_experts_fsdp, data 4: 460 ms, with four 446; zero3 470 and 471. Without either it lost "
-         "(llama3-70b 22.9 to 23.5 s, llama3-8b 7.7 to 7.9)", ROOFLINE),
+         "F, B and W of a layer can overlap, and gradients of experts with their tokens; with one collective at a "
+         "time, an urgent collective waits for one that is not. llama3-70b-pipeline on 64 H100: one collective 19.8 s, "
+         "two 19.2, four or eight 18.9. Qwen3-30B-A3B's layers on 8 H200, zero3_experts_fsdp, data 4: 460 ms, with "
+         "four 446; zero3 470 and 471. Runs without stages and experts became slower (llama3-70b 22.9 to 23.5 s, "
+         "llama3-8b 7.7 to 7.9)", ROOFLINE),
     Flag("xla_gpu_enable_analytical_sol_latency_estimator", False, EXPERTS_OLD, "true", "0.10",
          "jax 0.10 starts the traffic of experts too late by these estimates: qwen3-30b-a3b-64 on 64 H100 2.86 to 2.70 "
          "s, qwen3-30b-a3b on 8 H200 4.61 to 4.49, Mixtral and gpt-oss 0.6 to 0.8%. Without experts it lost (llama3-8b "
          "on 8 H100 6.62 to 6.74 s, llama3-70b 20.2 to 21.3), and with jax 0.12 (Qwen 2.53 to 2.59)", ROOFLINE),
     Flag("xla_gpu_enable_pipelined_host_offloading", True, OFFLOAD, "false", "0.10",
-         "a layer's input comes back from the host during the backward of the layer behind it, not before its "
-         "own first matmul; one more of them is on the device", "openxla/xla#32297"),
+         "a layer's input is copied back from the host during the backward of the following layer, not just before its "
+         "own first matmul; the device holds one more layer input", "openxla/xla#32297"),
     Flag(OVERLAP, 1, OFFLOAD, "1", "0.10",
          "also with experts: copies to the host, the latency-hiding scheduler and a higher limit are reported to "
          "corrupt training together, though no two of them do (on GB200; not reproduced). It costs 446 to 460 ms",
@@ -95,9 +95,9 @@ ON_GPUS = (
          "cuBLAS's matmuls 38 s", "measured"),
     # jax 0.12 finds no Triton configuration without timing.
     *(Flag("xla_gpu_enable_triton_gemm", False, when, "true", "0.10",
-           "cuBLAS adds what is added to a product as it makes it (the other products of one gradient, the residual "
-           "stream): llama3-8b on 8 H100 7.15 to 7.07 s. With tensor 8 more of that axis' traffic is exposed "
-           "(llama3-70b: 4.3 to 6.8%)", ROOFLINE) for when in (DETERMINISTIC, CUBLAS)),
+           "cuBLAS adds a summand (other products of one gradient, the residual stream) within the matmul: llama3-8b "
+           "on 8 H100 7.15 to 7.07 s. With tensor 8, more of that axis' traffic is exposed (llama3-70b: 4.3 to 6.8%)",
+           ROOFLINE) for when in (DETERMINISTIC, CUBLAS)),
     Flag("xla_gpu_dot_merger_threshold_mb", 0, DECODING, "32", "0.10",
          "keeps XLA from merging matmuls that share their input: in decoding it would concatenate the weights of "
          "queries, keys and values, and of gate and up, for every token and layer, which triples their bytes (Llama "

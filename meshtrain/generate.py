@@ -95,7 +95,7 @@ COMMAND = config.Command("meshtrain.generate", {
                           "N", "1", config.whole(0, 2**32 - 1), 0),
     "stop": config.Option("a text that ends an answer, in addition to the model's end tokens", "TEXT", "END", _text,
                           many=True),
-    "json": config.Option('print JSON alone: {"completions": [{"prompt_ids", "token_ids", "text", "stopped": '
+    "json": config.Option('print only JSON: {"completions": [{"prompt_ids", "token_ids", "text", "stopped": '
                           '"stop"|"length"}]}'),
 }, "RUN_DIR|HF_DIR", (1, 1))
 MOST_PROMPT_BYTES = 1 << 28     # maximum size of a file of prompts
@@ -342,7 +342,7 @@ def _check_options(options: config.Arguments) -> None:
     kinds = options.given & {"prompt", "prompts", "prompt-ids"}
     if len(kinds) != 1 and not (options["chat"] and not kinds) or options["chat"] and "prompt-ids" in kinds:
         raise ConfigError("give one of --prompt TEXT, --prompts FILE and --prompt-ids '[[5, 6], [7]]', or --chat, "
-                          "alone or with one of the first two")
+                          "with or without one of the first two")
     if options["chat"] and options["json"] and not kinds:
         raise ConfigError("--chat --json has no prompts; give --prompt TEXT or --prompts FILE, or leave --json out to "
                           "talk")

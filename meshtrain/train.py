@@ -319,7 +319,7 @@ def _open(session: _Session, start: resume.Start):
     if session.ends.note:
         say.out(f"note: {session.ends.note}")
     agree.same_everywhere("the data", session.corpus.fingerprint)
-    agree.same_everywhere("what is at addresses", copies.identities())
+    agree.same_everywhere("the content of addresses", copies.identities())
     return given, batches
 
 

@@ -38,7 +38,7 @@ COMMAND = config.Command("meshtrain.inspect", {
                             assumptions.parse, many=True),
     "schedule": config.Option("draw the pipeline schedule instead of compiling: as text, and as "
                               "<run.name>-schedule.svg"),
-    "json": config.Option("print JSON alone"),
+    "json": config.Option("print only JSON"),
     "html": config.Option("also write an HTML page: one file without external resources", "FILE", "cost.html"),
     "expect": config.Option("print only differences of collectives and memory from FILE",
                             "FILE", "step.toml"),

@@ -24,7 +24,7 @@ COMMAND = config.Command("meshtrain.prove", {
     "devices": config.Option("number of simulated devices", "N", "8", config.whole(2, MOST_DEVICES), 8),
     "cells": config.Option("test at most this many layouts, those that cover the most pairs of choices; default: "
                            "layouts that cover all pairs", "N", "10", config.whole(1)),
-    "json": config.Option("print JSON alone"),
+    "json": config.Option("print only JSON"),
     "html": config.Option("also write an HTML page: one file without external resources", "FILE", "proof.html"),
 }, "[RUN.toml]", (0, 1))
 

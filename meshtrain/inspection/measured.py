@@ -50,7 +50,7 @@ def run_file(run_dir: str) -> dict:
         return run
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{directory / 'config.toml'} cannot be read as a run file ({type(error).__name__}: {error}); "
-                         f"run the same train command again, which writes it anew") from None
+                         f"run the same train command again, which writes the file") from None
 
 
 def of(run_dir: str) -> dict:

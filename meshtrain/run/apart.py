@@ -445,7 +445,7 @@ class ArrivingAnswers:
 
         def read():
             if (found := groups.unpacked(path)) is None:
-                raise FileNotFoundError(2, "no whole file of answers", os.fspath(path))
+                raise FileNotFoundError(2, "the file of answers is missing or incomplete", os.fspath(path))
             return found
         told, arrays = files.patiently(read, missing=True)
         if told["order"] != self.order.id:

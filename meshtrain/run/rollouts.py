@@ -145,7 +145,7 @@ class Rollouts:
         found = kept.read(weights, first, self.prompts, self.words)
         if found is None and part and jax.process_index() == 0:
             say.err(f"{kept.path} is missing or damaged. It had the answers that earlier steps trained on; "
-                    f"they are sampled again, with the present weights")
+                    f"they are sampled again, with the current weights")
         # Called twice: each call returns what the processes agreed on in the call before (agree.StopAgreement).
         if found is None and part == 0 and (self.stopping() or self.stopping()):
             raise NoBatch

@@ -296,7 +296,7 @@ def _check_shared(directory: Path, nonce: str) -> None:
             ConfigError(f"run.dir={directory} is not one directory for all processes: {they}; "
                         "give a directory on a file system that all hosts have mounted")
             if any(lasts for *_, lasts in found) else files.FileSystemError(
-                f"run.dir={directory}: {they}; check the file system (its mounts, its server) and start again"))
+                f"run.dir={directory}: {they}; check the file system (mounts, server) and start again"))
 
 
 def metadata(run: Run, rules_text: str, data: dict, named: Mapping[str, str] | None = None) -> dict:

@@ -22,7 +22,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 # Signals within this time are one request: a terminal that closes sends SIGHUP twice, systemd SIGTERM and SIGHUP.
 ONE_REQUEST_S = 1.0
 LAST_WORDS_S = 2.0      # longest wait for a message to be printed, in case the reader is blocked
-BEFORE_THE_LOOP = "stopped before the first step; the same command starts again"
+BEFORE_THE_LOOP = "stopped before the first step; run the same command again to start"
 
 
 def heeded() -> tuple[int, ...]:

@@ -260,7 +260,7 @@ def test_as_many_slots_as_fit():
     free = .9 * hardware.usable_bytes(hardware.get("h100")) - state - costs.copied_bytes()
     assert free - costs.slot_bytes < costs.cache_bytes <= free + 1e-3 * state
     assert with_(dict(fsdp=8), slots=64).costs.slots == 64
-    with pytest.raises(config.ConfigError, match="no answer can be sampled: of 72.8 GiB on h100"):
+    with pytest.raises(config.ConfigError, match="no answer can be sampled: 72.8 GiB are usable on h100"):
         trained.beside(assembled(dict(data=8), "ddp", devices, model | dict(compute_dtype="bfloat16"), rl=asked), 2048)
 
 

@@ -482,7 +482,7 @@ def test_a_disk_that_takes_no_answers_costs_no_run(place, home, monkeypatch):  #
     (["--data.validation_paths=[\"nowhere.jsonl\"]"], "data.validation_paths: 'nowhere.jsonl' matches no file"),
     (["--rl.samples=1"], "rl.samples=1: an advantage compares the answers of a group"),
     (["--rl.max_tokens=33"], "leaves no room for a prompt"),
-    (["--rl.prompts=16"], "data.global_batch=8 sequences of data.seq_len=32 may not hold the 64 answers"),
+    (["--rl.prompts=16"], "data.global_batch=8 sequences of data.seq_len=32 may be too few for the 64 answers"),
     (["--rl.updates=3"], "rl.updates=3 does not divide rl.prompts=4"),
     (["--rl.kl=0.1"], "rl.kl=0.1 is a divergence from the initial weights, which are random here"),
     (["--rl.old=sampler", "--rl.correction=token_mask"], "rl.correction=\"token_mask\" compares old log-probabilities"),

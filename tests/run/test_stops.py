@@ -238,7 +238,7 @@ say.out('nobody reads this')
 @pytest.mark.parametrize("name", SIGNALS)
 def test_a_listening_process_ends_at_once_whatever_it_does(body, name):
     code, out = alone(body, signal.Signals[name])
-    assert (code, out) == (75, f"{name}: stopped before the first step; the same command starts again\n")
+    assert (code, out) == (75, f"{name}: stopped before the first step; run the same command again to start\n")
 
 
 def test_signals_that_come_together_are_one_request():
