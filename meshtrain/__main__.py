@@ -42,6 +42,7 @@ LAUNCHERS = {
     "elastic": "find how many hosts can train a run",
 }
 SHELLS = ("bash", "zsh")
+BESIDE = ("launch", "completion", "--help", "--version")       # words beside the commands
 
 # Completion script. {cases} lists the words of each command, from its table of options.
 BASH = """_meshtrain() {{
@@ -109,8 +110,9 @@ def choose(words: Sequence[str]) -> tuple[str, list[str]]:
         raise ConfigError(f"launch needs the name of a launcher; use one of {', '.join(LAUNCHERS)}")
     name, *rest = rest
     if name not in table:
-        near = difflib.get_close_matches(name, table, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"use one of {', '.join(table)}"
+        known = [*table, *([] if table is LAUNCHERS else BESIDE)]
+        near = difflib.get_close_matches(name, known, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
         raise ConfigError(f"{name} is not a {'launcher' if table is LAUNCHERS else 'command'}; {remedy}")
     return f"{prefix}.{name}", rest
 

@@ -44,7 +44,10 @@ def test_the_version_and_the_list_are_answers():
 
 
 @pytest.mark.parametrize("words, told", [
-    (["trian"], "trian is not a command; did you mean train?"), (["x"], "x is not a command; use one of train, plan"),
+    (["trian"], "trian is not a command; did you mean train?"),
+    (["--verison"], "--verison is not a command; did you mean --version?"),
+    (["lanch"], "lanch is not a command; did you mean launch?"),
+    (["x"], "x is not a command; use one of train, plan"),
     (["launch"], "launch needs the name of a launcher"), (["launch", "locl"], "locl is not a launcher; did you mean local?"),
     (["launch", "train"], "train is not a launcher; use one of local")])
 def test_a_word_that_names_no_command_is_one_message(words, told):
