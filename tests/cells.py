@@ -83,7 +83,8 @@ def section_of(reference: str) -> dict:
     """A reference's section, with what it takes from that which it is `of`."""
     section = table()[reference]
     base = section_of(section["of"]) if "of" in section else {}
-    merged = {key: {**base.get(key, {}), **value} if isinstance(value, dict) else value for key, value in section.items()}
+    merged = {key: {**base.get(key, {}), **value} if isinstance(value, dict) else value
+              for key, value in section.items()}
     return {key: value for key, value in {**base, **merged}.items() if key not in TIERS}
 
 
@@ -146,6 +147,6 @@ def tolerance_of(cell: Cell) -> parity.Tolerance:
 
 
 def check(cell: Cell) -> None:
-    """Compare the cell with its reference: losses, metrics, every leaf of the optimizer's state (`meshtrain.parity`)."""
+    """Compare losses, metrics and every leaf of the optimizer's state with the reference's (`meshtrain.parity`)."""
     one_device(cell)        # kept: not compiled in the way of the cell
     parity.check_equal(compiled(cell), 0, tolerance_of(cell))

@@ -1,4 +1,4 @@
-"""What a compiled step must hold, send and multiply, by its rule file and its schedule. Each check takes a compiled run."""
+"""What a compiled step must hold, send and multiply, by its rule file and its schedule. Checks take a compiled run."""
 import functools
 import re
 from types import SimpleNamespace
@@ -12,8 +12,8 @@ from meshtrain.model import transformer
 from meshtrain.parallel.pipeline import schedules, stages
 
 SMALL = 4096  # bytes: loss and norm scalars, token ids
-# Of float32 parameters: 4 bytes, accumulators 4, AdamW's states 8, parameters stored as its moments. ZeRO-1 and ZeRO-2 read
-# whole weights beside them (arXiv:1910.02054 counts these 2, gradients 2 and the split 12).
+# Of float32 parameters: 4 bytes, accumulators 4, AdamW's states 8, parameters stored as its moments. ZeRO-1 and ZeRO-2
+# read whole weights beside them (arXiv:1910.02054 counts these 2, gradients 2 and the split 12).
 PER_PARAM = {"ddp": lambda n: 16, "zero1": lambda n: 4 + 12 / n, "zero2": lambda n: 16 / n, "zero3": lambda n: 16 / n}
 
 
@@ -21,7 +21,8 @@ def check_bytes(case: parity.Compiled) -> None:
     """A device holds the bytes of parameters, accumulators and states that the rules say."""
     held, ruled = memory.held_by_program(case.made, case.step), memory.formula(case.made)
     assert (held["params"], held["optimizer"]) == (ruled["params"], ruled["optimizer"])
-    if not case.made.choice:        # a pipeline carries its accumulators otherwise
+    # A pipeline carries its accumulators otherwise, and so does a loop whose tensor ranks share a key head.
+    if not case.made.choice and case.made.run.mesh.tensor <= case.made.run.model.num_kv_heads:
         assert held["grads"] in (ruled["grads"], None)
 
 
@@ -36,17 +37,20 @@ def check_bytes_per_parameter(case: parity.Compiled, rule: str, n: int) -> None:
 
 
 def check_axes(case: parity.Compiled) -> None:
-    """Collectives stay on the mesh axes that the rule file names; a part of an axis has another name and fails, too."""
+    """Collectives stay on the mesh axes that the rule file names. A part of an axis has another name and fails, too, but
+    for the tensor ranks that share a key head and add up its gradient."""
     named = {axis for table in case.made.layout.rules.tables.values() for axes in table.values() for axis in axes}
+    shared = case.made.run.mesh.tensor > case.made.run.model.num_kv_heads
     for c in case.audit.collectives:
-        assert set(c.axes) <= named, c
+        axes = {"tensor" if shared and axis.startswith("tensor:") else axis for axis in c.axes}
+        assert axes <= named, c
 
 
 def check_once_a_step(case: parity.Compiled) -> None:
     """Over axes that [grads] does not name gradients are reduced once a step.
 
-    ddp, zero1, hsdp over data, tensor: one reduction of the accumulators' bytes, none in the microbatch loop. Of what the
-    optimizer alone splits besides (zero1 over context) each device reduces its own part.
+    ddp, zero1, hsdp over data, tensor: one reduction of the accumulators' bytes, none in the microbatch loop. Of what
+    the optimizer alone splits besides (zero1 over context) each device reduces its own part.
     """
     once, rule = set(case.made.program.step.deferred_axes), case.made.layout
     own = set(rule.mesh_axes("optimizer", "embed")) - set(rule.mesh_axes("grads", "embed")) - once
@@ -98,7 +102,7 @@ def schedule_of(run) -> schedules.Schedule:
 
 
 def check_schedule(case: parity.Compiled) -> None:
-    """Every F and every B of the schedule sends once over the stages, and gradients leave over the batch once a step."""
+    """Every F and every B of the schedule sends once over the stages; gradients leave over the batch once a step."""
     executed, sizes = case.made.choice.schedule.executed, case.made.mesh_spec.sizes
     # An interleaved order also moves each layer to its stage and back, before and after: XLA's permutes, not ours.
     sent = [c for c in case.audit.collectives if c.axes == ("stage",) and "ppermute" in c.source]
@@ -134,8 +138,8 @@ def unordered(text: str) -> list[tuple[str, str]]:
 
 
 def check_flops(case: parity.Compiled) -> None:
-    """Of a dense run over stages alone: matmuls of a device are those of the schedule's ticks. There is no recomputation
-    beyond remat's, and none for the split."""
+    """Of a dense run over stages alone: matmuls of a device are those of the schedule's ticks. Remat alone computes
+    again, not the split."""
     run, schedule = case.made.run, schedule_of(case.made.run)
     cfg, T, sequences = run.model, run.data.seq_len, run.data.global_batch // run.training.microbatches
     linear = {info.path[-2]: 2 * sequences * T * info.size // cfg.num_layers

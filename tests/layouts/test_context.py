@@ -1,7 +1,7 @@
 """Sequences split over devices: the numbers of one device, and what the compiled program holds and sends.
 
-Attention itself is compared with plain attention by `test_attention`; whole runs with one device by `test_cells`, with what
-they send.
+Attention itself is compared with plain attention by `test_attention`; whole runs with one device by `test_cells`, with
+what they send.
 """
 import functools
 from functools import partial

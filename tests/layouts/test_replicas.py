@@ -118,8 +118,8 @@ def test_the_hook_checks_at_its_steps_and_before_every_save(checked):
 
 
 CELLS = ["dense: zero3 data2 fsdp2 tensor2", *(pytest.param(name, marks=sampling.GRID) for name in (
-    "dense: zero1 fsdp8", "dense: zero2 fsdp8", "dense: hsdp_zero1 data2 fsdp4", "dense: ddp fsdp8", "dense: zero3 fsdp8",
-    "dense: tensor data2 fsdp2 tensor2", "dense: ddp data2 tensor4", "dense: ddp context2 data2 ring",
+    "dense: zero1 fsdp8", "dense: zero2 fsdp8", "dense: hsdp_zero1 data2 fsdp4", "dense: ddp fsdp8",
+    "dense: zero3 fsdp8", "dense: tensor data2 fsdp2 tensor2", "dense: ddp data2 tensor4", "dense: ddp context2 data2 ring",
     "dense: zero2 data2 fsdp2 stage2 1f1b full m4", "dense: zero2 data2 stage2 tensor2 halves",
     "dense: zero3 context2 tensor2 fsdp2 ring"))]
 
