@@ -323,7 +323,7 @@ def test_a_mistake_is_one_readable_error(asked, said):
     (lambda batch: batch | {"tokens": batch["tokens"][:, :8]}, r"'tokens'. is int32 \[16, 8\], but this run needs int32"),
     (lambda batch: batch | {"targets": batch["targets"] * 1.0}, r"'targets'. is float64 \[16, 32\]"),
     (lambda batch: batch | {"tokens": batch["tokens"] + 512}, "and token ids are 0 to 511"),
-    (lambda batch: batch | {"targets": batch["targets"] - 600}, "token ids are 0 to 511, or -1 where there is no target"),
+    (lambda batch: batch | {"targets": batch["targets"] - 600}, "token ids are 0 to 511, or -1 for no target"),
     (lambda batch: batch | {"segments": [[1], [1, 2]]}, "'segments'. has rows of different lengths"),
 ])
 def test_a_wrong_batch_is_one_error_that_says_what_is_expected(split, change, said):
