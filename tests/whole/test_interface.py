@@ -293,7 +293,7 @@ assert 0 < one.step()["loss"] < 10
     (lambda: experiment(3), "rules=3 has the wrong type"),
     (lambda: mt.Experiment(settings={"sharding.rules": "ddp"}, rules="ddp"), "sharding.rules is given twice"),
     (lambda: mt.Experiment("configs/llama3-8b.toml").inspect("h1:8"), "unknown GPU 'h1'"),
-    (lambda: mt.Experiment("configs/llama3-8b.toml").inspect(8), "topology=8 is no text"),
+    (lambda: mt.Experiment("configs/llama3-8b.toml").inspect(8), "topology=8 is not a text"),
     (lambda: experiment(fsdp=8).inspect("h100:16"), "mesh.fsdp=16 .*, or topology h100:8"),
     (lambda: mt.inspect(lambda x: x), "an Experiment, a run file, or a function that jax.jit returned"),
     (lambda: mt.compare([1]), "1 is not an Experiment"),
@@ -322,7 +322,7 @@ def test_a_mistake_is_one_readable_error(asked, said):
     (lambda batch: {"token": batch["tokens"]}, "^batch has no tokens, targets, .*; it has 'token'"),
     (lambda batch: batch | {"tokens": batch["tokens"][:, :8]}, r"'tokens'. is int32 \[16, 8\], but this run needs int32"),
     (lambda batch: batch | {"targets": batch["targets"] * 1.0}, r"'targets'. is float64 \[16, 32\]"),
-    (lambda batch: batch | {"tokens": batch["tokens"] + 512}, "and token ids are 0 to 511"),
+    (lambda batch: batch | {"tokens": batch["tokens"] + 512}, "but token ids are 0 to 511"),
     (lambda batch: batch | {"targets": batch["targets"] - 600}, "token ids are 0 to 511, or -1 for no target"),
     (lambda batch: batch | {"segments": [[1], [1, 2]]}, "'segments'. has rows of different lengths"),
 ])
