@@ -80,7 +80,7 @@ def _outside(array: np.ndarray, vocab_size: int, targets: bool) -> str:
     wrong = (array < 0) | (array >= vocab_size)
     wrong &= array != NO_TARGET if targets else True
     more = f", or {NO_TARGET} for no target" if targets else ""
-    return f"{array[wrong][0]}, but token ids are 0 to {vocab_size - 1}{more}" if wrong.any() else ""
+    return f"{array[wrong][0]}, and token ids are 0 to {vocab_size - 1}{more}" if wrong.any() else ""
 
 
 def _describe(shape: Sequence[int], dtype: object) -> str:

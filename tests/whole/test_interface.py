@@ -322,7 +322,7 @@ def test_a_mistake_is_one_readable_error(asked, said):
     (lambda batch: {"token": batch["tokens"]}, "^batch has no tokens, targets, .*; it has 'token'"),
     (lambda batch: batch | {"tokens": batch["tokens"][:, :8]}, r"'tokens'. is int32 \[16, 8\], but this run needs int32"),
     (lambda batch: batch | {"targets": batch["targets"] * 1.0}, r"'targets'. is float64 \[16, 32\]"),
-    (lambda batch: batch | {"tokens": batch["tokens"] + 512}, "but token ids are 0 to 511"),
+    (lambda batch: batch | {"tokens": batch["tokens"] + 512}, "and token ids are 0 to 511"),
     (lambda batch: batch | {"targets": batch["targets"] - 600}, "token ids are 0 to 511, or -1 for no target"),
     (lambda batch: batch | {"segments": [[1], [1, 2]]}, "'segments'. has rows of different lengths"),
 ])
