@@ -57,8 +57,9 @@ def test_a_run_that_is_finished_is_told_with_all_its_starts_and_nothing_is_touch
     spent, starts = told["time_s"], told["starts"]
     assert sum(spent.values()) == pytest.approx(starts[-1]["ended"] - starts[0]["began"], rel=0.02)
     steps_s = sum(row["step_time_s"] - row["data_wait_s"] for row in rows)
-    assert spent["steps"] == pytest.approx(steps_s) and rows[-1]["goodput"] * rows[-1]["elapsed_s"] == pytest.approx(
-        steps_s)
+    assert rows[-1]["goodput"] * rows[-1]["elapsed_s"] == pytest.approx(spent["steps"])
+    # A row counts from where the step before may have ended, so two rows may share the time in which the host was busy.
+    assert spent["steps"] <= steps_s * (1 + 1e-6)
     assert min(spent[part] for part in ("start", "compile", "restore", "data", "checkpoints", "validation")) > 0
     assert 0 < told["goodput"] < 1 and f"{duration(spent['steps'])} were steps; " in ran.out
     assert files(trained) == before
