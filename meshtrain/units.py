@@ -42,7 +42,7 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {plural(count, noun)}"
 
 
-def plural(count: int, noun: str) -> str:
+def plural(count: float, noun: str) -> str:
     """Return a noun in the form that follows this number: microbatch, microbatches."""
     return noun if count == 1 else f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
 

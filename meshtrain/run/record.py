@@ -131,7 +131,8 @@ class Record:
         self._paused_until = 0.0
         self._extra: dict[str, float] = {}
         self._waited_s = 0.0        # seconds of waits for data since the step before
-        self.stragglers, self.hosts, self._step_time_s = Stragglers(), hosts, None
+        self.stragglers, self.hosts = Stragglers(), hosts
+        self._step_time_s: float | None = None
         self._since, self._late_s = _SinceRow(), 0.0     # the latter: of the end of the step before
 
     def dispatched(self, number: int, tokens: int, own: int, metrics: dict,
@@ -186,7 +187,7 @@ class Record:
     def late(self, late: tuple[int, float] | None) -> None:
         """Record which process dispatched the step last and by how many seconds; print a new straggler. See
         `Stragglers.step`."""
-        if self._step_time_s is not None and self.stragglers.step(late, self._step_time_s):
+        if self._step_time_s is not None and self.stragglers.step(late, self._step_time_s) and self.stragglers.named:
             process, late_s, share = self.stragglers.named
             host = f" on {self.hosts[process]}" if process < len(self.hosts) else ""
             say.out(f"process {process}{host} delays the others: its host is {late_s:.3f} s late per step, "

@@ -120,8 +120,8 @@ def search(question: Question) -> Answer:
         if not counts:
             faults[f"a global batch of {question.options.global_batch} sequences cannot be split over "
                               f"{num_shards} replicas"
-                   + (f" in {counted(question.fixed['microbatches'], 'microbatch')}"
-                      if "microbatches" in question.fixed else "")] += 1
+                   + (f" in {counted(count, 'microbatch')}"
+                      if isinstance(count := question.fixed.get("microbatches"), int) else "")] += 1
         for m in counts:
             tried += 1
             for options, needed in _fitting(question, placed, m, method):
