@@ -141,7 +141,7 @@ def test_a_validation_that_fails_is_told_and_left_out(capsys):
     bench.program.evaluate = lambda p, batch: (_ for _ in ()).throw(MemoryError("16 GiB"))
     validation, numbers = validated(bench, held("", 1.0, (1.0, 1)))
     assert (numbers, validation.loss) == ({}, None)
-    assert capsys.readouterr().err == "step 3: the validation failed and is left out: MemoryError: 16 GiB\n"
+    assert capsys.readouterr().err == "step 3: the validation failed and is skipped: MemoryError: 16 GiB\n"
 
 
 def test_a_validation_is_given_up_between_two_batches_where_a_stop_is_requested(capsys):
@@ -155,7 +155,7 @@ def test_a_validation_is_given_up_between_two_batches_where_a_stop_is_requested(
     sets = SimpleNamespace(name="", weight=1.0, num_batches=8, batch=batch)
     validation, numbers = validated(bench, sets)
     assert (numbers, validation.loss, read) == ({}, None, [0, 1, 2]) and bench.stop.agreed
-    assert "given up" in capsys.readouterr().out
+    assert "the validation was interrupted" in capsys.readouterr().out
 
 
 class Cycle:
