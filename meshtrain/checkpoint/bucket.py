@@ -33,11 +33,11 @@ from meshtrain.storage import stores
 from meshtrain.storage.addresses import Address, StorageError
 
 AT_ONCE = 16                # concurrent requests of one process
-SERVER_FAILS_S = 3600.0     # training stops after so long without a checkpoint if the server fails
+SERVER_FAILS_S = 3600.0     # training stops after this long without a checkpoint if the server fails
 
 
 class BucketCheckpoints(SharedCheckpoints):
-    """The checkpoints of a run whose directory is at an address.
+    """The checkpoints of a run whose directory is in a bucket (s3:// or gs://).
 
     start: an ID of this start of the run, equal in all its processes; each save has it in its name. before_commit:
     process 0 calls it before it commits a checkpoint. An exception from it fails the save.

@@ -46,7 +46,7 @@ from meshtrain.config import ConfigError
 from meshtrain.run import trees
 
 DAMAGED, MISSING, REFUSED = "damaged", "missing", "refused"
-WRITERS_END_S = 10.0    # a failed save does not end tensorstore's threads; after so long they create no more files
+WRITERS_END_S = 10.0    # a failed save does not end tensorstore's threads; after this long they create no more files
 
 
 class Checkpoints(SharedCheckpoints):

@@ -25,7 +25,7 @@ from pathlib import Path
 from meshtrain import files
 from meshtrain.run import say
 
-SILENCE_S = 30.0        # a transfer fails after so long without data from the other side
+SILENCE_S = 30.0        # a transfer fails after this long without data from the other side
 PAUSE_S = 1.0           # pause after an error, before the next connection is accepted
 SECRET_BYTES = 32
 LENGTH = struct.Struct(">Q")

@@ -23,7 +23,7 @@ from meshtrain.run import rundir, say, trees
 # Version of a checkpoint; readers refuse higher ones. 1 has no checksums, 2 another data order, 3 all arrays in state/.
 FORMAT = 4
 PARAMS = "params"
-MOST_FAILED = 3         # training stops after so many failed saves in a row
+MOST_FAILED = 3         # training stops after this many failed saves in a row
 PEERS_TIMEOUT_S = 3600  # waiting time for the writes of other processes
 
 
@@ -117,7 +117,7 @@ class SharedCheckpoints(Store):
 
     Raises: ConfigError if the place cannot be written, FileSystemError if its system fails.
     """
-    borne_s = 0.0       # training goes on for so long without a checkpoint if the server of the place fails
+    borne_s = 0.0       # training goes on for this long without a checkpoint if the server of the place fails
 
     def __init__(self, place, *, every: int = 0, keep: int = 0, keep_every: int | None = None, read_only: bool = False,
                  tell: Callable[[str], None] | None = None, check_claim: Callable[[], None] = lambda: None):

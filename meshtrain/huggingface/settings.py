@@ -293,7 +293,8 @@ def _in_one_form(config: Mapping, family: Family):
 
 def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) -> dict:
     """Return the config.json of a model. model: the section [model]. longest: trained sequence length. source: the
-    original config.json. Its other keys are kept, and keys whose value means the same keep their form."""
+    original config.json. Its other keys are kept. A key whose old value still describes the model keeps that value as
+    it was written."""
     if (text := text_of(source)) is not source:
         made = config_of(model, family, dtype, longest, text)
         whole = {key: value for key, value in source.items() if key not in ("dtype", "quantization_config")}

@@ -103,7 +103,8 @@ def _lines(columns: Sequence[Sequence[str]]) -> str:
 
 
 def _cut(columns: list[list[str]], panel: Panel) -> list[list[str]]:
-    """Return the columns that fit on a line, from the panel's anchor on, and a column of … for the others."""
+    """Return the columns cut to TEXT_COLUMNS characters: the names, the columns at the end of the panel that
+    panel.anchor names ("start" or "stop"), and one column of … in place of the others."""
     dots = ["…"] * len(columns[0])
     names, kept = columns[:1], columns[1:]
     whole = _width(columns) <= TEXT_COLUMNS

@@ -95,7 +95,8 @@ def _curve(found: Mapping, key: str) -> list[tuple[int, float]]:
 
 
 def _loss_at(run: Mapping, tokens: int) -> float | None:
-    """Return the mean loss of the last LATEST of the steps up to so many tokens; None without a loss there."""
+    """Return the mean loss over the last fraction LATEST of the steps up to `tokens` tokens; None if these steps have
+    no loss."""
     step = tokens // run["tokens_per_step"]
     found = [line.row["loss"] for line in rows.MetricRows(contents.opened(run["dir"]) / rows.NAME).lines()
              if line.row and (1 - LATEST) * step < line.row["step"] <= step and line.row.get("loss") is not None]

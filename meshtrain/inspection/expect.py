@@ -29,8 +29,11 @@ NAMED = 4                   # most parameter names listed for one shape
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedRow:
-    """The collectives that move one array. count, bytes: their number and bytes sent per device and step. of: the
-    parameters of that shape, or the source of the operation."""
+    """The collectives of one kind over the same axes that move arrays of one shape and dtype.
+
+    count: their number per device and step. bytes: what a device sends in them per step. of: the parameters that have
+    this shape; if none has it, the source line of the operation.
+    """
     count: int
     bytes: int
     of: str

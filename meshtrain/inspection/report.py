@@ -188,7 +188,7 @@ def sampling_table(data: dict) -> str:
             (key[0], " × ".join(key[1:-1]), key[-1], sent(ruled, key), sent(compiled, key)) for key in keys)]))
     if time := decode["time_s"]:
         parts = ", ".join(f"{name} {seconds(s)}" for name, s in time.items() if name != "total")
-        lines.append(f"a token of every slot, with full slots: {seconds(time['total'])} ({parts}), "
+        lines.append(f"a decoding step with full slots: {seconds(time['total'])} ({parts}), "
                      f"{decode['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU; a batch of answers: at most "
                      f"{seconds(decode['batch_s_at_most'])}, if all of them have rl.max_tokens")
     return "\n".join(lines)

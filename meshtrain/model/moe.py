@@ -168,7 +168,8 @@ class MoE(nnx.Module):
         self.shared_gate = Linear(cfg, rngs, "BTD,DX->BTX", (D, 1), ROUTER_AXES) if cfg.shared_expert_gate else None
 
     def __call__(self, ex: Execution, x_BTD, inputs: Inputs, number):
-        """Return (y, aux) of x, both sharded like the residual stream. number: the layer's number."""
+        """Return (y, aux). x and y are sharded like the residual stream. aux: the experts' load, and the router's
+        loss if it has a weight. number: the layer's number."""
         logits_BTE = self._logits(ex, x_BTD)
         bias_E = None if self.bias is None else self.bias[...]
         real_BT = ex.layout.act(inputs.segments_BT, "batch", "residual_seq") != PADDING

@@ -24,7 +24,7 @@ import signal
 import sys
 import tempfile
 
-FILE_BYTES = 1 << 28        # a function may write so many bytes to one file
+FILE_BYTES = 1 << 28        # a function may write this many bytes to one file
 MOST_PARTS, MOST_CHARS = 32, 300
 LARGEST = 1e15              # largest reward: a float32 holds the sum of squared advantages over a batch
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36

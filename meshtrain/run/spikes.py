@@ -19,7 +19,7 @@ WINDOW, FEWEST = 128, 16        # number of losses in the window; with fewer tha
 LAG = 2                         # steps between the newest loss of the window and the step that it limits
 TO_SIGMA = 1.4826               # standard deviation / median absolute deviation of a normal distribution
 LEAST_SPREAD = 0.01             # least spread as a share of the median, for losses that no longer change
-MAX_ROLLBACKS = 10              # of a run; after so many, other batches do not help
+MAX_ROLLBACKS = 10              # of a run; after this many, other batches do not help
 
 
 class LossSpike(RuntimeError):

@@ -30,7 +30,7 @@ from meshtrain.storage.addresses import BUCKETS, HUB, Address, Refused, StorageE
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0)     # before each further try
 PATIENT_PAUSES_S = (*PAUSES_S, 8.0, 15.0, 30.0)     # for writes in the background
-SILENCE_S = 30.0        # a request fails after so long without a byte from the server
+SILENCE_S = 30.0        # a request fails after this long without a byte from the server
 # A server is silent while it receives an object, and the library does not report its progress. So the time limit of a
 # write is its bytes / SENT_BYTES_S, at least SILENCE_S. It is repeated with limits that are LONGER times as long.
 SENT_BYTES_S, LONGER = 1 << 20, (1, 4, 16)

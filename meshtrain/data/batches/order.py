@@ -171,7 +171,7 @@ class TokenStream:
 
     @functools.cached_property
     def _width(self) -> int:
-        """Number of runs in a window."""
+        """Number of runs of neighbouring documents (see run_length) in a window."""
         return max(1, WINDOW // run_length(self.part.source.num_documents))
 
     @functools.cached_property

@@ -358,7 +358,7 @@ def _next_line(path: str, lines: BinaryIO, number: int) -> bytes:
     if len(line) > LINE_BYTES:
         raise fault(path, f"line {number}",
                     f"is longer than {LINE_BYTES:,} bytes, the limit of a JSON line, which is held in memory",
-                    "divide or remove it; write so long documents to a text or Parquet file")
+                    "divide or remove it; documents of this length belong in a text or Parquet file")
     return line
 
 

@@ -27,7 +27,7 @@ MEMORY_BYTES = 1 << 30
 # The process writes no file and starts no process. It may open the few files that Python imports late.
 LIMITS = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_NPROC: 0,
           resource.RLIMIT_NOFILE: 16, resource.RLIMIT_CORE: 0}
-SPARE_S = 1.0       # rendering of prefixes stops when so much CPU time is left
+SPARE_S = 1.0       # rendering of prefixes stops when this much CPU time is left
 FEW = 1 << 14       # maximum number of messages rendered to find the beginnings of answers that are not learned
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 # The date in training, whose tokens must not depend on the day; it is the default of Llama's templates.
