@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -29,6 +30,7 @@ WARNING = re.compile(r"W\d{4} [\d:.]+ ")
 LEVEL = re.compile(r"(error|warning|note): ")
 COLOURS = {r"(?m)^error:": "red", r"(?m)^warning:": "yellow", r"(?m)^note:": "cyan",
            r"\bloss -?\d+\.\d+( → -?\d+\.\d+)?": "green", r"\b(mfu|MFU) \d+\.\d+%": "magenta"}
+UNWRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}       # a result is lost by these
 LOCK_S = 1.0        # longest wait for the lock: a thread blocked on one stream must not block the others for longer
 
 
@@ -73,13 +75,20 @@ def out(text: str) -> None:
 
 
 def answer(text: str) -> None:
-    """Print the result of a command on stdout, for a program to read; also while `keep_stdout` is in effect."""
+    """Print the result of a command on stdout, for a program to read; also while `keep_stdout` is in effect.
+
+    Raises: SystemExit(1) if stdout cannot hold it (a full disk, an I/O error). A reader that has closed the pipe has
+    read what it wanted.
+    """
     with _in_turn():
         if _answers is None:
-            _send(sys.stdout, _over_live(_shown(sys.stdout, text)) + "\n")
+            error = _send(sys.stdout, _over_live(_shown(sys.stdout, text)) + "\n")
         else:
             end_live()
-            _send(_answers, _shown(_answers, text) + "\n")
+            error = _send(_answers, _shown(_answers, text) + "\n")
+    if error is not None and error.errno in UNWRITTEN:
+        err(f"error: the result cannot be written to stdout ({error.strerror}); write it to another file or disk")
+        raise SystemExit(1)
 
 
 def keep_stdout() -> None:
@@ -332,7 +341,8 @@ def _over_live(text: str, colour: Callable[[object, str], str] = lambda stream, 
     return lead + colour(sys.stdout, "\n".join([first, *rest]))
 
 
-def _send(stream, text: str) -> None:
+def _send(stream, text: str) -> OSError | None:
+    """Write and flush a text. Return the system's error if the stream did not take it."""
     try:
         try:
             stream.write(text)
@@ -341,8 +351,10 @@ def _send(stream, text: str) -> None:
         stream.flush()
     except BlockingIOError:     # another program made the terminal non-blocking, and it is full: this line is dropped
         pass
-    except Exception:   # a stream of a notebook may raise anything; output must not end a run
+    except Exception as error:      # a stream of a notebook may raise anything; output must not end a run
         _give_up(stream)
+        return error if isinstance(error, OSError) else None
+    return None
 
 
 def _give_up(stream) -> None:

@@ -383,6 +383,16 @@ def test_with_json_stdout_has_the_answer_alone():
     assert (done.returncode, done.stdout) == (0, '{"answer": 1}\n') and all(note in done.stderr for note in NOTES)
 
 
+@pytest.mark.parametrize("words", ['--json', ''])
+def test_a_result_that_a_full_disk_refuses_is_a_failure_and_one_that_nobody_reads_is_none(words):
+    for redirection, code, said in (("> /dev/full", 1, "cannot be written to stdout (No space left"), ("| true", 0, "")):
+        line = f'"$PYTHON" -c "$ASKED" {words} {redirection}; exit ${{PIPESTATUS[0]}}'
+        ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, cwd=ROOT, env=os.environ | {
+            "PYTHON": sys.executable, "ASKED": "import sys\nfrom meshtrain.run import say\nsay.begin()\n"
+            "if sys.argv[1:]:\n    say.keep_stdout()\nsay.answer('{}' * 9999)", "PYTHONPATH": str(ROOT)})
+        assert ran.returncode == code and said in ran.stderr and "Traceback" not in ran.stderr, ran.stderr
+
+
 def test_a_command_that_is_stopped_with_json_leaves_stdout_empty():
     done = asked("--json", "forever")
     assert (done.returncode, done.stdout) == (75, "") and "SIGTERM: stopped" in done.stderr, done.stderr
