@@ -216,6 +216,9 @@ def test_whole_conversations_share_sequences_and_long_ones_lose_their_end(tmp_pa
     assert packing.notes(data,
                          opened) == [f'data.packing="whole": {len(long)} of 60 documents are longer than '
                                      f'data.seq_len=64 and are truncated; {sum(long):,} of their tokens are left out']
+    (padded,) = packing.notes(data.model_copy(update={"seq_len": 8192}), opened)      # all 60 in one half-empty sequence
+    share = sum(len(one.ids) for one in by_itself) / 8192
+    assert f"sequences of data.seq_len=8192 are {share:.0%} full (estimated from the first 60 documents)" in padded
 
 
 def test_held_out_conversations_are_whole(tmp_path):
