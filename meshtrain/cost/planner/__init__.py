@@ -1,1 +1,1 @@
-"""The search over meshes, rule files, schedules and microbatches, and what separates two answers."""
+"""Searches over meshes, rule files, schedules and microbatches, and explains why one plan is slower than another."""

@@ -14,14 +14,17 @@ from meshtrain.cost.planner.search import Answer, Plan, Question
 from meshtrain.names import AXES
 from meshtrain.units import counted, seconds
 
-EXPLAINED, MOST = 0.8, 3        # fraction of the gap that the reasons cover, and their number, at most
+EXPLAINED, MOST = 0.8, 3        # stop at reasons for this fraction of the gap, or at this number of reasons
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Gap:
-    """A plan with fixed sizes or options, compared with the best plan with nothing fixed. rank: 1 + the number of
-    faster meshes and rule files, of `count` that fit. share: how much longer its step takes. reasons: largest first; ()
-    for the best."""
+    """Compares a plan that has fixed sizes or options with the best plan that has nothing fixed.
+
+    rank: 1 + the number of faster pairs of mesh and rule file; count: how many such pairs fit into memory. share: the
+    plan's step time over the best plan's, minus 1. reasons: why the plan is slower, largest first; empty if no plan is
+    faster.
+    """
     fixed: Mapping[str, object]
     best: Plan
     rank: int
@@ -35,7 +38,11 @@ class Gap:
 
 
 def of(question: Question, plan: Plan, free: Answer) -> Gap:
-    """question: with what is fixed; plan: its best; free: the answer with nothing fixed."""
+    """Compare a plan with the best one and explain the difference.
+
+    question: the question with fixed sizes or options; plan: its best plan; free: the answer to the question with
+    nothing fixed.
+    """
     best = min([free.plans[0], plan] if free.plans else [plan], key=lambda one: one.price.step_s)
     share = plan.price.step_s / best.price.step_s - 1
     faster = sum(one.price.step_s < plan.price.step_s for one in free.plans)
@@ -44,7 +51,8 @@ def of(question: Question, plan: Plan, free: Answer) -> Gap:
 
 
 def reasons(question: Question, plan: Plan, best: Plan) -> list[str]:
-    """Explain what the plan loses against the best, with seconds, until most of the gap is covered."""
+    """List up to three reasons why `plan` is slower than `best`, each with its seconds. Stop when they cover 80% of the
+    gap."""
     mine, other = _lost_s(plan), _lost_s(best)
     lost = sorted(((mine[name] - other.get(name, 0.0), name) for name in mine), reverse=True)
     found, explained, distance = [], 0.0, plan.price.step_s - best.price.step_s
@@ -57,7 +65,7 @@ def reasons(question: Question, plan: Plan, best: Plan) -> list[str]:
 
 
 def link(question: Question, plan: Plan, axes: tuple[str, ...]) -> str:
-    """Name the links that collectives over these axes use."""
+    """Return which links (NVLink or NICs) the collectives over these axes use, as text for a message."""
     of = Links(question.rated, plan.placed.mesh).group(axes)
     if of.domains == 1:
         return "over NVLink"
@@ -65,7 +73,8 @@ def link(question: Question, plan: Plan, axes: tuple[str, ...]) -> str:
 
 
 def _lost_s(plan: Plan) -> dict[str, float]:
-    """Seconds of a step by name, with recomputation apart."""
+    """Return seconds of a step by name: kinds of compute, exposed collectives, bubble, update. Recomputation is
+    subtracted from its kinds and has its own name."""
     one, again = plan.price, RECOMPUTED[plan.options.remat]
     # Matmuls: the backward is twice the forward, its recomputation once more. Others: the forward is two in seven.
     repeated = {"matmul": again[0] / (3 + again[0]), "attention": again[1] * 2 / (7 + 2 * again[1]),
@@ -124,7 +133,7 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
     return "the optimizer's update, its states split over fewer GPUs" if name == "update" else f"what waits for {name}"
 
 
-# ---- of one layer and microbatch -------------------------------------------------------------------------------------
+# ---- one layer and microbatch ----------------------------------------------------------------------------------------
 
 
 def _tokens(plan: Plan) -> float:
@@ -132,18 +141,18 @@ def _tokens(plan: Plan) -> float:
 
 
 def _runs(plan: Plan) -> float:
-    """Number of passes through a layer in a step on one device."""
+    """Return how often one device passes through a layer in a step."""
     return plan.options.microbatches * plan.placed.layers(plan.options)
 
 
 def _products_s(question: Question, plan: Plan) -> float:
-    """Seconds of a layer's forward products."""
+    """Return the seconds of one layer's forward matmuls for one microbatch."""
     return sum(matmul_s(question.rated, question.cfg.compute_dtype, plan.placed.itemsize, _tokens(plan), w.n, w.k)
                for w in plan.placed.layer.products)
 
 
 def _each_s(question: Question, plan: Plan, elements: Mapping[tuple[str, ...], float], kind: str) -> float:
-    """Seconds to gather one layer's weights, or to reduce its float32 gradients."""
+    """Return the seconds to all-gather one layer's weights, or to reduce-scatter its float32 gradients."""
     itemsize = 4 if kind == "reduce-scatter" or question.cfg.compute_dtype == "float32" else 2
     links = Links(question.rated, plan.placed.mesh)
     return sum(question.rated.collective_s(kind, n * itemsize, links.group(axes)) for axes, n in elements.items())

@@ -25,35 +25,38 @@ from meshtrain.sharding.rules import AS_OTHERS, Layout, Rules
 from meshtrain.units import counted
 
 REMAT = ("none", "selective", "full")           # the least recomputation first
-OFFLOAD = "offload"         # as full, with layers' inputs on the host; without stages
+OFFLOAD = "offload"         # as full, but layers' inputs are kept on the host; not available with stages
 METHODS = ("ring", "gather", "ulysses")
 FIXABLE = (*AXES, "schedule", "chunks", "microbatches", "remat")        # what a question can fix
 # Slowest link first. The second keeps neighbouring stages nearer than replicas, the third gathers weights inside a host
 # with context parallelism.
 PLACEMENTS = (PLACEMENT, ("data", "stage", "fsdp", "context", "tensor"), ("stage", "data", "context", "fsdp", "tensor"),
               ("data", "fsdp", "stage", "context", "tensor"))
-# limits of an axis; of a microbatch on one GPU; of a stage
+# limits: sizes of two axes, sequences of a microbatch on one replica, chunks of a stage
 MOST_CONTEXT, MOST_STAGES, MOST_SEQUENCES, MOST_CHUNKS = 64, 64, 16, 16
-SHORTEST = 512              # tokens of a sequence on one device
-PADDED = 1.1                # layers with padding over those of the model, at most
+SHORTEST = 512              # fewest tokens of a sequence on one device under context parallelism
+PADDED = 1.1                # largest ratio of layers with padding to layers of the model
 REFINED = 120               # plans whose placement and context method are varied
-NEAR = 1.3                  # a near miss needs at most this factor of the memory
+NEAR = 1.3                  # a near miss needs at most this multiple of the usable memory
 MOST_MISSES = 5
 KIND_NAMES = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer states",
               "activations": "activations"}
-UNSURE = 0.95               # fraction of the memory above which a formula is not reliable
+UNSURE = 0.95               # above this fraction of the memory a formula is not reliable
 NEAR_LIMIT = "within 5% of the available memory: compile it before you rely on it"
-SHORT_S, MANY = 0.3, 100    # no formula holds for shorter steps on that many GPUs
+SHORT_S, MANY = 0.3, 100    # no formula holds for shorter steps (seconds) on this many GPUs or more
 TOO_SHORT = ("a step below 0.3 s on hundreds of GPUs: latencies and stragglers determine its time, which no formula "
              "predicts")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Question:
-    """The question that a search answers. options: of the run; the search replaces microbatches, remat, schedule,
-    chunks and method. fixed: sizes of axes, schedule, chunks, microbatches, remat that the user set. attended: (layout,
-    context method) → what attention computes. lay: (sizes, rules, context method) → (layout, why training does not take
-    it). refused: why training does not take a plan, with its microbatches, schedule and remat."""
+    """The inputs of a search.
+
+    options: the options of the run; the search replaces microbatches, remat, schedule, chunks and method. fixed: the
+    sizes of axes, schedule, chunks, microbatches or remat that the user set. attended: maps (layout, context method) to
+    the work of attention. lay: maps (sizes, rules, context method) to the layout and the reasons why training rejects
+    it. refused: returns the reasons why training rejects a complete plan, with its microbatches, schedule and remat.
+    """
     cfg: object
     rows: list
     num_gpus: int
@@ -70,7 +73,8 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """One layout with its price. reason: why it does not fit, or what is uncertain; "" else."""
+    """One layout with its options and price. reason: why it does not fit into memory, or why its price is uncertain;
+    otherwise empty."""
     placed: Placed
     rules: Rules
     options: Options
@@ -95,9 +99,12 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Answer:
-    """plans: those that fit, fastest first, the best of each mesh and rule file. misses: near misses, fastest first.
-    tried: number of allowed layouts. laid: of meshes with a rule file. faults: why some of these are not allowed, with
-    how many."""
+    """The result of a search.
+
+    plans: the plans that fit, fastest first, one for each pair of mesh and rule file. misses: the fastest plans that
+    need more memory than there is. tried: number of combinations of layout and microbatch count that were priced. laid:
+    number of combinations of mesh and rule file. faults: how many of these were rejected, by reason.
+    """
     plans: list[Plan]
     misses: list[Plan]
     tried: int
@@ -106,7 +113,7 @@ class Answer:
 
 
 def search(question: Question) -> Answer:
-    """Price every allowed layout, and refine the fastest."""
+    """Price every allowed layout, then vary the placement and context method of the fastest plans."""
     found: dict[tuple, Plan] = {}
     priced: dict[tuple, list[tuple[float, Options]]] = {}       # plans by the thousand would keep the collector busy
     misses, faults, tried, laid = [], collections.Counter(), 0, 0
@@ -140,8 +147,11 @@ def search(question: Question) -> Answer:
 
 def _taken(question: Question, found: Iterable[tuple[Plan, list[tuple[float, Options]]]],
            faults: collections.Counter[str]) -> list[Plan]:
-    """The fastest plans that training takes, fastest first; the best `REFINED` refined. The others are not asked again:
-    their mesh and rules are allowed. found: the best plan of each layout, and (step time, options) of all of it."""
+    """Return the plans that training accepts, fastest first. The first `REFINED` of them are refined.
+
+    Plans beyond `REFINED` are not checked again, because their mesh and rules have passed the check. found: pairs of
+    the best plan of a layout and (step time, options) of all its plans.
+    """
     waiting = [(*_order(plan), n, plan, 0, priced) for n, (plan, priced) in enumerate(found)]
     heapq.heapify(waiting)
     taken: list[Plan] = []
@@ -171,8 +181,11 @@ def divisors(n: int) -> list[int]:
 
 
 def _layouts(question: Question) -> Iterator[tuple[Placed | None, Rules, str, list[str]]]:
-    """Yield every mesh with every rule file that differs from the others there, the first context method that training
-    takes there, and why it takes none."""
+    """Yield (placed model, rules, context method, reasons for a rejection) for every mesh and every rule file.
+
+    Rule files that shard the same arrays on a mesh are yielded once. The method is the first that training accepts. If
+    training accepts no method, the placed model is None.
+    """
     seen = set()
     for sizes in _meshes(question):
         rest = question.num_gpus // (sizes["tensor"] * sizes["stage"] * sizes["context"])
@@ -188,7 +201,8 @@ def _layouts(question: Question) -> Iterator[tuple[Placed | None, Rules, str, li
 
 
 def _laid(question: Question, sizes: Mapping[str, int], rules: Rules) -> tuple[Layout, str, list[str]]:
-    """(layout, the first context method that training takes, why it does not take the first of all)."""
+    """Return (layout, context method, reasons for a rejection). The method is the first that training accepts. If it
+    accepts none, the result is that of the first method."""
     first, *others = question.methods
     layout, wrong = question.lay(sizes, rules, first)
     for method in others if wrong and sizes["context"] > 1 else ():
@@ -199,14 +213,15 @@ def _laid(question: Question, sizes: Mapping[str, int], rules: Rules) -> tuple[L
 
 
 def _sharding_key(rules: Rules, axes) -> frozenset:
-    """What the rules shard where these axes are larger than 1, with the rules that experts inherit."""
+    """Return a hashable description of what the rules shard over these axes, including the rules that experts inherit.
+    Rules with equal keys give the same layout."""
     tables = {(table, logical): tuple(a for a in rules.mesh_axes(table, logical) if a in axes)
               for table, entries in rules.tables.items() for logical in (*entries, *AS_OTHERS)}
     return frozenset((key, value) for key, value in tables.items() if value)
 
 
 def _meshes(question: Question) -> Iterator[dict[str, int]]:
-    """Yield sizes of tensor, stage and context; the rest is data and fsdp."""
+    """Yield the allowed sizes of tensor, stage and context. The other GPUs belong to data and fsdp."""
     n, cfg, domain = question.num_gpus, question.cfg, question.rated.gpu.domain_gpus(question.num_gpus)
     allowed = {
         "tensor": lambda k: k <= min(domain, cfg.num_heads),
@@ -221,13 +236,16 @@ def _meshes(question: Question) -> Iterator[dict[str, int]]:
 
 
 def _separate(rules: Rules) -> bool:
-    """Whether the rules shard something over data or fsdp alone."""
+    """Whether the rules shard a dim over data without fsdp or over fsdp without data."""
     return any(("data" in axes) != ("fsdp" in axes) for table in rules.tables.values() for axes in table.values())
 
 
 def _replicas(question: Question, rest: int, together: bool, experts: bool) -> Iterator[tuple[int, int]]:
-    """Yield sizes (data, fsdp). Rules that treat them alike get one axis, fsdp. For others both are larger than 1,
-    unless experts are sharded over fsdp alone."""
+    """Yield sizes (data, fsdp) whose product is `rest`.
+
+    together: the rules treat both axes alike, so fsdp gets all devices. Otherwise both are larger than 1; data may be 1
+    if experts are sharded.
+    """
     fixed = question.fixed
     for data in divisors(rest):
         fsdp = rest // data
@@ -238,7 +256,8 @@ def _replicas(question: Question, rest: int, together: bool, experts: bool) -> I
 
 
 def _microbatches(question: Question, num_shards: int) -> list[int]:
-    """Counts that leave each replica 1, 2, 4 … sequences in a microbatch, or all of them."""
+    """List the microbatch counts that leave each replica 1, 2, 4, … sequences in a microbatch, or all of its sequences;
+    or the fixed count alone. Empty if the global batch cannot be split."""
     share, rest = divmod(question.options.global_batch, num_shards)
     if rest:
         return []
@@ -248,7 +267,8 @@ def _microbatches(question: Question, num_shards: int) -> list[int]:
 
 
 def _schedules(question: Question, p: int, m: int) -> list[tuple[str, int]]:
-    """List (name, chunks), the smallest bubble first if F, B and W cost the same."""
+    """List (schedule, chunks) that the stages allow. The one with the smallest bubble is first, if F, B and W cost the
+    same."""
     if p == 1:
         return [("", 1)]
     counts = simulate.chunk_counts(-(-stages.staged(question.cfg) // stages.period(question.cfg)), p, MOST_CHUNKS)
@@ -260,10 +280,11 @@ def _schedules(question: Question, p: int, m: int) -> list[tuple[str, int]]:
 
 
 def _fitting(question: Question, placed: Placed, m: int, method: str) -> Iterator[tuple[Options, int]]:
-    """Yield (options, bytes) worth a price, or the smallest if none fits.
+    """Yield (options, bytes) of the candidates that fit and are worth pricing. If none fits, yield the smallest.
 
-    For each remat policy: the fitting schedule with the smallest bubble, with and without a separate W, until the best
-    schedule of all fits. In a pipeline saved residuals cost time too, so "selective" is tried beside "none".
+    Each remat policy gets the fitting schedule with the smallest bubble, once with a separate W and once without. The
+    loop ends when the schedule with the smallest bubble fits. In a pipeline, saved residuals cost time too, so
+    "selective" is tried even if "none" fits.
     """
     p, attended = placed.mesh.sizes["stage"], question.attended(placed.layout, method)
     policies = [question.fixed["remat"]] if "remat" in question.fixed else REMAT if p > 1 else (*REMAT, OFFLOAD)
@@ -306,7 +327,7 @@ def _priced(question: Question, placed: Placed, rules: Rules, options: Options) 
 
 
 def _refined(question: Question, plan: Plan) -> Plan:
-    """Find the best placement and context method of a plan."""
+    """Return the fastest variant of a plan over the placements and context methods."""
     best = plan
     own = plan.options.method
     for method in question.methods if plan.sizes["context"] > 1 else (own,):
@@ -323,7 +344,8 @@ def _refined(question: Question, plan: Plan) -> Plan:
 
 
 def _near(question: Question, misses: list, faults: collections.Counter[str]) -> list[Plan]:
-    """The fastest near misses that training takes, with what takes their memory."""
+    """Return the fastest near misses that training accepts. Each one's reason names the kind of data that takes the
+    most memory."""
     found, usable = {}, question.usable_bytes
     for needed, placed, rules, options in sorted(misses, key=lambda miss: miss[0])[:8 * MOST_MISSES]:
         plan = _priced(question, placed, rules, options)

@@ -1,1 +1,1 @@
-"""The compiled program read: its instructions, collectives, memory, and its roofline."""
+"""Reads compiled programs: their instructions, collectives, memory and roofline."""

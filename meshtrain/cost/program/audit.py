@@ -1,10 +1,10 @@
-"""Reads from a compiled program its collectives by mesh axis, its matmul FLOPs, and its faults.
+"""Lists the collectives of a compiled program by mesh axis, its matmul FLOPs and its faults.
 
-`read(compiled.as_text(), mesh)` parses optimized HLO of the CPU and of the GPU. All numbers are per device and step:
-loop trips are multiplied, combined operands separated. Loops of unknown length, permutes that reach only some devices
-and matmuls of unknown size are listed by name.
+`read(compiled.as_text(), mesh)` parses optimized HLO of the CPU and the GPU. All numbers are per device and step.
+Counts are multiplied by loop trips, and the operands of combined collectives are counted separately. Loops of unknown
+length, permutes that reach only some devices and matmuls of unknown size are listed by name.
 
-The mesh is any object with `.shape` (axis name → size); partition i is the row-major index over those axes.
+The mesh is any object with `.shape` (axis name → size). Partition i is the row-major index over those axes.
 """
 import math
 import re
@@ -26,7 +26,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective instruction, one dtype; bytes and counts are one GPU's, per step."""
+    """One collective instruction and one dtype. Bytes and counts are those of one GPU in one step."""
 
     kind: str  # as HLO spells it, without -start
     # mesh axes that the group spans, in mesh order; 'data:2~' = part of one, or no product of axes
@@ -40,7 +40,7 @@ class Collective:
     group_size: int
     is_async: bool
     in_branch: bool  # inside a conditional: see `hlo.Visit`
-    arrays: tuple[tuple[int, ...], ...] = ()  # dims of each operand, as the group holds it whole
+    arrays: tuple[tuple[int, ...], ...] = ()  # dims of each operand's full array over the group
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class ProgramAudit:
     collectives: tuple[Collective, ...]
     dots: tuple[Dot, ...]
     unknown_loops: tuple[str, ...]  # loops of unknown length around a collective or a dot: counted ONCE above
-    broken_permutes: tuple[str, ...]  # permutes that leave devices with zeros, and nothing explains it
-    # shifts without wrap-around, parts of uneven arrays: some devices receive zeros, rightly
+    broken_permutes: tuple[str, ...]  # permutes that leave devices with zeros for no known reason
+    # shifts without wrap-around and parts of uneven arrays: some devices correctly receive zeros
     partial_permutes: tuple[str, ...]
     uncounted: tuple[str, ...]  # kernels that do matmuls of unknown size: not in dots
-    further_rounds: int = 0  # loops that run only where experts are not equally busy: counted as none
+    further_rounds: int = 0  # number of loops that run only if experts are unbalanced; their contents are not counted
 
     @property
     def flops(self) -> dict[str, int]:
@@ -111,8 +111,8 @@ def read(text: str, mesh) -> ProgramAudit:
 
 
 def broken_permutes(text: str, mesh) -> list[str]:
-    """The same as `read(text, mesh).broken_permutes`, from the lines of permutes alone: a quarter of the time (0.04 s
-    for 2.4 MB)."""
+    """Return `read(text, mesh).broken_permutes`, but parse only the lines of permutes. This takes a quarter of the time
+    (0.04 s for 2.4 MB)."""
     found, mesh_shape = [], dict(mesh.shape)
     for line in _PERMUTE.finditer(text):
         op_name = re.search(r'op_name="([^"]*)"', line.group(0))
@@ -132,12 +132,13 @@ _PERMUTE = re.compile(r"^ *(?:ROOT )?%?(\S+) = .* collective-permute(?:-start)?\
 
 
 def collectives(text: str, mesh) -> list[Collective]:
-    """The collectives of a program. Raises: ValueError where a loop of unknown length has one."""
+    """Return the collectives of a program. Raises: ValueError if one is in a loop of unknown length."""
     return list(read(text, mesh).require_known().collectives)
 
 
 def summarize(rows: Iterable[Collective]) -> list[dict]:
-    """Merge rows by (kind, axes, dtype), largest first, as `inspect --json` prints them; source: of the largest row."""
+    """Merge rows by (kind, axes, dtype), largest first, in the form that `inspect --json` prints. source: the source of
+    the largest row."""
     merged = defaultdict(list)
     for row in rows:
         merged[row.kind, row.axes, row.dtype].append(row)
@@ -153,19 +154,21 @@ def summarize(rows: Iterable[Collective]) -> list[dict]:
 
 
 def short_source(op_name: str) -> str:
-    """'jit(step)/while/body/closed_call/transpose(jvp())/mlp/dot_general' → 'transpose(jvp())/mlp/dot_general'."""
+    """Shorten a JAX path: 'jit(step)/while/body/closed_call/transpose(jvp())/mlp/dot_general' →
+    'transpose(jvp())/mlp/dot_general'."""
     noise = {"while", "body", "cond", "closed_call", "eval_jaxpr", "checkpoint", "jvp()", "shard_map", "pjit"}
     parts = [p for p in op_name.split("/") if p not in noise and not _TOLD.fullmatch(p)]
     return "/".join("remat" if p == "rematted_computation" else p for p in parts)
 
 
-# What no JAX path has but by us: scopes that say how often, see `names`.
+# Parts of a JAX path to remove: jit names, and this project's scopes that annotate execution counts (see `names`).
 _TOLD = re.compile("|".join((r"jit\(\w+\)", TAKEN.format(r"\d+", r"\d+"), BALANCED_ROWS.format(r"\d+"),
                              FURTHER_ROUNDS, AT_MOST.format(r"\d+"))))
 
 
 def _source(module: hlo.HloModule, visit: hlo.Visit) -> str:
-    """The short JAX path of an instruction; where XLA dropped it (reduce-scatters on GPUs), of its operands."""
+    """Return the short JAX path of an instruction. If XLA dropped it (reduce-scatters on GPUs), return the path of an
+    operand."""
     scope, near = module.computations[visit.computation], [visit.instruction]
     for _ in range(4):  # a few hops: bitcasts and fusions stand between a matmul and its reduce-scatter
         for ins in near:
@@ -184,7 +187,8 @@ def _kind(ins: hlo.Instruction) -> str | None:
 
 
 def ring_bytes(kind: str, payload_bytes: int, n: int) -> int:
-    """Bytes that one of n GPUs sends. An all-reduce is a reduce-scatter and an all-gather: (n-1)/n twice."""
+    """Return the bytes that one of n GPUs sends in a ring. An all-reduce sends twice (n-1)/n, as a reduce-scatter and
+    an all-gather."""
     if kind == "all-reduce":
         return payload_bytes * 2 * (n - 1) // n
     if kind in ("all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"):
@@ -193,7 +197,8 @@ def ring_bytes(kind: str, payload_bytes: int, n: int) -> int:
 
 
 def collective_rows(module: hlo.HloModule, visit: hlo.Visit, mesh_shape: dict[str, int]) -> list[Collective]:
-    """One row per operand dtype; none where the group is one device (XLA leaves such no-ops)."""
+    """Return one row per operand dtype. Return [] if the group has one device, since XLA leaves such no-ops in the
+    program."""
     ins, kind = visit.instruction, _kind(visit.instruction)
     if kind == "collective-permute":
         axes = permute_axes(source_target_pairs(ins.attrs), mesh_shape)
@@ -232,7 +237,7 @@ def _ints(text: str) -> list[int]:
 
 
 def _iota(reshape: list[int], transpose: list[int]) -> np.ndarray:
-    """Evaluate HLO's '<=[2,4]T(1,0)': 0…N-1 in that shape, transposed, flat."""
+    """Evaluate HLO's '<=[2,4]T(1,0)': the flat list of 0…N-1 after it is reshaped and transposed."""
     ids = np.arange(math.prod(reshape)).reshape(reshape)
     return (ids.transpose(transpose) if transpose else ids).reshape(-1)
 
@@ -286,7 +291,8 @@ def _mesh_groups(mesh_text: str, ids_text: str | None, picked_text: str) -> np.n
 
 
 def group_axes(groups: np.ndarray, mesh_shape: dict[str, int]) -> tuple[str, ...]:
-    """The mesh axes that groups [groups, members] span; 'data:2~': 2 of its values, or no product of axes."""
+    """Return the mesh axes that the groups [groups, members] span. 'data:2~' means that they span 2 positions of data,
+    or that the group is no product of axes."""
     coordinates = np.stack(np.unravel_index(groups, tuple(mesh_shape.values())), -1)  # [groups, members, axes]
     spread = np.array([[len(np.unique(c)) for c in group.T] for group in coordinates]).max(0)
     varying = {a: int(v) for a, v in zip(mesh_shape, spread) if v > 1}
@@ -298,7 +304,7 @@ def group_axes(groups: np.ndarray, mesh_shape: dict[str, int]) -> tuple[str, ...
 
 
 def source_target_pairs(attrs: str) -> np.ndarray:
-    """The pairs of a permute, [pairs, 2]."""
+    """Return the (source, target) pairs of a collective-permute as an array [pairs, 2]."""
     found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?\s*)*)\}", attrs)
     if not found:
         raise ValueError(f"a collective-permute without source_target_pairs: {attrs[:200]}")
@@ -306,17 +312,18 @@ def source_target_pairs(attrs: str) -> np.ndarray:
 
 
 def permute_axes(pairs: np.ndarray, mesh_shape: dict[str, int]) -> tuple[str, ...]:
-    """The axes along which a permute moves data."""
+    """Return the mesh axes along which a permute moves data."""
     coordinates = np.stack(np.unravel_index(pairs, tuple(mesh_shape.values())), -1)  # [pairs, 2, axes]
     return tuple(a for i, a in enumerate(mesh_shape) if (coordinates[:, 0, i] != coordinates[:, 1, i]).any())
 
 
-# What XLA's partitioner itself moves with permutes where the pieces of an array differ in size or place.
+# Operations for which XLA's partitioner makes permutes, where an array's pieces differ in size or place.
 _UNEVEN = re.compile(r"(?:^|/)(?:slice|dynamic_slice|pad|concatenate|rev)$")
 
 
 def _permute_coverage(attrs: str, op_name: str, mesh_shape: dict[str, int]) -> tuple[bool, str]:
-    """(whether the permute is broken, a note if some devices receive nothing); those hold zeros, without any error.
+    """Return (whether the permute is broken, a note if some devices receive nothing). Such devices hold zeros, and XLA
+    reports no error.
 
     XLA's all-gather-to-collective-permute-simplifier makes permutes without pairs on GPUs (openxla/xla #45218). A slice
     of a sharded array sends its parts only to the devices that hold the result.
@@ -345,7 +352,7 @@ def _permute_coverage(attrs: str, op_name: str, mesh_shape: dict[str, int]) -> t
 
 
 def _dot(module: hlo.HloModule, visit: hlo.Visit) -> Dot | None:
-    """FLOPs of an HLO dot, a cuBLAS call or a grouped matmul; None where they are unknown."""
+    """Return the FLOPs of an HLO dot, a cuBLAS call or a grouped matmul. Return None if they are unknown."""
     at = module, visit.computation, visit.instruction
     found = work.matmul(*at) or work.grouped(*at)
     return found and Dot(found.dtype, round(found.flops) * visit.trips, visit.trips,
@@ -353,10 +360,11 @@ def _dot(module: hlo.HloModule, visit: hlo.Visit) -> Dot | None:
 
 
 def carried_bytes(text: str, trips: int, expected: Iterable[tuple[int, ...]]) -> int:
-    """Bytes of the float32 arrays of the expected shapes that the outermost loop of `trips` iterations carries and
-    changes.
+    """Return the bytes of accumulators: float32 arrays of the expected shapes that the outermost loop of `trips`
+    iterations carries and changes.
 
-    The microbatch loop also carries residuals. The order of dims is XLA's choice.
+    Shapes identify them, because the microbatch loop also carries residuals. The order of dims is ignored, because XLA
+    chooses it.
     """
     most, key = Counter(), lambda shape: tuple(sorted(n for n in shape if n > 1))
     expected = Counter(map(key, expected))
@@ -366,9 +374,10 @@ def carried_bytes(text: str, trips: int, expected: Iterable[tuple[int, ...]]) ->
 
 
 def accumulator_bytes(text: str, expected: Iterable[tuple[int, ...]]) -> int | None:
-    """Bytes of float32 arrays of the expected shapes that the program's outermost loops carry and change.
+    """Return the bytes of float32 arrays of the expected shapes that the program's outermost loops carry and change.
 
-    A pipeline's loops also carry activations, so shapes identify accumulators. None if one is in no loop.
+    Shapes identify the accumulators, because a pipeline's loops also carry activations. Return None if no loop carries
+    one of the shapes.
     """
     most, expected = Counter(), Counter(map(tuple, expected))
     for dims in carried(text):
@@ -377,7 +386,8 @@ def accumulator_bytes(text: str, expected: Iterable[tuple[int, ...]]) -> int | N
 
 
 def carried(text: str, trips: int | None = None) -> list[list[tuple[int, ...]]]:
-    """Dims of the float32 arrays that each outermost loop carries and changes; trips: only loops of so many."""
+    """Return, for each outermost loop, the dims of the float32 arrays that it carries and changes. trips: select only
+    loops of this many iterations."""
     module = hlo.parse(text)
     return [[dims for dtype, dims in hlo.changed(module, ins.attr("body")) if dtype == "f32"]
             for ins in module.computations[module.entry].values()

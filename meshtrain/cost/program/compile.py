@@ -27,15 +27,15 @@ MAX_GPUS = 65536  # assumption: beyond what anyone inspects; 16,384 was compiled
 
 
 def targets() -> list[str]:
-    """The names of GPUs that can be compiled for: the hardware table has their chip."""
+    """Return the names of the GPUs that XLA can compile for here: those whose chip is in the hardware table."""
     return [name for name, gpu in hardware.GPUS.items() if gpu.can_be_compiled_for]
 
 
 def target_spec(name: str) -> str:
-    """XLA's GpuTargetConfigProto of a GPU, as text.
+    """Return XLA's GpuTargetConfigProto of a GPU, as text.
 
-    The count of NVLinks is left out: jax 0.12's compiler then takes a kernel for small all-reduces that it fails to
-    compile for a scalar ("size mismatch when packing elements for LLVM struct") and aborts the process.
+    The number of NVLinks is omitted. With it, the compiler of jax 0.12 uses a kernel for small all-reduces that it
+    fails to compile for a scalar ("size mismatch when packing elements for LLVM struct"), and it aborts the process.
     """
     gpu = hardware.get(name)
     chip = gpu.chip
@@ -72,7 +72,8 @@ device_description_str: "{gpu.device_kind}"
 
 
 def parse_topology(text: str) -> tuple[str, int]:
-    """Parse 'h100:64' into ('h100', 64). Needs no GPU software. Raises: ValueError naming the fault."""
+    """Parse 'h100:64' into ('h100', 64). Needs no GPU software. Raises: ValueError for an unknown GPU or an invalid
+    count."""
     name, colon, count = text.partition(":")
     if not colon or not re.fullmatch(r"[0-9]+", count):
         raise ValueError(f"topology {text!r} is not NAME:N, a GPU and how many, e.g. h100:64")
@@ -92,10 +93,10 @@ def parse_topology(text: str) -> tuple[str, int]:
 
 
 def topology(name_and_count: str) -> list:
-    """Describe absent GPUs as devices of a mesh to compile for. Puts jax on its CPU backend.
+    """Return devices that describe absent GPUs, for a mesh to compile for. Puts jax on its CPU backend.
 
-    name_and_count: 'h100:64'; fewer GPUs than a host has are one smaller host. Raises: ValueError for an unknown name
-    or number, or missing wheels.
+    name_and_count: for example 'h100:64'. Fewer GPUs than a host has are one smaller host. Raises: ValueError for an
+    unknown name or number, or missing wheels.
     """
     name, num_gpus = parse_topology(name_and_count)
     if missing := missing_wheels():
@@ -117,13 +118,13 @@ def topology(name_and_count: str) -> list:
 
 
 class NotCompiledError(RuntimeError):
-    """XLA cannot compile a program for GPUs that are not here."""
+    """XLA cannot compile a program for the described GPUs."""
 
 
 @contextlib.contextmanager
 def naming_faults(what: str):
-    """Turn an error of XLA's compiler raised inside into a NotCompiledError. what: of which program, for the
-    message."""
+    """Turn an error that XLA's compiler raises inside the context into a NotCompiledError. what: the name of the
+    program, for the message."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -137,7 +138,7 @@ def naming_faults(what: str):
 
 
 def require_cpu_backend() -> None:
-    """Put jax on its CPU backend before one starts. Raises: ValueError where another has started.
+    """Put jax on its CPU backend if no backend has started. Raises: ValueError if another backend has started.
 
     With no platform chosen, jax tries the CUDA plugin, fails without a driver and then knows no GPU topologies.
     """
@@ -151,10 +152,10 @@ def require_cpu_backend() -> None:
 
 
 def missing_wheels() -> list[str]:
-    """List the wheels that compiling for GPUs lacks.
+    """List the missing wheels that compiling for GPUs needs.
 
-    ptxas and libdevice must come from wheels: a CUDA toolkit on the developer's machine would hide that they are
-    missing, until the program runs where there is none.
+    ptxas and libdevice must come from wheels. A CUDA toolkit on the developer's machine would hide that they are
+    missing until the program runs on a machine without one.
     """
     plugins = [v for v in ("12", "13") if _find(f"jax_plugins.xla_cuda{v}")]
     if not plugins:
@@ -172,7 +173,7 @@ def missing_wheels() -> list[str]:
 
 
 def _find(module: str) -> list[pathlib.Path]:
-    """The folders of an installed package, without importing it."""
+    """Return the folders of an installed package without importing it."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:

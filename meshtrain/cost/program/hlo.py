@@ -1,8 +1,8 @@
-"""Parses optimized HLO text: computations, their instructions, and the executions of each in a step.
+"""Parses optimized HLO text: computations, their instructions, and how often a step executes each.
 
 XLA prints a program as named computations that call each other (loop bodies, fusions, async wrappers). `walk` follows
-the calls from the entry and multiplies loop trip counts. It knows nothing of meshes or collectives; its caller selects
-instructions (`audit`).
+the calls from the entry and multiplies loop trip counts. This module knows neither meshes nor collectives; its caller
+selects instructions (`audit`).
 
 Source: the grammar of `HloInstruction::ToString` (openxla/xla); text of jax 0.10.2 and 0.12 on CPU and GPU.
 """
@@ -24,11 +24,12 @@ _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$")
 _TAKEN = TAKEN.format(r"(\d+)", r"(\d+)")
 _AT_MOST = re.compile(AT_MOST.format(r"(\d+)") + "/while$")
-_MAX_SIMULATED_TRIPS = 1 << 16  # a loop counter is stepped at most so often before the loop is called unknown
+_MAX_SIMULATED_TRIPS = 1 << 16  # a loop that takes more steps counts as a loop of unknown length
 
 
 def dtype_bits(dtype: str) -> int:
-    """Bits of one element: f8e4m3fn → 8, s4 → 4, pred → 8 (stored as a byte)."""
+    """Return the bits of one element: f8e4m3fn → 8, s4 → 4, pred → 8 (stored as a byte). Raises: ValueError for an
+    unknown dtype."""
     if dtype in _BITS:
         return _BITS[dtype]
     width = re.match(r"[a-z]+(\d+)", dtype)
@@ -38,13 +39,14 @@ def dtype_bits(dtype: str) -> int:
 
 
 def shape_bytes(shape: Shape) -> int:
-    """Bytes of one array; sub-byte dtypes are packed."""
+    """Return the bytes of one array. Elements smaller than a byte are packed."""
     dtype, dims = shape
     return math.ceil(math.prod(dims) * dtype_bits(dtype) / 8)
 
 
 def shapes(type_text: str) -> list[Shape]:
-    """All arrays of an HLO type, tuples flattened: '(f32[2,3]{1,0}, s32[])' → [('f32', (2, 3)), ('s32', ())]."""
+    """Return all arrays of an HLO type, with tuples flattened: '(f32[2,3]{1,0}, s32[])' → [('f32', (2, 3)), ('s32',
+    ())]."""
     return [(d, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n)) for d, dims in _ARRAY.findall(type_text)]
 
 
@@ -71,25 +73,26 @@ class Instruction:
 
     @cached_property
     def taken(self) -> Fraction:
-        """Fraction of executions in which the conditional's non-trivial branch runs, from the op_name annotation
-        `names.TAKEN`; 1, an upper bound, if not annotated."""
+        """Return the fraction of executions in which a conditional runs its non-trivial branch, from the annotation
+        `names.TAKEN` in op_name. Without annotation it is 1, an upper bound."""
         found = re.findall(_TAKEN, self.op_name) if self.op == "conditional" else []
         return Fraction(*map(int, found[-1])) if found else Fraction(1)
 
     @property
     def further_rounds(self) -> bool:
-        """Whether it is a loop that runs only if experts are unbalanced."""
+        """Whether this instruction is a loop that runs only if experts are unbalanced."""
         return self.op == "while" and self.op_name.endswith(f"{FURTHER_ROUNDS}/while")
 
     @cached_property
     def target(self) -> str:
-        """The target of a custom call: '__cublas$gemm', or ''."""
+        """Return the target of a custom call, for example '__cublas$gemm'; '' for other instructions."""
         found = re.search(r'custom_call_target="([^"]*)"', self.attrs) if self.op.startswith("custom-call") else None
         return found.group(1) if found else ""
 
     @cached_property
     def called(self) -> tuple[str, ...]:
-        """Computations that one execution of this instruction runs; all branches of a conditional."""
+        """Return the names of the computations that one execution of this instruction runs. A conditional lists all
+        branches."""
         if self.op.endswith(("-done", "-update")):  # names the computation that its -start has run already
             return ()
         attrs = self.attrs.split("metadata={")[0]
@@ -100,12 +103,12 @@ class Instruction:
         return tuple(names)
 
     def attr(self, key: str) -> str | None:
-        """The value of key=%value, a computation or a word."""
+        """Return the value of the attribute key=%value, a computation or a word. Return None if absent."""
         found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attrs.split("metadata={")[0])
         return found.group(1) if found else None
 
     def ints(self, key: str) -> tuple[int, ...]:
-        """The value of key={1,2}; () if absent."""
+        """Return the integers of the attribute key={1,2}; () if absent."""
         found = re.search(rf"\b{key}=\{{([\d,]*)\}}", self.attrs)
         return tuple(int(n) for n in found.group(1).split(",") if n) if found else ()
 
@@ -123,14 +126,14 @@ class HloModule:
     entry: str
 
     def operand_shapes(self, computation: str, instruction: Instruction) -> list[Shape]:
-        """The arrays that an instruction reads, operand by operand, tuples flattened."""
+        """Return the shapes of the arrays that an instruction reads, in operand order, with tuples flattened."""
         scope = self.computations[computation]
         return [s for name in instruction.operands for s in shapes(scope[name].type_text)]
 
 
 @functools.lru_cache(maxsize=1)      # one program is read for several answers
 def parse(text: str) -> HloModule:
-    """Parse `compiled.as_text()`. Raises: ValueError where the text is no HLO module."""
+    """Parse `compiled.as_text()`. Raises: ValueError if the text has no entry computation."""
     computations, scope, entry = {}, None, None
     for line in text.splitlines():
         if not line.startswith((" ", "}", "HloModule")) and (head := _COMPUTATION.match(line)):
@@ -147,7 +150,8 @@ def parse(text: str) -> HloModule:
 
 
 def _split(rest: str) -> tuple[str, str, str, str]:
-    """'(f32[2]{0}, s32[]) op(%a, %b), attrs' → type, op, args, attrs. Types and args nest parentheses."""
+    """Split '(f32[2]{0}, s32[]) op(%a, %b), attrs' into (type, op, args, attrs). Types and args may nest
+    parentheses."""
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     type_text, rest = rest[:end], rest[end:].lstrip()
     op = rest[: rest.index("(")]
@@ -164,7 +168,7 @@ def _closing(text: str, start: int) -> int:
     raise ValueError(f"unbalanced parentheses in HLO: {text[:120]!r}")
 
 
-# ---- how often: the walk down the calls ------------------------------------------------------------------------------
+# ---- execution counts: the walk down the calls -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -175,15 +179,15 @@ class Visit:
     instruction: Instruction
     trips: int  # executions per step
     is_async: bool  # inside an async wrapper
-    in_branch: bool  # inside a conditional: every branch counts as often as `Instruction.taken` says
+    in_branch: bool  # inside a conditional, each of whose branches counts with the fraction `Instruction.taken`
 
 
 def walk(module: HloModule, wanted: Callable[[Instruction], bool]) -> tuple[list[Visit], list[str]]:
-    """Find every wanted instruction with its executions per step, and the loops of unknown trip count.
+    """Return (a Visit for every wanted instruction with its executions per step, the loops of unknown trip count).
 
-    Uses XLA's known_trip_count. Where a pass dropped it, steps the loop counter from its constant start until the
-    condition fails. Loops of further rounds count 0 trips, those annotated with AT_MOST the most. Skips
-    loops without a wanted instruction.
+    Uses XLA's known_trip_count. If a pass dropped it, steps the loop counter from its constant start until the
+    condition fails. Loops of further rounds count 0 trips. Loops annotated with AT_MOST count the annotated maximum.
+    Skips loops without a wanted instruction.
     """
     holds = _holders(module, wanted)
     visits, unknown = [], []
@@ -219,7 +223,7 @@ def walk(module: HloModule, wanted: Callable[[Instruction], bool]) -> tuple[list
 
 
 def _holders(module: HloModule, wanted) -> set[str]:
-    """Computations that contain a wanted instruction or call one that does."""
+    """Return the names of computations that contain a wanted instruction or call a computation that does."""
     @functools.cache
     def holds(name):    # HLO calls do not recurse
         instructions = module.computations.get(name, {}).values()
@@ -246,7 +250,8 @@ _SAME_VALUE = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape
 
 
 class _Frame:
-    """Lazy values of one computation, given those of its parameters (values, or thunks of the caller's values)."""
+    """Lazily evaluated values of one computation. Its parameters are given as values, or as functions that return the
+    caller's values."""
 
     def __init__(self, module: HloModule, name: str, params: list):
         self.module, self.scope, self.params, self.memo = module, module.computations[name], params, {}
@@ -261,7 +266,7 @@ class _Frame:
         return self.memo[name]
 
     def scalars(self, operand: str) -> dict[int, int | None]:
-        """The integer scalars of a tuple-valued operand, by index."""
+        """Return the integer scalars of a tuple-valued operand, by index."""
         types = _top_level_types(self.scope[operand].type_text)
         return {i: self.element(operand, i) for i, t in enumerate(types) if re.match(r"(pred|[su]\d+)\[\]", t)}
 
@@ -306,7 +311,8 @@ class _Frame:
 
 
 def _top_level_types(type_text: str) -> Iterator[str]:
-    """'(s32[], (f32[2]), pred[])' → 's32[]', '(f32[2])', 'pred[]'; a non-tuple yields nothing."""
+    """Split a tuple type: '(s32[], (f32[2]), pred[])' → 's32[]', '(f32[2])', 'pred[]'. A type that is no tuple yields
+    nothing."""
     if not type_text.startswith("("):
         return
     depth, start = 0, 1
@@ -319,8 +325,8 @@ def _top_level_types(type_text: str) -> Iterator[str]:
 
 
 def known_trips(ins: Instruction) -> int | None:
-    """The number of a loop's iterations: XLA's known_trip_count; the maximum, by the annotation `names.AT_MOST`, where
-    they depend on the data."""
+    """Return a loop's number of iterations from XLA's known_trip_count. If it depends on the data, return the maximum
+    from the annotation `names.AT_MOST`. Return None without both."""
     found = re.search(r'"known_trip_count":\{"n":"(\d+)"', ins.attrs) or _AT_MOST.search(ins.op_name)
     return int(found.group(1)) if found else None
 
@@ -331,7 +337,8 @@ def _next_state(module: HloModule, body: str, state: dict) -> dict:
 
 
 def _simulated_trips(module: HloModule, condition: str, body: str, state: dict) -> int | None:
-    """Step a loop's integer scalars and count its trips; None if one that matters is not constant."""
+    """Step a loop's integer scalars and count its iterations. Return None if a scalar that the condition needs is not
+    constant."""
     for trips in range(_MAX_SIMULATED_TRIPS):
         frame = _Frame(module, condition, [state])
         goes_on = frame.value(root(frame.scope).name)
@@ -344,14 +351,15 @@ def _simulated_trips(module: HloModule, condition: str, body: str, state: dict) 
 
 
 def _invariants(module: HloModule, body: str, state: dict) -> dict:
-    """The scalars that a loop passes through unchanged, such as the bound of an inner loop."""
+    """Return the scalars that a loop passes through unchanged, such as the bound of an inner loop. The others are
+    None."""
     marks = {i: object() for i in state}  # an opaque mark survives copies and dies in arithmetic
     after = _next_state(module, body, marks)
     return {i: state[i] if after[i] is marks[i] else None for i in state}
 
 
 def changed(module: HloModule, body: str) -> list[Shape]:
-    """The arrays in a loop's carried tuple that its body changes."""
+    """Return the shapes of the arrays in a loop's carried tuple that its body changes."""
     scope = module.computations[body]
     out = []
     for i, name in enumerate(root(scope).operands):

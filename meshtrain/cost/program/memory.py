@@ -1,4 +1,4 @@
-"""Bytes on one device: by the rules (formula) and in the compiled program."""
+"""Computes the bytes of a step on one device in two ways: from the sharding rules, and from the compiled program."""
 from __future__ import annotations
 
 import math
@@ -13,20 +13,20 @@ from meshtrain.sharding.rules import GATHERED
 
 
 def placed_bytes(abstract, shardings) -> int:
-    """Bytes on one device of a tree of arrays with a tree of shardings."""
+    """Return the bytes on one device of a tree of arrays with a tree of shardings."""
     sizes = jax.tree.map(lambda a, s: math.prod(s.shard_shape(a.shape)) * np.dtype(a.dtype).itemsize,
                          abstract, shardings)
     return sum(jax.tree.leaves(sizes))
 
 
 def accumulator_bytes(abstract_params, grads_shardings) -> int:
-    """Bytes on one device of the float32 gradient accumulators."""
+    """Return the bytes on one device of the float32 gradient accumulators."""
     sizes = jax.tree.map(lambda a, s: math.prod(s.shard_shape(a.shape)) * 4, abstract_params, grads_shardings)
     return sum(jax.tree.leaves(sizes))
 
 
 def host_bytes(run, layout) -> int:
-    """Bytes of the layers' inputs that one device offloads to the host; 0 without offloading."""
+    """Return the bytes of the layers' inputs that one device offloads to the host; 0 without offloading."""
     if run.training.remat != "offload":
         return 0
     tokens = run.data.global_batch // run.training.microbatches * run.data.seq_len
@@ -37,10 +37,10 @@ def host_bytes(run, layout) -> int:
 
 
 def in_loop(model, layout, num_chunks: int = 1) -> list[tuple]:
-    """[(ParamInfo, its shape on one device inside the pipeline's loop)], not sharded over the axes that split the
-    batch.
+    """Return [(ParamInfo, the parameter's shape on one device inside the pipeline's loop)]. In the loop parameters are
+    not sharded over the axes that split the batch.
 
-    A stage's layers are one stack per layer of a period, with all chunks and the padding layers.
+    A stage's layers are one stack per layer of a period. The stack has all chunks and the padding layers.
     """
     num_stages, whole = layout.sizes["stage"], model.staged[0]
     periods = stages.padded(model.cfg, num_stages * num_chunks) // len(whole.period) // num_stages
@@ -57,14 +57,16 @@ def in_loop(model, layout, num_chunks: int = 1) -> list[tuple]:
 
 
 def loop_bytes(shapes, compute_dtype: str) -> dict:
-    """Bytes on one device of `in_loop`: a stage of weights in the compute dtype, and its float32 accumulators."""
+    """Return the bytes on one device of the shapes of `in_loop`: a stage's weights in the compute dtype, and its
+    float32 gradient accumulators."""
     itemsize = lambda info: np.dtype(compute_dtype if info.role in MATMUL_ROLES else info.dtype).itemsize
     return {"loop_weights": sum(math.prod(shape) * itemsize(info) for info, shape in shapes),
             "loop_grads": sum(math.prod(shape) * 4 for info, shape in shapes if info.trainable)}
 
 
 def formula(state_abstract, state_shardings, trained, grads_shardings) -> dict:
-    """The keys of `inspect --json`, without formulas for activations and total. trained: the trained parameters."""
+    """Return the memory on one device by the keys of `inspect --json`, from the shardings. activations and total are
+    None, because no formula here gives them. trained: the trained parameters."""
     return {"params": placed_bytes(state_abstract.params, state_shardings.params),
             "grads": accumulator_bytes(trained, grads_shardings),
             "optimizer": placed_bytes(state_abstract.opt_state, state_shardings.opt_state),
@@ -73,11 +75,11 @@ def formula(state_abstract, state_shardings, trained, grads_shardings) -> dict:
 
 def compiled(executable, text: str, state_abstract, microbatches: int, accumulators: list[tuple[int, ...]],
              loop=None) -> dict:
-    """The same keys for a compiled step: arguments as they are sharded, accumulators that the microbatch loop carries.
+    """Return the keys of `formula` for a compiled step.
 
-    accumulators: their shapes on a device. loop: `in_loop` of a pipeline; grads is None unless its loops carry an
-    accumulator for each of them. activations: temporaries without the accumulators. total: arguments + temporaries
-    (outputs alias donated arguments).
+    accumulators: the shapes of the gradient accumulators on one device. loop: the result of `in_loop` for a pipeline;
+    grads is None unless the pipeline's loops carry an accumulator for each of these parameters. activations:
+    temporaries without the accumulators. total: arguments + temporaries (outputs alias donated arguments).
     """
     analysis = executable.memory_analysis()
     placed = executable.input_shardings[0][0]

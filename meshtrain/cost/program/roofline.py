@@ -1,9 +1,9 @@
-"""Estimates the time of a compiled GPU step: each kernel takes the longer of its FLOPs and its bytes, in XLA's
-schedule.
+"""Estimates the time of a compiled GPU step. Each kernel takes the longer of the times for its FLOPs and its bytes; the
+kernels run in XLA's schedule.
 
-Nothing is measured: hardware peaks (`hardware`) at assumed fractions (`assumptions`). Attention counts the pairs that
-its kernel computes: cuDNN's causal half, or the visited blocks of packed documents in our kernels. A collective runs at
-the rate of the links in its group, whose hosts follow from the mesh's placement.
+Nothing is measured: rates are hardware peaks (`hardware`) times assumed fractions (`assumptions`). Attention counts the
+pairs that its kernel computes: cuDNN's causal half, or the visited blocks of packed documents in our kernels. A
+collective runs at the rate of the links in its group. The mesh's placement determines the hosts of a group.
 """
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ COMMUNICATION, CONTENTION, HOST = "communication", "contention", "host"     # ot
 
 @dataclass(frozen=True)
 class Kernel:
-    """Kernels of one part from one source line, all runs of a step on one GPU."""
+    """The kernels that belong to one part of the step and one source line, summed over all runs of a step on one
+    GPU."""
     name: str           # of the costliest instruction
     part: str
     source: str         # JAX path, shortened
@@ -62,8 +63,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Roofline:
-    """A step on `num_gpus`: step_s = compute_s of kernels + exposed_s of collectives + contention_s, the slowdown of
-    kernels that overlap collectives, + host_s. tokens, model_flops: of a step on all GPUs, see `flops`."""
+    """The estimated time of a step on `num_gpus` GPUs.
+
+    step_s = compute_s (kernels) + exposed_s (collectives) + contention_s (the slowdown of kernels that overlap
+    collectives) + host_s. tokens, model_flops: those of a step on all GPUs, see `flops`.
+    """
     prices: rates.Rates
     num_gpus: int
     tokens: int
@@ -116,23 +120,25 @@ class Roofline:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Fractions of the step; their sum is 1. Recurrences have a share only if the program has some."""
+        """Return the fractions of the step, by part; their sum is 1. Recurrences are listed only if the program has
+        some."""
         seconds = {part: self.parts.get(part, 0.0) for part in PARTS if part != RECURRENCE or self.parts.get(part)}
         seconds |= {COMMUNICATION: self.exposed_s, CONTENTION: self.contention_s, HOST: self.host_s}
         return {name: value / self.step_s for name, value in seconds.items()}
 
     @property
     def communication_s(self) -> float:
-        """Seconds of collectives, exposed or hidden."""
+        """Return the seconds of all collectives, exposed and hidden."""
         return self.exposed_s + self.hidden_s
 
     @property
     def free_matmul_s(self) -> float:
-        """Seconds of matmuls that overlap no collective, and could hide exposed ones."""
+        """Return the seconds of matmuls that overlap no collective. These could hide exposed collectives."""
         return self.parts.get(MATMUL, 0.0) - sum(row.hidden_under.get(MATMUL, 0.0) for row in self.traffic)
 
     def as_json(self) -> dict:
-        """The contract of `inspect --json`; seconds of one GPU and step. `other` has the parts of share's "other"."""
+        """Return the roofline in the form of `inspect --json`, in seconds of one GPU and step. "other" gives the shares
+        that `share` adds up as "other"."""
         other = {name: share for name, share in self.shares.items() if name not in PARTS}
         share = {part: self.shares[part] for part in PARTS if part in self.shares} | {"other": sum(other.values())}
         return {"gpu": self.gpu.name, "num_gpus": self.num_gpus, "step_time_s": self.step_s,
@@ -148,7 +154,7 @@ class Roofline:
 
     @property
     def exposed_by_axes(self) -> dict[str, float]:
-        """Exposed seconds by mesh axes: 'fsdp', 'data+fsdp'."""
+        """Return exposed seconds by mesh axes, for example 'fsdp' or 'data+fsdp'."""
         out = defaultdict(float)
         for row in self.traffic:
             out["+".join(row.axes)] += row.exposed_s
@@ -156,13 +162,14 @@ class Roofline:
 
 
 def gpu_of(made) -> hardware.Gpu | None:
-    """The GPU that an assembled run is compiled for; None where the table does not have its speed."""
+    """Return the GPU that an assembled run is compiled for. Return None if the hardware table lacks its memory
+    bandwidth."""
     gpu = hardware.from_device_kind(made.mesh.devices.flat[0].device_kind)
     return gpu if gpu and gpu.hbm_bytes_per_s else None
 
 
 def of_run(made, text: str, given: Mapping[str, float] | None = None) -> Roofline | None:
-    """The roofline of an assembled run's compiled step; None without `gpu_of`.
+    """Return the roofline of an assembled run's compiled step. Return None if `gpu_of` finds no GPU.
 
     text: `executable.as_text()`. given: assumptions to replace, by name. Raises: ValueError for unknown names.
     """
@@ -176,8 +183,8 @@ def of_run(made, text: str, given: Mapping[str, float] | None = None) -> Rooflin
 
 
 def instruction_seconds(made, text: str) -> dict[str, float]:
-    """Seconds of one run of each kernel and collective in an assembled run's compiled step, by the name that XLA's
-    scheduler knows it under. Its GPU must be one of `gpu_of`."""
+    """Return the seconds of one execution of each kernel and collective in an assembled run's compiled step. The keys
+    are the names that XLA's scheduler uses. `gpu_of` must know the run's GPU."""
     gpu, run = gpu_of(made), made.run
     program, played = _play(text, made.mesh_spec, rates.Rates(gpu, Assumptions(gpu.name)), run.data.document_mask,
                             run.context.method)
@@ -193,8 +200,11 @@ def instruction_seconds(made, text: str) -> dict[str, float]:
 
 def read(text: str, mesh_spec: MeshSpec, prices: rates.Rates, tokens: int, model_flops: float, packed: bool = True,
          dtype: str = "bfloat16", method: str = "ring") -> Roofline:
-    """The roofline of a compiled program. tokens, model_flops: of a step on all GPUs. packed: rows hold several
-    documents. method: of context parallelism."""
+    """Return the roofline of a compiled program.
+
+    tokens, model_flops: those of a step on all GPUs. packed: whether a row holds several documents. method: the context
+    parallelism method.
+    """
     program, played = _play(text, mesh_spec, prices, packed, method)
     hidden_s = sum(transfer.hidden_s for transfer in played.transfers.values())
     return Roofline(
@@ -208,7 +218,7 @@ def _play(text: str, mesh_spec: MeshSpec, prices: rates.Rates, packed: bool, met
 
 
 class _Program:
-    """A parsed program with the costs of its instructions."""
+    """A parsed program and the costs of its instructions."""
 
     def __init__(self, text: str, mesh_spec: MeshSpec, prices: rates.Rates, packed: bool, method: str = "ring"):
         self.module, self.sources, self.prices, self.packed, self.method = (
@@ -235,8 +245,8 @@ class _Program:
         return seconds + (self.prices.attention_s(found.attention) if found.attention else 0.0)
 
     def _visited(self, queries: int, keys: int, causal: bool, window: int, ahead: int) -> float:
-        """Pairs of a row that a block-skipping kernel visits. Not causal: the keys are an earlier chunk, or the one at
-        the edge of a window."""
+        """Return the number of pairs of a row that a block-skipping kernel visits. If not causal, the keys are an
+        earlier chunk or the chunk at the edge of a window."""
         a = self.prices.assumed
         documents = a["documents.mean"], a["documents.sigma"]
         if window and (not self.packed or not causal):
@@ -252,8 +262,8 @@ class _Program:
         return part or (MATMUL if found.matmuls or found.grouped else ELEMENTWISE)
 
     def _origin(self, computation: str, ins: hlo.Instruction) -> hlo.Instruction:
-        """The instruction whose metadata names a kernel's source: a matmul inside a fusion, else the kernel itself. If
-        it has none: another fused instruction, an operand, or the loop around it."""
+        """Return the instruction whose metadata names a kernel's source. It is a matmul inside a fusion, otherwise the
+        kernel itself. If that has no metadata, it is another fused instruction, an operand, or the enclosing loop."""
         scope = self.module.computations[computation]
         fused = [i for name in ins.called for i in reversed(self.module.computations[name].values())]
         around = *(scope[name] for name in ins.operands), self.callers.get(computation, ins)
@@ -262,7 +272,7 @@ class _Program:
                      and self.sources.part(i) is not None), ins)
 
     def kernels(self, played: timeline.Played) -> tuple[Kernel, ...]:
-        """Merge by part and source."""
+        """Return the simulated kernels, merged by part and source line, costliest first."""
         merged = defaultdict(list)
         for (computation, name), runs in played.kernels.items():
             ins, found = self.module.computations[computation][name], self._work[computation, name]
@@ -291,7 +301,8 @@ class _Program:
         return found and found[:2]
 
     def _transfer(self, computation: str, ins: hlo.Instruction):
-        """(seconds, asynchronous, audit's rows), None if it is no collective."""
+        """Return (seconds, whether asynchronous, the rows of `audit.collective_rows`), or None if the instruction is no
+        collective."""
         started = ins.op.endswith("-start")
         inside = ins.called[0] if ins.op == "async-start" else computation      # a wrapper around the collective
         held = [ins] if inside == computation else self.module.computations[inside].values()
@@ -304,7 +315,8 @@ class _Program:
         return seconds, started and '"is_sync":true' not in ins.attrs, tuple(rows)
 
     def _group(self, ins: hlo.Instruction) -> rates.DeviceGroup:
-        """Its size, and its members in a link domain; for a permute, whether any pair leaves its domain."""
+        """Return the size of the collective's group and its members per link domain. A permute counts as a pair of
+        devices: in one link domain, or in two if any of its pairs crosses domains."""
         domain = lambda partitions: partitions // self.prices.gpu.domain_gpus(self.num_devices)
         if ins.op.startswith("collective-permute"):
             pairs = domain(audit.source_target_pairs(ins.attrs))
@@ -314,7 +326,7 @@ class _Program:
         return rates.DeviceGroup(groups.shape[1], groups.shape[1] // domains)
 
     def traffic(self, played: timeline.Played) -> tuple[Traffic, ...]:
-        """Merge by kind and axes."""
+        """Return the simulated collectives, merged by kind and axes, longest first."""
         merged, sent = defaultdict(timeline.Transfer), Counter()
         for (computation, name), transfer in played.transfers.items():
             rows = self._transfer(computation, self.module.computations[computation][name])[2]
@@ -328,6 +340,6 @@ class _Program:
 
 
 def links(gpu: hardware.Gpu, mesh_spec: MeshSpec) -> dict[str, tuple[int, int]]:
-    """Mesh axis → (its size, members of a group in a link domain), for axes larger than 1."""
+    """Return {mesh axis: (its size, its members in one link domain)} for axes larger than 1."""
     domain = gpu.domain_gpus(mesh_spec.num_devices)
     return {axis: mesh_spec.in_domain((axis,), domain) for axis in AXES if mesh_spec.sizes[axis] > 1}

@@ -1,9 +1,9 @@
-"""Schedules a step by the roofline: a profile from which XLA, compiling again, takes the time of each instruction.
+"""Gives XLA a profile of instruction times from the roofline, so that a second compilation overlaps collectives better.
 
-XLA's latency-hiding scheduler starts each collective early enough to hide it, by its estimates of how long collectives
-and kernels take. These are poor for groups that span hosts and for kernels that it does not know. Given a profile
-(profile-guided latency estimation, PGLE) it uses those times instead. Kernels and collectives stay the same; only their
-order changes.
+XLA's latency-hiding scheduler starts each collective early enough to hide it, by its own estimates of the times of
+collectives and kernels. These estimates are poor for groups that span hosts and for kernels that XLA does not know.
+With a profile (profile-guided latency estimation, PGLE) XLA uses the profile's times. Kernels and collectives stay the
+same; only their order changes.
 
 Source: openxla/xla, xla/service/profile_guided_latency_estimator.h; docs of JAX, "Profile guided latency estimation".
 """
@@ -20,8 +20,8 @@ WAITING, WAITING_S = 0.09, 0.005
 def profile(made, executable) -> str:
     """Return the profile of an assembled run's compiled step (XLA's ProfiledInstructionsProto, as text).
 
-    It is empty where too little of the step waits for links, and on GPUs that `inspect --topology` cannot compile for:
-    their programs were never priced in a test.
+    The profile is empty if the step waits too little for links. It is also empty on GPUs that `inspect --topology`
+    cannot compile for, because no test has priced their programs.
     """
     gpu = roofline.gpu_of(made)
     if gpu is None or not gpu.can_be_compiled_for or made.mesh.size == 1:
@@ -35,8 +35,8 @@ def profile(made, executable) -> str:
 
 
 def is_better(made, executable, other) -> bool:
-    """Whether `executable` takes less time for the step than `other` by the roofline, and fits in a GPU's memory (or
-    needs no more than `other`)."""
+    """Whether `executable` takes less time for the step than `other` by the roofline. It must also fit into a GPU's
+    memory, or need no more memory than `other`."""
     step_s, others_s = (roofline.of_run(made, each.as_text()).step_s for each in (executable, other))
     held, others = map(_bytes, (executable, other))
     return step_s < others_s and held <= max(others, hardware.usable_bytes(roofline.gpu_of(made)))

@@ -1,8 +1,8 @@
 """Maps an instruction of a compiled program to lines of Python, and to the part of the step that computes it.
 
 XLA prints a table of stack frames above the program, and an instruction names its innermost frame. Attention is found
-by the scope "attention" in its JAX path, because jax loses the frames inside it, recurrences by their scope and files;
-the optimizer by its files.
+by the scope "attention" in its JAX path, because jax loses the frames inside it. Recurrences are found by their scope
+and files, the optimizer by its files.
 """
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ class SourceFrame:
 
     @property
     def ours(self) -> str | None:
-        """The path inside this project; None elsewhere."""
+        """Return the file's path inside this project; None for a file of another package."""
         found = _OURS.search(self.file) if "/site-packages/jax" not in self.file else None
         return found.group(2) if found else None
 
 
 @dataclass(frozen=True)
 class Sources:
-    """frames: number → (SourceFrame, its caller's number)."""
+    """The stack frames of a program. frames: frame number → (SourceFrame, the number of the caller's frame)."""
     frames: Mapping[int, tuple[SourceFrame, int]]
 
     @classmethod
     def of(cls, text: str) -> Sources:
-        """Parse the header of `compiled.as_text()`. Without tables, instructions have source_file and source_line."""
+        """Parse the header of `compiled.as_text()`. In programs without these tables, instructions have source_file and
+        source_line instead."""
         files = {int(n): name for n, name in re.findall(r'^(\d+) "(.*)"$', _table(text, "FileNames"), re.MULTILINE)}
         pick = lambda table, first, second: {
             int(n): (int(a), int(b)) for n, a, b in
@@ -52,7 +53,7 @@ class Sources:
                     for n, (at, caller) in stack.items() if at in places})
 
     def stack(self, ins: hlo.Instruction) -> list[SourceFrame]:
-        """The frames of an instruction, innermost first; [] where XLA dropped them."""
+        """Return the frames of an instruction, innermost first; [] if XLA dropped them."""
         if found := re.search(r"\bstack_frame_id=(\d+)", ins.attrs):
             number, out = int(found.group(1)), []
             while number in self.frames:
@@ -63,8 +64,8 @@ class Sources:
         return [SourceFrame(file.group(1), int(line.group(1)))] if file and line else []
 
     def part(self, ins: hlo.Instruction) -> str | None:
-        """attention, recurrence (with its convolution), optimizer or "" (the rest of the step); None without
-        metadata."""
+        """Return the part of the step: attention, recurrence (with its convolution), optimizer, or "" for all else.
+        Return None for an instruction without metadata."""
         frames = self.stack(ins)
         ours = [frame.ours for frame in frames if frame.ours]
         if scope := scope_of(ins.op_name):
@@ -76,18 +77,18 @@ class Sources:
         return "" if frames or ins.op_name.startswith("jit(") else None
 
     def line(self, ins: hlo.Instruction) -> str:
-        """'model/layers.py:55', the innermost line of this project, or ''."""
+        """Return the innermost line of this project, for example 'model/layers.py:55', or ''."""
         at = next((frame for frame in self.stack(ins) if frame.ours), None)
         return f"{at.ours.removeprefix('meshtrain/')}:{at.line}" if at else ""
 
 
 def scope_of(op_name: str) -> str:
-    """The mixer's scope that a JAX path, shortened or not, is in: attention, recurrence or ""."""
+    """Return the scope that a JAX path, shortened or not, is in: attention, recurrence or ""."""
     found = _SCOPES.search(op_name)
     return found[1] if found else ""
 
 
 def _table(text: str, name: str) -> str:
-    """The lines below a heading, up to the next empty one."""
+    """Return the lines below a heading, up to the next empty line."""
     found = re.search(rf"^{name}\n(.*?)\n\n", text, re.DOTALL | re.MULTILINE)
     return found.group(1) if found else ""

@@ -21,10 +21,10 @@ Key = tuple[str, str]       # (computation, instruction)
 
 @dataclasses.dataclass
 class Transfer:
-    """Seconds of a collective, all runs together."""
+    """Seconds of one collective instruction, summed over its executions."""
     runs: int = 0
     seconds: float = 0.0
-    exposed_s: float = 0.0          # of the link's time while the compute stream waits for it or for a later one
+    exposed_s: float = 0.0          # seconds in which the compute stream waits for it or for a later one
     under: Counter = dataclasses.field(default_factory=Counter)     # part → seconds hidden by its kernels
 
     def add(self, other: Transfer, times: int | Fraction) -> None:
@@ -41,7 +41,7 @@ class Transfer:
 
 @dataclasses.dataclass
 class Played:
-    """seconds: of kernels and waiting. parts: seconds of kernels by part."""
+    """The result of a simulation. seconds: the time of kernels and of waiting. parts: seconds of kernels by part."""
     seconds: float = 0.0
     parts: Counter = dataclasses.field(default_factory=Counter)
     kernels: Counter = dataclasses.field(default_factory=Counter)                   # Key → runs
@@ -66,15 +66,18 @@ class Played:
 
 @dataclasses.dataclass(frozen=True)
 class Prices:
-    """Costs of instructions. kernel(computation, instruction) → (seconds, part). collective(computation, instruction) →
-    (seconds, whether it is asynchronous), None if it is no collective."""
+    """Functions that return costs of instructions.
+
+    kernel(computation, instruction) returns (seconds, part). collective(computation, instruction) returns (seconds,
+    whether it is asynchronous), or None if the instruction is no collective.
+    """
     kernel: Callable[[str, hlo.Instruction], tuple[float, str]]
     collective: Callable[[str, hlo.Instruction], tuple[float, bool] | None]
 
 
 def play(module: hlo.HloModule, trips: Mapping[str, int], prices: Prices) -> Played:
-    """Simulate the entry computation. trips: of each loop, by the name of its `while`. A conditional counts its
-    costliest branch, in the fraction of its executions that runs it."""
+    """Simulate the entry computation. trips: the iterations of each loop, by the name of its `while`. A conditional
+    counts its costliest branch, times the fraction of executions that run it."""
     @functools.cache
     def played(name: str) -> Played:
         stream = _Streams()
@@ -84,7 +87,7 @@ def play(module: hlo.HloModule, trips: Mapping[str, int], prices: Prices) -> Pla
         return stream.close()
 
     step = played(module.entry)
-    # Branches that run in a fraction of the executions have made fractions of them.
+    # Counts are fractions where a branch runs in a fraction of the executions.
     step.kernels = Counter({key: round(runs) for key, runs in step.kernels.items()})
     for transfer in step.transfers.values():
         transfer.runs = round(transfer.runs)
@@ -92,8 +95,8 @@ def play(module: hlo.HloModule, trips: Mapping[str, int], prices: Prices) -> Pla
 
 
 def loop_trips(module: hlo.HloModule, further_rounds: float = 0) -> tuple[dict[str, float], list[str]]:
-    """(trips of every loop by the name of its `while`, loops of unknown length, counted once). further_rounds: trips of
-    a loop of further rounds."""
+    """Return (iterations of every loop by the name of its `while`, names of the loops of unknown length). A loop of
+    unknown length counts once. further_rounds: iterations of a loop that runs only if experts are unbalanced."""
     visits, unknown = hlo.walk(module, lambda ins: ins.op == "while" or ins.is_root)
     runs = Counter()
     for visit in visits:
@@ -109,7 +112,7 @@ def loop_trips(module: hlo.HloModule, further_rounds: float = 0) -> tuple[dict[s
 
 
 class _Streams:
-    """The two streams in one computation, and their history."""
+    """The compute stream and the communication stream in one computation, and what they have run."""
 
     def __init__(self):
         self.total, self.link_free = Played(), 0.0
@@ -131,7 +134,7 @@ class _Streams:
             self.kernels.append((begin, self.clock, shares))
 
     def start(self, key: Key, seconds: float) -> float:
-        """Put a collective on the communication stream and return its end."""
+        """Put a collective on the communication stream and return the time at which it ends."""
         begin = max(self.clock, self.link_free)
         self.link_free = begin + seconds
         self.link.append((begin, self.link_free, key))
@@ -139,14 +142,15 @@ class _Streams:
         return self.link_free
 
     def wait(self, end: float) -> None:
-        """Block the compute stream until `end`; collectives on the link meanwhile are exposed."""
+        """Block the compute stream until `end`. The time of collectives on the link meanwhile counts as exposed."""
         if end > self.clock:
             for begin, until, key in _since(self.link, self.clock):
                 self.total.transfers[key].exposed_s += max(0.0, min(until, end) - max(begin, self.clock))
             self.total.seconds = end
 
     def close(self) -> Played:
-        """Attribute hidden seconds to the kernels that ran beside each collective."""
+        """Attribute the hidden seconds of each collective to the kernels that ran at the same time. Return the
+        totals."""
         for begin, end, key in self.link:
             for since, until, shares in _since(self.kernels, begin):
                 for part, share in shares.items():
@@ -156,7 +160,7 @@ class _Streams:
 
 
 def _since(intervals: list, begin: float) -> list:
-    """Intervals, in order of time, that end after `begin`."""
+    """Return the intervals that end after `begin`. `intervals` is in order of time."""
     return intervals[bisect.bisect_right(intervals, begin, key=lambda interval: interval[1]):]
 
 

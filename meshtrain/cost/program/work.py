@@ -1,7 +1,8 @@
-"""FLOPs and HBM bytes of one kernel of a compiled GPU program: its matmuls, its attention, its memory traffic.
+"""Counts the FLOPs and HBM bytes of one kernel of a compiled GPU program: its matmuls, its attention, its memory
+traffic.
 
-Counts the bytes that a kernel touches. A fusion reads the elements of its parameters that its outputs depend on: a
-dynamic-slice of a stacked weight counts one layer. A dynamic-update-slice into a parameter of the fusion writes the
+Counts the bytes that a kernel touches. A fusion reads only those elements of its parameters that its outputs depend on:
+a dynamic-slice of stacked weights counts one layer. A dynamic-update-slice into a parameter of the fusion writes the
 update and does not read the buffer. Caches are not modelled: data that two kernels read counts twice.
 """
 from __future__ import annotations
@@ -36,7 +37,8 @@ _CUDNN_WINDOW = re.compile(r'"sliding_window_length":\s*(\d+)')
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The work of one execution. hbm_bytes: read + written. known: False for a matmul kernel of unknown size."""
+    """The work of one execution of a kernel. hbm_bytes: bytes read plus bytes written. known: False for a matmul kernel
+    of unknown size."""
     matmuls: tuple[Matmul, ...]
     attention: AttentionKernel | None
     hbm_bytes: int
@@ -49,14 +51,16 @@ class Work:
 
 
 def free(ins: hlo.Instruction) -> bool:
-    """Whether an instruction runs no kernel. `lax.empty` names memory that is not written (openxla/xla 10638)."""
+    """Whether an instruction runs no kernel. `lax.empty` is such a case: it names memory that is not written
+    (openxla/xla 10638)."""
     return ins.op in FREE or ins.target == "AllocateBuffer"
 
 
 def of(module: hlo.HloModule, computation: str, ins: hlo.Instruction, visited) -> Work:
-    """Count the work of a kernel: an instruction that is not `free`, no loop and no collective.
+    """Count the work of a kernel: an instruction that is neither `free` nor a loop nor a collective.
 
-    visited(queries, keys, causal, window, ahead) -> pairs of a packed row that a Pallas attention kernel visits.
+    visited(queries, keys, causal, window, ahead) returns the pairs of a packed row that a Pallas attention kernel
+    visits.
     """
     attention = _attention(module, computation, ins, visited)
     matmuls, routed = tuple(_matmuls(module, computation, ins)), grouped(module, computation, ins)
@@ -69,7 +73,8 @@ def of(module: hlo.HloModule, computation: str, ins: hlo.Instruction, visited) -
 
 
 def matmul(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> Matmul | None:
-    """Read an HLO dot, or a cuBLAS call with the dimension numbers of its backend_config; None for anything else."""
+    """Return the sizes of an HLO dot or of a cuBLAS call, whose dimension numbers are in its backend_config. Return
+    None for anything else."""
     if ins.op in ("dot", "scaled-dot"):
         contracting, batch = ins.ints("lhs_contracting_dims"), ins.ints("lhs_batch_dims")
     else:
@@ -87,8 +92,9 @@ def matmul(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> Mat
 
 
 def grouped(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> GroupedMatmul | None:
-    """Read a grouped matmul, or a kernel of `kernels.mosaic_mlp` (one group); None for anything else. Its
-    rows are those of balanced experts, which its scope names, else all of its buffer."""
+    """Return the sizes of a grouped matmul, or of a kernel of `kernels.mosaic_mlp` (one group). Return None for
+    anything else. The rows are those of balanced experts if the instruction's scope names them, otherwise the whole
+    buffer."""
     if ins.op in _FUSIONS:      # around a kernel that writes into a stacked array or reads slices of one
         inside = (grouped(module, name, inner) for name in ins.called for inner in module.computations[name].values())
         return next((found for found in inside if found), None)
@@ -114,10 +120,10 @@ def grouped(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> Gr
 
 
 def _recurrence(module: hlo.HloModule, computation: str, ins: hlo.Instruction):
-    """The matmuls of a kernel of `kernels.recurrence_pallas`: those of a chunk of a head, for all chunks and heads.
+    """Yield the matmuls of a kernel of `kernels.recurrence_pallas`, for all chunks and heads.
 
-    Its operands are among others keys [B, T, K, H], values [B, T, N, V], and either rates [B, N, T] with two integers
-    of each chunk [B, Z], or decays of chunks [B, N, Z, H].
+    Its operands include keys [B, T, K, H] and values [B, T, N, V]. They also include either rates [B, N, T] with two
+    integers per chunk [B, Z], or decays of chunks [B, N, Z, H].
     """
     found = _RECURRENCE.search(ins.op_name) if ins.op == "custom-call" else None
     if not found:
@@ -126,7 +132,7 @@ def _recurrence(module: hlo.HloModule, computation: str, ins: hlo.Instruction):
     of = lambda dtype, dims: [shape for name, shape in arrays if name == dtype and len(shape) == dims]
     of_chunks, H = of("s32", 2), of("bf16", 4)[0][-1]
     heads = math.prod(of_chunks[-1]) * of("f32", 3)[0][1] if of_chunks else math.prod(of("f32", 4)[0][:3])
-    # of the operands, else of the first result
+    # dtype of the operands, else of the first result
     values = {"gradients": 2, recurrence_pallas.CHANNELS + "gradients": 2, "inside_gradients": 1}.get(what)
     V = (hlo.shapes(ins.type_text)[0][1] if values is None else of("bf16", 4)[values])[-1]
     for shape, count in Counter(recurrence_pallas.products_of(what, H, V, bool(found[2]))).items():
@@ -134,7 +140,8 @@ def _recurrence(module: hlo.HloModule, computation: str, ins: hlo.Instruction):
 
 
 def _row_gathers(arrays):
-    """(operand index, rows) where a grouped kernel gathers rows of an operand: the next operand has their indices."""
+    """Yield (operand index, number of rows) for each operand whose rows a grouped kernel gathers. The operand after it
+    holds the row indices."""
     for at, ((_, dims), (dtype, numbers)) in enumerate(zip(arrays, arrays[1:])):
         if len(dims) == 2 and dtype == "s32" and len(numbers) == 1:
             yield at, numbers[0]
@@ -150,7 +157,7 @@ def multiplies(ins: hlo.Instruction) -> bool:
 
 
 def _matmuls(module, computation, ins):
-    """Matmuls of an instruction and of the computations that a fusion calls."""
+    """Yield the matmuls of an instruction and of the computations that a fusion calls."""
     if found := matmul(module, computation, ins):
         yield found
     if ins.op in (*_FUSIONS, "call", "async-start"):
@@ -160,8 +167,8 @@ def _matmuls(module, computation, ins):
 
 
 def _attention(module, computation, ins, visited) -> AttentionKernel | None:
-    """Read a kernel of cuDNN or our Pallas kernels. q [B, T, N, H], k [B, S, K, H] and v [B, S, K,
-    V] are its first 4-d operands."""
+    """Return the attention kernel of cuDNN or of this project's Pallas kernels, or None for anything else. The first
+    4-d operands are q [B, T, N, H], k [B, S, K, H] and v [B, S, K, V]."""
     if ins.op in _FUSIONS:      # jax 0.12 fuses slices of stacked operands into a kernel's call
         inside = (_attention(module, name, inner, visited) for name in ins.called
                   for inner in module.computations[name].values())
@@ -189,7 +196,7 @@ def _attention(module, computation, ins, visited) -> AttentionKernel | None:
 
 
 def traffic(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> tuple[int, int]:
-    """(HBM bytes read, written) by one execution."""
+    """Return (HBM bytes read, HBM bytes written) by one execution."""
     if ins.op not in _FUSIONS:
         scope = module.computations[computation]
         update = ins.name if ins.op in _UPDATES else None
@@ -207,7 +214,8 @@ def traffic(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> tu
 
 
 def _written(scope: hlo.Computation, output: hlo.Instruction, update: str | None) -> int:
-    """Bytes written; an `update` in place writes its slice alone, or the operand that a scatter adds."""
+    """Return the bytes that an output writes. An in-place `update` writes only its slice, or the operand that a scatter
+    adds."""
     if update:
         part = scope[scope[update].operands[1 if scope[update].op == "dynamic-update-slice" else 2]]
         return _bytes(part, _elements(part))
@@ -218,28 +226,29 @@ def _written(scope: hlo.Computation, output: hlo.Instruction, update: str | None
 
 
 def _is_workspace(shape) -> bool:
-    """Of an array among the results of a custom call."""
+    """Whether an array among the results of a custom call is its workspace."""
     return shape[0] in ("s8", "u8") and len(shape[1]) == 1
 
 
 def _update(body: hlo.Computation, output: hlo.Instruction) -> str | None:
-    """The instruction that updates a parameter of the fusion in place for this output, or None."""
+    """Return the name of the instruction that updates a parameter of the fusion in place for this output, or None."""
     update = _source(body, output)
     in_place = update.op in _UPDATES and _source(body, body[update.operands[0]]).op == "parameter"
     return update.name if in_place else None
 
 
 def _source(body: hlo.Computation, ins: hlo.Instruction) -> hlo.Instruction:
-    """The array that an instruction copies, converts or reshapes."""
+    """Return the instruction whose array `ins` copies, converts or reshapes."""
     while ins.op in ("bitcast", "copy", "convert", "reshape") and ins.operands:
         ins = body[ins.operands[0]]
     return ins
 
 
 def _demand(module: hlo.HloModule, body: hlo.Computation, wanted: dict[str, int], in_place: set) -> dict[str, int]:
-    """Elements of a fusion's parameters, by name, that the wanted elements depend on.
+    """Return, by name, how many elements of each of a fusion's parameters the wanted elements depend on.
 
-    Walks from the last instruction to the first and sums what each needs of its operands, at most all of them.
+    Walks from the last instruction to the first. Sums the elements that each instruction needs of an operand, at most
+    the operand's size.
     """
     need = Counter(wanted)
     for ins in reversed(body.values()):
@@ -250,7 +259,8 @@ def _demand(module: hlo.HloModule, body: hlo.Computation, wanted: dict[str, int]
 
 
 def _needs(module, body, ins: hlo.Instruction, count: int, in_place: bool):
-    """(operand, elements) that `count` elements of an instruction need."""
+    """Return (operand, number of its elements) pairs: the elements that `count` elements of an instruction's output
+    depend on."""
     operands = [(name, _elements(body[name])) for name in ins.operands if name in body]
     whole, first = _elements(ins), operands[:1]
     if ins.op == "fusion":
@@ -286,6 +296,6 @@ def _elements(ins: hlo.Instruction) -> int:
 
 
 def _bytes(ins: hlo.Instruction, count: int) -> int:
-    """Bytes of `count` elements of an instruction's arrays."""
+    """Return the bytes of `count` elements of an instruction's arrays."""
     whole = _elements(ins)
     return math.ceil(sum(map(hlo.shape_bytes, hlo.shapes(ins.type_text))) * count / whole) if whole else 0
