@@ -1,10 +1,12 @@
 """The table of assumed GPU speeds: the fractions of its peaks, memory and links that a training step reaches.
 
-Rates of our own kernels, and an H200's of matmuls, were measured on one H200 (benchmarks/gpu.md); the others are from
-published runs and papers. `inspect --assume NAME=VALUE` replaces one; each has its reason. The specifications of GPUs
-are in `hardware`. With these values closed formulas met 51 published runs with a median error of 3.9%, 90% of them
-within 10.8%, and 166 of 2026 with 4.1% (dense) and 10.7% (experts); the rates of our own kernels were not among them.
-`matmul.sustained`, `link.contend` and the attention rates move a predicted step most.
+The rates of this project's kernels, and an H200's rates of matmuls, were measured on one H200 (benchmarks/gpu.md). The
+others are from published runs and papers. Each value has a reason; `inspect --assume NAME=VALUE` replaces it. The
+specifications of GPUs are in `hardware`.
+
+With these values the closed formulas predicted 51 published runs with a median error of 3.9%; 90% of the errors were
+below 10.8%. For 166 runs of 2026 the median error was 4.1% (dense models) and 10.7% (experts). No run used this
+project's kernels. `matmul.sustained`, `link.contend` and the attention rates change a predicted step most.
 """
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import difflib
 import functools
 from collections.abc import Mapping
 
-MEDIAN_ERROR = 0.04     # of a predicted step time, as above
+MEDIAN_ERROR = 0.04     # median relative error of a predicted step time, see the module's docstring
 
 _MAMF = ("largest matmul rate found by search over shapes, share of the dense bf16 peak (stas00/ml-engineering, MAMF "
          "table)")
@@ -45,14 +47,17 @@ _BLOCKWISE = ("share of the dense bf16 peak, the causal half counted, of blocks 
 
 @dataclasses.dataclass(frozen=True)
 class Assumption:
-    """One number. values: by prefix of the GPU's name, the longest one counts; "" for all others. low, high: allowed
-    range."""
+    """One assumed number.
+
+    values: by prefix of the GPU's name; the longest matching prefix counts, and "" matches all GPUs. low, high: the
+    allowed range.
+    """
     name: str
     values: Mapping[str, float]
     reason: str
-    low: float = 0.01      # a rate of zero would take for ever
+    low: float = 0.01      # above zero: a rate of zero would give an infinite time
     high: float = 1.0
-    formula: bool = False  # of the closed formulas of `price` alone: a compiled program shows it
+    formula: bool = False  # used only by the closed formulas of `price`; a compiled program shows the value itself
 
     def of(self, gpu_name: str) -> float:
         return self.values[max((key for key in self.values if gpu_name.startswith(key)), key=len)]
@@ -168,12 +173,13 @@ TABLE = {row.name: row for row in (
 
 @dataclasses.dataclass(frozen=True)
 class Assumptions:
-    """The values for one GPU, by name. given: those that the user set."""
+    """The assumed values for one GPU, by name. given: the values that the user set."""
     gpu_name: str
     given: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        """Raises: ValueError for a name that is not in the table or a value out of its range."""
+        """Check the given values. Raises: ValueError for a name that is not in the table or a value out of its
+        range."""
         for name, value in self.given.items():
             if name not in TABLE:
                 near = difflib.get_close_matches(name, TABLE, n=1, cutoff=0.4)
@@ -193,16 +199,16 @@ class Assumptions:
         return {name: self.given.get(name, row.of(self.gpu_name)) for name, row in TABLE.items()}
 
     def reasons(self, formula: bool = False) -> dict[str, str]:
-        """Name → why, of the names of `as_dict`."""
+        """Return {name: the reason for its value} for the names of `as_dict`."""
         return {name: TABLE[name].reason for name in self.as_dict(formula)}
 
     def as_dict(self, formula: bool = False) -> dict[str, float]:
-        """Name → value; formula: include those of the closed formulas."""
+        """Return {name: value}. formula: include the values that only the closed formulas use."""
         return {name: self[name] for name, row in TABLE.items() if formula or not row.formula}
 
 
 def parse(text: str) -> tuple[str, float]:
-    """Parse 'matmul.sustained=0.8' into name and number. Raises: ValueError."""
+    """Parse 'matmul.sustained=0.8' into (name, number). Raises: ValueError if the text is not NAME=NUMBER."""
     name, equals, value = text.partition("=")
     try:
         return name.strip(), float(value) if equals else float("")

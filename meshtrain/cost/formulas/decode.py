@@ -1,9 +1,10 @@
-"""The cost of a sampler that shares devices with the training state, in closed formulas: bytes, collectives and seconds
-on one device.
+"""Computes the cost of a sampler that shares devices with the training state, in closed formulas: bytes, collectives
+and seconds on one device.
 
-A token of every slot reads all weights and the slots' keys and values once, so memory bounds it until there are
-hundreds of rows; then FLOPs do. Its collectives are on the way, one after the other, and so are the gaps between the
-small kernels of a layer. The sync moves each weight as `sharding.moves` says.
+A decoding step generates one token in every slot. It reads all weights and the slots' keys and values once, so HBM
+bounds it up to hundreds of rows; with more rows FLOPs do. Its collectives run one after the other and hide behind
+nothing, and so do the gaps between the small kernels of a layer. The sync moves each weight as `sharding.moves`
+describes.
 """
 from __future__ import annotations
 
@@ -23,18 +24,22 @@ from meshtrain.sharding import moves
 from meshtrain.sharding.rules import Layout
 
 SYNC, TOKEN = "sync", "a token"        # labels
-# Small collectives of a draw: maxima and sums of the logits over the vocabulary; who has ended and what was drawn over
+# Small collectives of sampling: maxima and sums of the logits over the vocabulary; end flags and sampled tokens over
 # the batch. Read off programs compiled for GPUs.
 DRAWS, ENDS = 4, 4
-# Of the memory beside a sampler's cache, for prompts that are read and for logits. Compiled for 8 and 64 H100: 1.0 and
+# Fraction of the memory to leave free for prefill and logits. Programs compiled for 8 and 64 H100 needed 1.0 and
 # 1.3 GiB of 72.8 (8B and 70B, 64 slots of 2,048 and 4,096 tokens a GPU).
 SPARE = 0.1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sampling:
-    """placed: the model under the sampler's layout. stored: the training layout, on the same mesh. slots: of all
-    devices. room: tokens of a slot. places: (window of a layer, 0: none) -> those that a slot has in it."""
+    """A sampler on the devices of a training run.
+
+    placed: the model under the sampler's layout. stored: the training layout, on the same mesh. slots: number of slots
+    on all devices. room: tokens of a slot. places: maps a layer's window (0: none) to the number of cache positions
+    that a slot has in that layer.
+    """
     placed: Placed
     stored: Layout
     slots: int
@@ -43,21 +48,22 @@ class Sampling:
 
     @property
     def rows(self) -> float:
-        """Slots of a device."""
+        """Return the number of slots on one device."""
         layout = self.placed.layout
         return self.slots / layout.num_shards(layout.batch_axes)
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def itemsize(self, info) -> int:
-        """Bytes of an element where the sampler reads it."""
+        """Return the bytes of an element of a weight in the dtype that the sampler reads."""
         return self.placed.itemsize if info.role in MATMUL_ROLES else info.dtype.itemsize
 
     def read_bytes(self, info) -> float:
         return info.size * self.itemsize(info) / self._moves(info).shards(self._moves(info).after)
 
     def copied_bytes(self) -> float:
-        """Bytes of the weights that are copied because samplers do not read them where training stores them."""
+        """Return the bytes on one device of the weights that are copied for the sampler, because its layout differs
+        from the training layout."""
         return sum(self.read_bytes(info) for info in self.placed.rows if self.moved(info))
 
     def moved(self, info) -> bool:
@@ -66,7 +72,7 @@ class Sampling:
 
     @functools.cached_property
     def slot_bytes(self) -> float:
-        """Bytes of a slot on the device that has it."""
+        """Return the cache bytes of one slot on its device."""
         return sum(self._layers(mixer) * self._state_bytes(mixer) if mixer.recurrent else
                    self._layers(mixer) * self._token_bytes(mixer) * self.places(mixer.window)
                    for mixer in self.placed.mixers)
@@ -76,11 +82,12 @@ class Sampling:
         return self.rows * self.slot_bytes
 
     def fitting_beside(self, state_bytes: float, usable_bytes: float) -> int:
-        """The most slots that are planned for beside the training state of a device."""
+        """Return the largest number of slots, on all devices, that fits beside `state_bytes` of training state on each
+        device. A fraction `SPARE` of the memory stays free."""
         return self.fitting((1 - SPARE) * usable_bytes - state_bytes - self.copied_bytes())
 
     def fitting(self, free_bytes: float) -> int:
-        """The most slots of all devices whose cache is not more than that on any."""
+        """Return the largest number of slots, on all devices, whose cache takes at most `free_bytes` on each device."""
         layout = self.placed.layout
         return max(0, int(free_bytes // self.slot_bytes)) * layout.num_shards(layout.batch_axes)
 
@@ -88,17 +95,19 @@ class Sampling:
         return mixer.share * self.placed.cfg.num_layers
 
     def _token_bytes(self, mixer: Mixer) -> float:
-        """Bytes of a token in one layer: keys and values, or latents."""
+        """Return the cache bytes of one token in one layer: keys and values, or latents."""
         return self.placed.itemsize * (mixer.latents or mixer.keys + mixer.values)
 
     def _state_bytes(self, mixer: Mixer) -> float:
-        """Bytes of a recurrence: its float32 state, and the last tokens before its convolutions."""
+        """Return the bytes of a slot's recurrence in one layer: its float32 state, and the last tokens before its
+        convolutions."""
         return 4 * mixer.state + self.placed.itemsize * (mixer.width - 1) * (mixer.queries + mixer.keys + mixer.values)
 
     # ---- the sync ----------------------------------------------------------------------------------------------------
 
     def sync(self) -> list[Sent]:
-        """The collectives of what is trained; what is frozen moves once."""
+        """Return the collectives that move the trained weights to the sampler's layout. Frozen weights move only once,
+        so they are not included."""
         found = []
         for info in self.placed.rows:
             if info.trainable and self.moved(info):
@@ -108,8 +117,8 @@ class Sampling:
         return found
 
     def sync_s(self, rated: Rates) -> float:
-        """The longer of its collectives and of reading what is stored and writing it twice, gathered and in its
-        order."""
+        """Return the seconds of a sync: the longer of its collectives and its HBM traffic. HBM traffic reads the stored
+        weights and writes them twice, once gathered and once in the sampler's order."""
         links, moved = Links(rated, self.placed.mesh), [i for i in self.placed.rows if i.trainable and self.moved(i)]
         stored = sum(i.size * i.dtype.itemsize / self._moves(i).shards(self._moves(i).before) for i in moved)
         return max(sum(map(links.one_s, self.sync())), rated.stream_s(stored + 3 * sum(map(self.read_bytes, moved))))
@@ -126,7 +135,7 @@ class Sampling:
     # ---- a token of every slot ---------------------------------------------------------------------------------------
 
     def token_bytes(self, length: float) -> float:
-        """HBM bytes of a token of every slot, each with `length` tokens before it."""
+        """Return the HBM bytes that one device reads in a decoding step if each slot has `length` tokens."""
         read = sum(self.read_bytes(info) * self._share_read(info) for info in self.placed.rows)
         for mixer in self.placed.mixers:
             seen = 2 * self._state_bytes(mixer) if mixer.recurrent else self._token_bytes(mixer) * min(
@@ -135,7 +144,7 @@ class Sampling:
         return read
 
     def token_flops(self, length: float) -> float:
-        """Matmul FLOPs of a token of every slot on one device."""
+        """Return the matmul FLOPs of a decoding step on one device if each slot has `length` tokens."""
         placed, cfg = self.placed, self.placed.cfg
         products = cfg.num_layers * sum(one.share * one.k * one.n for one in placed.layer.products)
         products += placed.head.k * placed.head.n + sum(
@@ -146,12 +155,12 @@ class Sampling:
         return 2 * self.rows * (products + attended)
 
     def token(self) -> list[Sent]:
-        """The collectives of a token of every slot."""
+        """Return the collectives of a decoding step."""
         return [sent for sent in self._token() if sent.axes]
 
     def token_s(self, rated: Rates, length: float) -> dict[str, float]:
-        """Seconds of a token of every slot, by what bounds them: HBM or FLOPs, the longer one; collectives; and gaps
-        between kernels."""
+        """Return the seconds of a decoding step by what bounds it: HBM or FLOPs, whichever takes longer; collectives;
+        and gaps between kernels."""
         share = rated.assumed["matmul.best"] * rated.assumed["matmul.sustained"] * rated.assumed["matmul.clock"]
         seconds = {"HBM": rated.stream_s(self.token_bytes(length)),
                    "FLOPs": self.token_flops(length) / (rated.peak(self.placed.cfg.compute_dtype) * share)}
@@ -181,12 +190,13 @@ class Sampling:
         yield Sent(GATHER, layout.batch_axes, "s32", 4 * self.slots, ENDS, TOKEN)
 
     def _visits(self, info) -> float:
-        """Tokens for each slot of a device that an expert of its multiplies, in the mean."""
+        """Return the mean number of tokens that one of a device's experts multiplies, per slot of the device."""
         cfg, region = self.placed.cfg, ManualRegion.of(self.placed.layout)
         return cfg.experts_per_token / cfg.num_experts * region.num_shards(region.gathered)
 
     def _share_read(self, info) -> float:
-        """The share of a weight that a token of every slot reads: the chosen experts, and a few rows of a table."""
+        """Return the fraction of a weight that a decoding step reads. Only chosen experts are read, and look-ups in an
+        embedding table count 0."""
         cfg, tied = self.placed.cfg, self.placed.cfg.tie_embeddings
         if info.role == "embedding" and not (tied and info.axes[0] == "vocab"):
             return 0.0

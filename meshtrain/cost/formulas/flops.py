@@ -1,9 +1,10 @@
-"""Model FLOPs of a token, the numerator of MFU, and the matmul FLOPs that a step executes.
+"""Counts the model FLOPs of a token, the numerator of MFU, and the matmul FLOPs that a step executes.
 
-Mixers count by kind. Attention: the causal half of its two products, that is N·(H + V)·S forward for H wide keys and V
-wide values (PaLM, arXiv:2204.02311, appendix B, halved for causality), less what windows exclude. A recurrence: the
-products of one token with the state of each value head, k_t u_t^T and S_t^T q_t, with the delta rule also S^T k_t,
-2·d·V each, however the program computes them in chunks. Convolutions, decays and norms count nothing.
+Mixers count by kind. Attention counts the causal half of its two products: N·(H + V)·S in the forward for keys of width
+H and values of width V (PaLM, arXiv:2204.02311, appendix B, halved for causality), less the pairs that windows exclude.
+A recurrence counts the products of one token with the state of each value head, k_t u_t^T and S_t^T q_t, and with the
+delta rule also S^T k_t. Each is 2·d·V FLOPs, however the program computes it in chunks. Convolutions, decays and norms
+count nothing.
 """
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from meshtrain.parallel.context.attention import value_dim
 
 
 def model_flops_per_token(table: Iterable, cfg, seq_len: int) -> float:
-    """Count FLOPs of forward and backward without recomputation: 6 per matrix element, 4 per frozen one, and three
-    times the forward of the mixers' own products.
+    """Return the FLOPs of forward and backward per token, without recomputation: 6 per matrix element, 4 per frozen
+    matrix element, and three times the forward FLOPs of `mixer_flops`.
 
     table: ParamInfo rows; cfg: the [model] section. Embedding look-ups count nothing, a tied head counts as a matrix,
     and only the experts that a token is routed to count.
@@ -32,7 +33,7 @@ def model_flops_per_token(table: Iterable, cfg, seq_len: int) -> float:
 
 
 def mixer_flops(cfg, mixer: str, seq_len: int) -> float:
-    """FLOPs of a token's forward in a layer of this mixer beside its matrices."""
+    """Return the forward FLOPs per token of one layer of this mixer, without its weight matrices."""
     one = cfg.of(mixer)
     if mixer in pattern.ATTENTION:
         return attended(cfg, mixer, seq_len) * seq_len * one.num_heads * (one.head_dim + value_dim(one))
@@ -42,25 +43,29 @@ def mixer_flops(cfg, mixer: str, seq_len: int) -> float:
 
 
 def active(info, cfg) -> int:
-    """Number of elements of a parameter that one token uses."""
+    """Return the number of elements of a parameter that one token uses."""
     return info.size * cfg.experts_per_token // cfg.num_experts if "expert" in info.axes else info.size
 
 
 def window(cfg, mixer: str, seq_len: int) -> int:
-    """Tokens that a token sees in layers of this mixer; 0: the whole sequence."""
+    """Return how many tokens a token attends to in layers of this mixer; 0 means the whole sequence."""
     within = cfg.of(mixer).window if mixer in pattern.WINDOWED else 0
     return within if within < seq_len else 0
 
 
 def attended(cfg, mixer: str, seq_len: int) -> float:
-    """Pairs that a token of a full row attends to in layers of this mixer, as a fraction of the causal half S / 2."""
+    """Return how many pairs a token of a full row attends to in layers of this mixer, as a fraction of the causal half
+    S / 2."""
     within = window(cfg, mixer, seq_len) / seq_len
     return (2 - within) * within if within else 1.0
 
 
 def executed(placed: Placed, options: Options) -> float:
-    """Count the FLOPs of one device's matmuls in a step, without those of attention and recurrences: the forward, its
-    recomputation, and a backward of twice the forward, once for frozen matrices."""
+    """Return the FLOPs of one device's matmuls in a step, without attention and recurrences.
+
+    Counts the forward, its recomputation, and the backward. The backward costs twice the forward, or once for frozen
+    matrices.
+    """
     of = functools.partial(_elements, placed)
     products = [product for product in placed.layer.products if not product.expands]
     layer, (_, loss, _) = sum(map(of, products)), placed.ends(options)
@@ -77,19 +82,20 @@ def executed(placed: Placed, options: Options) -> float:
 
 
 def _elements(placed: Placed, product: Product) -> float:
-    """Elements of a product's matrices, per token of a device that holds whole sequences."""
+    """Return the matrix elements of a product, per token of a device that holds whole sequences."""
     each = product.share * product.k * product.n
     return each * router_parts(placed) / placed.stream_shards if product.router else each
 
 
 def router_parts(placed: Placed) -> int:
-    """Matmuls in compute_dtype per router matmul: three for a bfloat16 model (`kernels.products`)."""
+    """Return the number of matmuls in compute_dtype that one router matmul takes: three for a bfloat16 model
+    (`kernels.products`)."""
     return 1 if placed.framework or placed.cfg.compute_dtype == "float32" else 3
 
 
 def again(placed: Placed, options: Options) -> float:
-    """Elements of a layer's matrices whose forward the backward recomputes. It skips the last products, whose results
-    it does not read."""
+    """Return the number of matrix elements of a layer whose forward products the backward recomputes. The last products
+    are not recomputed, because the backward does not read their results."""
     of = functools.partial(_elements, placed)
     products = [product for product in placed.layer.products if not product.expands]
     if placed.framework:

@@ -1,9 +1,9 @@
-"""Memory of a step on one device, in closed formulas: states, weights, residuals of a microbatch, temporaries of one
-layer.
+"""Computes the memory of a step on one device in closed formulas: states, weights, residuals of a microbatch, and
+temporaries of one layer.
 
 The peak is reached when all layers have saved their residuals: in the loss, which holds logits, or in the backward of
-the last layer. What is saved follows the rematerialization of `model.transformer`. The widths of other temporaries were
-read off the buffers of programs compiled for GPUs.
+the last layer. Which arrays are saved follows the rematerialization of `model.transformer`. The widths of other
+temporaries were read off the buffers of programs compiled for GPUs. A width is a number of elements per token.
 """
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from meshtrain.cost.formulas.placed import GATHER, SCATTER, Options, Placed
 from meshtrain.model import parts
 from meshtrain.parallel.pipeline import schedules, stages
 
-WAITING = .35       # share of what lives in a recurrence's backward that lives in those of its period beside it
+WAITING = .35       # fraction of a recurrence's live arrays that other recurrences of its period hold meanwhile
 
 
 def memory(placed: Placed, options: Options) -> dict[str, int]:
-    """Bytes on one device by kind, in the keys of `inspect`. grads: the accumulators of the microbatch loop;
-    activations: all temporaries."""
+    """Return the bytes on one device by kind, with the keys of `inspect`. grads: the gradient accumulators of the
+    microbatch loop. activations: all temporaries."""
     held = {"params": placed.held.stored_bytes, "grads": 4 * placed.held.grads,
             "optimizer": options.optimizer_bytes * placed.held.stored}
     if placed.mesh.sizes["stage"] > 1:
@@ -32,11 +32,13 @@ def memory(placed: Placed, options: Options) -> dict[str, int]:
 
 
 def _weights_and_grads(placed: Placed, options: Options) -> float:
-    """Bytes of the weights that the microbatch loop reads, and of gradients outside the accumulators. With one
-    microbatch the gradients of embedding and head need no accumulator: they are computed before or after those of the
-    layers."""
+    """Return the bytes of the weights that the microbatch loop reads, and of gradients outside the accumulators.
+
+    With one microbatch the gradients of embedding and head need no accumulator, because they are computed before or
+    after the gradients of the layers.
+    """
     alone = options.microbatches == 1
-    if not placed.by_layer:          # a matrix's gradient and its sum are outside of the accumulators
+    if not placed.by_layer:          # a matrix's gradient and its sum live outside the accumulators
         # Where gradients are reduce-scattered XLA keeps the initial zeros of the head's for all microbatches.
         zeros = 4 * placed.head.n * placed.head.k * bool(placed.moving(SCATTER, "ends"))
         return (placed.itemsize * placed.held.cast + 8 * placed.layer.largest + zeros
@@ -46,8 +48,8 @@ def _weights_and_grads(placed: Placed, options: Options) -> float:
 
 
 def _in_layers(placed: Placed, options: Options) -> float:
-    """Bytes of the layers' residuals, and the larger of the temporaries of the loss and of the last layer's
-    backward."""
+    """Return the bytes of the layers' residuals plus the larger of two temporaries: those of the loss and those of the
+    last layer's backward."""
     cfg, size, tokens = placed.cfg, placed.itemsize, placed.tokens(options)
     experts = routed.of(placed, options)
     kept = cfg.num_layers * (size * tokens * kept_width(placed, options) + (experts.saved_bytes if experts else 0))
@@ -68,8 +70,9 @@ def _in_layers(placed: Placed, options: Options) -> float:
 
 
 def _early_zeros(placed: Placed) -> float:
-    """Bytes of the zeros that initialize the embedding's gradient. XLA allocates them before the layers' backward where
-    the table is gathered over context and its rows are whole, elsewhere after it."""
+    """Return the bytes of the zeros that initialize the embedding's gradient, if XLA allocates them before the layers'
+    backward. It does so where the table is gathered over context and its rows are not split; elsewhere it allocates
+    them later."""
     layout = placed.layout
     whole = layout.num_shards(layout.mesh_axes("params", "vocab")) == 1
     if layout.sizes["context"] == 1 or "context" not in layout.mesh_axes("params", "embed") or not whole:
@@ -79,7 +82,7 @@ def _early_zeros(placed: Placed) -> float:
 
 
 def kept_width(placed: Placed, options: Options) -> float:
-    """Elements of a token that a layer saves for its backward, mean over layers."""
+    """Return the elements per token that a layer saves for its backward, mean over layers."""
     cfg, h, size = placed.cfg, placed.cfg.embed_dim, placed.itemsize
     stream, f, blocks = h / placed.stream_shards, placed.mlp_width, placed.blocks
     gates, again = 1 + cfg.gated, _never_again(placed, options)
@@ -101,22 +104,25 @@ def kept_width(placed: Placed, options: Options) -> float:
 
 
 def _never_again(placed: Placed, options: Options) -> float:
-    """Elements of a token that no remat recomputes: where sequences are split, what their mixers make of the whole."""
+    """Return the elements per token that no remat policy recomputes. These are the outputs and states of mixers that
+    need the whole sequence, where sequences are split; otherwise 0."""
     if placed.num_shards("seq") == 1:
         return 0.0
     return placed.mean(lambda mixer: mixer.outputs) + _states_width(placed, options)
 
 
 def _states_width(placed: Placed, options: Options) -> float:
-    """Elements of a token of recurrences' states before chunks, mean over layers."""
+    """Return the elements per token of the recurrences' saved states, one before each chunk, mean over layers."""
     return sum(mixer.share * recurrences.states_width(mixer, options.recurrence)
                for mixer in placed.mixers if mixer.recurrent)
 
 
 def _transposed_width(placed: Placed, options: Options) -> float:
-    """Elements of a token, over all layers with experts, that XLA transposes before the backward: without remat,
-    residuals gathered from a sharded stream of several rows have the tokens first. Other layers use that order
-    throughout (`parts.tokens_first`)."""
+    """Return the elements per token that XLA transposes before the backward, summed over all layers with experts.
+
+    This happens without remat, where residuals are gathered from a sharded residual stream of several rows: they have
+    the tokens first. Layers without experts use that order throughout (`parts.tokens_first`).
+    """
     cfg, layout = placed.cfg, placed.layout
     rows = options.global_batch / options.microbatches / layout.num_shards(layout.batch_axes)
     if not cfg.num_experts or options.remat != "none" or placed.stream_shards == 1 or rows <= 1:
@@ -125,14 +131,17 @@ def _transposed_width(placed: Placed, options: Options) -> float:
 
 
 def _routing_width(placed: Placed) -> float:
-    """Width of the router's float32 logits and of what the balance loss saves of them, mean over layers."""
+    """Return the width of the router's float32 logits and of the arrays that the balance loss saves of them, mean over
+    layers."""
     cfg = placed.cfg
     return 2 * cfg.num_experts * pattern.share(cfg, mlps="e") * 4 / placed.itemsize
 
 
 def _working_width(placed: Placed, options: Options) -> float:
-    """Elements of a token that live during a mixer's backward in the layer with the widest arrays. Where collectives
-    overlap a layer's matmuls, XLA delays some of them, and their operands live longer."""
+    """Return the elements per token that live during a mixer's backward, in the layer with the widest arrays.
+
+    Where collectives overlap a layer's matmuls, XLA delays some of the matmuls, so their operands live longer.
+    """
     h, f, context = placed.cfg.embed_dim, _widest_mlp(placed), placed.num_shards("seq")
     if context > 1:
         return 6 * h + 4 * f + _period_width(placed, options, 2) + max((
@@ -146,8 +155,12 @@ def _working_width(placed: Placed, options: Options) -> float:
 
 
 def _others_width(placed: Placed, options: Options, moving: bool) -> float:
-    """As `_period_width`, where sequences are whole. moving: whether collectives overlap a layer's matmuls. Layers that
-    are split over data alone were read off programs compiled for 8 H100 with 1, 2 and 4 rows of a microbatch."""
+    """Return what `_period_width` returns, for sequences that are not split. moving: whether collectives overlap a
+    layer's matmuls.
+
+    Values for layers that are split over data alone were read off programs compiled for 8 H100 with microbatches of 1,
+    2 and 4 rows.
+    """
     stretch = max(pattern.stretches(placed.cfg), key=lambda stretch: stretch.num_layers)
     if placed.mesh.sizes["stage"] > 1 or placed.cfg.num_experts or placed.num_shards("mlp") > 1:
         return moving * _period_width(placed, options)
@@ -162,9 +175,12 @@ def _others_width(placed: Placed, options: Options, moving: bool) -> float:
 
 
 def _period_width(placed: Placed, options: Options, counted: int = 1) -> float:
-    """Elements of a token that live of the other layers of a period, which are one loop's body: XLA delays their weight
-    gradients and those of their norms, float32, and parts of their recurrences. counted: layers that other terms have.
-    Read off compiled programs."""
+    """Return the elements per token that live in the other layers of a period while one layer's backward runs. The
+    layers of a period are one loop's body.
+
+    XLA delays the weight gradients of these layers, their float32 norm gradients, and parts of their recurrences.
+    counted: number of layers that other terms already include. Read off compiled programs.
+    """
     stretch = max(pattern.stretches(placed.cfg), key=lambda stretch: stretch.num_layers)
     stream = placed.cfg.embed_dim / placed.stream_shards
     return (max(0, len(stretch.period) - counted) * (3 * _widest_mlp(placed) + 8 / placed.itemsize * stream)
@@ -172,20 +188,21 @@ def _period_width(placed: Placed, options: Options, counted: int = 1) -> float:
 
 
 def _waiting_width(placed: Placed, options: Options, stretch) -> float:
-    """Elements of a token that live of a period's recurrences beside the first one's backward."""
+    """Return the elements per token that live in a period's other recurrences during the first one's backward."""
     recurrent = [mixer for mixer in placed.mixers for kind in stretch.period
                  if kind.mixer == mixer.letter and mixer.recurrent]
     return WAITING * sum(recurrences.live_width(mixer, placed.itemsize, options.recurrence) for mixer in recurrent[1:])
 
 
 def _pair(mixer: Mixer) -> float:
-    """Queries and keys, or outputs and values: half of all four. Kernels pad keys that are wider than values."""
+    """Return the mean width of two of the four arrays queries, keys, values and outputs. Kernels pad keys that are
+    wider than values."""
     padded = 1 << (mixer.key_dim - 1).bit_length() if mixer.latents else mixer.key_dim
     return ((mixer.queries + mixer.keys) * padded / mixer.key_dim + mixer.values + mixer.outputs) / 2
 
 
 def _split_width(mixer: Mixer, placed: Placed, options: Options) -> float:
-    """As `_working_width`, of one mixer whose sequences are split."""
+    """Return what `_working_width` returns, for one mixer whose sequences are split."""
     if mixer.recurrent:
         return recurrences.live_width(mixer, placed.itemsize, options.recurrence)
     q, kv = (mixer.queries + mixer.outputs) / 2, (mixer.keys + mixer.values) / 2
@@ -196,18 +213,19 @@ def _split_width(mixer: Mixer, placed: Placed, options: Options) -> float:
 
 
 def _widest_mlp(placed: Placed) -> float:
-    """Largest MLP width on one device, experts apart."""
+    """Return the largest MLP width on one device, without routed experts."""
     cfg = placed.cfg
     dense = cfg.mlp_dim if pattern.share(cfg, mlps="d") else 0
     return max(dense, cfg.shared_expert_dim if cfg.num_experts else 0) / placed.num_shards("mlp")
 
 
 def _expert_backward_widths(placed: Placed, options: Options) -> tuple[float, float]:
-    """Elements of a token that live beside the experts' backward: (for input gradients, for weight gradients).
+    """Return the elements per token that live beside the experts' backward: (while input gradients are computed, while
+    weight gradients are computed).
 
-    The first: recomputed inputs and outputs of attention, the stream and its cotangents. XLA delays the second until a
-    collective of attention's backward is in flight, so that one's cotangents live too, and the sums of the norms'
-    gradients.
+    The first includes recomputed inputs and outputs of attention, and the residual stream with its cotangents. XLA
+    delays weight gradients until a collective of attention's backward is in flight. The second therefore includes the
+    cotangents of attention and the sums of the norms' gradients.
     """
     h, layers = placed.cfg.embed_dim, []
     for mixer in placed.mixers:
@@ -223,8 +241,8 @@ def _expert_backward_widths(placed: Placed, options: Options) -> tuple[float, fl
 
 
 def _part_grads_bytes(placed: Placed, options: Options) -> float:
-    """Bytes of a layer's float32 gradient from one part of a microbatch, beside the other part's. Layers with experts
-    are not cut into parts."""
+    """Return the bytes of a layer's float32 gradient from one part of a microbatch, which lives together with that of
+    the other part. Layers with experts are not cut into parts."""
     cfg = placed.cfg
     if not pattern.share(cfg, mlps="d") or row_parts(placed, options) == 1:
         return 0
@@ -235,7 +253,7 @@ def _part_grads_bytes(placed: Placed, options: Options) -> float:
 
 
 def row_parts(placed: Placed, options: Options) -> int:
-    """Number of parts of a microbatch that a layer without experts computes apart (`model.parts`)."""
+    """Return the number of parts into which a layer without experts cuts a microbatch (`model.parts`)."""
     rows = options.global_batch // options.microbatches
     if placed.framework or options.remat == "none" and placed.by_layer:
         return 1
@@ -246,8 +264,8 @@ def row_parts(placed: Placed, options: Options) -> int:
 
 
 def _in_stages(placed: Placed, options: Options) -> float:
-    """Bytes of a stage's weights, the schedule's slots, and the larger of the temporaries of the loss and of a
-    layer."""
+    """Return the bytes of a stage's weights, the schedule's slots, and the larger of two temporaries: those of the loss
+    and those of a layer."""
     cfg, size, tokens = placed.cfg, placed.itemsize, placed.tokens(options)
     stream, chunk = cfg.embed_dim / placed.stream_shards, min(tokens, options.loss_chunk)
     # A chunk's float32 logits and their gradient; the stage's output as it is broadcast, normed, and its gradient. The
@@ -264,8 +282,8 @@ def _in_stages(placed: Placed, options: Options) -> float:
 
 
 def _period_bytes(placed: Placed, options: Options) -> float:
-    """Bytes of the other layers of a period, which one tick computes together: their residuals out of the slots, their
-    float32 gradients, and what lives of them beside a layer's backward."""
+    """Return the bytes of the other layers of a period, all of which one tick computes. These are residuals read from
+    the slots, float32 gradients, and temporaries that live during a layer's backward."""
     others = len(max(pattern.stretches(placed.cfg), key=lambda stretch: stretch.num_layers).period) - 1
     if others <= 0:
         return 0.0
@@ -274,8 +292,10 @@ def _period_bytes(placed: Placed, options: Options) -> float:
 
 
 def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
-    """Elements of a token that a layer saves in slots: (for its backward, from there for a separate W). assumption:
-    without remat, and for W, arrays as wide as the residual stream are whole on each device."""
+    """Return the elements per token that a layer saves in slots: (F saves for B, B saves for a separate W).
+
+    assumption: without remat, and for W, arrays as wide as the residual stream are not sharded.
+    """
     h, f, size, blocks = placed.cfg.embed_dim, placed.mlp_width, placed.itemsize, placed.blocks
     stream, gates = h / placed.stream_shards, 1 + placed.cfg.gated
     placement, normed = placed.cfg.norm_placement, placed.mean(lambda mixer: mixer.norm_inputs)
@@ -290,7 +310,7 @@ def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
     # Inputs of norms and their cotangents are always float32; some other float32 arrays are the same ones.
     biased = placed.cfg.norm == "layernorm"     # the bias has a gradient too
     apart = size == 2 or biased
-    again = placed.mean(lambda mixer: mixer.outward())      # made again from what is kept
+    again = placed.mean(lambda mixer: mixer.outward())      # recomputed from saved arrays
     for_weights = 8 * (blocks * h * (1 + both) + normed) / size + blocks * h * biased + {
         "none": inward + (gates + 1) * f + (2 * h if apart else -normed - 2 * h * both),
         "selective": inward + again + (gates + 2) * f + (2 if apart else 1 + after) * h,
@@ -301,7 +321,7 @@ def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
 
 
 def slot_bytes(placed: Placed, options: Options) -> float:
-    """Bytes of a pipeline's slots: the residuals of microbatches in a stage."""
+    """Return the bytes of a pipeline's slots, which hold the residuals of microbatches in a stage."""
     for_backward, for_weights = slot_widths(placed, options)
     p = placed.mesh.sizes["stage"]
     _, slots = schedules.counts(options.schedule, p, options.microbatches, options.chunks)
@@ -313,7 +333,7 @@ def slot_bytes(placed: Placed, options: Options) -> float:
 
 
 def leading_bytes(placed: Placed, options: Options) -> float:
-    """Bytes that leading layers save for their backward, and of their outputs to the first stage."""
+    """Return the bytes that the leading layers save for their backward, plus their outputs to the first stage."""
     if not (leading := placed.leading):
         return 0.0
     kept = leading.layer.depth * slot_widths(leading, options)[0] + placed.cfg.embed_dim / placed.stream_shards

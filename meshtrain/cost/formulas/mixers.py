@@ -1,8 +1,8 @@
-"""The mixers of a model's layers on one device: the widths of a token's arrays in each kind, and what a layer keeps of
-them for its backward.
+"""Describes the mixers of a model's layers on one device: the widths of a token's arrays in each kind of mixer, and
+which arrays a layer saves for its backward.
 
-`footprint`, `traffic` and `price` add these up over the kinds, by their shares of the layers. What is kept follows
-`model.layers`, `model.latent` and `model.linear` with the rematerialization of `model.transformer`.
+`footprint`, `traffic` and `price` add these up over the kinds, weighted by their fractions of the layers. The saved
+arrays follow `model.layers`, `model.latent` and `model.linear` with the rematerialization of `model.transformer`.
 """
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from meshtrain.sharding.rules import Layout
 
 @dataclasses.dataclass(frozen=True)
 class Mixer:
-    """One kind of mixer. Widths are elements of a token on one device.
+    """One kind of mixer. Widths are elements per token on one device.
 
-    letter: of `pattern.MIXERS`; share: fraction of the layers. heads: of queries, of a recurrence the value heads;
-    key_heads: as computed here, those that several ranks share counted by each. normed: whether queries and keys have
-    norms. gates: width of what multiplies the output.
+    letter: the mixer's letter in `pattern.MIXERS`; share: fraction of the layers. heads: number of query heads, or of
+    value heads in a recurrence. key_heads: number of key heads that this device computes; a head that several ranks
+    compute counts on each. normed: whether queries and keys have norms. gates: width of the gate that multiplies the
+    output.
     """
     letter: str
     share: float
@@ -34,7 +35,7 @@ class Mixer:
 
     recurrent = False
     latents = 0.0           # the latent of keys and values, and the rotated key
-    narrow = 0.0            # other narrow arrays of which heads make theirs: the latent of queries
+    narrow = 0.0            # other narrow arrays that projections expand to heads: the latent of queries
 
     @property
     def queries(self) -> float:
@@ -54,35 +55,38 @@ class Mixer:
 
     @property
     def inward(self) -> float:
-        """Outputs of the projections of the layer's input."""
+        """Return the width of the outputs of the projections of the layer's input."""
         return self.queries + self.keys + self.values + self.gates
 
     @property
     def norm_inputs(self) -> float:
-        """Inputs of the norms of queries and keys."""
+        """Return the width of the inputs of the query and key norms."""
         return self.normed * (self.queries + self.keys)
 
     def sums(self, itemsize: int) -> float:
-        """Attention's log-sum-exps, in float32, which the backward needs."""
+        """Return the width of attention's float32 log-sum-exps, which the backward reads, in elements of `itemsize`
+        bytes."""
         return 4 * self.heads / itemsize
 
     def outward(self) -> float:
-        """Inputs of the output projection, where they are not the output itself."""
+        """Return the width of the output projection's input if it differs from the mixer's output; otherwise 0."""
         return self.gates
 
     @property
     def moved(self) -> float:
-        """HBM bytes of elementwise work on the mixer's own arrays, forward or backward: rotations, gates."""
+        """Return the HBM bytes per token of elementwise work on the mixer's own arrays (rotations, gates), in the
+        forward or in the backward."""
         return 4 * (self.queries + self.keys) + 6 * self.gates
 
     def kept(self, itemsize: int) -> float:
-        """Saved without remat, beside sums and states."""
+        """Return the width of the arrays that are saved without remat, excluding log-sum-exps and states."""
         return (self.queries + self.keys + self.values + self.norm_inputs + self.gates + self.outputs + self.outward())
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSizes(Mixer):
-    """window: tokens that a token sees, 0: all. tied: values are the projected keys."""
+    """Attention with keys and values. window: tokens that a token attends to; 0: all. tied: the projected keys are also
+    the values."""
     window: int = 0
     tied: bool = False
 
@@ -93,7 +97,7 @@ class AttentionSizes(Mixer):
 
 @dataclasses.dataclass(frozen=True)
 class LatentSizes(AttentionSizes):
-    """Attention by latents, whole on each device. Keys and values are expanded where they are read, and not kept."""
+    """Attention by latents, which are not sharded. Keys and values are expanded where they are read, and not saved."""
     kv_dim: int = 0
     rope_dim: int = 0
     query_dim: int = 0
@@ -117,7 +121,7 @@ class LatentSizes(AttentionSizes):
 
 @dataclasses.dataclass(frozen=True)
 class RecurrenceSizes(Mixer):
-    """width: tokens of the convolution."""
+    """A recurrence with a convolution. width: number of tokens in the convolution."""
     width: int = 0
 
     recurrent = True
@@ -132,12 +136,12 @@ class RecurrenceSizes(Mixer):
 
     @property
     def by_channel(self) -> bool:
-        """Whether decays have channels; they and the gates then come from narrow projections."""
+        """Whether decays differ per channel. Decays and gates then come from narrow projections."""
         return self.letter == "K"
 
     @property
     def rates(self) -> float:
-        """Decays and update rates."""
+        """Return the width of decays and update rates."""
         return self.heads * ((self.key_dim if self.by_channel else 1) + (self.letter != "M"))
 
     @property
@@ -150,7 +154,7 @@ class RecurrenceSizes(Mixer):
 
     @property
     def state(self) -> float:
-        """Elements of the states."""
+        """Return the number of elements of one sequence's states in one layer, over all heads of the device."""
         return self.heads * self.key_dim * self.value_dim
 
     def sums(self, itemsize: int) -> float:
@@ -158,14 +162,15 @@ class RecurrenceSizes(Mixer):
 
     @property
     def moved(self) -> float:
-        """Activations and norms of what the convolution gives, and the gated norm of the output."""
+        """Return the HBM bytes per token of the convolution's activations and norms, and of the output's gated norm."""
         return 8 * (self.queries + self.keys) + 4 * self.values + 6 * self.outputs
 
     def outward(self) -> float:
         return self.outputs
 
     def kept(self, itemsize: int) -> float:
-        """Inputs and outputs of the convolution, both with their activation, and the recurrence's inputs, are apart."""
+        """Return the width of the arrays that are saved without remat. The convolution's inputs, its activated outputs
+        and the recurrence's inputs are separate arrays."""
         delta = self.letter != "M"
         rates = self.rates * (1 + 4 / itemsize) + self.narrow
         return ((4 if delta else 3) * (self.queries + self.keys) + (3 if delta else 4) * self.values + rates
@@ -173,13 +178,13 @@ class RecurrenceSizes(Mixer):
 
 
 def of(cfg, layout: Layout) -> tuple[Mixer, ...]:
-    """The kinds of mixers of a [model] section on one device, in the order of their letters."""
+    """Return the kinds of mixers of a [model] section on one device, in the order of their letters."""
     counts = Counter(kind.mixer for kind in pattern.kinds(cfg) if kind.mixer != ".")
     return tuple(_of(cfg.of(letter), letter, counts[letter] / cfg.num_layers, layout) for letter in sorted(counts))
 
 
 def _of(cfg, letter: str, share: float, layout: Layout) -> Mixer:
-    """cfg: the [model] section of this mixer."""
+    """Return one kind of mixer. cfg: the [model] section with this mixer's values. share: fraction of the layers."""
     split = lambda axis: layout.num_shards(layout.mesh_axes("activations", axis))
     key_heads = lambda count: layers.kv_heads(layout, count) / split("kv_heads")
     if letter in pattern.RECURRENT:

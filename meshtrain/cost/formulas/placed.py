@@ -1,8 +1,8 @@
-"""A model under a layout, as the formulas read it: array sizes on one device, and the weights and gradients that move
+"""Describes a model under a layout for the formulas: array sizes on one device, and the weights and gradients that move
 over each mesh axis.
 
-The parameter table gives the arrays, the rules give their sharding. Nothing here depends on the batch. `traffic`,
-`footprint` and `price` turn it into bytes and seconds.
+The parameter table gives the arrays, and the rules give their sharding. Nothing here depends on the batch. `traffic`,
+`footprint` and `price` turn the sizes into bytes and seconds.
 """
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ GATHER, SCATTER, SUM, EXCHANGE = "all-gather", "reduce-scatter", "all-reduce", "
 class Framework:
     """Describes how another framework runs a step, to price its published runs.
 
-    Each of its pipeline stages runs a program of its own, with the head on the last stage. Its gradients are reduced in
+    Each of its pipeline stages runs a program of its own, with the head on the last stage. It reduces gradients in
     buckets, overlapped with the backward.
+
     recomputed: fractions of a layer's forward matmuls, attention and elementwise work that the backward recomputes.
     eager: elementwise work is not fused. grad_bytes: bytes of a gradient element in a reduction. narrow: dtype of the
-    products of layers and experts where it is not compute_dtype: float8 (a scale a tensor) or mxfp8 (a scale for 32
-    elements), of which [model] has no mxfp8 and no narrow experts. copies: how often a token is sent to experts'
-    devices where it is sent once to each device or host; 0: once to each expert.
+    products of layers and experts if it is not compute_dtype: float8 (one scale per tensor) or mxfp8 (one scale per 32
+    elements); [model] supports neither mxfp8 nor narrow experts. copies: how often a token is sent if it is sent once
+    to each device or host that holds its experts; 0 means once to each expert. spreads_head: stages have fewer layers
+    to balance the head.
     """
     recomputed: tuple[float, float, float]
     eager: bool = False
@@ -47,8 +49,11 @@ class Framework:
 
 @dataclasses.dataclass(frozen=True)
 class Attended:
-    """The work of a run's attention. visited: pairs as a fraction of the causal half, by mixer; 1 for others.
-    engine: as in `assumptions`. documents: whether pairs across documents are skipped."""
+    """The work of a run's attention.
+
+    visited: pairs that kernels visit as a fraction of the causal half, by mixer; mixers that are not listed have 1.
+    engine: the attention engine, by its name in `assumptions`. documents: whether pairs across documents are skipped.
+    """
     visited: Mapping[str, float]
     engine: str
     documents: bool = False
@@ -56,7 +61,7 @@ class Attended:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The settings of a step other than the layout. schedule: "" without stages."""
+    """The settings of a step other than the layout. schedule: the pipeline schedule; "" without stages."""
     seq_len: int
     global_batch: int
     microbatches: int = 1
@@ -72,8 +77,8 @@ class Options:
 
     @classmethod
     def of(cls, run, gpu: str = "", **more) -> Options:
-        """Read the options of a run file. gpu: its name in the hardware table, on which the engine of recurrences
-        depends."""
+        """Return the options of a run file. gpu: the GPU's name in the hardware table, which determines the engine of
+        recurrences."""
         return cls(run.data.seq_len, run.data.global_batch, run.training.microbatches, run.training.remat,
                    method=run.context.method, loss_chunk=run.training.loss_chunk, dispatch=run.experts.dispatch,
                    recurrence=recurrence.engine_name(run, gpu), **more)
@@ -82,13 +87,13 @@ class Options:
 @dataclasses.dataclass(frozen=True)
 class Product:
     """Matrices of one layer, or the head, that multiply the same input: [tokens, k] × [k, n], in sizes of one device.
-    Experts are in `routed`.
+    The products of experts are in `routed`.
 
     row: mesh axes that shard k; the result is summed over them. outward: the result is added to the residual stream.
     unread: fraction of these layers whose backward does not read the result. trained: the matrices have gradients.
     share: fraction of the layers that have them. router: computed in float32, on tokens sharded as the residual stream.
-    expands: attention expands latents by them, forward and again in the backward. whole_inputs: the cotangent of the
-    mixer's input is whole on each device, since its inward matrices are not sharded.
+    expands: attention expands latents with these matrices, in the forward and again in the backward. whole_inputs: the
+    cotangent of the mixer's input is not sharded, because the mixer's inward matrices are not.
     """
     k: float
     n: float
@@ -119,14 +124,14 @@ class WeightMove:
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """Elements of parameters on one device, unless a name says bytes.
+    """Numbers of elements of parameters on one device, or of bytes where a field's name or text says so.
 
     stored: sharded as [optimizer]; updated: the trained ones among them; layers_stored: those of layers. layers_read:
-    of layers, sharded as [params]. grads, ends_grads: gradient accumulators, of all parameters and of embedding and
-    head. transposed: bytes of weights that XLA transposes because they are not gathered along their first dim. used: as
-    the matmuls of a stage, embedding and head read them; trained: the trained ones among them; cast: those that
-    microbatches read from a copy in the compute dtype. moved: bytes of the copy that [params] shards differently from
-    [optimizer].
+    elements of layers, sharded as [params]. grads: gradient accumulators of all parameters; ends_grads: those of
+    embedding and head. transposed: bytes of weights that XLA transposes because they are not gathered along their first
+    dim. used: elements that the matmuls of a stage, embedding and head read; trained: the trained ones among them;
+    cast: those that microbatches read from a copy in the compute dtype. moved: bytes of the copy that [params] shards
+    differently from [optimizer].
     """
     stored: float = 0.0
     stored_bytes: float = 0.0
@@ -142,14 +147,16 @@ class Held:
     moved: float = 0.0
 
     def with_leading(self, leading: Held) -> Held:
-        """Add those of the leading layers; layers_stored and layers_read stay those of the stages."""
+        """Return the sum of these and the leading layers' numbers. layers_stored and layers_read remain those of the
+        stages."""
         return Held(**{name: value + (0 if name.startswith("layers_") else getattr(leading, name))
                        for name, value in dataclasses.asdict(self).items()})
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSizes:
-    """One layer on one device: its products, its parameters, its largest matrix. depth: layers in a stage."""
+    """The sizes of one layer on one device: its products, the elements of its parameters and of its largest matrix.
+    depth: number of layers in a stage."""
     products: tuple[Product, ...]
     used: float
     largest: float
@@ -160,9 +167,10 @@ class LayerSizes:
 class Placed:
     """A model under a layout: sizes on one device, and the weights and gradients that move.
 
-    leading: in our pipelines, the layers before the stages as a model of their own; the stages share its microbatches.
-    rows, cfg and layer then describe the other layers, held and the moves of the update both. is_leading: whether this
-    is such a model.
+    leading: in this project's pipelines, the layers before the stages, as a model of their own; None without such
+    layers. If it is set, rows, cfg and layer describe only the other layers, while held and the moves of the update
+    cover both. The stages share the microbatches of the leading layers. is_leading: whether this object is such a
+    leading model.
     """
     cfg: object                 # the [model] section
     rows: list                  # the parameter table
@@ -177,55 +185,56 @@ class Placed:
     framework: Framework | None = None      # None: this project
 
     def moving(self, kind: str, part: str) -> dict[Axes, float]:
-        """Select moves by kind and part: their elements by mesh axes."""
+        """Return the elements of the moves of this kind and part, by mesh axes."""
         return {move.axes: move.elements for move in self.moves if (move.kind, move.part) == (kind, part)}
 
     @property
     def by_layer(self) -> bool:
-        """Whether each layer gathers its weights."""
+        """Whether each layer gathers its own weights."""
         return any(move.kind == GATHER and move.part in ("layers", "experts") for move in self.moves)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of activations and gathered weights."""
+        """Return the bytes of an element of activations and gathered weights."""
         return 2 if self.cfg.compute_dtype == "bfloat16" else 4
 
     @property
     def float8(self) -> bool:
-        """Whether the layers' projections multiply in float8. Their inputs are then gathered in float8, each with a
-        scale."""
+        """Whether the layers' projections multiply in a narrow dtype. Their inputs are then gathered in float8, each
+        with a scale."""
         return self.matmul_dtype != self.cfg.compute_dtype
 
     @property
     def matmul_dtype(self) -> str:
-        """The dtype in which the layers' projections are multiplied."""
+        """Return the dtype in which the layers' projections are multiplied."""
         if self.framework and self.framework.narrow:
             return self.framework.narrow
         return "float8" if self.cfg.matmul_dtype == "float8" else self.cfg.compute_dtype
 
     @property
     def experts_dtype(self) -> str:
-        """The dtype in which experts are multiplied; ours are never narrow."""
+        """Return the dtype in which experts are multiplied. This project's experts are never in a narrow dtype."""
         return self.matmul_dtype if self.framework else self.cfg.compute_dtype
 
     @property
     def dtype(self) -> str:
-        """The dtype of activations and gathered weights, as HLO spells it."""
+        """Return the dtype of activations and gathered weights in HLO's spelling."""
         return "bf16" if self.itemsize == 2 else "f32"
 
     @functools.cached_property
     def matrices(self) -> float:
-        """Number of matrices of a layer without its experts, mean over layers. Each has a collective of its own."""
+        """Return the number of matrices of a layer without its experts, mean over layers. Each matrix has its own
+        collective."""
         return sum(info.shape[0] for info in self.rows if info.role == "matrix" and info.axes[0] in (LAYERS, LEADING)
                    and "expert" not in info.axes) / self.cfg.num_layers
 
     def tokens(self, options: Options) -> float:
-        """Tokens of a microbatch on one device; of a sharded sequence, its shard."""
+        """Return the tokens of a microbatch on one device. A device of a sharded sequence counts its shard."""
         return options.global_batch * options.seq_len / options.microbatches / self.layout.num_shards(
             self.layout.token_axes)
 
     def layers(self, options: Options) -> float:
-        """Number of layers that a stage computes for a microbatch."""
+        """Return the number of layers that a stage computes for a microbatch."""
         if self.is_leading:
             return self.rounds(options) * self.cfg.num_layers / options.microbatches
         num_stages = self.layout.sizes["stage"]
@@ -235,8 +244,10 @@ class Placed:
         return stages.padded(self.cfg, num_stages * options.chunks) // num_stages
 
     def visits(self, options: Options) -> tuple[float, float, float]:
-        """Passes through a layer in a step: (forward, backward for inputs, backward for weights). In our pipelines an
-        idle stage computes on masked data, which the schedule's counts include."""
+        """Return the passes through a layer in a step: (forward, backward for inputs, backward for weights).
+
+        In this project's pipelines an idle stage computes on masked data. The numbers include these passes.
+        """
         layers = self.layers(options)
         if not self.masked(options) or self.is_leading:
             return (options.microbatches * layers,) * 3
@@ -245,11 +256,11 @@ class Placed:
         return depth * executed["F"], depth * executed["B"], depth * (executed["W"] or executed["B"])
 
     def rounds(self, options: Options) -> int:
-        """Number of times a step runs the leading layers on a stage."""
+        """Return how often a step runs the leading layers on one stage."""
         return -(-options.microbatches // self.layout.sizes["stage"])
 
     def ends(self, options: Options) -> tuple[int, int, int]:
-        """Number of times a step computes (the embedding, the loss with its gradient, the embedding's gradient)."""
+        """Return how often a step computes (the embedding, the loss with its gradient, the embedding's gradient)."""
         if self.is_leading:
             return 0, 0, 0
         boundaries = self.boundaries(options)
@@ -257,8 +268,8 @@ class Placed:
         return (all_rounds, boundaries[1], all_rounds) if self.leading else boundaries
 
     def boundaries(self, options: Options) -> tuple[int, int, int]:
-        """Number of times a step computes (the first stage's input, the loss, the cotangent of that input), masked
-        ticks of our pipelines included."""
+        """Return how often a step computes (the first stage's input, the loss, the cotangent of that input). The masked
+        ticks of this project's pipelines are included."""
         m, p = options.microbatches, self.layout.sizes["stage"]
         if not self.masked(options):
             return m, m, m
@@ -270,7 +281,7 @@ class Placed:
         return not self.framework and self.layout.sizes["stage"] > 1 and options.schedule != ""
 
     def num_shards(self, axis: str) -> int:
-        """Number of devices that an activation's dim is sharded over."""
+        """Return the number of devices that shard an activation's dim. axis: the dim's logical axis."""
         if axis not in self._num_shards:
             self._num_shards[axis] = self.layout.num_shards(self.layout.mesh_axes("activations", axis))
         return self._num_shards[axis]
@@ -281,27 +292,28 @@ class Placed:
 
     @functools.cached_property
     def stream_shards(self) -> int:
-        """Number of devices that shard the residual stream by sequence parallelism, context parallelism not counted."""
+        """Return the number of devices that shard the residual stream by sequence parallelism. Context parallelism is
+        not counted."""
         return _stream_shards(self.layout)
 
     @functools.cached_property
     def mixers(self) -> tuple[mixers.Mixer, ...]:
-        """The kinds of mixers that the layers use."""
+        """Return the kinds of mixers that the layers use."""
         return mixers.of(self.cfg, self.layout)
 
     def mean(self, of: Callable[[mixers.Mixer], float]) -> float:
-        """Mean over layers of what each kind of mixer has; 0 of layers without one."""
+        """Return the mean over layers of `of(mixer)`. Layers without a mixer count 0."""
         return sum(mixer.share * of(mixer) for mixer in self.mixers)
 
     @functools.cached_property
     def mlp_width(self) -> float:
-        """Elements of a token's MLP hidden on one device, experts apart, mean over layers."""
+        """Return the width of the MLP's hidden activations on one device without routed experts, mean over layers."""
         of = functools.partial(pattern.share, self.cfg)
         return (of(mlps="d") * self.cfg.mlp_dim + of(mlps="e") * self.cfg.shared_expert_dim) / self.num_shards("mlp")
 
     @functools.cached_property
     def blocks(self) -> float:
-        """Number of mixers and MLPs that a layer adds to the residual stream, mean over layers."""
+        """Return the number of mixers and MLPs that a layer adds to the residual stream, mean over layers."""
         return 2 - pattern.share(self.cfg, mixers=".") - pattern.share(self.cfg, mlps=".")
 
 
@@ -311,8 +323,10 @@ def _stream_shards(layout: Layout) -> int:
 
 
 def place(rows, cfg, layout: Layout, mesh: MeshSpec) -> Placed:
-    """Compute the sizes and moves of a model under a layout. rows: the parameter table (ParamInfo); cfg: the [model]
-    section; the layout has the sizes of the mesh."""
+    """Return the sizes and moves of a model under a layout.
+
+    rows: the parameter table (ParamInfo); cfg: the [model] section; the layout's sizes must be those of the mesh.
+    """
     first = pattern.leading(cfg)
     if layout.sizes["stage"] == 1 or not first:
         return _place(rows, cfg, layout, mesh)
@@ -329,7 +343,7 @@ def place(rows, cfg, layout: Layout, mesh: MeshSpec) -> Placed:
 
 
 def _cut(cfg, part: slice):
-    """The model of some of the layers."""
+    """Return the [model] section for a part of the layers."""
     kinds = pattern.kinds(cfg)[part]
     mixers, mlps = ("".join(letters) for letters in zip(*kinds))
     without = {} if "e" in mlps else dict(num_experts=0, shared_expert_dim=0)
@@ -337,7 +351,8 @@ def _cut(cfg, part: slice):
 
 
 def _place(rows, cfg, layout: Layout, mesh: MeshSpec, is_leading: bool = False) -> Placed:
-    """is_leading: these layers run before the stages, and their gradients are summed over the stages."""
+    """Return the sizes and moves of layers of one kind of placement. is_leading: these layers run before the stages,
+    and their gradients are summed over the stages."""
     local, tokens = _Local(layout), frozenset(layout.token_axes) | ({"stage"} if is_leading else set())
     travel, held, used, largest = defaultdict(float), Counter(), 0.0, 0.0
     num_stages, head, matrices = layout.sizes["stage"], Product(0, 0), _Matrices(cfg, rows, local)
@@ -348,13 +363,13 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, is_leading: bool = False) 
         in_use, by_table = local.axes(info)
         depth = stage_layers if info.axes[0] in (LAYERS, LEADING) else 0
         whole = info.size / layout.num_shards(in_use)
-        # In the loop a stage has its own layers alone, even where the rules cannot shard the stack.
+        # In the loop a stage has only its own layers, even if the rules cannot shard the stack.
         if depth and num_stages > 1:
             whole = info.size / cfg.num_layers * depth / layout.num_shards(in_use - {"stage"})
         held.update(_held(info, cfg, layout, by_table, in_use, whole, depth))
         if depth:
             used, largest = used + whole / depth, max(largest, whole / depth * cfg.num_layers / info.shape[0])
-        if num_stages > 1:              # the loop has whole weights and gradients, exchanged once a step
+        if num_stages > 1:              # the loop has unsharded weights and gradients, exchanged once a step
             by_table |= {"params": in_use, "grads": in_use}
         uses = 1
         if info.role == "embedding":
@@ -375,8 +390,8 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, is_leading: bool = False) 
 
 
 def _held(info, cfg, layout: Layout, by_table, in_use: frozenset, whole: float, depth: int) -> dict[str, float]:
-    """What one parameter adds to `Held`. in_use: mesh axes that shard the gathered copy; depth: number of layers on the
-    device, 0 for embedding and head."""
+    """Return what one parameter adds to the fields of `Held`. in_use: mesh axes that shard the gathered copy; depth:
+    number of layers on the device, 0 for embedding and head."""
     stored = info.size / layout.num_shards(by_table["optimizer"])
     grads, read = (info.size / layout.num_shards(by_table[table]) for table in ("grads", "params"))
     elsewhere = by_table["params"] != by_table["optimizer"]
@@ -397,9 +412,12 @@ def _held(info, cfg, layout: Layout, by_table, in_use: frozenset, whole: float, 
 
 def _moves(layout: Layout, info, beyond, whole: float, depth: int, uses: int, late: frozenset,
            once: frozenset) -> Iterator[tuple[tuple[str, str, Axes], float]]:
-    """Yield ((kind, part, axes), elements) of one parameter, see `WeightMove`. beyond: the axes that shard it in each
-    table but not in use. uses: how often embedding and head gather it. late: axes over which its gradient is summed
-    that do not shard it. once: axes whose sums are deferred to the end of the step."""
+    """Yield ((kind, part, axes), elements) for the moves of one parameter, see `WeightMove`.
+
+    beyond: for each table, the axes that shard the parameter in the table but not in use. uses: how often embedding and
+    head gather it. late: axes that do not shard its gradient but over which the gradient is summed. once: axes whose
+    sums are deferred to the end of the step.
+    """
     n, part = (whole / depth, "experts" if "expert" in info.axes else "layers") if depth else (whole, "ends")
     params, grads = beyond["params"], beyond["grads"]
     yield (GATHER, "routers" if info.role == "router" else part, ordered(params)), uses * n
@@ -420,7 +438,7 @@ def _moves(layout: Layout, info, beyond, whole: float, depth: int, uses: int, la
 
 
 class _Local:
-    """Sizes of parameters on one device. Caches the mesh axes of each logical axis."""
+    """Computes sizes of parameters on one device. Caches the mesh axes of each logical axis."""
 
     def __init__(self, layout: Layout):
         self.layout = layout
@@ -428,18 +446,18 @@ class _Local:
         self.uses = functools.cache(lambda axis: frozenset(layout.mesh_axes(GATHERED, axis)))
 
     def axes(self, info) -> tuple[frozenset, dict[str, frozenset]]:
-        """(mesh axes that shard a parameter in use, those that shard it in each table)."""
+        """Return (mesh axes that shard a parameter in use, {table: mesh axes that shard it in that table})."""
         union = lambda of: frozenset().union(*map(of, info.axes))
         tables = ("params", "grads", "optimizer")
         return union(self.uses), {table: union(functools.partial(self.splits, table)) for table in tables}
 
     def split(self, info, dims) -> Axes:
-        """The mesh axes that shard these dims of a matrix in use."""
+        """Return the mesh axes that shard these dims of a matrix in use."""
         return ordered(frozenset().union(*(self.uses(info.axes[d]) for d in dims)))
 
     def size(self, info, dims) -> int:
-        """Elements of these dims of a matrix on one device, as it is multiplied. Key heads are replicated where they
-        are fewer than the devices."""
+        """Return the elements of these dims of a matrix on one device, as it is multiplied. Key heads are replicated if
+        there are fewer of them than devices."""
         split = lambda d: info.shape[d] // max(1, self.layout.num_shards(self.uses(info.axes[d])))
         heads = lambda d: layers.kv_heads(self.layout, info.shape[d]) // self.layout.num_shards(
             self.layout.mesh_axes("activations", "kv_heads"))
@@ -447,8 +465,8 @@ class _Local:
 
 
 class _Matrices:
-    """The products of a layer. Equal matrices of different layers are one, with the share of the layers that have it;
-    those that multiply the same input are one product."""
+    """The products of a layer. Equal matrices of different layers are one entry, with the fraction of the layers that
+    have it. Matrices that multiply the same input are one product."""
 
     def __init__(self, cfg, rows, local: _Local):
         self.num_layers, self.local, self.products = cfg.num_layers, local, {}
@@ -495,12 +513,12 @@ OUTPUT_BIASES = "down_bias"     # of experts
 
 
 def _part(info) -> str:
-    """The module of a layer that has this parameter; "" for norms and the ends."""
+    """Return the module of a layer that has this parameter; "" for norms, embedding and head."""
     return next((name for name in info.path if name in MODULES), "")
 
 
 def _layer(info) -> tuple[str, ...]:
-    """The path of the layers of a period that have this parameter."""
+    """Return the path of the layers of a period that have this parameter."""
     return info.path[:info.path.index(_part(info))] if _part(info) else info.path
 
 

@@ -1,8 +1,8 @@
-"""The price of a layout in closed formulas: memory, traffic and time of a step. Compiles nothing.
+"""Prices a layout in closed formulas: memory, traffic and time of a step. Compiles nothing.
 
-`placed`, `traffic` and `footprint` give the sizes, `rates` the seconds of a matmul, a stream and a collective. A
+`placed`, `traffic` and `footprint` give the sizes; `rates` gives the seconds of a matmul, a stream and a collective. A
 collective hides behind a fraction of the compute that it overlaps, and slows that compute by a fraction of its own
-time. The formulas met 51 published runs of other frameworks (`placed.Framework`), and 166 of 2026
+time. The formulas were compared with 51 published runs of other frameworks (`placed.Framework`), and with 166 of 2026
 (benchmarks/published_2026.py).
 """
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshtrain.sharding.mesh import MeshSpec
 
 LOGIT_BYTES = 14            # HBM bytes of a logit, forward and backward
 UPDATE_BYTES = 30           # HBM bytes of a parameter in the optimizer's update
-ONCE_BYTES = 12             # HBM bytes of an accumulator's element once a step: zeroed, transposed for the reduction
+ONCE_BYTES = 12             # HBM bytes of an accumulator's element per step: zeroed, transposed for the reduction
 # HBM bytes of an element of expanded keys and values in copies of kernels' operands and in sums of gradients, forward
 # and backward; where sequences are split these are of all tokens and of single chunks
 EXPANDED_BYTES = {False: (7, 15), True: (26, 54)}
@@ -36,11 +36,11 @@ RECOMPUTED = {"none": (0.0, 0.0, 0.0), "selective": SELECTIVE, "full": FULL, "of
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-    """A step: step_s = compute_s + exposed (by label) + bubble_s + update_s + host_s.
+    """The price of a step: step_s = compute_s + exposed (by label) + bubble_s + update_s + host_s.
 
-    collectives: those of a step. traffic_bytes: bytes that a GPU sends, by mesh axes ("data+fsdp"). links_s: seconds of
-    collectives by mesh axes, hidden or not. parts: compute_s by kind. mfu: counts the causal half of attention and no
-    recomputation.
+    collectives: all collectives of a step. traffic_bytes: bytes that a GPU sends, by mesh axes ("data+fsdp"). links_s:
+    seconds of collectives by mesh axes, hidden or not. parts: compute_s by kind. mfu: model FLOPs utilization, which
+    counts the causal half of attention and no recomputation.
     """
     memory_bytes: Mapping[str, int]
     collectives: tuple[traffic.Sent, ...]
@@ -61,18 +61,19 @@ class Price:
 
     @property
     def bubble(self) -> float:
-        """bubble_s as a fraction of the step without host_s."""
+        """Return bubble_s as a fraction of the step without host_s."""
         return self.bubble_s / (self.step_s - self.host_s)
 
 
 class Links:
-    """Groups and times of collectives on a mesh."""
+    """The device groups of collectives on a mesh, and their times."""
 
     def __init__(self, rates: Rates, mesh: MeshSpec):
         self.rates, self.mesh, self.domain = rates, mesh, rates.gpu.domain_gpus(mesh.num_devices)
 
     def group(self, axes: tuple[str, ...]) -> DeviceGroup:
-        """The group of a collective over these axes; a part of an axis ("tensor:2") counts as the whole axis."""
+        """Return the device group of a collective over these axes. A part of an axis ("tensor:2") counts as the whole
+        axis."""
         return DeviceGroup(*self.mesh.in_domain(tuple(axis.partition(":")[0] for axis in axes), self.domain))
 
     def one_s(self, sent: traffic.Sent) -> float:
@@ -80,7 +81,7 @@ class Links:
 
 
 def price(placed: Placed, rated: Rates, options: Options) -> Price:
-    """Price one step of a model under a layout."""
+    """Return the price of one step of a model under a layout."""
     cfg, assumed, sizes = placed.cfg, rated.assumed, placed.mesh.sizes
     p, m, num_gpus = sizes["stage"], options.microbatches, placed.mesh.num_devices
     work, layers = _LayerTimes(placed, rated, options), placed.layers(options)
@@ -116,8 +117,8 @@ def price(placed: Placed, rated: Rates, options: Options) -> Price:
 
 
 def _leading_s(placed: Placed, rated: Rates, options: Options) -> tuple[dict[str, float], float]:
-    """Time of the leading layers before our stages: (seconds of a stage per microbatch by kind, seconds of a stage in a
-    step)."""
+    """Return the time of the leading layers before this project's stages: (seconds of a stage per microbatch by kind,
+    seconds of a stage in a step)."""
     if not (leading := placed.leading):
         return {}, 0.0
     work = _LayerTimes(leading, rated, dataclasses.replace(options, schedule="gpipe"))
@@ -127,7 +128,7 @@ def _leading_s(placed: Placed, rated: Rates, options: Options) -> tuple[dict[str
 
 
 def stage_costs(placed: Placed, rated: Rates, options: Options) -> Costs:
-    """Seconds of one microbatch in one stage. `simulate` uses them to choose a schedule."""
+    """Return the seconds of one microbatch in one stage. `simulate` uses them to choose a schedule."""
     work, layers = _LayerTimes(placed, rated, options), placed.layers(options)
     waits, links = _Waits(placed, rated, options, work, layers), Links(rated, placed.mesh)
     link_s = sum(links.one_s(sent) for sent in waits.sent if sent.label == "stage"
@@ -137,14 +138,15 @@ def stage_costs(placed: Placed, rated: Rates, options: Options) -> Costs:
 
 
 def _stage(work: _LayerTimes, layers: float, waits_s: float) -> Costs:
-    """waits_s: exposed seconds of one layer, half of them in the forward."""
+    """Return the costs of a stage of `layers` layers. waits_s: exposed seconds of one layer, half of them in the
+    forward."""
     return Costs(layers * (work.forward_s + waits_s / 2), layers * (work.input_grad_s + waits_s / 2),
                  layers * work.weight_grad_s)
 
 
 class _Waits:
-    """Exposed seconds of a step by label: layer_s in layers, other_s outside them; links_s: all seconds of collectives
-    by mesh axes."""
+    """Exposed seconds of a step by label. layer_s: those in layers; other_s: those outside layers; links_s: all seconds
+    of collectives by mesh axes, hidden or not."""
 
     def __init__(self, placed: Placed, rated: Rates, options: Options,
                  work: _LayerTimes, layers: float):
@@ -254,8 +256,8 @@ class _LayerTimes:
 
 
 def _gaps_s(placed: Placed, rated: Rates, options: Options) -> tuple[float, float]:
-    """Seconds in which a layer's kernels of another framework wait for each other and for the host (forward,
-    backward). Each expert of a device adds its own, as its products and casts are kernels of their own."""
+    """Return the seconds in which the kernels of a layer of another framework wait for each other and for the host
+    (forward, backward). Each expert of a device adds gaps, because its products and casts are separate kernels."""
     if not placed.framework:
         return 0.0, 0.0
     assumed, gap_us = rated.assumed, rated.assumed["gap.layer_us"]
@@ -266,7 +268,7 @@ def _gaps_s(placed: Placed, rated: Rates, options: Options) -> tuple[float, floa
 
 
 def _attention_s(placed: Placed, rated: Rates, options: Options) -> tuple[float, float]:
-    """Seconds of a layer's attention (forward, backward), mean over layers."""
+    """Return the seconds of a layer's attention (forward, backward), mean over layers."""
     forward_s, backward_s, apart = 0.0, 0.0, options.attended.engine in rates.OURS
     for mixer in placed.mixers:
         if mixer.recurrent:
@@ -285,8 +287,8 @@ def _attention_s(placed: Placed, rated: Rates, options: Options) -> tuple[float,
 
 
 def _kernels(mixer: Mixer, placed: Placed, options: Options) -> tuple[tuple[float, float], ...]:
-    """(fraction of the pairs, keys) of each kernel of a layer's attention. With context parallelism each device has two
-    chunks of a sequence; latents are gathered."""
+    """Return (fraction of the pairs, keys) for each kernel of a layer's attention. With context parallelism each device
+    has two chunks of a sequence, and latents are gathered."""
     num_shards, length = placed.num_shards("seq"), options.seq_len
     if num_shards == 1 or options.method == "ulysses":
         return ((1.0, length),)
@@ -295,8 +297,8 @@ def _kernels(mixer: Mixer, placed: Placed, options: Options) -> tuple[tuple[floa
 
 
 def _expansion_s(placed: Placed, rated: Rates, options: Options) -> tuple[float, float]:
-    """Seconds in which a layer's attention expands latents (forward, backward, which expands them again). Where
-    sequences are split, each device expands the whole, or with ulysses its heads of the whole."""
+    """Return the seconds in which a layer's attention expands latents (forward, backward). The backward expands them
+    again. If sequences are split, each device expands the whole sequence, or with ulysses only its own heads."""
     tokens, split = placed.tokens(options), placed.num_shards("seq")
     tokens, heads = tokens * split, split if options.method == "ulysses" else 1
     matmul = functools.partial(matmul_s, rated, placed.experts_dtype, placed.itemsize)
@@ -310,8 +312,8 @@ def _expansion_s(placed: Placed, rated: Rates, options: Options) -> tuple[float,
 
 
 def _recurrences_s(placed: Placed, rated: Rates, options: Options) -> list[tuple[Mixer, tuple[float, float]]]:
-    """Each recurrent mixer with the seconds of a layer's recurrence and convolution (forward, backward). The scan from
-    chunk to chunk is run again for the summary of a run of tokens, where sequences are split."""
+    """Return each recurrent mixer with the seconds of a layer's recurrence and convolution (forward, backward). If
+    sequences are split, the scan over chunks runs a second time to summarize each device's tokens."""
     split, runs = placed.num_shards("seq"), 1 if options.method == "ulysses" else 2
     experts = pattern.share(placed.cfg, mlps="e")       # their layers are not computed in parts
     parts = experts + (1 - experts) * footprint.row_parts(placed, options)
@@ -323,8 +325,8 @@ def _recurrences_s(placed: Placed, rated: Rates, options: Options) -> list[tuple
 
 
 def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of a layer's experts: (matmuls forward, backward for inputs and for weights), (elementwise forward,
-    backward)."""
+    """Return the seconds of a layer's experts: (matmuls of the forward, of the backward for inputs and for weights),
+    (elementwise work of the forward, of the backward)."""
     found = routed.of(placed, options)
     if not found:
         return (0.0,) * 3, (0.0,) * 2
@@ -352,8 +354,8 @@ def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[fl
 
 
 def _permuted_bytes(found: routed.Routed, narrow: bool) -> tuple[float, float]:
-    """HBM bytes beside the experts' products in other frameworks (forward, backward): rows are sorted by expert and
-    back, activated and weighted; casts to a narrow dtype."""
+    """Return the HBM bytes of other frameworks in addition to the experts' products (forward, backward). Rows are
+    sorted by expert and back, activated and weighted, and cast to a narrow dtype."""
     size, n = found.sizes.itemsize, found.sizes.width
     moved, hidden = 4 * size * found.sizes.embed_dim, size * (found.sizes.inward + 1) * n
     cast = narrow * QUANTISE_BYTES * (found.sizes.embed_dim + n)
@@ -362,9 +364,11 @@ def _permuted_bytes(found: routed.Routed, narrow: bool) -> tuple[float, float]:
 
 
 def _scan_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
-    """HBM bytes that the scan over layers adds to a layer's (forward, backward, weight gradient): residuals are copied
-    into a buffer and out, held weights are sliced out of their stack, gradients are added to theirs. Read off compiled
-    programs of 1B and 8B."""
+    """Return the HBM bytes that the scan over layers adds to one layer (forward, backward, weight gradient).
+
+    Residuals are copied into a buffer and out, unsharded weights are sliced out of their stack, and gradients are added
+    to their stack. Read off compiled programs of 1B and 8B.
+    """
     remat = "full" if options.remat == "offload" else options.remat         # it passes through the same buffer
     width = footprint.kept_width(placed, dataclasses.replace(options, remat=remat))
     kept = placed.itemsize * placed.tokens(options) * width
@@ -374,9 +378,12 @@ def _scan_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
 
 
 def _stage_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
-    """HBM bytes that a pipeline's loop adds to F, B and W of a layer: weights are sliced out of the stage's stack,
-    gradients are added to theirs, residuals are copied into slots and out. Residuals of a separate W also pass a mask.
-    Read off compiled programs: 8B on stage 2, 70B on tensor 8 × stage 4."""
+    """Return the HBM bytes that a pipeline's loop adds to F, B and W of a layer.
+
+    Weights are sliced out of the stage's stack, gradients are added to their stack, and residuals are copied into slots
+    and out. Residuals of a separate W also pass a mask. Read off compiled programs: 8B on stage 2, 70B on tensor 8 ×
+    stage 4.
+    """
     size, weights = placed.itemsize, placed.layer.used
     for_backward, for_weights = (size * placed.tokens(options) * width
                                  for width in footprint.slot_widths(placed, options))
@@ -386,8 +393,9 @@ def _stage_bytes(placed: Placed, options: Options) -> tuple[float, float, float]
 
 
 def _quantised_bytes(placed: Placed) -> tuple[float, float]:
-    """HBM bytes to convert a layer's token to float8: (inputs of its products in the forward, cotangents of their
-    results in the backward). Each is transposed for the weight gradients too, gathered ones after the gather."""
+    """Return the HBM bytes to convert one token's arrays in a layer to float8: (inputs of products in the forward,
+    cotangents of their results in the backward). Each array is also transposed for the weight gradients; gathered
+    arrays are transposed after the gather."""
     stream, products = placed.cfg.embed_dim / placed.stream_shards, [
         product for product in placed.layer.products if not product.router]
     read = sum(product.share * (product.k if product.outward else stream) for product in products)
@@ -397,20 +405,21 @@ def _quantised_bytes(placed: Placed) -> tuple[float, float]:
 
 
 def matmul_s(rated: Rates, dtype: str, size: int, m: float, n: float, k: float) -> float:
-    """Seconds of [m, k] × [k, n] with elements of `size` bytes: the slower of its FLOPs and its HBM bytes."""
+    """Return the seconds of [m, k] × [k, n] with elements of `size` bytes: the longer of the times for its FLOPs and
+    its HBM bytes."""
     return max(rated.matmul_s(Matmul(m, n, k, 1, dtype)), rated.stream_s(size * (m * n + n * k + m * k)))
 
 
 def _exposed_s(comm_s: float, alone_s: float, compute_s: float, hide: float, contend: float) -> float:
-    """Seconds that a collective adds to the compute it overlaps: what is not hidden, and the slowdown of the rest.
-    alone_s: seconds of it that overlap nothing."""
+    """Return the seconds that a collective adds to the compute it overlaps: the part that is not hidden, and the
+    slowdown of compute by the hidden part. alone_s: seconds of the collective that overlap nothing."""
     behind = min(comm_s - alone_s, hide * compute_s)
     return comm_s - behind + contend * behind
 
 
 def bubble_s(costs: Costs, name: str, p: int, m: int, v: int) -> float:
-    """Seconds of a phase schedule beyond m microbatches on a stage that never waits, as `simulate` finds them without
-    links."""
+    """Return the seconds that a pipeline's step takes beyond m microbatches on a stage that never waits. They follow
+    from the schedule's op counts, and equal the bubble that `simulate` finds without link times."""
     executed, _ = schedules.counts(name, p, m, v)
     split = executed["W"] > 0
     op_s = {"F": costs.forward_s, "B": costs.input_grad_s + (0 if split else costs.weight_grad_s),

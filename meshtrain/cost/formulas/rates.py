@@ -1,8 +1,8 @@
-"""Seconds of one kernel or collective on a GPU, from the hardware table and the fractions of its peaks in
+"""Computes the seconds of one kernel or collective on a GPU, from the hardware table and the fractions of its peaks in
 `assumptions`.
 
-Four formulas: a matmul, a stream of bytes, flash attention, and a collective over link domains as NCCL's rings run it.
-They know no program and no mesh; `roofline` applies them to a compiled schedule.
+There are four formulas: a matmul, a stream of bytes, flash attention, and a collective over link domains as NCCL's
+rings run it. They know neither a program nor a mesh; `roofline` applies them to a compiled schedule.
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TREE, TREE_SHARE = (1.25 / 1.9, 8.5 / 4.0), .92
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """batch products [m, k] × [k, n] in one kernel; dtype: of the wider operand, as HLO spells it."""
+    """`batch` products [m, k] × [k, n] in one kernel. dtype: that of the wider operand, as HLO spells it."""
     m: int
     n: int
     k: int
@@ -39,10 +39,12 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMatmul:
-    """One kernel that multiplies the rows of each group by the group's matrix: [rows, k] × [groups, k, n]. kernel: as
-    `assumptions` names it: rows, mosaic, or outer, which computes the matrices' gradients, [k, rows] × [rows, n] of
-    each group. rows: includes the padding of blocks. activation_bytes: HBM bytes of a fused
-    activation."""
+    """One kernel that multiplies the rows of each group by the group's matrix: [rows, k] × [groups, k, n].
+
+    kernel: its name in `assumptions`: rows, mosaic, or outer. outer computes the matrices' gradients, [k, rows] ×
+    [rows, n] for each group. rows: number of rows, including the padding of blocks. activation_bytes: HBM bytes of a
+    fused activation.
+    """
     rows: float
     groups: int
     k: int
@@ -58,7 +60,7 @@ class GroupedMatmul:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionKernel:
-    """One flash attention kernel. flops: without the pairs that it skips."""
+    """One flash attention kernel. flops: FLOPs of the visited pairs; skipped pairs do not count."""
     # as `assumptions` names it: cudnn, pallas, mosaic, blockwise; of other frameworks flash2, triton, scores
     engine: str
     direction: str      # forward, backward
@@ -69,7 +71,7 @@ class AttentionKernel:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceGroup:
-    """The devices of a collective: `size` GPUs, `per_domain` of them in each link domain (a host, a rack)."""
+    """The devices of a collective: `size` GPUs, with `per_domain` of them in each link domain (a host or a rack)."""
     size: int
     per_domain: int
 
@@ -84,7 +86,7 @@ class Rates:
     assumed: Assumptions
 
     def peak(self, dtype: str) -> float:
-        """Dense FLOP/s of matmuls in this dtype; those of bfloat16 where the GPU has none for it."""
+        """Return the dense FLOP/s of matmuls in this dtype, or those of bfloat16 if the GPU has no rate for it."""
         return self.gpu.peak(dtype) or self.gpu.peak("bfloat16")
 
     def matmul_s(self, matmul: Matmul) -> float:
@@ -95,7 +97,8 @@ class Rates:
         return matmul.flops / (self.peak(matmul.dtype) * share * full)
 
     def narrow_share(self, dtype: str) -> float:
-        """The share of its own peak that a narrow dtype reaches, over bfloat16's share of its peak."""
+        """Return the fraction of its own peak that a narrow dtype reaches, divided by the fraction that bfloat16
+        reaches of its peak."""
         if dtype == "mxfp8":
             return self.assumed["matmul.mxfp8"]
         return self.assumed["matmul.float8"] if hardware.is_float8(dtype) else 1.0
@@ -120,14 +123,15 @@ class Rates:
         share = a[f"attention.{kernel.engine}_{kernel.direction}"] * a["matmul.clock"]
         share *= kernel.num_keys / (kernel.num_keys + a["attention.ramp"])
         width = min(kernel.head_dim, 128) / 128
-        if kernel.engine == "scores":        # a score costs its way through memory, whatever was multiplied for it
+        if kernel.engine == "scores":        # scores are bound by HBM traffic, whatever the width of heads
             share *= width
-        else:                   # in between, each exponential costs the same: 128 / width products' worth of it
+        else:                   # between the two widths each pair costs the same exponential, whatever its products
             share /= 1 + (1 / a["attention.narrow"] - 1) * (1 / max(width, 0.5) - 1)
         return kernel.flops / (self.peak("bfloat16") * share)
 
     def collective_s(self, kind: str, array_bytes: float, group: DeviceGroup) -> float:
-        """array_bytes: of the whole array for an all-gather, reduce-scatter or all-reduce, else what one GPU sends.
+        """Return the seconds of a collective. array_bytes: those of the whole array for an all-gather, reduce-scatter
+        or all-reduce; for other kinds, the bytes that one GPU sends.
 
         Inside a domain each GPU sends (n−1)/n of the array to its neighbour. Data enters a domain through the NICs of
         the group's members: one NIC for one GPU per host, eight for eight. A ring has n − 1 steps, and its latency
@@ -157,7 +161,7 @@ class Rates:
 
     @property
     def host_bytes_per_s(self) -> float:
-        """Bandwidth of copies between the GPU and the host's memory."""
+        """Return the bandwidth of copies between the GPU and the host's memory."""
         return 1e9 * self.assumed["offload.gb_per_s"]
 
     @property
@@ -165,15 +169,15 @@ class Rates:
         return self.assumed["kernel.launch_us"] * US
 
 
-# ---- how much of a packed row its kernels visit ----------------------------------------------------------------------
+# ---- visited pairs of a packed row -----------------------------------------------------------------------------------
 
 OURS = ("pallas", "mosaic")
 BLOCK = 128     # assumption: tokens of a kernel's block of queries or keys; at 64 a row of 8,192 has 2% less to visit
 
 
 def attended(run, layout, assumed: Assumptions) -> Attended:
-    """Find the engine of a run under this layout and the pairs that it visits. Raises: ValueError where the requested
-    engine cannot serve."""
+    """Return the attention engine of a run under this layout and the fraction of pairs that it visits. Raises:
+    ValueError if the requested engine cannot run here."""
     cfg, length = run.model, run.data.seq_len
     engine = attention.engine_name(run, layout, assumed.gpu_name)
     mixers = sorted({kind.mixer for kind in pattern.kinds(cfg)} & set(pattern.ATTENTION))
@@ -191,12 +195,12 @@ def attended(run, layout, assumed: Assumptions) -> Attended:
 
 @functools.lru_cache(maxsize=64)
 def visited_share(length: int, mean: float, sigma: float, block: int = BLOCK, window: int = 0) -> float:
-    """Pairs that a kernel visits in a row of packed documents, as a fraction of length²/2.
+    """Return the pairs that a kernel visits in a row of packed documents, as a fraction of length²/2.
 
-    Document lengths are log-normal, and the row begins at a random token, so long documents hold a larger share of the
-    tokens than of the documents. A block of queries visits the blocks of keys from the start of its first query's
-    document on. P(that start is more than a tokens back) = E[max(L − a, 0)] / mean, for a log-normal L the
-    Black–Scholes formula. window: tokens that a query sees; 0: all.
+    Document lengths are log-normal. The row begins at a random token, so long documents hold a larger share of the
+    tokens than of the documents. A block of queries visits the blocks of keys that begin at or after the start of its
+    first query's document. P(that start is more than a tokens back) = E[max(L − a, 0)] / mean, which for a log-normal L
+    is the Black–Scholes formula. window: tokens that a query attends to; 0: all.
     """
     block, reach = min(block, length), window - 1 if window else length
     visited, back, older = 0.0, 0.0, 1.0                # back: tokens between a query and the first one that it sees
@@ -214,7 +218,8 @@ def visited_share(length: int, mean: float, sigma: float, block: int = BLOCK, wi
 
 
 def split_share(length: int, num_shards: int, method: str, mean: float, sigma: float) -> float:
-    """`visited_share` of the busiest of `num_shards` devices, each with two chunks of the row in zigzag order."""
+    """Return `visited_share` of the busiest of `num_shards` devices. Each device has two chunks of the row in zigzag
+    order."""
     if num_shards == 1 or method == "ulysses":
         return visited_share(length, mean, sigma)
     chunk = length // (2 * num_shards)
@@ -227,9 +232,12 @@ def split_share(length: int, num_shards: int, method: str, mean: float, sigma: f
 
 @functools.lru_cache(maxsize=64)
 def whole_pairs(chunk: int, num_shards: int, method: str, mean: float, sigma: float) -> float:
-    """Pairs that a kernel visits between a chunk of queries and an earlier chunk of keys, mean over a layer's kernels.
-    Distant chunks share few documents, so neighbouring devices have the most to do. In a ring all devices wait for them
-    in every step."""
+    """Return the pairs that a kernel visits between a chunk of queries and an earlier chunk of keys, mean over a
+    layer's kernels.
+
+    Distant chunks share few documents, so neighbouring chunks have the most pairs. The busiest device counts: in a ring
+    all devices wait for it in every step.
+    """
     own = lambda n: visited_share(n, mean, sigma) * n * n / 2 if n else 0.0
     apart = lambda n: min(chunk * chunk, own((n + 1) * chunk) - 2 * own(n * chunk) + own((n - 1) * chunk))
     late = 2 * num_shards - 1         # device i has the chunks i and late - i
@@ -242,8 +250,11 @@ def whole_pairs(chunk: int, num_shards: int, method: str, mean: float, sigma: fl
 
 
 def banded_pairs(queries: int, keys: int, ahead: int, window: int, mean: float = math.inf, sigma: float = 1.0) -> float:
-    """Causal pairs at most window - 1 tokens apart, of queries that begin `ahead` tokens after the keys. mean: of
-    document lengths; pairs across documents are then excluded."""
+    """Return the number of causal pairs that are at most window - 1 tokens apart. The queries begin `ahead` tokens
+    after the keys.
+
+    mean: mean document length; if it is finite, pairs across documents are excluded.
+    """
     pairs = 0.0
     for first in range(max(0, ahead - keys + 1), min(window, ahead + queries), BLOCK):
         # distances: pairs of each, from the mean of the ends
@@ -255,7 +266,7 @@ def banded_pairs(queries: int, keys: int, ahead: int, window: int, mean: float =
 
 
 def _older(age: float, mean: float, sigma: float) -> float:
-    """P(the document at some token began more than `age` tokens before it)."""
+    """Return the probability that the document at some token began more than `age` tokens before the token."""
     normal = lambda x: 0.5 * (1 + math.erf(x / math.sqrt(2)))
     d = math.log(mean / age) / sigma + sigma / 2
     return normal(d) - age / mean * normal(d - sigma)

@@ -1,10 +1,12 @@
-"""Seconds and temporaries of a recurrence, by its engine: `kernels.recurrence`, compiled by XLA, or its Pallas kernels.
+"""Computes the seconds and temporaries of a recurrence by its engine: `kernels.recurrence`, compiled by XLA, or its
+Pallas kernels.
 
-Few of XLA's kernels are bound by FLOPs. A step of its scan from chunk to chunk is several short kernels, each with its
-gap; all else passes float32 arrays through memory: pairs of a chunk's tokens [N, C, C], the widths of tokens [N, V + H]
+Few of XLA's kernels are bound by FLOPs. A step of its scan over chunks is several short kernels, with a gap after each.
+All other work passes float32 arrays through memory: pairs of a chunk's tokens [N, C, C], arrays of tokens [N, V + H]
 and the chunks' states [N, H, V]. Pallas kernels are bound by their products, which `kernels.recurrence_pallas` lists.
-The bytes were read off programs compiled for H100 in bfloat16, of 4,096 and 8,192 tokens, heads of 64, 128 and 256, and
-16 to 128 of them. Nothing is measured.
+
+The bytes were read off programs compiled for H100 in bfloat16, with 4,096 and 8,192 tokens, head sizes of 64, 128 and
+256, and 16 to 128 heads. Nothing is measured.
 """
 from __future__ import annotations
 
@@ -19,8 +21,12 @@ XLA, PALLAS = "xla", "pallas"
 
 @dataclasses.dataclass(frozen=True)
 class HbmBytes:
-    """Bytes of a direction: for each pair of a token with those of its chunk, for each element of a value head's key,
-    of its value, and of its state before a chunk. step, once: number of kernels of a chunk, and of the rest."""
+    """HBM bytes of a recurrence's forward or backward.
+
+    pair: bytes for each pair of tokens in a chunk. key, value: bytes for each element of a value head's key and value.
+    state: bytes for each element of the state before a chunk. step: number of kernels per chunk; once: number of the
+    other kernels.
+    """
     pair: float
     key: float
     value: float
@@ -29,12 +35,12 @@ class HbmBytes:
     once: float = 0
 
     def of(self, mixer: RecurrenceSizes, chunk: int) -> float:
-        """Bytes of a token."""
+        """Return the HBM bytes per token."""
         each = self.pair * chunk + self.key * mixer.key_dim + self.value * mixer.value_dim
         return mixer.heads * each + self.state * mixer.state / chunk
 
 
-# by engine and mixer: forward, backward, what lives in the backward
+# by engine and mixer: forward, backward, arrays that live during the backward
 MOVED = {
     (XLA, "G"): (HbmBytes(70, 39, 39, 72, 9, 44), HbmBytes(216, 61, 61, 153, 9, 78), HbmBytes(21, 11, 11, 35)),
     (XLA, "K"): (HbmBytes(50, 151, 39, 55, 9, 50), HbmBytes(170, 473, 61, 130, 9, 90), HbmBytes(12, 89, 11, 25)),
@@ -59,9 +65,12 @@ SUMMARIZED, SUMMARY_STEP = (90, 62), 7
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """Tokens of a layer on one device: in runs of `length`, whose chunks follow each other. parts: computed one after
-    the other. split: number of runs of a sequence that several devices have, else 0. What a run does to any state is
-    then found by another scan, and what they all do composed."""
+    """The tokens of a layer on one device, in runs of `length` tokens whose chunks follow each other.
+
+    parts: number of parts that are computed one after the other. split: number of devices that split a sequence, each
+    with one run of it; 0 if sequences are not split. For split sequences another scan computes the effect of a run on
+    any initial state, and these effects are composed.
+    """
     tokens: float
     length: float
     parts: float = 1
@@ -69,29 +78,31 @@ class Scan:
 
 
 def engine(mixer: RecurrenceSizes, asked: str) -> str:
-    """The engine of a mixer; Pallas kernels leave wide heads to XLA."""
+    """Return the engine of a mixer. Pallas kernels do not support wide heads, so XLA computes those. asked: the
+    requested engine."""
     return XLA if max(mixer.key_dim, mixer.value_dim) > recurrence_pallas.WIDEST else asked
 
 
 def chunk(mixer: RecurrenceSizes, asked: str) -> int:
-    """Tokens that are computed together."""
+    """Return the number of tokens of a chunk. asked: the requested engine."""
     if engine(mixer, asked) == PALLAS:
         return recurrence_blocks.CHUNK
     return recurrence.SUM_CHUNK if mixer.letter == "M" else recurrence.DELTA_CHUNK
 
 
 def states_width(mixer: RecurrenceSizes, asked: str) -> float:
-    """Elements of a token of the states that are kept."""
+    """Return the elements per token of the saved states. asked: the requested engine."""
     return mixer.state / chunk(mixer, asked)
 
 
 def live_width(mixer: RecurrenceSizes, itemsize: int, asked: str) -> float:
-    """Elements of a token that live in the backward."""
+    """Return the elements per token that live during the backward. asked: the requested engine."""
     return MOVED[engine(mixer, asked), mixer.letter][2].of(mixer, chunk(mixer, asked)) / itemsize
 
 
 def seconds(mixer: RecurrenceSizes, rated: Rates, runs: Scan, itemsize: int, asked: str) -> tuple[float, float]:
-    """Seconds of a layer's recurrence and its convolution (forward, backward)."""
+    """Return the seconds of a layer's recurrence and its convolution (forward, backward). asked: the requested
+    engine."""
     channels, found = mixer.queries + mixer.keys + mixer.values, []
     of = _in_pallas if engine(mixer, asked) == PALLAS else _in_xla
     for direction in (0, 1):
@@ -134,7 +145,8 @@ def _in_pallas(mixer: RecurrenceSizes, rated: Rates, runs: Scan, direction: int,
 
 
 def _composed_s(mixer: RecurrenceSizes, rated: Rates, runs: Scan) -> float:
-    """Seconds to compose what all runs of a sequence do to a state, one after the other, in float32."""
+    """Return the seconds to compose the effects of all runs of a sequence on a state, one after the other, in
+    float32."""
     H, V, matrix = mixer.key_dim, mixer.value_dim, mixer.letter != "M"
     product_s = rated.matmul_s(Matmul(H, V, H, round(mixer.heads), "float32")) if matrix else 0.0
     return runs.split * (SUMMARY_STEP * rated.launch_s + product_s)

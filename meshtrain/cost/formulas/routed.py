@@ -1,4 +1,4 @@
-"""The experts of one layer for a microbatch on one device, in closed formulas: rows, traffic, memory.
+"""Computes the rows, traffic and memory of one layer's experts for a microbatch on one device, in closed formulas.
 
 Assumes balanced experts. The buffers have the sizes that `parallel.experts.dispatch` and `parallel.experts.all_to_all`
 give them, and one round suffices.
@@ -16,8 +16,8 @@ from meshtrain.parallel.experts import all_to_all, dispatch
 
 @dataclasses.dataclass(frozen=True)
 class ExpertSizes:
-    """A device's experts of one layer. inward: number of matrices beside `down`; trained: whether they have
-    gradients."""
+    """The sizes of a device's experts in one layer. inward: number of matrices other than `down`; trained: whether the
+    matrices have gradients."""
     num_experts: float
     embed_dim: int
     width: float
@@ -27,18 +27,19 @@ class ExpertSizes:
 
     @property
     def matrix(self) -> float:
-        """Elements of one matrix of all experts."""
+        """Return the elements of one matrix, over all experts of the device."""
         return self.num_experts * self.embed_dim * self.width
 
     @property
     def weights(self) -> float:
-        """Elements of all matrices of all experts."""
+        """Return the elements of all matrices, over all experts of the device."""
         return (self.inward + 1) * self.matrix
 
 
 @dataclasses.dataclass(frozen=True)
 class RowCounts:
-    """Rows of a device's experts: expected when balanced; in the buffer; multiplied by the kernels."""
+    """Row counts of a device's experts. even: expected if experts are balanced; held: size of the buffer; executed:
+    rows that the kernels multiply."""
     even: float
     held: float
     executed: float
@@ -46,10 +47,13 @@ class RowCounts:
 
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """tokens: of this device. seen: tokens, or single choices, in a round on this device, with `choices` of each.
-    further: whether the program has a loop of further rounds. split: whether a pipeline computes weight gradients in W.
-    gathered: number of shards that weights are gathered over. saves_inward: see `dispatch`. share: fraction of the
-    layers that have experts."""
+    """The routed tokens of one layer on one device.
+
+    tokens: tokens of this device. seen: tokens, or single choices of tokens, that this device receives in a round, with
+    `choices` choices each. further: whether the program has a loop of further rounds. split: whether a pipeline
+    computes weight gradients in W. gathered: number of shards that weights are gathered over. saves_inward: whether the
+    inward outputs are saved for the backward, see `dispatch`. share: fraction of the layers that have experts.
+    """
     by_all_to_all: bool
     region: dispatch.ManualRegion
     tokens: float
@@ -65,48 +69,50 @@ class Routed:
 
     @property
     def products(self) -> tuple[int, int, int]:
-        """Number of products of all rows with one matrix: (forward, backward for inputs, backward for weights). The
-        backward recomputes inward products that are not saved."""
+        """Return how often all rows are multiplied by one matrix: (forward, backward for inputs, backward for weights).
+        The backward recomputes inward products that are not saved."""
         return self.sizes.inward + 1, (1 if self.saves_inward else
                                        2) * self.sizes.inward + 1, (self.sizes.inward + 1) * self.sizes.trained
 
     @property
     def in_order(self) -> tuple[int, int, int]:
-        """How many of `products` take rows stored in order and fuse nothing behind the product."""
+        """Return how many of `products` read rows that are stored in order, and fuse no operation behind the
+        product."""
         return 1, self.sizes.inward, 0
 
     @property
     def saved_bytes(self) -> float:
-        """Bytes that a layer saves for its backward."""
+        """Return the bytes that a layer saves for its backward, mean over layers."""
         return (self.sizes.itemsize * self.sizes.inward * self.rows.held * self.sizes.width
                 * self.saves_inward * self.share)
 
     @property
     def axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(mesh axes over which tokens are gathered or exchanged, those over which outputs are summed)."""
+        """Return (mesh axes over which tokens are gathered or exchanged, mesh axes over which outputs are summed)."""
         return ordered(self.region.experts if self.by_all_to_all else self.region.gathered), ordered(self.region.summed)
 
     @property
     def round_bytes(self) -> float:
-        """Bytes of the tokens and rows that a round's weight gradients read."""
+        """Return the bytes of the tokens and rows that a round's weight gradients read."""
         return self.sizes.itemsize * (2 * self.seen * self.sizes.embed_dim + self.rows.held
                                       * (self.sizes.inward + 1) * self.sizes.width)
 
     @property
     def temporary_width(self) -> float:
-        """Width of a row's temporaries in a round: its gradient, or the inward outputs with their gradient."""
+        """Return the width of a row's temporaries in a round: its gradient, or the inward outputs with their gradient,
+        whichever is wider."""
         return max(self.sizes.embed_dim, self.sizes.inward * self.sizes.width)
 
     @property
     def weight_grad_bytes(self) -> float:
-        """Bytes of the operands of the weight gradients (`dispatch.WeightGradOperands`): tokens, rows, and with a
-        separate W the sums of further rounds."""
+        """Return the bytes of the operands of the weight gradients (`dispatch.WeightGradOperands`): tokens and rows,
+        and with a separate W the sums of further rounds."""
         return self.sizes.trained * (self.round_bytes + (4 * self.sizes.weights if self.further and self.split else 0))
 
     @property
     def staged_bytes(self) -> float:
-        """Peak bytes of a layer's B in a pipeline: a further round with the operands of its weight gradients, the sums
-        of the rounds before, and the zeros that a masked tick adds instead."""
+        """Return the peak bytes of a layer's B in a pipeline. They hold a further round with the operands of its weight
+        gradients, the sums of the earlier rounds, and the zeros that a masked tick adds instead."""
         if not self.further:
             widths = self.temporary_width + (self.sizes.inward + 1) * self.sizes.width
             of_round = self.rows.held * widths + 3 * self.seen * self.sizes.embed_dim + self.sizes.weights
@@ -118,8 +124,11 @@ class Routed:
 
     @property
     def inputs_bytes(self) -> float:
-        """Peak bytes while input gradients are computed: the first round's operands of weight gradients, and the next
-        round with its tokens and the sum of their gradients, or without further rounds the rows' gradient."""
+        """Return the peak bytes while input gradients are computed.
+
+        They hold the first round's operands of weight gradients, and the next round with its tokens and the sum of
+        their gradients. Without further rounds they hold the rows' gradient instead of a next round.
+        """
         if not self.further:
             return self.weight_grad_bytes + self.sizes.itemsize * (
                 self.rows.held * self.temporary_width + self.sizes.inward * self.sizes.matrix)
@@ -132,8 +141,11 @@ class Routed:
 
     @property
     def weights_bytes(self) -> float:
-        """Peak bytes while weight gradients are computed: the sums over rounds, one summand and the next round's
-        operands, or without further rounds the operands of the products that are left."""
+        """Return the peak bytes while weight gradients are computed.
+
+        They hold the sums over rounds, one summand and the next round's operands. Without further rounds they hold the
+        operands of the remaining products.
+        """
         if not self.sizes.trained:
             return 0.0
         if not self.further:
@@ -144,8 +156,9 @@ class Routed:
                     + self.sizes.matrix) + self.weight_grad_bytes + self.sizes.itemsize * self.sizes.weights
 
     def elementwise_bytes(self) -> tuple[float, float]:
-        """HBM bytes beside the products (forward, backward): rows are summed to tokens, stored weights are cast, weight
-        gradients of further rounds are added. Read off programs compiled for H100 and H200."""
+        """Return the HBM bytes of work other than the products (forward, backward). Rows are summed to tokens, stored
+        weights are cast, and weight gradients of further rounds are added. Read off programs compiled for H100 and
+        H200."""
         summed = self.sizes.itemsize * (self.rows.held + self.seen) * self.sizes.embed_dim
         cast = 0 if self.split else (4 + self.sizes.itemsize) * self.sizes.weights / self.gathered
         sums = 20 * self.sizes.weights * self.sizes.trained if self.further and self.split else 0
@@ -153,7 +166,7 @@ class Routed:
 
 
 def of(placed: Placed, options: Options) -> Routed | None:
-    """None where the model has no experts."""
+    """Return the experts of one layer on one device, or None if the model has no experts."""
     cfg, layout = placed.cfg, placed.layout
     if not cfg.num_experts:
         return None

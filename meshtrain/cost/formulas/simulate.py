@@ -1,7 +1,7 @@
-"""Prices a pipeline schedule from the costs of its ops and links, and chooses one before anything runs.
+"""Prices a pipeline schedule from the costs of its ops and links, and chooses a schedule before anything runs.
 
-Models the SPMD program: neighbours exchange activations in every tick, so a stage waits for its neighbours in every
-tick, and all stages execute a slot that any stage uses. Knows no jax and measures nothing.
+Models the SPMD program. Neighbours exchange activations in every tick, so a stage waits for its neighbours in every
+tick, and all stages execute an op if any stage needs it. Uses no jax and measures nothing.
 """
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ import numpy as np
 from meshtrain.parallel.pipeline import schedules, stages
 from meshtrain.parallel.pipeline.schedules import Schedule
 
-# What "auto" chooses among, in the order in which equal ones are preferred.
+# The schedules from which "auto" chooses. Of equally fast ones the first is preferred.
 AUTOMATIC = ("1f1b", "zero_bubble", "interleaved", "interleaved_zero_bubble", "gpipe")
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds for one microbatch in one stage, all its chunks. Where W is not split off, B computes both gradients. Any
-    other unit works if all share it; the defaults count in forwards."""
+    """Seconds for one microbatch in one stage, over all its chunks. If the schedule has no separate W, B computes both
+    gradients.
+
+    Any other unit works if all fields share it; the defaults count in forwards.
+    """
     forward_s: float = 1.0
     input_grad_s: float = 1.0     # with what it recomputes
     weight_grad_s: float = 1.0
@@ -29,23 +32,24 @@ class Costs:
 
     @property
     def ideal_s(self) -> float:
-        """One microbatch on a stage that never waits."""
+        """Return the seconds of one microbatch on a stage that never waits."""
         return self.forward_s + self.input_grad_s + self.weight_grad_s + self.loss_s
 
 
 @dataclasses.dataclass(frozen=True)
 class StepBytes:
-    """Bytes on one device: residuals in a schedule's slots, and the whole step."""
+    """Bytes on one device. slots: residuals in a schedule's slots; total: the whole step."""
     slots: int
     total: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
-    """A schedule with times. begin_s, end_s [T, P, 3]: of F, B, W where the stage has that op, else NaN. loss_s: of a
-    microbatch's loss after its last F.
+    """The simulated times of a schedule.
 
-    bubble: fraction of the makespan beyond the ideal. peak_live: most microbatches alive on a stage.
+    begin_s, end_s [T, P, 3]: times of F, B and W where the stage has that op, else NaN. loss_s: seconds of a
+    microbatch's loss after its last F. bubble: fraction of the makespan that exceeds the ideal time. peak_live: largest
+    number of microbatches that are alive on a stage.
     """
     makespan_s: float
     bubble: float
@@ -56,7 +60,7 @@ class Outcome:
 
 
 def simulate(schedule: Schedule, costs: Costs = Costs()) -> Outcome:
-    """Run the schedule in model time. The loss follows F, shared by all stages."""
+    """Return the simulated times of a schedule. The loss follows F, and all stages share it."""
     back_s = costs.input_grad_s + (0 if schedule.split else costs.weight_grad_s)
     op_s = np.array([costs.forward_s, back_s, costs.weight_grad_s]) / schedule.num_chunks
     begin_s, end_s, makespan_s = _walk(schedule, op_s, costs)
@@ -67,8 +71,8 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Outcome:
 
 
 def _walk(schedule: Schedule, op_s, costs: Costs):
-    """Time every op of the table. One clock serves all stages: they run the same program. y and then dx are sent
-    at the end of a tick, overlapped with the loss."""
+    """Compute the begin and end of every op of the table. All stages run the same program, so one clock serves all.
+    Activations and then their cotangents are sent at the end of a tick, overlapped with the loss."""
     used = (schedule.ops[..., 0] >= 0).any(1)
     begin, end = np.zeros((2, schedule.num_ticks, schedule.num_stages, 3))
     sends = sum(schedule.columns[name].any(1) * costs.link_s for name in ("y_out", "dx_out"))
@@ -87,8 +91,8 @@ def _walk(schedule: Schedule, op_s, costs: Costs):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice:
-    """The schedule of a run. memory_bytes: of its slots. why: one line for the log. fits: None where memory is
-    unknown."""
+    """The schedule of a run. memory_bytes: bytes of its slots. why: the reason as one line for the log. fits: None if
+    the memory is unknown."""
     schedule: Schedule
     outcome: Outcome
     memory_bytes: int | None
@@ -99,13 +103,16 @@ class Choice:
 def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(),
            memory: Callable[[Schedule], StepBytes] | None = None, usable_bytes: int | None = None,
            chunks: Iterable[int] = (1,)) -> Choice:
-    """Find the fastest schedule whose step fits into a device's memory, or the smallest one if none fits.
+    """Return the fastest schedule whose step fits into a device's memory, or the smallest one if none fits.
 
-    p stages, m microbatches; costs: of all schedules, or a function of each; memory, usable_bytes: bytes of a step on a
-    device, and the limit (without both, memory is ignored). chunks: allowed chunk counts. A pure function of modelled
-    numbers, so that all processes and restarts choose the same; measured times must not enter.
+    p stages, m microbatches. costs: the same for all schedules, or a function of the schedule. memory: returns the
+    bytes of a step on a device; usable_bytes: their limit. Without both, memory is ignored. chunks: allowed chunk
+    counts.
 
-    Raises: ValueError where no count of chunks has a schedule.
+    This is a pure function of modelled numbers, so all processes and restarts choose the same schedule. Measured times
+    must not enter.
+
+    Raises: ValueError if no schedule exists for any of the chunk counts.
     """
     chunks = sorted(set(chunks))
     found = [_simulated(schedules.make(name, p, m, v), costs, memory, usable_bytes)
@@ -124,7 +131,7 @@ def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(),
 
 def _simulated(schedule: Schedule, costs, memory, usable_bytes: int | None
                ) -> tuple[Schedule, Outcome, StepBytes | None, bool | None]:
-    """(schedule, outcome, bytes of a step, whether they fit); None where unknown."""
+    """Return (schedule, outcome, bytes of a step, whether they fit). Each of the last two is None if unknown."""
     held = memory(schedule) if memory else None
     fits = held.total <= usable_bytes if held and usable_bytes is not None else None
     return schedule, simulate(schedule, costs(schedule) if callable(costs) else costs), held, fits
@@ -154,7 +161,7 @@ def _what(schedule: Schedule, outcome: Outcome, held: StepBytes | None) -> str:
 
 
 def gib(count: int) -> str:
-    """Bytes in GiB, small counts in MiB."""
+    """Format a number of bytes in GiB, or in MiB if small."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 100 else f"{count / 2**20:.2f} MiB"
 
 
@@ -163,23 +170,25 @@ def _called(schedule: Schedule) -> str:
 
 
 def chunk_counts(num_layers: int, p: int, most: int = 4) -> tuple[int, ...]:
-    """Chunk counts that add no padding layers to those of one chunk, and that divide p or are multiples of it.
+    """Return the chunk counts that add no padding layers to those of one chunk, and that divide p or are multiples of
+    it.
 
-    num_layers: layers, or periods of layers that stay together. With other counts each stage's weights are stored on
-    many stages, and XLA moves them ten times (8 stages of 10 chunks: 112 GiB a step of a 70B model, a third of the
-    step).
+    num_layers: number of layers, or of periods of layers that stay together. With other counts each stage's weights are
+    stored on many stages, and XLA moves them ten times (8 stages of 10 chunks: 112 GiB a step of a 70B model, a third
+    of the step).
     """
     padded = lambda v: -(-num_layers // (p * v)) * v
     return tuple(v for v in range(1, most + 1) if padded(v) == padded(1) and (p % v == 0 or v % p == 0))
 
 
-# ---- of a run --------------------------------------------------------------------------------------------------------
+# ---- the schedule of a run -------------------------------------------------------------------------------------------
 
 def of_run(run, costs: Costs | Callable[[Schedule], Costs], p: int,
            memory: Callable[[Schedule], StepBytes] | None = None, usable_bytes: int | None = None) -> Choice:
-    """The schedule that the run file's [pipeline] means on p stages. "auto" with chunks = 1 may choose more chunks.
+    """Return the schedule that the run file's [pipeline] selects on p stages. "auto" with chunks = 1 may choose more
+    chunks.
 
-    Raises: ValueError as `schedules.make` and `choose`.
+    Raises: ValueError as `schedules.make` and `choose` do.
     """
     name, m, v = run.pipeline.schedule, run.training.microbatches, run.pipeline.chunks
     if name == "auto":

@@ -1,6 +1,6 @@
-"""The collectives of a step in closed formulas: arrays, mesh axes, counts, and the compute that each overlaps.
+"""Lists the collectives of a step in closed formulas: arrays, mesh axes, counts, and the compute that each overlaps.
 
-`inspect` compares this list with the compiled program's, `price` takes its times from it. `placed` gives the
+`inspect` compares this list with the compiled program's list, and `price` computes times from it. `placed` gives the
 collectives of weights and gradients; those of activations follow from the sizes of a microbatch.
 """
 from __future__ import annotations
@@ -29,10 +29,10 @@ SCALES = 12
 class Sent:
     """`runs` equal collectives of a step.
 
-    kind, dtype: as HLO spells them; axes: as in `audit.Collective`. array_bytes: of the whole array for an all-gather,
-    reduce-scatter or all-reduce, else what one GPU sends. label: the name of its exposed seconds. overlaps: the compute
-    that hides it, "" if the step waits for all of it. layer: whether it belongs to a layer of a microbatch. arrays: the
-    number of equal arrays sent one by one.
+    kind, dtype: as HLO spells them; axes: as in `audit.Collective`. array_bytes: bytes of the whole array for an
+    all-gather, reduce-scatter or all-reduce; for other kinds, the bytes that one GPU sends. label: the name under which
+    exposed seconds are counted. overlaps: the compute that hides it; "" if the step waits for all of it. layer: whether
+    it belongs to a layer of a microbatch. arrays: number of equal arrays that are sent one by one.
     """
     kind: str
     axes: Axes
@@ -45,14 +45,14 @@ class Sent:
     arrays: int = 1
 
     def ring_bytes(self, sizes: Mapping[str, int]) -> float:
-        """Bytes that one GPU sends in a step, in a ring."""
+        """Return the bytes that one GPU sends in a step, in a ring."""
         n = math.prod(sizes.get(axis) or int(axis[axis.index(":") + 1:-1]) for axis in self.axes)
         share = 1 if self.kind == "collective-permute" else (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
         return self.runs * self.array_bytes * share
 
 
 def of(placed: Placed, options: Options) -> list[Sent]:
-    """List the collectives of a step on one device."""
+    """Return the collectives of a step on one device."""
     found = [sent for part in (_tensor, _experts, _weights, _context, _stages) for sent in part(placed, options)]
     if leading := placed.leading:
         found += [dataclasses.replace(sent, layer=False)
@@ -61,8 +61,8 @@ def of(placed: Placed, options: Options) -> list[Sent]:
 
 
 def summarized(found: list[Sent], sizes: Mapping[str, int]) -> list[dict]:
-    """Merge by (kind, axes, dtype), largest first, in the form of `audit.summarize`. source: the label of the
-    largest."""
+    """Merge collectives by (kind, axes, dtype), largest first, in the form of `audit.summarize`. source: the label of
+    the largest one."""
     merged = defaultdict(list)
     for sent in found:
         merged[sent.kind, sent.axes, sent.dtype].append(sent)
@@ -76,7 +76,7 @@ def summarized(found: list[Sent], sizes: Mapping[str, int]) -> list[dict]:
 
 
 def by_axes(found: list[Sent], sizes: Mapping[str, int]) -> dict[str, float]:
-    """Bytes that one GPU sends in a step, by mesh axes ("data+fsdp")."""
+    """Return the bytes that one GPU sends in a step, by mesh axes ("data+fsdp")."""
     sums = defaultdict(float)
     for sent in found:
         sums["+".join(sent.axes)] += sent.ring_bytes(sizes)
@@ -91,8 +91,11 @@ LABELS = {"layers": "fsdp", "experts": EXPERTS, "routers": "fsdp", "ends": "fsdp
 
 
 def _weights(placed: Placed, options: Options) -> Iterator[Sent]:
-    """Yield the gathers of weights and the reductions of gradients: per microbatch to the sharding of [grads], once a
-    step for gradients that [grads] does not shard and for new weights that only [optimizer] shards."""
+    """Yield the gathers of weights and the reductions of gradients.
+
+    Each microbatch reduces gradients to the sharding of [grads]. Once a step, gradients that [grads] does not shard are
+    reduced, and new weights that only [optimizer] shards are gathered.
+    """
     runs, framework = options.microbatches * placed.layers(options), placed.framework
     grads = ("bf16", 2) if framework and framework.grad_bytes == 2 else (FLOAT32, 4)
     arrays = 1 if framework else placed.matrices
@@ -124,7 +127,8 @@ def _weights(placed: Placed, options: Options) -> Iterator[Sent]:
 
 
 def _lookup(placed: Placed, options: Options, move: WeightMove) -> Sent:
-    """An exchange of looked-up rows with the devices that hold columns of the table, or of the rows' cotangents."""
+    """Return the exchange of looked-up rows with the devices that hold columns of the table, or the gather of the rows'
+    cotangents."""
     rows, runs = placed.tokens(options) * placed.cfg.embed_dim * placed.itemsize, options.microbatches * move.elements
     if move.kind == GATHER:
         rows *= placed.layout.num_shards(move.axes)
@@ -144,9 +148,9 @@ def _update(placed: Placed, move: WeightMove, grads: tuple[str, int]) -> Sent:
 def _tensor(placed: Placed, options: Options) -> Iterator[Sent]:
     """Yield the collectives around products whose contracted dim is sharded.
 
-    With sequence parallelism each pair of products has an all-gather before it and a reduce-scatter after it, else one
-    all-reduce. The backward mirrors them, and repeats those that remat recomputes. A table sharded by rows sums the
-    looked-up rows, the head sums its input's cotangent.
+    With sequence parallelism each pair of products has an all-gather before it and a reduce-scatter after it; otherwise
+    it has one all-reduce. The backward mirrors them, and repeats those that remat recomputes. A table sharded by rows
+    needs a sum of the looked-up rows, and the head a sum of its input's cotangent.
     """
     (forward, backward, _), (looked_up, loss, looked_up_back) = placed.visits(options), placed.ends(options)
     split = frozenset(placed.layout.mesh_axes("activations", "residual_seq"))
@@ -180,8 +184,11 @@ def _tensor(placed: Placed, options: Options) -> Iterator[Sent]:
 
 
 def _experts(placed: Placed, options: Options) -> Iterator[Sent]:
-    """Yield the exchange of tokens with experts: x and y forward; x, dy and dx backward; and the choices with their
-    weights. Tokens are gathered and scattered, or exchanged in buffers; balanced experts need one round."""
+    """Yield the exchange of tokens with experts.
+
+    The forward exchanges x and y; the backward x, dy and dx; both exchange the choices with their weights. Tokens are
+    gathered and scattered, or exchanged in buffers. Balanced experts need one round.
+    """
     found = routed.of(placed, options)
     if not found:
         return
@@ -208,15 +215,15 @@ def _experts(placed: Placed, options: Options) -> Iterator[Sent]:
 
 
 def _again(placed: Placed, remat: str, product: Product) -> tuple[float, float]:
-    """How often the backward repeats (the gather before a product, the sum after it)."""
+    """Return how often the backward repeats (the gather before a product, the sum after it)."""
     if placed.framework:
         return (placed.framework.recomputed[0],) * 2
     return float(remat != "none"), (remat in ("full", "offload")) * (1 - product.unread)
 
 
 def _context(placed: Placed, options: Options) -> Iterator[Sent]:
-    """Yield the collectives of context parallelism, by kinds of mixers. A ring overlaps attention, other methods
-    overlap nothing; remat repeats none."""
+    """Yield the collectives of context parallelism for each kind of mixer. A ring overlaps attention; other methods
+    overlap nothing. No remat policy repeats them."""
     axes = tuple(placed.layout.mesh_axes("activations", "seq"))
     if (c := placed.layout.num_shards(axes)) == 1:
         return
@@ -243,8 +250,9 @@ def _context(placed: Placed, options: Options) -> Iterator[Sent]:
 
 
 def _states(mixer, placed: Placed, options: Options, send) -> Iterator[Sent]:
-    """What runs of tokens do to a state, gathered by all devices forward and backward, and the tails of the runs for
-    the convolution (`parallel.context.recurrence`)."""
+    """Yield the collectives of recurrences whose sequences are split (`parallel.context.recurrence`). All devices
+    gather the effect of each device's tokens on a state, forward and backward, and the last tokens of each device for
+    the convolution."""
     c, runs = placed.num_shards("seq"), 1 if options.method == "ulysses" else 2
     forward, backward = (mixer.share * visits for visits in placed.visits(options)[:2])
     rows = placed.tokens(options) * c / options.seq_len * runs
@@ -255,7 +263,7 @@ def _states(mixer, placed: Placed, options: Options, send) -> Iterator[Sent]:
 
 
 def _ring(mixer, placed: Placed, options: Options, send) -> Iterator[Sent]:
-    """K and V go round, and sums of their gradients, in float32."""
+    """Yield the hops of K and V around the ring, and those of the float32 sums of their gradients."""
     c, size = placed.num_shards("seq"), placed.itemsize
     forward, backward = (mixer.share * visits for visits in placed.visits(options)[:2])
     pairs = placed.tokens(options) * (mixer.keys + mixer.values)
@@ -276,11 +284,12 @@ def _ring(mixer, placed: Placed, options: Options, send) -> Iterator[Sent]:
 
 
 def _stages(placed: Placed, options: Options) -> Iterator[Sent]:
-    """Yield the boundaries of stages, forward and backward.
+    """Yield the sends between stages, forward and backward.
 
-    In our pipelines all stages get the last one's output and the cotangent of the first one's input. Where stages shard
-    the vocabulary, they sum the looked-up rows and the head's cotangents. With several chunks, a chunk is stored on
-    another stage than the one that computes it: once a step its weights are sent there and its gradients back.
+    In this project's pipelines all stages receive the last stage's output and the cotangent of the first stage's input.
+    If stages shard the vocabulary, they sum the looked-up rows and the head's cotangents. With several chunks, a chunk
+    is stored on another stage than the one that computes it; once a step its weights are sent to the computing stage
+    and its gradients back.
     """
     p, chunks, size = placed.mesh.sizes["stage"], options.chunks, placed.itemsize
     if p == 1:
