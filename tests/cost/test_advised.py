@@ -71,7 +71,7 @@ def test_a_reason_has_the_seconds_of_one_layer():
     assert all(f"  - {reason}\n" in page for reason in stands["reasons"]) and f"number {stands['rank']} of" in page
     reason = next(reason for reason in stands["reasons"] if reason.startswith("fsdp 8"))
     assert "1 NIC on each of 8 hosts" in reason and "1,280 times" in reason
-    assert "take 4.7 ms to gather beside 2.8 ms of forward products" in reason
+    assert "take 4.7 ms to gather during 2.8 ms of forward matmuls" in reason
 
 
 def test_without_anything_fixed_nothing_is_behind():

@@ -79,7 +79,7 @@ def test_auto_takes_what_fits_into_the_gpus_memory():
     assert nothing.fits is False and "none of" in nothing.why
     asked = assembly.design(run_of("ddp", dict(stage=4), "gpipe"), mesh_spec, "gpu",
                             dataclasses.replace(GPU, hbm_bytes=1))
-    assert "as asked for; it does not fit into 0.00 MiB" in asked.choice.why
+    assert "as requested; it does not fit into 0.00 MiB" in asked.choice.why
 
 
 def test_auto_chooses_the_same_again():

@@ -84,7 +84,7 @@ def test_auto_takes_the_cheapest_table_that_fits_and_says_why():
     assert tight.schedule.name == "interleaved_zero_bubble" and tight.fits and tight.memory_bytes == held[2]
     tighter = simulate.choose(4, 8, Costs(), memory, held[2] + GIB - 1, chunks=(1, 2))
     assert (tighter.schedule.name, tighter.fits) == ("interleaved", True)
-    assert "interleaved_zero_bubble of 2 chunks (11.1%) needs" in tighter.why
+    assert "interleaved_zero_bubble of 2 chunks (11.1%) is faster but needs" in tighter.why
     nothing = simulate.choose(4, 8, Costs(), memory, GIB, chunks=(1, 2))
     assert nothing.fits is False and "none of 5 schedules fits" in nothing.why
     assert nothing.memory_bytes == min(slots(schedules.make(n, 4, 8, 2 if n in INTERLEAVED else 1)) for n in NAMES)

@@ -1,1 +1,2 @@
-"""The cost of a step in closed formulas: bytes, FLOPs and seconds of a model under a layout; nothing is compiled."""
+"""Computes the cost of a step in closed formulas: bytes, FLOPs and seconds of a model under a layout. Compiles
+nothing."""

@@ -17,32 +17,37 @@ from collections.abc import Mapping
 
 MEDIAN_ERROR = 0.04     # median relative error of a predicted step time, see the module's docstring
 
-_MAMF = ("largest matmul rate found by search over shapes, share of the dense bf16 peak (stas00/ml-engineering, MAMF "
-         "table)")
-_HOT = ("a step is hot: power and clocks; from published runs, Blackwell's from the dense ones of 2026 (.64 to .72 fit "
-        "about as well). H200: measured on one by itself for some twenty seconds; in a full host it may be less")
-_GROUPED = ("share of the dense bf16 peak that rows × experts' matrices reach in Triton, before matmul.sustained. "
-            "Measured on an H200 in steps of Qwen3-30B-A3B: 461 to 575 TFLOP/s, 528 in the mean")
-_ORDERED = ("share of the dense bf16 peak that rows stored in order × experts' matrices reach by the Mosaic kernel, "
-            "before matmul.sustained. Measured alike: 667 and 672 TFLOP/s, where Triton's reached 511 and 426")
-_OUTER = ("share of the dense bf16 peak that the gradients of experts' matrices reach in Triton, before "
-          "matmul.sustained. Measured alike: 430 TFLOP/s")
-_NARROW = ("share of its peak that products in float8 (a scale a tensor) or mxfp8 (a scale for 32 elements) reach, "
-           "over bfloat16's of its own; from dense runs of 2026. B300 has 1.4 times the power of B200, and its peaks")
-_GAP = ("microseconds, forward and backward, in which kernels of other frameworks wait for each other and for the "
+_MAMF = ("fraction of the dense bf16 peak: the highest matmul rate that a search over shapes found "
+         "(stas00/ml-engineering, MAMF table)")
+_HOT = ("fraction of the best matmul rate that a GPU sustains: power and heat lower the clocks. From published runs; "
+        "Blackwell's value is from the dense runs of 2026, which .64 to .72 fit about as well. H200: measured on one "
+        "GPU alone for some twenty seconds; in a full host it may be lower")
+_GROUPED = ("fraction of the dense bf16 peak that Triton's product of rows and experts' matrices reaches, before "
+            "matmul.sustained. Measured on an H200 in steps of Qwen3-30B-A3B: 461 to 575 TFLOP/s, mean 528")
+_ORDERED = ("fraction of the dense bf16 peak that the Mosaic kernel reaches when it multiplies rows stored in order by "
+            "experts' matrices, before matmul.sustained. Measured on an H200 in steps of Qwen3-30B-A3B: 667 and 672 "
+            "TFLOP/s; Triton reached 511 and 426")
+_OUTER = ("fraction of the dense bf16 peak that Triton reaches for the gradients of experts' matrices, before "
+          "matmul.sustained. Measured on an H200 in steps of Qwen3-30B-A3B: 430 TFLOP/s")
+_NARROW = ("fraction of its own peak that float8 (one scale per tensor) or mxfp8 (one scale per 32 elements) reaches, "
+           "divided by the fraction that bfloat16 reaches of its peak; from dense runs of 2026. B300 has 1.4 times the "
+           "power of B200, and its peaks")
+_GAP = ("microseconds, forward and backward, in which the kernels of other frameworks wait for each other and for the "
         "host; from the runs of 2026: ")
 _NCCL = "microseconds in NCCL's own model (NVIDIA/nccl, src/graph/tuning.cc, protocol LL128): "
-_FLASH = ("share of the dense bf16 peak, the causal half counted; FlashAttention-3's paper: H100, head_dim 128, 4,096 "
-          "tokens, cuDNN 609 TFLOP/s forward; SimuMax on B200: .44 to .58 forward, .37 to .44 backward")
-_ELSEWHERE = "share of the dense bf16 peak, the causal half counted; for runs of other frameworks: "
-_TRITON = ("share of the dense bf16 peak, the visited pairs counted, before attention.ramp. Measured on an H200 in "
-           "packed rows of 8,192 tokens, whole rows 5 to 10% above; assumptions: A100 between FlashAttention-2 (.58, "
-           ".50) and Triton's kernels of 2023 (.36, .32), Blackwell about FlashAttention-2 on H100 (.37, .33)")
-_MOSAIC = ("the same, measured alike: packed .49 and .56, whole rows .60 and .64. Products are those that are "
-           "computed, seven backward")
-_BLOCKWISE = ("share of the dense bf16 peak, the causal half counted, of blocks compiled by XLA, whose scores go "
-              "through memory: by the roofline of compiled programs on H100 .029 and .047 in bfloat16, .026 and .032 "
-              "in float32; elsewhere in proportion to the memory's bandwidth")
+_FLASH = ("fraction of the dense bf16 peak, counting the causal half. FlashAttention-3's paper: H100, head_dim 128, "
+          "4,096 tokens, cuDNN 609 TFLOP/s forward. SimuMax on B200: .44 to .58 forward, .37 to .44 backward")
+_ELSEWHERE = "fraction of the dense bf16 peak, counting the causal half; for runs of other frameworks: "
+_TRITON = ("fraction of the dense bf16 peak, counting the visited pairs, before attention.ramp. Measured on an H200 in "
+           "packed rows of 8,192 tokens; rows of one document were 5 to 10% faster. Assumptions: A100 lies between "
+           "FlashAttention-2 (.58, .50) and Triton's kernels of 2023 (.36, .32); Blackwell is close to "
+           "FlashAttention-2 on H100 (.37, .33)")
+_MOSAIC = ("fraction of the dense bf16 peak, counting the visited pairs, before attention.ramp. Measured on an H200 in "
+           "packed rows of 8,192 tokens: .49 forward, .56 backward; in rows of one document .60 and .64. Counts the "
+           "computed products, seven in the backward")
+_BLOCKWISE = ("fraction of the dense bf16 peak, counting the causal half, of blocks that XLA compiles and whose scores "
+              "go through memory. By the roofline of programs compiled for H100: .029 forward and .047 backward in "
+              "bfloat16, .026 and .032 in float32. Other GPUs: in proportion to memory bandwidth")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,22 +72,23 @@ TABLE = {row.name: row for row in (
     Assumption("matmul.best", {"": .803, "a100": .869, "b200": .776, "b300": .776, "gb": .729, "mi": .514}, _MAMF),
     Assumption("matmul.sustained", {"": .84, "a100": .92, "h200": .95, "b200": .68, "b300": .68, "gb": .68, "mi": .84},
                _HOT),
-    Assumption("matmul.clock", {"": 1.0, "h100-96gb": .80}, "500 W instead of 700 W; from that part's runs"),
+    Assumption("matmul.clock", {"": 1.0, "h100-96gb": .80},
+               "clock relative to the full part: 500 W instead of 700 W; from published runs of this part"),
     Assumption("matmul.wave", {"": .35},
-               "share of a wave of 128 × 256 tiles that the last, partly filled one costs", 0, 10),
+               "cost of the last, partly filled wave of 128 × 256 tiles, as a fraction of a full wave", 0, 10),
     Assumption("matmul.k0", {"": 128},
-               "prologue and epilogue of a tile, in elements of the contracted dimension", 0, 1e4),
+               "cost of a tile's prologue and epilogue, in elements of the contracted dimension", 0, 1e4),
     Assumption("matmul.float8", {"": 1.0, "b2": 1.1, "gb2": 1.1, "b3": 1.5, "gb3": 1.5}, _NARROW, high=2),
     Assumption("matmul.mxfp8", {"": 1.0, "b3": 1.4, "gb3": 1.4}, _NARROW, high=2, formula=True),
     Assumption("grouped.rows", {"": .60}, _GROUPED),
     Assumption("grouped.mosaic", {"": .80}, _ORDERED),
     Assumption("grouped.outer", {"": .51}, _OUTER),
     Assumption("mlp.exposed", {"": .5},
-               "share of the time to move an activation's bytes that shows when it is fused into a matmul "
-               "(model.mlp=mosaic); not measured", 0),
+               "fraction of the time to move an activation's bytes that is not hidden when the activation is fused "
+               "into a matmul (model.mlp=mosaic); not measured", 0),
     Assumption("experts.rounds", {"": 0},
-               "further rounds of a layer's experts, in the mean of layers and devices: none where they are equally "
-               "busy, one where a device has up to twice its buffer", 0, 64),
+               "further rounds of a layer's experts, mean over layers and devices: none if experts are "
+               "balanced, one if a device receives up to twice its buffer", 0, 64),
     Assumption("attention.cudnn_forward", {"": .58, "b": .60, "gb": .60}, _FLASH),
     Assumption("attention.cudnn_backward", {"": .50, "b": .48, "gb": .48}, _FLASH),
     Assumption("attention.pallas_forward", {"": .35, "a100": .50, "b": .38, "gb": .38}, _TRITON),
@@ -94,9 +100,9 @@ TABLE = {row.name: row for row in (
     Assumption("attention.blockwise_backward", {"": .042, "a100-40gb": .062, "a100-80gb": .081, "h200": .060},
                _BLOCKWISE, formula=True),
     Assumption("attention.ramp", {"": 400},
-               "tokens: the rate of S tokens is that of long ones times S / (S + ramp)", 0, 1e5),
+               "tokens: the rate at S tokens is the rate of long sequences times S / (S + ramp)", 0, 1e5),
     Assumption("attention.narrow", {"": .75},
-               "rate at head_dim 64 over that at 128: half the products for each exponential"),
+               "rate at head_dim 64 divided by the rate at 128: at 64 each exponential has half the products"),
     Assumption("attention.flash2_forward", {"": .37, "a100": .58}, _ELSEWHERE + "FlashAttention-2", formula=True),
     Assumption("attention.flash2_backward", {"": .33, "a100": .50}, _ELSEWHERE + "FlashAttention-2", formula=True),
     Assumption("attention.triton_forward", {"": .21, "a100": .36}, _ELSEWHERE + "Triton of 2023, MPT at 65,536",
@@ -106,68 +112,77 @@ TABLE = {row.name: row for row in (
     Assumption("attention.scores_forward", {"": .15}, _ELSEWHERE + "scores in memory", formula=True),
     Assumption("attention.scores_backward", {"": .15}, _ELSEWHERE + "scores in memory", formula=True),
     Assumption("documents.mean", {"": 2000},
-               "tokens of a packed document, where pairs across documents are skipped", 1, 1e9),
-    Assumption("documents.sigma", {"": 1.5}, "of the logarithm of their length (log-normal)", 0.01, 4),
-    Assumption("hbm.share", {"": .80}, "streaming kernels reach this share of the memory's bandwidth"),
+               "mean tokens of a packed document, where pairs across documents are skipped", 1, 1e9),
+    Assumption("documents.sigma", {"": 1.5},
+               "standard deviation of the logarithm of a document's length (log-normal)", 0.01, 4),
+    Assumption("hbm.share", {"": .80},
+               "fraction of the memory bandwidth that streaming kernels reach"),
     Assumption("link.share", {"": .80},
-               "of one direction of NVLink; rings measured: H100 and H200 .80 to .82, A100 .78"),
+               "fraction of one direction of NVLink that rings reach; measured: H100 and H200 .80 to .82, A100 .78"),
     Assumption("nic.share", {"": .80},
-               "of a NIC's rate in the hardware table; measured: 32 H200 over 8 × 400 Gb/s .91. A slower network is "
-               "set here: 100 Gb/s a GPU where the table has 400 is 0.2"),
+               "fraction of a NIC's rate in the hardware table that rings reach; measured: 32 H200 over 8 × 400 Gb/s "
+               ".91. Lower it for a slower network: 0.2 for 100 Gb/s per GPU where the table has 400"),
     Assumption("link.start_us", {"": 14}, _NCCL + "base latency of a ring", 0, 1e4),
     Assumption("link.hop_us", {"": 1.9}, _NCCL + "a ring's step inside a link domain", 0, 1e4),
     Assumption("link.host_hop_us", {"": 4.0}, _NCCL + "a ring's step between hosts", 0, 1e4),
     Assumption("link.contend", {"": .40},
-               "a hidden collective slows what runs beside it by this share of its own time: NCCL takes "
-               "multiprocessors and memory bandwidth; from published runs", 0),
+               "slowdown of compute by a collective that it hides, as a fraction of the collective's time: NCCL "
+               "takes multiprocessors and memory bandwidth; from published runs", 0),
     Assumption("overlap.fsdp", {"": .90},
-               "share of a layer's compute behind which its weights' gathers and its gradients' reductions hide, and "
-               "keys and values of a ring behind attention", 0, formula=True),
+               "fraction of a layer's compute that can hide the gathers of its weights and the "
+               "reductions of its gradients; also the fraction of attention that can hide a ring's "
+               "keys and values", 0, formula=True),
     Assumption("overlap.experts", {"": .30},
-               "the same of experts' weights: they are gathered and reduced between the kernels that need and make "
-               "them; read off programs of Qwen3-30B-A3B and Mixtral on 64 H100 in four microbatches, experts over 8: "
-               "links cost .42 and .59 s by the roofline, .49 and .55 s by the formulas", 0, formula=True),
+               "fraction of a layer's compute that can hide the gathers and reductions of experts' "
+               "weights, which run between the kernels that use them. Read off programs of "
+               "Qwen3-30B-A3B and Mixtral on 64 H100 in four microbatches, experts over 8: links "
+               "cost .42 and .59 s by the roofline, .49 and .55 s by the formulas", 0, formula=True),
     Assumption("overlap.data", {"": .80},
-               "the same of what frameworks with buckets reduce and gather once a step, behind one microbatch", 0,
+               "fraction of one microbatch's compute that can hide the reductions and gathers once a step, in "
+               "frameworks with buckets", 0,
                formula=True),
     Assumption("overlap.once", {"": .25},
-               "share of their own time that reductions and gathers once a step hide in our programs, behind each "
-               "other's updates; all-reduces behind nothing. Read off programs of 1B and 8B on 8 and 64 H100: .26 to "
-               ".33", 0, formula=True),
+               "fraction of the reductions and gathers once a step that other arrays' updates hide "
+               "in meshtrain's programs; all-reduces are not hidden. Read off programs of 1B and 8B "
+               "on 8 and 64 H100: .26 to .33", 0, formula=True),
     Assumption("overlap.reduced", {"": .72},
-               "share of a layer's reductions that hides at most in our programs: the last of a loop's body stand "
-               "behind nothing. Read off the same programs: .64 to .75", 0, formula=True),
+               "largest fraction of a layer's reductions that is hidden in meshtrain's programs: the "
+               "last reductions of a loop's body overlap no compute. Read off programs of 1B and 8B "
+               "on 8 and 64 H100: .64 to .75", 0, formula=True),
     Assumption("overlap.tensor", {"": 0},
-               "share of tensor parallelism's collectives that hides: they stand between the products", 0,
+               "fraction of tensor parallelism's collectives that is hidden: they run between the products", 0,
                formula=True),
     Assumption("overlap.user_buffers", {"": .60},
-               "the same where a framework cuts them into chunks beside their products (Transformer Engine's user "
-               "buffers)", 0, formula=True),
+               "fraction of tensor parallelism's collectives that is hidden where a framework cuts "
+               "them into chunks that overlap their products (Transformer Engine's user buffers)", 0, formula=True),
     Assumption("overlap.exchange", {"": 0},
-               "share of the exchange of tokens with experts that hides, in other frameworks. Megatron's overlap of "
-               "two microbatches: .80, from 24.7 s to 21.0 s a step (Megatron-Bridge, Qwen3-30B on 16 H100)", 0,
+               "fraction of the exchange of tokens with experts that is hidden in other frameworks. Megatron's "
+               "overlap of two microbatches: .80, from 24.7 s to 21.0 s a step (Megatron-Bridge, Qwen3-30B on 16 "
+               "H100)", 0,
                formula=True),
     Assumption("gap.layer_us", {"": 600}, _GAP + "of a layer", 0, 1e5, formula=True),
     Assumption("gap.expert_us", {"": 250}, _GAP + "of each expert of a device and layer", 0, 1e5, formula=True),
     Assumption("gap.narrow_us", {"": 40}, _GAP + "more where experts multiply in a narrow dtype", 0, 1e5,
                formula=True),
     Assumption("experts.rate", {"": 1.0, "b": .7, "gb": .7},
-               "rate of a product of many experts in other frameworks over that of one product as large; Blackwell's "
-               "from published runs of 2026", 0, 2, formula=True),
+               "rate of a product of many experts in other frameworks, divided by the rate of one "
+               "product of the same size; Blackwell's value is from published runs of 2026", 0, 2, formula=True),
     Assumption("elementwise.eager", {"": 1.8},
-               "bytes of elementwise work without a fusing compiler over those with one", 1, 10, formula=True),
+               "bytes of elementwise work without a fusing compiler, divided by the bytes with "
+               "one", 1, 10, formula=True),
     Assumption("offload.gb_per_s", {"": 50, "a100": 25, "gb": 200, "mi": 50},
-               "GB/s of one direction between a GPU and its host's memory: PCIe 5 × 16 has 64, PCIe 4 32, NVLink-C2C "
-               "450 for two GPUs", 1, 1e3, formula=True),
+               "GB/s of one direction between a GPU and its host's memory: PCIe 5 × 16 has 64, "
+               "PCIe 4 × 16 has 32, NVLink-C2C has 450 for two GPUs", 1, 1e3, formula=True),
     Assumption("decode.gap_us", {"": 70},
-               "microseconds per layer and token of every slot between kernels that wait for each other: the 17 of a "
-               "dense layer at 3.7 us. Not measured: 54 took 3.7 us each on an H200 (64 slots of Llama 3.2 1B: 4.57 ms "
-               "a token, 1.4 by bytes)", 0, 1e5),
+               "microseconds of gaps between dependent kernels, per layer and decoding step: a dense layer "
+               "has 17 gaps of 3.7 us. An assumption; measured were 54 gaps of 3.7 us each on an H200 (64 "
+               "slots of Llama 3.2 1B: 4.57 ms a token, 1.4 by bytes)", 0, 1e5),
     Assumption("decode.loop_us", {"": 160},
-               "microseconds more per layer whose cache is read by a loop: latents, and all on GPUs without "
-               "`kernels.decode`; from the same measurement", 0, 1e5),
+               "additional microseconds per layer whose cache a loop reads: latents, and all caches on GPUs "
+               "without `kernels.decode`; from the measurement of decode.gap_us", 0, 1e5),
     Assumption("kernel.launch_us", {"": 3}, "gap between two kernels that wait for each other", 0, 1e3),
-    Assumption("step.overhead", {"": .02}, "host, data and logging, share of a step", 0),
+    Assumption("step.overhead", {"": .02},
+               "fraction of a step that host, data and logging take", 0),
 )}  # fmt: skip
 
 
@@ -184,7 +199,7 @@ class Assumptions:
             if name not in TABLE:
                 near = difflib.get_close_matches(name, TABLE, n=1, cutoff=0.4)
                 hint = f"did you mean {near[0]}? " if near else ""
-                raise ValueError(f"--assume {name}={value:g}: there is no such assumption; {hint}names: "
+                raise ValueError(f"--assume {name}={value:g}: no assumption has this name; {hint}names: "
                                  f"{', '.join(TABLE)}")
             row = TABLE[name]
             if not row.low <= value <= row.high:

@@ -36,8 +36,8 @@ class Framework:
     eager: elementwise work is not fused. grad_bytes: bytes of a gradient element in a reduction. narrow: dtype of the
     products of layers and experts if it is not compute_dtype: float8 (one scale per tensor) or mxfp8 (one scale per 32
     elements); [model] supports neither mxfp8 nor narrow experts. copies: how often a token is sent if it is sent once
-    to each device or host that holds its experts; 0 means once to each expert. spreads_head: stages have fewer layers
-    to balance the head.
+    to each device or host that holds its experts; 0 means once to each expert. spreads_head: the stages have unequal
+    numbers of layers, so the head's time is shared by all stages.
     """
     recomputed: tuple[float, float, float]
     eager: bool = False
@@ -111,10 +111,10 @@ class Product:
 class WeightMove:
     """Elements of weights or gradients in one collective over `axes`.
 
-    kind: as HLO spells it. part: "layers", "experts", "routers": elements of one layer, moved in each pass through it;
-    "ends": of embedding and head, moved in each microbatch; "update": moved once a step, gradients that [grads] does
-    not shard and new weights; "lookup": the number of tables whose rows are exchanged with every token (all-to-all) or
-    whose cotangents are gathered (all-gather).
+    kind: the collective, as HLO spells it. part: "layers", "experts" or "routers": elements of one layer, moved in each
+    pass through it. "ends": elements of embedding and head, moved in each microbatch. "update": elements moved once a
+    step: gradients that [grads] does not shard, and new weights. "lookup": number of tables whose rows are exchanged
+    with every token (all-to-all), or whose cotangents are gathered (all-gather).
     """
     kind: str
     part: str

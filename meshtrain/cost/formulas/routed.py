@@ -126,8 +126,8 @@ class Routed:
     def inputs_bytes(self) -> float:
         """Return the peak bytes while input gradients are computed.
 
-        They hold the first round's operands of weight gradients, and the next round with its tokens and the sum of
-        their gradients. Without further rounds they hold the rows' gradient instead of a next round.
+        With further rounds, memory holds the first round's operands of weight gradients, and the next round with its
+        tokens and the sum of their gradients. Without them, it holds the rows' gradient in place of the next round.
         """
         if not self.further:
             return self.weight_grad_bytes + self.sizes.itemsize * (
@@ -143,8 +143,8 @@ class Routed:
     def weights_bytes(self) -> float:
         """Return the peak bytes while weight gradients are computed.
 
-        They hold the sums over rounds, one summand and the next round's operands. Without further rounds they hold the
-        operands of the remaining products.
+        With further rounds, memory holds the sums over rounds, one summand and the next round's operands. Without them,
+        it holds the operands of the remaining products.
         """
         if not self.sizes.trained:
             return 0.0

@@ -141,13 +141,14 @@ def _why(found, fitting, best, usable_bytes) -> str:
     schedule, outcome, held, fits = best
     what = _what(schedule, outcome, held)
     if fits is False:
-        return f"{what}; none of {len(found)} schedules fits into {gib(usable_bytes)}, and this one needs least"
+        return (f"{what}; none of {len(found)} schedules fits into {gib(usable_bytes)}, and this one needs the "
+                "least memory")
     others = [entry for entry in found if entry is not best]
     faster = [entry for entry in others if entry[3] is False and entry[1].makespan_s < outcome.makespan_s]
     if faster:
         first = min(faster, key=lambda entry: entry[1].makespan_s)
-        return (f"{what}; {_called(first[0])} ({first[1].bubble:.1%}) needs {gib(first[2].total)}, there are "
-                f"{gib(usable_bytes)}")
+        return (f"{what}; {_called(first[0])} ({first[1].bubble:.1%}) is faster but needs "
+                f"{gib(first[2].total)} of {gib(usable_bytes)}")
     rest = [entry for entry in fitting if entry is not best]
     if not rest:
         return f"{what}; the only schedule {'that fits' if fits else 'there is'}"
@@ -195,6 +196,6 @@ def of_run(run, costs: Costs | Callable[[Schedule], Costs], p: int,
         counts = chunk_counts(-(-stages.staged(run.model) // stages.period(run.model)), p) if v == 1 else (v,)
         return choose(p, m, costs, memory, usable_bytes, counts)
     schedule, outcome, held, fits = _simulated(schedules.make(name, p, m, v), costs, memory, usable_bytes)
-    why = _what(schedule, outcome, held) + ", as asked for"
+    why = _what(schedule, outcome, held) + ", as requested"
     return Choice(schedule, outcome, held and held.slots, fits,
                   why + (f"; it does not fit into {gib(usable_bytes)}" if fits is False else ""))

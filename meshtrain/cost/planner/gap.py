@@ -1,7 +1,7 @@
 """Explains why a requested layout is slower than the planner's best: subtracts the two cost breakdowns term by term.
 
-The largest differences are reported with their causes: the link that a layer's weights cross and what hides it,
-recomputation, exposed waits.
+The largest differences are reported with their causes: recomputation, the links that a collective uses, or time in
+which the compute stream waits.
 """
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
                 f"{best.options.remat}")
     if name == "tensor":
         each, products = plan.price.exposed["tensor"] / _runs(plan), 3 * _products_s(question, plan)
-        return (f"tensor {sizes['tensor']}: a layer's collectives take {_ms(each)} beside {_ms(products)} of products "
-                f"and do not overlap with them, {_runs(plan):,.0f} times a step; {link(question, plan, ('tensor',))}")
+        return (f"tensor {sizes['tensor']}: a layer's collectives take {_ms(each)} and do not overlap with its "
+                f"{_ms(products)} of matmuls, {_runs(plan):,.0f} times a step; {link(question, plan, ('tensor',))}")
     if name == "fsdp":
         gathered, scattered = plan.placed.moving(GATHER, "layers"), plan.placed.moving(SCATTER, "layers")
         over = tuple(a for a in axes if any(a in group_axes for group_axes in gathered or scattered))
@@ -104,12 +104,13 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
         forward_s, runs = _products_s(question, plan), _runs(plan)
         what = [f"a layer's gradients take {_ms(reduce_s)} to reduce"]
         if gathered:
-            what = [f"a layer's weights take {_ms(gather_s)} to gather beside {_ms(forward_s)} of forward products",
+            what = [f"a layer's weights take {_ms(gather_s)} to gather during {_ms(forward_s)} of forward "
+                    "matmuls",
                     f"its gradients {_ms(reduce_s)} to reduce"]
         slowed = question.rated.assumed["link.contend"] if gather_s < forward_s else 0
-        slows = f"; what hides slows them by {slowed:.0%} of its time" if slowed else ""
-        return (f"{_sized(plan, over)}: {link(question, plan, over)} for each group; {' and '.join(what)} beside "
-                f"{_ms(2 * forward_s)} of backward products, {runs:,.0f} times a step{slows}")
+        slows = f"; hidden collectives slow the matmuls by {slowed:.0%} of the collectives' time" if slowed else ""
+        return (f"{_sized(plan, over)}: {link(question, plan, over)} for each group; {' and '.join(what)} during "
+                f"{_ms(2 * forward_s)} of backward matmuls, {runs:,.0f} times a step{slows}")
     if name == "context":
         waits_s = plan.price.exposed[name] / _runs(plan)
         return (f"context {sizes['context']} by {options.method}: a layer waits {_ms(waits_s)} for keys and values, "
@@ -118,19 +119,19 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
         return (f"stage {sizes['stage']}: {options.schedule} of {counted(options.microbatches, 'microbatch')} in "
                 f"{counted(options.chunks, 'chunk')} leaves {plan.price.bubble:.0%} of the step idle")
     if name == "offload":
-        return "remat offload: copying layers' inputs to the host and back takes longer than the layers beside them"
+        return "remat offload: copying layers' inputs to the host and back takes longer than the layers' compute"
     if name == "scales":
-        return f"float8: the largest values that all devices agree on, {_runs(plan):,.0f} layers' a step"
+        return f"float8: all-reduces of the largest values for the scales, in {_runs(plan):,.0f} layers a step"
     if name == "stage":
-        return f"stage {sizes['stage']}: activations sent between stages, {link(question, plan, ('stage',))}"
+        return f"stage {sizes['stage']}: activations are sent between stages, {link(question, plan, ('stage',))}"
     if name == "once a step":
         over = tuple(a for a in axes if a in ("data", "fsdp", "context"))
-        return (f"gradients and new weights, exchanged once a step over {_sized(plan, over)}, "
+        return (f"gradients and new weights are exchanged once a step over {_sized(plan, over)}, "
                 f"{link(question, plan, over)}")
     if name in ("matmul", "attention", "recurrence", "elementwise"):
-        return (f"{name} is less efficient: {_tokens(plan):,.0f} tokens of a microbatch on a GPU beside "
-                f"{_tokens(best):,.0f}, tensor {sizes['tensor']} beside {best.sizes['tensor']}")
-    return "the optimizer's update, its states split over fewer GPUs" if name == "update" else f"what waits for {name}"
+        return (f"{name} is less efficient: {_tokens(plan):,.0f} tokens of a microbatch on a GPU, the best plan "
+                f"{_tokens(best):,.0f}; tensor {sizes['tensor']}, the best plan {best.sizes['tensor']}")
+    return "the optimizer's update: its states are sharded over fewer GPUs" if name == "update" else f"exposed {name}"
 
 
 # ---- one layer and microbatch ----------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class ProgramAudit:
 
     @property
     def flops(self) -> dict[str, int]:
-        """Matmul FLOPs per device and step, by operand dtype."""
+        """Return the matmul FLOPs per device and step, by operand dtype."""
         total = defaultdict(int)
         for dot in self.dots:
             total[dot.dtype] += dot.flops
@@ -124,7 +124,7 @@ def broken_permutes(text: str, mesh) -> list[str]:
 
 
 def recomputed(text: str) -> int:
-    """Number of values that XLA recomputes to stay below its memory limit."""
+    """Return the number of values that XLA recomputes to stay below its memory limit."""
     return len(re.findall(r"^ *(?:ROOT )?%?\S+\.remat\d*(?:\.\d+)? = ", text, re.MULTILINE))
 
 
@@ -243,7 +243,7 @@ def _iota(reshape: list[int], transpose: list[int]) -> np.ndarray:
 
 
 def replica_groups(attrs: str, num_devices: int) -> np.ndarray:
-    """Partition ids [groups, members] from any of HLO's three spellings.
+    """Parse the partition ids [groups, members] from any of HLO's three spellings.
 
     {{0,1},{2,3}}                                       listed ({} = everyone)
     [4,2]<=[2,4]T(1,0)                                  an iota, reshaped and transposed
@@ -256,7 +256,7 @@ def replica_groups(attrs: str, num_devices: int) -> np.ndarray:
         return _iota(_ints(found.group(2)), _ints(found.group(3))).reshape(_ints(found.group(1)))
     found = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", attrs)
     if not found:
-        raise ValueError(f"a spelling of replica_groups that audit does not know: {attrs[:200]}")
+        raise ValueError(f"audit cannot parse these replica_groups: {attrs[:200]}")
     listed = [_ints(g) for g in re.findall(r"\{([\d,]*)\}", found.group(1))]
     if len({len(g) for g in listed}) > 1:
         raise ValueError(f"replica groups of unequal size: {found.group(0)[:200]}")
@@ -336,7 +336,7 @@ def _permute_coverage(attrs: str, op_name: str, mesh_shape: dict[str, int]) -> t
         return True, "EMPTY source_target_pairs: its output is zeros on every device"
     coverage = f"covers {len(targets)} of {num_devices} devices"
     if _UNEVEN.search(op_name):
-        return False, f"part of an array whose pieces differ {coverage}"
+        return False, f"moves a part of an unevenly split array, {coverage}"
     sizes = tuple(mesh_shape.values())
     source, target = (np.stack(np.unravel_index(p, sizes), -1) for p in pairs.T)
     step = (target - source)[0]
@@ -344,7 +344,7 @@ def _permute_coverage(attrs: str, op_name: str, mesh_shape: dict[str, int]) -> t
         axis = int(np.flatnonzero(step)[0])
         length = sizes[axis] - abs(int(step[axis]))
         if len(pairs) == num_devices // sizes[axis] * length:
-            return False, f"shift by {step[axis]} along {list(mesh_shape)[axis]} without wrap-around {coverage}"
+            return False, f"shift by {step[axis]} along {list(mesh_shape)[axis]} without wrap-around, {coverage}"
     return True, coverage + "; the others receive zeros"
 
 

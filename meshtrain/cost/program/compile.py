@@ -76,7 +76,7 @@ def parse_topology(text: str) -> tuple[str, int]:
     count."""
     name, colon, count = text.partition(":")
     if not colon or not re.fullmatch(r"[0-9]+", count):
-        raise ValueError(f"topology {text!r} is not NAME:N, a GPU and how many, e.g. h100:64")
+        raise ValueError(f"topology {text!r} must be NAME:N, a GPU and a number of GPUs, e.g. h100:64")
     gpu, num_gpus = hardware.get(name), int(count)
     if not gpu.can_be_compiled_for:
         raise ValueError(f"{name!r} cannot be compiled for here; GPUs that can: {', '.join(targets())}")

@@ -61,13 +61,14 @@ class Instruction:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of the operands, in order."""
+        """Return the names of the operands, in order."""
         parts = re.sub(r"/\*.*?\*/", "", self.args)  # /*index=5*/ marks every fifth operand
         return tuple(re.findall(r"%([\w.\-]+)", parts))
 
     @cached_property
     def op_name(self) -> str:
-        """The JAX path of this instruction: 'jit(step)/while/body/…/dot_general', or ''."""
+        """Return the JAX path of this instruction, for example 'jit(step)/while/body/…/dot_general', or '' if it has
+        none."""
         found = re.search(r'op_name="([^"]*)"', self.attrs)
         return found.group(1) if found else ""
 
