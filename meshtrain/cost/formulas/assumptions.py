@@ -175,7 +175,7 @@ TABLE = {row.name: row for row in (
                "PCIe 4 × 16 has 32, NVLink-C2C has 450 for two GPUs", 1, 1e3, formula=True),
     Assumption("decode.gap_us", {"": 70},
                "microseconds of gaps between dependent kernels, per layer and decoding step: a dense layer "
-               "has 17 gaps of 3.7 us. An assumption; measured were 54 gaps of 3.7 us each on an H200 (64 "
+               "has 17 gaps of 3.7 us. Assumed; measured: 54 gaps of 3.7 us each on an H200 (64 "
                "slots of Llama 3.2 1B: 4.57 ms a token, 1.4 by bytes)", 0, 1e5),
     Assumption("decode.loop_us", {"": 160},
                "additional microseconds per layer whose cache a loop reads: latents, and all caches on GPUs "

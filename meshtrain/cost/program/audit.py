@@ -256,7 +256,7 @@ def replica_groups(attrs: str, num_devices: int) -> np.ndarray:
         return _iota(_ints(found.group(2)), _ints(found.group(3))).reshape(_ints(found.group(1)))
     found = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", attrs)
     if not found:
-        raise ValueError(f"audit cannot parse these replica_groups: {attrs[:200]}")
+        raise ValueError(f"audit cannot parse this spelling of replica_groups: {attrs[:200]}")
     listed = [_ints(g) for g in re.findall(r"\{([\d,]*)\}", found.group(1))]
     if len({len(g) for g in listed}) > 1:
         raise ValueError(f"replica groups of unequal size: {found.group(0)[:200]}")
