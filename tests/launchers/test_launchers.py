@@ -66,16 +66,18 @@ def starts_with_skypilot(code: int, home: Path, monkeypatch) -> int:
 
 
 def skypilot(code: int, home: Path) -> subprocess.CompletedProcess:
-    """The script of a host whose run ends with this code."""
-    stand_ins = {"python": f"#!{sys.executable}\n{test_sbatch.RULE}\nsys.exit({code})\n", "sleep": "#!/bin/sh\n"}
+    """The script of a host whose run ends with this code. The environment in its directory is used."""
+    stand_ins = {".venv/bin/python": f"#!{sys.executable}\n{test_sbatch.RULE}\nsys.exit({code})\n",
+                 "sleep": "#!/bin/sh\n"}
+    (home / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
     for name, text in stand_ins.items():
         (home / name).write_text(text)
         (home / name).chmod(0o755)
     environ = {"PATH": f"{home}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
                "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": os.environ.get("SKYPILOT_NODE_RANK", "0"),
-               "RUN_FILE": "configs/quickstart.toml", "RUN_DIR": str(home / "run"), "MAX_RESTARTS": str(MOST),
-               "HOME": str(home)}
-    return subprocess.run(["bash", "-c", SKYPILOT["run"]], env=environ, cwd=ROOT, capture_output=True, text=True)
+               "RUN_FILE": str(ROOT / "configs/quickstart.toml"), "RUN_DIR": str(home / "run"),
+               "MAX_RESTARTS": str(MOST), "HOME": str(home)}
+    return subprocess.run(["bash", "-c", SKYPILOT["run"]], env=environ, cwd=home, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(("code", "ends"), [(0, 0), (1, 1), (2, 2), (75, 1)])
