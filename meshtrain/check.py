@@ -215,7 +215,7 @@ def _names(data: config.Data) -> list[str]:
 
 
 def _on_hub(name: str) -> bool:
-    """Return whether a name is on the Hugging Face hub, which HF_HUB_OFFLINE keeps from being contacted."""
+    """Return whether a name is an address on the Hugging Face hub. With HF_HUB_OFFLINE the hub is not contacted."""
     return addresses.parse(name).scheme == addresses.HUB
 
 

@@ -420,8 +420,8 @@ def _resolved(tables: Mapping, words: Sequence[str], allowed: Sequence[str],
 
 
 def _sizes(run: Run, given: frozenset[str], model: transformer.Transformer, count: int) -> dict[str, int]:
-    """Return the sizes of the mesh of the command line. Without one, tensor gets as many devices as the model can be
-    split over."""
+    """Return the sizes of the mesh that the command line gives. If it gives no mesh key, tensor gets as many of the
+    `count` devices as the model can be split over. given: the keys that the command line gives."""
     if not any(name.startswith("mesh.") for name in given):
         for n in range(count, 0, -1):
             sizes = {axis: n if axis == "tensor" else 1 for axis in AXES}

@@ -149,7 +149,8 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
 
 
 def _turned_away(cluster: Cluster, about: dict, strangers: dict[str, str]) -> None:
-    """Report a process of another run or start, once."""
+    """Report a process of another run, or of another start of this run. Each process is reported once, and only the
+    first MOST_LISTED of them."""
     if _where(about) not in strangers and len(strangers) < MOST_LISTED:
         strangers[_where(about)] = f"process {about['index']} ({_where(about)}) of {about['token'] or 'no job'}"
         _tell(f"turned away at {cluster.coordinator}: {strangers[_where(about)]}; this is {cluster.token or 'no job'}")

@@ -80,9 +80,9 @@ def _payloads(row: audit.Collective) -> list[int]:
 
 
 def tensors(made: Assembly) -> Callable[[tuple[int, ...]], list[str]]:
-    """Return a function dims → names of the parameters that have these dims on one device as matmuls read them, as one
-    layer or the stack of layers. If no parameter has them, it returns those with the dims in another order, because XLA
-    transposes."""
+    """Return a function that maps dims to names of parameters. A parameter matches if its shard on one device has these
+    dims when a matmul reads it, in one layer or in the stack of layers. If none matches, the order of dims is ignored,
+    because XLA transposes."""
     exact, sorted_too = defaultdict(list), defaultdict(list)
     for info in made.model.parameters():
         dims = [n // made.layout.num_shards(made.layout.mesh_axes(GATHERED, axis))

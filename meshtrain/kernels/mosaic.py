@@ -84,9 +84,10 @@ def intervals(own_BT, other_BS, mask: Mask, own_are_queries: bool):
 
 
 def bounds(low, high, step: int):
-    """Return int32 [B, tiles, 4]: (start, bare_start, bare_stop, stop) for each tile of `TILE` rows, in steps.
+    """Return int32 [B, tiles, 4]: (start, bare_start, bare_stop, stop) for each tile of `TILE` rows.
 
-    All visible tokens of a tile's rows are in [start, stop). In [bare_start, bare_stop) every pair is visible.
+    The unit is a block of `step` tokens. All tokens visible to a tile's rows are in [start, stop). In [bare_start,
+    bare_stop) every pair is visible.
     """
     low, high = (x.reshape(x.shape[0], -1, TILE) for x in (low, high))
     some = high > low

@@ -363,9 +363,10 @@ def _scanned(across, through, left, right, X, S0, dtype, reverse: bool = False):
 
 
 def _summary(after, chunks, zeros, reverse: bool):
-    """Return (M, X) of a row, which maps S to M S + X.
+    """Return (M, X), which summarize the chunks of a row: together they map the state S to M S + X.
 
-    M is [B, K, G, H, H]. Without `right` it is the factor of S, [B, K, G, 1 or H].
+    M is [B, K, G, H, H]. If chunks have no `right` (`_states`), M is diagonal, and its factors are returned: [B, K, G,
+    1 or H].
     """
     through, _, right, _ = chunks
     if right is None:

@@ -77,7 +77,8 @@ def check(layers: Iterable[nnx.Module], lora) -> None:
 def projections(layer: nnx.Module) -> dict[str, Linear]:
     """Return a layer's projections by name, in the order of LORA_TARGETS.
 
-    They are the mixer's projections that have heads, and those of the MLP. Of experts only the shared ones have any.
+    They are the mixer's query, key, value and out, and the MLP's gate, up and down, as far as the layer has them. In a
+    layer with experts, only the shared experts have such projections.
     """
     mixers, mlps = (layer.attention, layer.linear), (layer.mlp, layer.moe and layer.moe.shared)
     found = {name: getattr(part, name, None) for parts, names in ((mixers, LORA_TARGETS[:4]), (mlps, LORA_TARGETS[4:]))

@@ -36,7 +36,8 @@ APART = {("rules", "remat"), ("rules", "microbatches")}
 
 
 def factors(run: Run, rule_files: Sequence[str], num_devices: int) -> dict[str, tuple[str, ...]]:
-    """Return the values that each factor may have in cells of this shrunk run. The first value has no effect."""
+    """Return the values that each factor may have in cells of this shrunk run. The first value of every factor but
+    `rules` has no effect."""
     pipelined = run.training.objective == "next_token" and not run.optimizer.qk_clip
     found = {
         "rules": tuple(rule_files),

@@ -120,7 +120,8 @@ def _layouts(layer: _DrawnLayer, loaded: Sequence[rules_of.Rules], num_devices: 
 
 
 def _refused(file: rules_of.Rules, sizes, tensors) -> list[str]:
-    """Return the faults of `rules.problems` that concern this layer, without those about activations inside a function.
+    """Return the faults of `rules.problems` that a single layer can have: a dim that does not divide, and an axis that
+    shards two dims. Its other faults compare [params] with [activations] between projections.
     """
     return [fault for fault in rules_of.problems(file, sizes, tensors) if "does not divide" in fault or "both" in fault]
 

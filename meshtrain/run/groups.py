@@ -101,8 +101,8 @@ def means(answers: Sequence[ScoredAnswer]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """The file of a batch of answers. number: of the batch. key: hash of everything except the weights that the answers
-    depend on."""
+    """The file that keeps a batch of answers for a resumed run. number: the batch's number. key: hash of everything
+    that the answers depend on, except the weights."""
     directory: Path
     number: int
     key: str

@@ -197,7 +197,8 @@ class Mirror(contextlib.AbstractContextManager):
         def put(name: str) -> None:
             with _collect(failed, name), contextlib.suppress(FileNotFoundError):      # removed since it was found
                 if not name.isprintable():
-                    raise ValueError("no object can have this name")
+                    raise ValueError("its name has an unprintable character, so no object in the bucket can have it; "
+                                     "rename the file")
                 version = stores.write(self.target.below(name), self.source / name)
                 self._sent[name], self._sent_at[name] = (version.etag or "", found[name]), now
         with self._lock:

@@ -78,13 +78,13 @@ def test_arguments_keep_the_nulls_that_a_line_of_json_gives_and_that_is_told(tmp
 BROKEN = [
     ({"messages": [ASK, call('{"city": "Os')]}, "messages[1].tool_calls[0] arguments: the string \"{\\\"city\\\": "
                                                 "\\\"Os\" is broken JSON (Unterminated string"),
-    ({"messages": [ASK, call("Oslo")]}, 'messages[1].tool_calls[0] arguments: "Oslo" is no object'),
-    ({"messages": [ASK, call('"{}"')]}, "is no object; give one, or a string of JSON that is one"),
-    ({"messages": [ASK, call(["Oslo"])]}, 'arguments: ["Oslo"] is no object'),
+    ({"messages": [ASK, call("Oslo")]}, 'messages[1].tool_calls[0] arguments: "Oslo" is not a JSON object'),
+    ({"messages": [ASK, call('"{}"')]}, "is not a JSON object; give an object, or a string that contains one as JSON"),
+    ({"messages": [ASK, call(["Oslo"])]}, 'arguments: ["Oslo"] is not a JSON object'),
     ({"messages": [ASK, ANSWER | {"tool_calls": {"name": "f"}}]}, "messages[1].tool_calls is no list"),
-    ({"messages": [ASK, ANSWER | {"tool_calls": ["f"]}]}, 'messages[1].tool_calls[0]: "f" is no object'),
+    ({"messages": [ASK, ANSWER | {"tool_calls": ["f"]}]}, 'messages[1].tool_calls[0]: "f" is not a JSON object'),
     ({"messages": [ASK, ANSWER], "tools": '[{"name": '}, "tools: the string"),
-    ({"messages": [ASK, ANSWER], "tools": ["weather"]}, 'tools[0]: "weather" is no object'),
+    ({"messages": [ASK, ANSWER], "tools": ["weather"]}, 'tools[0]: "weather" is not a JSON object'),
     ({"messages": "[{"}, "messages: the string \"[{\" is broken JSON"),
     ({"messages": None, "text": "x"}, "is no conversation (its keys: 'text')"),
     ({"messages": [ASK, ANSWER | {"train": "no"}]}, 'message 1 (from 0) has the train "no"; give 1 or true to'),

@@ -218,8 +218,8 @@ def visited_share(length: int, mean: float, sigma: float, block: int = BLOCK, wi
 
 
 def split_share(length: int, num_shards: int, method: str, mean: float, sigma: float) -> float:
-    """Return `visited_share` of the busiest of `num_shards` devices. Each device has two chunks of the row in zigzag
-    order."""
+    """Return `visited_share` as if each of `num_shards` devices visited as many pairs as the busiest one. Each has two
+    chunks of the row in zigzag order, except with ulysses, which splits heads."""
     if num_shards == 1 or method == "ulysses":
         return visited_share(length, mean, sigma)
     chunk = length // (2 * num_shards)

@@ -322,11 +322,12 @@ _UNEVEN = re.compile(r"(?:^|/)(?:slice|dynamic_slice|pad|concatenate|rev)$")
 
 
 def _permute_coverage(attrs: str, op_name: str, mesh_shape: dict[str, int]) -> tuple[bool, str]:
-    """Return (whether the permute is broken, a note if some devices receive nothing). Such devices hold zeros, and XLA
-    reports no error.
+    """Return (whether the permute is broken, a note if some devices receive nothing). Devices that receive nothing hold
+    zeros, and XLA reports no error.
 
-    XLA's all-gather-to-collective-permute-simplifier makes permutes without pairs on GPUs (openxla/xla #45218). A slice
-    of a sharded array sends its parts only to the devices that hold the result.
+    XLA's all-gather-to-collective-permute-simplifier makes permutes without pairs on GPUs (openxla/xla #45218); these
+    are broken. A shift without wrap-around is not broken. Nor is the permute of a slice of a sharded array, which sends
+    parts only to the devices that hold the result.
     """
     pairs, num_devices = source_target_pairs(attrs), math.prod(mesh_shape.values())
     targets = set(pairs[:, 1].tolist())

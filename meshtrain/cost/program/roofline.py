@@ -137,8 +137,8 @@ class Roofline:
         return self.parts.get(MATMUL, 0.0) - sum(row.hidden_under.get(MATMUL, 0.0) for row in self.traffic)
 
     def as_json(self) -> dict:
-        """Return the roofline in the form of `inspect --json`, in seconds of one GPU and step. "other" gives the shares
-        that `share` adds up as "other"."""
+        """Return the roofline in the form of `inspect --json`, in seconds of one GPU and step. The key "other" lists
+        the shares whose sum is `share["other"]`."""
         other = {name: share for name, share in self.shares.items() if name not in PARTS}
         share = {part: self.shares[part] for part in PARTS if part in self.shares} | {"other": sum(other.values())}
         return {"gpu": self.gpu.name, "num_gpus": self.num_gpus, "step_time_s": self.step_s,

@@ -58,7 +58,8 @@ class _PackedWindow(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class WholeStream:
-    """Like order.TokenStream, in sequences. Positions count padding. seed: None: the source's own order."""
+    """A stream like `order.TokenStream`, but of whole-document sequences. Positions include padding. seed: None: the
+    source's own order."""
     part: SourcePart
     seed: int | None
     number: int             # of the source in its mixture

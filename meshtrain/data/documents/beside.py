@@ -194,7 +194,7 @@ def _few(found: list[str]) -> str:
 
 def _object(path: Path, value) -> dict:
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: {json.dumps(value)[:80]} is no object; fix it, or remove the file")
+        raise ValueError(f"{path}: {json.dumps(value)[:80]} is not a JSON object; fix it, or remove the file")
     return value
 
 

@@ -257,7 +257,8 @@ def _object(value, place: str, whole: bool = False) -> dict:
     `whole`."""
     found = _of_json(value, place, "{") if isinstance(value, str) else value
     if not isinstance(found, dict):
-        raise ValueError(f"{place}: {_short(value)} is no object; give one, or a string of JSON that is one")
+        raise ValueError(f"{place}: {_short(value)} is not a JSON object; give an object, or a string "
+                         f"that contains one as JSON")
     return dict(found) if whole else _without_nulls(found)
 
 
