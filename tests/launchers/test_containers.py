@@ -60,12 +60,13 @@ def test_the_image_is_made_of_files_that_exist_and_nothing_else_is_sent():
 
 def test_a_job_of_skypilot_is_a_run_that_can_be(tmp_path):
     job = yaml.safe_load((ROOT / "launch/skypilot.yaml").read_text())
-    python = tmp_path / "python"
+    python = tmp_path / ".venv" / "bin" / "python"       # the environment of the job's directory
+    python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/words\n")
     python.chmod(0o755)
-    subprocess.run(["bash", "-ec", job["run"]], check=True, env={name: str(value) for name, value in job["envs"].items()} | {
-        "PATH": f"{tmp_path}:/usr/bin:/bin", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2",
-        "SKYPILOT_NODE_RANK": "1"})
+    subprocess.run(["bash", "-ec", job["run"]], check=True, cwd=tmp_path, env={
+        **{name: str(value) for name, value in job["envs"].items()}, "PATH": "/usr/bin:/bin",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"})
     run = config.load((tmp_path / "words").read_text().partition("meshtrain.train ")[2].split())
     assert run.run.dir == "s3://BUCKET/runs/llama3-8b" and run.distributed.process_id == 1
     assert run.distributed.coordinator_address == "10.0.0.1:29400" and run.mesh.fsdp == -1
