@@ -199,7 +199,7 @@ def test_a_checkpoint_that_cannot_be_read_is_no_damaged_one_and_stays(two, monke
         with monkeypatch.context() as patched:
             refusing(patched, code, name)
             with pytest.raises(checkpoint.CheckpointError,
-                               match=f"2 cannot be read, .*: {name}: {os.strerror(code)}. See that"):
+                               match=f"2 cannot be read, .*: {name}: {os.strerror(code)}. Check that"):
                 checkpoints.newest()
         assert (told, names(directory)) == ([], ["1", "2"])
         assert checkpoints.newest().step == 2
@@ -271,9 +271,9 @@ say("left", sorted(os.listdir(directory)))
         zero, one = run_processes(2, directory, body)
         host = socket.gethostname()
         stale = (f"True /2 cannot be read, and nothing was changed: process 1 ({host}): {inside[1]}: Stale file "
-                 f"handle. See that")
+                 f"handle. Check that")
         unseen = (f"True /2 cannot be read, and nothing was changed: process 1 ({host}): {inside[1]}: process 0 sees "
-                  f"it, this host does not. See that")
+                  f"it, this host does not. Check that")
         for said in (zero, one):
             assert said[0].startswith(stale[:130]) and said[1].startswith(unseen[:130]), said
         assert one[2:] == ["latest 2", "latest 1", "left ['1', '2.damaged']"]

@@ -324,7 +324,7 @@ def test_inspect_draws_the_schedule_and_prints_it(pipeline, tmp_path):
     assert "activations of 8 microbatches" in lines[0]
     assert lines[2] == "stage 0 F0 F1 F2 F3 F4 ·  F5 ·  F6 ·  F7 B0 ·  B1 ·  B2 ·  B3 B4 B5 B6 B7"
     assert lines[5] == "stage 3 ·  ·  ·  F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7 ·  ·  ·"
-    assert lines[6] == "drawn: mine-schedule.svg"
+    assert lines[6] == "written: mine-schedule.svg"
     assert [path.name for path in tmp_path.iterdir()] == ["mine-schedule.svg"]
     assert xml.dom.minidom.parse(str(tmp_path / "mine-schedule.svg")).documentElement.tagName == "svg"
 
