@@ -39,8 +39,8 @@ _FLASH = ("fraction of the dense bf16 peak, counting the causal half. FlashAtten
           "4,096 tokens, cuDNN 609 TFLOP/s forward. SimuMax on B200: .44 to .58 forward, .37 to .44 backward")
 _ELSEWHERE = "fraction of the dense bf16 peak, counting the causal half; for runs of other frameworks: "
 _TRITON = ("fraction of the dense bf16 peak, counting the visited pairs, before attention.ramp. Measured on an H200 in "
-           "packed rows of 8,192 tokens; rows of one document were 5 to 10% faster. Assumptions: A100 lies between "
-           "FlashAttention-2 (.58, .50) and Triton's kernels of 2023 (.36, .32); Blackwell is close to "
+           "packed rows of 8,192 tokens; rows of one document were 5 to 10% faster. Assumed: A100 between "
+           "FlashAttention-2 (.58, .50) and Triton's kernels of 2023 (.36, .32); Blackwell near "
            "FlashAttention-2 on H100 (.37, .33)")
 _MOSAIC = ("fraction of the dense bf16 peak, counting the visited pairs, before attention.ramp. Measured on an H200 in "
            "packed rows of 8,192 tokens: .49 forward, .56 backward; in rows of one document .60 and .64. Counts the "
