@@ -92,32 +92,43 @@ def said(error: BaseException) -> str:
 
 def main(reward: str, source: str, target: str, memory: str) -> None:
     """Run the function's process as its supervisor. End as that process does: with its exit code, or by its signal."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})      # until there is a child that it can end
     signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C is for the training, which ends this process
     for number in (signal.SIGUSR1, signal.SIGUSR2):     # Slurm may send them to all processes of a step
         signal.signal(number, lambda *_: None)          # not SIG_IGN, which a function's own children would inherit
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    folder, status = tempfile.mkdtemp(prefix="meshtrain-rewards-"), 0
+    folder, status, stopped = tempfile.mkdtemp(prefix="meshtrain-rewards-"), 0, False
     try:
         if not (child := os.fork()):
             try:
                 os.chdir(folder)
                 prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
                 serve(reward, source, target, memory)
             finally:
                 os._exit(0)     # whatever threads a function has left
+        ended = 0
+
+        def stop(*_) -> None:
+            """End the child. An exception here could meet the cleanup below and leave what it removes."""
+            nonlocal stopped
+            stopped = True
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL) if ended != child else None
+
+        signal.signal(signal.SIGTERM, stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for descriptor in (source, target):
             os.close(int(descriptor))       # the reader sees the end of the pipe when the child ends
-        ended = 0
         while ended != child:
             ended, status = os.wait()
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         kill_all_children()
         shutil.rmtree(folder, ignore_errors=True)
+    if stopped:
+        os._exit(1)
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(os.WTERMSIG(status), signal.SIG_DFL) if os.WTERMSIG(status) != signal.SIGKILL else None

@@ -8,6 +8,7 @@ import time
 from fractions import Fraction
 
 import pytest
+from commands import ROOT
 
 from meshtrain.rewards import builtin, worker, workers
 
@@ -240,6 +241,37 @@ def test_daemons_of_a_function_are_killed_and_its_folder_is_removed(how, tmp_pat
                     if os.path.exists(f"/proc/{line}" if line.isdecimal() else line)]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.05)
+
+
+LATE = """
+import os, signal, sys
+from meshtrain.rewards import worker
+ended, wait, change, kill = [], os.wait, signal.signal, worker.kill_all_children
+def stop_late():
+    if ended:
+        os.kill(os.getpid(), signal.SIGTERM)
+os.wait = lambda: ended.append(wait()) or ended[-1]
+signal.signal = lambda *given: (stop_late(), change(*given))[1]
+worker.kill_all_children = lambda: (stop_late(), kill())
+worker.main(*sys.argv[1:], str(1 << 30))
+"""
+
+
+def test_a_stop_that_comes_while_the_function_s_process_ends_leaves_nothing_behind(tmp_path):
+    """The end of the owner closes the pipe, which ends the function's process, and sends SIGTERM: both at once."""
+    pids, folder = tmp_path / "pids", tmp_path / "folder"
+    (tmp_path / "rewards.py").write_text(DAEMON.format(folder=str(folder), pids=str(pids)))
+    (source, requests), (replies, target) = os.pipe(), os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", LATE, f"{tmp_path / 'rewards.py'}:score", str(source), str(target)],
+                               pass_fds=(source, target), env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT)
+    os.close(source), os.close(target)
+    with os.fdopen(requests, "w") as asks, os.fdopen(replies) as told:
+        assert told.readline() == "{}\n"
+        print('["", "", {}]', file=asks, flush=True)
+        assert '"reward": 1.0' in told.readline()
+    assert process.wait(60) == 1
+    assert [one for one in pids.read_text().split() if os.path.exists(f"/proc/{one}")] == []
+    assert [one for one in folder.read_text().split() if os.path.exists(one)] == []
 
 
 def test_a_process_with_more_than_a_thousand_descriptors_has_its_answers_scored():
