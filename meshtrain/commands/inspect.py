@@ -67,7 +67,7 @@ def main(own: config.Arguments) -> int:
     if fewer:
         say.out(fewer)
     made = assembly.assemble(run, devices)
-    if note := summary.unopened(run):
+    if note := summary.note_unopened(run):
         made = dataclasses.replace(made, notes=(*made.notes, note))
     if given and not roofline.gpu_of(made):
         raise ConfigError("--assume changes the roofline, which needs a GPU of known speed; add e.g. --topology h100:8")

@@ -175,7 +175,7 @@ def planned(options: config.Arguments) -> Planned:
     return Planned(run, answers, texts.Length(options["tokens"], options["budget-hours"]),
                    [verified(run, question, plan) for plan in answer.plans[:options["verify"]]],
                    gap.of(question, answer.plans[0], free) if free else None,
-                   summary.unopened(run) if options.names[0].endswith(".toml") else "")
+                   summary.note_unopened(run) if options.names[0].endswith(".toml") else "")
 
 
 def answered(run: Run, options: config.Arguments, num_gpus: int) -> tuple[search.Question, search.Answer]:

@@ -25,7 +25,7 @@ def of_run(made: Assembly) -> dict:
             "schedule": made.choice and chart.as_json(made.choice), "notes": list(made.notes)}
 
 
-def unopened(run: Run) -> str:
+def note_unopened(run: Run) -> str:
     """Return a note about the files of a run that only training and `check` open; "" if the run names none."""
     data = run.data
     keys = ["data.paths"] * any(one.paths for one in (data, *data.mixture)) + [

@@ -60,9 +60,9 @@ def numbers(data: dict, rows: Sequence[tuple[str, Sequence[tuple[str, float | No
 
 def differs(data: dict) -> str:
     columns = [Column("key", "keep"), *(Column(run["label"]) for run in data["runs"])]
-    def shown(value: str | None) -> str:
+    def show_value(value: str | None) -> str:
         return "–" if value is None else value if len(value) <= LONG else f"{value[:LONG]}…"
 
-    rows = [(row["key"], *map(shown, row["values"])) for row in data["differs"]]
+    rows = [(row["key"], *map(show_value, row["values"])) for row in data["differs"]]
     return skin.table(columns, rows, "keys", search="section or key" if len(rows) > 10 else "") or skin.paragraph(
         "Nothing but name and directory.")
