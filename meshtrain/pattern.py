@@ -6,7 +6,10 @@ scan over the periods, so only the layers of one period are compiled.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:       # the sections check patterns by this file
+    from meshtrain.config.sections import Model
 
 MIXERS = {"F": "attention to all tokens", "W": "attention within model.window", "N": "as F, without rope",
           "V": "as W, without rope", "G": "gated delta rule", "K": "Kimi delta attention", "M": "Mamba-2", ".": "none"}
@@ -41,7 +44,7 @@ def repeated(pattern: str, length: int) -> str:
     return (pattern * length)[:length]
 
 
-def kinds(cfg) -> tuple[Kind, ...]:
+def kinds(cfg: Model) -> tuple[Kind, ...]:
     """Return the kind of each layer. cfg: the section [model]."""
     return _kinds(cfg.mixers, cfg.mlps, cfg.num_layers)
 
@@ -51,13 +54,13 @@ def _kinds(mixers: str, mlps: str, num_layers: int) -> tuple[Kind, ...]:
     return tuple(map(Kind, repeated(mixers, num_layers), repeated(mlps, num_layers)))
 
 
-def rotated(cfg) -> dict:
+def rotated(cfg: Model) -> dict:
     """Return letter -> settings of the mixers with rope that the model has."""
     present = {kind.mixer for kind in kinds(cfg)} if cfg.position == "rope" else ()
     return {mixer: cfg.of(mixer) for mixer in ROTATED if mixer in present}
 
 
-def rotated_width(cfg) -> int:
+def rotated_width(cfg: Model) -> int:
     """Return the number of a head's dims that rope rotates: the first dims, or with latent attention the last. cfg: the
     settings of one mixer."""
     if cfg.latent.kv_dim:
@@ -66,12 +69,12 @@ def rotated_width(cfg) -> int:
     return cfg.head_dim if whole else int(cfg.head_dim * cfg.rope_scaling.partial_rotary_factor)
 
 
-def share(cfg, mixers: str = "", mlps: str = "") -> float:
+def share(cfg: Model, mixers: str = "", mlps: str = "") -> float:
     """Return the share of the layers whose mixer or MLP is one of these letters."""
     return sum(kind.mixer in mixers or kind.mlp in mlps for kind in kinds(cfg)) / cfg.num_layers
 
 
-def stretches(cfg) -> tuple[Stretch, ...]:
+def stretches(cfg: Model) -> tuple[Stretch, ...]:
     """Return the layers as stretches: leading layers, a repeated period, and the incomplete last repeat. Irregular
     layers give several periods.
 
@@ -130,17 +133,17 @@ def _parts(layers: tuple[Kind, ...]) -> list[tuple[tuple[Kind, ...], int]]:
     return best[-1][1]
 
 
-def leading(cfg) -> int:
+def leading(cfg: Model) -> int:
     """Return the number of layers before the stages of a pipeline."""
     return sum(stretch.num_layers for stretch in stretches(cfg) if stretch.leading)
 
 
-def staged(cfg) -> int:
+def staged(cfg: Model) -> int:
     """Return the number of layers in the stages of a pipeline."""
     return cfg.num_layers - leading(cfg)
 
 
-def period(cfg) -> int:
+def period(cfg: Model) -> int:
     """Return the length of the period. Stages of a pipeline hold complete periods. 0: the layers have no period."""
     first, *rest = (stretch for stretch in stretches(cfg) if not stretch.leading)
     return 0 if first.name.startswith("part") else len(first.period)

@@ -13,7 +13,7 @@ from meshtrain import pattern
 from meshtrain.config import layouts, rope_scaling, unused
 from meshtrain.pattern import MIXERS, MLPS
 from meshtrain.config.messages import ConfigError, choices, join, next_multiple, toml, unknown_name
-from meshtrain.config.sections import Component, Data, Mesh, MixerKeys, Run, source_of
+from meshtrain.config.sections import Component, Data, Mesh, MixerKeys, Model, Run, source_of
 from meshtrain.huggingface import folder
 from meshtrain.names import AXES, LORA_TARGETS
 from meshtrain.shipped import names
@@ -250,7 +250,7 @@ def _layer_problems(model):
                f"in the pattern, or leave them out")
 
 
-def _head_problems(model, cfg, of: str):
+def _head_problems(model: Model, cfg: Model, of: str):
     """Report faults of the heads of one mixer. cfg: its section; of: its name, for messages."""
     if cfg.num_heads % cfg.num_kv_heads:
         divisors = [n for n in range(1, min(cfg.num_heads, 1024) + 1) if cfg.num_heads % n == 0]

@@ -25,6 +25,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshtrain import pattern
+from meshtrain.config.sections import Model
 from meshtrain.kernels import convolution, decode, products, recurrence
 from meshtrain.kernels.engine import MASKED, Expansion, Mask
 from meshtrain.model.layers import Execution
@@ -54,7 +55,7 @@ def places(window: int, room: int) -> int:
     return min(room, rounded_room(window)) if window else room
 
 
-def slot_bytes(cfg, room: int, itemsize: int) -> int:
+def slot_bytes(cfg: Model, room: int, itemsize: int) -> int:
     """Return the bytes of the keys, values and latents of one slot.
 
     States of recurrent mixers are not counted, because they do not grow.

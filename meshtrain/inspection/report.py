@@ -8,6 +8,7 @@ import re
 
 from meshtrain.assembly import Assembly
 from meshtrain import hardware
+from meshtrain.config.sections import Model
 from meshtrain.cost.formulas import flops
 from meshtrain.cost.program import audit, roofline
 from meshtrain.inspection import formula_vs_compiled, memory, summary
@@ -52,7 +53,7 @@ def before(made: Assembly) -> str:
     return "\n".join(lines + [f"note: {note}" for note in made.notes])
 
 
-def _dtypes(cfg) -> str:
+def _dtypes(cfg: Model) -> str:
     return f"{cfg.compute_dtype} with float8 projections" if cfg.matmul_dtype == "float8" else cfg.compute_dtype
 
 

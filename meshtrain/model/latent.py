@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshtrain import pattern
+from meshtrain.config.sections import Model
 from meshtrain.kernels.engine import Expansion, Mask, Scores
 from meshtrain.model import lora, rope
 from meshtrain.model.layers import Execution, Linear, Norm, attend, gathered, together
@@ -24,7 +25,7 @@ NORM_EPS = 1e-6         # of the norms of latents in all published models; other
 class LatentAttention(nnx.Module):
     """Multi-head latent attention of a layer. cfg: the [model] section of this mixer."""
 
-    def __init__(self, cfg, rngs, mixer: str):
+    def __init__(self, cfg: Model, rngs, mixer: str):
         D, N, H, latent = cfg.embed_dim, cfg.num_heads, cfg.head_dim, cfg.latent
         Q, C, R, V = latent.query_dim, latent.kv_dim, latent.rope_dim, latent.value_dim or cfg.head_dim
         linear, biased = partial(Linear, cfg, rngs), cfg.attention_bias != "none"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from meshtrain import pattern
+from meshtrain.config.sections import Model
 from meshtrain.kernels import products
 from meshtrain.kernels.activations import ACTIVATIONS
 from meshtrain.kernels import rotation
 from meshtrain.kernels.engine import Mask, Scores
 from meshtrain.model import float8
+from meshtrain.model.mlp import FusedMLP
 from meshtrain.model.params import declare
 from meshtrain.model.rope import Rope, grown, normed_and_rotated, rotate
 from meshtrain.names import SCORE_BOUND
@@ -46,9 +49,9 @@ class Execution:
     in_parts: bool = False  # the layer sees one part of a microbatch, and its weights are `parts.shared`
     # (layout, x_BTD, chosen_BTK, weight_BTK, weights) -> y_BTD; None: no experts
     experts: Callable | None = None
-    mlp: object | None = None           # `model.mlp.FusedMLP`; None: XLA's matmuls
+    mlp: FusedMLP | None = None         # None: XLA's matmuls
     # `parallel.context.recurrence.LinearAttention`; None: no recurrent mixers
-    recurrence: object | None = None
+    recurrence: Any = None
     # (number of layers, most heads of a layer): the aux of a layer has SCORE_BOUND; None: it does not
     bounds: tuple[int, int] | None = None
 
@@ -146,7 +149,7 @@ project.defvjp(_project_forward, _project_backward)
 class Linear(nnx.Module):
     """A weight of any shape, with an optional bias over its output dims. `model.lora` may freeze and adapt it."""
 
-    def __init__(self, cfg, rngs, eq: str, shape, axes, *, bias=False, std=None, role="matrix"):
+    def __init__(self, cfg: Model, rngs, eq: str, shape, axes, *, bias=False, std=None, role="matrix"):
         dtype = jnp.dtype(cfg.param_dtype)
         self.eq, self.axes = eq, tuple(axes)
         x_dims, w_dims = eq.split("->")[0].split(",")
@@ -229,7 +232,7 @@ class Norm(nnx.Module):
     stack and repeats the norm: the step takes 6.46 s instead of 6.43.
     """
 
-    def __init__(self, cfg, rngs, shape, axes, eps: float = 0.0):
+    def __init__(self, cfg: Model, rngs, shape, axes, eps: float = 0.0):
         """Declare the weights. eps: if not 0, this is a plain RMSNorm with this eps, whatever the config's norms are.
         """
         dtype = jnp.dtype(cfg.param_dtype)
@@ -273,7 +276,7 @@ class Norm(nnx.Module):
 class Embedding(nnx.Module):
     """A table [rows, D] that is looked up by integers [B, T]."""
 
-    def __init__(self, cfg, rngs, rows: int, axes):
+    def __init__(self, cfg: Model, rngs, rows: int, axes):
         self.axes = tuple(axes)
         self.table = declare(rngs, jnp.dtype(cfg.param_dtype), (rows, cfg.embed_dim), axes, "embedding",
                              std=cfg.embedding_std)
@@ -382,7 +385,7 @@ class Attention(nnx.Module):
     sink is a score that takes part in a head's softmax and has no value.
     """
 
-    def __init__(self, cfg, rngs, mixer: str):
+    def __init__(self, cfg: Model, rngs, mixer: str):
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         self.num_kv_heads, self.mixer, bias = K, mixer, cfg.attention_bias != "none"
         self.mask = Mask(window=cfg.window if mixer in pattern.WINDOWED else 0)
@@ -401,7 +404,7 @@ class Attention(nnx.Module):
                              value=0.0) if cfg.attention_sinks else None
 
     @staticmethod
-    def _norm(cfg, rngs, heads: int, axis: str):
+    def _norm(cfg: Model, rngs, heads: int, axis: str):
         if cfg.qk_norm == "off":
             return None
         shape, axes = ((heads, cfg.head_dim), (axis, "head_dim")) if cfg.qk_norm == "all_heads" else (
@@ -500,7 +503,7 @@ fused_mlp.defvjp(_fused_mlp_forward, _fused_mlp_backward)
 class MLP(nnx.Module):
     """The inward projections, the activation and the outward projection. width: replaces mlp_dim if it is not 0."""
 
-    def __init__(self, cfg, rngs, width: int = 0):
+    def __init__(self, cfg: Model, rngs, width: int = 0):
         D, F, bias = cfg.embed_dim, width or cfg.mlp_dim, cfg.mlp_bias
         self.activation = ACTIVATIONS[cfg.activation]
         self.gate = Linear(cfg, rngs, "BTD,DF->BTF", (D, F), ("embed", "mlp"), bias=bias) if cfg.gated else None
@@ -536,7 +539,7 @@ class Layer(nnx.Module):
     part of the objective, and is divided by the step's tokens. Of SCORE_BOUND the maximum is taken instead of the sum.
     """
 
-    def __init__(self, cfg, rngs, mixer: tuple[str, Callable] | None, mlp: tuple[str, Callable] | None):
+    def __init__(self, cfg: Model, rngs, mixer: tuple[str, Callable] | None, mlp: tuple[str, Callable] | None):
         norm = lambda part, where: None if part is None or cfg.norm_placement not in (where, "both") else Norm(
             cfg, rngs, (cfg.embed_dim,), ("embed",))
         part = lambda given, name: given[1](cfg, rngs) if given and given[0] == name else None

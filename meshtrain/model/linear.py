@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from meshtrain.config.sections import Model
 from meshtrain.model.layers import (
     Execution, Linear, Norm, add_bias, kv_heads, recomputed, repeated, small, together, unit,
 )  # fmt: skip
@@ -28,7 +29,7 @@ HEADS, KEY_HEADS = ("heads", "head_dim"), ("kv_heads", "head_dim")
 class Convolution(nnx.Module):
     """The weights of a causal convolution of each channel, [W, heads, width]."""
 
-    def __init__(self, cfg, rngs, heads: int, width: int, axes):
+    def __init__(self, cfg: Model, rngs, heads: int, width: int, axes):
         dtype, W = jnp.dtype(cfg.param_dtype), cfg.linear.conv_width
         self.axes = (None, *axes)
         self.kernel = declare(rngs, dtype, (W, heads, width), self.axes, "bias", std=W ** -0.5)
@@ -38,7 +39,7 @@ class Convolution(nnx.Module):
 class RecurrentMixer(nnx.Module):
     """A recurrent mixer. mixer: its letter, G, K or M."""
 
-    def __init__(self, cfg, rngs, mixer: str):
+    def __init__(self, cfg: Model, rngs, mixer: str):
         linear, D, dtype = cfg.linear, cfg.embed_dim, jnp.dtype(cfg.param_dtype)
         K, N, H, V = linear.key_heads, linear.value_heads, linear.key_dim, linear.value_dim
         self.mixer, self.num_key_heads = mixer, K

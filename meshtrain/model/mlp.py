@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from meshtrain import hardware, pattern
+from meshtrain.config.sections import Run
 from meshtrain.kernels import mosaic, mosaic_mlp
 from meshtrain.kernels.activations import SLOPES
 from meshtrain.sharding.mesh import on_shards
@@ -57,7 +58,7 @@ def _specs(layout: Layout):
     return x, hidden, layout.spec(GATHERED, ("embed", "mlp"))
 
 
-def choose(run, layout: Layout, platform: str, gpu: hardware.Gpu | None) -> FusedMLP | None:
+def choose(run: Run, layout: Layout, platform: str, gpu: hardware.Gpu | None) -> FusedMLP | None:
     """Return the fused kernels for this run, or None for XLA's matmuls.
 
     Raises: ValueError if model.mlp is "mosaic" and the kernels do not support the run.
@@ -72,12 +73,12 @@ def choose(run, layout: Layout, platform: str, gpu: hardware.Gpu | None) -> Fuse
     return FusedMLP(run.model.activation, gpu.num_sms)
 
 
-def note(run, chosen: FusedMLP | None) -> str:
+def note(run: Run, chosen: FusedMLP | None) -> str:
     """Return the line that is printed at the start; empty for XLA's matmuls."""
     return chosen and f"MLPs: activation fused into the matmuls, Mosaic kernels (model.mlp={run.model.mlp})" or ""
 
 
-def _against(run, layout: Layout, platform: str, gpu: hardware.Gpu | None) -> list[str]:
+def _against(run: Run, layout: Layout, platform: str, gpu: hardware.Gpu | None) -> list[str]:
     """Return the reasons why the kernels do not support this run; empty if they do."""
     model, shards = run.model, lambda logical: layout.num_shards(layout.mesh_axes("activations", logical))
     if platform == "cpu" or not mosaic.runs_on(gpu):

@@ -21,6 +21,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from meshtrain.config.sections import Model
 from meshtrain.model.layers import MLP, Execution, Linear, add_bias, gated, project, recomputed
 from meshtrain.model.params import declare
 from meshtrain.model.parts import Inputs
@@ -45,7 +46,7 @@ class Routing:
     group_limit: int
 
     @classmethod
-    def of(cls, cfg) -> Routing:
+    def of(cls, cfg: Model) -> Routing:
         return cls(cfg.num_experts, cfg.experts_per_token, cfg.router_score, cfg.router_normalize, cfg.router_scale,
                    *(cfg.router_groups or (0, 0)))
 
@@ -149,7 +150,7 @@ def balance_loss(routing: Routing, aux_loss: float, z_loss: float, logits_BTE, c
 class MoE(nnx.Module):
     """The MoE block of one layer, with its shared experts."""
 
-    def __init__(self, cfg, rngs):
+    def __init__(self, cfg: Model, rngs):
         D, E, F, dtype = cfg.embed_dim, cfg.num_experts, cfg.expert_mlp_dim, jnp.dtype(cfg.param_dtype)
         self.routing, self.num_layers = Routing.of(cfg), cfg.num_layers
         self.router = declare(rngs, dtype, (D, E), ROUTER_AXES, "router", std=D ** -0.5)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from meshtrain import pattern
+from meshtrain.config.sections import Model
 from meshtrain.kernels import rotation
 from meshtrain.sharding.mesh import on_shards
 from meshtrain.sharding.rules import Layout
@@ -26,7 +27,7 @@ class Rope(NamedTuple):
     query_scale_BT: jax.Array | None = None
 
 
-def of(cfg, positions_BT, length_BT=None) -> dict[str, Rope]:
+def of(cfg: Model, positions_BT, length_BT=None) -> dict[str, Rope]:
     """Return the rope of each mixer that rotates, by its letter. Equal ropes share their arrays.
 
     cfg: the [model] section. length_BT: tokens of each token's sequence; required if `turns` is not empty.
@@ -39,7 +40,7 @@ def of(cfg, positions_BT, length_BT=None) -> dict[str, Rope]:
     return ropes
 
 
-def turns(cfg) -> tuple[int, ...]:
+def turns(cfg: Model) -> tuple[int, ...]:
     """Return the lengths beyond which a sequence has other frequencies.
 
     Only longrope has such lengths, and only in a model without a fixed length (max_seq_len 0), as a model folder
@@ -50,7 +51,7 @@ def turns(cfg) -> tuple[int, ...]:
         if section.rope_scaling.rope_type == "longrope"}))
 
 
-def _made(cfg, positions_BT, length_BT) -> Rope:
+def _made(cfg: Model, positions_BT, length_BT) -> Rope:
     scaling, position_BT = cfg.rope_scaling, positions_BT.astype(jnp.float32)
     freq, factor = _frequencies(cfg)
     if scaling.rope_type == "longrope" and not cfg.max_seq_len:
@@ -63,7 +64,7 @@ def _made(cfg, positions_BT, length_BT) -> Rope:
     return Rope(factor * jnp.cos(angle), factor * jnp.sin(angle), grown_BT)
 
 
-def _frequencies(cfg, longer: bool = False):
+def _frequencies(cfg: Model, longer: bool = False):
     """Return (the angle per position of each pair of dims, the factor on cos and sin). A factor sharpens the softmax.
 
     longer: for longrope, the frequencies beyond its original length.
@@ -115,7 +116,7 @@ def _by_turns(scaling, freq):
     return jnp.clip((turns - low) / (high - low), 0.0, 1.0)
 
 
-def _by_dims(cfg, width: int):
+def _by_dims(cfg: Model, width: int):
     """Return a ramp over pair indices, between the indices of the two bounds. With truncate these are rounded outward.
     """
     scaling = cfg.rope_scaling

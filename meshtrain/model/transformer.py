@@ -21,6 +21,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain import pattern
+from meshtrain.config.sections import Lora, Model
 from meshtrain.kernels import products
 from meshtrain.model import float8, lora, params, parts, rope
 from meshtrain.model.latent import LatentAttention
@@ -40,7 +41,7 @@ LAYER_INPUT = "layer_input"     # the activation that remat `offload` keeps on t
 class EmbeddingAndHead(nnx.Module):
     """Token and position embeddings, final norm and output head: the parameters outside the layers."""
 
-    def __init__(self, cfg, rngs):
+    def __init__(self, cfg: Model, rngs):
         V, D = padded_vocab(cfg), cfg.embed_dim
         self.embedding = Embedding(cfg, rngs, V, ("vocab", "embed"))
         if cfg.position == "learned":
@@ -50,7 +51,7 @@ class EmbeddingAndHead(nnx.Module):
             self.head = Linear(cfg, rngs, "BTD,DV->BTV", (D, V), ("embed", "vocab"), std=D ** -0.5, role="head")
 
 
-def padded_vocab(cfg) -> int:
+def padded_vocab(cfg: Model) -> int:
     """Return the vocabulary size rounded up, the same on every layout. Padding ids have zero probability."""
     return -(-cfg.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
@@ -117,10 +118,10 @@ class Transformer:
 
     lora: the section [lora] if layers have adapters; all other parameters are then frozen.
     """
-    cfg: object
+    cfg: Model
     ends: params.Module
     groups: tuple[LayerGroup, ...]
-    lora: object | None = None
+    lora: Lora | None = None
 
     def __post_init__(self):
         assert sum(group.num_layers for group in self.groups) == self.cfg.num_layers
@@ -389,7 +390,7 @@ class Transformer:
             *(tensor("mlp", "mlp", n) for n in widths), tensor("logits", "vocab", padded_vocab(cfg))]
 
 
-def kv_heads_of(cfg) -> dict[str, int]:
+def kv_heads_of(cfg: Model) -> dict[str, int]:
     """Return the number of key and value heads of each kind of mixer that the model has."""
     found = {}
     for mixer in sorted({kind.mixer for kind in pattern.kinds(cfg)}):
@@ -401,7 +402,7 @@ def kv_heads_of(cfg) -> dict[str, int]:
     return found
 
 
-def build(cfg, adapters=None) -> Transformer:
+def build(cfg: Model, adapters=None) -> Transformer:
     """Return the model of a [model] section, in the groups of `pattern.stretches`.
 
     adapters: the section [lora]. Raises: ValueError as `lora.check`.
@@ -424,7 +425,7 @@ def build(cfg, adapters=None) -> Transformer:
 _MLPS = {"d": ("mlp", MLP), "e": ("moe", MoE), ".": None}
 
 
-def _mixer(cfg, mixer: str):
+def _mixer(cfg: Model, mixer: str):
     """Return (name in the parameter tree, (cfg, rngs) -> module); None without a mixer."""
     name, make = ("linear", RecurrentMixer) if mixer in pattern.RECURRENT else (
         "attention", LatentAttention if cfg.latent.kv_dim else Attention)

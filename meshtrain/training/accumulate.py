@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import hardware
+from meshtrain.config.sections import Run
 from meshtrain.model import float8, mlp, params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import with_loss
@@ -43,7 +44,7 @@ class StepSpec:
     them. batch: ShapeDtypeStructs with shardings, [microbatches, replicas, sequences, T], where replicas is sharded
     over the deferred axes.
     """
-    run: object                 # the checked run file; its data, training and model sections are read
+    run: Run                    # the checked run file; its data, training and model sections are read
     model: Transformer
     layout: Layout
     mesh: jax.sharding.Mesh
@@ -56,7 +57,7 @@ class StepSpec:
     in_place: bool = False          # whether residuals are written directly into their buffers, see `layer_vjp.stack`
 
     @property
-    def objective(self):
+    def objective(self) -> objective.Objective:
         return objective.of_run(self.run)
 
 
@@ -69,7 +70,7 @@ class Normalizers(NamedTuple):
     tokens: jax.Array
 
 
-def step_spec(run, model: Transformer, layout: Layout, mesh, attend: Callable, recurrence,
+def step_spec(run: Run, model: Transformer, layout: Layout, mesh, attend: Callable, recurrence,
               schedule: Schedule | None) -> StepSpec:
     """Build the StepSpec of a run. attend, recurrence: of `Execution`.
 
@@ -320,7 +321,7 @@ def _stack_weights(model: Transformer, weights: params.Divided):
             for first, group in model.numbered()]
 
 
-def drops(run) -> bool:
+def drops(run: Run) -> bool:
     """Return whether the run uses dropout, so that a step needs a key."""
     return run.model.embedding_dropout > 0 or run.model.residual_dropout > 0
 

@@ -11,6 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from meshtrain.config.sections import Run
 from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import CHOSEN, MISMATCH_MAX, NO_TARGET, PADDING, REJECTED
@@ -147,7 +148,10 @@ def tokens(batch):
     return jnp.maximum(jnp.sum(batch["segments"] != PADDING), 1).astype(jnp.float32)
 
 
-def of_run(run) -> NextToken | Preference | PolicyGradient:
+Objective = NextToken | Preference | PolicyGradient
+
+
+def of_run(run: Run) -> Objective:
     training = run.training
     if training.objective == "dpo":
         return Preference(training.dpo_beta, training.loss_chunk)

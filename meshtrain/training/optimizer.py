@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from meshtrain.config.sections import Optimizer
 from meshtrain.names import LAYERS, MATMUL_ROLES, ROLES
 from meshtrain.training import adafactor, muon
 
@@ -119,7 +120,7 @@ def state_axes(tx: optax.GradientTransformation, abstract_params: Any, logical_a
     return jax.tree.map(lambda one, two: tuple(map(named, one.shape, two.shape)), probed(1009), probed(1_000_003))
 
 
-def _rule(cfg, roles, matrix_dims, placements, dtype):
+def _rule(cfg: Optimizer, roles, matrix_dims, placements, dtype):
     """Return the direction of the update, before weight decay and learning rate."""
     adam = optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)
     if cfg.name == "adamw":

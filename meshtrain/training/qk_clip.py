@@ -11,11 +11,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from meshtrain import pattern
+from meshtrain.config.sections import Model, Run
 from meshtrain.model.transformer import Transformer, without_layers
 from meshtrain.names import SCORE_BOUND
 
 
-def bounds(run) -> tuple[int, int] | None:
+def bounds(run: Run) -> tuple[int, int] | None:
     """Return `Execution.bounds` of a run."""
     heads = [run.model.of(kind.mixer).num_heads for kind in pattern.kinds(run.model) if kind.mixer in pattern.ATTENTION]
     return (run.model.num_layers, max(heads)) if run.optimizer.qk_clip else None
@@ -45,7 +46,7 @@ def _scaled(attention: dict, factors: dict) -> dict:
                         for name, factor in factors.items()}
 
 
-def _of_heads(cfg, gamma_LN) -> dict:
+def _of_heads(cfg: Model, gamma_LN) -> dict:
     """Return the factors of query and key weights.
 
     Heads that share a key use their smallest gamma. If keys are also the values, only queries are scaled.
@@ -57,7 +58,7 @@ def _of_heads(cfg, gamma_LN) -> dict:
     return {"query": query} | ({} if cfg.tie_values else {"key": key[..., None]})
 
 
-def _of_latents(cfg, gamma_LN) -> dict:
+def _of_latents(cfg: Model, gamma_LN) -> dict:
     """Return the factors of query and key weights.
 
     All heads share the rotated key, so the rotated part of the queries is scaled by the full gamma instead.

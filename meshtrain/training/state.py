@@ -5,6 +5,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from meshtrain.model import params
 from meshtrain.model.transformer import Transformer
@@ -23,13 +24,13 @@ class State:
     """
     step: jax.Array
     params: dict
-    opt_state: object
+    opt_state: optax.OptState
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StateSpec:
     """Shapes, logical axes and placements of a State, all known before one exists."""
-    tx: object                  # optax.GradientTransformation
+    tx: optax.GradientTransformation
     axes: dict                  # logical axes of each parameter, a tree like params
     trained_axes: dict          # logical axes of the trained parameters, a tree like their gradients
     abstract: State             # ShapeDtypeStructs with shardings, the target of a checkpoint restore

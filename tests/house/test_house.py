@@ -38,15 +38,16 @@ OPEN_TO = {
                    "training"},
 }
 UNBOUND = {"commands", "launch"}
-EVERYONE = {"names", "pattern", "shipped", "jax_private", "units", "files", "panics", "hardware", "flags",
-            "environment"}
+# The sections of a run file are data, whatever else their room does.
+EVERYONE = {"config/sections", "names", "pattern", "shipped", "jax_private", "units", "files", "panics", "hardware",
+            "flags", "environment"}
 
 
 def room(name: str) -> str:
     """The room of a module, the longest that begins its path, or the file at the top: `meshtrain.data.sources.open` ->
     data."""
     parts = name.split(".")[1:]
-    return next((there for i in (2, 1) if (there := "/".join(parts[:i])) in {*OPEN_TO, *UNBOUND}), parts[0])
+    return next((there for i in (2, 1) if (there := "/".join(parts[:i])) in {*OPEN_TO, *UNBOUND, *EVERYONE}), parts[0])
 
 
 def imported(path: Path) -> set[str]:

@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Iterable
 
 from meshtrain import pattern
+from meshtrain.config.sections import Model
 from meshtrain.cost.formulas import routed
 from meshtrain.cost.formulas.placed import Options, Placed, Product
 from meshtrain.parallel.context.attention import value_dim
 
 
-def model_flops_per_token(table: Iterable, cfg, seq_len: int) -> float:
+def model_flops_per_token(table: Iterable, cfg: Model, seq_len: int) -> float:
     """Return the FLOPs of forward and backward per token, without recomputation: 6 per matrix element, 4 per frozen
     matrix element, and three times the forward FLOPs of `mixer_flops`.
 
@@ -32,7 +33,7 @@ def model_flops_per_token(table: Iterable, cfg, seq_len: int) -> float:
                           for mixer, count in Counter(kind.mixer for kind in pattern.kinds(cfg)).items())
 
 
-def mixer_flops(cfg, mixer: str, seq_len: int) -> float:
+def mixer_flops(cfg: Model, mixer: str, seq_len: int) -> float:
     """Return the forward FLOPs per token of one layer of this mixer, without its weight matrices."""
     one = cfg.of(mixer)
     if mixer in pattern.ATTENTION:
@@ -42,18 +43,18 @@ def mixer_flops(cfg, mixer: str, seq_len: int) -> float:
     return products * 2.0 * linear.value_heads * linear.key_dim * linear.value_dim
 
 
-def active(info, cfg) -> int:
+def active(info, cfg: Model) -> int:
     """Return the number of elements of a parameter that one token uses."""
     return info.size * cfg.experts_per_token // cfg.num_experts if "expert" in info.axes else info.size
 
 
-def window(cfg, mixer: str, seq_len: int) -> int:
+def window(cfg: Model, mixer: str, seq_len: int) -> int:
     """Return how many tokens a token attends to in layers of this mixer; 0 means the whole sequence."""
     within = cfg.of(mixer).window if mixer in pattern.WINDOWED else 0
     return within if within < seq_len else 0
 
 
-def attended(cfg, mixer: str, seq_len: int) -> float:
+def attended(cfg: Model, mixer: str, seq_len: int) -> float:
     """Return how many pairs a token of a full row attends to in layers of this mixer, as a fraction of the causal half
     S / 2."""
     within = window(cfg, mixer, seq_len) / seq_len

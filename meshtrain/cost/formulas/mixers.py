@@ -10,6 +10,7 @@ import dataclasses
 from collections import Counter
 
 from meshtrain import pattern
+from meshtrain.config.sections import Model
 from meshtrain.model import layers
 from meshtrain.parallel.context.attention import value_dim
 from meshtrain.sharding.rules import Layout
@@ -177,13 +178,13 @@ class RecurrenceSizes(Mixer):
                 + self.gates + (1 if delta else 2) * self.outputs + self.outward())
 
 
-def of(cfg, layout: Layout) -> tuple[Mixer, ...]:
+def of(cfg: Model, layout: Layout) -> tuple[Mixer, ...]:
     """Return the kinds of mixers of a [model] section on one device, in the order of their letters."""
     counts = Counter(kind.mixer for kind in pattern.kinds(cfg) if kind.mixer != ".")
     return tuple(_of(cfg.of(letter), letter, counts[letter] / cfg.num_layers, layout) for letter in sorted(counts))
 
 
-def _of(cfg, letter: str, share: float, layout: Layout) -> Mixer:
+def _of(cfg: Model, letter: str, share: float, layout: Layout) -> Mixer:
     """Return one kind of mixer. cfg: the [model] section with this mixer's values. share: fraction of the layers."""
     split = lambda axis: layout.num_shards(layout.mesh_axes("activations", axis))
     key_heads = lambda count: layers.kv_heads(layout, count) / split("kv_heads")

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
 from meshtrain import pattern
+from meshtrain.config.sections import Model, Run
 from meshtrain.cost.formulas import mixers
 from meshtrain.model import layers
 from meshtrain.names import AXES, LAYERS, LEADING, LORA, MATMUL_ROLES
@@ -76,7 +77,7 @@ class Options:
     recurrence: str = "xla"     # engine of recurrences: xla, pallas
 
     @classmethod
-    def of(cls, run, gpu: str = "", **more) -> Options:
+    def of(cls, run: Run, gpu: str = "", **more) -> Options:
         """Return the options of a run file. gpu: the GPU's name in the hardware table, which determines the engine of
         recurrences."""
         return cls(run.data.seq_len, run.data.global_batch, run.training.microbatches, run.training.remat,
@@ -172,7 +173,7 @@ class Placed:
     cover both. The stages share the microbatches of the leading layers. is_leading: whether this object is such a
     leading model.
     """
-    cfg: object                 # the [model] section
+    cfg: Model                  # the [model] section
     rows: list                  # the parameter table
     layout: Layout
     mesh: MeshSpec
@@ -322,7 +323,7 @@ def _stream_shards(layout: Layout) -> int:
     return layout.num_shards(a for a in layout.mesh_axes("activations", "residual_seq") if a not in context)
 
 
-def place(rows, cfg, layout: Layout, mesh: MeshSpec) -> Placed:
+def place(rows, cfg: Model, layout: Layout, mesh: MeshSpec) -> Placed:
     """Return the sizes and moves of a model under a layout.
 
     rows: the parameter table (ParamInfo); cfg: the [model] section; the layout's sizes must be those of the mesh.
@@ -342,7 +343,7 @@ def place(rows, cfg, layout: Layout, mesh: MeshSpec) -> Placed:
     return dataclasses.replace(staged, leading=leading, held=staged.held.with_leading(leading.held), moves=moves)
 
 
-def _cut(cfg, part: slice):
+def _cut(cfg: Model, part: slice):
     """Return the [model] section for a part of the layers."""
     kinds = pattern.kinds(cfg)[part]
     mixers, mlps = ("".join(letters) for letters in zip(*kinds))
@@ -350,7 +351,7 @@ def _cut(cfg, part: slice):
     return cfg.model_copy(update=dict(num_layers=len(kinds), mixers=mixers, mlps=mlps) | without)
 
 
-def _place(rows, cfg, layout: Layout, mesh: MeshSpec, is_leading: bool = False) -> Placed:
+def _place(rows, cfg: Model, layout: Layout, mesh: MeshSpec, is_leading: bool = False) -> Placed:
     """Return the sizes and moves of layers of one kind of placement. is_leading: these layers run before the stages,
     and their gradients are summed over the stages."""
     local, tokens = _Local(layout), frozenset(layout.token_axes) | ({"stage"} if is_leading else set())
@@ -389,7 +390,7 @@ def _place(rows, cfg, layout: Layout, mesh: MeshSpec, is_leading: bool = False) 
     return Placed(cfg, rows, layout, mesh, layer, head, Held(**held), moves, is_leading=is_leading)
 
 
-def _held(info, cfg, layout: Layout, by_table, in_use: frozenset, whole: float, depth: int) -> dict[str, float]:
+def _held(info, cfg: Model, layout: Layout, by_table, in_use: frozenset, whole: float, depth: int) -> dict[str, float]:
     """Return what one parameter adds to the fields of `Held`. in_use: mesh axes that shard the gathered copy; depth:
     number of layers on the device, 0 for embedding and head."""
     stored = info.size / layout.num_shards(by_table["optimizer"])
@@ -468,7 +469,7 @@ class _Matrices:
     """The products of a layer. Equal matrices of different layers are one entry, with the fraction of the layers that
     have it. Matrices that multiply the same input are one product."""
 
-    def __init__(self, cfg, rows, local: _Local):
+    def __init__(self, cfg: Model, rows, local: _Local):
         self.num_layers, self.local, self.products = cfg.num_layers, local, {}
         self.query_latents = bool(cfg.latent.kv_dim and cfg.latent.query_dim)
         self.before_mlps = {_layer(info) for info in rows if _part(info) in ("mlp", "moe")}

@@ -11,6 +11,7 @@ import functools
 import math
 
 from meshtrain import hardware, pattern
+from meshtrain.config.sections import Run
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import flops
 from meshtrain.cost.formulas.placed import Attended
@@ -175,7 +176,7 @@ OURS = ("pallas", "mosaic")
 BLOCK = 128     # assumption: tokens of a kernel's block of queries or keys; at 64 a row of 8,192 has 2% less to visit
 
 
-def attended(run, layout, assumed: Assumptions) -> Attended:
+def attended(run: Run, layout, assumed: Assumptions) -> Attended:
     """Return the attention engine of a run under this layout and the fraction of pairs that it visits. Raises:
     ValueError if the requested engine cannot run here."""
     cfg, length = run.model, run.data.seq_len

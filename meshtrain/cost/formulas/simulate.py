@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from meshtrain.config.sections import Run
 from meshtrain.parallel.pipeline import schedules, stages
 from meshtrain.parallel.pipeline.schedules import Schedule
 
@@ -184,7 +185,7 @@ def chunk_counts(num_layers: int, p: int, most: int = 4) -> tuple[int, ...]:
 
 # ---- the schedule of a run -------------------------------------------------------------------------------------------
 
-def of_run(run, costs: Costs | Callable[[Schedule], Costs], p: int,
+def of_run(run: Run, costs: Costs | Callable[[Schedule], Costs], p: int,
            memory: Callable[[Schedule], StepBytes] | None = None, usable_bytes: int | None = None) -> Choice:
     """Return the schedule that the run file's [pipeline] selects on p stages. "auto" with chunks = 1 may choose more
     chunks.

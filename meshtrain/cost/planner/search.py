@@ -13,6 +13,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from meshtrain.config.sections import Model
 from meshtrain.cost.formulas import footprint, simulate
 from meshtrain.cost.formulas import price as prices
 from meshtrain.cost.formulas.placed import Options, Placed, place
@@ -57,7 +58,7 @@ class Question:
     the work of attention. lay: maps (sizes, rules, context method) to the layout and the reasons why training rejects
     it. refused: returns the reasons why training rejects a complete plan, with its microbatches, schedule and remat.
     """
-    cfg: object
+    cfg: Model
     rows: list
     num_gpus: int
     options: Options

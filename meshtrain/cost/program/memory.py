@@ -6,6 +6,7 @@ import math
 import jax
 import numpy as np
 
+from meshtrain.config.sections import Run
 from meshtrain.cost.program import audit
 from meshtrain.names import LAYERS, LEADING, MATMUL_ROLES
 from meshtrain.parallel.pipeline import stages
@@ -25,7 +26,7 @@ def accumulator_bytes(abstract_params, grads_shardings) -> int:
     return sum(jax.tree.leaves(sizes))
 
 
-def host_bytes(run, layout) -> int:
+def host_bytes(run: Run, layout) -> int:
     """Return the bytes of the layers' inputs that one device offloads to the host; 0 without offloading."""
     if run.training.remat != "offload":
         return 0

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain import hardware, pattern
+from meshtrain.config.sections import Model, Run
 from meshtrain.kernels import blockwise, cudnn, mosaic, pallas, tiles
 from meshtrain.kernels.engine import CAUSAL, Engine, Expansion, Mask, Output, Scores
 from meshtrain.names import PADDING
@@ -177,13 +178,13 @@ def _on_shards(local, needs_manual: bool, layout, args):
 # ---- what a run file asks for ----------------------------------------------------------------------------------------
 
 
-def token_order(run, sizes: Mapping[str, int]):
+def token_order(run: Run, sizes: Mapping[str, int]):
     """Return the token at each position of a sequence split over context, int64 [T]; None for the natural order."""
     cp = sizes[AXIS]
     return METHODS[run.context.method].order(run.data.seq_len, cp) if cp > 1 else None
 
 
-def problems(run, layout: Layout) -> list[str]:
+def problems(run: Run, layout: Layout) -> list[str]:
     """Return the reasons why this layout cannot split sequences as its rules say; empty if there are none.
 
     Only AXIS may split sequences. The token order, attention and recurrences over shards, and the manual axes of a
@@ -229,7 +230,7 @@ def problems(run, layout: Layout) -> list[str]:
     return faults
 
 
-def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable, str]:
+def choose(run: Run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable, str]:
     """Return (the attention function for `model.layers.Execution`, a note on the choice).
 
     The note is "" on CPUs for model.attention = "auto" without a window. platform: jax's name. gpu: its name in the
@@ -254,7 +255,7 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> tuple[Callable,
     return made, note if platform in GPU_PLATFORMS or asked != "auto" or window(run) else ""
 
 
-def engine_name(run, layout: Layout, gpu: str, platform: str = GPU_PLATFORMS[0]) -> str:
+def engine_name(run: Run, layout: Layout, gpu: str, platform: str = GPU_PLATFORMS[0]) -> str:
     """Return the engine that `choose` takes on these devices with current versions of all software; for cost estimates.
 
     Raises: ValueError as `choose`.
@@ -262,7 +263,7 @@ def engine_name(run, layout: Layout, gpu: str, platform: str = GPU_PLATFORMS[0])
     return _chosen(run.model.attention, _against(run, layout, platform, gpu), mosaic.AUTO_SINCE)
 
 
-def _against(run, layout: Layout, platform: str, gpu: str) -> dict[str, list[str]]:
+def _against(run: Run, layout: Layout, platform: str, gpu: str) -> dict[str, list[str]]:
     """Return the reasons why each engine cannot serve this run, regardless of the installed software."""
     return {"cudnn": _against_cudnn(run, layout, platform, gpu), "pallas": _against_pallas(run, layout, platform, gpu),
             "mosaic": _against_mosaic(run, layout, platform, gpu), "blockwise": []}
@@ -281,7 +282,7 @@ def _chosen(asked: str, against: Mapping[str, list[str]], version: tuple[int, ..
     return name
 
 
-def _of(run) -> str:
+def _of(run: Run) -> str:
     """Return the window for the note; "" if all layers attend to all earlier tokens."""
     within, count = window(run), sum(kind.mixer in pattern.WINDOWED for kind in pattern.kinds(run.model))
     if not within:
@@ -289,7 +290,7 @@ def _of(run) -> str:
     return f", window {within:,}" + (f" in {count} layers of {run.model.num_layers}" * (count < run.model.num_layers))
 
 
-def _engine(name: str, run, cp: int, gpu: str, head_dim: int, value_dim: int, scores: Scores) -> Engine:
+def _engine(name: str, run: Run, cp: int, gpu: str, head_dim: int, value_dim: int, scores: Scores) -> Engine:
     if name == "cudnn":
         return cudnn.engine(scores)
     if name == "mosaic" and mosaic.widths_of(head_dim, value_dim):
@@ -303,13 +304,13 @@ def _engine(name: str, run, cp: int, gpu: str, head_dim: int, value_dim: int, sc
     return blockwise.engine(min(blockwise.BLOCK, max(32, -(-chunk // 4))), scores)
 
 
-def attending(run) -> list:
+def attending(run: Run) -> list:
     """Return the [model] section of each attention mixer that the run has."""
     present = {kind.mixer for kind in pattern.kinds(run.model)}
     return [run.model.of(mixer) for mixer in pattern.ATTENTION if mixer in present]
 
 
-def window(run) -> int:
+def window(run: Run) -> int:
     """Return the number of tokens that a token attends to in layers with a window; 0 if that is the whole sequence.
 
     With several windows it is the largest.
@@ -319,12 +320,12 @@ def window(run) -> int:
     return max((within for within in found if within < run.data.seq_len), default=0)
 
 
-def value_dim(cfg) -> int:
+def value_dim(cfg: Model) -> int:
     """Return the width of values of a [model] section."""
     return cfg.latent.kv_dim and cfg.latent.value_dim or cfg.head_dim
 
 
-def _against_kernels(run, layout: Layout, platform: str) -> list[str]:
+def _against_kernels(run: Run, layout: Layout, platform: str) -> list[str]:
     """Return the reasons why no GPU kernel can serve this run."""
     reasons = []
     if platform not in GPU_PLATFORMS:
@@ -338,7 +339,7 @@ def _against_kernels(run, layout: Layout, platform: str) -> list[str]:
     return reasons
 
 
-def _against_cudnn(run, layout: Layout, platform: str, gpu: str) -> list[str]:
+def _against_cudnn(run: Run, layout: Layout, platform: str, gpu: str) -> list[str]:
     """Return the reasons why cuDNN's kernel, if installed, cannot serve this run; empty if it can."""
     reasons = _against_kernels(run, layout, platform)
     if gpu.startswith("mi"):
@@ -369,7 +370,7 @@ def _without_cudnn() -> list[str]:
     return ["this version of jax does not offer cuDNN's blocks"] if cudnn.engine() is None else []
 
 
-def _against_pallas(run, layout: Layout, platform: str, gpu: str) -> list[str]:
+def _against_pallas(run: Run, layout: Layout, platform: str, gpu: str) -> list[str]:
     """Return the reasons why the Pallas kernels cannot serve this run; empty if they can."""
     reasons = _against_kernels(run, layout, platform)
     widths = [(cfg.head_dim, value_dim(cfg)) for cfg in attending(run)]
@@ -381,7 +382,7 @@ def _against_pallas(run, layout: Layout, platform: str, gpu: str) -> list[str]:
     return reasons
 
 
-def _against_mosaic(run, layout: Layout, platform: str, gpu: str) -> list[str]:
+def _against_mosaic(run: Run, layout: Layout, platform: str, gpu: str) -> list[str]:
     """Return the reasons why the Mosaic kernels cannot serve this run; empty if they can.
 
     They can also serve a run in which the Pallas kernels compute some heads that are too wide for them.
@@ -395,7 +396,7 @@ def _against_mosaic(run, layout: Layout, platform: str, gpu: str) -> list[str]:
     return _against_pallas(run, layout, platform, gpu)
 
 
-def _left_to_pallas(run) -> str:
+def _left_to_pallas(run: Run) -> str:
     """Return a note on the heads that the Pallas kernels compute in a run with "mosaic"; "" if there are none."""
     wide = sorted({cfg.head_dim for cfg in attending(run) if not mosaic.widths_of(cfg.head_dim, value_dim(cfg))})
     return f"heads of {', '.join(map(str, wide))}: Pallas kernels" if wide else ""

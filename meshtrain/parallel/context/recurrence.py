@@ -17,6 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain import hardware, pattern
+from meshtrain.config.sections import Run
 from meshtrain.kernels import convolution, products, recurrence, recurrence_pallas
 from meshtrain.kernels.convolution import Tail
 from meshtrain.kernels.recurrence import BEFORE_ALL, RecurrentState
@@ -39,7 +40,7 @@ class LinearAttention(NamedTuple):
     note: str
 
 
-def choose(run, layout: Layout, platform: str, gpu: str = "") -> LinearAttention | None:
+def choose(run: Run, layout: Layout, platform: str, gpu: str = "") -> LinearAttention | None:
     """Return the functions for this run; None without recurrent mixers.
 
     platform: jax's name. gpu: its name in the hardware table.
@@ -54,12 +55,12 @@ def choose(run, layout: Layout, platform: str, gpu: str = "") -> LinearAttention
                            note if platform in GPU_PLATFORMS else "")
 
 
-def engine_name(run, gpu: str) -> str:
+def engine_name(run: Run, gpu: str) -> str:
     """Return "xla" or "pallas": the engine that `choose` takes on these GPUs; for cost estimates."""
     return "xla" if _against_kernels(run, GPU_PLATFORMS[0], gpu) else "pallas"
 
 
-def _against_kernels(run, platform: str, gpu: str) -> list[str]:
+def _against_kernels(run: Run, platform: str, gpu: str) -> list[str]:
     """Return the reasons why the Pallas kernels cannot serve this run; empty if they can."""
     reasons, chip = [], hardware.GPUS[gpu].chip if gpu in hardware.GPUS else None
     if platform not in GPU_PLATFORMS:
@@ -76,12 +77,12 @@ def _against_kernels(run, platform: str, gpu: str) -> list[str]:
     return reasons
 
 
-def present(run) -> bool:
+def present(run: Run) -> bool:
     """Return whether the model has recurrent mixers."""
     return pattern.share(run.model, mixers=pattern.RECURRENT) > 0
 
 
-def problems(run, layout: Layout) -> list[str]:
+def problems(run: Run, layout: Layout) -> list[str]:
     """Return the reasons why this layout cannot run the model's recurrent mixers; empty if it can."""
     faults, cp, T, width = [], layout.sizes[AXIS], run.data.seq_len, run.model.linear.conv_width
     if not present(run):
@@ -142,7 +143,7 @@ class TokenRuns(NamedTuple):
         matrix = M.ndim == X.ndim
         M, X = (self._in_order(lax.all_gather(self._of_runs(x), AXIS), cp) for x in (M, X))
 
-        def step(S, run):
+        def step(S, run: Run):
             M, X = run
             return (products.einsum("...hg,...gv->...hv", M, S) if matrix else M[..., None] * S) + X, S
         _, before = lax.scan(step, jnp.zeros_like(X[0]), (M, X), reverse=reverse)

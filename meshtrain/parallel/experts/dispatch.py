@@ -26,6 +26,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshtrain import hardware
+from meshtrain.config.sections import Run
 from meshtrain.kernels import grouped, mosaic
 from meshtrain.kernels.activations import ACTIVATIONS
 from meshtrain.names import BALANCED_ROWS, EXPERT_AXES
@@ -480,7 +481,7 @@ def _backward_by_all_to_all(experts: RoutedExperts, region: ManualRegion, tokens
 # ---- settings of a run -----------------------------------------------------------------------------------------------
 
 
-def choose(run, layout: Layout, platform: str, gpu: hardware.Gpu | None = None) -> RoutedExperts | None:
+def choose(run: Run, layout: Layout, platform: str, gpu: hardware.Gpu | None = None) -> RoutedExperts | None:
     """Return the execution settings of the run's experts on a platform (jax's name); None if the model has no experts.
 
     gpu: None if it is unknown.
@@ -504,14 +505,14 @@ def saves_inward(remat: str, stages: int) -> bool:
     return remat == "none" and stages == 1
 
 
-def problems(run, layout: Layout) -> list[str]:
+def problems(run: Run, layout: Layout) -> list[str]:
     """Return the reasons why experts.dispatch does not fit the layout; empty if it fits."""
     if not run.model.num_experts or run.experts.dispatch != "all_to_all" or not (against := _against_exchange(layout)):
         return []
     return [f'experts.dispatch="all_to_all": {against}; use "gather"']
 
 
-def note(run, layout: Layout) -> str:
+def note(run: Run, layout: Layout) -> str:
     """Return the log line with the dispatch and the reason for it; "" if no axis splits the experts."""
     region = ManualRegion.of(layout)
     if not run.model.num_experts or not region.own:

@@ -4,18 +4,19 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from meshtrain.config.sections import Model, Run
 from meshtrain.pattern import LONGEST_PERIOD, leading, period, staged
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding.rules import Rules
 
 
-def padded(cfg, virtual_stages: int) -> int:
+def padded(cfg: Model, virtual_stages: int) -> int:
     """Return the number of layers in stages, including the identity layers that fill equal stages of whole periods."""
     together = max(1, period(cfg)) * virtual_stages
     return -(-staged(cfg) // together) * together
 
 
-def problems(run, loaded: Rules, sizes) -> list[str]:
+def problems(run: Run, loaded: Rules, sizes) -> list[str]:
     """Return the reasons why this run cannot be pipelined, in the run file's terms; empty if it can."""
     num_stages, chunks, first = sizes["stage"], run.pipeline.chunks, leading(run.model)
     if num_stages == 1:
@@ -52,7 +53,7 @@ def problems(run, loaded: Rules, sizes) -> list[str]:
     return faults
 
 
-def fit(run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
+def fit(run: Run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
     """Return (the rules without `stage` where it does not divide a dim, notes for the user). vocab: its padded size.
 
     Identity layers are added inside the step. Only the model's own layers are stored, in their order.
@@ -78,7 +79,7 @@ def fit(run, loaded: Rules, sizes, vocab: int) -> tuple[Rules, list[str]]:
     return dataclasses.replace(loaded, tables=tables), said
 
 
-def notes(run, schedule: schedules.Schedule) -> list[str]:
+def notes(run: Run, schedule: schedules.Schedule) -> list[str]:
     """Return notes on the costs of this schedule besides its bubble."""
     num_stages, chunks, num_layers = schedule.num_stages, schedule.num_chunks, staged(run.model)
     said, extra = [], padded(run.model, num_stages * chunks) - num_layers
@@ -98,7 +99,7 @@ def notes(run, schedule: schedules.Schedule) -> list[str]:
     return said
 
 
-def schedule_name(run) -> str:
+def schedule_name(run: Run) -> str:
     """Return the schedule to check. For "auto" it is the schedule that `auto` can always choose with these chunks."""
     if run.pipeline.schedule != "auto":
         return run.pipeline.schedule
