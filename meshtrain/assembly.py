@@ -26,7 +26,7 @@ from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout, Tensor
 from meshtrain.shipped import rule_file
-from meshtrain.training import accumulate, state, step
+from meshtrain.training import accumulate, objective, state, step
 from meshtrain.units import counted
 
 
@@ -132,7 +132,7 @@ def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer
     faults = faults or stages.problems(run, loaded, sizes) + rules.problems(
         fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS)
     idle, partly = rules.unsplit(Layout(loaded, sizes), model.products())
-    if run.training.objective in ("dpo", "rl") and sizes["stage"] > 1:
+    if not objective.of_run(run).pipelined and sizes["stage"] > 1:
         faults = [f'mesh.stage={sizes["stage"]}: pipelines do not support training.objective='
                   f'"{run.training.objective}"; use mesh.stage=1', *faults]
     faults = faults + idle
@@ -154,7 +154,7 @@ def _unserved(run: Run, layout: Layout, model: transformer.Transformer, platform
         lambda: attention.engine_name(run, layout, gpu.name if gpu else "", platform),
         lambda: mlp.choose(run, layout, platform, gpu)]
     faults: list[str] = []
-    for ask in asked + [sampler] * (run.training.objective == "rl" and not run.rl.lag):
+    for ask in asked + [sampler] * (objective.of_run(run).samples and not run.rl.lag):
         try:
             ask()
         except ValueError as refused:

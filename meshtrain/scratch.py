@@ -21,6 +21,7 @@ from meshtrain.data.documents.contracts import Batches
 from meshtrain.run import dpo_reference
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import Rules
+from meshtrain.training import objective
 
 
 @functools.cache
@@ -49,16 +50,18 @@ def rule_file(given: Rules | Mapping[str, object] | str | Path) -> str:
 
 
 def batches(run: Run, start: Callable[[], tuple[assembly.Assembly, dict]]) -> Batches:
-    """Return the batches of the run's data. start: called for DPO only; returns (the run on its devices, the weights at
-    its start, which are the reference). Raises: ConfigError."""
-    if run.training.objective == "rl":
-        raise ConfigError('training.objective="rl" trains on answers that only python -m meshtrain.train samples and '
-                          'scores; an Experiment with it can inspect, generate and give logits')
+    """Return the batches of the run's data. start: called for pairs of answers only; returns (the run on its devices,
+    the weights at its start, which are the reference). Raises: ConfigError."""
+    goal = objective.of_run(run)
+    if goal.samples:
+        raise ConfigError(f'training.objective="{run.training.objective}" trains on answers that only python -m '
+                          'meshtrain.train samples and scores; an Experiment with it can inspect, generate and give '
+                          'logits')
     with config.user_errors():
         described = sources.describe(run.data, vocab_size=run.model.vocab_size)
         corpus = sources.corpus_of(described, described.open(directory(), parts.Job(lambda line: None)))
         data = opened.open_corpus(run.data, corpus, run.run.seed)
-    if run.training.objective != "dpo":
+    if goal.data != "pairs":
         return data
     made, params = start()
     with jax.set_mesh(made.mesh):

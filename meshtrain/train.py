@@ -71,6 +71,7 @@ from meshtrain.run.spikes import MAX_ROLLBACKS, LossSpike, Spikes, TooManyRollba
 from meshtrain.run.stops import DONE, FAILED, STOPPED, USER_ERROR
 from meshtrain.sharding import rules
 from meshtrain.storage import addresses, copies, mirror
+from meshtrain.training import objective
 from meshtrain.training.state import State
 from meshtrain.units import counted, size
 
@@ -550,7 +551,7 @@ def _flops(made: assembly.Assembly) -> tuple[float, float | None]:
 
 def check_source(run: Run) -> None:
     """Check that the run's objective can train on its data. Raises: ConfigError."""
-    if run.data.source == "preferences" and run.training.objective != "dpo":
+    if run.data.source == "preferences" and objective.of_run(run).data != "pairs":
         raise ConfigError('data.source="preferences" has pairs of answers, which only training.objective="dpo" '
                           'supports; use this objective, or another source')
 
@@ -646,16 +647,15 @@ def _summary(session: _Session, val_loss: float | None) -> str:
     """Return the summary of a finished run: losses, goodput, its files, and further commands."""
     run, first, last = session.run, None, None
     assert session.corpus is not None
-    objective, place = run.training.objective, shlex.quote(run.run.dir)
-    column = "reward" if objective == "rl" else "loss"
-    unit = {"rl": "", "dpo": " a pair"}.get(objective, " nats per token")
+    goal, place = objective.of_run(run), shlex.quote(run.run.dir)
+    column, unit = goal.column, f" {goal.unit}".rstrip()
     with contextlib.suppress(OSError):
         written = rows.MetricRows(session.directory / contents.METRICS)
         first, last = (next(ordered, {}).get(column) for ordered in (iter(written), reversed(written)))
     lines = [] if first is None or last is None else [
         f"{column} {first:.4f} → {last:.4f}{unit} in {counted(run.training.steps, 'step')}"]
     if val_loss is not None:
-        bits = f" ({val_loss / math.log(2):.3f} bits)" if unit == " nats per token" else ""
+        bits = f" ({val_loss / math.log(2):.3f} bits)" if goal.unit == objective.NATS else ""
         lines += [f"validation {column} {val_loss:.4f}{unit}{bits}"]
     kept = [contents.CONFIG, contents.RULES, contents.METRICS, contents.HISTORY, measured.COST,
             f"{contents.CHECKPOINTS}/", *[f"{contents.TENSORBOARD}/"] * run.metrics.tensorboard]

@@ -48,7 +48,7 @@ RUNS = {
                     mesh=dict(fsdp=4, tensor=2), training=dict(remat="selective")),
     "float8": dict(model=SMALL | dict(matmul_dtype="float8"), mesh=dict(fsdp=2, tensor=2)),
     "score bound": dict(model=SMALL, mesh=dict(data=2, fsdp=2), optimizer=dict(name="muon", qk_clip=100.0)),
-    "dpo": dict(model=SMALL, mesh=dict(fsdp=2, tensor=2), training=dict(objective="dpo", loss_chunk=0)),
+    "dpo": dict(model=SMALL, mesh=dict(fsdp=2, tensor=2), training=dict(objective="dpo")),
     "rl": dict(model=SMALL, mesh=dict(fsdp=4, tensor=2), training=dict(objective="rl"),
                data=dict(source="prompts", paths=["none.jsonl"]), rl=dict(reward="exact", max_tokens=8)),
     "rl experts": dict(model=SMALL | dict(num_experts=4, experts_per_token=2, expert_mlp_dim=24), mesh=dict(fsdp=4),

@@ -98,7 +98,7 @@ def inspected(made: assembly.Assembly, given: Mapping[str, float] = MappingProxy
     logged: list[str] = []
     with say.without_noise(logged), gpu_compile.naming_faults(f"the programs of {made.run.run.name}"):
         executable = assembly.compile_unchecked(made)       # a broken program is shown, not refused
-        sampling = _sampling(made) if made.run.training.objective == "rl" else None
+        sampling = _sampling(made) if made.program.step.objective.samples else None
     return Inspected(made, executable, given, logged, sampling)
 
 

@@ -39,7 +39,7 @@ from meshtrain.run.stops import DOES_NOT_FIT, DONE
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.shipped import names, rule_file
-from meshtrain.training import state
+from meshtrain.training import objective, state
 
 MOST_GPUS = 1 << 17
 HUB_NAME = re.compile(r"[\w-]+/[\w.-]+(?<!\.toml)")      # organization/model
@@ -128,7 +128,7 @@ class Planned:
         (question, answer), several = self.answers[0], len(self.answers) > 1
         parts = [texts.scaling(self.answers, self.length) if several else
                  texts.page(question, answer, TOLD, self.length, self.behind)]
-        if self.run.training.objective == "rl" and not several and answer.plans:
+        if objective.of_run(self.run).samples and not several and answer.plans:
             parts.append(texts.sampling(sampled(self.run, question, answer.plans[0])))
         if self.compiled:
             parts.append(texts.verified_table(question, answer.plans, self.compiled))
@@ -142,9 +142,9 @@ class Planned:
         (question, answer), several, length = self.answers[0], len(self.answers) > 1, self.length
         of_each = [(q, plan) for q, a in self.answers
                    for plan in (a.plans[:1] if several else [*a.plans[:TOLD], *a.misses])]
-        learns = self.run.training.objective == "rl"
+        samples = objective.of_run(self.run).samples
         found = [plan.as_json() | ({"gpus": q.num_gpus} if several else {}) | length.as_json(q, plan)
-                 | ({"sampling": sampled(self.run, q, plan)} if learns else {})
+                 | ({"sampling": sampled(self.run, q, plan)} if samples else {})
                  | ({"compiled": self.compiled[k]} if k < len(self.compiled) else {})
                  for k, (q, plan) in enumerate(of_each)]
         others = [] if several else answer.plans[TOLD:][:OTHERS]

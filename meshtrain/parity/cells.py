@@ -18,6 +18,7 @@ from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding import rules
 from meshtrain.shipped import found as found_file
 from meshtrain.shipped import names, shipped
+from meshtrain.training import objective
 
 OFF = "none"
 Cell = Mapping[str, str]
@@ -38,7 +39,7 @@ APART = {("rules", "remat"), ("rules", "microbatches")}
 def factors(run: Run, rule_files: Sequence[str], num_devices: int) -> dict[str, tuple[str, ...]]:
     """Return the values that each factor may have in cells of this shrunk run. The first value of every factor but
     `rules` has no effect."""
-    pipelined = run.training.objective == "next_token" and not run.optimizer.qk_clip
+    pipelined = objective.of_run(run).pipelined and not run.optimizer.qk_clip
     found = {
         "rules": tuple(rule_files),
         "data": (OFF, "data"), "fsdp": (OFF, "fsdp"), "tensor": (OFF, "tensor"),

@@ -20,6 +20,7 @@ from meshtrain.cost.program import audit
 from meshtrain.model import params as params_of
 from meshtrain.names import AXES, CHOSEN, NO_TARGET, PADDING, REJECTED
 from meshtrain.shipped import shipped
+from meshtrain.training import objective
 from meshtrain.training.state import State
 
 STEPS = 3
@@ -255,9 +256,8 @@ def batch_of(run: config.Run, step: int) -> dict:
     padding = index >= length
     batch["segments"][padding], batch["targets"][padding] = PADDING, NO_TARGET
     batch = {name: x.astype(np.int32) for name, x in batch.items()}
-    if run.training.objective == "dpo":
-        return _pairs(batch, rng)
-    return _answers(batch, rng) if run.training.objective == "rl" else batch
+    return {"documents": lambda batch, _: batch, "pairs": _pairs, "answers": _answers}[
+        objective.of_run(run).data](batch, rng)
 
 
 def _pairs(batch: dict, rng: np.random.Generator) -> dict:

@@ -10,6 +10,7 @@ from meshtrain.config import Run
 from meshtrain.model import transformer
 from meshtrain.names import AXES
 from meshtrain.sharding import rules
+from meshtrain.training import objective
 from meshtrain.shipped import rule_file, shipped
 
 
@@ -29,7 +30,7 @@ def checked(small: Run, path: str) -> tuple[list[str], list[str]]:
         run = small.replaced(mesh=sizes, sharding={"rules": path})
         run = run.model_copy(update=dict(pipeline=config.Pipeline(), context=config.Context()))
         _, _, faults = assembly.lay_out(run, sizes, loaded, model)
-        if axis == "stage" and small.training.objective != "next_token":
+        if axis == "stage" and not objective.of_run(small).pipelined:
             continue
         _, partly = rules.unsplit(rules.Layout(loaded, sizes), model.products())
         findings += [*faults, *(note.removeprefix("layout: ") for note in partly)]

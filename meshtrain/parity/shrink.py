@@ -10,6 +10,7 @@ import math
 from meshtrain import config, pattern
 from meshtrain.config import Run
 from meshtrain.names import AXES, PIPELINE_SCHEDULES
+from meshtrain.training import objective
 
 T, BATCH = 16, 16           # tokens of a sequence, sequences of a step
 EMBED, HEAD, MLP, EXPERT_MLP, VOCAB = 32, 8, 48, 16, 259     # 259 is padded to 512: some rows of the head are unused
@@ -20,6 +21,7 @@ LAYERS_OF_PERIODS = 8       # enough for two chunks on four stages if a period i
 def shrunk(run: Run, num_devices: int) -> tuple[Run, list[str]]:
     """Return (the run made small, on a mesh of at most `num_devices`; notes about what it computes differently)."""
     training, optimizer, lora, rl = run.training, run.optimizer, run.lora, run.rl
+    goal = objective.of_run(run)
     decays = {"decay_steps": 3} if optimizer.schedule == "wsd" else {"decay_steps": 0}
     mesh = _mesh(run, num_devices)
     clips = min(optimizer.qk_clip, 1.0)     # small weights give small scores, some of which exceed 1
@@ -27,7 +29,7 @@ def shrunk(run: Run, num_devices: int) -> tuple[Run, list[str]]:
         run=config.Identity(name=run.run.name, seed=run.run.seed),
         mesh=mesh, sharding=run.sharding, model=_model(run),
         data=config.Data(seq_len=T, global_batch=BATCH, document_mask=run.data.document_mask, **(
-            {"source": run.data.source, "paths": run.data.paths} if training.objective != "next_token" else {})),
+            {"source": run.data.source, "paths": run.data.paths} if goal.data != "documents" else {})),
         training=config.Training(
             steps=9, microbatches=_microbatches(run, mesh), remat=training.remat, grad_clip=training.grad_clip,
             objective=training.objective, dpo_beta=training.dpo_beta, z_loss=training.z_loss, loss_chunk=24),
@@ -37,7 +39,7 @@ def shrunk(run: Run, num_devices: int) -> tuple[Run, list[str]]:
         pipeline=run.pipeline.model_copy(update=dict(chunks=min(run.pipeline.chunks, 2))),
         context=run.context, experts=run.experts.model_copy(update=dict(bias_warmup=0)),
         rl=rl.model_copy(update=dict(prompts=4 * rl.updates, samples=2, max_tokens=T // 2, reward="exact",
-                                     rules="")) if training.objective == "rl" else rl,
+                                     rules="")) if goal.samples else rl,
         checkpoint=config.Checkpoint(init_from="runs/start" if rl.kl else ""),
     )  # fmt: skip
     return Run(**sections), _told(run, sections["optimizer"])

@@ -16,6 +16,7 @@ from meshtrain.config import Run
 from meshtrain.data.documents.contracts import Batches, ValidationSet
 from meshtrain.run import say
 from meshtrain.run.loop import Hook, NoBatch, Stop
+from meshtrain.training import objective
 from meshtrain.training.state import State
 from meshtrain.training.step import Program
 
@@ -29,7 +30,7 @@ class ValidationHook:
     def __init__(self, run: Run, program: Program, data: Batches, stop: Stop):
         self.program, self.sets, self.stop = program, data.validation, stop
         self.batches, self.every, self.last = run.validation.batches, run.validation.every, run.training.steps
-        self.unit = "a pair" if run.training.objective == "dpo" else "nats per token"
+        self.unit = objective.of_run(run).unit
         self.loss: float | None = None
 
     def hook(self) -> Hook:

@@ -22,6 +22,7 @@ from meshtrain.run import goodput, say
 from meshtrain.run.metrics import Writers
 from meshtrain.run.progress import Progress
 from meshtrain.run.spikes import LossSpike, Spikes, described
+from meshtrain.training import objective
 from meshtrain.training.policy import Policy
 
 WAITS = ("data_wait_s", "checkpoint_wait_s")    # seconds, summed since the row before
@@ -49,7 +50,7 @@ def mismatch_limit(run: Run) -> tuple[str, float]:
     probabilities. The limit is infinite if their weights differ (rl.lag, rl.updates) or matmuls are in float8."""
     rl, model = run.rl, run.model
     same = not rl.lag and (rl.updates == 1 or Policy.of(rl).old == "trainer")
-    if run.training.objective != "rl" or not same or model.matmul_dtype == "float8":
+    if not objective.of_run(run).samples or not same or model.matmul_dtype == "float8":
         return MISMATCH_MAX, math.inf
     exact = model.compute_dtype == "float32" and jax.default_backend() == "cpu" and not model.num_experts
     return (MISMATCH_MAX, LARGEST_IN_FLOAT32) if exact else ("mismatch_mean", MEAN)
@@ -119,7 +120,7 @@ class Record:
     def __init__(self, run: Run, writer: Writers, progress: Progress, flops_per_step: float, peak_flops: float | None,
                  account: goodput.Account | None = None, spikes: Spikes | None = None, hosts: Sequence[str] = ()):
         self.every, self.max_skipped = run.metrics.every, run.training.max_skipped_steps
-        self.optimizer, self.samples = run.optimizer, run.training.objective == "rl"
+        self.optimizer, self.samples = run.optimizer, objective.of_run(run).samples
         self.tokens_per_step = run.data.global_batch * run.data.seq_len
         self.writer, self.progress = writer, progress
         self.flops_per_step, self.peak_flops = flops_per_step, peak_flops

@@ -14,6 +14,7 @@ import statistics
 import numpy as np
 
 from meshtrain.config import Run
+from meshtrain.training import objective
 
 WINDOW, FEWEST = 128, 16        # number of losses in the window; with fewer than FEWEST, no loss is a spike
 LAG = 2                         # steps between the newest loss of the window and the step that it limits
@@ -42,8 +43,7 @@ class Spikes:
     """
 
     def __init__(self, run: Run, saved: dict | None = None, rollbacks: int = 0):
-        # with "rl", the loss stays around 0 and shows no spikes
-        self.policy = "off" if run.training.objective == "rl" else run.training.loss_spike
+        self.policy = run.training.loss_spike if objective.of_run(run).spikes else "off"
         self.threshold = run.training.spike_threshold
         self.rollbacks = rollbacks or (saved["rollbacks"] if saved else 0)
         self._losses = [tuple(one) for one in saved["losses"]] if saved else []

@@ -1,12 +1,16 @@
 """Training objectives: next-token loss (pretraining, SFT), preference loss (DPO) or policy gradient (RL).
 
-From the last layer's output of a microbatch, an objective computes sums, and the count by which they are divided.
+From the last layer's output of a microbatch, an objective computes sums, and the count by which they are divided. It
+also states what else depends on it: kind of data, stages, spikes, the column of metrics.jsonl. A new objective is a
+class here and a row of OBJECTIVES.
 Source of DPO: arXiv:2305.18290, equation 7, where the log-probabilities of answers are summed, not averaged. RL:
 `policy`.
 """
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,29 +21,63 @@ from meshtrain.model.transformer import Transformer
 from meshtrain.names import CHOSEN, MISMATCH_MAX, NO_TARGET, PADDING, REJECTED
 from meshtrain.training.policy import Policy
 
+NATS = "nats per token"
 # the arrays of a batch, with their number of dims after [batch]
 FIELDS = {"tokens": 1, "targets": 1, "segments": 1, "positions": 1, "index": 1, "sequence": 0}
 
 
+class Objective:
+    """What a run minimizes, and what depends on it.
+
+    fields: array of a batch -> (its number of dims after [batch], dtype). fills_all: whether every microbatch has
+    targets; if not, microbatches after the last target are skipped. data: what batches are made of: "documents",
+    "pairs" of answers with the margins of a reference model, or "answers" that the run samples and scores. pipelined:
+    whether pipeline stages support it. spikes: whether an unusually large loss is a fault. column, unit: the column of
+    metrics.jsonl that shows progress.
+    """
+    fields = {name: (dims, jnp.int32) for name, dims in FIELDS.items()}
+    fills_all = True
+    data: Literal["documents", "pairs", "answers"] = "documents"
+    pipelined = True
+    spikes = True
+    column, unit = "loss", NATS
+    # (model, ex, params, x_BTD, batch) -> what `Program.scores` returns of a microbatch
+    scores: Callable[..., jax.Array] | None = None
+
+    @property
+    def samples(self) -> bool:
+        """Whether the run samples the answers that it trains on."""
+        return self.data == "answers"
+
+    def count(self, batch):
+        """Return the number of tokens or pairs by which the sums of the batch are divided."""
+        raise NotImplementedError
+
+    def head(self, model: Transformer, ex: Execution, p, x_BTD, batch):
+        """Return (objective, loss, aux), sums over the microbatch. The objective is differentiated."""
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True)
-class NextToken:
+class NextToken(Objective):
     """Negative log-likelihood of the targets, plus z_loss · Σ lse²."""
     z_loss: float
     chunk: int
-    fields = {name: (dims, jnp.int32) for name, dims in FIELDS.items()}
-    fills_all = True        # whether every microbatch has targets; if not, those after the last target are skipped
+
+    @classmethod
+    def of(cls, run: Run) -> NextToken:
+        return cls(run.training.z_loss, run.training.loss_chunk)
 
     def count(self, batch):
         return jnp.sum(batch["targets"] != NO_TARGET)
 
     def head(self, model: Transformer, ex: Execution, p, x_BTD, batch):
-        """Return (objective, loss, aux), sums over the microbatch. The objective is differentiated."""
         objective, nll = model.head_loss(ex, p, x_BTD, batch["targets"], z_loss=self.z_loss, chunk=self.chunk)
         return objective, nll, {}
 
 
 @dataclasses.dataclass(frozen=True)
-class Preference:
+class Preference(Objective):
     """The loss -log sigmoid(beta · (the model's margin - the reference's)).
 
     A margin is a difference of log-probabilities.
@@ -49,8 +87,14 @@ class Preference:
     """
     beta: float
     chunk: int
-    fields = NextToken.fields | {"reference": (0, jnp.float32)}
-    fills_all = True
+    fields = Objective.fields | {"reference": (0, jnp.float32)}
+    data = "pairs"
+    pipelined = False
+    unit = "a pair"
+
+    @classmethod
+    def of(cls, run: Run) -> Preference:
+        return cls(run.training.dpo_beta, run.training.loss_chunk)
 
     def count(self, batch):
         return jnp.sum(self._pairs(batch))
@@ -74,8 +118,9 @@ class Preference:
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyGradient:
-    """The loss of sampled tokens. `Policy` computes it from their log-probabilities at this temperature.
+class PolicyGradient(Objective):
+    """The loss of sampled tokens. `Policy` computes it from their log-probabilities at this temperature. The loss stays
+    around 0, so it shows neither spikes nor progress.
 
     A segment holds a prompt and its answer, whose tokens are the targets. A batch has these arrays besides those of
     NextToken. weight: the weight of each token's loss, times the step's number of targets. advantage. sampled: the
@@ -86,10 +131,18 @@ class PolicyGradient:
     temperature: float
     chunk: int
     fills_all = False
+    data = "answers"
+    pipelined = False
+    spikes = False
+    column, unit = "reward", ""
+
+    @classmethod
+    def of(cls, run: Run) -> PolicyGradient:
+        return cls(Policy.of(run.rl), run.rl.temperature, run.training.loss_chunk)
 
     @property
     def fields(self):
-        return NextToken.fields | {name: (1, jnp.float32) for name in self.policy.reads}
+        return Objective.fields | {name: (1, jnp.float32) for name in self.policy.reads}
 
     def count(self, batch):
         return jnp.sum(batch["targets"] != NO_TARGET)
@@ -148,13 +201,10 @@ def tokens(batch):
     return jnp.maximum(jnp.sum(batch["segments"] != PADDING), 1).astype(jnp.float32)
 
 
-Objective = NextToken | Preference | PolicyGradient
+# value of training.objective -> the objective of a run with it
+OBJECTIVES: dict[str, Callable[[Run], Objective]] = {
+    "next_token": NextToken.of, "dpo": Preference.of, "rl": PolicyGradient.of}
 
 
 def of_run(run: Run) -> Objective:
-    training = run.training
-    if training.objective == "dpo":
-        return Preference(training.dpo_beta, training.loss_chunk)
-    if training.objective == "rl":
-        return PolicyGradient(Policy.of(run.rl), run.rl.temperature, training.loss_chunk)
-    return NextToken(training.z_loss, training.loss_chunk)
+    return OBJECTIVES[run.training.objective](run)

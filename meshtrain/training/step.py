@@ -179,6 +179,6 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         evaluate=jax.jit(evaluate, in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole),
         initialize=jax.jit(initialize, out_shardings=spec.sharding),
         scores=jax.jit(more[0], in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole)
-        if training.objective in ("dpo", "rl") else None,
+        if goal.scores else None,
         step=step,
         compiler_options=flags.options(platform, facts, memory_share))
