@@ -54,7 +54,7 @@ def watched() -> dict[str, tuple[float, float]]:
 
 
 def accounted() -> dict[str, tuple[float, float]]:
-    from meshtrain.run import goodput, history
+    from meshtrain.journal import goodput, history
     with tempfile.TemporaryDirectory() as home:
         account = goodput.Account()
         with history.kept(Path(home), 0, account, {"on": "", "cause": ""}) as this:

@@ -37,10 +37,10 @@ from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import flops
 from meshtrain.data import sources
 from meshtrain.data.batches import packing
+from meshtrain.journal.metrics import MetricsWriter
+from meshtrain.journal.progress import Progress
+from meshtrain.journal.record import Record
 from meshtrain.run import loop
-from meshtrain.run.metrics import MetricsWriter
-from meshtrain.run.progress import Progress
-from meshtrain.run.record import Record
 from meshtrain.training.optimizer import learning_rate_schedule
 
 ROUNDS, STEPS = 15, 4

@@ -23,18 +23,19 @@ if __name__ == "__main__":      # before jax is imported, to silence messages of
     command.begin(platform="cpu")
 
 from meshtrain import assembly, config, devices, files, hardware, train
-from meshtrain.commands import fitting
-from meshtrain.commands import inspect as inspect_command
 from meshtrain.assembly import Design
 from meshtrain.checkpoint import pretrained, resume
+from meshtrain.commands import fitting
+from meshtrain.commands import inspect as inspect_command
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import footprint, price
 from meshtrain.data import sources
 from meshtrain.data.batches import prompts
 from meshtrain.files import FileSystemError
 from meshtrain.huggingface import folder
+from meshtrain.journal import trackers
 from meshtrain.rewards import workers
-from meshtrain.run import contents, rundir, trackers
+from meshtrain.run import contents, rundir
 from meshtrain.run.stops import DOES_NOT_FIT, DONE, FAILED, USER_ERROR
 from meshtrain.storage import addresses, stores
 from meshtrain.units import counted, size

@@ -16,10 +16,10 @@ if __name__ == "__main__":      # before jax is imported, to silence messages of
 
 from meshtrain import config
 from meshtrain.inspection import compared, measured
+from meshtrain.journal import goodput, rows
 from meshtrain.pages import compared as compared_pages
 from meshtrain.pages import measured as pages
 from meshtrain.pages import skin
-from meshtrain.run import goodput, rows
 from meshtrain.units import counted, duration
 
 TRIES = 8       # number of attempts that are listed, the newest ones

@@ -55,19 +55,17 @@ from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.inspection import measured, memory, report
 from meshtrain.inspection.inspected import Inspected
+from meshtrain.journal import goodput, history, metrics, rows, trackers
+from meshtrain.journal.progress import Progress
+from meshtrain.journal.record import Record, TooManySkippedSteps
+from meshtrain.journal.spikes import MAX_ROLLBACKS, LossSpike, Spikes, TooManyRollbacks
 from meshtrain.model import params as model_params
 from meshtrain.rewards import workers
-from meshtrain.run import (
-    apart, bias_warmup, bucket, contents, dpo_reference, goodput, history, loop, metrics, replicas, rollouts, rows,
-    rundir, trackers,
-)
+from meshtrain.run import apart, bias_warmup, bucket, contents, dpo_reference, loop, replicas, rollouts, rundir
 from meshtrain.run.apart import Orders, SentWeights
 from meshtrain.run.hooks import RewardValidation, Trace, ValidationHook
-from meshtrain.run.progress import Progress
-from meshtrain.run.record import Record, TooManySkippedSteps
 from meshtrain.run.replicas import Replicas, ReplicasDiffer
 from meshtrain.run.rollouts import RolloutError, Rollouts
-from meshtrain.run.spikes import MAX_ROLLBACKS, LossSpike, Spikes, TooManyRollbacks
 from meshtrain.run.stops import DONE, FAILED, STOPPED, USER_ERROR
 from meshtrain.sharding import rules
 from meshtrain.storage import addresses, copies, mirror

@@ -42,7 +42,8 @@ import grain.experimental  # noqa: E402, F401
 
 from meshtrain import config, elastic, files, train  # noqa: E402
 from meshtrain.checkpoint import export
-from meshtrain.run import dpo_reference, metrics, say, spikes, stops
+from meshtrain.journal import metrics, spikes
+from meshtrain.run import dpo_reference, say, stops
 from meshtrain.checkpoint.checkpoint import Checkpoints  # noqa: E402
 from meshtrain.training.state import State  # noqa: E402
 from tests import syscalls, tiny_run  # noqa: E402

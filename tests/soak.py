@@ -25,9 +25,10 @@ import time
 import jax
 import numpy as np
 
-from meshtrain.launch import supervise
 from meshtrain.checkpoint import resume
-from meshtrain.run import contents, metrics, stops
+from meshtrain.journal import metrics
+from meshtrain.launch import supervise
+from meshtrain.run import contents, stops
 from meshtrain.storage import addresses, stores
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

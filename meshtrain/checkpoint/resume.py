@@ -31,7 +31,8 @@ from meshtrain.data.documents.contracts import Batches
 from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.data.sources import Corpus
 from meshtrain.huggingface import folder
-from meshtrain.run import contents, rows, rundir, say
+from meshtrain.journal import rows
+from meshtrain.run import contents, rundir, say
 from meshtrain.storage import addresses, mirror
 
 STAYS = "stays"             # a change is refused

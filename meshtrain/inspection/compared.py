@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from meshtrain import files
 from meshtrain.inspection import measured
 from meshtrain.inspection.report import columns
-from meshtrain.run import contents, rows, say
+from meshtrain.journal import rows
+from meshtrain.run import contents, say
 from meshtrain.units import duration, many
 
 MOST_RUNS = 8               # runs in one comparison; a page has as many colours

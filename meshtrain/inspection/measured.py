@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from meshtrain import files
+from meshtrain.journal import goodput, history, rows
 from meshtrain.names import LOAD_BY_LAYER
-from meshtrain.run import contents, goodput, history, rows, rundir
+from meshtrain.run import contents, rundir
 
 COST = "cost.json"          # the output of `inspect --json` for the step, written by `train`
 PRICED = {"run", "mesh", "parameters", "memory_bytes", "collectives", "matmul_flops",

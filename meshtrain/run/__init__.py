@@ -1,1 +1,1 @@
-"""Runtime of a training process: loop, metrics, validation, history, run directory."""
+"""Runtime of a training process: loop, validation, signals, run directory."""

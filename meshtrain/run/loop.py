@@ -17,8 +17,8 @@ import jax
 from meshtrain.cluster import agree, watch
 from meshtrain.data.documents import contracts
 from meshtrain.data.documents.contracts import Batches
+from meshtrain.journal.record import Record, StepEnd
 from meshtrain.run import garbage, phases, rundir
-from meshtrain.run.record import Record, StepEnd
 from meshtrain.run.stops import Listener
 from meshtrain.training.state import State
 from meshtrain.training.step import Program

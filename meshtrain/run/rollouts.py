@@ -18,7 +18,6 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from meshtrain.rewards import workers
 from meshtrain.cluster import agree, watch
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.data.batches import answers
@@ -26,12 +25,13 @@ from meshtrain.data.batches.prompts import Prompt, Prompts
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import Completion, GenerationLimits
 from meshtrain.inference.sampling import Picking
+from meshtrain.journal.record import Record
 from meshtrain.names import NO_TARGET
+from meshtrain.rewards import workers
 from meshtrain.run import contents, replicas, say
 from meshtrain.run.apart import Orders
 from meshtrain.run.groups import AnswerBatch, Group, HeldFirst, Kept, RolloutError, ScoredAnswer, means
 from meshtrain.run.loop import NoBatch, StepBatch
-from meshtrain.run.record import Record
 from meshtrain.training.state import State
 from meshtrain.training.step import Program
 

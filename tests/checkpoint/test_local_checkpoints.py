@@ -18,7 +18,7 @@ from meshtrain import train
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.local import LocalCheckpoints
 from meshtrain.config import ConfigError
-from meshtrain.run.record import Record
+from meshtrain.journal.record import Record
 # noqa: F401
 from checkpoints import ROOT, abstract, assert_same_bits, flip, make_state, mesh, names, run_processes, small_disk  # noqa: F401
 from test_commands import call, home, in_a_directory_of_its_own, lasting, refused, tiny  # noqa: F401

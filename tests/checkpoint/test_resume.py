@@ -14,7 +14,8 @@ from meshtrain import config, files
 from meshtrain.checkpoint import checkpoint, exports, resume, shared
 from meshtrain.config import ConfigError
 from meshtrain.data.documents import tokenizer
-from meshtrain.run import metrics, rows, rundir
+from meshtrain.journal import metrics, rows
+from meshtrain.run import rundir
 from checkpoints import flip
 import documents
 from corpora import open_source

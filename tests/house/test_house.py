@@ -28,19 +28,22 @@ OPEN_TO = {
     "cost/planner": {"cost/formulas", "parallel/pipeline", "sharding"},
     "training": {"kernels", "model", "parallel/context", "parallel/experts", "parallel/pipeline", "sharding"},
     "inference": {"kernels", "model", "parallel/context", "sharding"},
-    "run": {"cluster", "config", "data", "data/batches", "data/documents", "data/files", "inference", "model", "rewards",
-            "storage", "training"},
-    "inspection": {"assembly", "config", "cost/formulas", "cost/planner", "cost/program", "parallel/pipeline", "run", "sharding",
-                   "training"},
+    # rows, progress and history of a run: the loop writes them, reports and a resume read them
+    "journal": {"cluster", "config", "storage", "training"},
+    "run": {"cluster", "config", "data", "data/batches", "data/documents", "data/files", "inference", "journal", "model",
+            "rewards", "storage", "training"},
+    "inspection": {"assembly", "config", "cost/formulas", "cost/planner", "cost/program", "journal", "parallel/pipeline",
+                   "run", "sharding", "training"},
     "parity": {"assembly", "config", "cost/program", "inspection", "model", "parallel/pipeline", "run",
                "sharding", "training"},
-    "checkpoint": {"cluster", "config", "data", "data/documents", "huggingface", "model", "run", "storage",
+    "checkpoint": {"cluster", "config", "data", "data/documents", "huggingface", "journal", "model", "run", "storage",
                    "training"},
 }
 UNBOUND = {"commands", "launch"}
-# The sections of a run file are data, whatever else their room does.
-EVERYONE = {"config/sections", "names", "pattern", "shipped", "jax_private", "units", "files", "panics", "hardware",
-            "flags", "environment"}
+# The sections of a run file are data, and what a process says, which signals it gets and what its directory contains
+# are known to every room, whatever else their rooms do.
+EVERYONE = {"config/sections", "run/contents", "run/phases", "run/say", "run/stops", "names", "pattern", "shipped",
+            "jax_private", "units", "files", "panics", "hardware", "flags", "environment"}
 
 
 def room(name: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from kept_programs import PROGRAMS
 
-from meshtrain.run import metrics
+from meshtrain.journal import metrics
 from tests import tiny_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent

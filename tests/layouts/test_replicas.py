@@ -16,7 +16,8 @@ from test_layouts import run_of
 
 from meshtrain import assembly, train
 from meshtrain.inspection import measured
-from meshtrain.run import loop, metrics, replicas
+from meshtrain.journal import metrics
+from meshtrain.run import loop, replicas
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from test_lora_runs import saved
 from meshtrain import evaluate, files, report, train
 from meshtrain.inference.generate import Generator
 from meshtrain.inspection import measured
+from meshtrain.journal.record import Record
 from meshtrain.run import groups, loop, rollouts
-from meshtrain.run.record import Record
 
 REWARD = '''
 def score(prompt, answer, example):

@@ -18,12 +18,12 @@ from commands import ROOT, call, home, in_a_directory_of_its_own, refused  # noq
 from test_lora_runs import saved
 from test_rl import drawn, killed_at, place, ran, rows, timeless, words  # noqa: F401
 
-from meshtrain.launch import samplers
 from meshtrain import config, files, sample, train
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.inference.generate import Completion
+from meshtrain.journal.record import Record
+from meshtrain.launch import samplers
 from meshtrain.run import apart, groups, loop, stops, trees
-from meshtrain.run.record import Record
 
 ALONE = ["--mesh.simulated_devices=8", "--mesh.data=1", "--mesh.fsdp=1", "--mesh.tensor=1", "--run.compilation_cache="]
 FEW = ["--checkpoint.every=2", "--validation.every=0", "--training.steps=5"]

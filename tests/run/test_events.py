@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tensorboard.compat.proto import event_pb2
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-from meshtrain.run import events
+from meshtrain.journal import events
 
 
 def parsed(frame: bytes):

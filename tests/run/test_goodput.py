@@ -18,8 +18,8 @@ from meshtrain import config, report
 from meshtrain.cluster.stacks import ProcessState
 from meshtrain.config import ConfigError
 from meshtrain.inspection import measured
-from meshtrain.run import goodput, history, metrics, record
-from meshtrain.run import rows as rows_of
+from meshtrain.journal import goodput, history, metrics, record
+from meshtrain.journal import rows as rows_of
 
 EXACT = 1e-6    # of sums of floats near 1e9, where a wall clock's last digits lie
 

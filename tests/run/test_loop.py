@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from meshtrain import config
+from meshtrain.journal.progress import Progress
+from meshtrain.journal.record import Record, TooManySkippedSteps
 from meshtrain.run import garbage, loop
-from meshtrain.run.progress import Progress
-from meshtrain.run.record import Record, TooManySkippedSteps
 from meshtrain.run.hooks import ValidationHook
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshtrain import config
-from meshtrain.run import goodput, metrics, rows
+from meshtrain.journal import goodput, metrics, rows
 
 
 def run_file(directory, *overrides):

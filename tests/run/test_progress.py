@@ -1,8 +1,8 @@
 """What is said while a run trains: rare lines, always the last, and a live line between them on a terminal."""
 import pytest
 
+from meshtrain.journal.progress import INTERVALS_S, Progress, fitted
 from meshtrain.run import say
-from meshtrain.run.progress import INTERVALS_S, Progress, fitted
 
 
 def row(step: int, **more) -> dict:

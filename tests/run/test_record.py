@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshtrain import config
-from meshtrain.run import record
+from meshtrain.journal import record
 
 
 class Kept:

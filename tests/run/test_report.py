@@ -18,9 +18,10 @@ from test_pages import Read, embedded, standing_alone
 
 from meshtrain import report, train
 from meshtrain.inspection import compared, measured
+from meshtrain.journal import goodput, history, metrics, rows
 from meshtrain.pages import compared as compared_pages
 from meshtrain.pages import measured as pages
-from meshtrain.run import goodput, history, metrics, rows, rundir, say
+from meshtrain.run import rundir, say
 from meshtrain.units import duration
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.launch import restart
 from meshtrain import config, files
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
+from meshtrain.launch import restart
 from meshtrain.run import contents, rundir
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -375,7 +375,8 @@ def test_what_refuses_the_claim_is_a_mistake_or_a_moment(tmp_path, monkeypatch, 
 def test_every_name_that_a_start_leaves_is_in_the_table(tmp_path):
     from meshtrain.data import sources
     from meshtrain.checkpoint import local, resume
-    from meshtrain.run import dpo_reference, history
+    from meshtrain.journal import history
+    from meshtrain.run import dpo_reference
     assert {history.HISTORY, contents.ALIVE, contents.STACKS, sources.CACHE, dpo_reference.FILE,
             resume.RECORD} <= contents.BEFORE_THE_FIRST_STEP
     assert (restart.LINEAGE, restart.INDEX) == (local.LINEAGE, local.INDEX)

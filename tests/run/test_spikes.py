@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from meshtrain import config, train
-from meshtrain.run import trackers
-from meshtrain.run.spikes import FEWEST, LAG, WINDOW, Spikes
+from meshtrain.journal import trackers
+from meshtrain.journal.spikes import FEWEST, LAG, WINDOW, Spikes
 from meshtrain.training.step import Program
 from checkpoints import assert_same_bits, names
 from test_commands import call, home, in_a_directory_of_its_own, lasting, refused, rows, tiny  # noqa: F401

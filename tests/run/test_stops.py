@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.run import metrics, stops
+from meshtrain.journal import metrics
+from meshtrain.run import stops
 from tests import tiny_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent

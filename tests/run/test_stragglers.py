@@ -3,8 +3,8 @@ measured in test_agree."""
 import injected
 import pytest
 
-from meshtrain.run import metrics
-from meshtrain.run.record import MOSTLY, WINDOW, Stragglers
+from meshtrain.journal import metrics
+from meshtrain.journal.record import MOSTLY, WINDOW, Stragglers
 
 
 def told(*steps):

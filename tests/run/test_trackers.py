@@ -20,8 +20,9 @@ from tensorboard.backend.event_processing import event_accumulator
 from test_metrics import disk_of, run_file
 
 from meshtrain import config, train
-from meshtrain.run import hooks, metrics, trackers
-from meshtrain.run.spikes import LossSpike
+from meshtrain.journal import metrics, trackers
+from meshtrain.journal.spikes import LossSpike
+from meshtrain.run import hooks
 
 
 @pytest.fixture(autouse=True)

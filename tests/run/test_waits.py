@@ -17,7 +17,8 @@ from meshtrain import assembly, train
 from meshtrain.checkpoint import checkpoint
 from meshtrain.data.batches import packing
 from meshtrain.data.documents import contracts
-from meshtrain.run import hooks, metrics
+from meshtrain.journal import metrics
+from meshtrain.run import hooks
 from test_trackers import curves
 
 

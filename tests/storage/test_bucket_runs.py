@@ -254,7 +254,7 @@ def test_a_state_that_another_run_at_the_address_kept_is_not_taken(server, tiny)
 
 def tampering(monkeypatch, act, step: int = 3):
     """Calls act() in the midst of that step's row."""
-    from meshtrain.run.metrics import MetricsWriter
+    from meshtrain.journal.metrics import MetricsWriter
     real = MetricsWriter.write
     monkeypatch.setattr(MetricsWriter, "write", lambda self, row: [real(self, row), row["step"] == step and act()])
 

@@ -19,7 +19,7 @@ from commands import (  # noqa: F401
 
 from meshtrain import train
 from meshtrain.commands import inspect
-from meshtrain.run import metrics
+from meshtrain.journal import metrics
 
 TIMES = ("step_time_s", "tokens_per_s", "mfu", "data_wait_s", "checkpoint_wait_s", "time", "elapsed_s", "goodput")
 

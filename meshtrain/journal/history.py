@@ -21,7 +21,8 @@ import jax
 from meshtrain import files
 from meshtrain.cluster import stacks
 from meshtrain.config import ConfigError
-from meshtrain.run import goodput, rows, say, stops
+from meshtrain.journal import goodput, rows
+from meshtrain.run import say, stops
 from meshtrain.run.contents import HISTORY, STACKS
 from meshtrain.storage import mirror
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from meshtrain.config import Run
-from meshtrain.run import rows, trackers
+from meshtrain.journal import rows, trackers
 
 # Key of a row -> its tag in trackers. Any other key is its own tag. TensorBoard groups tags by the part before "/".
 TAGS = {"grad_norm": "optimizer/grad_norm", "learning_rate": "optimizer/learning_rate",

@@ -17,11 +17,12 @@ from typing import NamedTuple
 import jax
 
 from meshtrain.config import Run
+from meshtrain.journal import goodput
+from meshtrain.journal.metrics import Writers
+from meshtrain.journal.progress import Progress
+from meshtrain.journal.spikes import LossSpike, Spikes, described
 from meshtrain.names import MISMATCH_MAX
-from meshtrain.run import goodput, say
-from meshtrain.run.metrics import Writers
-from meshtrain.run.progress import Progress
-from meshtrain.run.spikes import LossSpike, Spikes, described
+from meshtrain.run import say
 from meshtrain.training import objective
 from meshtrain.training.policy import Policy
 

@@ -21,8 +21,9 @@ from typing import Protocol
 
 from meshtrain import config, files
 from meshtrain.config import ConfigError, Run
-from meshtrain.run import contents, events, rows, say
-from meshtrain.run.spikes import LossSpike
+from meshtrain.journal import events, rows
+from meshtrain.journal.spikes import LossSpike
+from meshtrain.run import contents, say
 
 NUMBERED = re.compile(r"events\.out\.tfevents\.(\d{6,18})", re.ASCII)       # an event file that meshtrain wrote
 WANDB_START_TIMEOUT_S = 30.0     # the other processes of the run wait meanwhile

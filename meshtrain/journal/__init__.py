@@ -1,0 +1,1 @@
+"""What a run writes down about its steps: rows, lines of progress, goodput, attempts."""
