@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import runpy
 import sys
 from collections.abc import Sequence
@@ -122,12 +123,18 @@ def completion(words: Sequence[str]) -> str:
     if list(words) not in [[shell] for shell in SHELLS]:
         raise ConfigError(f"completion needs the name of a shell; use one of {', '.join(SHELLS)}")
     with say.without_noise():
-        options = {name: _words_of(f"meshtrain.{name}") for name in COMMANDS}
+        options = {name: _words_of(_module_of(name)) for name in COMMANDS}
         options |= {f"launch {name}": _words_of(f"meshtrain.launch.{name}") for name in LAUNCHERS}
     cases = "\n".join(f'        "{name}") words="{" ".join(some)}" ;;' for name, some in options.items())
     script = BASH.format(cases=cases, commands=" ".join([*COMMANDS, "launch", "completion"]),
                          launchers=" ".join(LAUNCHERS))
     return script if words[0] == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{script}"
+
+
+def _module_of(name: str) -> str:
+    """Return the module with a command's options."""
+    inside = f"meshtrain.commands.{name}"
+    return inside if importlib.util.find_spec(inside) else f"meshtrain.{name}"
 
 
 def _words_of(module: str) -> list[str]:

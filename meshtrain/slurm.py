@@ -1,14 +1,9 @@
 """python -m meshtrain.slurm: see `meshtrain.commands.slurm`."""
 import sys
 
-from meshtrain.run import command
-
-if __name__ == "__main__":      # before jax is imported, to silence messages of its C++
-    command.begin(platform="cpu")
-
-from meshtrain.commands.slurm import COMMAND, main
-
-__all__ = ["COMMAND", "main"]
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if not __package__:     # started by its path, its folder's modules would hide those of Python
+        print("error: start it as python -m meshtrain.slurm", file=sys.stderr)
+        sys.exit(2)
+    from meshtrain import commands
+    commands.start("slurm", platform="cpu")

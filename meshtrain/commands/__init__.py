@@ -1,2 +1,23 @@
-"""Commands whose names are also functions of the Python interface. `python -m meshtrain.NAME` runs `commands.NAME`;
-`mt.NAME` is a function in `meshtrain.interface`."""
+"""The work of every command: `python -m meshtrain.NAME` and `meshtrain NAME` run `commands.NAME.main`.
+
+Commands do not import each other: what two of them need is in a room.
+"""
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import NoReturn
+
+from meshtrain.run import command, say
+
+
+def start(name: str, level: int = 2, platform: str = "", jax: bool = True) -> NoReturn:
+    """Run a command with the words of the command line, and end the process with its exit code.
+
+    level: see `say.begin`. platform: see `command.begin`. jax: whether the command needs jax.
+    """
+    if jax:
+        command.begin(level, platform)      # before other modules import jax, to silence messages of its C++
+    else:
+        say.begin(level)
+    sys.exit(importlib.import_module(f"meshtrain.commands.{name}").main(sys.argv[1:]))

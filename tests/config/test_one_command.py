@@ -32,6 +32,13 @@ def test_a_command_by_its_name_is_its_module():
     assert one.choose(["train", "a.toml"]) == ("meshtrain.train", ["a.toml"])
 
 
+@pytest.mark.parametrize("path", sorted(path for path in (ROOT / "meshtrain").glob("*.py") if "commands.start" in path.read_text()),
+                         ids=lambda path: path.stem)
+def test_a_command_started_by_its_path_says_how_to_start_it(path):
+    said = subprocess.run([sys.executable, str(path), "--help"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (said.returncode, said.stdout, said.stderr) == (2, "", f"error: start it as python -m meshtrain.{path.stem}\n")
+
+
 def test_a_mistake_of_a_command_keeps_its_exit_code():
     said = call("report", "/nowhere")
     assert said.returncode == 2 and said.stderr.startswith("error: /nowhere is not a directory")

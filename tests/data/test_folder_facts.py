@@ -11,7 +11,8 @@ from corpora import write_tokenizer
 from folders import GOLDENS, ONE, Loaded, run_of
 from safetensors.numpy import load_file, save_file
 
-from meshtrain import config, convert
+from meshtrain import config
+from meshtrain.commands import convert
 from meshtrain.checkpoint import export, pretrained
 from meshtrain.data.documents import tokenizer
 from meshtrain.huggingface import families, folder, settings, spellings

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from corpora import Opened, bpe, section, write  # noqa: F401 (bpe is a fixture)
 
-from meshtrain import tokenize
+from meshtrain.commands import tokenize
 from meshtrain.run import stops
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -77,7 +77,7 @@ import sys, time
 from meshtrain.data.documents import tokenizer
 encode = tokenizer.Bytes.encode
 tokenizer.Bytes.encode = lambda self, texts: time.sleep(0.2) or encode(self, texts)
-from meshtrain import tokenize
+from meshtrain.commands import tokenize
 code = tokenize.main(sys.argv[1:])
 assert "jax" not in sys.modules
 sys.exit(code)

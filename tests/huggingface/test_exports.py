@@ -9,7 +9,8 @@ import pytest
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
 from folders import contents
 
-from meshtrain import config, convert, files, train
+from meshtrain import config, files, train
+from meshtrain.commands import convert
 from meshtrain.checkpoint import checkpoint, export, exports, new_folder, pretrained
 from meshtrain.config import ConfigError
 from meshtrain.storage import addresses

@@ -19,7 +19,7 @@ from folders import ONE as ONE_DEVICE
 from hypothesis import given, strategies
 from hypothesis import settings as examples
 
-from meshtrain import convert
+from meshtrain.commands import convert
 from meshtrain.config import Model
 from meshtrain.config.sections import Kinds, MixerKeys, Multipliers, RopeScaling
 from meshtrain.huggingface import families, folder, forms, safetensors, settings

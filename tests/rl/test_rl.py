@@ -18,7 +18,8 @@ from commands import (answers, call, check_sums_of_answers, home, in_a_directory
 from commands import ROOT
 from test_lora_runs import saved
 
-from meshtrain import evaluate, files, report, train
+from meshtrain import evaluate, files, train
+from meshtrain.commands import report
 from meshtrain.inference.generate import Generator
 from meshtrain.inspection import measured
 from meshtrain.journal.record import Record

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from commands import call, home, tiny  # noqa: F401
 
-from meshtrain import check, config, train
-from meshtrain.commands import plan
+from meshtrain import config, train
+from meshtrain.commands import check, plan
 from meshtrain.storage import stores
 from meshtrain.units import size
 

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshtrain import config, report
+from meshtrain import config
+from meshtrain.commands import report
 from meshtrain.cluster.stacks import ProcessState
 from meshtrain.config import ConfigError
 from meshtrain.inspection import measured

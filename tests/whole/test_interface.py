@@ -66,8 +66,9 @@ assert dir(mt) == before
 for name in ("plan", "prove", "inspect", "mesh", "bars"):
     assert inspect.isfunction(getattr(mt, name)) and inspect.signature(getattr(mt, name)).return_annotation
 for name in ("plan", "prove", "inspect"):
-    module = importlib.import_module(f"meshtrain.{name}")
-    assert isinstance(module, types.ModuleType) and module.COMMAND.module == f"meshtrain.{name}"
+    assert isinstance(importlib.import_module(f"meshtrain.{name}"), types.ModuleType)
+    module = importlib.import_module(f"meshtrain.commands.{name}")
+    assert module.COMMAND.module == f"meshtrain.{name}"
 mt.simulate(4)
 try:
     mt.simulate(8)

@@ -8,7 +8,8 @@ import pytest
 from commands import call, home, in_a_directory_of_its_own, tiny  # noqa: F401
 from folders import contents
 
-from meshtrain import convert, train
+from meshtrain import train
+from meshtrain.commands import convert
 from meshtrain.checkpoint.checkpoint import Checkpoints
 
 LORA = ("--lora.rank", "3", "--lora.alpha", "7", "--optimizer.learning_rate", "0.02")

@@ -1,0 +1,288 @@
+"""Checks a run before it starts: python -m meshtrain.check RUN.toml --topology h100:64.
+
+Checks the run file, the rules on the mesh, the begin of the data, the tokenizer, the chat template, the weights and the
+run directory. Predicts memory, step time and MFU by formulas. Compiles nothing, trains nothing, leaves no files behind.
+A mistake in one part does not keep other parts from being checked. Exit codes: 0 · 1 a file system or server failed · 2
+mistakes, each with its remedy · 3 the run does not fit into memory · 75 stopped on request.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from meshtrain import assembly, config, devices, files, hardware, train
+from meshtrain.commands import fitting
+from meshtrain.commands import inspect as inspect_command
+from meshtrain.assembly import Design
+from meshtrain.checkpoint import pretrained, resume
+from meshtrain.config import ConfigError, Run
+from meshtrain.cost.formulas import footprint, price
+from meshtrain.data import sources
+from meshtrain.data.batches import prompts
+from meshtrain.files import FileSystemError
+from meshtrain.huggingface import folder
+from meshtrain.journal import trackers
+from meshtrain.rewards import workers
+from meshtrain.run import command, contents, rundir, say
+from meshtrain.run.stops import DOES_NOT_FIT, DONE, FAILED, USER_ERROR
+from meshtrain.storage import addresses, stores
+from meshtrain.units import counted, size
+
+OK, NOTE, WRONG, UNFIT, FAULT, LEFT = "ok", "note", "wrong", "does not fit", "failed", "not checked"
+MARKS = {OK: "✓", NOTE: "!", WRONG: "✗", UNFIT: "✗", FAULT: "✗", LEFT: "–"}
+
+COMMAND = config.Command("meshtrain.check", {
+    "topology": config.Option("check for N of these GPUs, also on a machine without them", "GPU:N", "h100:64"),
+    "offline": config.Option("contact no server: use this host's copies of files at addresses, or skip them"),
+    "print-config": config.Option("also print the resolved run file"),
+    "json": config.Option("print only JSON"),
+}, "[RUN.toml]", (0, 8))        # config.load reports a second run file with its own message
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The result of one check. verdict: a key of MARKS."""
+    part: str
+    verdict: str
+    text: str
+
+
+@command.entry(COMMAND, __doc__)
+def main(own: config.Arguments) -> int:
+    if own["offline"]:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    rows, run = look_at_file(own)
+    if run:
+        planned = " ".join(["python -m meshtrain.plan", *(own.names or ["RUN.toml"])])
+        seen, run = look_at_run(run, own["topology"], own["offline"], planned)
+        rows += seen
+    if own["json"]:
+        say.answer(json.dumps([dataclasses.asdict(row) for row in rows]))
+    else:
+        say.out(table(rows))
+    if own["print-config"] and run:
+        say.answer(config.dump(run)) if not own["json"] else say.err(config.dump(run))
+    found = {row.verdict for row in rows}
+    return USER_ERROR if WRONG in found else DOES_NOT_FIT if UNFIT in found else FAILED if FAULT in found else DONE
+
+
+def look_at_file(own: config.Arguments) -> tuple[list[Finding], Run | None]:
+    """Return (findings about the run file, the run; None if the file has mistakes)."""
+    try:
+        run = config.load(own.names + own.keys)
+    except ConfigError as error:
+        return [Finding("run file", WRONG, message) for message in error.messages], None
+    return [Finding("run file", OK, f"{own.names[0] if own.names else 'the quickstart'}, run.name {run.run.name}")], run
+
+
+def look_at_run(given: Run, topology: str | None, offline: bool, plan: str) -> tuple[list[Finding], Run]:
+    """Return (findings about everything but the run file, the run with its layout resolved). plan: a command that
+    finds layouts for this run, for messages."""
+    rows, made = _look_at("layout", lambda: _layout(given, topology))
+    run = made[0].run if made else given
+    if made:
+        rows += _look_at("memory and speed", lambda: _price(*made, plan))[0]
+        rows += _look_at("weights", lambda: _weights(run, made[0]))[0]
+    rows += _look_at("data", lambda: _data(run, offline))[0]
+    rows += _look_at("places", lambda: _places(run, offline))[0]
+    return rows + _look_at("extras", lambda: _extras(run))[0], run
+
+
+def _look_at(part: str, look: Callable[[], Iterator[Finding | tuple]]) -> tuple[list[Finding], tuple | None]:
+    """Run the check of one part up to its first mistake. Return (its findings, the tuple that it yielded, if any)."""
+    rows, made = [], None
+    try:
+        with config.user_errors():
+            for found in look():
+                if isinstance(found, Finding):
+                    rows.append(found)
+                else:
+                    made = found
+    except ConfigError as error:
+        rows += [Finding(part, WRONG, message) for message in error.messages]
+    except FileSystemError as error:
+        rows.append(Finding(part, FAULT, str(error)))
+    return rows, made
+
+
+def _layout(run: Run, topology: str | None) -> Iterator[Finding | tuple[Design, hardware.Gpu | None]]:
+    """Check mesh and rules. Yields findings and finally (design, GPU)."""
+    if topology is None and run.mesh.simulated_devices:
+        config.mesh_sizes(run, run.mesh.simulated_devices)
+    run, spec, platform, gpu = inspect_command.placed_on(run, topology)
+    made = assembly.design(run, spec, platform, gpu)
+    on = f"{spec.num_devices} × {gpu.name}" if gpu else f"{counted(spec.num_devices, 'device')} of {platform}"
+    schedule = f", {made.choice.schedule.name}" if made.choice else ""
+    yield Finding("layout", OK, f"{spec} on {on}, {run.sharding.rules}{schedule}")
+    for note in made.notes:
+        yield Finding("layout", NOTE, note)
+    yield made, gpu
+
+
+def _price(made: Design, gpu: hardware.Gpu | None, plan: str) -> Iterator[Finding]:
+    """Predict the memory of a device and, if the GPU's speed is known, the step time."""
+    run, num_devices = made.run, made.mesh_spec.num_devices
+    known = gpu is not None and gpu.hbm_bytes_per_s is not None
+    if not known and not run.mesh.simulated_devices:
+        yield Finding("memory", LEFT, "the GPUs are unknown; add e.g. --topology h100:8")
+        return
+    rated = fitting.rates_of(gpu if known else hardware.get("h100"))
+    options = fitting.options_of(made, gpu, rated)
+    held = footprint.memory(made.placed, options)
+    most = max((name for name in held if name != "total"), key=held.get)
+    if known:
+        needed, has, where = held["total"], hardware.usable_bytes(gpu), f"the limit of {gpu.name}"
+        remedy = f"{plan} --gpus {num_devices} --gpu {gpu.name} finds layouts that fit"
+        if needed > has and (change := fitting.remedy(made, gpu, needed)):
+            remedy = f"{change}; {remedy}"
+    else:
+        needed, has, where = num_devices * held["total"], devices.machine_bytes(), "this machine, for all its devices"
+        remedy = "use a smaller model or batch"
+    told = f"{size(needed)} of {size(has)}, {where}"
+    yield Finding("memory", OK, told) if needed <= has else Finding(
+        "memory", UNFIT, f"{told}; the largest part is {most}, {size(held[most])} per device; {remedy}")
+    if known:
+        one = price.price(made.placed, rated, options)
+        yield Finding("speed", OK, f"{one.step_s:.3g} s a step, {one.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
+                               f"{one.mfu:.1%} MFU by the formulas; inspect predicts it from the compiled step")
+
+
+def _weights(run: Run, made: Design) -> Iterator[Finding]:
+    """Check that checkpoint.init_from is a model folder with all tensors of the model, or a run with checkpoints. Their
+    content is verified when the run starts."""
+    source, step = run.checkpoint.init_from, run.checkpoint.step
+    if not source:
+        yield Finding("weights", OK, "random (no checkpoint.init_from)")
+    elif addresses.is_remote(source):       # not downloaded: it may have gigabytes
+        yield Finding("weights", LEFT, f"{source}: read when the run starts")
+    elif folder.is_one(source):
+        _, rows = pretrained.opened(run, made.model)
+        yield Finding("weights", OK, f"{source}: a model folder with the {counted(len(rows), 'tensor')} of the model")
+    else:
+        saved = Path(source) / contents.CHECKPOINTS
+        steps = sorted(int(name) for name in os.listdir(saved) if name.isdecimal()) if saved.is_dir() else []
+        if not steps or step and step not in steps:
+            has = f"; it has {', '.join(map(str, steps))}" if steps else ""
+            raise ConfigError(f"checkpoint.init_from={source} has no checkpoint{f' of step {step}' if step else ''}"
+                              f"{has}; give the run.dir of a run that has saved one")
+        yield Finding("weights", OK, f"step {step or steps[-1]} of {source}")
+
+
+def _data(run: Run, offline: bool) -> Iterator[Finding]:
+    """Check the tokenizer and the files of the data; read the begin of each source."""
+    data, vocab = run.data, run.model.vocab_size
+    train.check_source(run)
+    if offline and (asked := [name for name in _names(data) if addresses.is_remote(name) and not _on_hub(name)]):
+        yield Finding("data", LEFT, f"{asked[0]}: --offline")
+        return
+    folders = [] if offline and addresses.is_remote(run.run.dir) else folder.companions_of(
+        run.run.dir, "" if offline and addresses.is_remote(run.checkpoint.init_from) else run.checkpoint.init_from)
+    if data.source == "prompts":
+        corpus, found = prompts.open_prompts(data, vocab_size=vocab, seed=run.run.seed,
+                                             longest=data.seq_len - run.rl.max_tokens + 1, folders=folders)
+        yield from _tokenizer(corpus.tokenizer, vocab)
+        yield Finding("data", OK, f"{counted(len(found.prompts), 'prompt')}, {len(found.held)} held out, of up to "
+                                  f"{found.longest} tokens")
+        return
+    described = sources.describe(data, vocab_size=vocab, folders=folders)
+    yield from _tokenizer(described.tokenizer, vocab)
+    train.sample_prompt(run, described.tokenizer)
+    for one in described.components:
+        ids, of = sources.sample(described, one), f"{one.where}: {one.source}, {counted(len(one.paths), 'file')}"
+        if not len(ids):
+            yield Finding("data", LEFT, f"{of}, nothing was read")
+            continue
+        shown = described.tokenizer.decode(ids[:12])
+        yield Finding("data", OK, f"{of}, beginning {shown!r}" if shown else f"{of}, ids up to {int(ids.max())}")
+
+
+def _names(data: config.Data) -> list[str]:
+    """Return the values of [data] that may be addresses."""
+    sections = (data, *data.mixture, *data.validation_sources)
+    paths = [path for one in sections for key in ("paths", "validation_paths") for path in getattr(one, key, ())]
+    return [*paths, data.tokenizer, data.chat_template]
+
+
+def _on_hub(name: str) -> bool:
+    """Return whether a name is an address on the Hugging Face hub. With HF_HUB_OFFLINE the hub is not contacted."""
+    return addresses.parse(name).scheme == addresses.HUB
+
+
+def _tokenizer(reader, vocab_size: int) -> Iterator[Finding]:
+    yield Finding("tokenizer", OK, f"{reader.vocab_size} ids of model.vocab_size={vocab_size}")
+    for note in sources.notes(reader, vocab_size):
+        yield Finding("tokenizer", NOTE, note)
+
+
+def _places(run: Run, offline: bool) -> Iterator[Finding]:
+    """Check that run.dir is writable, and either free or the directory of a run that can resume with these settings."""
+    name = run.run.dir
+    if addresses.is_remote(name):
+        if not offline:
+            stores.children(addresses.parse(name))
+        yield Finding("run.dir", LEFT, f"{name}: checked when the run starts")
+    else:
+        yield _run_dir(run, Path(name))
+    for key, directory in (("data.cache", run.data.cache), ("checkpoint.local_dir", run.checkpoint.local_dir)):
+        if directory:
+            _check_writable(key, Path(directory).expanduser())
+            yield Finding(key, OK, directory)
+
+
+def _run_dir(run: Run, directory: Path) -> Finding:
+    """Check run.dir on a file system. Raises: ConfigError."""
+    existing = files.status(directory)
+    if existing and not stat.S_ISDIR(existing.st_mode):
+        raise ConfigError(f"run.dir={directory} is a file; give a directory that does not exist yet, or an empty one")
+    _check_writable("run.dir", directory)
+    names, saved = set(os.listdir(directory)) if existing else set(), directory / contents.CHECKPOINTS
+    rundir.check_contents(run, str(directory), names, has_checkpoints=saved.is_dir() and any(saved.iterdir()))
+    if (owner := rundir.at_work(directory)) is not None:
+        raise ConfigError(f"run.dir={directory} is in use by another run{rundir.by(owner)}; wait for it or give "
+                          f"another run.name")
+    checkpoints = resume.checkpoints_of(str(directory)) if saved.is_dir() else None
+    steps = checkpoints.steps() if checkpoints else []
+    if run.checkpoint.step and run.checkpoint.step not in steps and not run.checkpoint.init_from:
+        raise ConfigError(f"checkpoint.step={run.checkpoint.step}: {directory} has no checkpoint of this step; use one "
+                          f"of {', '.join(map(str, steps)) or 'a run that has checkpoints'}")
+    if not checkpoints or not steps:
+        return Finding("run.dir", OK, f"{directory}: free")
+    step = run.checkpoint.step if run.checkpoint.step in steps else steps[-1]
+    changed = [key for key, *_ in resume.changes_of(run, checkpoints.open(step), None)]
+    return Finding("run.dir", OK, f"{directory}: a run that resumes after step {step}"
+                              + (f", with other values of {', '.join(changed)}" if changed else ""))
+
+
+def _check_writable(key: str, directory: Path) -> None:
+    """Check that a directory is writable, by creating and removing a temporary directory there. key: for messages.
+    Raises: ConfigError."""
+    def attempt() -> None:
+        with contextlib.suppress(FileNotFoundError):        # other errors, e.g. of a name that is too long, are raised
+            os.stat(directory)
+        existing = next(path for path in (directory, *directory.absolute().parents) if files.status(path))
+        with tempfile.TemporaryDirectory(prefix=".check-", dir=existing):
+            pass
+    files.attempted(attempt, f"{key}={directory} cannot be written", "give a writable directory", ConfigError)
+
+
+def _extras(run: Run) -> Iterator[Finding]:
+    """Check the trackers and the reward function of the run."""
+    trackers.check(run)
+    if run.rl.reward:
+        workers.digest(run.rl.reward)
+        yield Finding("reward", OK, run.rl.reward)
+
+
+def table(rows: Sequence[Finding]) -> str:
+    """Return the findings as text: a line for each, and a summary."""
+    width = max(len(row.part) for row in rows)
+    lines = [f"{MARKS[row.verdict]} {row.part:<{width}}  {row.text}" for row in rows]
+    counts = {kind: sum(row.verdict == kind for row in rows) for kind in (WRONG, UNFIT, FAULT)}
+    wrong = [f"{count} {kind}" for kind, count in counts.items() if count]
+    return "\n".join([*lines, "", ", ".join(wrong) if wrong else "no problem found"])

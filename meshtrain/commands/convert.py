@@ -1,0 +1,133 @@
+"""Reads and writes Hugging Face model folders: python -m meshtrain.convert HF_DIR, or RUN_DIR OUT.
+
+HF_DIR alone: checks the folder and prints its [model] table. --checkpoint.init_from HF_DIR starts a run from it.
+RUN_DIR OUT: writes the weights of a run's checkpoint as the folder OUT, which is complete or absent. LoRA adapters are
+merged into the weights. Uses CPUs; a launcher can start several processes. Exit codes: 0 · 1 any other failure · 2 a
+mistake in the settings · 75 stopped on request.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from meshtrain import config, devices, files
+from meshtrain.checkpoint import adapters, ends, export, exports, new_folder, peft, pretrained, resume
+from meshtrain.checkpoint.shared import CheckpointError, Saved
+from meshtrain.cluster import agree, find
+from meshtrain.cluster.lost import PeerError
+from meshtrain.config import ConfigError
+from meshtrain.huggingface import folder
+from meshtrain.model import transformer
+from meshtrain.run import command, say
+from meshtrain.storage import addresses, copies
+
+COMMAND = config.Command("meshtrain.convert", {
+    "step": config.Option("the step of a checkpoint; 0: the newest", "N", "100", config.whole(), 0),
+    "dtype": config.Option(f"dtype of the weights: {', '.join(export.DTYPES)} (default: bfloat16; for adapters "
+                           f"float32)", "D", "float32", config.one_of(*export.DTYPES)),
+    "shard-gb": config.Option("maximum size of a file in GB", "G", "5",
+                              config.number("a number of gigabytes", 1e-9, positive=True), 5),
+    "adapters": config.Option("write only the adapters of a run with LoRA, in PEFT's format"),
+}, "HF_DIR | RUN_DIR OUT", (1, 2), keys=False)
+
+
+@command.entry(COMMAND, __doc__, (CheckpointError, PeerError), agree.told_by_first)
+def main(asked: config.Arguments) -> None:
+    if len(asked.names) == 1:
+        copies.forget()
+        with config.user_errors():
+            directory = folder.local(asked.names[0], weights="copied", tell=say.err)
+        say.out(_table(directory))
+        return
+    copies.forget()
+    run_dir, out = asked.names[0], _out(asked.names[1])
+    cluster = find.cluster(config.Distributed(), os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    found = devices.start(config.Run(run=config.Identity(compilation_cache="")), cluster)
+    saved = resume.source(run_dir, asked["step"], run_dir, "--step ")
+    said = (_export_adapters(found, saved, run_dir, out, asked["dtype"] or "float32") if asked["adapters"] else
+            _export(found, saved, run_dir, out, asked["dtype"] or "bfloat16", int(asked["shard-gb"] * 1e9)))
+    if jax.process_index() == 0:
+        say.out(said)
+
+
+def _out(name: str) -> new_folder.Target:
+    if not addresses.is_remote(name):
+        return Path(name)
+    with config.user_errors():
+        address = addresses.parse(name)
+    if address.scheme not in addresses.BUCKETS or not address.path:
+        raise ConfigError(f"{addresses.shown(name)} cannot be written; give a directory, or a folder in a bucket, "
+                          f"s3://BUCKET/… or gs://BUCKET/…")
+    return address
+
+
+def _table(directory: Path) -> str:
+    """Return the [model] section of a model folder as text. Raises: ConfigError with every fault of the folder."""
+    if not folder.is_one(directory) and os.path.isdir(directory / "checkpoints"):
+        raise ConfigError(f"{directory} is a run directory; also give the model folder to write its weights to: "
+                          f"python -m meshtrain.convert {directory} OUT")
+    with config.user_errors():
+        if not files.is_dir(directory):
+            raise ConfigError(f"{directory} is not a directory; give a Hugging Face model folder, or a run directory "
+                              f"and OUT")
+        found = folder.open_folder(directory)
+        shape = config.Model(**found.model)
+        folder.match(found, shape, pretrained.parameter_paths(transformer.build(shape)))
+    for note in found.notes:
+        say.err(f"note: {note}")
+    size = sum(entry.stop - entry.start for entry in found.entries.values())
+    return (f"# {found.directory}: {found.family.architecture}, {len(found.entries)} tensors of {size / 1e9:.2f} GB\n"
+            f"{config.shape_table(shape)}")
+
+
+def _export(found: Sequence[jax.Device], saved: Saved, run_dir: str, out: new_folder.Target, dtype: str,
+            shard_bytes: int) -> str:
+    """Write the weights as a model folder, with one parameter in memory at a time. Return the line to print."""
+    with config.user_errors():
+        shape = config.Model(**saved.run["model"])
+    model = transformer.build(shape)
+    mesh = Mesh(np.array(found), ("all",), axis_types=(AxisType.Auto,))
+    wanted = {info.name: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=NamedSharding(
+        mesh, _spread(info.shape, mesh.size))) for info in model.parameters()}
+    with config.user_errors():
+        size = export.write(out, model, adapters.leaf_of_saved(saved, wanted, merge=True), dtype=dtype,
+                            shard_bytes=shard_bytes, data=saved.run["data"], ends=_ends(saved, run_dir),
+                            source=exports.kept(folder.local(run_dir)))
+    return f"{out}: the weights of step {saved.step} of {run_dir}, {size / 1e9:.2f} GB in {dtype}"
+
+
+def _export_adapters(found: Sequence[jax.Device], saved: Saved, run_dir: str, out: new_folder.Target,
+                     dtype: str) -> str:
+    """Write the adapters as a PEFT folder. Return the line to print."""
+    section = adapters.section(saved)
+    with config.user_errors():
+        if not section:
+            raise ConfigError(f"--adapters: {run_dir} has no adapters, because it trained without LoRA; leave the "
+                              f"option out")
+        model = transformer.build(config.Model(**saved.run["model"]), config.Lora(**section))
+    whole = NamedSharding(Mesh(np.array(found), ("all",)), P())
+    wanted = {info.name: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=whole) for info in model.parameters()}
+    with config.user_errors():
+        size = peft.write(out, model, adapters.leaf_of_saved(saved, wanted, merge=False), dtype=dtype,
+                          base=saved.run["checkpoint"]["init_from"], data=saved.run["data"],
+                          source=exports.kept(folder.local(run_dir)), ends=_ends(saved, run_dir))
+    return f"{out}: the adapters of step {saved.step} of {run_dir}, {size / 1e6:.2f} MB in {dtype}"
+
+
+def _ends(saved: Saved, run_dir: str) -> ends.Ends:
+    companions = exports.kept(folder.local(run_dir))
+    found = ends.together(lambda: ends.of_saved(saved, companions))
+    if found.note and jax.process_index() == 0:
+        say.err(f"note: {found.note}")
+    return found
+
+
+def _spread(shape: tuple[int, ...], num_shards: int) -> P:
+    """Return a spec that shards a parameter evenly along its last divisible dim; P() if no dim is divisible."""
+    dims = [dim for dim in reversed(range(len(shape))) if shape[dim] % num_shards == 0]
+    return P(*[None] * dims[0], "all") if dims else P()
