@@ -38,7 +38,7 @@ from meshtrain.exercise import check_answer
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
-from meshtrain.inspection import report, summary
+from meshtrain.inspection import report, summary, topologies
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.names import AXES, PRNG
 from meshtrain.parallel.pipeline import schedules
@@ -155,7 +155,7 @@ class Experiment:
             local_devices.start(self.run, cheaply=True)
         run = self.run.replaced(mesh={"simulated_devices": 0})
         with _told_as_python():
-            devices = inspect_command.topology_devices(run, topology)
+            devices = topologies.find_devices(run, topology)
         return StepCosts(inspect_command.inspected(assembly.assemble(elastic.fitted(run, len(devices))[0], devices)))
 
     def parameters(self) -> Rows:

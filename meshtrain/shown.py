@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from meshtrain import parity
-from meshtrain.commands import plan, prove
+from meshtrain.commands import plan
 from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import simulate
 from meshtrain.cost.program import audit
@@ -206,7 +206,7 @@ def proved(proof: parity.Proof) -> JsonTable:
     data, total = proof.as_json(), len(proof.cells)
     lines = [parity.line(cell, number, total) for number, cell in enumerate(proof.cells, 1)]
     lines += [f"FOUND: {finding}" for finding in proof.findings] + [f"note: {note}" for note in proof.notes]
-    return JsonTable(data, "\n".join([*lines, prove.summary(proof)]), proofs.heat_drawing(data))
+    return JsonTable(data, "\n".join([*lines, parity.summarize(proof)]), proofs.heat_drawing(data))
 
 
 def displayed(shown):

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from meshtrain import assembly, config, devices, files, hardware, train
-from meshtrain.commands import fitting
-from meshtrain.commands import inspect as inspect_command
 from meshtrain.assembly import Design
 from meshtrain.checkpoint import pretrained, resume
 from meshtrain.config import ConfigError, Run
@@ -27,6 +25,7 @@ from meshtrain.data import sources
 from meshtrain.data.batches import prompts
 from meshtrain.files import FileSystemError
 from meshtrain.huggingface import folder
+from meshtrain.inspection import fitting, topologies
 from meshtrain.journal import trackers
 from meshtrain.rewards import workers
 from meshtrain.run import command, contents, rundir, say
@@ -115,7 +114,7 @@ def _layout(run: Run, topology: str | None) -> Iterator[Finding | tuple[Design, 
     """Check mesh and rules. Yields findings and finally (design, GPU)."""
     if topology is None and run.mesh.simulated_devices:
         config.mesh_sizes(run, run.mesh.simulated_devices)
-    run, spec, platform, gpu = inspect_command.placed_on(run, topology)
+    run, spec, platform, gpu = topologies.resolve_layout(run, topology)
     made = assembly.design(run, spec, platform, gpu)
     on = f"{spec.num_devices} × {gpu.name}" if gpu else f"{counted(spec.num_devices, 'device')} of {platform}"
     schedule = f", {made.choice.schedule.name}" if made.choice else ""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import shlex
 from collections.abc import Mapping
@@ -19,17 +18,15 @@ from types import MappingProxyType
 from meshtrain import assembly, config, elastic
 from meshtrain import devices as local_devices
 from meshtrain import hardware, trained
-from meshtrain.commands import fitting
 from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import assumptions, simulate
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.cost.program import roofline
-from meshtrain.inspection import chart, expect, report, summary
+from meshtrain.inspection import chart, expect, fitting, report, summary, topologies
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.pages import layout, pictures, skin
 from meshtrain.run import command, say
 from meshtrain.run.stops import DOES_NOT_FIT, DONE, FAILED
-from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.units import counted, size
 
 COMMAND = config.Command("meshtrain.inspect", {
@@ -194,24 +191,10 @@ def _differs(before: expect.Expected, now: expect.Expected, path: str) -> bool:
 
 def _devices(run: config.Run, topology: str | None):
     if topology is not None:
-        return topology_devices(run, topology)
+        return topologies.find_devices(run, topology)
     if run.mesh.simulated_devices:      # checked before devices start, each of which takes threads and memory
         elastic.check(run, run.mesh.simulated_devices)
     return local_devices.start(run)
-
-
-def topology_devices(run: config.Run, topology: str):
-    """Return the devices of `GPU:N` to compile for; this machine need not have them. Raises: ConfigError."""
-    local_devices.own_flags(os.environ)
-    local_devices.own_settings_told(os.environ)
-    with config.user_errors(), say.without_noise():
-        _topology_sizes(run, topology)
-        return gpu_compile.topology(topology)
-
-
-def _topology_sizes(run: config.Run, topology: str) -> dict[str, int]:
-    name, count = gpu_compile.parse_topology(topology)
-    return config.mesh_sizes(run, count, enough=f"--topology {name}:{{}}")
 
 
 def _show_schedule(run: config.Run, topology: str | None) -> None:
@@ -235,26 +218,5 @@ def _show_schedule(run: config.Run, topology: str | None) -> None:
 def _schedule(run: config.Run, topology: str | None) -> simulate.Choice | None:
     """Return the schedule that `train` would choose on these GPUs (None: on this machine's devices); None without
     stages."""
-    run, spec, platform, gpu = placed_on(run, topology)
+    run, spec, platform, gpu = topologies.resolve_layout(run, topology)
     return assembly.design(run, spec, platform, gpu).choice
-
-
-def placed_on(run: config.Run, topology: str | None) -> tuple[config.Run, MeshSpec, str, hardware.Gpu | None]:
-    """Return (the run with its layout resolved, mesh, jax's platform name, GPU) for `GPU:N` or, if topology is None,
-    for this machine.
-
-    The GPU is None if its speed is unknown. Starts devices only if their number is needed. Raises: ConfigError.
-    """
-    platform, gpu = "cpu", None
-    sizes = asked = {axis: getattr(run.mesh, axis) for axis in config.AXES}
-    with config.user_errors():
-        if topology is not None:
-            platform, gpu = "gpu", hardware.get(gpu_compile.parse_topology(topology)[0])
-            sizes = _topology_sizes(run, topology)
-        elif run.mesh.simulated_devices and -1 in asked.values():
-            sizes = config.mesh_sizes(run, run.mesh.simulated_devices)
-        elif -1 in asked.values() or not run.mesh.simulated_devices and local_devices.gpus_expected():
-            devices = local_devices.start(run)
-            platform, gpu = devices[0].platform, hardware.from_device_kind(devices[0].device_kind)
-            sizes = config.mesh_sizes(run, len(devices)) if -1 in asked.values() else asked
-    return config.on_devices(run, math.prod(sizes.values())), MeshSpec(sizes, run.mesh.placement), platform, gpu

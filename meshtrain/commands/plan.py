@@ -17,7 +17,6 @@ import re
 import shlex
 
 from meshtrain import assembly, config
-from meshtrain import devices as local_devices
 from meshtrain import hardware
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import assumptions, decode, rates
@@ -27,7 +26,7 @@ from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.huggingface import folder as model_folder
 from meshtrain.inference import cache, placement
 from meshtrain.inspection import plans as texts
-from meshtrain.inspection import summary
+from meshtrain.inspection import summary, topologies
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.model import transformer
 from meshtrain.names import AXES
@@ -311,12 +310,9 @@ def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
     Raises: ConfigError if this machine cannot compile for these GPUs, gpu_compile.NotCompiledError,
     assembly.BrokenProgramError.
     """
-    local_devices.own_flags(os.environ)
-    local_devices.own_settings_told(os.environ)
     gpu, given = question.rated.gpu, question.rated.assumed.given
-    with config.user_errors(), say.without_noise():
-        devices = gpu_compile.topology(f"{gpu.name}:{question.num_gpus}")
-    made = assembly.assemble(laid_out(run, plan).replaced(sharding={"rules": str(rule_file(plan.rules.path))}), devices)
+    run = laid_out(run, plan).replaced(sharding={"rules": str(rule_file(plan.rules.path))})
+    made = assembly.assemble(run, topologies.find_devices(run, f"{gpu.name}:{question.num_gpus}"))
     with gpu_compile.naming_faults("a plan's step"):
         executable = assembly.compile_step(made)
     step = Inspected(made, executable,

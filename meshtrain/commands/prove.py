@@ -15,7 +15,6 @@ from meshtrain.pages import proofs, skin
 from meshtrain.parity import smallest
 from meshtrain import devices as local_devices
 from meshtrain.run import command, say
-from meshtrain.units import counted
 
 MOST_DEVICES = 64
 COMMAND = config.Command("meshtrain.prove", {
@@ -50,7 +49,7 @@ def main(own: config.Arguments) -> int:
     else:
         for note in proof.notes:
             say.out(f"note: {note}")
-        say.out(summary(proof))
+        say.out(parity.summarize(proof))
     return 1 if proof.failed else 0
 
 
@@ -67,11 +66,3 @@ def _written(proof: parity.Proof, run: config.Run, devices) -> str | None:
     path = smallest.written(found, run.run.name)
     say.out(f"written: {path}, {len(found.keys)} keys; python -m meshtrain.prove {path} shows the difference again")
     return str(path)
-
-
-def summary(proof: parity.Proof) -> str:
-    """Return the text that the command prints at its end."""
-    equal, total = sum(not cell.differs for cell in proof.cells), len(proof.cells)
-    return (f"{proof.name}: {equal} of {counted(total, 'layout')} {'computes' if equal == 1 else 'compute'} what one "
-            f"device computes, findings: {len(proof.findings)}; {proof.seconds:.0f} s, "
-            f"{proof.seconds / max(1, total):.1f} s a layout")

@@ -17,6 +17,7 @@ from meshtrain.config import Run
 from meshtrain.parity import cells as cells_of
 from meshtrain.parity import compare, program, rule_files, shrink
 from meshtrain.shipped import found as found_file
+from meshtrain.units import counted
 
 TOLERANCE = compare.FLOAT32
 
@@ -180,3 +181,11 @@ def line(cell: CellResult, number: int, total: int) -> str:
     if cell.differs:
         said = f"DIFFERS: {cell.wrong[0]}" + f" and {len(cell.wrong) - 1} more" * (len(cell.wrong) > 1)
     return f"{number:>3}/{total}  {cell.title}: {said}  {cell.seconds:.1f} s"
+
+
+def summarize(proof: Proof) -> str:
+    """Return the text that is printed at the end of a proof."""
+    equal, total = sum(not cell.differs for cell in proof.cells), len(proof.cells)
+    return (f"{proof.name}: {equal} of {counted(total, 'layout')} {'computes' if equal == 1 else 'compute'} what one "
+            f"device computes, findings: {len(proof.findings)}; {proof.seconds:.0f} s, "
+            f"{proof.seconds / max(1, total):.1f} s a layout")

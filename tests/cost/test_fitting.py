@@ -2,7 +2,8 @@
 import pytest
 
 from meshtrain import assembly, config, hardware
-from meshtrain.commands import fitting, inspect, plan
+from meshtrain.commands import inspect, plan
+from meshtrain.inspection import fitting, topologies
 from meshtrain.cost.formulas import footprint
 
 LLAMA = "configs/llama3-8b.toml"
@@ -10,7 +11,7 @@ LLAMA = "configs/llama3-8b.toml"
 
 def design(topology: str, *words: str) -> tuple[assembly.Design, hardware.Gpu, int]:
     """(design, GPU, bytes of a GPU by the formulas)."""
-    run, spec, platform, gpu = inspect.placed_on(config.load([LLAMA, *words]), topology)
+    run, spec, platform, gpu = topologies.resolve_layout(config.load([LLAMA, *words]), topology)
     made = assembly.design(run, spec, platform, gpu)
     return made, gpu, footprint.memory(made.placed, fitting.options_of(made, gpu, fitting.rates_of(gpu)))["total"]
 
