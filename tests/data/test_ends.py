@@ -269,7 +269,7 @@ def test_a_run_from_rewards_ends_answers_as_the_template_does_and_its_export_say
              if key in SHAPE}
     said = ran(*words(place, "cut", "prompts", str(place / "prompts.jsonl"), rl__max_tokens=2,
                       checkpoint__init_from=place / "rl", **shape, **RL)).out
-    assert said.count("no answer ended within rl.max_tokens=2. An answer ends with <|im_end|> (3), </s> (1): ") == 1
+    assert said.count("no answer ended within rl.max_tokens=2. An answer ends with <|im_end|> (3), </s> (1). Set ") == 1
     assert "easier or harder prompts" not in said
 
 

@@ -351,7 +351,7 @@ def test_an_order_of_another_version_is_refused_by_one_message(desk, capfd, monk
     queue = taker(desk)
     place.order(3).write_text(json.dumps(other))
     assert queue.next() is None and queue.next() is None, "it may be from before an update, and be replaced"
-    told = f"is of {other.get('made_by', 'an earlier version')}, and this is meshtrain "
+    told = f"was written by {other.get('made_by', 'an earlier version')}, and this process runs meshtrain "
     assert capfd.readouterr().err.count(told) == 1
     place.order(4).write_text(json.dumps(other | {"batch": 4}))
     with pytest.raises(config.ConfigError, match=told):
@@ -456,7 +456,7 @@ def test_a_run_without_samplers_says_so_and_ends(place, home, monkeypatch):  # n
     monkeypatch.setattr(apart, "TOLD_EVERY_S", 0.5)
     done = call(train.main, *words(place, "nobody", "--rl.lag=1", *FEW))
     assert done.code == 1 and "no sampler was alive for 1.5 s: start python -m meshtrain.sample" in done.err
-    assert "waiting for 4 of 4 parts of the answers of batch 0, and no sampler is there" in done.err
+    assert "waiting for 4 of 4 parts of the answers of batch 0, and no sampler is alive" in done.err
     assert "Traceback" not in done.err and done.err.count("error:") == 1
 
 
