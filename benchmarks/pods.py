@@ -57,10 +57,10 @@ def accounted() -> dict[str, tuple[float, float]]:
     from meshtrain.journal import goodput, history
     with tempfile.TemporaryDirectory() as home:
         account = goodput.Account()
-        with history.kept(Path(home), 0, account, {"on": "", "cause": ""}) as this:
-            row = cpu_s(lambda number: (account.took(number, 1.0, 0.0), account.at(time.perf_counter())))
+        with history.record_attempt(Path(home), 0, account, {"on": "", "cause": ""}) as this:
+            row = cpu_s(lambda number: (account.add_step(number, 1.0, 0.0), account.columns(time.perf_counter())))
             beat = sum(cpu_s(lambda number: this.beat(), 200)) * STEP_S / history.BEAT_S
-            this.ended("finished")
+            this.end("finished")
         return {"goodput: a row's share": row, "goodput: the sign of life, in a step": (0.0, beat)}
 
 

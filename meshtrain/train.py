@@ -153,7 +153,7 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
                 return _ended(exporting.finish())
         begun = {"on": f"{made.mesh_spec}: {made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
                  "processes": jax.process_count(), "cause": start.cause}
-        with history.kept(directory, start.step, account, begun) as attempt:
+        with history.record_attempt(directory, start.step, account, begun) as attempt:
             return _train(_Session(made, claim, checkpoints, local, exporting, attempt, origin, named), start)
 
 
@@ -236,7 +236,7 @@ class _Session:
     checkpoints: SharedCheckpoints
     local: LocalCheckpoints
     exporting: exports.Exports
-    attempt: history.Try
+    attempt: history.Attempt
     origin: Saved | None
     named: dict[str, str]
     corpus: sources.Corpus | None = None
@@ -269,12 +269,12 @@ def _train(session: _Session, start: resume.Start) -> int:
         pretrained.keep_companions(run, session.directory)
     _price(session.made, session.step, session.directory)
     if start.saved is None and run.experts.bias_warmup:     # a stop request here ends the process without saving
-        with account.to("start"), watch.phase("evening out the experts", watch.UNLIMITED), \
+        with account.count_as("start"), watch.phase("evening out the experts", watch.UNLIMITED), \
                 phases.phase("evening out the experts"):
             state = agree.everywhere(lambda: bias_warmup.balanced(
                 session.made.program, session.step, state, batches, run.experts.bias_warmup,
                 lambda: assembly.initialize(session.made)))
-    with account.to("rest"), stops.deferred() as listener:
+    with account.count_as("rest"), stops.deferred() as listener:
         spikes, stop = Spikes(run, start.kept("spikes")), loop.Stop(listener, session.claim)
         while True:
             try:
@@ -289,9 +289,9 @@ def _train(session: _Session, start: resume.Start) -> int:
         if run.rl.lag and done == run.training.steps:
             batches.orders.finish()
         code = STOPPED if done < run.training.steps else FAILED if missing else DONE
-        session.attempt.ended(listener.ending(done == run.training.steps), code=code)
+        session.attempt.end(listener.ending(done == run.training.steps), code=code)
     if done < run.training.steps:
-        say.out(session.attempt.line())
+        say.out(session.attempt.describe())
         say.out(f"stopped after step {done}, saved in {run.run.dir}; run the same command again to resume")
         return STOPPED
     if run.run.sample_tokens and not stop.agreed:
@@ -307,7 +307,7 @@ def _open(session: _Session, start: resume.Start):
     batches from `start` on)."""
     run, made = session.run, session.made
     # tokenizing may take hours
-    with session.attempt.account.to("data"), watch.phase("opening the data", watch.UNLIMITED), \
+    with session.attempt.account.count_as("data"), watch.phase("opening the data", watch.UNLIMITED), \
             phases.phase("opening the data"):
         given = None if start.saved else agree.everywhere(lambda: pretrained.opened(run, made.model))
         session.corpus, batches = agree.everywhere(lambda: _open_data(run, session.directory, start))
@@ -324,7 +324,7 @@ def _open(session: _Session, start: resume.Start):
 
 def _begun(session: _Session, start: resume.Start, given) -> State:
     fresh = start.saved is None and not given and not session.run.checkpoint.init_from
-    with session.attempt.account.to("start" if fresh else "restore"), \
+    with session.attempt.account.count_as("start" if fresh else "restore"), \
             watch.phase("restore" if start.saved else "initialization", "restore"), \
             phases.phase(f"restoring step {start.step}" if start.saved else "initializing the weights" if fresh else
                          "loading the weights"):
@@ -339,7 +339,7 @@ def _prepared(session: _Session, start: resume.Start, batches, state: State) -> 
     if session.run.training.objective != "dpo":
         return batches
     weights = None if start.saved else state.params
-    with session.attempt.account.to("data"), watch.phase("reference log-probabilities", watch.UNLIMITED), \
+    with session.attempt.account.count_as("data"), watch.phase("reference log-probabilities", watch.UNLIMITED), \
             phases.phase("computing the reference log-probabilities"):
         return agree.everywhere(lambda: dpo_reference.with_references(
             session.run, session.made.program, batches, session.corpus, session.directory, weights))
@@ -406,7 +406,7 @@ def _reference(made: assembly.Assembly, start: resume.Start, state: State, step:
 
 def _compile(session: _Session, batches: Batches) -> None:
     """Compile the step, the evaluation if there are held-out documents, and the check of replicas."""
-    with session.attempt.account.to("compile"), watch.phase("compile", "compile"), \
+    with session.attempt.account.count_as("compile"), watch.phase("compile", "compile"), \
             phases.phase("compiling", "compiled in"):
         if batches.validation:
             session.made = agree.everywhere(lambda: assembly.compile_evaluation(session.made))
@@ -416,7 +416,7 @@ def _compile(session: _Session, batches: Batches) -> None:
 
 def _saved(session: _Session, done: int) -> str:
     """Wait for the last checkpoint and write missing exports. Return a text about failed exports, or ""."""
-    with session.attempt.account.to("checkpoint"), watch.phase("last checkpoint", "save"), \
+    with session.attempt.account.count_as("checkpoint"), watch.phase("last checkpoint", "save"), \
             phases.phase("saving the last checkpoint"):
         session.checkpoints.wait()
         session.local.forget()
@@ -466,7 +466,7 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
                                made.mesh.local_devices) as writer,
           Progress(run.training.steps, _memory(made, session.step)) as progress,
           Trace(run.metrics.profile_steps, directory / contents.TENSORBOARD, start.step) as trace,
-          account.to(goodput.LOOP)):
+          account.count_as(goodput.LOOP)):
         record = Record(run, writer, progress, *_flops(made), account, spikes, agree.exchange(socket.gethostname()))
         if learns_of_rewards:
             batches.begin(record, stop.reached)
@@ -498,12 +498,12 @@ def _back_before(session: _Session, start: resume.Start, spikes: Spikes, spiked:
         raise TooManyRollbacks(f'{why}, and the run has already rolled back {MAX_ROLLBACKS} times, the maximum; lower '
                                f'optimizer.learning_rate={run.optimizer.learning_rate}, check the '
                                'data, or start again with training.loss_spike="skip"')
-    with session.attempt.account.to("restore"), watch.phase("going back before a spike", "restore"):
+    with session.attempt.account.count_as("restore"), watch.phase("going back before a spike", "restore"):
         new = resume.before_spike(run, start, spiked, session.checkpoints, session.local, session.made.state_shapes)
         say.out(f"{why}: back to step {new.step}, without the {counted(spiked - new.step, 'batch')} up to the spike "
                 f"(training.loss_spike=\"rollback\", {spikes.rollbacks + 1} of {MAX_ROLLBACKS})")
         new = dataclasses.replace(new, rollbacks=spikes.rollbacks + 1)
-        session.attempt.goes_back(new.step)
+        session.attempt.go_back(new.step)
         state, batches = agree.everywhere(lambda: (_start_state(session.made, new, None),
                                                    _batches(run, session.corpus, new)))
         session.begin(new)
@@ -662,7 +662,7 @@ def _summary(session: _Session, val_loss: float | None) -> str:
     then = [f"python -m meshtrain.report {place}", f"python -m meshtrain.generate {place} {prompt}"]
     if run.metrics.tensorboard and not addresses.is_remote(run.run.dir):
         then += [f"tensorboard --logdir {place}"]
-    return "\n".join([*lines, *filter(None, [session.attempt.line()]),
+    return "\n".join([*lines, *filter(None, [session.attempt.describe()]),
                       f"written: {run.run.dir}/ with {', '.join(kept[:-1])} and {kept[-1]}",
                       "next:", *(f"  {words}" for words in then)])
 

@@ -81,7 +81,7 @@ def summary(data: dict) -> str:
         lines += [f"experts: the busiest has {busiest:.2f} × the mean (layer {layers[0]}), the idlest {idlest:.2f} × "
                   f"(layer {layers[1]}), entropy {min(found['entropy'][-1]):.3f} or more"]
     if data["goodput"] is not None:
-        lines += [goodput.line(data["time_s"])]
+        lines += [goodput.describe(data["time_s"])]
     elif parts := {name: spent_s for name, spent_s in data["time_s"].items() if spent_s > 0}:
         total = sum(parts.values())
         lines += ["time: " + ", ".join(f"{name} {duration(spent_s)} ({spent_s / total:.1%})"

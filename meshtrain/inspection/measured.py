@@ -64,7 +64,7 @@ def of(run_dir: str) -> dict:
     try:
         metrics = _Metrics(found)
         experts = _experts(found, metrics.with_experts)
-        attempts = goodput.tries(history.read(directory))
+        attempts = goodput.list_attempts(history.read(directory))
         changes = rows.Log(directory / contents.CHANGES, rows.is_change).read()
     except OSError as error:
         raise ValueError(f"{error.filename or found.path} cannot be read: {error.strerror}") from None

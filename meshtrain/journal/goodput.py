@@ -37,7 +37,7 @@ class Account:
         self.elapsed_s, self.counted_s, self.step = 0.0, 0.0, 0
         self.steps = 0      # number of steps of this attempt
 
-    def goes_back(self, step: int, counted_s: float) -> None:
+    def go_back(self, step: int, counted_s: float) -> None:
         """Record that this attempt will repeat the steps after `step`. counted_s: seconds of the steps up to `step`."""
         lost_s = max(0.0, self.counted_s - counted_s)
         self._spent["steps"] -= lost_s
@@ -45,7 +45,7 @@ class Account:
         self.step, self.counted_s = step, self.counted_s - lost_s
 
     @contextlib.contextmanager
-    def to(self, part: str) -> Iterator[None]:
+    def count_as(self, part: str) -> Iterator[None]:
         """Context: count the time inside it as this part. If an exception leaves the context, the attempt ends, and the
         time after it belongs to this part, too."""
         before = self._enter(part)
@@ -58,7 +58,7 @@ class Account:
         before, self.part, self._mark, self._progress = self.part, part, now, now
         return before
 
-    def took(self, step: int, step_time_s: float, waited_s: float) -> None:
+    def add_step(self, step: int, step_time_s: float, waited_s: float) -> None:
         """Count a finished step. step_time_s includes waited_s, the time that the step waited for data."""
         counts_s = max(0.0, step_time_s - waited_s)
         self._spent["steps"] += counts_s
@@ -66,13 +66,13 @@ class Account:
         self.counted_s += counts_s
         self.step, self.steps, self._progress = step, self.steps + 1, time.perf_counter()
 
-    def at(self, moment: float) -> dict[str, float]:
+    def columns(self, moment: float) -> dict[str, float]:
         """Return the goodput columns of the metrics row of a step that ended at `moment` (time.perf_counter)."""
         elapsed_s = self.elapsed_s + max(1e-9, moment - self.began)
         return {"time": time.time() - (time.perf_counter() - moment), "elapsed_s": elapsed_s,
                 "goodput": min(1.0, self.counted_s / elapsed_s)}
 
-    def so_far(self) -> dict:
+    def snapshot(self) -> dict:
         """Return the account so far, as fields of a line of the history."""
         now, spent = time.perf_counter(), dict(self._spent)
         spent[self.part] += now - self._mark
@@ -84,22 +84,22 @@ class Account:
                 "part": self.part, "idle_s": now - self._progress}
 
 
-def ended(found: Mapping, how: str, *, stuck: bool = False, **more) -> dict:
+def end_line(state: Mapping, how: str, *, stuck: bool = False, **more) -> dict:
     """Return the history line of an attempt's end.
 
-    found: `Account.so_far` at the end, or the attempt's last line in the history. how: how it ended, as text. stuck:
+    state: `Account.snapshot` at the end, or the attempt's last line in the history. how: how it ended, as text. stuck:
     the attempt is known to have hung; if False, this is decided by HANG_S and HANG_STEPS. more: further fields.
     """
-    if found.get("event") == "start":
-        found = {**found, "time": found["time"] + found["run_s"], "steps": 0, "idle_s": 0.0, "part": "start"}
-    spent, idle_s, steps = collections.Counter(found["spent_s"]), found["idle_s"], found["steps"]
-    part = "rest" if found["part"] == LOOP else found["part"]
+    if state.get("event") == "start":
+        state = {**state, "time": state["time"] + state["run_s"], "steps": 0, "idle_s": 0.0, "part": "start"}
+    spent, idle_s, steps = collections.Counter(state["spent_s"]), state["idle_s"], state["steps"]
+    part = "rest" if state["part"] == LOOP else state["part"]
     if stuck or part == "rest" and steps and idle_s > max(HANG_S, HANG_STEPS * spent["steps"] / steps):
         hung_s = min(idle_s, spent[part])
         spent[part] -= hung_s
         spent["hang"] += hung_s
-        how = how if stuck else f"{how}, stuck for {duration(idle_s)} after step {found['step']}"
-    return {"event": "end", "how": how, **{key: found[key] for key in ("time", "run_s", "step", "counted_s")},
+        how = how if stuck else f"{how}, stuck for {duration(idle_s)} after step {state['step']}"
+    return {"event": "end", "how": how, **{key: state[key] for key in ("time", "run_s", "step", "counted_s")},
             "spent_s": spent, **more}
 
 
@@ -109,7 +109,10 @@ def counted_s(rows: Reversible[Mapping], step: int, unwritten: Sequence[Mapping]
     rows: metrics rows, read from the last one back to the step. unwritten: at most one row that follows them. A step
     without a row is taken to be as long as its neighbours.
     """
-    counted, before, after = lambda row: row["goodput"] * row["elapsed_s"], None, None
+    def counted(row: Mapping) -> float:
+        return row["goodput"] * row["elapsed_s"]
+
+    before = after = None
     for row in itertools.chain(reversed(unwritten), reversed(rows)):
         if row.get("goodput") is None:
             continue
@@ -123,7 +126,7 @@ def counted_s(rows: Reversible[Mapping], step: int, unwritten: Sequence[Mapping]
     return until_s * step / first if first else 0.0
 
 
-def tries(lines: Sequence[Mapping]) -> list[dict]:
+def list_attempts(lines: Sequence[Mapping]) -> list[dict]:
     """Return a dict for each attempt in the history.
 
     began, ended: wall clock. how: how it ended; "" if it recorded no end, or still runs. elapsed_s: age of the run when
@@ -131,31 +134,34 @@ def tries(lines: Sequence[Mapping]) -> list[dict]:
     steps_again: number of steps of earlier attempts that it repeats. again_s: their seconds. clock_s: by how much the
     wall clock was set during the attempt.
     """
-    found: list[dict] = []
+    attempts: list[dict] = []
     for number, start in enumerate(lines):
         if start["event"] != "start":
             continue
         *_, end = start, *itertools.takewhile(lambda line: line["event"] != "start", lines[number + 1:])
         if end["event"] != "end":
-            end = ended(end, "")
+            end = end_line(end, "")
         stepped_s = end["time"] - start["time"] - end["run_s"]
-        found.append({"began": start["time"], "ended": end["time"], "from_step": start["step"], "to_step": end["step"],
-                      **{key: start[key] for key in ("steps_again", "again_s", "on", "cause", "elapsed_s", "down_s")},
-                      **{key: end[key] for key in ("how", "run_s", "spent_s", "counted_s")},
-                      "clock_s": stepped_s if abs(stepped_s) > STEPPED_S else 0.0})
-    return found
+        attempts.append(
+            {"began": start["time"], "ended": end["time"], "from_step": start["step"], "to_step": end["step"],
+             **{key: start[key] for key in ("steps_again", "again_s", "on", "cause", "elapsed_s", "down_s")},
+             **{key: end[key] for key in ("how", "run_s", "spent_s", "counted_s")},
+             "clock_s": stepped_s if abs(stepped_s) > STEPPED_S else 0.0})
+    return attempts
 
 
-def began_after(found: Sequence[Mapping], start: Mapping, lines: Sequence[Mapping], rows: Reversible[Mapping]) -> dict:
+def derive_start(attempts: Sequence[Mapping], start: Mapping, lines: Sequence[Mapping],
+                 rows: Reversible[Mapping]) -> dict:
     """Return the fields of a start's history line that follow from earlier attempts: the run's age, the time since the
     last attempt, the steps that this one repeats.
 
-    found: the earlier attempts, see `tries`. start: the other fields of the line. lines: the history. rows: metrics.
+    attempts: the earlier ones, see `list_attempts`. start: the other fields of the line. lines: the history. rows:
+    metrics.
     """
-    if not found:
+    if not attempts:
         return {"elapsed_s": 0.0, "down_s": 0.0, "counted_s": counted_s(rows, start["step"]),
                 "steps_again": 0, "again_s": 0.0}
-    last, line = found[-1], next(line for line in reversed(lines) if line["event"] == "start")
+    last, line = attempts[-1], next(line for line in reversed(lines) if line["event"] == "start")
     done = last["to_step"] or last["from_step"]
     written = next((row["step"] for row in reversed(rows)), -1)
     unwritten = [{"step": done, "goodput": 1.0, "elapsed_s": last["counted_s"]}] if written < done else []
@@ -168,19 +174,19 @@ def began_after(found: Sequence[Mapping], start: Mapping, lines: Sequence[Mappin
             "steps_again": max(0, done - start["step"]), "again_s": max(0.0, last["counted_s"] - counts_s)}
 
 
-def spent_s(found: Sequence[Mapping]) -> dict[str, float]:
+def spent_s(attempts: Sequence[Mapping]) -> dict[str, float]:
     """Return name of a part (a value of PARTS) -> its seconds over all attempts. Their sum is the time since the first
     attempt began."""
-    total = {part: sum(one["spent_s"].get(part, 0.0) for one in found) for part in PARTS}
-    again_s = min(total["steps"], sum(one["again_s"] for one in found))
+    total = {part: sum(attempt["spent_s"].get(part, 0.0) for attempt in attempts) for part in PARTS}
+    again_s = min(total["steps"], sum(attempt["again_s"] for attempt in attempts))
     total |= {"steps": total["steps"] - again_s, "again": total["again"] + again_s,
-              "down": sum(one["down_s"] for one in found)}
+              "down": sum(attempt["down_s"] for attempt in attempts)}
     # Seconds of no part, because lines of the history were lost.
-    total["rest"] += max(0.0, sum(one["run_s"] + one["down_s"] for one in found) - sum(total.values()))
+    total["rest"] += max(0.0, sum(attempt["run_s"] + attempt["down_s"] for attempt in attempts) - sum(total.values()))
     return {name: total[part] for part, name in PARTS.items()}
 
 
-def line(spent: Mapping[str, float]) -> str:
+def describe(spent: Mapping[str, float]) -> str:
     """Return a line of text with the time in steps that counted and the other parts; "" for no time. spent: see
     `spent_s`. Below SHORT_S it gives seconds instead of shares, because a new run spends most of its time starting."""
     total = sum(spent.values())

@@ -35,7 +35,7 @@ OF_EVENT = {"start": (("elapsed_s", "down_s", "again_s", "steps_again", "uptime_
             "beat": (("steps", "idle_s"), ("part",)), "end": ((), ("how",))}
 
 
-class Try:
+class Attempt:
     """Records this attempt in the history. Only process 0 writes."""
 
     def __init__(self, directory: Path, account: goodput.Account):
@@ -49,36 +49,36 @@ class Try:
         directory, run_s, lines = self.path.parent, time.perf_counter() - self.account.began, []
         with contextlib.suppress(OSError):
             lines = read(directory)
-        metrics = _rows(directory)
+        metrics = _read_metrics(directory)
         if lines and lines[-1]["event"] != "end":
             began = next((line["time"] for line in reversed(lines) if line["event"] == "start"), 0.0)
-            how, stuck = unsaid(directory, began)
-            lines.append(goodput.ended(lines[-1], how, stuck=stuck))
+            how, stuck = find_ending(directory, began)
+            lines.append(goodput.end_line(lines[-1], how, stuck=stuck))
             self._append(lines[-1])
-        own = {"event": "start", "time": time.time() - run_s,
-               "uptime_s": time.clock_gettime(time.CLOCK_BOOTTIME) - run_s,
-               "boot": BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.exists() else "",
-               "host": socket.gethostname(), "pid": os.getpid(),
-               "step": step, "run_s": run_s, "spent_s": self.account.so_far()["spent_s"], **more}
-        own |= goodput.began_after(goodput.tries(lines), own, lines, metrics)
-        self.began = own["time"]
-        self.account.elapsed_s, self.account.counted_s, self.account.step = own["elapsed_s"], own["counted_s"], step
+        line = {"event": "start", "time": time.time() - run_s,
+                "uptime_s": time.clock_gettime(time.CLOCK_BOOTTIME) - run_s,
+                "boot": BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.exists() else "",
+                "host": socket.gethostname(), "pid": os.getpid(),
+                "step": step, "run_s": run_s, "spent_s": self.account.snapshot()["spent_s"], **more}
+        line |= goodput.derive_start(goodput.list_attempts(lines), line, lines, metrics)
+        self.began = line["time"]
+        self.account.elapsed_s, self.account.counted_s, self.account.step = line["elapsed_s"], line["counted_s"], step
         self._size = self.path.stat().st_size if self.path.exists() else 0
-        self._append(own)
-        self._beat_at = self._append(self._account())
+        self._append(line)
+        self._beat_at = self._append(self._beat_line())
         self._beat = files.Beat(self.beat, BEAT_S)
 
-    def goes_back(self, step: int) -> None:
+    def go_back(self, step: int) -> None:
         """Record that this attempt goes back to `step`. Called before the rows after it are cut from metrics.jsonl."""
-        self.account.goes_back(step, goodput.counted_s(_rows(self.path.parent), step))
+        self.account.go_back(step, goodput.counted_s(_read_metrics(self.path.parent), step))
 
-    def ended(self, how: str, **more) -> None:
+    def end(self, how: str, **more) -> None:
         """Record the end of this attempt. Only the first call has an effect."""
         with self._lock:
             if self._end_recorded or not self.began:
                 return
             self.abandon()
-        self._append(goodput.ended(self.account.so_far(), how, **more))
+        self._append(goodput.end_line(self.account.snapshot(), how, **more))
 
     def abandon(self) -> None:
         """Stop the heartbeat, and record no end."""
@@ -92,10 +92,10 @@ class Try:
         with contextlib.suppress(OSError):
             mirror.remove(self.path) if self.first else os.truncate(self.path, self._size)
 
-    def line(self) -> str:
+    def describe(self) -> str:
         """Return the goodput of the run so far as a line of text; "" if the history cannot be read."""
         with contextlib.suppress(OSError):
-            return goodput.line(goodput.spent_s(goodput.tries(list(_log(self.path.parent)))))
+            return goodput.describe(goodput.spent_s(goodput.list_attempts(list(_open_log(self.path.parent)))))
         return ""
 
     def beat(self) -> None:
@@ -103,10 +103,10 @@ class Try:
             file.seek(self._beat_at)
             if file.read(len(BEAT)) == BEAT:        # else the file was edited by hand
                 file.seek(self._beat_at)
-                file.write(_text(self._account()))
+                file.write(_encode(self._beat_line()))
 
-    def _account(self) -> dict:
-        return {"event": "beat", **self.account.so_far()}
+    def _beat_line(self) -> dict:
+        return {"event": "beat", **self.account.snapshot()}
 
     def _append(self, row: Mapping) -> int:
         """Append a line. Return its offset in the file; 0 if it cannot be written."""
@@ -115,64 +115,65 @@ class Try:
                 end = file.seek(0, os.SEEK_END)
                 file.seek(max(0, end - 1))
                 torn = file.read() not in (b"", b"\n")      # the last write was interrupted
-                file.write(b"\n" * torn + _text(row))
+                file.write(b"\n" * torn + _encode(row))
                 return end + torn
         except OSError as error:
             say.err(f"{self.path} cannot be written: {error.strerror}; training continues")
             return 0
 
 
-def _text(row: Mapping) -> bytes:
+def _encode(row: Mapping) -> bytes:
     line = json.dumps(row).encode()
     return line.ljust(BEAT_BYTES * (row["event"] == "beat") - 1) + b"\n"
 
 
 @contextlib.contextmanager
-def kept(directory: Path, step: int, account: goodput.Account, more: Mapping) -> Iterator[Try]:
+def record_attempt(directory: Path, step: int, account: goodput.Account, more: Mapping) -> Iterator[Attempt]:
     """Context: record that an attempt starts after `step`, and its end. Only process 0 writes.
 
-    The end is recorded by `Try.ended`, or by the exception that leaves the context. Entered before metrics.jsonl is cut
-    to `step`. more: further fields of the start line: on, cause.
+    The end is recorded by `Attempt.end`, or by the exception that leaves the context. Entered before metrics.jsonl is
+    cut to `step`. more: further fields of the start line: on, cause.
     """
-    this = Try(directory, account)
+    attempt = Attempt(directory, account)
     if jax.process_index() == 0:
-        this.start(step, more)
-        stops.record_endings(lambda words, code: this.ended(
+        attempt.start(step, more)
+        stops.record_endings(lambda words, code: attempt.end(
             "stopped on request: " * (code == stops.STOPPED) + words, code=code))
     try:
-        yield this
+        yield attempt
     except ConfigError:
-        if this.began:
-            this.forget()
+        if attempt.began:
+            attempt.forget()
         raise
     except mirror.LostClaimError:       # the history belongs to another start
-        this.abandon()
+        attempt.abandon()
         raise
     except BaseException as error:
-        this.ended(f"failed: {files.said(error)[:300]}", code=stops.FAILED)
+        attempt.end(f"failed: {files.said(error)[:300]}", code=stops.FAILED)
         raise
     finally:
         stops.record_endings(lambda words, code: None)
 
 
-def unsaid(directory: Path, began: float) -> tuple[str, bool]:
+def find_ending(directory: Path, began: float) -> tuple[str, bool]:
     """Return (how an attempt ended that recorded no end, whether it hung).
 
     Both come from the stack traces that a watchdog wrote, if there are any. This start has already moved them into
     stacks/try-*. began: when that attempt started (time.time).
     """
     places = (directory / STACKS, *(directory / STACKS).glob("try-*"))
-    if found := next(filter(None, (stacks.culprit(place, began) for place in places)), None):
-        return f"process {found[0]} {found[1]}", True
+    culprits = filter(None, (stacks.culprit(place, began) for place in places))
+    for process, what in culprits:
+        return f"process {process} {what}", True
     return goodput.UNKNOWN + " (killed, or the power went)", False
 
 
 def read(directory: Path) -> list[dict]:
     """Return the lines of the history. Invalid lines are reported and left out. Raises: OSError."""
-    return _log(directory).read()
+    return _open_log(directory).read()
 
 
-def _log(directory: Path) -> rows.Log:
+def _open_log(directory: Path) -> rows.Log:
     return rows.Log(directory / HISTORY, _is_line)
 
 
@@ -186,10 +187,10 @@ def _is_line(row: Mapping) -> bool:
         isinstance(row.get(key), str) for key in texts)
 
 
-def _rows(directory: Path) -> rows.MetricRows | tuple:
-    found = rows.MetricRows(directory / rows.NAME)
+def _read_metrics(directory: Path) -> rows.MetricRows | tuple:
+    metrics = rows.MetricRows(directory / rows.NAME)
     try:
-        next(reversed(found), None)
+        next(reversed(metrics), None)
     except OSError:     # a wrong goodput is better than a failed start
         return ()
-    return found
+    return metrics

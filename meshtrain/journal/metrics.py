@@ -38,7 +38,7 @@ class Writers:
             return
         row = row | ({"memory_bytes": held} if (held := peak_bytes(self.devices)) else {})
         self.record.write(row)
-        numbers = _numbers(row)
+        numbers = _number_by_tag(row)
         for tracker in self.trackers:
             tracker.log(row["step"], numbers)
 
@@ -49,14 +49,15 @@ def open_writers(run: Run, directory: pathlib.Path, after: int, back: bool = Fal
     """Context: the writers that the run file configures. They are closed on exit.
 
     after: the step that the run resumes after; 0: a new run. Later rows have already been dropped (`rows.cut_after`).
-    back: see `trackers.asked`. devices: of this process.
+    back: see `trackers.open_trackers`. devices: of this process.
     """
     if jax.process_index():
         yield Writers()
         return
     with contextlib.ExitStack() as stack:
         record = stack.enter_context(MetricsWriter(directory / rows.NAME))
-        yield Writers(record, tuple(map(stack.enter_context, trackers.asked(run, directory, after, back))), devices)
+        own = [stack.enter_context(tracker) for tracker in trackers.open_trackers(run, directory, after, back)]
+        yield Writers(record, tuple(own), devices)
 
 
 class MetricsWriter(rows.Appended):
@@ -85,7 +86,7 @@ def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
     return list(rows.MetricRows(path))
 
 
-def _numbers(row: dict[str, Any]) -> dict[str, float]:
+def _number_by_tag(row: dict[str, Any]) -> dict[str, float]:
     """Return tag -> number of a row. True becomes 1. Step and wall clock are left out: trackers have their own."""
     plain = {key: _plain(value) for key, value in row.items() if key not in ("step", "time")}
     return {TAGS.get(key, key): float(value) for key, value in plain.items() if isinstance(value, (int, float))}

@@ -51,7 +51,7 @@ class Progress(contextlib.AbstractContextManager):
             say.out("  ".join(self._parts(row)))
         elif self.live and now - self.shown >= LIVE_INTERVAL_S:
             self.shown = now
-            say.live(fitted(self._parts(row), say.width()))
+            say.live(fit_width(self._parts(row), say.width()))
 
     def _is_due(self, now: float) -> bool:
         interval = next(interval for until, interval in INTERVALS_S if now - self.began < until)
@@ -66,7 +66,7 @@ class Progress(contextlib.AbstractContextManager):
             size(held) if held else ""]))
 
 
-def fitted(parts: list[str], width: int) -> str:
+def fit_width(parts: list[str], width: int) -> str:
     """Return as many of the first parts as fit into `width` characters, joined; at least the first one."""
     while len(parts) > 1 and len("  ".join(parts)) > width:
         parts = parts[:-1]

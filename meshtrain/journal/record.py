@@ -20,7 +20,7 @@ from meshtrain.config import Run
 from meshtrain.journal import goodput
 from meshtrain.journal.metrics import Writers
 from meshtrain.journal.progress import Progress
-from meshtrain.journal.spikes import LossSpike, Spikes, described
+from meshtrain.journal.spikes import LossSpike, Spikes, describe
 from meshtrain.names import MISMATCH_MAX
 from meshtrain.run import say
 from meshtrain.training import objective
@@ -158,7 +158,7 @@ class Record:
         step, self._pending = self._pending, None
         metrics = jax.device_get(step.metrics)
         loss, limit = float(metrics["loss"]), self.spikes.limit(step.number)
-        self.spikes.seen(step.number, loss)
+        self.spikes.add(step.number, loss)
         if spike := loss > limit:
             self._extra["spike_limit"] = limit      # has the row written even if metrics.every skips it
         row = self._row(step, metrics)
@@ -167,7 +167,7 @@ class Record:
             self._extra, self._since = {}, _SinceRow()
         self.progress.step(row)
         if spike and not row["skipped"]:
-            say.out(f"step {step.number}: a loss spike, {described(loss, limit)}")
+            say.out(f"step {step.number}: a loss spike, {describe(loss, limit)}")
         self._check_mismatch(row)
         self._count_skipped(row, limit)
         if self.spikes.policy == "rollback" and (spike or row["skipped"]):
@@ -180,7 +180,7 @@ class Record:
         began = time.perf_counter() if self._pending is None else max(
             self._pending.ended.result().seen, self._paused_until)
         try:
-            with self.account.to(part):
+            with self.account.count_as(part):
                 yield
         finally:
             self._paused_until = time.perf_counter()
@@ -205,7 +205,7 @@ class Record:
         ended, named = step.ended.result(), self.stragglers.named
         took_s = max(ended.seen - self._mark - step.paused_s, 1e-9)
         waited_s, self._waited_s = self._waited_s, 0.0
-        self.account.took(step.number, took_s, min(waited_s, took_s))
+        self.account.add_step(step.number, took_s, min(waited_s, took_s))
         since = self._since
         # The step may have begun before the end of the one before was seen, unless the device paused between the two.
         early_s = self._late_s if not since.steps and not step.paused_s else 0.0
@@ -221,7 +221,7 @@ class Record:
                 "skipped": bool(metrics["skipped"]), **({"train_s": step_time_s, "kl": None} if self.samples else {}),
                 **{name: None if nothing and name in OF_DRAWN else _listed(value)
                    for name, value in metrics.items() if name not in STEP_METRICS},
-                **dict.fromkeys(WAITS, 0.0), **self._extra, **self.account.at(ended.seen),
+                **dict.fromkeys(WAITS, 0.0), **self._extra, **self.account.columns(ended.seen),
                 **({"straggler": named[0], "straggler_s": named[1]} if named else {})}
 
     def _check_mismatch(self, row: dict) -> None:
@@ -241,7 +241,7 @@ class Record:
             self.skipped_in_a_row = 0
             return
         self.skipped_in_a_row += 1
-        why = "a loss spike, " + described(row["loss"], limit) if row["loss"] > limit else "not finite"
+        why = "a loss spike, " + describe(row["loss"], limit) if row["loss"] > limit else "not finite"
         say.out(f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}: {why}, skipped "
                 f"({self.skipped_in_a_row} in a row, the run stops at {self.max_skipped})")
         if self.skipped_in_a_row >= self.max_skipped:

@@ -63,7 +63,7 @@ class Log:
     def lines(self) -> Iterator[Line]:
         """Yield every line from the first on, including those that are no rows. Raises: OSError if the file cannot be
         read."""
-        with self._opened() as file:
+        with self._open() as file:
             end = 0
             while text := file.readline(MOST_LINE_BYTES):
                 start, end, whole = end, end + len(text), text.endswith(b"\n")
@@ -74,7 +74,7 @@ class Log:
 
     def lines_reversed(self) -> Iterator[Line]:
         """Yield every line from the last one back, as `lines`. Raises: OSError if the file cannot be read."""
-        with self._opened() as file:
+        with self._open() as file:
             at = end = file.seek(0, os.SEEK_END)
             # rest: the end of a line whose begin is in an earlier block; at first, the text after the last newline
             rest, dropped, torn = b"", 0, True
@@ -95,7 +95,7 @@ class Log:
                 yield self._line(0, end, None if dropped else rest)
 
     @contextlib.contextmanager
-    def _opened(self):
+    def _open(self):
         try:
             file = files.patiently(lambda: open(self.path, "rb"))
         except FileNotFoundError:
@@ -219,7 +219,7 @@ class Appended(contextlib.AbstractContextManager):
         try:
             while self._waiting:
                 if self._file is None:
-                    self._file = self._opened()
+                    self._file = self._open()
                 left = self._waiting[0]
                 while left:
                     left = left[self._file.write(left):]
@@ -231,7 +231,7 @@ class Appended(contextlib.AbstractContextManager):
                         f"memory until writing succeeds")
             self._warned = True
 
-    def _opened(self):
+    def _open(self):
         file = open(self.path, "ab", buffering=0)   # a buffered file does not report how much a full disk accepted
         try:
             size = os.fstat(file.fileno()).st_size

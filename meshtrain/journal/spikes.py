@@ -27,7 +27,7 @@ class LossSpike(RuntimeError):
     """The loss of `step` is a spike, and the step has to be rolled back. All processes raise it together."""
 
     def __init__(self, step: int, loss: float, limit: float):
-        super().__init__(f"the loss of step {step} is {described(loss, limit)}")
+        super().__init__(f"the loss of step {step} is {describe(loss, limit)}")
         self.step, self.loss, self.limit = step, loss, limit
 
 
@@ -58,7 +58,7 @@ class Spikes:
         # The training step compares in float32.
         return float(np.float32(median + self.threshold * max(TO_SIGMA * spread, LEAST_SPREAD * abs(median))))
 
-    def seen(self, step: int, loss: float) -> None:
+    def add(self, step: int, loss: float) -> None:
         """Add a loss to the window, if it is finite."""
         if math.isfinite(loss):
             self._losses = [*self._losses, (step, loss)][-WINDOW - LAG:]
@@ -67,7 +67,7 @@ class Spikes:
         return {"rollbacks": self.rollbacks, "losses": self._losses}
 
 
-def described(loss: float, limit: float) -> str:
+def describe(loss: float, limit: float) -> str:
     if not math.isfinite(loss):
         return f"{loss}"
     return (f"{loss:.4f}, beyond {limit:.4f} (training.spike_threshold)" if loss > limit else

@@ -56,7 +56,7 @@ def check(run: Run) -> None:
                               f"install -e '.[{name}]' in a checkout of meshtrain, or leave metrics.{name} out")
 
 
-def asked(run: Run, directory: Path, after: int, back: bool = False) -> Iterator[Tracker]:
+def open_trackers(run: Run, directory: Path, after: int, back: bool = False) -> Iterator[Tracker]:
     """Yield the trackers that the run file configures, for a run that resumes after step `after`.
 
     back: whether the run went back to change its course, so that the later steps that trackers already have are
@@ -111,7 +111,7 @@ class WandB(contextlib.AbstractContextManager):
         self._of, self._directory = run, directory
         self._kept, self._group = directory / "wandb" / "run-id", directory / "wandb" / "group"
         self._run, self._first = None, 0
-        if not (identity := _kept(self._kept)):
+        if not (identity := _read_id(self._kept)):
             files.replace(self._kept, identity := secrets.token_hex(4))
             back = None
         for mode in dict.fromkeys((os.environ.get("WANDB_MODE", "online"), "offline")):
@@ -130,7 +130,7 @@ class WandB(contextlib.AbstractContextManager):
         """Start W&B. more: further arguments of wandb.init, which override the ones here."""
         import wandb
         own = {"resume": "allow" if mode == "online" and "resume_from" not in more else None}
-        if group := _kept(self._group):
+        if group := _read_id(self._group):
             own["group"] = group
         return wandb.init(
             project=self._of.metrics.wandb, name=self._of.run.name, id=identity, dir=self._directory, mode=mode,
@@ -153,8 +153,8 @@ class WandB(contextlib.AbstractContextManager):
             if "rewind" not in why or UNREACHED.search(why):
                 raise
         wandb.teardown()
-        group, new = _kept(self._group) or os.environ.get("WANDB_RUN_GROUP") or identity, secrets.token_hex(4)
-        if not _kept(self._group):
+        group, new = _read_id(self._group) or os.environ.get("WANDB_RUN_GROUP") or identity, secrets.token_hex(4)
+        if not _read_id(self._group):
             with contextlib.suppress(Exception):    # if this fails, the first run stays outside the group
                 self._open(mode, identity, group=group).finish()
         found = self._open(mode, new, group=group)
@@ -176,17 +176,17 @@ class WandB(contextlib.AbstractContextManager):
     def __exit__(self, kind, *_):
         if self._run is not None:
             try:
-                self._run.finish(exit_code=int(_failed(kind)))
+                self._run.finish(exit_code=int(_ends_run(kind)))
             except Exception as error:
                 say.err(f"W&B could not be finished: {error}; `wandb sync` uploads what its directory has")
 
 
-def _failed(kind: type[BaseException] | None) -> bool:
+def _ends_run(kind: type[BaseException] | None) -> bool:
     """Return whether an exception that leaves a tracker's context ends the run. After a LossSpike the run goes on."""
     return kind is not None and not issubclass(kind, LossSpike)
 
 
-def _kept(path: Path) -> str:
+def _read_id(path: Path) -> str:
     """Return the run's id at a service, which an earlier start saved in `path`; "" if there is none, or if a start was
     killed before it wrote the file."""
     path.parent.mkdir(exist_ok=True)
@@ -242,7 +242,7 @@ class MLflow(contextlib.AbstractContextManager):
         import mlflow   # here: it is optional, and takes a second to import
         self._why = "the server did not answer"
         client, experiment = mlflow.MlflowClient(), self._run.metrics.mlflow
-        if identity := _kept(self._kept):
+        if identity := _read_id(self._kept):
             self._sent = int(client.get_run(identity).data.tags.get(MLFLOW_STEP, 0))
             if self._back is not None and self._back < self._sent:
                 client.set_tag(identity, MLFLOW_STEP, str(self._back))
@@ -283,7 +283,7 @@ class MLflow(contextlib.AbstractContextManager):
                     f"them")
         elif self._id:
             with contextlib.suppress(Exception):
-                self._client.set_terminated(self._id, "FAILED" if _failed(kind) else "FINISHED")
+                self._client.set_terminated(self._id, "FAILED" if _ends_run(kind) else "FINISHED")
 
 
 def _without_secrets(error: Exception) -> str:

@@ -65,14 +65,14 @@ class Life:
         sleep(start)
         killed = False
         try:
-            with history.kept(self.directory, step, account,
+            with history.record_attempt(self.directory, step, account,
                               {"on": "here", "cause": f"from {step}", "processes": 1}) as this:
-                with account.to("compile"):
+                with account.count_as("compile"):
                     sleep(compile)
-                with account.to("restore"):
+                with account.count_as("restore"):
                     sleep(restore)
                 try:
-                    with metrics.MetricsWriter(self.directory / "metrics.jsonl") as rows, account.to(goodput.LOOP):
+                    with metrics.MetricsWriter(self.directory / "metrics.jsonl") as rows, account.count_as(goodput.LOOP):
                         rows_of.cut_after(rows.path, step)
                         kept = record.Record(run, rows, types.SimpleNamespace(step=lambda row: None),
                                              1.0, None, account)
@@ -97,7 +97,7 @@ class Life:
                             raise ends
                     if ends == "killed":
                         raise Killed
-                    this.ended(ends)
+                    this.end(ends)
                 except Killed:
                     killed = this._end_recorded = True
                     this._beat.close()
@@ -266,7 +266,7 @@ def test_an_error_is_the_cause_of_an_end(life, error, how):
 
 
 def test_a_mistake_that_is_found_late_in_the_first_start_leaves_nothing(tmp_path):
-    with pytest.raises(ConfigError), history.kept(tmp_path, 0, goodput.Account(), {"on": "", "cause": ""}):
+    with pytest.raises(ConfigError), history.record_attempt(tmp_path, 0, goodput.Account(), {"on": "", "cause": ""}):
         assert (tmp_path / "history.jsonl").exists()
         raise ConfigError("no such file")
     assert list(tmp_path.iterdir()) == []
@@ -278,13 +278,13 @@ def test_a_try_that_goes_back_by_itself_takes_its_steps_again(life):
     def spike(number):
         if number == 7:
             this, = [one for one in rows if not one._end_recorded]
-            this.goes_back(4)
-    real = history.Try.beat
+            this.go_back(4)
+    real = history.Attempt.beat
     try:
-        history.Try.beat = lambda self: (rows.append(self) if self not in rows else None, real(self))
+        history.Attempt.beat = lambda self: (rows.append(self) if self not in rows else None, real(self))
         life.try_(0, 9, ends="finished", at=spike)
     finally:
-        history.Try.beat = real
+        history.Attempt.beat = real
     spent = life.told()["time_s"]
     assert (spent["steps"], spent["steps taken again"], spent["the rest"]) == pytest.approx(
         (6 * 1.5, 3 * 1.5, 0.0), abs=EXACT)
@@ -360,23 +360,23 @@ def test_rows_alone_tell_of_steps_and_name_no_share(life):
 
 def test_the_line_at_the_end_names_what_took_the_rest_largest_first(life):
     three_tries(life)
-    words = goodput.line(life.told()["time_s"])
+    words = goodput.describe(life.told()["time_s"])
     assert words.startswith("of 4.1 min, 18.0 s were steps; between tries 100.0 s, compile 60.0 s, start 30.0 s, restore "
                             "15.0 s, checkpoints 9.0 s"), words
-    assert words in report.summary(life.told()) and goodput.line({}) == ""
+    assert words in report.summary(life.told()) and goodput.describe({}) == ""
 
 
 def test_ten_minutes_and_more_have_a_share():
     spent = dict.fromkeys(goodput.PARTS.values(), 0.0) | {"steps": 540.0, "compile": 59.0, "restore": 0.2}
-    assert goodput.line(spent) == "of 10.0 min, 9.0 min were steps; compile 59.0 s"
-    assert goodput.line(spent | {"compile": 60.0}) == "goodput 90.0% of 10.0 min; compile 10.0%"
+    assert goodput.describe(spent) == "of 10.0 min, 9.0 min were steps; compile 59.0 s"
+    assert goodput.describe(spent | {"compile": 60.0}) == "goodput 90.0% of 10.0 min; compile 10.0%"
 
 
 def test_other_processes_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    with history.kept(tmp_path, 0, goodput.Account(), {}) as this:
-        this.ended("finished")
-    assert list(tmp_path.iterdir()) == [] and this.line() == ""
+    with history.record_attempt(tmp_path, 0, goodput.Account(), {}) as this:
+        this.end("finished")
+    assert list(tmp_path.iterdir()) == [] and this.describe() == ""
 
 
 def test_a_report_reads_and_touches_nothing(life, tmp_path):

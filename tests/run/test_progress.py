@@ -1,7 +1,7 @@
 """What is said while a run trains: rare lines, always the last, and a live line between them on a terminal."""
 import pytest
 
-from meshtrain.journal.progress import INTERVALS_S, Progress, fitted
+from meshtrain.journal.progress import INTERVALS_S, Progress, fit_width
 from meshtrain.run import say
 
 
@@ -66,5 +66,5 @@ def test_a_terminal_keeps_the_lines_of_a_file_and_has_a_live_one_between_them(mo
 @pytest.mark.parametrize("width, shown", [(120, 6), (66, 5), (65, 4), (40, 3), (20, 1), (5, 1)])
 def test_a_narrow_window_shows_whole_parts(width, shown):
     parts = ["step 400/400", "loss 2.0000", "0:00:02 left", "1,000 tokens/s", "mfu 41.2%", "36.0 GiB"]
-    line = fitted(parts, width)
+    line = fit_width(parts, width)
     assert line == "  ".join(parts[:shown]) and (len(line) <= width or shown == 1)

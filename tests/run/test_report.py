@@ -121,7 +121,7 @@ def test_a_killed_run_is_told_and_what_it_lost_is_kept_when_it_goes_on(run_dir):
     ran, told = call(report.main, run_dir), measured.of(run_dir)
     assert ran.code == 0 and "step 5 of 6" in ran.out and "ended without a word" in ran.out
     assert told["starts"][-1]["to_step"] == 5 and told["starts"][-1]["how"] == ""
-    with pytest.raises(RuntimeError), history.kept(run_dir, 4, goodput.Account(),
+    with pytest.raises(RuntimeError), history.record_attempt(run_dir, 4, goodput.Account(),
                                                    {"on": "here", "cause": "after a kill"}), \
             metrics.MetricsWriter(run_dir / "metrics.jsonl") as writer:
         rows.cut_after(writer.path, 4)
@@ -399,12 +399,12 @@ def test_what_was_priced_stands_beside_what_was_measured(run_dir):
 
 def test_a_history_that_cannot_be_written_ends_no_run(tmp_path, capsys, monkeypatch):
     (tmp_path / "history.jsonl").mkdir()
-    with history.kept(tmp_path, 0, goodput.Account(), {"on": "", "cause": ""}) as this:
-        this.ended("finished")
+    with history.record_attempt(tmp_path, 0, goodput.Account(), {"on": "", "cause": ""}) as this:
+        this.end("finished")
     assert "history.jsonl cannot be written" in capsys.readouterr().err
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    with history.kept(tmp_path / "nowhere", 0, goodput.Account(), {}) as this:
-        this.ended("finished")
+    with history.record_attempt(tmp_path / "nowhere", 0, goodput.Account(), {}) as this:
+        this.end("finished")
     assert capsys.readouterr().err == "", "process 0 alone writes"
 
 

@@ -19,7 +19,7 @@ from test_local_checkpoints import crashing, state_of  # noqa: F401
 def spikes(*words, losses=(), saved=None):
     made = Spikes(config.load(list(words)), saved)
     for number, loss in enumerate(losses, 1):
-        made.seen(number, loss)
+        made.add(number, loss)
     return made
 
 
@@ -75,8 +75,8 @@ def command(tiny, poisoned):  # noqa: F811
 
 
 def test_a_run_goes_back_before_a_spike_and_leaves_its_batches_out(command, crashing, monkeypatch):  # noqa: F811
-    asked, real = [], trackers.asked
-    monkeypatch.setattr(trackers, "asked", lambda *given: (asked.append(given[2:]), real(*given))[1])
+    asked, real = [], trackers.open_trackers
+    monkeypatch.setattr(trackers, "open_trackers", lambda *given: (asked.append(given[2:]), real(*given))[1])
     ran = call(train.main, *command, "--run.dir", "back", "--training.loss_spike", "rollback")
     assert ran.code == 0 and "back to step 16, without the 4 batches up to the spike" in ran.out, ran
     assert asked == [(0, False), (16, True)], "trackers forget the steps that the run has left"
