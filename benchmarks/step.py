@@ -37,9 +37,9 @@ from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import flops
 from meshtrain.data import sources
 from meshtrain.data.batches import packing
+from meshtrain.journal.journal import Flops, Journal
 from meshtrain.journal.metrics import MetricsWriter
 from meshtrain.journal.progress import Progress
-from meshtrain.journal.record import Record
 from meshtrain.run import loop
 from meshtrain.training.optimizer import learning_rate_schedule
 
@@ -195,9 +195,9 @@ def looped(name: str, run, made, carry, compiled, corpus, directory) -> Contesta
         with jax.set_mesh(made.mesh), MetricsWriter(directory / "metrics.jsonl") as writer:
             kept = SimpleNamespace(write=lambda row: (rows.append(row), writer.write(row)))
             with contextlib.redirect_stdout(io.StringIO()):
-                record = Record(this, kept, Progress(last), 0.0, None)
+                log = Journal(this, kept, Progress(last), Flops(0.0))
                 feed = loop.Stream(made.program, corpus, int(carry[0].step))
-                carry[0], _ = loop.train(made.program, compiled, carry[0], feed, last, record, (),
+                carry[0], _ = loop.train(made.program, compiled, carry[0], feed, last, log, (),
                                          loop.Stop(SimpleNamespace(number=None)))
         return sum(row["step_time_s"] for row in rows[warm_up:]) / n, None
 

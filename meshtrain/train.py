@@ -56,9 +56,10 @@ from meshtrain.inference.sampling import Picking
 from meshtrain.inspection import measured, memory, report
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.journal import goodput, history, metrics, rows, trackers
+from meshtrain.journal.guards import Halt, TooManyRollbacks
+from meshtrain.journal.journal import Flops, Journal
 from meshtrain.journal.progress import Progress
-from meshtrain.journal.record import Record, TooManySkippedSteps
-from meshtrain.journal.spikes import MAX_ROLLBACKS, LossSpike, Spikes, TooManyRollbacks
+from meshtrain.journal.spikes import MAX_ROLLBACKS, LossSpike, Spikes
 from meshtrain.model import params as model_params
 from meshtrain.rewards import workers
 from meshtrain.run import apart, bias_warmup, bucket, contents, dpo_reference, loop, replicas, rollouts, rundir
@@ -100,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
             return _run(run, found, fewer, account, watchdog)
     except ConfigError as error:
         return _fail(USER_ERROR, f"error: {error}", error)
-    except (TooManySkippedSteps, TooManyRollbacks) as error:   # raised in all processes: they read the same metrics
+    except Halt as error:
         if jax.process_index() == 0:
             say.err(f"stopped: {error}")
         return FAILED
@@ -467,11 +468,11 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
           Progress(run.training.steps, _memory(made, session.step)) as progress,
           Trace(run.metrics.profile_steps, directory / contents.TENSORBOARD, start.step) as trace,
           account.count_as(goodput.LOOP)):
-        record = Record(run, writer, progress, *_flops(made), account, spikes, agree.exchange(socket.gethostname()))
+        log = Journal(run, writer, progress, _flops(made), account, spikes, agree.exchange(socket.gethostname()))
         if learns_of_rewards:
-            batches.begin(record, stop.reached)
+            batches.begin(log, stop.reached)
         if start.rollbacks:
-            record.add({"rollbacks": start.rollbacks, "skipped_batches": start.skip_batches})
+            log.add({"rollbacks": start.rollbacks, "skipped_batches": start.skip_batches})
         shared = lambda number, ending: ending or checkpoints.due(number)
         hooks = (saving(checkpoints, shared),
                  saving(local, lambda number, ending: local.due(number) and not shared(number, ending)),
@@ -481,7 +482,7 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
         if session.replicas:
             hooks = (session.replicas.hook(run.training.check_replicas_every, hooks), *hooks)
         hooks = (validation.hook(), trace.hook(), *hooks)
-        state, done = loop.train(made.program, session.step, state, feed, run.training.steps, record, hooks, stop)
+        state, done = loop.train(made.program, session.step, state, feed, run.training.steps, log, hooks, stop)
     # A stop request during the step of a spike: only the local checkpoint has this state.
     if start.is_of(local) and done == start.step < run.training.steps:
         with watch.phase(f"checkpoint after step {done}", "save"):
@@ -537,14 +538,14 @@ def _memory(made: assembly.Assembly, step) -> Callable[[], int]:
     return lambda: (device.memory_stats() or {}).get("bytes_in_use", compiled)
 
 
-def _flops(made: assembly.Assembly) -> tuple[float, float | None]:
-    """Return (model FLOPs of a step, peak FLOP/s of all devices together; None if not in the hardware table)."""
+def _flops(made: assembly.Assembly) -> Flops:
+    """Return the FLOPs of a step. Without a peak if the hardware table lacks the device."""
     run = made.run
     tokens = run.data.global_batch * run.data.seq_len
     gpu = hardware.from_device_kind(made.mesh.devices.flat[0].device_kind)
     peak = gpu and gpu.peak(run.model.compute_dtype)
-    return (tokens * flops.model_flops_per_token(made.model.parameters(), run.model, run.data.seq_len),
-            peak * made.mesh_spec.num_devices if peak else None)
+    return Flops(tokens * flops.model_flops_per_token(made.model.parameters(), run.model, run.data.seq_len),
+                 peak * made.mesh_spec.num_devices if peak else None)
 
 
 def check_source(run: Run) -> None:

@@ -14,6 +14,8 @@ import statistics
 import numpy as np
 
 from meshtrain.config import Run
+from meshtrain.journal.rows import Row
+from meshtrain.run import say
 from meshtrain.training import objective
 
 WINDOW, FEWEST = 128, 16        # number of losses in the window; with fewer than FEWEST, no loss is a spike
@@ -28,15 +30,11 @@ class LossSpike(RuntimeError):
 
     def __init__(self, step: int, loss: float, limit: float):
         super().__init__(f"the loss of step {step} is {describe(loss, limit)}")
-        self.step, self.loss, self.limit = step, loss, limit
-
-
-class TooManyRollbacks(RuntimeError):
-    """The run has reached its maximum number of rollbacks."""
+        self.step = step
 
 
 class Spikes:
-    """The window of the last losses, and the limit for the next loss.
+    """The window of the last losses, the limit for the next loss, and the guard that acts on a spike.
 
     saved: the result of `as_saved` in the checkpoint that the run resumes from; None: a new run. rollbacks: the number
     of rollbacks, if it is higher than the checkpoint's (a rollback goes back to an older checkpoint).
@@ -46,7 +44,7 @@ class Spikes:
         self.policy = run.training.loss_spike if objective.of_run(run).spikes else "off"
         self.threshold = run.training.spike_threshold
         self.rollbacks = rollbacks or (saved["rollbacks"] if saved else 0)
-        self._losses = [tuple(one) for one in saved["losses"]] if saved else []
+        self._losses = [(step, loss) for step, loss in saved["losses"]] if saved else []
 
     def limit(self, step: int) -> float:
         """Return the largest loss of this step that is not a spike; infinity while the window is too short."""
@@ -62,6 +60,20 @@ class Spikes:
         """Add a loss to the window, if it is finite."""
         if math.isfinite(loss):
             self._losses = [*self._losses, (step, loss)][-WINDOW - LAG:]
+
+    def columns(self, step: int, loss: float) -> dict[str, float]:
+        """Add the loss of a step to the window. Return the columns that its row has if it is a spike: the limit."""
+        limit = self.limit(step)
+        self.add(step, loss)
+        return {"spike_limit": limit} if loss > limit else {}
+
+    def see(self, row: Row) -> None:
+        """Print a spike that was applied, or roll the run back if it says so. Raises: LossSpike."""
+        is_spike, limit = "spike_limit" in row, row.get("spike_limit", math.inf)
+        if is_spike and not row["skipped"]:
+            say.out(f"step {row['step']}: a loss spike, {describe(row['loss'], limit)}")
+        if self.policy == "rollback" and (is_spike or row["skipped"]):
+            raise LossSpike(row["step"], row["loss"], limit)
 
     def as_saved(self) -> dict:
         return {"rollbacks": self.rollbacks, "losses": self._losses}

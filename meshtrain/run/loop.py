@@ -17,7 +17,8 @@ import jax
 from meshtrain.cluster import agree, watch
 from meshtrain.data.documents import contracts
 from meshtrain.data.documents.contracts import Batches
-from meshtrain.journal.record import Record, StepEnd
+from meshtrain.journal.journal import Journal
+from meshtrain.journal.step_times import StepEnd
 from meshtrain.run import garbage, phases, rundir
 from meshtrain.run.stops import Listener
 from meshtrain.training.state import State
@@ -145,7 +146,7 @@ class StepClock:
         return StepEnd(seen, late_s if late_s > 2 * every_s else 0.0)
 
 
-def train(program: Program, step: Callable, state: State, feed: Feed, last: int, record: Record,
+def train(program: Program, step: Callable, state: State, feed: Feed, last: int, journal: Journal,
           hooks: Sequence[Hook], stop: Stop) -> tuple[State, int]:
     """Train from state.step to step `last`. Return (state, its step). After a stop request the step is below `last`.
 
@@ -160,10 +161,10 @@ def train(program: Program, step: Callable, state: State, feed: Feed, last: int,
             if due(hook):       # evaluated one by one: a hook may change whether the loop stops
                 acted = True
                 doing = f"{hook.part} after step {done}"
-                with record.paused(hook.part), watch.phase(doing, "save"), phases.moving(doing.removeprefix("rest ")):
+                with journal.pause(hook.part), watch.phase(doing, "save"), phases.moving(doing.removeprefix("rest ")):
                     if hook.after_row:
-                        record.settle()
-                    record.add(hook.act(done, state))
+                        journal.settle()
+                    journal.add(hook.act(done, state))
         return acted
 
     with contextlib.closing(feed), StepClock() as clock, garbage.by_step() as collect:
@@ -183,18 +184,18 @@ def train(program: Program, step: Callable, state: State, feed: Feed, last: int,
                               ) if ended.done() and not waited else 0.0
             done, came, before = done + 1, time.perf_counter(), ended
             with jax.profiler.StepTraceAnnotation("train", step_num=done):
-                state, metrics = step(state, batch, *program.limit(record.spikes.limit(done)))
+                state, metrics = step(state, batch, *program.limit(journal.spikes.limit(done)))
             if not all(value.is_ready() for value in metrics.values()):     # the step was dispatched just now
                 came = time.perf_counter()
             ended = clock.observe(metrics)
-            record.dispatched(done, feed.tokens(done), tokens, metrics, ended)
-            record.add({"data_wait_s": data_wait_s})
+            journal.add_step(done, feed.tokens(done), tokens, metrics, ended)
+            journal.add({"data_wait_s": data_wait_s})
             stop.reached(None if paused else _late_s(before, came))
-            record.late(stop.agreement.late)
+            journal.add_lateness(stop.agreement.late)
             paused = act(lambda hook: hook.due(done, done == last or stop.agreed))
             # Collects while the device runs the step. The pause is noted, so a long collection names no straggler.
             paused |= collect(done, paused)
-        record.settle()
+        journal.settle()
     return state, done
 
 

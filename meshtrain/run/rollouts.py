@@ -25,7 +25,7 @@ from meshtrain.data.batches.prompts import Prompt, Prompts
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import Completion, GenerationLimits
 from meshtrain.inference.sampling import Picking
-from meshtrain.journal.record import Record
+from meshtrain.journal.journal import Journal
 from meshtrain.names import NO_TARGET
 from meshtrain.rewards import workers
 from meshtrain.run import contents, replicas, say
@@ -90,9 +90,9 @@ class Rollouts:
         self.rewards = workers.RewardWorkers(rl.reward, rl.reward_workers, rl.reward_timeout_s, rl.reward_memory_gb,
                                              rl.reward_check)
 
-    def begin(self, record: Record, stopping: Callable[[], bool]) -> None:
-        """Set the run's record, and `stopping`: returns whether to stop; all processes call it together."""
-        self.record, self.stopping = record, stopping
+    def begin(self, journal: Journal, stopping: Callable[[], bool]) -> None:
+        """Set the run's journal, and `stopping`: returns whether to stop; all processes call it together."""
+        self.journal, self.stopping = journal, stopping
         if self.orders:
             self.orders.stopping = stopping
 
@@ -133,7 +133,7 @@ class Rollouts:
     def _batch(self, number: int, part: int, state: State) -> tuple[list[dict], int]:
         """Return (the parts of batch `number`, one per update; number of prompts drawn up to it). part: the update that
         comes next. state: the state before it."""
-        self.record.settle()        # write the row of the step before: later numbers belong to the next row
+        self.journal.settle()        # write the row of the step before: later numbers belong to the next row
         kept = Kept(self.directory, number, self._key(number))
         first = self._mark(number * self.rl.updates + part)[2]
         if self.orders:
@@ -169,7 +169,7 @@ class Rollouts:
         if found is None:
             kept.write(drawn, weights or "", self.rl.keep)
         if part == 0:
-            self.record.add(drawn.numbers())
+            self.journal.add(drawn.numbers())
         return parts, drawn.drawn
 
     def _drawn(self, kept: Kept, weights: str | None, first: int, state: State) -> AnswerBatch:
@@ -212,9 +212,9 @@ class Rollouts:
         """Context between two steps: count its seconds in a part of the goodput account and in a column of the metrics
         row."""
         begun = time.perf_counter()
-        with self.record.paused(part), watch.phase(part, "save"):
+        with self.journal.pause(part), watch.phase(part, "save"):
             yield
-        self.record.add({column: time.perf_counter() - begun})
+        self.journal.add({column: time.perf_counter() - begun})
 
     def _answered(self, generator, prompts: Sequence[Prompt], samples: int, counters: Sequence[tuple[int, int]],
                   timed: Callable, waits: Callable[[list[Completion]], None]) -> list[Group]:

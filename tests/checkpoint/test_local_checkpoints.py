@@ -18,7 +18,7 @@ from meshtrain import train
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.local import LocalCheckpoints
 from meshtrain.config import ConfigError
-from meshtrain.journal.record import Record
+from meshtrain.journal.journal import Journal
 # noqa: F401
 from checkpoints import ROOT, abstract, assert_same_bits, flip, make_state, mesh, names, run_processes, small_disk  # noqa: F401
 from test_commands import call, home, in_a_directory_of_its_own, lasting, refused, tiny  # noqa: F401
@@ -234,12 +234,12 @@ say("lost", again().newest(0, forms()))
 @pytest.fixture
 def crashing(monkeypatch):
     """(step) -> from now on a run fails there; 0: no more."""
-    real, at = Record.dispatched, [0]
+    real, at = Journal.add_step, [0]
     def dispatched(self, number, *args):
         if number == at[0]:
             raise RuntimeError("as if killed")
         return real(self, number, *args)
-    monkeypatch.setattr(Record, "dispatched", dispatched)
+    monkeypatch.setattr(Journal, "add_step", dispatched)
     def fail(step):
         at[0] = step
     return fail

@@ -22,7 +22,7 @@ from meshtrain import evaluate, files, train
 from meshtrain.commands import report
 from meshtrain.inference.generate import Generator
 from meshtrain.inspection import measured
-from meshtrain.journal.record import Record
+from meshtrain.journal.journal import Journal
 from meshtrain.run import groups, loop, rollouts
 
 REWARD = '''
@@ -129,7 +129,7 @@ PLACES = {
     "before the rewards are read": (rollouts.Rollouts, "_check_failures", False),
     "before the batch is kept": (groups.Kept, "write", False),
     "after the batch is kept": (groups.Kept, "write", True),
-    "while text is kept": (groups, "_drop_before", False), "after the step": (Record, "dispatched", True)}
+    "while text is kept": (groups, "_drop_before", False), "after the step": (Journal, "add_step", True)}
 
 
 def killed_at(monkeypatch, owner, name: str, count: int, after: bool, words) -> None:
@@ -358,7 +358,7 @@ def test_a_stop_between_the_updates_of_a_batch_changes_nothing(place, undisturbe
     more = [*more, "--training.steps=5", "--validation.every=0", f"--checkpoint.init_from={undisturbed}",
             "--checkpoint.every=3"]
     ran(*words(place, f"{name}-one", *more))
-    killed_at(monkeypatch, Record, "dispatched", 5, True, words(place, name, *more))
+    killed_at(monkeypatch, Journal, "add_step", 5, True, words(place, name, *more))
     ran(*words(place, name, *more))
     assert list(map(timeless, rows(place / name))) == list(map(timeless, rows(place / f"{name}-one")))
     found = rows(place / name)

@@ -21,7 +21,7 @@ from test_rl import drawn, killed_at, place, ran, rows, timeless, words  # noqa:
 from meshtrain import config, files, sample, train
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.inference.generate import Completion
-from meshtrain.journal.record import Record
+from meshtrain.journal.journal import Journal
 from meshtrain.launch import samplers
 from meshtrain.run import apart, groups, loop, stops, trees
 
@@ -98,7 +98,7 @@ def test_two_samplers_draw_the_same_and_a_killed_trainer_goes_on_bit_for_bit(
     directory, more = place / "killed", ["--rl.lag=2", *FEW]
     with Beside(directory, 2):
         # in the fourth step: behind the checkpoint of the second, whose queue holds answers with versions 0 and 1
-        killed_at(monkeypatch, Record, "dispatched", 4, True, words(place, "killed", *more))
+        killed_at(monkeypatch, Journal, "add_step", 4, True, words(place, "killed", *more))
         position = json.loads((directory / "checkpoints" / "2" / "metadata.json").read_text())["data"]["position"]
         assert [one[:2] for one in position["queue"]] == [[2, 0], [3, 1]]
         shutil.rmtree(directory / "rollouts")
@@ -191,7 +191,7 @@ def test_batches_whose_weights_are_gone_are_drawn_with_newer_ones_and_that_is_to
     directory = place / "gone"
     more = words(place, "gone", "--rl.lag=2", *FEW)
     with Beside(directory):
-        killed_at(monkeypatch, Record, "dispatched", 4, True, more)
+        killed_at(monkeypatch, Journal, "add_step", 4, True, more)
         shutil.rmtree(directory / "rollouts")
         for path in (directory / "samplers" / "weights").iterdir():
             shutil.rmtree(path)

@@ -19,7 +19,7 @@ from meshtrain.commands import report
 from meshtrain.cluster.stacks import ProcessState
 from meshtrain.config import ConfigError
 from meshtrain.inspection import measured
-from meshtrain.journal import goodput, history, metrics, record
+from meshtrain.journal import goodput, history, journal, metrics, step_times
 from meshtrain.journal import rows as rows_of
 
 EXACT = 1e-6    # of sums of floats near 1e9, where a wall clock's last digits lie
@@ -74,20 +74,20 @@ class Life:
                 try:
                     with metrics.MetricsWriter(self.directory / "metrics.jsonl") as rows, account.count_as(goodput.LOOP):
                         rows_of.cut_after(rows.path, step)
-                        kept = record.Record(run, rows, types.SimpleNamespace(step=lambda row: None),
-                                             1.0, None, account)
+                        kept = journal.Journal(run, rows, types.SimpleNamespace(step=lambda row: None),
+                                               journal.Flops(1.0), account)
                         for number in range(step + 1, to + 1):
                             sleep(step_s)
-                            kept.dispatched(number, number, 1,
-                                            dict(loss=1.0, grad_norm=1.0, learning_rate=0.1, skipped=False),
-                                            self._ended())
+                            kept.add_step(number, number, 1,
+                                          dict(loss=1.0, grad_norm=1.0, learning_rate=0.1, skipped=False),
+                                          self._ended())
                             kept.add({"data_wait_s": wait})
                             kept.settle()
                             if number % save_every == 0:
-                                with kept.paused("checkpoint"):
+                                with kept.pause("checkpoint"):
                                     sleep(save_s)
                             if validation_s:
-                                with kept.paused("validation"):
+                                with kept.pause("validation"):
                                     sleep(validation_s)
                             at(number)
                             this.beat()
@@ -107,7 +107,7 @@ class Life:
 
     def _ended(self):
         future = concurrent.futures.Future()
-        future.set_result(record.StepEnd(self.clocks.steady))
+        future.set_result(step_times.StepEnd(self.clocks.steady))
         return future
 
     def told(self) -> dict:
@@ -117,7 +117,7 @@ class Life:
 @pytest.fixture
 def clocks(monkeypatch) -> Clocks:
     made = Clocks()
-    for module in (goodput, history, record):
+    for module in (goodput, history, step_times):
         monkeypatch.setattr(module, "time", made.module())
     monkeypatch.setattr(history, "BEAT_S", 3600.0)      # by the test itself
     monkeypatch.setattr(history, "BOOT_ID", history.BOOT_ID)

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from meshtrain import config
+from meshtrain.journal.guards import TooManySkippedSteps
+from meshtrain.journal.journal import Flops, Journal
 from meshtrain.journal.progress import Progress
-from meshtrain.journal.record import Record, TooManySkippedSteps
 from meshtrain.run import garbage, loop
 from meshtrain.run.hooks import ValidationHook
 
@@ -37,9 +38,9 @@ class Bench:
 
     def train(self, *hooks: loop.Hook, start: int = 0) -> int:
         writer = SimpleNamespace(write=lambda row: (self.rows.append(row), self.events.append(("row", row["step"]))))
-        record = Record(self.run, writer, Progress(self.run.training.steps), 0.0, None)
+        log = Journal(self.run, writer, Progress(self.run.training.steps), Flops(0.0))
         feed = loop.Stream(self.program, self.data, start)
-        return loop.train(self.program, self._step, State(start), feed, self.run.training.steps, record, hooks,
+        return loop.train(self.program, self._step, State(start), feed, self.run.training.steps, log, hooks,
                           self.stop)[1]
 
     def _step(self, state, batch):

@@ -1,16 +1,23 @@
 """A process that comes late to its steps is named; a hiccup, a checkpoint and a compile name nobody. Who came last is
 measured in test_agree."""
+import contextlib
+import io
+
 import injected
 import pytest
 
 from meshtrain.journal import metrics
-from meshtrain.journal.record import MOSTLY, WINDOW, Stragglers
+from meshtrain.journal.guards import MOSTLY, WINDOW, Stragglers
 
 
 def told(*steps):
-    found = Stragglers()
-    news = [found.step(late, step_s) for late, step_s in steps]
-    return found.named, [k for k, new in enumerate(news) if new]
+    """Who is named after these steps, and at which steps a line named another one than before."""
+    found, news = Stragglers(), []
+    for k, (late, step_s) in enumerate(steps):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            found.add_step(late, step_s)
+        news += [k] * ("delays the others" in out.getvalue())
+    return found.named, news
 
 
 def test_the_latest_of_most_steps_is_named_once_with_what_it_costs():

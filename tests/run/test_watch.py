@@ -20,7 +20,7 @@ from meshtrain.config import ConfigError
 ROOT = Path(__file__).resolve().parent.parent.parent
 JAX, AGREE = "/site-packages/jax/_src/array.py", "/home/u/meshtrain/cluster/agree.py"
 IN_DATA = [("/home/u/my/data.py", "read"), ("/home/u/meshtrain/run/loop.py", "train")]
-IN_COLLECTIVE = [(JAX, "_value"), ("/home/u/meshtrain/journal/record.py", "settle")]
+IN_COLLECTIVE = [(JAX, "_value"), ("/home/u/meshtrain/journal/journal.py", "settle")]
 IN_AGREEMENT = [("/usr/lib/python3.11/selectors.py", "select"), (AGREE, "exchange")]
 JOINING = [("/usr/lib/python3.11/threading.py", "join"), ("/home/u/meshtrain/checkpoint/checkpoint.py", "_join")]
 IN_BARRIER = [("/site-packages/orbax/checkpoint/_src/multihost/multihost.py", "_fn"),
