@@ -70,10 +70,10 @@ def test_other_runs_from_the_same_weights_find_the_reference(place):
     references = np.load(place / "first" / dpo_reference.FILE)
     # Another beta has the same reference, which is not computed again.
     again = ran(*words(place, "beta", "--training.dpo_beta=0.5", "--training.steps=1"))
-    assert ": from " in again.out and np.array_equal(np.load(place / "beta" / dpo_reference.FILE), references)
+    assert " pairs from " in again.out and np.array_equal(np.load(place / "beta" / dpo_reference.FILE), references)
     # Other weights have another.
     other = ran(*words(place, "seed", "--run.seed=1", "--training.steps=1"))
-    assert ": from " not in other.out and not np.array_equal(np.load(place / "seed" / dpo_reference.FILE), references)
+    assert " pairs from " not in other.out and not np.array_equal(np.load(place / "seed" / dpo_reference.FILE), references)
 
 
 @pytest.mark.long
