@@ -25,6 +25,7 @@ import numpy as np
 from benchmarks import machine, words
 from meshtrain import assembly, config
 from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.checkpoint.directory import DirectoryStore
 
 ROUNDS = 4
 EVERY = config.Run().checkpoint.every
@@ -68,7 +69,7 @@ def measure(directory: Path, state) -> dict[str, float]:
     data = np.random.default_rng(0).random(nbytes // 4, np.float32)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     runs: list[dict[str, float]] = []
-    with Checkpoints(directory / "checkpoints", keep=1) as checkpoints:
+    with Checkpoints(DirectoryStore(directory / "checkpoints"), keep=1) as checkpoints:
         for step in range(1, ROUNDS + 2):
             once = {}
             write = lambda: timed(lambda: plain_write(directory / "plain", data))

@@ -29,7 +29,7 @@ import numpy as np
 
 from meshtrain import assembly, config, trained
 from meshtrain.checkpoint import ends
-from meshtrain.checkpoint.shared import CheckpointError
+from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.config import ConfigError
 from meshtrain.data import sources
 from meshtrain.data.batches import packing

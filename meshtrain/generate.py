@@ -24,7 +24,7 @@ import pydantic
 
 from meshtrain import assembly, config, devices, trained
 from meshtrain.checkpoint import ends
-from meshtrain.checkpoint.shared import CheckpointError
+from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.config import ConfigError
 from meshtrain.data.documents import chat, conversations, tokenizer
 from meshtrain.inference import cache

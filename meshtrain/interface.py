@@ -27,7 +27,7 @@ from meshtrain import assembly, config, elastic, given, parity, scratch, shown, 
 from meshtrain import devices as local_devices
 from meshtrain.checkpoint import ends, pretrained, resume
 from meshtrain.commands import inspect as inspect_command, plan as plan_command
-from meshtrain.checkpoint.shared import Saved
+from meshtrain.checkpoint.saved import Saved
 from meshtrain.config import ConfigError, Run
 from meshtrain.config.messages import keys_of
 from meshtrain.cost.formulas import simulate as pipeline_times

@@ -21,7 +21,9 @@ import jax
 
 from meshtrain import assembly, config, devices, files, trained
 from meshtrain.checkpoint.checkpoint import Checkpoints
-from meshtrain.checkpoint.shared import CheckpointError, Saved
+from meshtrain.checkpoint.directory import DirectoryStore
+from meshtrain.checkpoint.saved import Saved
+from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.cluster import watch
 from meshtrain.files import FileSystemError
 from meshtrain.inference.generate import Completion, GenerationLimits
@@ -122,7 +124,7 @@ class _Drawing:
         weights cannot be read; RolloutError if their checksum is not that of the order."""
         if self.store is None:
             devices.start(config.resolve({}, self.words, trained.KEYS, "sample")[0])
-            self.store = Checkpoints(apart.SamplerFiles(self.run_dir).weights, read_only=True)
+            self.store = Checkpoints(DirectoryStore(apart.SamplerFiles(self.run_dir).weights), read_only=True)
         saved = self.store.open(order.version)
         if self.sampler is None:
             self.sampler = trained.apart(saved, self.words, "sample")
@@ -137,7 +139,7 @@ class _Drawing:
                     weights, found = self._restored(saved)
                 self.queue.slow = False
                 if found != order.weights:
-                    raise RolloutError(f"{self.store.directory / str(order.version)} has other weights ({found}) than "
+                    raise RolloutError(f"{self.store.named(order.version)} has other weights ({found}) than "
                                        f"batch {order.batch} needs ({order.weights}): nothing is sampled")
                 self._generator = self.sampler.generator(weights, slots, order.room)
                 self._weights = order.weights
@@ -150,7 +152,7 @@ class _Drawing:
             return trained, apart.checksum(trained, "")
         if not self._of_frozen or self._of_frozen != place.checksum_of_frozen():
             self._frozen = {}       # free the memory for the new weights
-            kept = Checkpoints(place.frozen, read_only=True).open(apart.FROZEN)
+            kept = Checkpoints(DirectoryStore(place.frozen), read_only=True).open(apart.FROZEN)
             self._frozen = self.sampler.restore(kept, frozen=True)
             self._of_frozen = replicas.digest(self._frozen)
         return params.joined(trained, self._frozen), apart.checksum(trained, self._of_frozen)

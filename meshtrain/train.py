@@ -36,8 +36,9 @@ import jax.numpy as jnp
 from meshtrain import assembly, config, devices, elastic, files, hardware, shipped, trained
 from meshtrain.checkpoint import ends, exports, init_from, pretrained, resume
 from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.checkpoint.local import LocalCheckpoints
-from meshtrain.checkpoint.shared import Saved, SharedCheckpoints, Store
+from meshtrain.checkpoint.saved import BackgroundSaves, Saved
 from meshtrain.cluster import agree, find, meet, watch
 from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError, Run
@@ -234,7 +235,7 @@ class _Session:
     """
     made: assembly.Assembly
     claim: rundir.Claim
-    checkpoints: SharedCheckpoints
+    checkpoints: Checkpoints
     local: LocalCheckpoints
     exporting: exports.Exports
     attempt: history.Attempt
@@ -378,9 +379,10 @@ def _orders(session: _Session, found: prompts.Prompts, words: Words, position: d
     """Return the exchange with separate samplers, which continues at the position of the checkpoint."""
     run = session.run
     place, document = apart.SamplerFiles(session.directory), rundir.metadata(run, session.made.layout.rules.text, {})
-    store = functools.partial(Checkpoints, check_claim=session.checkpoints.check_claim)
-    sent = SentWeights(store(place.weights, keep=run.rl.lag + 2), _cast(session.made))
-    frozen = SentWeights(store(place.frozen, keep=1), _cast(session.made, frozen=True)) if run.lora.rank else None
+    checkpoints = functools.partial(Checkpoints, check_claim=session.checkpoints.check_claim)
+    sent = SentWeights(checkpoints(DirectoryStore(place.weights), keep=run.rl.lag + 2), _cast(session.made))
+    frozen = SentWeights(checkpoints(DirectoryStore(place.frozen), keep=1),
+                         _cast(session.made, frozen=True)) if run.lora.rank else None
     return Orders(run, found, words, sent, document, (position or {}).get("queue", ()), frozen)
 
 
@@ -455,8 +457,8 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
         data = resume.data_metadata(session.corpus, batches, number, session.ends)
         return {**rundir.metadata(run, made.layout.rules.text, data, session.named), "spikes": spikes.as_saved()}
 
-    def saving(store: Store, due: Callable[[int, bool], bool]) -> loop.Hook:
-        return loop.Hook(due, lambda number, state: {"checkpoint_wait_s": store.save(number, state, metadata(number))},
+    def saving(saves: BackgroundSaves, due: Callable[[int, bool], bool]) -> loop.Hook:
+        return loop.Hook(due, lambda number, state: {"checkpoint_wait_s": saves.save(number, state, metadata(number))},
                          part="checkpoint")
 
     learns_of_rewards = isinstance(batches, Rollouts)
@@ -595,9 +597,9 @@ def _start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
     if start.saved is not None:
         with config.user_errors():
             state = start.saved.restore(made.state_shapes)
-        store = start.saved.store
-        say.out(f"resuming after step {start.step}" + (f", kept in {store.name}" if isinstance(store, LocalCheckpoints)
-                                                       else ""))
+        source = start.saved.checkpoints
+        say.out(f"resuming after step {start.step}" + (
+            f", kept in {source.name}" if isinstance(source, LocalCheckpoints) else ""))
         return state
     return with_weights(made, given, assembly.initialize(made))
 

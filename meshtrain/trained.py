@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from meshtrain import assembly, config, devices, files, flags, hardware, shipped
 from meshtrain.checkpoint import adapters, ends, pretrained, resume
-from meshtrain.checkpoint.shared import Saved
+from meshtrain.checkpoint.saved import Saved
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import decode
 from meshtrain.cost.formulas.placed import place

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.checkpoint import checkpoint
+from meshtrain.checkpoint.directory import DirectoryStore
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -83,7 +84,7 @@ def files(place):
 
 def latest(directory):
     told = []
-    return checkpoint.Checkpoints(directory, tell=told.append).newest().step, told
+    return checkpoint.Checkpoints(DirectoryStore(directory), tell=told.append).newest().step, told
 
 
 PROCESS = r"""
@@ -93,6 +94,7 @@ import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from meshtrain import files
 from meshtrain.checkpoint import checkpoint
+from meshtrain.checkpoint.directory import DirectoryStore
 if count > 1:
     jax.distributed.initialize(f"127.0.0.1:{port}", count, index, initialization_timeout=60)
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))

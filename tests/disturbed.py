@@ -45,6 +45,7 @@ from meshtrain.checkpoint import export
 from meshtrain.journal import metrics, spikes
 from meshtrain.run import dpo_reference, say, stops
 from meshtrain.checkpoint.checkpoint import Checkpoints  # noqa: E402
+from meshtrain.checkpoint.directory import DirectoryStore  # noqa: E402
 from meshtrain.training.state import State  # noqa: E402
 from tests import syscalls, tiny_run  # noqa: E402
 
@@ -223,7 +224,7 @@ def command(home: pathlib.Path, words: list[str]) -> Callable[[], int]:
 
 def write_sums(home: pathlib.Path) -> int:
     """Of every array of the last checkpoint: params, optimizer and step."""
-    checkpoints = Checkpoints(home / "run/checkpoints", read_only=True)
+    checkpoints = Checkpoints(DirectoryStore(home / "run/checkpoints"), read_only=True)
     last = checkpoints.newest().step
     arrays = checkpoints.restore(last, checkpoints.arrays(last))
     found = {jax.tree_util.keystr(path): hashlib.md5(np.asarray(x).tobytes()).hexdigest()

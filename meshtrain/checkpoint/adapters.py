@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from meshtrain.checkpoint.shared import Saved
+from meshtrain.checkpoint.saved import Saved
 from meshtrain.cluster import agree
 from meshtrain.model import lora
 from meshtrain.model.transformer import Transformer

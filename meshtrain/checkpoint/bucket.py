@@ -25,10 +25,9 @@ import xxhash
 
 from meshtrain import files
 from meshtrain.checkpoint import commit, pieces
-from meshtrain.checkpoint.shared import PARAMS, CheckpointError, SharedCheckpoints
+from meshtrain.checkpoint.store import PARAMS, ArrayForm, CheckpointError, Save
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
-from meshtrain.run import trees
 from meshtrain.storage import stores
 from meshtrain.storage.addresses import Address, StorageError
 
@@ -36,25 +35,27 @@ AT_ONCE = 16                # concurrent requests of one process
 SERVER_FAILS_S = 3600.0     # training stops after this long without a checkpoint if the server fails
 
 
-class BucketCheckpoints(SharedCheckpoints):
-    """The checkpoints of a run whose directory is in a bucket (s3:// or gs://).
+class BucketStore:
+    """The checkpoints of a run whose directory is in a bucket (s3:// or gs://). A `Store`.
 
     start: an ID of this start of the run, equal in all its processes; each save has it in its name. before_commit:
     process 0 calls it before it commits a checkpoint. An exception from it fails the save.
     """
     borne_s = SERVER_FAILS_S
 
-    def __init__(self, place: Address, *, start: str = "", before_commit: Callable[[], None] = lambda: None, **keys):
-        self.start, self.before_commit = start, before_commit
-        self._known: tuple[int, dict] = (-1, {})        # (step, index) read last
+    def __init__(self, place: Address, *, start: str = "", before_commit: Callable[[], None] = lambda: None):
+        self.place, self.start, self.before_commit = place, start, before_commit
+        self.known: tuple[int, dict] = (-1, {})         # (step, index) read last
         self._folders: dict[str, str] = {}              # object -> the folder that it refers to
-        super().__init__(place, **keys)
 
-    def _open(self) -> None:
+    def open(self, step: int) -> BucketStep:
+        return BucketStep(self, step)
+
+    def prepare(self, report: Callable[[OSError], None]) -> None:
         with _judge_errors(f"{self.place} cannot hold checkpoints"):
             self._clean()
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
         return self._children()[0]
 
     def _children(self) -> tuple[list[str], list[str]]:
@@ -62,55 +63,57 @@ class BucketCheckpoints(SharedCheckpoints):
         with _judge_errors(f"{self.place} cannot be read"):
             return stores.children(self.place)
 
-    def _rename(self, step: int, name: str) -> None:
-        stores.write(self.place.below(name), stores.read(self.place.below(str(step))))
-        self._remove([step])
-
-    def _remove(self, steps: Sequence[int]) -> None:
-        stores.remove([self.place.below(str(step)) for step in steps])
-        self._known = (-1, {})
-        for step in steps:
-            self._folders.pop(str(step), None)
-
     # ---- saving ------------------------------------------------------------------------------------------------------
 
-    def _folder(self, step: int) -> Address:
-        return self.place.below(f"{step}.{self.start}-{self._saves}")
+    def _folder(self, save: Save) -> Address:
+        return self.place.below(f"{save.step}.{self.start}-{save.number}")
 
-    def _copied(self, step: int, state: dict) -> Callable[[], None]:
-        folder, me = self._folder(step), jax.process_index()
+    def put(self, save: Save, state: dict) -> Callable[[], None]:
+        folder, me = self._folder(save), jax.process_index()
         index, own = pieces.begin_index(state), list(pieces.own(state))
 
-        def put(numbers: range) -> None:
+        def send(numbers: range) -> None:
             name = f"{me}-{numbers.start}"
             stores.write(folder.below(name), b"".join(pieces.lay_out(index, name, own[numbers.start:numbers.stop])))
 
         def write() -> None:
-            _all_at_once(put, pieces.batched([data.nbytes for *_, data in own]))
+            _all_at_once(send, pieces.batched([data.nbytes for *_, data in own]))
             stores.write(folder.below(f"{me}.json"), json.dumps(index).encode())
         return write
 
-    def _commit(self, step: int, document: str, reason: Callable[[int], str]) -> None:
-        folder = self._folder(step)
+    def commit(self, save: Save, document: str, reason: Callable[[int], str], check_claim: Callable[[], None]) -> None:
+        folder, name = self._folder(save), str(save.step)
 
         def read(process: int) -> dict | None:
             with contextlib.suppress(stores.Missing):
                 return None if reason(process) else _read(folder.below(f"{process}.json"))
-        found = commit.collect(jax.process_count(), read, reason)
+        parts = commit.collect(jax.process_count(), read, reason)
         index = {"metadata": json.loads(document), "folder": folder.path.rpartition("/")[2],
-                 "arrays": found[0]["arrays"],
-                 "objects": {name: size for one in found for name, size in one["objects"].items()},
-                 "pieces": [piece for one in found for piece in one["pieces"]]}
+                 "arrays": parts[0]["arrays"],
+                 "objects": {name: size for part in parts for name, size in part["objects"].items()},
+                 "pieces": [piece for part in parts for piece in part["pieces"]]}
         self.before_commit()
-        self.check_claim()
+        check_claim()
         text = json.dumps(index).encode()
-        if stores.write_if(self.place.below(str(step)), text, None, patient=True) is None:
+        if stores.write_if(self.place.below(name), text, None, patient=True) is None:
             raise CheckpointError("another start has saved this step")
-        self._folders[str(step)] = index["folder"]
-        stores.remove([folder.below(f"{process}.json") for process in range(len(found))])
+        self._folders[name] = index["folder"]
+        stores.remove([folder.below(f"{process}.json") for process in range(len(parts))])
+
+    # ---- removing ----------------------------------------------------------------------------------------------------
+
+    def remove(self, steps: Sequence[int], after: Save, report: Callable[[OSError], None], *, failed: bool) -> None:
+        self.remove_steps(steps)
+        self._clean(after.step)
+
+    def remove_steps(self, steps: Sequence[int]) -> None:
+        stores.remove([self.place.below(str(step)) for step in steps])
+        self.known = (-1, {})
+        for step in steps:
+            self._folders.pop(str(step), None)
 
     def _clean(self, up_to: int | None = None) -> None:
-        """Remove folders that no checkpoint refers to."""
+        """Remove folders that no checkpoint refers to. up_to: the last step whose folders are removed; None: all."""
         markers, folders = self._children()
         for name in folders:
             step, _, _ = name.partition(".")
@@ -119,7 +122,7 @@ class BucketCheckpoints(SharedCheckpoints):
             listed = {marker for marker in markers if marker.partition(".")[0] == step}
             if all(self._folder_of(marker) != name for marker in sorted(
                     listed | {step, *(f"{step}.{kind}" for kind in ("aside", "damaged"))})):
-                stores.remove([one.address for one in stores.listed(self.place.below(name))])
+                stores.remove([file.address for file in stores.listed(self.place.below(name))])
 
     def _folder_of(self, marker: str) -> str:
         """Return the folder that an object refers to; empty if there is no such object."""
@@ -130,38 +133,52 @@ class BucketCheckpoints(SharedCheckpoints):
                 return ""
         return self._folders[marker]
 
-    # ---- reading -----------------------------------------------------------------------------------------------------
 
-    def _index(self, step: int) -> dict:
-        """Return the index of a complete step. Every process reads it."""
-        known = self._known      # a save in the background may replace it
-        if known[0] != step:
-            with _judge_errors(f"{self.named(step)} cannot be read"):
+class BucketStep:
+    """A checkpoint in a bucket. A `StoredStep`."""
+
+    def __init__(self, store: BucketStore, step: int):
+        self.store, self.step = store, step
+        self.address = store.place.below(str(step))
+
+    def _index(self) -> dict:
+        """Return the index. Every process reads it."""
+        known = self.store.known      # a save in the background may replace it
+        if known[0] != self.step:
+            with _judge_errors(f"{self.address} cannot be read"):
                 try:
-                    known = self._known = step, _read(self.place.below(str(step)))
+                    known = self.store.known = self.step, _read(self.address)
                 except stores.Missing:
-                    raise CheckpointError(f"{self.named(step)} was removed while it was read: the run that writes "
+                    raise CheckpointError(f"{self.address} was removed while it was read: the run that writes "
                                           f"there keeps only checkpoint.keep checkpoints; start again") from None
                 except _BROKEN as error:
-                    raise CheckpointError(f"{self.named(step)} is damaged: {files.said(error)}") from None
+                    raise CheckpointError(f"{self.address} is damaged: {files.said(error)}") from None
         return known[1]
 
-    def _metadata(self, step: int) -> dict:
-        return self._index(step)["metadata"]
+    def metadata(self) -> dict:
+        return self._index()["metadata"]
 
-    def fault(self, step: int, *, only_params: bool = False) -> str:
+    def forms(self, *, only_params: bool = False) -> dict[str, ArrayForm]:
+        return {name: form for name, form in pieces.forms_of(self._index()).items()
+                if not only_params or name.startswith(f"{PARAMS}/")}
+
+    def rename(self, name: str) -> None:
+        stores.write(self.store.place.below(name), stores.read(self.address))
+        self.store.remove_steps([self.step])
+
+    def fault(self, *, only_params: bool = False) -> str:
         """Verify the whole checkpoint; each process reads a share of the objects."""
-        def found() -> str:
+        def look() -> str:
             try:
-                self._known = step, (index := _read(self.place.below(str(step))))
-                of = collections.defaultdict(list)      # object -> its pieces
+                self.store.known = self.step, (index := _read(self.address))
+                pieces_of = collections.defaultdict(list)       # object -> its pieces
                 for piece in index["pieces"]:
-                    of[piece[2]].append(piece)
+                    pieces_of[piece[2]].append(piece)
                 names = [name for name in sorted(index["objects"])
-                         if not only_params or any(array.startswith(f"{PARAMS}/") for array, *_ in of[name])]
+                         if not only_params or any(array.startswith(f"{PARAMS}/") for array, *_ in pieces_of[name])]
 
                 def check(name: str) -> str:
-                    return self._object_fault(index["folder"], name, index["objects"][name], of[name])
+                    return self._object_fault(index["folder"], name, index["objects"][name], pieces_of[name])
                 own = names[jax.process_index()::jax.process_count()]
                 return next(filter(None, _all_at_once(check, own)), "")
             except (*_BROKEN, AttributeError) as error:
@@ -169,15 +186,15 @@ class BucketCheckpoints(SharedCheckpoints):
             except stores.Missing:
                 return "it does not exist"
 
-        def ask() -> str:
-            with _judge_errors(f"{self.named(step)} cannot be read"):
-                return found() and found()      # a second read: the transfer may have damaged the first
-        return next(filter(None, agree.exchange(agree.everywhere(ask))), "")
+        def look_twice() -> str:
+            with _judge_errors(f"{self.address} cannot be read"):
+                return look() and look()        # the transfer may have damaged what was read first
+        return next(filter(None, agree.exchange(agree.everywhere(look_twice))), "")
 
     def _object_fault(self, folder: str, name: str, size: int, held: Sequence[list]) -> str:
         """Return how an object differs from what was written; empty if it does not. held: its pieces in order."""
         try:
-            content = memoryview(stores.read(self.place.below(f"{folder}/{name}")))
+            content = memoryview(stores.read(self.store.place.below(f"{folder}/{name}")))
         except stores.Missing:
             return f"{folder}/{name} is missing"
         if len(content) != size:
@@ -187,28 +204,21 @@ class BucketCheckpoints(SharedCheckpoints):
                  if xxhash.xxh3_64_hexdigest(content[start:end]) != sum]
         return f"{folder}/{name}: its checksum differs at byte {wrong[0]:,}" if wrong else ""
 
-    def arrays(self, step: int, *, only_params: bool = False) -> dict:
-        return trees.nested({name: jax.ShapeDtypeStruct(*form)
-                             for name, form in pieces.forms_of(self._index(step)).items()
-                             if not only_params or name.startswith(f"{PARAMS}/")})
-
-    def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
-        index = self._index(step)
-        stored = pieces.forms_of(index)
-        self._check(step, stored, wanted, part)
+    def restore(self, wanted: Any, *, part: bool) -> Any:
+        index = self._index()
 
         def read(name: str, start: int, stop: int) -> bytes:
-            return stores.read(self.place.below(f"{index['folder']}/{name}"), start, stop)
-        with _judge_errors(f"{self.named(step)} cannot be read"):
+            return stores.read(self.store.place.below(f"{index['folder']}/{name}"), start, stop)
+        with _judge_errors(f"{self.address} cannot be read"):
             try:
-                return pieces.restore(wanted, pieces.pieces_of(index), stored, read, AT_ONCE)
+                return pieces.restore(wanted, pieces.pieces_of(index), pieces.forms_of(index), read, AT_ONCE)
             except stores.Missing as error:
                 raise CheckpointError(f"{error}; the run that writes there may have removed it, since it keeps only "
                                       f"checkpoint.keep checkpoints; start again") from None
             except StorageError:
                 raise
             except (pieces.DamagedPiece, ValueError) as error:
-                raise CheckpointError(f"{self.named(step)} is damaged ({files.said(error)}); start again: if it "
+                raise CheckpointError(f"{self.address} is damaged ({files.said(error)}); start again: if it "
                                       f"is still damaged, the run resumes from the checkpoint before it") from None
 
 

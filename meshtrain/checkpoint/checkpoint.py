@@ -1,262 +1,318 @@
-"""Checkpoints in a directory: asynchronous, atomic, checksummed, and restorable on any other mesh.
-
-Orbax writes and reads the arrays by path (`params/layers/wq`, `opt_state/0/mu/…`); everything else is one JSON object.
-A checkpoint contains no class, function or mesh: loading runs no code and restores into any sharding. `save` copies the
-arrays to the host before it returns, so the next step may donate them.
-
-    <step>/           complete: params/ and state/ (orbax arrays under the key params, and all others), metadata.json,
-                      and checksums.json: size and xxh3-128 of every other file
-    .<step>.saving/   being written, see `commit`; renamed to <step> when everything, checksums included, is on disk
-    .<step>.deleting-<hex>/  being removed: renamed first, so that no partial checkpoint has its step's name
-    <step>.damaged/   its checksums did not match; kept for inspection
-    <step>.aside/     complete, but later than the step (checkpoint.step) that a run resumed from
-
-Orbax's CheckpointManager is not used to commit: it has no checksums, and if one process fails to write, the others
-wait at its barrier until the timeout. Processes share the directory; only process 0 renames and deletes. Readers of
-weights (generate, evaluate, convert, init_from) read and verify only params/. The state may be any pytree of jax
-arrays.
-"""
+"""The checkpoints that all processes of a run share. This module decides when they are saved, which one is the newest
+complete one, which ones are removed, and what happens after a failed save. A store reads and writes the bytes: see
+`store`, `directory` and `bucket`."""
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import logging
-import os
-import pathlib
-import re
-import secrets
-import shutil
-import socket
-import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, Self
 
 import jax
 import orbax.checkpoint as ocp
-from etils import epath
 
 from meshtrain import files
-from meshtrain.checkpoint import commit
-from meshtrain.checkpoint.commit import CHECKSUMS, FOLDERS, METADATA, STATE
-from meshtrain.checkpoint.shared import PARAMS, CheckpointError, SharedCheckpoints, forms
+from meshtrain.checkpoint.saved import FORMAT, BackgroundSaves, Saved, check_fit, tell_widened
+from meshtrain.checkpoint.store import PARAMS, ArrayForm, CheckpointError, Save, Store
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
-from meshtrain.run import trees
+from meshtrain.run import rundir, say, trees
 
-DAMAGED, MISSING, REFUSED = "damaged", "missing", "refused"
-WRITERS_END_S = 10.0    # a failed save does not end tensorstore's threads; after this long they create no more files
+MOST_FAILED = 3         # training stops after this many failed saves in a row
+PEERS_TIMEOUT_S = 3600  # waiting time for the writes of other processes
 
 
-class Checkpoints(SharedCheckpoints):
-    """The checkpoints in one directory, which all processes share."""
+class Fallback(Protocol):
+    """Saves the state while the shared place accepts no checkpoint: `LocalCheckpoints`."""
+    name: str
 
-    def __init__(self, directory: str | pathlib.Path, **keys):
-        # orbax logs 60 lines per save, and on a full disk one traceback per array
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-        if not isinstance(sys.unraisablehook, _Unraisable):
-            sys.unraisablehook = _Unraisable(sys.unraisablehook)
-        self.directory = pathlib.Path(directory).absolute()  # orbax refuses relative paths
-        # Compression would save 8 % of the weights' size and take two to three times as long.
-        self._arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
-        super().__init__(self.directory, **keys)
+    def save(self, step: int, state: Any, metadata: dict) -> float: ...
 
-    def _open(self) -> None:
-        def make_and_clean() -> None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._clean()       # the next save would write into leftovers that cannot be renamed
-        files.attempted(make_and_clean, f"{self.directory} cannot hold checkpoints",
-                        "give a directory that can be written", ConfigError)
+    def last(self) -> int:
+        """Return the newest step that it has from every process; 0: none."""
 
-    def _names(self) -> list[str]:
-        try:
-            return files.patiently(lambda: os.listdir(self.directory))
-        except FileNotFoundError:
-            return []
-        except OSError as error:  # an unreadable directory may have checkpoints
-            raise CheckpointError(f"{self.directory} cannot be read: {files.said(error)}") from error
 
-    def _rename(self, step: int, name: str) -> None:
-        (self.directory / str(step)).rename(self.directory / name)
+class Checkpoints(BackgroundSaves):
+    """The checkpoints of a run in a store, named by step. All processes make the same calls. Use it in a `with`
+    statement: an interpreter that exits during a save abandons the save.
 
-    def _metadata(self, step: int) -> dict:
-        place = self.directory / str(step)
-        with _reading(place):
-            return json.loads(files.patiently((place / METADATA).read_text, missing=True))
+    store: a directory or a bucket. every: steps between regular checkpoints; 0: none. keep: number of newest
+    complete checkpoints kept; 0: all. The last one is deleted only when a newer one is complete. keep_every: a
+    checkpoint whose step is a multiple of it is never removed, nor is one whose step was a multiple of keep_every in
+    the start that saved it. 0: keep only the latter; None: keep neither. read_only: the place belongs to another run;
+    nothing in it is changed. tell: reports each failed save at once (from a background thread) and each damaged
+    checkpoint; None: stderr. check_claim: raises FileSystemError if another start has claimed the run's directory;
+    called before anything is written, renamed or removed.
 
-    def arrays(self, step: int, *, only_params: bool = False) -> dict:
-        stored = self._stored(step, only_params).values()
-        return {key: tree for one in stored for key, tree in one.items()}
+    Raises: ConfigError if the place cannot be written, FileSystemError if its system fails.
+    """
+    def __init__(self, store: Store, *, every: int = 0, keep: int = 0, keep_every: int | None = None,
+                 read_only: bool = False, tell: Callable[[str], None] | None = None,
+                 check_claim: Callable[[], None] = lambda: None):
+        super().__init__(every, tell or say.err)
+        self.store, self.place, self.read_only = store, store.place, read_only
+        self.keep, self.keep_every = keep, keep_every
+        # whether a step is still needed, see `retired`
+        self.is_needed: Callable[[int], bool] = lambda step: False
+        self.fallback: Fallback | None = None   # saves the state after a failed save
+        self.check_claim, self._claimed = check_claim, False
+        self._failure, self._failed = "", 0  # of the last save; consecutive failures, counted by process 0
+        self._passing = False               # the last save failed in this process because a server failed
+        self._saved, self._saved_s = 0, time.monotonic()    # last complete step, as process 0 knows it, and when
+        self._last: tuple[Any, dict] | None = None      # state and metadata of the last save, if there is a fallback
+        self._promised: dict[int, int] = {}     # step -> keep_every of the start that saved it
+        self._current = Save(-1, 0, False)     # the last one that began
+        self._told_wider: set[int] = set()  # steps for which `restore` has reported arrays that are widened to float32
+        if not read_only:
+            agree.on_first(lambda: store.prepare(self._report_leftovers))      # all wait until leftovers are removed
 
-    def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
-        nested, arrays = trees.nested(trees.leaves_of(wanted)), {}
-        stored = self._stored(step, only_params=part and nested.keys() <= {PARAMS})
-        self._check(step, {name: form for tree in stored.values() for name, form in forms(tree).items()}, wanted, part)
-        for folder, there in stored.items():
-            if of_folder := {key: tree for key, tree in nested.items() if key in there}:
-                restore_args = ocp.checkpoint_utils.construct_restore_args(of_folder)
-                args = ocp.args.PyTreeRestore(of_folder, restore_args=restore_args, partial_restore=part)
-                with _reading(self.directory / str(step)):
-                    arrays |= self._arrays.restore(folder, args=args)
-        leaves = trees.leaves_of(arrays)
-        return jax.tree.map_with_path(lambda path, _: leaves[trees.name(path)], wanted)
+    def named(self, step: int) -> str:
+        """Return the path of a step, for messages."""
+        return f"{self.place}/{step}"
 
-    def _stored(self, step, only_params: bool) -> dict[epath.Path, dict]:
-        """Return folder of `step` -> its arrays as nested dicts of jax.ShapeDtypeStruct. only_params: leave out the
-        other arrays if they have a folder of their own."""
-        place = self.directory / str(step)
-        form = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        with _reading(place):
-            there = files.patiently(lambda: os.listdir(place), missing=True)
-            folders = [name for name in FOLDERS if name in there]
-            return {folder: jax.tree.map(form, self._arrays.metadata(folder).tree)
-                    for folder in (epath.Path(place / name) for name in folders[:1 if only_params else None])}
+    # ---- saving ------------------------------------------------------------------------------------------------------
 
-    def _saving(self, step: int) -> pathlib.Path:
-        # tensorstore may still write to a failed save's directory: the next has its own.
-        return self.directory / f".{step}.saving{f'-{self._saves}' if self._after_failure else ''}"
+    def save(self, step: int, state: Any, metadata: dict) -> float:
+        """Start saving `state` (a pytree of jax arrays) and `metadata` (JSON) as `step`. Return the seconds that it
+        blocked, for a save in progress and the copy to the host. A step that is already saved is kept.
 
-    def _copied(self, step: int, state: dict) -> Callable[[], None]:
-        place = self._saving(step)
-        writing = asyncio.run(self._write(place, state))
-
-        def write():
-            for future in writing:
-                future.result()
-            commit.hand_over(place, jax.process_index())
-        return write
-
-    async def _write(self, place, state) -> list:
-        """Copy the arrays to the host and start writing them; return the futures."""
-        writing = []
-        for name, keys in ((PARAMS, {PARAMS} & state.keys()), (STATE, state.keys() - {PARAMS})):
-            if keys:
-                (place / name).mkdir(parents=True, exist_ok=True)   # the first process makes it
-                args = ocp.args.PyTreeSave({key: state[key] for key in state if key in keys})
-                writing += await self._arrays.async_save(epath.Path(place / name), args=args) or ()
-        return writing
-
-    def _commit(self, step: int, document: str, reason: Callable[[int], str]) -> None:
-        place = self._saving(step)
-        merge = lambda folder: self._arrays.finalize(epath.Path(folder))    # merges the processes' array indexes
-        commit.commit(place, jax.process_count(), document, merge, reason)
-        self.check_claim()
-        if not (self.directory / str(step)).exists():
-            place.rename(self.directory / str(step))
-            files.sync(self.directory)
-
-    def _remove(self, steps: Sequence[int]) -> None:
-        for step in steps:
-            self._rename_for_removal(self.directory / str(step), step)
-
-    def _clean(self, up_to: int | None = None) -> None:
-        until = time.monotonic() + WRITERS_END_S
-        while self._clean_once(up_to) and self._failed and time.monotonic() < until:
-            time.sleep(WRITERS_END_S / 20)
-
-    def _clean_once(self, up_to: int | None) -> bool:
-        """Remove partially written and partially deleted checkpoints; return whether one was removed.
-
-        up_to: the last step whose leftovers are removed, since other processes may be writing later steps; None: all. A
-        leftover that cannot be removed is reported and left, e.g. a file that is still open on NFS (.nfsXXXX). Saves
-        and restores ignore its name. Raises: OSError if a leftover can be neither renamed nor removed.
+        A failed save is reported and leaves no files; training continues, and `wait` raises if it was the last save.
+        Raises: CheckpointError if this is the last of MOST_FAILED consecutive failures; the call waits for this save.
+        If the server of the store fails, it raises only after `borne_s` without a checkpoint.
         """
-        found = [(path, re.fullmatch(r"\.(\d+)\.(saving|deleting)(-\w+)?", path.name))
-                 for path in self.directory.glob(".*")]
-        removed = False
-        for path, name in found:
-            if name and (up_to is None or int(name[1]) <= up_to):
-                try:
-                    path = self._rename_for_removal(path, int(name[1])) if name[2] == "saving" else path
-                except OSError:
-                    shutil.rmtree(path, ignore_errors=True)
-                    if path.exists():
-                        raise
-                    continue
-                if error := files.remove(path):
-                    self._report_leftovers(error)
-                removed = True
-        return removed
+        start = time.perf_counter()
+        document = json.dumps({"format": FORMAT, **metadata})
+        self._join()
+        overdue = time.monotonic() - self._saved_s >= self.store.borne_s
+        states = agree.exchange([self._failed, self._claimed, overdue, self._saved, self._passing])
+        failed, lost, overdue, self._saved, _ = states[0]
+        if lost:
+            self.wait()     # raises
+        # A step set aside since (damaged, or the run went back) is saved again.
+        if step == self._current.step and not failed and agree.on_first(lambda: step in self._steps()):
+            return time.perf_counter() - start
+        if failed and self.fallback:
+            self.fallback.save(step, state, metadata)
+        self._last = (state, metadata) if self.fallback else None
+        self._current = Save(step, self._current.number + 1, after_failure=bool(failed))
+        copied = threading.Event()
+        self._start(self._save, self._current, trees.nested(trees.leaves_of(state)), document, copied)
+        copied.wait()
+        if failed + 1 >= MOST_FAILED and (overdue or not any(passing for *_, passing in states)):
+            self._join()
+            if failure := agree.exchange(self._failure)[0]:
+                raise agree.agreed(CheckpointError(
+                    f"{failure}; {failed + 1} saves in a row have failed, so the run stops: check {self.place} and "
+                    f"start again; the run resumes from {self._resumed_from()}"))
+        return time.perf_counter() - start
 
-    def _rename_for_removal(self, path: pathlib.Path, step: int) -> pathlib.Path:
-        """Rename a directory for removal; return its new name."""
-        return files.patiently(lambda: path.rename(self.directory / f".{step}.deleting-{secrets.token_hex(4)}"))
+    def _resumed_from(self) -> str:
+        """Return a description of the state that the next start resumes from, after failed saves."""
+        if kept := self.fallback and self.fallback.last():
+            return f"step {kept}, which these hosts have in {self.fallback.name}"
+        return "the last checkpoint that was saved"
+
+    def _save(self, save: Save, state: dict, document: str, copied: threading.Event) -> None:
+        """Write this process's part; then process 0 commits. Runs in the background in every process. copied: set once
+        the arrays are on the host."""
+        index, step, error = jax.process_index(), save.step, None
+        key = f"{str(self.place).rpartition('/')[2]} {step} {save.number}"
+        try:
+            self.check_claim()
+            write = self.store.put(save, state)
+            copied.set()
+            write()
+        except Exception as caught:     # tensorstore reports a full disk as ValueError
+            error = caught
+            agree.leave_word(f"{key} {index}", files.said(error))
+        finally:
+            copied.set()
+        try:
+            # Also wait after a failure: afterwards, a part that is not handed over does not exist.
+            ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=PEERS_TIMEOUT_S * 1000)
+            if index == 0 and error is None:
+                self.store.commit(save, document, lambda index: agree.word(f"{key} {index}"), self.check_claim)
+        except Exception as caught:
+            error = caught
+        self._failure, self._failed = "", 0 if error is None else self._failed + 1
+        self._passing = isinstance(error, files.FileSystemError) and not isinstance(error, CheckpointError)
+        if error is None:
+            self._saved, self._saved_s = step if index == 0 else self._saved, time.monotonic()
+        else:
+            since = f"nothing is saved since step {self._saved}" if self._saved else "nothing is saved yet"
+            self._failure = f"checkpoint of step {step} not saved in {self.place}: {files.said(error)}; {since}"
+        if error is not None or index == 0:
+            self._clean_after(save, index)
+        if error is not None:       # after the removal: the log may be on the same full disk
+            self.tell(self._failure)
+
+    def _clean_after(self, save: Save, index: int) -> None:
+        """Check whether another start has claimed the directory. If not, process 0 removes checkpoints beyond `keep`,
+        and leftovers of failed saves."""
+        try:
+            self.check_claim()
+            if index == 0:
+                self.store.remove(self.retired(), save, self._report_leftovers, failed=self._failed > 0)
+        except rundir.LostClaimError:
+            self._claimed = True
+        except (OSError, ValueError) as refused:
+            if index == 0:
+                self._report_leftovers(refused)
+
+    def retired(self) -> list[int]:
+        """Return the steps beyond `keep` that may be removed. Steps that exports still need stay: at most `keep` of
+        them, and none after a failed save, which may need their space."""
+        old = [one for one in self._steps()[: -self.keep] if not self._is_kept(one)] if self.keep else []
+        held = [] if self._failed else [one for one in old if self.is_needed(one)][-self.keep:]
+        return [one for one in old if one not in held]
+
+    def _is_kept(self, step: int) -> bool:
+        """Return whether `keep_every` protects a step from removal."""
+        if self.keep_every is None:
+            return False
+        if self.keep_every and step % self.keep_every == 0:
+            return True
+        if step not in self._promised:
+            try:
+                run = self.store.open(step).metadata().get("run", {})
+                self._promised[step] = run.get("checkpoint", {}).get("keep_every", 0)
+            except (OSError, ValueError):       # a step whose metadata cannot be read is not removed
+                return True
+        return self._promised[step] > 0 and step % self._promised[step] == 0
+
+    def _report_leftovers(self, error: Exception) -> None:
+        self.tell(f"files of old checkpoints in {self.place} cannot be removed: {files.said(error)}")
+
+    def settle(self) -> None:
+        """Wait until no process is writing. A failed save raises nothing here: it was reported."""
+        self._join()
+        agree.exchange(None)
+
+    @property
+    def failure(self) -> str:
+        """Why the last save failed in this process; empty while a save is in progress."""
+        return "" if self._thread is not None and self._thread.is_alive() else self._failure
+
+    def wait(self) -> None:
+        """Wait until no process is writing. If the last save failed, the fallback saves its state, unless a later step
+        has donated its buffers. Raises: CheckpointError if it failed."""
+        self._join()
+        there = self._last is not None and not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._last[0]))
+        states = agree.exchange([self._failure, self._claimed, there])
+        failure, lost, _ = states[0]
+        if failure:
+            kept = self.fallback.last() if self.fallback else 0
+            if self.fallback and self._last and all(there for *_, there in states) and not lost and (
+                    kept < self._current.step):
+                self.fallback.save(self._current.step, *self._last)
+                kept = self.fallback.last()
+            raise agree.agreed(CheckpointError(
+                f"{failure}; a start on these hosts resumes from {self._resumed_from()}" if kept else failure))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind, *error):
+        # After an exception the others may never reach the exchange in wait().
+        self.wait() if kind is None else self._join()
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def newest(self, newer_in: Callable[[int], Saved | None] = lambda after: None, *,
+               only_params: bool = False) -> Saved | None:
+        """Open the newest undamaged checkpoint, or return a newer one from `newer_in`; None if there are no
+        checkpoints. Waits for a save in progress.
+
+        Damaged checkpoints are reported and set aside. newer_in: step -> a checkpoint of another store that is newer
+        than the step (0: any), or None. It is called before a checkpoint is read, and again after a damaged one.
+        Raises: ConfigError if all checkpoints are damaged, because the run would restart from step 1 over them;
+        CheckpointError if one cannot be read, which is left as it is.
+        """
+        self.settle()
+        steps, gone = self.steps(), set()
+        while True:
+            steps = [step for step in steps if step not in gone]
+            newest = max(steps, default=0)
+            if (found := newer_in(newest)) is not None:
+                self._saved = newest
+                return found
+            if not steps:
+                break
+            fault = self.fault(newest, only_params=only_params)
+            if not fault:
+                self._saved = newest
+                return self.open(newest)
+            gone.add(newest)
+            if self.read_only and newest not in (now := self.steps()):     # the run that writes here has removed it
+                steps = now
+                continue
+            if jax.process_index() == 0:
+                self.tell(f"checkpoint {self.named(newest)} is damaged ({fault})"
+                          f"{self._set_damaged_aside(newest)}; trying the one before")
+        damaged = agree.on_first(lambda: sorted(name for name in self.store.names()
+                                                if name.isdecimal() or ".damaged" in name))
+        if damaged:
+            raise agree.agreed(ConfigError(
+                f"{self.place} has no intact checkpoint, only damaged ones ({', '.join(damaged)}); restore the files "
+                f"of one and rename it to its step number, or remove them all to start from step 1"))
+        return None
+
+    def _set_damaged_aside(self, step: int) -> str:
+        """Set a damaged checkpoint aside; return a description of the result."""
+        try:
+            return "" if self.read_only else f", kept as {self._set_aside(step, 'damaged')}"
+        except (OSError, ValueError) as error:
+            return f", cannot be set aside: {files.said(error)}"
+
+    def steps(self) -> list[int]:
+        """Return all saved steps in order, complete or damaged. Process 0 lists them for all processes: renames on a
+        shared file system are not visible everywhere at once."""
+        return agree.on_first(self._steps)
+
+    def _steps(self) -> list[int]:
+        return sorted(int(name) for name in self.store.names() if name.isdecimal())
+
+    def _set_aside(self, step: int, kind: str) -> str:
+        """Rename a step, to keep it; return its new name. Process 0 calls it. kind: aside or damaged."""
+        taken = self.store.names()
+        name = files.free_name(f"{step}.{kind}", lambda name: name in taken)
+        self.store.open(step).rename(name)
+        return name
+
+    def set_aside_after(self, step: int) -> list[str]:
+        """Rename all checkpoints later than `step`, so that no run resumes from them; return their new names."""
+        self._saved = step
+        def set_aside():
+            later = [one for one in self._steps() if one > step]
+            return [files.attempted(lambda: self._set_aside(one, "aside"), f"{self.named(one)} cannot be set aside",
+                                    "give a directory that can be written", ConfigError) for one in later]
+        return agree.on_first(set_aside)
+
+    def open(self, step: int) -> Saved:
+        """Open a step's checkpoint. Its metadata is that given to `save`, and `format`; no arrays are read. Raises:
+        ConfigError if a newer version wrote it; CheckpointError if it cannot be read."""
+        self._join()
+
+        def metadata():
+            document = self.store.open(step).metadata()
+            if document["format"] > FORMAT:
+                raise ConfigError(f"{self.named(step)} has checkpoint format {document['format']}, this version reads "
+                                  f"up to {FORMAT}: update meshtrain")
+            return document
+        return Saved(self, step, agree.on_first(metadata))
 
     def fault(self, step: int, *, only_params: bool = False) -> str:
-        """Verify the whole checkpoint; each process reads a share of the files.
+        """Verify a step; see `StoredStep.fault`."""
+        return self.store.open(step).fault(only_params=only_params)
 
-        A checkpoint is damaged if a file has a wrong size or checksum, or if process 0 misses a file. Raises:
-        CheckpointError also if only processes other than 0 miss a file.
-        """
-        place = self.directory / str(step)
-        found = agree.exchange(self._check_share(place, only_params))
-        # Process 0 decides on files that others miss.
-        seen = agree.on_first(lambda: [file for kind, file, _, _ in found
-                                       if kind == MISSING and _is_visible(place / file)])
-        refused = [(f"process {index} ({host}): " if len(found) > 1 else "") + file
-                   + (": process 0 sees it, this host does not" if kind == MISSING else text)
-                   for index, (kind, file, text, host) in enumerate(found)
-                   if kind == REFUSED or kind == MISSING and file in seen]
-        if refused:
-            raise agree.agreed(CheckpointError(
-                f"{place} cannot be read, and nothing was changed: {'; '.join(refused)}. Check that every host has "
-                f"mounted the file system and may read it, and start again"))
-        return next((f"{file}{text}" for wanted in (DAMAGED, MISSING) for kind, file, text, _ in found
-                     if kind == wanted), "")
+    def forms(self, step: int, *, only_params: bool = False) -> dict[str, ArrayForm]:
+        return self.store.open(step).forms(only_params=only_params)
 
-    def _check_share(self, place: pathlib.Path, only_params: bool) -> list[str]:
-        """Return the first fault in this process's share of the files: [kind, file, text, host]. REFUSED is an error of
-        the file system; DAMAGED and MISSING are faults of the checkpoint."""
-        kind, file, text, first = "", "", "", jax.process_index() == 0
-        try:
-            wanted = json.loads(files.patiently((place / CHECKSUMS).read_text, missing=not first))
-            if only_params and any(name.startswith(f"{PARAMS}/") for name in wanted):
-                wanted = {name: entry for name, entry in wanted.items() if not name.startswith(f"{STATE}/")}
-            names = sorted(wanted)[jax.process_index():: jax.process_count()]
-            found = files.checksums(place, (place / name for name in names), missing=not first)
-            if wrong := [name for name in names if files.difference(found[name], wanted[name])]:
-                kind, file, text = DAMAGED, wrong[0], f": {files.difference(found[wrong[0]], wanted[wrong[0]])}"
-        except FileNotFoundError as error:
-            kind, file, text = MISSING, os.path.relpath(error.filename, place), " is missing"
-        except OSError as error:
-            file = os.path.relpath(error.filename, place) if error.filename else CHECKSUMS
-            kind, text = REFUSED, f": {error.strerror or error}"
-        except (ValueError, TypeError) as error:
-            kind, file, text = DAMAGED, CHECKSUMS, f": {error}"
-        return [kind, file, text, socket.gethostname()]
-
-
-class _Unraisable:
-    """A hook for sys.unraisablehook that ignores writes which end after their save has failed. On a full disk,
-    tensorstore's threads call orbax's closed event loop, and Python would print one traceback per array. `_save`
-    reports the failure."""
-
-    def __init__(self, before: Callable):
-        self.before = before
-
-    def __call__(self, unraisable) -> None:
-        if str(getattr(unraisable, "exc_value", "")) != "Event loop is closed":
-            self.before(unraisable)
-
-
-@contextlib.contextmanager
-def _reading(place: pathlib.Path):
-    """Raise every error of the block as CheckpointError. Checksums and shapes were compared before, so the file system
-    is the cause."""
-    try:
-        yield
-    except Exception as error:
-        if not place.exists():
-            raise CheckpointError(f"{place} was removed while it was read: the run that writes there keeps only "
-                                  f"checkpoint.keep checkpoints; start again") from error
-        raise CheckpointError(f"{place} cannot be read, and nothing was changed: {files.said(error)}") from error
-
-
-def _is_visible(path: pathlib.Path) -> bool:
-    """Return whether this process sees a file; True if it cannot check."""
-    try:
-        return files.status(path) is not None
-    except (OSError, ValueError):
-        return True
+    def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
+        stored, asked = self.store.open(step), trees.nested(trees.leaves_of(wanted)).keys()
+        wider = check_fit(self.named(step), stored.forms(only_params=part and asked <= {PARAMS}), wanted, part)
+        if wider and step not in self._told_wider:
+            self._told_wider.add(step)
+            tell_widened(self.named(step), wider)
+        return stored.restore(wanted, part=part)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshtrain import files
-from meshtrain.checkpoint.shared import PARAMS
+from meshtrain.checkpoint.store import PARAMS
 
 STATE, CHECKSUMS, METADATA = "state", "checksums.json", "metadata.json"
 FOLDERS = (PARAMS, STATE)   # orbax writes arrays here

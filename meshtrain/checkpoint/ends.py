@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshtrain import files
-from meshtrain.checkpoint.shared import Saved
+from meshtrain.checkpoint.saved import Saved
 from meshtrain.cluster import agree
 from meshtrain.config import Data, Run
 from meshtrain.data import sources

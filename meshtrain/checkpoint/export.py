@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from meshtrain import files
 from meshtrain.checkpoint import new_folder
 from meshtrain.checkpoint.ends import Ends, write_ends
-from meshtrain.checkpoint.shared import CheckpointError
+from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.checkpoint.pretrained import copy_companions, parameter_paths, paths_of
 from meshtrain.cluster import agree
 from meshtrain.config import user_errors

@@ -16,8 +16,9 @@ import jax
 from meshtrain import files
 from meshtrain.checkpoint import adapters, ends, export, new_folder, peft
 from meshtrain.checkpoint.ends import Ends
-from meshtrain.checkpoint.shared import CheckpointError, SharedCheckpoints
+from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.pretrained import parameter_paths
+from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.cluster import agree
 from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError, Run, user_errors
@@ -32,7 +33,7 @@ class Exports:
     """The exports of one run. All processes make the same calls. wanted: the run's parameters as jax.ShapeDtypeStruct
     with shardings. Raises: ConfigError if the model cannot be exported."""
 
-    def __init__(self, run: Run, transformer: Transformer, checkpoints: SharedCheckpoints, wanted: dict):
+    def __init__(self, run: Run, transformer: Transformer, checkpoints: Checkpoints, wanted: dict):
         self.run, self.transformer, self.checkpoints = run, transformer, checkpoints
         self.wanted, self.directory = leaves_of(wanted), mirror.directory(run.run.dir)
         self.place, self._of_adapters = place_of(run.run.dir), run.lora.export == "adapters"

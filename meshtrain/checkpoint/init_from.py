@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from meshtrain import config, pattern
 from meshtrain.checkpoint import adapters, resume
-from meshtrain.checkpoint.shared import Saved
+from meshtrain.checkpoint.saved import Saved
 from meshtrain.config import Run
 from meshtrain.model import params, transformer
 from meshtrain.names import LAYERS

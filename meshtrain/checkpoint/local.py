@@ -10,7 +10,7 @@ used, and a line says why. run.dir/local.json names the start whose pieces are v
 discarded steps are never used. Mesh and process count may change if the pieces are on the host. Source: Gemini's
 in-memory checkpoints (SOSP 2023). This module knows no model.
 
-A run in a bucket also saves here while the bucket accepts no checkpoint (`SharedCheckpoints.fallback`).
+A run in a bucket also saves here while the bucket accepts no checkpoint (`Checkpoints.fallback`).
 """
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ import xxhash
 from meshtrain import files, jax_private
 from meshtrain.checkpoint import partner, pieces
 from meshtrain.checkpoint.pieces import DamagedPiece, Piece
-from meshtrain.checkpoint.shared import FORMAT, Saved, Store, forms, tell_widened, widens
+from meshtrain.checkpoint.saved import FORMAT, BackgroundSaves, Saved, tell_widened, widens
+from meshtrain.checkpoint.store import PARAMS, ArrayForm, forms_of
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
 from meshtrain.run import say, trees
@@ -49,7 +50,7 @@ class _Part(NamedTuple):
     index: dict
 
 
-class LocalCheckpoints(Store):
+class LocalCheckpoints(BackgroundSaves):
     """The local checkpoints of one run. All processes make the same calls.
 
     local_dir: a directory that every host has. every: steps between its saves. fallback: a directory of this run alone,
@@ -70,7 +71,7 @@ class LocalCheckpoints(Store):
         self._started, self._whole = 0, 0
         agree.everywhere(self._check_writable)
         # step -> (array -> the pieces that `newest` has verified, array -> its form)
-        self._used: dict[int, tuple[dict[str, list[Piece]], dict[str, tuple]]] = {}
+        self._used: dict[int, tuple[dict[str, list[Piece]], dict[str, ArrayForm]]] = {}
         self._exchange, self._partner, self._without = None, None, ""
         if self.every and jax.process_count() > 1:
             self._meet()
@@ -127,12 +128,16 @@ class LocalCheckpoints(Store):
             self.tell(f"{self.name}: the copy of step {step} that process {other} keeps cannot be fetched "
                       f"({files.said(error)})")
 
+    def forms(self, step: int, *, only_params: bool = False) -> dict[str, ArrayForm]:
+        return {name: form for name, form in self._used[step][1].items()
+                if not only_params or name.startswith(f"{PARAMS}/")}
+
     def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
         """Restore arrays of a step that `newest` has returned, with the shardings of `wanted`. `wanted` may lack arrays
         of the step. Raises: FileSystemError if a piece cannot be read."""
         try:
             used, stored = self._used[step]
-            if wider := [name for name, form in forms(wanted).items() if widens(stored[name], form)]:
+            if wider := [name for name, form in forms_of(wanted).items() if widens(stored[name], form)]:
                 tell_widened(f"step {step} in {self._home()}", wider)
             return pieces.restore(wanted, used, stored, self._read, AT_ONCE)
         except (KeyError, OSError, DamagedPiece, ValueError):
@@ -303,7 +308,7 @@ class LocalCheckpoints(Store):
             if part.index.get("format") != LOCAL_FORMAT:
                 return "another version of meshtrain has written its files"
             stored, held = pieces.forms_of(part.index), pieces.pieces_of(part.index, f"process-{part.process}/{step}/")
-            for name, form in forms(wanted).items():
+            for name, form in forms_of(wanted).items():
                 if stored.get(name) != form and not widens(stored.get(name), form):
                     return f"its {name} has another shape or dtype"
             for name, leaf in trees.leaves_of(wanted).items():

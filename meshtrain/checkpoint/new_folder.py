@@ -13,7 +13,7 @@ from typing import TypeVar
 import jax
 
 from meshtrain import files
-from meshtrain.checkpoint.shared import CheckpointError
+from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, user_errors
 from meshtrain.huggingface import settings

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import files
-from meshtrain.checkpoint.shared import CheckpointError
+from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.huggingface import folder, safetensors, settings

@@ -19,11 +19,13 @@ import jax
 
 from meshtrain import files
 from meshtrain.checkpoint import exports
-from meshtrain.checkpoint.bucket import BucketCheckpoints
+from meshtrain.checkpoint.bucket import BucketStore
 from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.checkpoint.ends import Ends
 from meshtrain.checkpoint.local import LocalCheckpoints
-from meshtrain.checkpoint.shared import CheckpointError, Saved, SharedCheckpoints, Store
+from meshtrain.checkpoint.saved import BackgroundSaves, Saved
+from meshtrain.checkpoint.store import CheckpointError, Store
 from meshtrain.cluster import agree
 from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError, Run, user_errors
@@ -89,9 +91,9 @@ class Start:
         """Return a value of the checkpoint's metadata; None in a fresh run."""
         return self.saved and self.saved.metadata.get(name)
 
-    def is_of(self, store: Store) -> bool:
-        """Return whether the run resumes from a checkpoint of this store."""
-        return self.saved is not None and self.saved.store is store
+    def is_of(self, checkpoints: BackgroundSaves) -> bool:
+        """Return whether the run resumes from one of these checkpoints."""
+        return self.saved is not None and self.saved.checkpoints is checkpoints
 
     @property
     def leaves_the_course(self) -> bool:
@@ -112,7 +114,7 @@ def rule(key: str) -> str:
     return next(meaning for pattern, meaning in CHANGES if fnmatch.fnmatchcase(key, pattern))
 
 
-def find(run: Run, checkpoints: SharedCheckpoints, local: LocalCheckpoints | None = None, wanted=None,
+def find(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = None, wanted=None,
          named: Mapping[str, str] | None = None) -> Start:
     """Return the start after the newest complete checkpoint, or after that of checkpoint.step. All processes call it.
 
@@ -164,7 +166,7 @@ def origin(run: Run) -> Saved | None:
         return None
 
 
-def before_spike(run: Run, start: Start, spiked: int, checkpoints: SharedCheckpoints, local: LocalCheckpoints,
+def before_spike(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, local: LocalCheckpoints,
                  wanted) -> Start:
     """Return the start after the newest checkpoint before a loss spike. The batches up to the spike are skipped.
     Batches that `start` skips after the same checkpoint stay skipped. start: the start of this run. spiked: the step of
@@ -219,7 +221,7 @@ def data_metadata(corpus: Corpus, data: Batches, step: int, ends: Ends) -> dict:
             "position": data.position(step), "ends": ends.as_saved()}
 
 
-def begin(run: Run, start: Start, checkpoints: SharedCheckpoints, local: LocalCheckpoints | None,
+def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalCheckpoints | None,
           rules_text: str) -> None:
     """Set aside checkpoints and exports after `start`, report and record changed settings, and drop metrics of steps
     that will be repeated. This is the last action before the first step. Raises: ConfigError or FileSystemError if
@@ -256,18 +258,19 @@ def _written(directory: Path, write: Callable):
                                                   "give a directory that can", ConfigError))
 
 
-def checkpoints_of(run_dir: str, claim: rundir.Claim | None = None, **keys) -> SharedCheckpoints:
+def checkpoints_of(run_dir: str, claim: rundir.Claim | None = None, **keys) -> Checkpoints:
     """Return the checkpoints of a run; without a claim they are read-only. run_dir: its directory or address. claim:
-    this start's claim of the directory. keys: keyword arguments of `SharedCheckpoints`. All processes call it."""
+    this start's claim of the directory. keys: keyword arguments of `Checkpoints`. All processes call it."""
     keys |= {"read_only": True} if claim is None else {"check_claim": claim.check}
     if not addresses.is_remote(run_dir):
-        return Checkpoints(Path(run_dir) / contents.CHECKPOINTS, **keys)
-    if claim is not None:
-        keys |= {"start": claim.nonce, "before_commit": claim.send}
-    return BucketCheckpoints(addresses.parse(run_dir).below(contents.CHECKPOINTS), **keys)
+        store: Store = DirectoryStore(Path(run_dir) / contents.CHECKPOINTS)
+    else:
+        place = addresses.parse(run_dir).below(contents.CHECKPOINTS)
+        store = BucketStore(place) if claim is None else BucketStore(place, start=claim.nonce, before_commit=claim.send)
+    return Checkpoints(store, **keys)
 
 
-def _checkpoints_there(run_dir: str) -> SharedCheckpoints | None:
+def _checkpoints_there(run_dir: str) -> Checkpoints | None:
     """Return the checkpoints of another run; None if its directory has none."""
     with user_errors():
         there = addresses.is_remote(run_dir) or files.is_dir(Path(run_dir) / contents.CHECKPOINTS)
@@ -297,7 +300,7 @@ def _took_effect(run: Run, saved: Saved | None) -> bool:
     return skip == run.data.skip_batches and run.checkpoint.step in (0, step)
 
 
-def _verified(checkpoints: SharedCheckpoints, step: int, option: str = "checkpoint.step=", *,
+def _verified(checkpoints: Checkpoints, step: int, option: str = "checkpoint.step=", *,
               only_params: bool = False) -> Saved:
     """Return the requested checkpoint. Raises: ConfigError if it is missing or damaged."""
     steps = checkpoints.steps()

@@ -17,7 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from meshtrain import config, devices, files
 from meshtrain.checkpoint import adapters, ends, export, exports, new_folder, peft, pretrained, resume
-from meshtrain.checkpoint.shared import CheckpointError, Saved
+from meshtrain.checkpoint.saved import Saved
+from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.cluster import agree, find
 from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError

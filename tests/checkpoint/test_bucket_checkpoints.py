@@ -19,8 +19,9 @@ from stores import BUCKET, Fault, server, surroundings  # noqa: E402, F401
 from test_buckets import sent  # noqa: E402
 
 from meshtrain.checkpoint import new_folder, pieces  # noqa: E402
-from meshtrain.checkpoint.bucket import BucketCheckpoints  # noqa: E402
-from meshtrain.checkpoint.shared import CheckpointError  # noqa: E402
+from meshtrain.checkpoint.bucket import BucketStore  # noqa: E402
+from meshtrain.checkpoint.checkpoint import Checkpoints  # noqa: E402
+from meshtrain.checkpoint.store import CheckpointError, Save  # noqa: E402
 from meshtrain.config import ConfigError  # noqa: E402
 from meshtrain.run.rundir import LostClaimError  # noqa: E402
 from meshtrain.storage import addresses, copies, stores  # noqa: E402
@@ -47,10 +48,10 @@ def names(place: Address) -> list[str]:
     ((4, 2), P(None, ("a", "b")), (2, 4), P("a"))])
 def test_a_state_comes_back_bit_for_bit_onto_another_mesh(before, spec, after, there, place):
     state = make_state(mesh(*before), spec)
-    with BucketCheckpoints(place, start="a") as saving:
+    with Checkpoints(BucketStore(place, start="a")) as saving:
         saving.save(3, state, {"kept": [1, None]})
     wanted = abstract(make_state(mesh(*after), there))
-    with BucketCheckpoints(place, read_only=True) as reading:
+    with Checkpoints(BucketStore(place), read_only=True) as reading:
         found = reading.newest()
         assert (found.step, found.metadata) == (3, {"format": 4, "kept": [1, None]})
         same(found.restore(wanted), state)
@@ -67,10 +68,10 @@ def test_what_was_stored_in_bfloat16_is_read_as_float32_and_told(place, capsys):
     """Norms of earlier versions. The other way numbers would be rounded."""
     on = lambda spec: NamedSharding(mesh(2, 4), spec)
     narrow = jax.device_put(np.arange(24, dtype=np.float32).reshape(8, 3).astype("bfloat16"), on(P("b")))
-    with BucketCheckpoints(place, start="a") as saving:
+    with Checkpoints(BucketStore(place, start="a")) as saving:
         saving.save(1, {"params": {"w": narrow, "v": narrow.astype(np.float32)}}, {})
     form = lambda dtype: jax.ShapeDtypeStruct((8, 3), dtype, sharding=on(P("a")))
-    with BucketCheckpoints(place, read_only=True) as reading:
+    with Checkpoints(BucketStore(place), read_only=True) as reading:
         found = reading.restore(1, {"params": {"w": form(np.float32)}}, part=True)["params"]["w"]
         same(found, narrow.astype(np.float32))
         assert "has arrays in bfloat16 that are float32 in this version; they are read as float32: params/w" in capsys.readouterr().out
@@ -80,11 +81,11 @@ def test_what_was_stored_in_bfloat16_is_read_as_float32_and_told(place, capsys):
 
 def test_each_piece_that_is_needed_is_read_once_and_no_other(place, server):
     whole = jax.device_put(np.arange(640, dtype=np.float32).reshape(16, 40), NamedSharding(mesh(8, 1), P("a")))
-    with BucketCheckpoints(place, start="a") as saving:
+    with Checkpoints(BucketStore(place, start="a")) as saving:
         saving.save(1, {"params": {"w": whole}, "opt_state": {"mu": whole}}, {})
     objects = [name for name in names(place) if "/" in name]
     server.log.clear()
-    with BucketCheckpoints(place, read_only=True) as reading:
+    with Checkpoints(BucketStore(place), read_only=True) as reading:
         wanted = jax.ShapeDtypeStruct((16, 40), np.float32, sharding=NamedSharding(mesh(2, 4), P("b")))
         same(reading.restore(1, {"params": {"w": wanted}}, part=True)["params"]["w"], whole)
     read = [line.rpartition("/")[2] for line in server.of_content() if ".a-1/" in line]
@@ -133,7 +134,7 @@ def _shape(state, name: str):
 def test_what_is_kept_set_aside_and_left_over(place):
     state, told = make_state(mesh(2, 2), P("a")), []
     stores.write(place.below("7.other-1/0-0"), b"of a start that was killed")
-    with BucketCheckpoints(place, start="a", every=2, keep=2, tell=told.append) as checkpoints:
+    with Checkpoints(BucketStore(place, start="a"), every=2, keep=2, tell=told.append) as checkpoints:
         assert names(place) == [] and checkpoints.newest() is None and checkpoints.due(4) and not checkpoints.due(3)
         for step in (2, 4, 6):
             checkpoints.save(step, state, {"at": step})
@@ -157,7 +158,7 @@ def test_what_is_kept_set_aside_and_left_over(place):
 
 def test_a_checkpoint_of_which_any_bit_flips_is_set_aside_and_the_one_before_is_used(place):
     state, told = make_state(mesh(2, 2), P("a")), []
-    with BucketCheckpoints(place, start="a", tell=told.append) as checkpoints:
+    with Checkpoints(BucketStore(place, start="a"), tell=told.append) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, state, {})
         checkpoints.settle()
@@ -168,7 +169,7 @@ def test_a_checkpoint_of_which_any_bit_flips_is_set_aside_and_the_one_before_is_
             content[len(content) // 2] ^= 4
             stores.write(place.below(name), bytes(content))
             # in a reader of the run, and in the run, which may change it
-            with BucketCheckpoints(place, read_only=True, tell=told.append) as reading:
+            with Checkpoints(BucketStore(place), read_only=True, tell=told.append) as reading:
                 assert reading.newest().step == 1 and reading.steps() == [1, 2]
             with pytest.raises(CheckpointError, match=rf"is damaged \({name[6:]}: its checksum differs at byte"):
                 checkpoints.restore(2, abstract(state))
@@ -185,7 +186,7 @@ def test_a_checkpoint_of_which_any_bit_flips_is_set_aside_and_the_one_before_is_
 @pytest.mark.parametrize("objects, damage", [("/1.a-1/", {"damages": True}), ("/1.a-1/", {}), ("/1", {})])
 def test_what_is_damaged_on_its_way_is_read_again_and_condemns_no_checkpoint(objects, damage, place, server):
     state, told = make_state(mesh(2, 2), P("a")), []
-    with BucketCheckpoints(place, start="a", tell=told.append, keep=1) as checkpoints:
+    with Checkpoints(BucketStore(place, start="a"), tell=told.append, keep=1) as checkpoints:
         checkpoints.save(1, state, {})
         checkpoints.settle()
         for read in (checkpoints.newest, lambda: checkpoints.restore(1, abstract(state))):
@@ -198,7 +199,7 @@ def test_what_is_damaged_on_its_way_is_read_again_and_condemns_no_checkpoint(obj
 def test_of_an_object_without_weights_a_reader_of_weights_notices_nothing(place):
     on = NamedSharding(mesh(1, 1), P())
     large = jax.device_put(np.arange(64, dtype=np.float32), on)
-    with BucketCheckpoints(place, start="a") as checkpoints:
+    with Checkpoints(BucketStore(place, start="a")) as checkpoints:
         checkpoints.save(1, {"params": {"w": large}, "zeros": large}, {})
         checkpoints.settle()
         index = json.loads(stores.read(place.below("1")))
@@ -212,7 +213,7 @@ def test_of_an_object_without_weights_a_reader_of_weights_notices_nothing(place)
 def test_a_folder_whose_checkpoint_the_list_lacks_is_not_removed(unlisted, place, monkeypatch):
     """A store whose lists are stale."""
     state, real = make_state(mesh(1, 1), P()), stores.children
-    with BucketCheckpoints(place, start="a", keep=2) as checkpoints:
+    with Checkpoints(BucketStore(place, start="a"), keep=2) as checkpoints:
         for step in (2, 4):
             checkpoints.save(step, state, {})
         checkpoints.settle()
@@ -224,7 +225,7 @@ def test_a_folder_whose_checkpoint_the_list_lacks_is_not_removed(unlisted, place
         objects, folders = real(folder)
         return [name for name in objects if name != unlisted], folders
     monkeypatch.setattr(stores, "children", stale)
-    with BucketCheckpoints(place, start="b", keep=2) as checkpoints:
+    with Checkpoints(BucketStore(place, start="b"), keep=2) as checkpoints:
         assert names(place) == before
         checkpoints.save(6, state, {})
         checkpoints.settle()
@@ -233,18 +234,18 @@ def test_a_folder_whose_checkpoint_the_list_lacks_is_not_removed(unlisted, place
 
 def test_a_save_without_its_marker_is_no_checkpoint_and_a_second_marker_is_refused(place, monkeypatch):
     state, told = make_state(mesh(1, 1), P()), []
-    one = BucketCheckpoints(place, start="a", tell=told.append)
-    real = BucketCheckpoints._commit
-    monkeypatch.setattr(BucketCheckpoints, "_commit", lambda *_: (_ for _ in ()).throw(OSError("killed")))
+    one = Checkpoints(BucketStore(place, start="a"), tell=told.append)
+    real = BucketStore.commit
+    monkeypatch.setattr(BucketStore, "commit", lambda *_: (_ for _ in ()).throw(OSError("killed")))
     one.save(1, state, {})
     with pytest.raises(CheckpointError, match="step 1 not saved"):
         one.wait()
-    monkeypatch.setattr(BucketCheckpoints, "_commit", real)
-    assert one.steps() == [] and BucketCheckpoints(place, read_only=True).newest() is None
+    monkeypatch.setattr(BucketStore, "commit", real)
+    assert one.steps() == [] and Checkpoints(BucketStore(place), read_only=True).newest() is None
     one.save(1, state, {"by": "a"})
     one.settle()
-    two = BucketCheckpoints(place, start="b", tell=told.append)
-    two._step = 0
+    two = Checkpoints(BucketStore(place, start="b"), tell=told.append)
+    two._current = Save(0, 0, False)
     two.save(1, state, {"by": "b"})
     with pytest.raises(CheckpointError, match="another start has saved this step"):
         two.wait()
@@ -254,7 +255,7 @@ def test_a_save_without_its_marker_is_no_checkpoint_and_a_second_marker_is_refus
 def test_a_bucket_that_fails_is_waited_for_and_ends_no_run(place, server, monkeypatch):
     state, told = make_state(mesh(1, 1), P()), []
     monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,) * 3)
-    with BucketCheckpoints(place, start="a", tell=told.append) as checkpoints:
+    with Checkpoints(BucketStore(place, start="a"), tell=told.append) as checkpoints:
         server.faults += [Fault("/1.a-1/", 2, 503), Fault("/checkpoints/1", 1, 500)]
         checkpoints.save(1, state, {})
         checkpoints.wait()
@@ -277,7 +278,7 @@ def test_a_bucket_that_fails_is_waited_for_and_ends_no_run(place, server, monkey
 def test_the_third_save_in_a_row_that_a_bucket_refuses_stops_the_run(place, server):
     """An expired token: a launcher starts the run again, with another one."""
     state, told = make_state(mesh(1, 1), P()), []
-    checkpoints = BucketCheckpoints(place, start="a", tell=told.append)
+    checkpoints = Checkpoints(BucketStore(place, start="a"), tell=told.append)
     checkpoints.save(1, state, {})
     checkpoints.wait()
     server.faults += [Fault("/checkpoints/", 10**6, 403)]
@@ -288,15 +289,15 @@ def test_the_third_save_in_a_row_that_a_bucket_refuses_stops_the_run(place, serv
     server.faults.clear()
     refused = [line for line in told if "not saved" in line]
     assert len(refused) == 3 and all("nothing is saved since step 1" in line for line in refused)
-    assert BucketCheckpoints(place, start="b").newest().step == 1
+    assert Checkpoints(BucketStore(place, start="b")).newest().step == 1
 
 
 def test_a_server_that_fails_for_longer_than_the_limit_stops_the_run(place, server, monkeypatch):
     state, told = make_state(mesh(1, 1), P()), []
     monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,))
-    monkeypatch.setattr(BucketCheckpoints, "borne_s", 0.5)
+    monkeypatch.setattr(BucketStore, "borne_s", 0.5)
     began = time.monotonic()
-    checkpoints = BucketCheckpoints(place, start="a", tell=told.append)
+    checkpoints = Checkpoints(BucketStore(place, start="a"), tell=told.append)
     server.faults += [Fault(".a-", 10**6, 503)]
     with pytest.raises(CheckpointError, match="503.*; nothing is saved yet; .* saves in a row"):
         for step in range(1, 1000):
@@ -308,12 +309,12 @@ def test_a_server_that_fails_for_longer_than_the_limit_stops_the_run(place, serv
 
 def test_checkpoints_kept_for_ever_stay_in_a_bucket(place, server):
     state = make_state(mesh(1, 1), P())
-    with BucketCheckpoints(place, start="a", keep=1, keep_every=2) as checkpoints:
+    with Checkpoints(BucketStore(place, start="a"), keep=1, keep_every=2) as checkpoints:
         for step in range(1, 6):
             checkpoints.save(step, state, {"run": {"checkpoint": {"keep_every": 2}}})
         checkpoints.settle()
         assert checkpoints.steps() == [2, 4, 5]
-    with BucketCheckpoints(place, start="b", keep=1, keep_every=3) as checkpoints:
+    with Checkpoints(BucketStore(place, start="b"), keep=1, keep_every=3) as checkpoints:
         for step in range(6, 11):
             checkpoints.save(step, state, {"run": {"checkpoint": {"keep_every": 3}}})
         checkpoints.settle()
@@ -333,7 +334,7 @@ def test_a_start_that_lost_its_place_writes_and_removes_nothing(place):
     def check_claim():
         if lost:
             raise LostClaimError("run.dir was taken over by another start")
-    old = BucketCheckpoints(place, start="a", keep=1, check_claim=check_claim, tell=lambda line: None)
+    old = Checkpoints(BucketStore(place, start="a"), keep=1, check_claim=check_claim, tell=lambda line: None)
     old.save(1, state, {})
     old.wait()
     lost.append(True)

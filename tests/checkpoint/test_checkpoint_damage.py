@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.checkpoint import checkpoint
+from meshtrain.checkpoint.directory import DirectoryStore
 import meshtrain.files
 from checkpoints import abstract, files, flip, latest, make_state, mesh, names, run_processes
 
@@ -27,7 +28,7 @@ from checkpoints import abstract, files, flip, latest, make_state, mesh, names, 
 def two(tmp_path_factory):
     """A directory with the checkpoints 1 and 2."""
     directory = tmp_path_factory.mktemp("two")
-    with checkpoint.Checkpoints(directory) as checkpoints:
+    with checkpoint.Checkpoints(DirectoryStore(directory)) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, make_state(mesh(4, 2), P("a", "b"), seed=step), {"position": step})
     return directory
@@ -67,7 +68,7 @@ def test_a_flipped_bit_anywhere_in_the_checksums_themselves_is_noticed(tmp_path)
     for name in ("metadata.json", "manifest"):
         (place / name).write_text(name)
     checksums.write_text(json.dumps(meshtrain.files.checksums(place, [place / name for name in files(place)])))
-    checkpoints, whole = checkpoint.Checkpoints(tmp_path), checksums.read_bytes()
+    checkpoints, whole = checkpoint.Checkpoints(DirectoryStore(tmp_path)), checksums.read_bytes()
     assert not checkpoints.fault(2)
     for bit in range(8 * len(whole)):
         flip(checksums, bit)
@@ -126,12 +127,12 @@ def test_nothing_is_changed_in_the_directory_of_another_run(two):
         flip(directory / "2" / "metadata.json")
         (directory / ".3.saving").mkdir()
         told = []
-        assert checkpoint.Checkpoints(directory, read_only=True, tell=told.append).newest().step == 1
+        assert checkpoint.Checkpoints(DirectoryStore(directory), read_only=True, tell=told.append).newest().step == 1
         assert "damaged (metadata.json: its checksum differs); trying the one before" in told[0]
         assert names(directory) == [".3.saving", "1", "2"]
         flip(directory / "1" / "metadata.json")
         with pytest.raises(ValueError, match=r"only damaged ones \(1, 2\)"):
-            checkpoint.Checkpoints(directory, read_only=True, tell=told.append).newest()
+            checkpoint.Checkpoints(DirectoryStore(directory), read_only=True, tell=told.append).newest()
 
 
 class Bomb:
@@ -158,7 +159,7 @@ def test_no_file_of_a_checkpoint_is_unpickled(two, tmp_path):
             (place / "checksums.json").unlink()
             (place / "checksums.json").write_text(
                 json.dumps(meshtrain.files.checksums(place, [place / n for n in files(place)])))
-            checkpoints = checkpoint.Checkpoints(directory)
+            checkpoints = checkpoint.Checkpoints(DirectoryStore(directory))
             assert not checkpoints.fault(2)
             for read in (checkpoints.newest,
                          lambda: checkpoints.restore(2, abstract(make_state(mesh(4, 2), P("a", "b"))))):
@@ -195,7 +196,7 @@ def refusing(monkeypatch, code, name, times=10**6):
 def test_a_checkpoint_that_cannot_be_read_is_no_damaged_one_and_stays(two, monkeypatch, hurried, code, name):
     with copied(two) as directory:
         told = []
-        checkpoints = checkpoint.Checkpoints(directory, tell=told.append)
+        checkpoints = checkpoint.Checkpoints(DirectoryStore(directory), tell=told.append)
         with monkeypatch.context() as patched:
             refusing(patched, code, name)
             with pytest.raises(checkpoint.CheckpointError,
@@ -207,7 +208,7 @@ def test_a_checkpoint_that_cannot_be_read_is_no_damaged_one_and_stays(two, monke
 
 def test_a_directory_that_cannot_be_listed_holds_not_no_checkpoints(two, monkeypatch, hurried):
     with copied(two) as directory:
-        checkpoints = checkpoint.Checkpoints(directory)
+        checkpoints = checkpoint.Checkpoints(DirectoryStore(directory))
         refusing(monkeypatch, errno.ESTALE, directory.name)
         with pytest.raises(checkpoint.CheckpointError, match="cannot be read: Stale file handle"):
             checkpoints.newest()
@@ -216,7 +217,7 @@ def test_a_directory_that_cannot_be_listed_holds_not_no_checkpoints(two, monkeyp
 def test_a_file_system_that_comes_back_within_the_tries_is_not_even_told(two, monkeypatch, hurried):
     with copied(two) as directory:
         told = []
-        checkpoints = checkpoint.Checkpoints(directory, tell=told.append)
+        checkpoints = checkpoint.Checkpoints(DirectoryStore(directory), tell=told.append)
         for name in ("checksums.json", "metadata.json", directory.name):
             with monkeypatch.context() as patched:
                 asked = refusing(patched, errno.ESTALE, name, times=len(meshtrain.files.PAUSES_S))
@@ -227,13 +228,13 @@ def test_a_file_system_that_comes_back_within_the_tries_is_not_even_told(two, mo
 
 def test_arrays_that_cannot_be_read_are_no_mistake_of_the_user(two, monkeypatch):
     with copied(two) as directory:
-        checkpoints = checkpoint.Checkpoints(directory)
+        checkpoints = checkpoint.Checkpoints(DirectoryStore(directory))
         state = make_state(mesh(4, 2), P("a", "b"))
         def stale(*_, **__):
             raise ValueError("Error reading \"2/d/0\" [os_error_code='116'] [source locations='tensorstore/…']")
         for what in ("restore", "metadata"):    # tensorstore's errors are ValueErrors
             with monkeypatch.context() as patched:
-                patched.setattr(checkpoints._arrays, what, stale)
+                patched.setattr(checkpoints.store.arrays, what, stale)
                 with pytest.raises(checkpoint.CheckpointError,
                                    match="2 cannot be read, and nothing was changed: Stale file"):
                     checkpoints.restore(2, abstract(state))
@@ -252,7 +253,7 @@ def stat(path, *args, **options):
         raise OSError(failing[1], os.strerror(failing[1]), str(path))
     return real(path, *args, **options)
 os.stat = stat
-checkpoints = checkpoint.Checkpoints(directory, tell=lambda text: say("told", text))
+checkpoints = checkpoint.Checkpoints(DirectoryStore(directory), tell=lambda text: say("told", text))
 mine = sorted(json.loads(open(directory + "/2/checksums.json").read()))[index::2]
 for code in (116, 2):
     failing[:] = [mine[0], code] if index == 1 else []

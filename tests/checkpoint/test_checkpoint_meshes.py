@@ -7,6 +7,7 @@ import pytest
 
 from meshtrain import assembly, config
 from meshtrain.checkpoint import checkpoint
+from meshtrain.checkpoint.directory import DirectoryStore
 from checkpoints import ROOT, assert_same_bits, flip, run_processes, values
 
 MESHES = [
@@ -33,7 +34,7 @@ def trained(tmp_path_factory):
     spec = assemble("zero3", dict(data=2, fsdp=2, tensor=2)).program.step.state
     draw = lambda x: np.asarray(0.05 * rng.random(x.shape) if x.dtype == jnp.float32 else np.full(x.shape, 3), x.dtype)
     saved = jax.tree.map(draw, spec.abstract)
-    with checkpoint.Checkpoints(directory) as checkpoints:
+    with checkpoint.Checkpoints(DirectoryStore(directory)) as checkpoints:
         checkpoints.save(3, jax.device_put(saved, spec.sharding), {})
     return directory, saved
 
@@ -42,7 +43,7 @@ def losses_after_restoring(directory, rule, sizes):
     made, losses = assemble(rule, sizes), []
     with jax.set_mesh(made.mesh):
         step = made.program.compile()
-        state = checkpoint.Checkpoints(directory, read_only=True).restore(3, made.program.step.state.abstract)
+        state = checkpoint.Checkpoints(DirectoryStore(directory), read_only=True).restore(3, made.program.step.state.abstract)
     for n in range(3, 8):
         tokens = np.random.default_rng(n).integers(0, 256, (8, 17)).astype("int32")
         index = np.tile(np.arange(16, dtype="int32"), (8, 1))
@@ -58,7 +59,7 @@ def test_a_state_saved_on_one_mesh_is_the_same_bits_on_another(trained, rule, si
     directory, saved = trained
     made = assemble(rule, sizes)
     abstract = made.program.step.state.abstract
-    checkpoints = checkpoint.Checkpoints(directory, read_only=True)
+    checkpoints = checkpoint.Checkpoints(DirectoryStore(directory), read_only=True)
     state = checkpoints.restore(checkpoints.newest().step, abstract)
     assert_same_bits(jax.device_get(state), saved)
     for got, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
@@ -75,13 +76,13 @@ def test_a_run_goes_on_alike_on_six_other_meshes(trained):
 
 
 def test_two_processes_save_and_one_restores_and_the_other_way_round(tmp_path):
-    with checkpoint.Checkpoints(tmp_path) as checkpoints:
+    with checkpoint.Checkpoints(DirectoryStore(tmp_path)) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, jax.tree.map(jnp.asarray, values(step)), {"from": "one"})
     flip(tmp_path / "2" / "metadata.json")
     (tmp_path / ".9.saving" / "state").mkdir(parents=True)
     body = r"""
-with checkpoint.Checkpoints(directory, keep=2, tell=lambda text: say("told", text)) as checkpoints:
+with checkpoint.Checkpoints(DirectoryStore(directory), keep=2, tell=lambda text: say("told", text)) as checkpoints:
     say("latest", checkpoints.newest().step)
     check(1, "b", "a")
     checkpoints.save(3, state(3), {"from": "two"})
@@ -125,7 +126,7 @@ say("left", sorted(os.listdir(directory)))
                    *(f"told {failed.replace('step 4', f'step {n}')}{full}" for n in later),
                    f"raised {later[7]}{stops}",
                    "left ['2.damaged', '3', '5']"]  # fmt: skip
-    checkpoints = checkpoint.Checkpoints(tmp_path, read_only=True)
+    checkpoints = checkpoint.Checkpoints(DirectoryStore(tmp_path), read_only=True)
     assert checkpoints.newest().step == 5
     wanted = values(5)
     got = checkpoints.restore(5, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), wanted))

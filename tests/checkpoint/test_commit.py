@@ -10,7 +10,8 @@ import pytest
 from etils import epath
 
 from benchmarks import commit as benchmark
-from meshtrain.checkpoint import checkpoint, commit, shared
+from meshtrain.checkpoint import checkpoint, commit, saved
+from meshtrain.checkpoint.directory import DirectoryStore
 from checkpoints import files, flip
 
 COUNT = 64
@@ -30,14 +31,14 @@ def written(tmp_path_factory):
         real = commit.files.checksums
         watched.setattr(commit.files, "checksums",
                         lambda where, paths, **how: real(where, [opened.append(path) or path for path in paths], **how))
-        commit.commit(place, COUNT, json.dumps({"format": shared.FORMAT}),
+        commit.commit(place, COUNT, json.dumps({"format": saved.FORMAT}),
                       lambda folder: handler.finalize(epath.Path(folder)))
     return directory, whole, [str(path.relative_to(place)) for path in opened]
 
 
 def test_what_64_processes_wrote_is_whole_and_every_file_has_its_checksum(written):
     directory, whole, _ = written
-    checkpoints = checkpoint.Checkpoints(directory, read_only=True)
+    checkpoints = checkpoint.Checkpoints(DirectoryStore(directory), read_only=True)
     assert checkpoints.newest().step == 7
     forms = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in whole.items()}
     state = checkpoints.restore(7, forms)
@@ -49,7 +50,7 @@ def test_what_64_processes_wrote_is_whole_and_every_file_has_its_checksum(writte
 
 def test_a_flipped_bit_in_the_files_of_any_process_is_found(written):
     directory, _, _ = written
-    checkpoints = checkpoint.Checkpoints(directory, read_only=True)
+    checkpoints = checkpoint.Checkpoints(DirectoryStore(directory), read_only=True)
     for index in (0, 31, 63):
         path = directory / "7" / "state" / f"ocdbt.process_{index}" / "manifest.ocdbt"
         flip(path)

@@ -9,6 +9,7 @@ import pytest
 
 from meshtrain import train
 from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.run import contents as run_contents
 from test_commands import call, contents, finished, home, in_a_directory_of_its_own, refused, rows, tiny  # noqa: F401
 
@@ -65,7 +66,7 @@ def test_a_new_run_begins_with_or_without_the_optimizers_state(along, tiny, fini
     was, now = rows(finished)[-1]["val_loss"], rows(tmp_path / "new")[-1]["val_loss"]
     assert abs(now - was) < 1e-5, "a step of 1e-12 moves nothing, and the held-out split is the same"
     assert contents(finished) == before
-    checkpoints = Checkpoints(tmp_path / "new" / "checkpoints", read_only=True)
+    checkpoints = Checkpoints(DirectoryStore(tmp_path / "new" / "checkpoints"), read_only=True)
     stored = checkpoints.arrays(2)
     counts = [leaf for path, leaf in jax.tree.leaves_with_path(checkpoints.restore(2, stored)["opt_state"])
               if "count" in jax.tree_util.keystr(path)]

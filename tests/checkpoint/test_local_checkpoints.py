@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain import train
 from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.checkpoint.local import LocalCheckpoints
 from meshtrain.config import ConfigError
 from meshtrain.journal.journal import Journal
@@ -246,7 +247,7 @@ def crashing(monkeypatch):
 
 
 def state_of(directory, step):
-    checkpoints = Checkpoints(Path(directory) / "checkpoints", read_only=True)
+    checkpoints = Checkpoints(DirectoryStore(Path(directory) / "checkpoints"), read_only=True)
     return checkpoints.restore(step, checkpoints.arrays(step))
 
 

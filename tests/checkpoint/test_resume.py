@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from meshtrain import config, files
-from meshtrain.checkpoint import checkpoint, exports, resume, shared
+from meshtrain.checkpoint import checkpoint, exports, resume
+from meshtrain.checkpoint.directory import DirectoryStore
+from meshtrain.checkpoint.saved import Saved
 from meshtrain.config import ConfigError
 from meshtrain.data.documents import tokenizer
 from meshtrain.journal import metrics, rows
@@ -39,7 +41,7 @@ DATA = {"fingerprint": "f", "tokenizer": ["bytes", 256], "position": {}}
 
 def saved(directory, run, *steps, data=DATA):
     """Checkpoints as a run would leave them."""
-    with checkpoint.Checkpoints(directory / "checkpoints") as checkpoints:
+    with checkpoint.Checkpoints(DirectoryStore(directory / "checkpoints")) as checkpoints:
         for step in steps:
             checkpoints.save(step, {"w": jnp.ones(3)}, rundir.metadata(run, "# rules", data))
     rows = "".join(f'{{"step": {step}}}\n' for step in range(1, max(steps) + 3))
@@ -47,7 +49,7 @@ def saved(directory, run, *steps, data=DATA):
 
 
 def found(directory, *more) -> resume.Start:
-    return resume.find(run_in(directory, *more), checkpoint.Checkpoints(directory / "checkpoints"))
+    return resume.find(run_in(directory, *more), checkpoint.Checkpoints(DirectoryStore(directory / "checkpoints")))
 
 
 @pytest.fixture
@@ -115,9 +117,9 @@ RULES = '[params]\nembed = ["data", "fsdp"]\n'
 def test_a_file_that_changes_under_its_name_is_recorded(tmp_path, key, name, before, after, told):
     section, field = key.split(".")
     run = run_in(tmp_path).replaced(**{section: {field: name}})
-    with checkpoint.Checkpoints(tmp_path / "checkpoints") as checkpoints:
+    with checkpoint.Checkpoints(DirectoryStore(tmp_path / "checkpoints")) as checkpoints:
         checkpoints.save(2, {"w": jnp.ones(3)}, rundir.metadata(run, before, DATA, {key: before}))
-    start = resume.find(run, checkpoint.Checkpoints(tmp_path / "checkpoints"), named={key: after})
+    start = resume.find(run, checkpoint.Checkpoints(DirectoryStore(tmp_path / "checkpoints")), named={key: after})
     assert [change[0] for change in start.changes] == [key] * told
     assert all(value.startswith(f"{name} (") for change in start.changes for value in change[1:])
     assert len({*start.changes[0][1:]}) == 2 if told else True
@@ -125,7 +127,7 @@ def test_a_file_that_changes_under_its_name_is_recorded(tmp_path, key, name, bef
 
 def test_a_file_of_another_name_with_the_same_content_is_no_change(tmp_path):
     saved(tmp_path, run_in(tmp_path), 2)
-    here = checkpoint.Checkpoints(tmp_path / "checkpoints")
+    here = checkpoint.Checkpoints(DirectoryStore(tmp_path / "checkpoints"))
     other = run_in(tmp_path, "--sharding.rules", "sharding_rules/ddp.toml")
     assert resume.find(other, here, named={"sharding.rules": "# rules of another spelling"}).changes == ()
     assert resume.find(other, here, named={"sharding.rules": RULES}).changes == (
@@ -139,7 +141,7 @@ def test_a_line_of_the_changes_that_is_none_is_told_and_stays_and_forbids_nothin
     path.write_text(change + line + "\n" * (line != '{"torn'))
     for _ in range(2):
         run = run_in(two, "--optimizer.learning_rate", 1e-4)
-        with checkpoint.Checkpoints(two / "checkpoints") as checkpoints:
+        with checkpoint.Checkpoints(DirectoryStore(two / "checkpoints")) as checkpoints:
             resume.begin(run, resume.find(run, checkpoints), checkpoints, None, "# rules")
     assert (f"{path}: this version cannot read 1 of its lines" in capfd.readouterr().err) == bool(line)
     lines = path.read_text().split("\n")
@@ -152,7 +154,7 @@ def test_what_ended_documents_ends_them_where_the_run_file_names_nothing(tmp_pat
     """Also of a run that began before data.eos followed the model folder."""
     run = run_in(tmp_path, f"--data.eos={given}")
     saved(tmp_path, run_in(tmp_path, f"--data.eos={was}"), 2)
-    start = resume.find(run, checkpoint.Checkpoints(tmp_path / "checkpoints"))
+    start = resume.find(run, checkpoint.Checkpoints(DirectoryStore(tmp_path / "checkpoints")))
     assert resume.in_force(run, start).data.eos == stays
     assert start.changes == ((("data.eos", was, given),) if given else ())
 
@@ -201,7 +203,7 @@ def same(a, b):
 
 
 def at(step, data, **more):
-    return resume.Start(shared.Saved(None, step,
+    return resume.Start(Saved(None, step,
                                          {"data": {"position": json.loads(json.dumps(data.position(step)))}}), **more)
 
 
@@ -252,7 +254,7 @@ def test_the_same_command_goes_on_and_another_answer_goes_back_again(two):
     back = ("--checkpoint.step", 2, "--data.skip_batches", 3, "--optimizer.learning_rate", 1e-4)
     start = found(two, *back)
     assert (start.step, start.back, start.skip_batches) == (2, True, 3)
-    with checkpoint.Checkpoints(two / "checkpoints") as checkpoints:
+    with checkpoint.Checkpoints(DirectoryStore(two / "checkpoints")) as checkpoints:
         resume.begin(run_in(two, *back), start, checkpoints, None, "# rules")
     start = found(two, *back)   # killed before its first checkpoint
     assert (start.step, start.back, start.skip_batches) == (2, False, 3)
@@ -270,7 +272,7 @@ def test_the_same_command_goes_on_and_another_answer_goes_back_again(two):
     start = found(two, *back[:2], "--data.skip_batches", 9, *back[4:])
     assert (start.step, start.back, start.skip_batches) == (2, True, 9)
     settings = two / "config.toml"
-    start = resume.find(config.load([str(settings)]), checkpoint.Checkpoints(two / "checkpoints"))
+    start = resume.find(config.load([str(settings)]), checkpoint.Checkpoints(DirectoryStore(two / "checkpoints")))
     assert (start.step, start.skip_batches) == (5, 0), "the settings that were written are those in force"
 
 
@@ -288,7 +290,7 @@ def test_a_directory_that_cannot_be_written_before_the_first_step_is_one_message
         raise OSError(code, os.strerror(code))
     monkeypatch.setattr(place, call, refused)
     run = run_in(two, "--checkpoint.step", 2)
-    with checkpoint.Checkpoints(two / "checkpoints") as checkpoints:
+    with checkpoint.Checkpoints(DirectoryStore(two / "checkpoints")) as checkpoints:
         with pytest.raises(raised, match=f"run.dir={two} cannot be written: {os.strerror(code)}; "):
             resume.begin(run, resume.find(run, checkpoints), checkpoints, None, "# rules")
     assert len(tries) == (2 if raised is files.FileSystemError else 1)
@@ -301,7 +303,7 @@ def test_the_way_back_loses_nothing_and_is_recorded_once(two, capfd):
     more = ("--checkpoint.step", 2, "--optimizer.learning_rate", 1e-4, "--data.skip_batches", 7)
     run = run_in(two, *more)
     for _ in range(2):      # the second: killed before its first checkpoint
-        with checkpoint.Checkpoints(two / "checkpoints") as checkpoints:
+        with checkpoint.Checkpoints(DirectoryStore(two / "checkpoints")) as checkpoints:
             start = resume.find(run, checkpoints)
             resume.begin(run, start, checkpoints, None, "# rules")
     told = capfd.readouterr().out
@@ -335,12 +337,12 @@ def test_a_newest_checkpoint_that_cannot_be_read_is_no_obstacle_on_the_way_back(
 def test_behind_a_damaged_newest_one_the_fast_tier_is_asked_again(two, local_has, goes_on_from):
     class Local:
         def newest(self, after, wanted):
-            return shared.Saved(self, local_has, metadata) if local_has > after else None
+            return Saved(self, local_has, metadata) if local_has > after else None
 
     metadata = {"format": 3} | rundir.metadata(run_in(two), "# rules", DATA)
     flip(two / "checkpoints" / "4" / "metadata.json")
     local = Local()
-    start = resume.find(run_in(two), checkpoint.Checkpoints(two / "checkpoints"), local)
+    start = resume.find(run_in(two), checkpoint.Checkpoints(DirectoryStore(two / "checkpoints")), local)
     assert (start.step, start.is_of(local)) == (goes_on_from, goes_on_from == local_has)
 
 
@@ -351,7 +353,7 @@ def test_a_new_run_takes_the_step_that_it_names_of_another(two, tmp_path):
     for step, want in ((0, 4), (2, 2)):
         run = run_in(tmp_path / "new", "--checkpoint.init_from", two, "--checkpoint.step", step)
         assert resume.source(two, step, "checkpoint.init_from").step == want
-        assert resume.find(run, checkpoint.Checkpoints(tmp_path / "new" / "checkpoints")).step == 0
+        assert resume.find(run, checkpoint.Checkpoints(DirectoryStore(tmp_path / "new" / "checkpoints"))).step == 0
     with pytest.raises(ConfigError, match="checkpoint.step=3 is not saved"):
         resume.source(two, 3, "checkpoint.init_from")
     saved(tmp_path / "new", run, 1)

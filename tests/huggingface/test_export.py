@@ -16,6 +16,7 @@ from folders import EIGHT, GOLDENS, NAMES, ONE, ROOT, Loaded, contents
 from meshtrain import config, files, train
 from meshtrain.commands import convert
 from meshtrain.checkpoint import checkpoint, export, pretrained
+from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.checkpoint.ends import Ends
 from meshtrain.huggingface import folder, safetensors, settings
 from meshtrain.run import trees
@@ -246,7 +247,7 @@ def test_what_was_trained_is_exported_by_run_and_command_and_read_back(tiny, tmp
     theirs = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (theirs["model_type"], theirs["bos_token_id"], theirs["eos_token_id"]) == ("llama", 256, 256)    # of bytes
     back = Loaded(tmp_path / "out", *EIGHT)
-    checkpoints = checkpoint.Checkpoints(tmp_path / "run" / "checkpoints", read_only=True)
+    checkpoints = checkpoint.Checkpoints(DirectoryStore(tmp_path / "run" / "checkpoints"), read_only=True)
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])),
                           back.params)

@@ -12,6 +12,8 @@ from folders import contents
 from meshtrain import config, files, train
 from meshtrain.commands import convert
 from meshtrain.checkpoint import checkpoint, export, exports, new_folder, pretrained
+from meshtrain.checkpoint.directory import DirectoryStore
+from meshtrain.checkpoint.store import Save
 from meshtrain.config import ConfigError
 from meshtrain.storage import addresses
 
@@ -131,14 +133,14 @@ def test_exports_later_than_a_step_are_renamed_and_none_is_overwritten(tmp_path)
 
 
 def test_checkpoints_whose_exports_are_missing_stay_for_a_while_and_make_room_where_a_save_fails(tmp_path):
-    saved = checkpoint.Checkpoints(tmp_path, keep=2)
+    saved = checkpoint.Checkpoints(DirectoryStore(tmp_path), keep=2)
     for step in range(1, 8):
         (tmp_path / str(step)).mkdir()
     saved.is_needed = lambda step: step in (1, 2, 3, 7)
-    saved._retire(7)
+    saved._clean_after(Save(7, 1, False), 0)
     assert saved.steps() == [2, 3, 6, 7], "as many more as keep, the newest"
     saved._failed = 1
-    saved._retire(7)
+    saved._clean_after(Save(7, 1, False), 0)
     assert saved.steps() == [6, 7]
 
 

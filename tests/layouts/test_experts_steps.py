@@ -11,6 +11,7 @@ from sampling import GRID
 
 from meshtrain import assembly
 from meshtrain.checkpoint import checkpoint
+from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.cost.program import audit
 from meshtrain.model import moe
 from meshtrain.parallel.experts import dispatch
@@ -122,11 +123,11 @@ def test_a_checkpoint_of_one_layout_of_experts_goes_on_in_others(tmp_path, other
     first, steps = Trained("expert over fsdp", tmp_path / "rules.toml"), range(3, 6)
     state, _ = first.train(first.fresh(), range(3))
     saved = jax.device_get(state)
-    with checkpoint.Checkpoints(tmp_path / "checkpoints") as checkpoints:
+    with checkpoint.Checkpoints(DirectoryStore(tmp_path / "checkpoints")) as checkpoints:
         checkpoints.save(3, state, {})
     _, wanted = first.train(state, steps)
     trained = Trained(other, tmp_path / "other.toml")
-    restored = checkpoint.Checkpoints(tmp_path / "checkpoints", read_only=True).restore(
+    restored = checkpoint.Checkpoints(DirectoryStore(tmp_path / "checkpoints"), read_only=True).restore(
         3, trained.spec.abstract)
     assert_same_bits(saved, jax.device_get(restored))
     _, found = trained.train(restored, steps)

@@ -12,6 +12,7 @@ from checkpoints import assert_same_bits
 from meshtrain import assembly, config
 from meshtrain import hardware
 from meshtrain.checkpoint import checkpoint
+from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import flops, footprint, price, rates
 from meshtrain.cost.formulas.placed import Options, place
@@ -140,11 +141,11 @@ def test_a_checkpoint_goes_from_stages_to_none_and_to_other_stages(tmp_path):
     first = assembly.assemble(run := made_of(tmp_path, THREE, MODELS[TWO], 4), devices(run)).program
     with jax.set_mesh(first.step.mesh):
         state = first.initialize()
-    with checkpoint.Checkpoints(tmp_path / "checkpoints") as kept:
+    with checkpoint.Checkpoints(DirectoryStore(tmp_path / "checkpoints")) as kept:
         kept.save(1, state, {})
     for name in ("", SPLIT):
         other = assembly.assemble(run := made_of(tmp_path, name, MODELS[TWO], 4), devices(run)).program
-        restored = checkpoint.Checkpoints(tmp_path / "checkpoints", read_only=True).restore(
+        restored = checkpoint.Checkpoints(DirectoryStore(tmp_path / "checkpoints"), read_only=True).restore(
             1, other.step.state.abstract)
         assert_same_bits(jax.device_get(state), jax.device_get(restored))
 

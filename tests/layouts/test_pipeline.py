@@ -13,6 +13,7 @@ import pytest
 
 from meshtrain import assembly, config
 from meshtrain.checkpoint import checkpoint
+from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.parallel.pipeline import schedules
 from test_layouts import MODEL, RULES, T
 
@@ -45,12 +46,12 @@ def test_state_goes_from_any_number_of_stages_and_chunks_to_any_other(tmp_path):
     first = program("zero1", dict(stage=2, data=2), schedule="interleaved")
     with jax.set_mesh(first.step.mesh):
         state = first.initialize()
-    with checkpoint.Checkpoints(tmp_path / "c") as kept:
+    with checkpoint.Checkpoints(DirectoryStore(tmp_path / "c")) as kept:
         kept.save(1, state, {"run": ""})
     for rule, mesh, more in (("ddp", dict(fsdp=1), {}), ("ddp", dict(stage=4), {}),
                              ("zero3", dict(stage=3, fsdp=2), {})):
         other = program(rule, mesh, **more)
-        with checkpoint.Checkpoints(tmp_path / "c") as kept:
+        with checkpoint.Checkpoints(DirectoryStore(tmp_path / "c")) as kept:
             restored = kept.restore(1, other.step.state.abstract)
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(state))
 

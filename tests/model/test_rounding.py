@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import meshtrain as mt
 from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.checkpoint.local import LocalCheckpoints
 from meshtrain.model.params import ParamInfo
 from meshtrain.names import MATMUL_ROLES
@@ -132,7 +133,7 @@ def test_a_checkpoint_with_norms_in_bfloat16_is_read_as_float32_and_told(trained
     old = dataclasses.replace(run.state, params=jax.tree.map(
         lambda x: x.astype(jnp.bfloat16) if narrow(next(leaves)) else x, run.state.params))
     expected = [np.asarray(x, np.float32) for x in jax.tree.leaves(jax.device_get(old))]
-    with Checkpoints(tmp_path / "shared", every=1) as shared:
+    with Checkpoints(DirectoryStore(tmp_path / "shared"), every=1) as shared:
         shared.save(20, old, {"run": {}})
         shared.wait()
         by_shared = shared.restore(20, wanted)
@@ -152,7 +153,7 @@ def test_a_checkpoint_with_norms_in_bfloat16_is_read_as_float32_and_told(trained
     # the other way a number would be rounded
     narrower = dataclasses.replace(wanted, params=jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16, sharding=a.sharding), wanted.params))
-    with Checkpoints(tmp_path / "new", every=1) as saving:
+    with Checkpoints(DirectoryStore(tmp_path / "new"), every=1) as saving:
         saving.save(20, run.state, {"run": {}})
         with pytest.raises(ValueError, match="final_norm/scale: float32.* in the checkpoint, bfloat16"):
             saving.settle()

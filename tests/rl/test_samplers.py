@@ -20,6 +20,7 @@ from test_rl import drawn, killed_at, place, ran, rows, timeless, words  # noqa:
 
 from meshtrain import config, files, sample, train
 from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.inference.generate import Completion
 from meshtrain.journal.journal import Journal
 from meshtrain.launch import samplers
@@ -151,17 +152,17 @@ def test_of_a_run_with_adapters_only_they_are_sent_with_each_version(place, two_
     with Beside(directory):
         ran(*more, "--training.steps=3")
     assert versions(directory) == [0, 0, 1] and rows(directory)[0]["mismatch_max"] < 1e-4
-    sent, kept = (set(trees.leaves_of(Checkpoints(path, read_only=True).arrays(number)))
+    sent, kept = (set(trees.leaves_of(Checkpoints(DirectoryStore(path), read_only=True).arrays(number)))
                   for path, number in ((there.weights, 1), (there.frozen, apart.FROZEN)))
     assert len(sent) == 14 and all("/lora/" in name for name in sent) and not any("/lora/" in one for one in kept)
-    assert sent | kept == set(trees.leaves_of(Checkpoints(directory / "checkpoints", read_only=True).arrays(
+    assert sent | kept == set(trees.leaves_of(Checkpoints(DirectoryStore(directory / "checkpoints"), read_only=True).arrays(
         3, only_params=True)))
 
 
 def test_frozen_weights_are_written_once_and_again_where_they_are_others(tmp_path):
     orders = apart.Orders.__new__(apart.Orders)
     orders.place, orders.document = apart.SamplerFiles(tmp_path), {}
-    orders.frozen = apart.SentWeights(Checkpoints(orders.place.frozen, keep=1), lambda params: params)
+    orders.frozen = apart.SentWeights(Checkpoints(DirectoryStore(orders.place.frozen), keep=1), lambda params: params)
     written = []
     for value in (1.0, 1.0, 2.0):
         digest = orders._save_frozen({"w": jnp.full(3, value)})

@@ -215,7 +215,7 @@ def test_rows_that_a_bucket_refused_are_sent_by_the_next_start(server, tiny, mon
         tampering(patched, lambda: [time.sleep(0.5), server.faults.extend(
             Fault(f"rows-kept/{name}", 10**6, 403) for name in ("metrics", "history", "checkpoints"))])
         done = call(train.main, *words, "--run.dir", there)
-    step = re.search(r"goes on from step (\d+), which these hosts have", done.err)
+    step = re.search(r"resumes from step (\d+), which these hosts have", done.err)
     server.faults.clear()
     assert done.code == 1 and step and len(kept_rows(there)) < int(step[1]), done.err
     again = ran(*words, "--run.dir", there)

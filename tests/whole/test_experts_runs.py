@@ -12,6 +12,7 @@ from test_lora_runs import paths, ran, saved
 from meshtrain import assembly, config, train
 from meshtrain.checkpoint import adapters, init_from
 from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.data import sources
 from meshtrain.data.batches import packing
 from meshtrain.run import bias_warmup
@@ -127,7 +128,7 @@ def test_runs_whose_mlps_cannot_become_experts_are_refused(runs, tiny, source, w
 
 def test_a_dense_run_with_biases_in_its_mlps_is_refused(runs):
     """Experts have none, and would not compute what the MLPs did."""
-    source = Checkpoints(runs / "dense" / "checkpoints", read_only=True)
+    source = Checkpoints(DirectoryStore(runs / "dense" / "checkpoints"), read_only=True)
     saved = source.open(2)
     saved.metadata["run"]["model"]["mlp_bias"] = True
     with pytest.raises(ValueError, match="the MLPs of the dense run have biases"):
@@ -137,7 +138,7 @@ def test_a_dense_run_with_biases_in_its_mlps_is_refused(runs):
 
 
 def test_parameters_of_another_run_that_this_one_lacks_are_named(runs, capsys):
-    saved = Checkpoints(runs / "experts" / "checkpoints", read_only=True).open(2)
+    saved = Checkpoints(DirectoryStore(runs / "experts" / "checkpoints"), read_only=True).open(2)
     params = saved.param_shapes()
     adapters.warn_left_out(saved, params)
     assert not capsys.readouterr().out

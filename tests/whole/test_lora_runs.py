@@ -11,13 +11,14 @@ from folders import contents
 from meshtrain import train
 from meshtrain.commands import convert
 from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.checkpoint.directory import DirectoryStore
 
 LORA = ("--lora.rank", "3", "--lora.alpha", "7", "--optimizer.learning_rate", "0.02")
 
 
 def saved(directory, step):
     """The parameters of a step, on one device."""
-    checkpoints = Checkpoints(directory / "checkpoints", read_only=True)
+    checkpoints = Checkpoints(DirectoryStore(directory / "checkpoints"), read_only=True)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), checkpoints.arrays(step))
     return jax.device_get(checkpoints.restore(step, wanted))
