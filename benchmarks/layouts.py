@@ -22,7 +22,8 @@ from meshtrain.commands import plan
 from meshtrain import hardware
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import rates
-from meshtrain.cost.formulas.placed import Options, place
+from meshtrain.cost.formulas.options import Options
+from meshtrain.cost.formulas.place import place
 from meshtrain.cost.formulas.price import Price, price
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.cost.program import roofline

@@ -12,7 +12,9 @@ from meshtrain import config, flags, hardware
 from meshtrain.cluster import agree, programs
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import assumptions, footprint, price, rates, simulate
-from meshtrain.cost.formulas.placed import Options, Placed, place
+from meshtrain.cost.formulas.options import Options
+from meshtrain.cost.formulas.place import place
+from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.program import audit, scheduling
 from meshtrain.inference import placement
 from meshtrain.model import mlp, transformer

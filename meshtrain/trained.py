@@ -20,7 +20,7 @@ from meshtrain.checkpoint import adapters, ends, pretrained, resume
 from meshtrain.checkpoint.saved import Saved
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import decode
-from meshtrain.cost.formulas.placed import place
+from meshtrain.cost.formulas.place import place
 from meshtrain.data import sources
 from meshtrain.data.documents import tokenizer
 from meshtrain.huggingface import folder, settings

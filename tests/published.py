@@ -11,7 +11,9 @@ from meshtrain import hardware
 from meshtrain.config import run_file
 from meshtrain.config.sections import Model
 from meshtrain.cost.formulas.assumptions import TABLE, Assumptions
-from meshtrain.cost.formulas.placed import Attended, Framework, Options, place
+from meshtrain.cost.formulas.options import Attended, Options
+from meshtrain.cost.formulas.place import place
+from meshtrain.cost.formulas.placed import Framework
 from meshtrain.cost.formulas.price import price
 from meshtrain.cost.formulas.rates import Rates
 from meshtrain.model import transformer

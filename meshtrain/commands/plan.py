@@ -20,7 +20,8 @@ from meshtrain import assembly, config
 from meshtrain import hardware
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import assumptions, decode, rates
-from meshtrain.cost.formulas.placed import Options, place
+from meshtrain.cost.formulas.options import Options
+from meshtrain.cost.formulas.place import place
 from meshtrain.cost.planner import gap, search
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.huggingface import folder as model_folder

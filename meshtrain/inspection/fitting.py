@@ -9,7 +9,7 @@ from meshtrain import assembly, hardware
 from meshtrain.assembly import Design
 from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import assumptions, footprint, rates
-from meshtrain.cost.formulas.placed import Options
+from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.rates import Rates
 from meshtrain.hardware import Gpu
 from meshtrain.shipped import rule_file

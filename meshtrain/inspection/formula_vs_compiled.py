@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from meshtrain import hardware
 from meshtrain.assembly import Assembly
 from meshtrain.cost.formulas import flops, footprint, traffic
-from meshtrain.cost.formulas.placed import Options
+from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.program import audit, sources
 from meshtrain.inspection import expect
 from meshtrain.units import size

@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))       # b
 
 from benchmarks import experts, gpu_speed  # noqa: E402
 from meshtrain.cost.formulas import traffic
-from meshtrain.cost.formulas.placed import Options, place  # noqa: E402
+from meshtrain.cost.formulas.options import Options  # noqa: E402
+from meshtrain.cost.formulas.place import place  # noqa: E402
 from meshtrain.names import BALANCED_ROWS  # noqa: E402
 
 LAYER = experts.Shape("a layer", 64, 48, 16, 4, (4,))

@@ -6,7 +6,8 @@ import pytest
 from meshtrain import config, devices
 from meshtrain import hardware
 from meshtrain.cost.formulas.assumptions import Assumptions
-from meshtrain.cost.formulas.placed import Options, place
+from meshtrain.cost.formulas.options import Options
+from meshtrain.cost.formulas.place import place
 from meshtrain.cost.formulas.price import stage_costs
 from meshtrain.cost.formulas.rates import Rates
 from meshtrain.cost.program import compile

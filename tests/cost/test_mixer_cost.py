@@ -8,7 +8,8 @@ import pytest
 from meshtrain import config, hardware
 from meshtrain.cost.formulas import flops, footprint, price, rates, recurrences, traffic
 from meshtrain.cost.formulas.assumptions import Assumptions
-from meshtrain.cost.formulas.placed import Attended, Options, place
+from meshtrain.cost.formulas.options import Attended, Options
+from meshtrain.cost.formulas.place import place
 from meshtrain.model import transformer
 from meshtrain.names import LAYERS, LEADING
 from meshtrain.sharding import rules

@@ -15,7 +15,8 @@ from meshtrain.config import run_file, shipped
 from meshtrain.config.sections import Model
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import simulate
-from meshtrain.cost.formulas.placed import Options, place
+from meshtrain.cost.formulas.options import Options
+from meshtrain.cost.formulas.place import place
 from meshtrain.cost.planner import search
 from meshtrain.cost.formulas.price import bubble_s, price, stage_costs
 from meshtrain.cost.formulas.rates import Rates

@@ -11,7 +11,8 @@ import pytest
 from meshtrain import assembly, config
 from meshtrain.commands import plan
 from meshtrain.cost.formulas import routed, traffic
-from meshtrain.cost.formulas.placed import Options, place
+from meshtrain.cost.formulas.options import Options
+from meshtrain.cost.formulas.place import place
 from meshtrain.cost.planner import search
 from meshtrain.cost.program import audit
 from meshtrain.kernels import grouped

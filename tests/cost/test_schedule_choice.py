@@ -16,7 +16,7 @@ from meshtrain import assembly, config, train
 from meshtrain.commands import inspect
 from meshtrain import hardware
 from meshtrain.cost.formulas import footprint
-from meshtrain.cost.formulas.placed import Options
+from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.program import audit, compile, hlo
 from meshtrain.cost.program import memory as program_memory
 from meshtrain.inspection import memory, report

@@ -12,7 +12,8 @@ import sampling
 from meshtrain import assembly, config
 from meshtrain.commands import plan
 from meshtrain.cost.formulas import footprint
-from meshtrain.cost.formulas.placed import Options, place
+from meshtrain.cost.formulas.options import Options
+from meshtrain.cost.formulas.place import place
 from meshtrain.cost.planner import search
 from meshtrain.cost.formulas.price import price
 from meshtrain.cost.program import compile

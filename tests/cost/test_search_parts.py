@@ -9,7 +9,7 @@ import pytest
 
 from meshtrain.commands import plan
 from meshtrain.cost.formulas import footprint, simulate
-from meshtrain.cost.formulas.placed import place
+from meshtrain.cost.formulas.place import place
 from meshtrain.cost.formulas.price import Links
 from meshtrain.cost.planner import gap, search
 from meshtrain.parallel.pipeline import schedules

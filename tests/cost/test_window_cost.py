@@ -9,7 +9,7 @@ import test_roofline
 from meshtrain import assembly, config
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import flops, rates
-from meshtrain.cost.formulas.placed import place
+from meshtrain.cost.formulas.place import place
 from meshtrain.model import transformer
 from meshtrain.names import AXES
 from meshtrain.sharding import rules

@@ -14,7 +14,7 @@ from meshtrain import assembly, config, hardware, trained
 from meshtrain.commands import inspect, plan
 from meshtrain.cost.formulas import decode, traffic
 from meshtrain.cost.formulas.assumptions import Assumptions
-from meshtrain.cost.formulas.placed import place
+from meshtrain.cost.formulas.place import place
 from meshtrain.cost.formulas.rates import Rates
 from meshtrain.cost.program import audit, compile
 from meshtrain.inference import cache, placement

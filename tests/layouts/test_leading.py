@@ -15,7 +15,8 @@ from meshtrain.checkpoint import checkpoint
 from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import flops, footprint, price, rates
-from meshtrain.cost.formulas.placed import Options, place
+from meshtrain.cost.formulas.options import Options
+from meshtrain.cost.formulas.place import place
 from meshtrain.model import transformer
 from meshtrain.names import LEADING
 from meshtrain.sharding import rules

@@ -13,7 +13,8 @@ import traced
 
 from meshtrain import assembly, config
 from meshtrain.cost.formulas import flops, footprint, traffic
-from meshtrain.cost.formulas.placed import Options, place
+from meshtrain.cost.formulas.options import Options
+from meshtrain.cost.formulas.place import place
 from meshtrain.inspection import memory
 from meshtrain.model import lora, transformer
 from meshtrain.model.layers import Execution

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 
 from meshtrain import hardware
 from meshtrain.cost.formulas.mixers import Mixer
-from meshtrain.cost.formulas.placed import GATHER, SCATTER, SUM, Placed
+from meshtrain.cost.formulas.placed import Placed
+from meshtrain.cost.formulas.sizes import GATHER, SCATTER, SUM
 from meshtrain.cost.formulas.price import Links
 from meshtrain.cost.formulas.rates import Rates
 from meshtrain.cost.formulas.traffic import FLOAT32, Sent

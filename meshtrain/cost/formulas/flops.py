@@ -15,7 +15,9 @@ from collections.abc import Iterable
 from meshtrain import pattern
 from meshtrain.config.sections import Model
 from meshtrain.cost.formulas import routed
-from meshtrain.cost.formulas.placed import Options, Placed, Product
+from meshtrain.cost.formulas.options import Options
+from meshtrain.cost.formulas.placed import Placed
+from meshtrain.cost.formulas.sizes import Product
 from meshtrain.parallel.context.attention import value_dim
 
 

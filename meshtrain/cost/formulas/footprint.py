@@ -10,7 +10,9 @@ from __future__ import annotations
 from meshtrain import pattern
 from meshtrain.cost.formulas import recurrences, routed
 from meshtrain.cost.formulas.mixers import Mixer
-from meshtrain.cost.formulas.placed import GATHER, SCATTER, Options, Placed
+from meshtrain.cost.formulas.options import Options
+from meshtrain.cost.formulas.placed import Placed
+from meshtrain.cost.formulas.sizes import GATHER, SCATTER
 from meshtrain.model import parts
 from meshtrain.parallel.pipeline import schedules, stages
 

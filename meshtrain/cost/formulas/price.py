@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from meshtrain import pattern
 from meshtrain.cost.formulas import flops, footprint, rates, recurrences, routed, traffic
 from meshtrain.cost.formulas.mixers import Mixer
-from meshtrain.cost.formulas.placed import Options, Placed
+from meshtrain.cost.formulas.options import Options
+from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.formulas.rates import DeviceGroup, Matmul, Rates
 from meshtrain.cost.formulas.simulate import Costs
 from meshtrain.kernels import mosaic, mosaic_grouped

@@ -14,7 +14,7 @@ from meshtrain import hardware, pattern
 from meshtrain.config.sections import Run
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import flops
-from meshtrain.cost.formulas.placed import Attended
+from meshtrain.cost.formulas.options import Attended
 from meshtrain.parallel.context import attention
 
 TILE = 128 * 256        # elements of the output that one multiprocessor makes at a time, in the largest tiles of cuBLAS

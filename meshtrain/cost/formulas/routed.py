@@ -9,7 +9,9 @@ import dataclasses
 import math
 
 from meshtrain import pattern
-from meshtrain.cost.formulas.placed import GATHER, Options, Placed, ordered
+from meshtrain.cost.formulas.options import Options
+from meshtrain.cost.formulas.placed import Placed
+from meshtrain.cost.formulas.sizes import GATHER, ordered
 from meshtrain.kernels import grouped, tiles
 from meshtrain.parallel.experts import all_to_all, dispatch
 

@@ -11,7 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from meshtrain.cost.formulas import routed
-from meshtrain.cost.formulas.placed import GATHER, SUM, Axes, Options, Placed, Product, WeightMove
+from meshtrain.cost.formulas.options import Options
+from meshtrain.cost.formulas.placed import Placed
+from meshtrain.cost.formulas.sizes import GATHER, SUM, Axes, Product, WeightMove
 from meshtrain.names import AXES
 from meshtrain.sharding.rules import GATHERED
 

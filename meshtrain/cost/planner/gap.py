@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from meshtrain.cost.formulas.placed import GATHER, SCATTER
+from meshtrain.cost.formulas.sizes import GATHER, SCATTER
 from meshtrain.cost.formulas.price import RECOMPUTED, Links, matmul_s
 from meshtrain.cost.planner.search import Answer, Plan, Question
 from meshtrain.names import AXES

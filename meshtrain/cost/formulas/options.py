@@ -1,0 +1,45 @@
+"""The settings of a step other than the layout, as the formulas read them."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from meshtrain.config.sections import Run
+from meshtrain.parallel.context import recurrence
+
+
+@dataclasses.dataclass(frozen=True)
+class Attended:
+    """The work of a run's attention.
+
+    visited: pairs that kernels visit as a fraction of the causal half, by mixer; mixers that are not listed have 1.
+    engine: the attention engine, by its name in `assumptions`. documents: whether pairs across documents are skipped.
+    """
+    visited: Mapping[str, float]
+    engine: str
+    documents: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The settings of a step other than the layout. schedule: the pipeline schedule; "" without stages."""
+    seq_len: int
+    global_batch: int
+    microbatches: int = 1
+    remat: str = "none"
+    schedule: str = ""
+    chunks: int = 1
+    method: str = "ring"
+    attended: Attended = dataclasses.field(default_factory=lambda: Attended({}, "cudnn"))
+    loss_chunk: int = 2048
+    optimizer_bytes: float = 8  # optimizer state per parameter
+    dispatch: str = "auto"      # how tokens reach their experts
+    recurrence: str = "xla"     # engine of recurrences: xla, pallas
+
+    @classmethod
+    def of(cls, run: Run, gpu: str = "", **more) -> Options:
+        """Return the options of a run file. gpu: the GPU's name in the hardware table, which determines the engine of
+        recurrences."""
+        return cls(run.data.seq_len, run.data.global_batch, run.training.microbatches, run.training.remat,
+                   method=run.context.method, loss_chunk=run.training.loss_chunk, dispatch=run.experts.dispatch,
+                   recurrence=recurrence.engine_name(run, gpu), **more)

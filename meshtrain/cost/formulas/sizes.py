@@ -1,0 +1,95 @@
+"""Records of what one device holds, multiplies and moves, in elements. `place` fills them; they are independent of the
+batch."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from meshtrain.names import AXES
+
+Axes = tuple[str, ...]
+GATHER, SCATTER, SUM, EXCHANGE = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """Matrices of one layer, or the head, that multiply the same input: [tokens, k] × [k, n], in sizes of one device.
+    The products of experts are in `routed`.
+
+    row: mesh axes that shard k; the result is summed over them. outward: the result is added to the residual stream.
+    unread: fraction of these layers whose backward does not read the result. trained: the matrices have gradients.
+    share: fraction of the layers that have them. router: computed in float32, on tokens sharded as the residual stream.
+    expands: attention expands latents with these matrices, in the forward and again in the backward. whole_inputs: the
+    cotangent of the mixer's input is not sharded, because the mixer's inward matrices are not.
+    """
+    k: float
+    n: float
+    row: Axes = ()
+    outward: bool = False
+    unread: float = 0.0
+    trained: bool = True
+    share: float = 1.0
+    router: bool = False
+    expands: bool = False
+    whole_inputs: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightMove:
+    """Elements of weights or gradients in one collective over `axes`.
+
+    kind: the collective, as HLO spells it. part: "layers", "experts" or "routers": elements of one layer, moved in each
+    pass through it. "ends": elements of embedding and head, moved in each microbatch. "update": elements moved once a
+    step: gradients that [grads] does not shard, and new weights. "lookup": number of tables whose rows are exchanged
+    with every token (all-to-all), or whose cotangents are gathered (all-gather).
+    """
+    kind: str
+    part: str
+    axes: Axes
+    elements: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Numbers of elements of parameters on one device, or of bytes where a field's name or text says so.
+
+    stored: sharded as [optimizer]; updated: the trained ones among them; layers_stored: those of layers. layers_read:
+    elements of layers, sharded as [params]. grads: gradient accumulators of all parameters; ends_grads: those of
+    embedding and head. transposed: bytes of weights that XLA transposes because they are not gathered along their first
+    dim. used: elements that the matmuls of a stage, embedding and head read; trained: the trained ones among them;
+    cast: those that microbatches read from a copy in the compute dtype. moved: bytes of the copy that [params] shards
+    differently from [optimizer].
+    """
+    stored: float = 0.0
+    stored_bytes: float = 0.0
+    updated: float = 0.0
+    layers_stored: float = 0.0
+    layers_read: float = 0.0
+    grads: float = 0.0
+    ends_grads: float = 0.0
+    transposed: float = 0.0
+    used: float = 0.0
+    trained: float = 0.0
+    cast: float = 0.0
+    moved: float = 0.0
+
+    def with_leading(self, leading: Held) -> Held:
+        """Return the sum of these and the leading layers' numbers. layers_stored and layers_read remain those of the
+        stages."""
+        return Held(**{name: value + (0 if name.startswith("layers_") else getattr(leading, name))
+                       for name, value in dataclasses.asdict(self).items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSizes:
+    """The sizes of one layer on one device: its products, the elements of its parameters and of its largest matrix.
+    depth: number of layers in a stage."""
+    products: tuple[Product, ...]
+    used: float
+    largest: float
+    depth: int
+
+
+def ordered(axes: Iterable[str]) -> Axes:
+    """Return mesh axes in the order of the mesh."""
+    return tuple(a for a in AXES if a in axes)
