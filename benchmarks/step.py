@@ -41,6 +41,7 @@ from meshtrain.journal.journal import Flops, Journal
 from meshtrain.journal.metrics import MetricsWriter
 from meshtrain.journal.progress import Progress
 from meshtrain.run import loop
+from meshtrain.run.feeds import BatchFeed
 from meshtrain.training.optimizer import learning_rate_schedule
 
 ROUNDS, STEPS = 15, 4
@@ -196,7 +197,7 @@ def looped(name: str, run, made, carry, compiled, corpus, directory) -> Contesta
             kept = SimpleNamespace(write=lambda row: (rows.append(row), writer.write(row)))
             with contextlib.redirect_stdout(io.StringIO()):
                 log = Journal(this, kept, Progress(last), Flops(0.0))
-                feed = loop.Stream(made.program, corpus, int(carry[0].step))
+                feed = BatchFeed(this, made.program, corpus, int(carry[0].step))
                 carry[0], _ = loop.train(made.program, compiled, carry[0], feed, last, log, (),
                                          loop.Stop(SimpleNamespace(number=None)))
         return sum(row["step_time_s"] for row in rows[warm_up:]) / n, None

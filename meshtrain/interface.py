@@ -23,7 +23,7 @@ with say.without_noise():       # of a CUDA plugin without a GPU
     import jax
 import numpy as np
 
-from meshtrain import assembly, config, elastic, given, parity, scratch, shown, train, trained
+from meshtrain import assembly, config, elastic, given, parity, scratch, shown, starts, train, trained
 from meshtrain import devices as local_devices
 from meshtrain.checkpoint import ends, pretrained, resume
 from meshtrain.commands import inspect as inspect_command, plan as plan_command
@@ -198,7 +198,7 @@ class Experiment:
             train.check_memory(self.made)
             with jax.set_mesh(self.made.mesh), config.user_errors():
                 given = pretrained.opened(self.run, self.made.model)
-                self._state = train.with_weights(self.made, given, assembly.initialize(self.made))
+                self._state = starts.with_weights(self.made, given, assembly.initialize(self.made))
         return self._state
 
     @state.setter

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import json
 import math
@@ -31,12 +30,10 @@ if __name__ == "__main__":
         importlib.import_module("jax")
 
 import jax
-import jax.numpy as jnp
 
-from meshtrain import assembly, config, devices, elastic, files, hardware, shipped, trained
-from meshtrain.checkpoint import ends, exports, init_from, pretrained, resume
+from meshtrain import assembly, config, devices, elastic, files, hardware, shipped, starts, trained, training_data
+from meshtrain.checkpoint import ends, exports, pretrained, resume
 from meshtrain.checkpoint.checkpoint import Checkpoints
-from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.checkpoint.local import LocalCheckpoints
 from meshtrain.checkpoint.saved import BackgroundSaves, Saved
 from meshtrain.cluster import agree, find, meet, watch
@@ -44,13 +41,8 @@ from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import flops
 from meshtrain.data import sources
-from meshtrain.data.batches import opened, packing, preferences, prompts
-from meshtrain.data.cache import parts
 from meshtrain.data.documents import tokenizer as tokenizers
-from meshtrain.data.documents.contracts import Batches
 from meshtrain.files import FileSystemError
-from meshtrain.huggingface import folder
-from meshtrain.inference import sync
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
@@ -61,18 +53,19 @@ from meshtrain.journal.guards import Halt, TooManyRollbacks
 from meshtrain.journal.journal import Flops, Journal
 from meshtrain.journal.progress import Progress
 from meshtrain.journal.spikes import MAX_ROLLBACKS, LossSpike, Spikes
-from meshtrain.model import params as model_params
 from meshtrain.rewards import workers
-from meshtrain.run import apart, bias_warmup, bucket, contents, dpo_reference, loop, replicas, rollouts, rundir
-from meshtrain.run.apart import Orders, SentWeights
-from meshtrain.run.hooks import RewardValidation, Trace, ValidationHook
+from meshtrain.run import bias_warmup, bucket, contents, loop, rundir
+from meshtrain.run.feeds import BatchFeed
+from meshtrain.run.hooks import Trace
+from meshtrain.run.loop import Feed
 from meshtrain.run.replicas import Replicas, ReplicasDiffer
-from meshtrain.run.rollouts import RolloutError, Rollouts
+from meshtrain.run.rollouts import RolloutError
 from meshtrain.run.stops import DONE, FAILED, STOPPED, USER_ERROR
 from meshtrain.sharding import rules
 from meshtrain.storage import addresses, copies, mirror
 from meshtrain.training import objective
 from meshtrain.training.state import State
+from meshtrain.training_data import Opened
 from meshtrain.units import counted, size
 
 PEERS_STOP_S = 3.0      # a stop signal for a run reaches all its processes within this time
@@ -146,7 +139,7 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
         if start.step >= run.training.steps:
             if start.is_of(local):      # run.dir has no checkpoint of the last step
                 with watch.phase("last checkpoint", "save"):
-                    checkpoints.save(start.step, _start_state(made, start, None), start.saved.metadata)
+                    checkpoints.save(start.step, starts.start_state(made, start, None), start.saved.metadata)
                     checkpoints.wait()
             say.out(f"{run.run.dir} is finished: it has {start.step} of training.steps={run.training.steps} steps; "
                     "increase training.steps to continue")
@@ -261,35 +254,38 @@ class _Session:
 def _train(session: _Session, start: resume.Start) -> int:
     """Train from `start` to the end, with rollbacks of loss spikes if configured. Return the exit code."""
     run, account = session.run, session.attempt.account
-    given, batches = _open(session, start)
+    given, data = _open(session, start)
     say.out(report.before(session.made))
     state = _begun(session, start, given)
-    batches = _prepared(session, start, batches, state)
-    _compile(session, batches)
+    feed = training_data.of_run(run).feed(
+        Opened(session.made, session.corpus, data, session.ends, session.directory, session.checkpoints.check_claim,
+               account), start, state)
+    _compile(session, feed)
     session.begin(start)
     if start.saved is None:
         pretrained.keep_companions(run, session.directory)
     _price(session.made, session.step, session.directory)
     if start.saved is None and run.experts.bias_warmup:     # a stop request here ends the process without saving
+        assert isinstance(feed, BatchFeed)
         with account.count_as("start"), watch.phase("evening out the experts", watch.UNLIMITED), \
                 phases.phase("evening out the experts"):
             state = agree.everywhere(lambda: bias_warmup.balanced(
-                session.made.program, session.step, state, batches, run.experts.bias_warmup,
+                session.made.program, session.step, state, feed.data, run.experts.bias_warmup,
                 lambda: assembly.initialize(session.made)))
     with account.count_as("rest"), stops.deferred() as listener:
         spikes, stop = Spikes(run, start.kept("spikes")), loop.Stop(listener, session.claim)
         while True:
             try:
-                state, done, val_loss = _steps(session, state, batches, start, spikes, stop)
+                state, done, val_loss = _steps(session, state, feed, start, spikes, stop)
                 break
             except LossSpike as found:
                 spike = (found.step, str(found))
             state = None    # free the memory for the restored state
-            start, state, batches = _back_before(session, start, spikes, *spike)
+            start, state, feed = _back_before(session, start, spikes, *spike)
             spikes = Spikes(run, start.kept("spikes"), start.rollbacks)
         missing = _saved(session, done)
-        if run.rl.lag and done == run.training.steps:
-            batches.orders.finish()
+        if done == run.training.steps:
+            feed.finish()
         code = STOPPED if done < run.training.steps else FAILED if missing else DONE
         session.attempt.end(listener.ending(done == run.training.steps), code=code)
     if done < run.training.steps:
@@ -306,13 +302,14 @@ def _train(session: _Session, start: resume.Start) -> int:
 
 def _open(session: _Session, start: resume.Start):
     """Open the corpus, and tokenize it if needed. Return (the model folder that a new run starts from, or None; the
-    batches from `start` on)."""
+    batches from `start` on, or prompts)."""
     run, made = session.run, session.made
     # tokenizing may take hours
     with session.attempt.account.count_as("data"), watch.phase("opening the data", watch.UNLIMITED), \
             phases.phase("opening the data"):
         given = None if start.saved else agree.everywhere(lambda: pretrained.opened(run, made.model))
-        session.corpus, batches = agree.everywhere(lambda: _open_data(run, session.directory, start))
+        session.corpus, data = agree.everywhere(
+            lambda: training_data.of_run(run).open(run, session.directory, start))
         with config.user_errors():
             session.ends = ends.together(lambda: ends.of_run(run, session.origin))
             sample_prompt(run, session.corpus.tokenizer)        # reports a mistake before the first step
@@ -321,7 +318,7 @@ def _open(session: _Session, start: resume.Start):
         say.out(f"note: {session.ends.note}")
     agree.same_everywhere("the data", session.corpus.fingerprint)
     agree.same_everywhere("the content of addresses", copies.identities())
-    return given, batches
+    return given, data
 
 
 def _begun(session: _Session, start: resume.Start, given) -> State:
@@ -330,88 +327,14 @@ def _begun(session: _Session, start: resume.Start, given) -> State:
             watch.phase("restore" if start.saved else "initialization", "restore"), \
             phases.phase(f"restoring step {start.step}" if start.saved else "initializing the weights" if fresh else
                          "loading the weights"):
-        return agree.everywhere(lambda: _start_state(session.made, start, given))
+        return agree.everywhere(lambda: starts.start_state(session.made, start, given))
 
 
-def _prepared(session: _Session, start: resume.Start, batches, state: State) -> Batches | Rollouts:
-    """Return the training batches. For DPO they have the margins of the reference model (the weights that the run
-    starts from). For RL the result samples answers to the prompts."""
-    if session.run.training.objective == "rl":
-        return agree.everywhere(lambda: _rollouts(session, start, batches, state))
-    if session.run.training.objective != "dpo":
-        return batches
-    weights = None if start.saved else state.params
-    with session.attempt.account.count_as("data"), watch.phase("reference log-probabilities", watch.UNLIMITED), \
-            phases.phase("computing the reference log-probabilities"):
-        return agree.everywhere(lambda: dpo_reference.with_references(
-            session.run, session.made.program, batches, session.corpus, session.directory, weights))
-
-
-def _rollouts(session: _Session, start: resume.Start, found: prompts.Prompts, state: State) -> Rollouts:
-    run, tokenizer, found_ends = session.run, session.corpus.tokenizer, session.ends
-    words = Words(tokenizer.decode, tuple(dict.fromkeys((*run.rl.stop, *found_ends.stops))), found_ends.ids)
-    sampler = trained.beside(session.made, found.longest_with_answer(run.rl.max_tokens))
-    position = start.saved and start.saved.metadata["data"]["position"]
-    feed = Rollouts(run, session.made.program, found, words, sampler, session.directory, position)
-    feed.ends = found_ends.shown(tokenizer)
-    if run.lora.rank:
-        if run.rl.kl:       # each step donates the base model's buffers to the next one, so read them from the state
-            of = session.made.model.divided
-            zeros = jax.tree.map(jnp.zeros_like, of(state.params)[0])
-            feed.reference = lambda params: model_params.joined(zeros, of(params)[1])
-    else:                   # every checkpoint names the origin, because rl.kl may be set in a later start
-        fresh = [replicas.digest(state.params), run.checkpoint.step] if start.saved is None else []
-        feed.origin = fresh or (position or {}).get("origin") or []
-        if run.rl.kl:
-            kept = _reference(session.made, start, state, feed.origin[1] if feed.origin else 0)
-            digest = replicas.digest(kept)
-            if feed.origin and feed.origin[0] != digest:
-                raise ConfigError(f"checkpoint.init_from={json.dumps(run.checkpoint.init_from)} has other weights than "
-                                  f"those that the run in {run.run.dir} started from, the reference of rl.kl; give "
-                                  f"the original weights, or another run.name")
-            feed.reference, feed.origin = lambda _: kept, feed.origin or [digest, 0]
-    if run.rl.lag:
-        feed.orders = _orders(session, found, words, position)
-    return feed
-
-
-def _orders(session: _Session, found: prompts.Prompts, words: Words, position: dict | None) -> Orders:
-    """Return the exchange with separate samplers, which continues at the position of the checkpoint."""
-    run = session.run
-    place, document = apart.SamplerFiles(session.directory), rundir.metadata(run, session.made.layout.rules.text, {})
-    checkpoints = functools.partial(Checkpoints, check_claim=session.checkpoints.check_claim)
-    sent = SentWeights(checkpoints(DirectoryStore(place.weights), keep=run.rl.lag + 2), _cast(session.made))
-    frozen = SentWeights(checkpoints(DirectoryStore(place.frozen), keep=1),
-                         _cast(session.made, frozen=True)) if run.lora.rank else None
-    return Orders(run, found, words, sent, document, (position or {}).get("queue", ()), frozen)
-
-
-def _cast(made: assembly.Assembly, frozen: bool = False) -> Callable[[dict], dict]:
-    """Return a function: all weights -> the trained (or frozen) ones, cast to the dtypes of samplers."""
-    dtype = jnp.dtype(made.run.model.compute_dtype)
-    part = lambda params: made.model.divided(params)[1 if frozen else 0]
-    if all(info.dtype == sync.read_dtype(info, dtype) for info in made.model.parameters() if info.trainable != frozen):
-        return part         # no cast and no copy
-    return jax.jit(lambda params: part(sync.cast(made.model, params, dtype)),
-                   out_shardings=jax.tree.map(lambda leaf: leaf.sharding, part(made.state_shapes.params)))
-
-
-def _reference(made: assembly.Assembly, start: resume.Start, state: State, step: int) -> dict:
-    """Return a copy of the weights that the run started from. step: of the checkpoint in checkpoint.init_from that has
-    them; 0: the newest."""
-    if start.saved is None:
-        return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=jax.tree.map(
-            lambda leaf: leaf.sharding, state.params))(state.params)
-    # Without an optimizer state, for which there may be no memory.
-    fresh = State(state.step, assembly.initialize_params(made), {})
-    return with_weights(made, pretrained.opened(made.run, made.model), fresh, step=step, init_optimizer=False).params
-
-
-def _compile(session: _Session, batches: Batches) -> None:
+def _compile(session: _Session, feed: Feed) -> None:
     """Compile the step, the evaluation if there are held-out documents, and the check of replicas."""
     with session.attempt.account.count_as("compile"), watch.phase("compile", "compile"), \
             phases.phase("compiling", "compiled in"):
-        if batches.validation:
+        if feed.evaluates:
             session.made = agree.everywhere(lambda: assembly.compile_evaluation(session.made))
         session.step = agree.everywhere(lambda: assembly.compile_step(session.made))
         session.replicas = _replicas(session.made)
@@ -446,7 +369,7 @@ def _replicas(made: assembly.Assembly) -> Replicas | None:
     return found and found.compile()
 
 
-def _steps(session: _Session, state: State, batches: Batches, start: resume.Start, spikes: Spikes,
+def _steps(session: _Session, state: State, feed: Feed, start: resume.Start, spikes: Spikes,
            stop: loop.Stop) -> tuple[State, int, float | None]:
     """Run the loop from `start` on, with its hooks and writers. Return (state, number of steps, last validation loss).
     Raises: LossSpike if the run has to roll back."""
@@ -454,25 +377,21 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
     checkpoints, local = session.checkpoints, session.local
 
     def metadata(number: int) -> dict:
-        data = resume.data_metadata(session.corpus, batches, number, session.ends)
+        data = resume.data_metadata(session.corpus, feed, number, session.ends)
         return {**rundir.metadata(run, made.layout.rules.text, data, session.named), "spikes": spikes.as_saved()}
 
     def saving(saves: BackgroundSaves, due: Callable[[int, bool], bool]) -> loop.Hook:
         return loop.Hook(due, lambda number, state: {"checkpoint_wait_s": saves.save(number, state, metadata(number))},
                          part="checkpoint")
 
-    learns_of_rewards = isinstance(batches, Rollouts)
-    validation = RewardValidation(run, batches, stop) if learns_of_rewards else ValidationHook(
-        run, made.program, batches, stop)
-    feed = batches if learns_of_rewards else loop.Stream(made.program, batches, start.step)
+    validation = feed.validation(stop)
     with (metrics.open_writers(run, directory, start.step, start.leaves_the_course,
                                made.mesh.local_devices) as writer,
           Progress(run.training.steps, _memory(made, session.step)) as progress,
           Trace(run.metrics.profile_steps, directory / contents.TENSORBOARD, start.step) as trace,
           account.count_as(goodput.LOOP)):
         log = Journal(run, writer, progress, _flops(made), account, spikes, agree.exchange(socket.gethostname()))
-        if learns_of_rewards:
-            batches.begin(log, stop.reached)
+        feed.begin(log, stop.reached)
         if start.rollbacks:
             log.add({"rollbacks": start.rollbacks, "skipped_batches": start.skip_batches})
         shared = lambda number, ending: ending or checkpoints.due(number)
@@ -493,9 +412,9 @@ def _steps(session: _Session, state: State, batches: Batches, start: resume.Star
 
 
 def _back_before(session: _Session, start: resume.Start, spikes: Spikes, spiked: int,
-                 why: str) -> tuple[resume.Start, State, Batches]:
-    """Roll back to the newest checkpoint before the spike. Return (the new start, its state, the batches without those
-    between that checkpoint and the spike). Raises: TooManyRollbacks."""
+                 why: str) -> tuple[resume.Start, State, Feed]:
+    """Roll back to the newest checkpoint before the spike. Return (the new start, its state, the feed without the
+    batches between that checkpoint and the spike). Raises: TooManyRollbacks."""
     run = session.run
     if spikes.rollbacks >= MAX_ROLLBACKS:
         raise TooManyRollbacks(f'{why}, and the run has already rolled back {MAX_ROLLBACKS} times, the maximum; lower '
@@ -507,10 +426,10 @@ def _back_before(session: _Session, start: resume.Start, spikes: Spikes, spiked:
                 f"(training.loss_spike=\"rollback\", {spikes.rollbacks + 1} of {MAX_ROLLBACKS})")
         new = dataclasses.replace(new, rollbacks=spikes.rollbacks + 1)
         session.attempt.go_back(new.step)
-        state, batches = agree.everywhere(lambda: (_start_state(session.made, new, None),
-                                                   _batches(run, session.corpus, new)))
+        state, batches = agree.everywhere(lambda: (starts.start_state(session.made, new, None),
+                                                   training_data.batches_from(run, session.corpus, new)))
         session.begin(new)
-    return new, state, batches
+    return new, state, BatchFeed(run, session.made.program, batches, new.step)
 
 
 def _price(made: assembly.Assembly, step, directory: Path) -> None:
@@ -548,72 +467,6 @@ def _flops(made: assembly.Assembly) -> Flops:
     peak = gpu and gpu.peak(run.model.compute_dtype)
     return Flops(tokens * flops.model_flops_per_token(made.model.parameters(), run.model, run.data.seq_len),
                  peak * made.mesh_spec.num_devices if peak else None)
-
-
-def check_source(run: Run) -> None:
-    """Check that the run's objective can train on its data. Raises: ConfigError."""
-    if run.data.source == "preferences" and objective.of_run(run).data != "pairs":
-        raise ConfigError('data.source="preferences" has pairs of answers, which only training.objective="dpo" '
-                          'supports; use this objective, or another source')
-
-
-def _open_data(run: Run, directory: Path, start: resume.Start) -> tuple[sources.Corpus, Batches | prompts.Prompts]:
-    """Open the run's data, and tokenize it if needed. Return (corpus, batches from `start` on, or prompts for RL)."""
-    d = run.data
-    check_source(run)
-    if d.source == "prompts":
-        with config.user_errors():
-            corpus, found = prompts.open_prompts(
-                d, vocab_size=run.model.vocab_size, seed=run.run.seed, longest=d.seq_len - run.rl.max_tokens + 1,
-                folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
-        resume.check_tokenizer(run, start, corpus.tokenizer)
-        resume.check_data(run, start, corpus.fingerprint)
-        resume.check_prompts(run, start, found.digest)
-        rollouts.check(run, found)
-        for note in sources.notes(corpus.tokenizer, run.model.vocab_size):
-            say.out(f"note: {note}")
-        say.out(f"{counted(len(found.prompts), 'prompt')} to train on, {len(found.held)} held out, of up to "
-                f"{found.longest} tokens")
-        return corpus, found
-    with config.user_errors():
-        described = sources.describe(d, vocab_size=run.model.vocab_size,
-                                     folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
-        resume.check_tokenizer(run, start, described.tokenizer)     # checked before hours of tokenizing
-        corpus = sources.corpus_of(described, described.open(directory / sources.CACHE, parts.Job(
-            say.out, show=say.live if say.is_live() else None)))
-        resume.check_data(run, start, corpus.fingerprint)
-        for line in (preferences if d.source == "preferences" else packing).notes(d, corpus):
-            say.out(line)
-        return corpus, _batches(run, corpus, start)
-
-
-def _batches(run: Run, corpus: sources.Corpus, start: resume.Start) -> Batches:
-    return resume.position(start, lambda position: opened.open_corpus(run.data, corpus, run.run.seed, position))
-
-
-def _start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
-    """Return the initial state: restored from a checkpoint, loaded from a model folder or another run, or random.
-    given: from `_open`."""
-    if start.saved is not None:
-        with config.user_errors():
-            state = start.saved.restore(made.state_shapes)
-        source = start.saved.checkpoints
-        say.out(f"resuming after step {start.step}" + (
-            f", kept in {source.name}" if isinstance(source, LocalCheckpoints) else ""))
-        return state
-    return with_weights(made, given, assembly.initialize(made))
-
-
-def with_weights(made: assembly.Assembly, given, state: State, **keys) -> State:
-    """Return the initialized state with the weights that the run starts from, if there are any. keys: values of
-    [checkpoint] that replace the run's."""
-    run = made.run.replaced(checkpoint=keys)
-    if given:
-        pretrained.tell(given[0])
-        return State(state.step, pretrained.load(*given, made.model.places(), state.params), state.opt_state)
-    if run.checkpoint.init_from:
-        return init_from.initial_state(run, made.model, made.layout, made.mesh, made.state_shapes, state)
-    return state
 
 
 def sample_prompt(run: Run, tokenizer: tokenizers.Tokenizer) -> list[int]:

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from meshtrain import assembly, config, devices, files, hardware, train
+from meshtrain import assembly, config, devices, files, hardware, train, training_data
 from meshtrain.assembly import Design
 from meshtrain.checkpoint import pretrained, resume
 from meshtrain.config import ConfigError, Run
@@ -176,7 +176,7 @@ def _weights(run: Run, made: Design) -> Iterator[Finding]:
 def _data(run: Run, offline: bool) -> Iterator[Finding]:
     """Check the tokenizer and the files of the data; read the begin of each source."""
     data, vocab = run.data, run.model.vocab_size
-    train.check_source(run)
+    training_data.check_source(run)
     if offline and (asked := [name for name in _names(data) if addresses.is_remote(name) and not _on_hub(name)]):
         yield Finding("data", LEFT, f"{asked[0]}: --offline")
         return

@@ -15,8 +15,6 @@ from typing import NamedTuple, Protocol
 import jax
 
 from meshtrain.cluster import agree, watch
-from meshtrain.data.documents import contracts
-from meshtrain.data.documents.contracts import Batches
 from meshtrain.journal.journal import Journal
 from meshtrain.journal.step_times import StepEnd
 from meshtrain.run import garbage, phases, rundir
@@ -50,7 +48,12 @@ class StepBatch(NamedTuple):
 
 
 class Feed(Protocol):
-    """The source of the loop's batches."""
+    """The source of the loop's batches. evaluates: whether its validation computes losses."""
+    evaluates: bool
+
+    def begin(self, journal: Journal, stopping: Callable[[], bool]) -> None:
+        """Called once before the first `next`. journal: of the run. stopping: returns whether to stop; all processes
+        call it together."""
 
     def next(self, done: int, state: State) -> StepBatch:
         """Return the batch of step `done` + 1. state: the state after `done` steps. Raises: NoBatch."""
@@ -58,7 +61,24 @@ class Feed(Protocol):
     def tokens(self, steps: int) -> int:
         """Return the number of tokens in the run's first `steps` batches."""
 
-    def close(self) -> None: ...
+    def position(self, steps: int) -> dict:
+        """Return the position after the run's first `steps` batches: JSON for the checkpoint, used on a resume."""
+
+    def validation(self, stop: Stop) -> Validator:
+        """Return the validation of the run."""
+
+    def close(self) -> None:
+        """Release threads and processes. The loop calls it at its end."""
+
+    def finish(self) -> None:
+        """Called after `close` if the run has taken all its steps."""
+
+
+class Validator(Protocol):
+    """loss: the last value; None before the first."""
+    loss: float | None
+
+    def hook(self) -> Hook: ...
 
 
 # Time between two looks of the clock at a step: this share of the step before, within these bounds in seconds.
@@ -68,23 +88,6 @@ LOST = 2        # the vote of a process whose claim on run.dir is lost; it overr
 
 class NoBatch(Exception):
     """The run has to stop before the feed has a batch. All processes raise it together."""
-
-
-class Stream:
-    """A feed of batches that depend only on their number. Threads read them ahead."""
-
-    def __init__(self, program: Program, data: Batches, start: int):
-        self.program, self.data = program, data
-        self._batches = contracts.iterate(data, start, rows=program.rows)
-
-    def next(self, done: int, state: State) -> StepBatch:
-        return StepBatch(self.program.place(next(self._batches)), self.data.tokens(done + 1) - self.data.tokens(done))
-
-    def tokens(self, steps: int) -> int:
-        return self.data.tokens(steps)
-
-    def close(self) -> None:
-        self._batches.close()
 
 
 class Stop:

@@ -31,7 +31,8 @@ from meshtrain.rewards import workers
 from meshtrain.run import contents, replicas, say
 from meshtrain.run.apart import Orders
 from meshtrain.run.groups import AnswerBatch, Group, HeldFirst, Kept, RolloutError, ScoredAnswer, means
-from meshtrain.run.loop import NoBatch, StepBatch
+from meshtrain.run.hooks import RewardValidation
+from meshtrain.run.loop import NoBatch, StepBatch, Stop
 from meshtrain.training.state import State
 from meshtrain.training.step import Program
 
@@ -71,7 +72,7 @@ class Rollouts:
     the base model of adapters. orders: with rl.lag, the exchange with separate samplers; else None.
     """
 
-    validation = ()     # no validation batches with a loss; see `validate`
+    evaluates = False
 
     def __init__(self, run: Run, program: Program, prompts: Prompts, words: Words, sampler, directory: Path,
                  position: dict | None = None):
@@ -96,8 +97,16 @@ class Rollouts:
         if self.orders:
             self.orders.stopping = stopping
 
+    def validation(self, stop: Stop) -> RewardValidation:
+        return RewardValidation(self.run, self, stop)
+
     def close(self) -> None:
         self.rewards.close()
+
+    def finish(self) -> None:
+        """Tell separate samplers that no further batch is requested."""
+        if self.orders:
+            self.orders.finish()
 
     def tokens(self, steps: int) -> int:
         return self._mark(steps)[1]

@@ -2,9 +2,11 @@
 import ast
 import collections
 import re
+import typing
 from pathlib import Path
 
 from meshtrain import config, units
+from meshtrain.training import objective
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -38,6 +40,8 @@ OPEN_TO = {
                "sharding", "training"},
     "checkpoint": {"cluster", "config", "data", "data/documents", "huggingface", "journal", "model", "run", "storage",
                    "training"},
+    "rl": {"assembly", "checkpoint", "config", "data", "data/batches", "data/documents", "huggingface", "inference",
+           "model", "run", "starts", "trained", "training"},
 }
 UNBOUND = {"commands", "launch"}
 # The sections of a run file are data, and what a process says, which signals it gets and what its directory contains
@@ -88,6 +92,26 @@ def test_rooms_that_need_no_jax_import_none():
 def test_the_import_test_sees_an_import(tmp_path):
     (tmp_path / "a.py").write_text("from meshtrain import cost\ndef f():\n    import meshtrain.training.step\n")
     assert imported(tmp_path / "a.py") == {"cost", "training"}
+
+
+def asked_names(text: str) -> list[int]:
+    """Lines of conditions that ask for an objective by its name."""
+    return [word.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.If, ast.IfExp, ast.Compare))
+            for word in ast.walk(node.test if not isinstance(node, ast.Compare) else node)
+            if isinstance(word, ast.Constant) and word.value in ("rl", "dpo")]
+
+
+def test_only_rl_and_config_ask_for_an_objective_by_its_name():
+    """All others ask `training.objective` for what they want to know, where each name has one row."""
+    files = [path for here in ("meshtrain", "launch") for path in sorted((ROOT / here).rglob("*.py"))
+             if path.parent.relative_to(ROOT).as_posix() not in ("meshtrain/rl", "meshtrain/config")]
+    assert {str(path.relative_to(ROOT)): lines for path in files if (lines := asked_names(path.read_text()))} == {}
+    assert set(asked_names("if a == 'rl': pass\nb = 1 if c in ('x', 'dpo') else 2\nd = {'rl': 1}\ne = f != 'rl'\n")
+               ) == {1, 2, 4}
+
+
+def test_every_objective_that_a_run_file_names_has_its_row():
+    assert set(objective.OBJECTIVES) == set(typing.get_args(config.sections.Training.model_fields["objective"].annotation))
 
 
 # ---- concepts --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from meshtrain.journal.guards import TooManySkippedSteps
 from meshtrain.journal.journal import Flops, Journal
 from meshtrain.journal.progress import Progress
 from meshtrain.run import garbage, loop
+from meshtrain.run.feeds import BatchFeed
 from meshtrain.run.hooks import ValidationHook
 
 
@@ -39,7 +40,7 @@ class Bench:
     def train(self, *hooks: loop.Hook, start: int = 0) -> int:
         writer = SimpleNamespace(write=lambda row: (self.rows.append(row), self.events.append(("row", row["step"]))))
         log = Journal(self.run, writer, Progress(self.run.training.steps), Flops(0.0))
-        feed = loop.Stream(self.program, self.data, start)
+        feed = BatchFeed(self.run, self.program, self.data, start)
         return loop.train(self.program, self._step, State(start), feed, self.run.training.steps, log, hooks,
                           self.stop)[1]
 

@@ -1,0 +1,43 @@
+"""The feed of batches that depend only on their number: documents, or pairs of answers."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from meshtrain.config import Run
+from meshtrain.data.documents import contracts
+from meshtrain.data.documents.contracts import Batches
+from meshtrain.journal.journal import Journal
+from meshtrain.run.hooks import ValidationHook
+from meshtrain.run.loop import StepBatch, Stop
+from meshtrain.training.state import State
+from meshtrain.training.step import Program
+
+
+class BatchFeed:
+    """A loop.Feed of `data`, from step `start` on. Threads read batches ahead."""
+
+    def __init__(self, run: Run, program: Program, data: Batches, start: int):
+        self.run, self.program, self.data = run, program, data
+        self.evaluates = len(data.validation) > 0
+        self._batches = contracts.iterate(data, start, rows=program.rows)
+
+    def begin(self, journal: Journal, stopping: Callable[[], bool]) -> None:
+        pass
+
+    def next(self, done: int, state: State) -> StepBatch:
+        return StepBatch(self.program.place(next(self._batches)), self.data.tokens(done + 1) - self.data.tokens(done))
+
+    def tokens(self, steps: int) -> int:
+        return self.data.tokens(steps)
+
+    def position(self, steps: int) -> dict:
+        return self.data.position(steps)
+
+    def validation(self, stop: Stop) -> ValidationHook:
+        return ValidationHook(self.run, self.program, self.data, stop)
+
+    def close(self) -> None:
+        self._batches.close()
+
+    def finish(self) -> None:
+        pass

@@ -1,0 +1,112 @@
+"""Opens the data that a run's objective trains on, and makes the feed of the training loop from it.
+
+A kind of data is a row of KINDS. An objective names its kind in `training.objective`.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from meshtrain import assembly, config
+from meshtrain.checkpoint import resume
+from meshtrain.checkpoint.ends import Ends
+from meshtrain.cluster import agree, watch
+from meshtrain.config import ConfigError, Run
+from meshtrain.data import sources
+from meshtrain.data.batches import opened, packing, preferences
+from meshtrain.data.batches.preferences import Pairs
+from meshtrain.data.batches.prompts import Prompts
+from meshtrain.data.cache import parts
+from meshtrain.data.documents.contracts import Batches
+from meshtrain.huggingface import folder
+from meshtrain.journal import goodput
+from meshtrain.rl import prepare
+from meshtrain.run import dpo_reference, phases, say
+from meshtrain.run.feeds import BatchFeed
+from meshtrain.run.loop import Feed
+from meshtrain.training import objective
+from meshtrain.training.state import State
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Opened:
+    """A run on its devices with its data. corpus, data: from `DataKind.open`. directory: run.dir. check_claim: raises
+    an error if another start has taken over run.dir."""
+    made: assembly.Assembly
+    corpus: sources.Corpus
+    data: Batches | Prompts
+    ends: Ends
+    directory: Path
+    check_claim: Callable[[], None]
+    account: goodput.Account
+
+
+@dataclasses.dataclass(frozen=True)
+class DataKind:
+    """A kind of data. open: (run, run.dir, start) -> (corpus, batches from `start` on, or prompts). feed: (opened data,
+    start, state at `start`) -> the feed of the training loop. All processes call both together."""
+    open: Callable[[Run, Path, resume.Start], tuple[sources.Corpus, Batches | Prompts]]
+    feed: Callable[[Opened, resume.Start, State], Feed]
+
+
+def of_run(run: Run) -> DataKind:
+    return KINDS[objective.of_run(run).data]
+
+
+def check_source(run: Run) -> None:
+    """Check that the run's objective can train on its data. Raises: ConfigError."""
+    if run.data.source == "preferences" and objective.of_run(run).data != "pairs":
+        raise ConfigError('data.source="preferences" has pairs of answers, which only training.objective="dpo" '
+                          'supports; use this objective, or another source')
+
+
+def batches_from(run: Run, corpus: sources.Corpus, start: resume.Start) -> Batches:
+    """Return the run's batches from `start` on."""
+    return resume.position(start, lambda position: opened.open_corpus(run.data, corpus, run.run.seed, position))
+
+
+def _open_documents(run: Run, directory: Path, start: resume.Start) -> tuple[sources.Corpus, Batches]:
+    """Open documents or pairs, and tokenize them if needed. Raises: ConfigError."""
+    check_source(run)
+    d = run.data
+    with config.user_errors():
+        described = sources.describe(d, vocab_size=run.model.vocab_size,
+                                     folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
+        resume.check_tokenizer(run, start, described.tokenizer)     # checked before hours of tokenizing
+        corpus = sources.corpus_of(described, described.open(directory / sources.CACHE, parts.Job(
+            say.out, show=say.live if say.is_live() else None)))
+        resume.check_data(run, start, corpus.fingerprint)
+        for line in (preferences if d.source == "preferences" else packing).notes(d, corpus):
+            say.out(line)
+        return corpus, batches_from(run, corpus, start)
+
+
+def _feed_of_documents(opened: Opened, start: resume.Start, state: State) -> BatchFeed:
+    assert not isinstance(opened.data, Prompts)
+    return BatchFeed(opened.made.run, opened.made.program, opened.data, start.step)
+
+
+def _feed_of_pairs(opened: Opened, start: resume.Start, state: State) -> BatchFeed:
+    """Return the feed of pairs with the margins of the reference model: the weights that the run starts from."""
+    assert isinstance(opened.data, Pairs)
+    data, made, weights = opened.data, opened.made, None if start.saved else state.params
+    with opened.account.count_as("data"), watch.phase("reference log-probabilities", watch.UNLIMITED), \
+            phases.phase("computing the reference log-probabilities"):
+        pairs = agree.everywhere(lambda: dpo_reference.with_references(
+            made.run, made.program, data, opened.corpus, opened.directory, weights))
+    return BatchFeed(made.run, made.program, pairs, start.step)
+
+
+def _feed_of_answers(opened: Opened, start: resume.Start, state: State) -> Feed:
+    assert isinstance(opened.data, Prompts)
+    data = opened.data
+    return agree.everywhere(lambda: prepare.feed_of(
+        opened.made, start, state, data, opened.corpus.tokenizer, opened.ends, opened.directory,
+        opened.check_claim))
+
+
+KINDS = {
+    "documents": DataKind(_open_documents, _feed_of_documents),
+    "pairs": DataKind(_open_documents, _feed_of_pairs),
+    "answers": DataKind(prepare.open_prompts, _feed_of_answers)}
