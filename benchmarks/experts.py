@@ -38,7 +38,7 @@ from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.cost.program import roofline
 from meshtrain.data import sources
 from meshtrain.data.batches import packing
-from meshtrain.names import BALANCED_ROWS
+from meshtrain.scopes import BALANCED_ROWS
 from meshtrain.pages import pictures, skin
 from meshtrain.parallel.experts import all_to_all, dispatch
 
@@ -280,8 +280,7 @@ def balanced(name: str) -> list[str]:
 
 def loaded(text: str, load: float) -> str:
     """A program whose busiest GPU has `load` times the balanced rows, as its scopes tell it."""
-    return re.sub(BALANCED_ROWS.format(r"(\d+)"),
-                  lambda found: BALANCED_ROWS.format(round(load * int(found[1]))), text)
+    return BALANCED_ROWS.pattern.sub(lambda found: BALANCED_ROWS.write(round(load * int(found[1]))), text)
 
 
 # ---- learning: the loss after equal steps ----------------------------------------------------------------------------

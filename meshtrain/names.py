@@ -48,8 +48,3 @@ LOAD_BY_LAYER = ("expert_load_max_by_layer", "expert_load_min_by_layer", "expert
 EXPERT_AXES = {"gate": ("expert", "expert_embed", "expert_mlp"), "up": ("expert", "expert_embed", "expert_mlp"),
                "down": ("expert", "expert_mlp", "expert_embed"),
                "gate_bias": ("expert", "expert_mlp"), "up_bias": ("expert", "expert_mlp")}
-# Name scopes with facts that the compiler does not know. TAKEN: in how many of how many executions a condition holds.
-# BALANCED_ROWS: rows of the experts' matmuls on a device if all experts have the same load. FURTHER_ROUNDS: the loop
-# runs only if their loads differ. AT_MOST: the largest trip count of a loop.
-TAKEN, BALANCED_ROWS, FURTHER_ROUNDS = "taken_{}_of_{}", "balanced_rows_{}", "further_rounds"
-AT_MOST = "at_most_{}_trips"

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from meshtrain import hardware
+from meshtrain import hardware, scopes
 from meshtrain.config.sections import Run
 from meshtrain.model import float8, mlp, params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import with_loss
 from meshtrain.model.transformer import Transformer, without_layers
-from meshtrain.names import AT_MOST, AUX_LOSS, MAXIMA, NO_TARGET
+from meshtrain.names import AUX_LOSS, MAXIMA, NO_TARGET
 from meshtrain.parallel.context import attention
 from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline import layer_vjp
@@ -176,7 +176,7 @@ def scanned(step: StepSpec):
         def body(m, carried):
             carry, more = f(carried[0], of(m))
             return carry, transformer.add_aux(carried[1], more)
-        with jax.named_scope(AT_MOST.format(step.run.training.microbatches)):
+        with jax.named_scope(scopes.AT_MOST.write(step.run.training.microbatches)):
             return jax.lax.fori_loop(0, used, body, (carry, aux))
 
     def unsummed(batch, weights, normalizers, key, used):

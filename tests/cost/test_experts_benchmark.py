@@ -13,7 +13,7 @@ from benchmarks import experts, gpu_speed  # noqa: E402
 from meshtrain.cost.formulas import traffic
 from meshtrain.cost.formulas.options import Options  # noqa: E402
 from meshtrain.cost.formulas.place import place  # noqa: E402
-from meshtrain.names import BALANCED_ROWS  # noqa: E402
+from meshtrain.scopes import BALANCED_ROWS  # noqa: E402
 
 LAYER = experts.Shape("a layer", 64, 48, 16, 4, (4,))
 
@@ -34,7 +34,7 @@ def test_the_picture_is_that_of_today():
 
 
 def test_a_busy_gpu_has_its_share_of_rows_in_every_scope_of_its_program():
-    scope = lambda rows: f'op_name="jit(f)/{BALANCED_ROWS.format(rows)}/grouped_rows_kgn"'
+    scope = lambda rows: f'op_name="jit(f)/{BALANCED_ROWS.write(rows)}/grouped_rows_kgn"'
     assert experts.loaded(scope(1000) + scope(300), 1.25) == scope(1250) + scope(375)
 
 

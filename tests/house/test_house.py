@@ -46,8 +46,8 @@ OPEN_TO = {
 UNBOUND = {"commands", "launch"}
 # The sections of a run file are data, and what a process says, which signals it gets and what its directory contains
 # are known to every room, whatever else their rooms do.
-EVERYONE = {"config/sections", "run/contents", "run/phases", "run/say", "run/stops", "names", "pattern", "shipped",
-            "jax_private", "units", "files", "panics", "hardware", "flags", "environment"}
+EVERYONE = {"config/sections", "run/contents", "run/phases", "run/say", "run/stops", "names", "scopes", "pattern",
+            "shipped", "jax_private", "units", "files", "panics", "hardware", "flags", "environment"}
 
 
 def room(name: str) -> str:

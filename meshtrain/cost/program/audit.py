@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshtrain.cost.program import hlo, work
-from meshtrain.names import AT_MOST, BALANCED_ROWS, FURTHER_ROUNDS, TAKEN
+from meshtrain.scopes import is_scope
 from meshtrain.units import counted
 
 KINDS = (
@@ -157,13 +157,11 @@ def short_source(op_name: str) -> str:
     """Shorten a JAX path: 'jit(step)/while/body/closed_call/transpose(jvp())/mlp/dot_general' →
     'transpose(jvp())/mlp/dot_general'."""
     noise = {"while", "body", "cond", "closed_call", "eval_jaxpr", "checkpoint", "jvp()", "shard_map", "pjit"}
-    parts = [p for p in op_name.split("/") if p not in noise and not _TOLD.fullmatch(p)]
+    parts = [p for p in op_name.split("/") if p not in noise and not _JIT.fullmatch(p) and not is_scope(p)]
     return "/".join("remat" if p == "rematted_computation" else p for p in parts)
 
 
-# Parts of a JAX path to remove: jit names, and this project's scopes that annotate execution counts (see `names`).
-_TOLD = re.compile("|".join((r"jit\(\w+\)", TAKEN.format(r"\d+", r"\d+"), BALANCED_ROWS.format(r"\d+"),
-                             FURTHER_ROUNDS, AT_MOST.format(r"\d+"))))
+_JIT = re.compile(r"jit\(\w+\)")       # a part of a JAX path
 
 
 def _source(module: hlo.HloModule, visit: hlo.Visit) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from meshtrain.names import AT_MOST, FURTHER_ROUNDS, TAKEN
+from meshtrain import scopes
 
 Shape = tuple[str, tuple[int, ...]]  # (dtype as HLO spells it, dimensions)
 
@@ -22,8 +22,6 @@ _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([0-9,<=]*)\]")
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$")
-_TAKEN = TAKEN.format(r"(\d+)", r"(\d+)")
-_AT_MOST = re.compile(AT_MOST.format(r"(\d+)") + "/while$")
 _MAX_SIMULATED_TRIPS = 1 << 16  # a loop that takes more steps counts as a loop of unknown length
 
 
@@ -75,14 +73,14 @@ class Instruction:
     @cached_property
     def taken(self) -> Fraction:
         """Return the fraction of executions in which a conditional runs its non-trivial branch, from the annotation
-        `names.TAKEN` in op_name. Without annotation it is 1, an upper bound."""
-        found = re.findall(_TAKEN, self.op_name) if self.op == "conditional" else []
-        return Fraction(*map(int, found[-1])) if found else Fraction(1)
+        `scopes.TAKEN` in op_name. Without annotation it is 1, an upper bound."""
+        numbers = scopes.TAKEN.parse(self.op_name) if self.op == "conditional" else None
+        return Fraction(*numbers) if numbers else Fraction(1)
 
     @property
     def further_rounds(self) -> bool:
         """Whether this instruction is a loop that runs only if experts are unbalanced."""
-        return self.op == "while" and self.op_name.endswith(f"{FURTHER_ROUNDS}/while")
+        return self.op == "while" and scopes.FURTHER_ROUNDS.parse_loop(self.op_name) is not None
 
     @cached_property
     def target(self) -> str:
@@ -327,9 +325,10 @@ def _top_level_types(type_text: str) -> Iterator[str]:
 
 def known_trips(ins: Instruction) -> int | None:
     """Return a loop's number of iterations from XLA's known_trip_count. If it depends on the data, return the maximum
-    from the annotation `names.AT_MOST`. Return None without both."""
-    found = re.search(r'"known_trip_count":\{"n":"(\d+)"', ins.attrs) or _AT_MOST.search(ins.op_name)
-    return int(found.group(1)) if found else None
+    from the annotation `scopes.AT_MOST`. Return None without both."""
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', ins.attrs)
+    numbers = known.groups() if known else scopes.AT_MOST.parse_loop(ins.op_name)
+    return int(numbers[0]) if numbers else None
 
 
 def _next_state(module: HloModule, body: str, state: dict) -> dict:

@@ -16,7 +16,7 @@ from meshtrain.cost.program import hlo
 from meshtrain.cost.formulas.rates import AttentionKernel, GroupedMatmul, Matmul
 from meshtrain.kernels import grouped as kernels
 from meshtrain.kernels import mosaic_mlp, recurrence_blocks, recurrence_pallas, rotation, tiles
-from meshtrain.names import BALANCED_ROWS
+from meshtrain.scopes import BALANCED_ROWS
 
 # Names of existing arrays, without a kernel: see `free`.
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all",
@@ -31,7 +31,6 @@ _OURS = re.compile(r"meshtrain_(attention|mosaic)_(forward|dq|dkv)(_causal)?(?:_
 _GROUPED = re.compile(r"\bgrouped_(rows|mosaic|outer)_([gkn]{3})\b")
 _MLP = re.compile(rf"\b{mosaic_mlp.NAME}_(forward|backward)\b")
 _RECURRENCE = re.compile(rf"\b{recurrence_blocks.NAME}_([a-z_]+?)({recurrence_blocks.DELTA})?\b")
-_BALANCED_ROWS = re.compile(BALANCED_ROWS.format(r"(\d+)"))
 _CUDNN_WINDOW = re.compile(r'"sliding_window_length":\s*(\d+)')
 
 
@@ -114,8 +113,8 @@ def grouped(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> Gr
     groups, n = groups // len(matrices), n // len(matrices)
     dtype, (held, _) = next((dtype, dims) for dtype, dims in arrays if len(dims) == 2)
     held = next((rows for _, rows in _row_gathers(arrays)), held)
-    block, even = tiles.GROUPED[hlo.dtype_bits(dtype) // 8].rows, _BALANCED_ROWS.findall(ins.op_name)
-    rows = min(held, kernels.executed_rows(int(even[-1]), groups, block)) if even else held
+    block, even = tiles.GROUPED[hlo.dtype_bits(dtype) // 8].rows, BALANCED_ROWS.parse(ins.op_name)
+    rows = min(held, kernels.executed_rows(even[0], groups, block)) if even else held
     return GroupedMatmul(rows, groups, summed, n, dtype, found[1])
 
 

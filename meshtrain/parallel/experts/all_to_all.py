@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshtrain.names import FURTHER_ROUNDS
 from meshtrain.parallel.experts.permutation import sorted_by
+from meshtrain.scopes import FURTHER_ROUNDS
 
 CAPACITY_FACTOR = 1.25
 
@@ -50,7 +50,7 @@ class AllToAll:
     def further_rounds(self, one_round: Callable, first):
         """Return first + the sum of one_round(round) over all later rounds."""
         step = lambda carry: (carry[0] + 1, jax.tree.map(jnp.add, carry[1], one_round(self.round(carry[0]))))
-        with jax.named_scope(FURTHER_ROUNDS):
+        with jax.named_scope(FURTHER_ROUNDS.write()):
             return lax.while_loop(lambda carry: carry[0] < self.rounds, step, (jnp.int32(1), first))[1]
 
 

@@ -29,9 +29,10 @@ from meshtrain import hardware
 from meshtrain.config.sections import Run
 from meshtrain.kernels import grouped, mosaic
 from meshtrain.kernels.activations import ACTIVATIONS
-from meshtrain.names import BALANCED_ROWS, EXPERT_AXES
+from meshtrain.names import EXPERT_AXES
 from meshtrain.parallel.experts import all_to_all
 from meshtrain.parallel.experts.permutation import ExpertRows, SortedAssignments
+from meshtrain.scopes import BALANCED_ROWS
 from meshtrain.sharding.mesh import automatic_axes, on_shards, psum, psum_scatter
 from meshtrain.sharding.rules import Layout
 
@@ -349,7 +350,7 @@ def _forward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens,
         (y_RD,) = matrices.rows({"down": hw_RF}, "expert_mlp", groups)
         return rows.sum(y_RD, x_AD.dtype), [*inward, *saved]
     T = len(x_AD) // region.num_shards(region.gathered)
-    with jax.named_scope(BALANCED_ROWS.format(region.balanced_rows(T, K))):
+    with jax.named_scope(BALANCED_ROWS.write(region.balanced_rows(T, K))):
         y_AD, inward = one_round(assignments.round(0))
         y_AD = assignments.further_rounds(lambda rows: one_round(rows)[0], y_AD)
     return region.combine(y_AD), inward
@@ -372,7 +373,7 @@ class WeightGradOperands:
 
     def gradients(self, engine: grouped.GroupedEngine, axes: Mapping[str, tuple]) -> dict:
         """Return the weight gradients by name, float32. axes: the order of the dims of each weight."""
-        with jax.named_scope(BALANCED_ROWS.format(self.balanced_rows)):
+        with jax.named_scope(BALANCED_ROWS.write(self.balanced_rows)):
             outer = lambda x_RD, d_RF, name: engine.outer(x_RD, d_RF, self.groups, _letters(axes[name], "expert_embed"))
             dw = {name: outer(self.x_RD, d, name) for name, d in self.d_inward.items()} | {
                 "down": outer(self.dy_RD, self.hw_RF, "down")}
@@ -414,7 +415,7 @@ def _backward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens
         dweight_AK = jnp.where(here, dweight_R[jnp.where(here, rows.row_AK, 0)], 0.0)
         return rows.sum(dx_RD, dtype), dweight_AK, WeightGradOperands(
             groups, x_RD, dy_RD, hw_RF, d_inward, balanced_rows=balanced_rows)
-    with jax.named_scope(BALANCED_ROWS.format(balanced_rows)):
+    with jax.named_scope(BALANCED_ROWS.write(balanced_rows)):
         dx_AD, dweight_AK, rest = _rounds(assignments, one_round, saved, matrices, split)
     return region.combine(dx_AD), region.combine(dweight_AK), rest
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshtrain.kernels import grouped
-from meshtrain.names import FURTHER_ROUNDS
+from meshtrain.scopes import FURTHER_ROUNDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class SortedAssignments:
             return first
         step = lambda carry: (carry[0] + 1, jax.tree.map(jnp.add, carry[1], one_round(self.round(carry[0]))))
         more = lambda carry: carry[0] * self.rows < self.sizes.sum()
-        with jax.named_scope(FURTHER_ROUNDS):
+        with jax.named_scope(FURTHER_ROUNDS.write()):
             return lax.while_loop(more, step, (jnp.int32(1), first))[1]
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.names import TAKEN
+from meshtrain.scopes import TAKEN
 from meshtrain.parallel.pipeline import layer_vjp, schedules
 from meshtrain.parallel.pipeline.layer_vjp import added, put, take
 from meshtrain.parallel.pipeline.schedules import TickRange, Schedule
@@ -489,7 +489,7 @@ def _sometimes(this: Shard, phase: _Phase, what: str, tick, then, otherwise):
     if getattr(phase, what) == "always":
         return then()
     on = this.schedule.shared[f"{what}_on"][phase.start:phase.stop]
-    with jax.named_scope(TAKEN.format(on.sum(), len(on))):
+    with jax.named_scope(TAKEN.write(on.sum(), len(on))):
         return lax.cond(tick[f"{what}_on"] > 0, then, otherwise)
 
 
