@@ -23,6 +23,7 @@ from benchmarks import machine, words
 from meshtrain import config
 from meshtrain import devices as local_devices
 from meshtrain.cost.formulas import simulate
+from meshtrain.model.stats import LayerStats
 from meshtrain.parallel.pipeline import pipeline, schedules
 
 STAGES, MICROBATCHES = 4, 8
@@ -63,7 +64,7 @@ def compiled_step(schedule: schedules.Schedule, mesh, slept: list):
     model = pipeline.ModelFunctions(
         prepare=lambda microbatch, extra: (),
         embed=lambda ends, frozen, microbatch, extra: microbatch + ends,
-        layer=lambda w, x, e: (layer(w, x), {}),
+        layer=lambda w, x, e: (layer(w, x), LayerStats()),
         head=lambda ends, frozen, x, microbatch, extra: (jnp.sum(x * ends), jnp.float32(0)))
     ws = jnp.zeros((schedule.num_chunks, schedule.num_stages, 1))
     batch = jnp.ones((schedule.num_microbatches, 1, 1, 4, 8))

@@ -34,15 +34,9 @@ CHOSEN, REJECTED = 1, 2     # segment ids of the two answers in a sequence with 
 PADDING = 0            # segment id of padding: no token attends to it, and no expert gets it
 PRNG = "threefry2x32"  # jax's generator for all random bits of a run
 NO_TARGET = -1         # in a batch's targets: no loss at this token
-AUX_LOSS = "aux_loss"  # the only entry of a layer's aux outputs that is added to the objective
-EXPERT_LOAD = "expert_load"    # entry of a layer's aux outputs: tokens by layer and expert [L, E]
-# Entry of a layer's aux outputs with optimizer.qk_clip: [L, N], by layer and head, zero in rows of other layers. It
-# bounds the attention scores: the largest log-sum-exp of a token, at least 0.
-SCORE_BOUND = "score_bound"
 # Largest difference between the log-probabilities of a sampled token by the trainer and by the sampler.
 MISMATCH_MAX = "mismatch_max"
-MAXIMA = {SCORE_BOUND, MISMATCH_MAX}    # aux entries that are reduced by maximum, not by sum; all are at least 0
-# Columns of metrics, computed from EXPERT_LOAD: a number for each layer [L], null for layers without experts.
+# Columns of metrics, computed from the load of experts: a number for each layer [L], null for layers without experts.
 LOAD_BY_LAYER = ("expert_load_max_by_layer", "expert_load_min_by_layer", "expert_load_entropy_by_layer")
 # Name in the parameter tree -> logical axes, of the matrices of experts and the biases of their input projections.
 EXPERT_AXES = {"gate": ("expert", "expert_embed", "expert_mlp"), "up": ("expert", "expert_embed", "expert_mlp"),

@@ -28,7 +28,7 @@ from meshtrain.model import float8
 from meshtrain.model.mlp import FusedMLP
 from meshtrain.model.params import declare
 from meshtrain.model.rope import Rope, grown, normed_and_rotated, rotate
-from meshtrain.names import SCORE_BOUND
+from meshtrain.model.stats import SCORE_BOUND, LayerStats
 from meshtrain.sharding import mesh
 from meshtrain.sharding.mesh import psum
 from meshtrain.sharding.rules import GATHERED, Layout
@@ -52,7 +52,7 @@ class Execution:
     mlp: FusedMLP | None = None         # None: XLA's matmuls
     # `parallel.context.recurrence.LinearAttention`; None: no recurrent mixers
     recurrence: Any = None
-    # (number of layers, most heads of a layer): the aux of a layer has SCORE_BOUND; None: it does not
+    # (number of layers, most heads of a layer): the stats of a layer have SCORE_BOUND; None: they do not
     bounds: tuple[int, int] | None = None
 
     @property
@@ -534,9 +534,7 @@ class Layer(nnx.Module):
     mixer, mlp: (name, (cfg, rngs) -> module), or None. The name is that in the parameter tree: attention or linear, mlp
     or moe. The norms around any mixer are named attention_norm and attention_post_norm.
 
-    Returns (x_BTD, aux). aux: {name: float32 array}, sums over the microbatch's tokens, which are added over layers and
-    microbatches. The step divides them by its number of targets and reports them by name. The scalar AUX_LOSS is also
-    part of the objective, and is divided by the step's tokens. Of SCORE_BOUND the maximum is taken instead of the sum.
+    Returns (x_BTD, `LayerStats` of the microbatch).
     """
 
     def __init__(self, cfg: Model, rngs, mixer: tuple[str, Callable] | None, mlp: tuple[str, Callable] | None):
@@ -555,13 +553,14 @@ class Layer(nnx.Module):
     def __call__(self, ex: Execution, x_BTD, inputs, number):
         residual = lambda y: ex.layout.act(y, "batch", "residual_seq", None)
         normed = lambda norm, x_BTD: x_BTD if norm is None else norm(ex, x_BTD)
-        mixer, aux = self.linear if self.attention is None else self.attention, {}
+        mixer, stats = self.linear if self.attention is None else self.attention, LayerStats()
         if mixer is not None:
             h_BTD = self._full(ex, normed(self.attention_norm, x_BTD))
             y_BTD = mixer(ex, h_BTD, inputs)
             if self.attention is not None:
                 y_BTD, bound_N = y_BTD
-                aux = {} if bound_N is None else {SCORE_BOUND: in_row(number, bound_N, *ex.bounds)}
+                if bound_N is not None:
+                    stats = LayerStats.of("step", **{SCORE_BOUND: in_row(number, bound_N, *ex.bounds)})
             y_BTD = normed(self.attention_post_norm, residual(y_BTD))
             x_BTD = residual(self._added(x_BTD, dropout(ex, y_BTD, self.dropout, inputs, 2 * number)))
             if self.attention_post_norm is None:
@@ -574,14 +573,14 @@ class Layer(nnx.Module):
                 y_BTD = self.mlp(ex, self._full(ex, h_BTD))
             else:
                 y_BTD, of_experts = self.moe(ex, residual(h_BTD), inputs, number)
-                aux = aux | of_experts
+                stats |= of_experts
             y_BTD = normed(self.mlp_post_norm, residual(y_BTD))
             x_BTD = residual(self._added(x_BTD, dropout(ex, y_BTD, self.dropout, inputs, 2 * number + 1)))
         if self.layer_scale is not None:
             # A constant of the model. It gets no gradient, so no optimizer changes it.
             scale = jax.lax.stop_gradient(small(ex, self.layer_scale[...], (None,)))
             x_BTD = (x_BTD.astype(jnp.float32) * scale).astype(x_BTD.dtype)
-        return x_BTD, aux
+        return x_BTD, stats
 
     def _added(self, x_BTD, y_BTD):
         if self.residual_multiplier == 1:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain.kernels import products
 from meshtrain.model.layers import Execution, gathered
+from meshtrain.model.stats import AUX_LOSS, LayerStats
 from meshtrain.names import NO_TARGET
 from meshtrain.sharding.mesh import psum
 from meshtrain.sharding.rules import GATHERED, Layout
@@ -329,3 +330,9 @@ def with_loss(y, loss):
 
 
 with_loss.defvjp(lambda y, loss: (y, None), lambda _, dy: (dy, jnp.float32(1)))
+
+
+def with_balance_loss(y, stats: LayerStats, tokens):
+    """Return y. In the backward add the balance loss of `stats`, divided by the step's tokens, to the objective."""
+    balance = stats.by_name.get(AUX_LOSS)
+    return y if balance is None else with_loss(y, balance.value / tokens)

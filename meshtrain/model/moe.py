@@ -25,7 +25,8 @@ from meshtrain.config.sections import Model
 from meshtrain.model.layers import MLP, Execution, Linear, add_bias, gated, project, recomputed
 from meshtrain.model.params import declare
 from meshtrain.model.parts import Inputs
-from meshtrain.names import AUX_LOSS, EXPERT_AXES, EXPERT_LOAD, LOAD_BY_LAYER, PADDING
+from meshtrain.model.stats import AUX_LOSS, EXPERT_LOAD, LayerStats
+from meshtrain.names import EXPERT_AXES, LOAD_BY_LAYER, PADDING
 from meshtrain.sharding.mesh import on_shards
 from meshtrain.sharding.rules import Layout
 
@@ -169,7 +170,7 @@ class MoE(nnx.Module):
         self.shared_gate = Linear(cfg, rngs, "BTD,DX->BTX", (D, 1), ROUTER_AXES) if cfg.shared_expert_gate else None
 
     def __call__(self, ex: Execution, x_BTD, inputs: Inputs, number):
-        """Return (y, aux). x and y are sharded like the residual stream. aux: the experts' load, and the router's
+        """Return (y, stats). x and y are sharded like the residual stream. stats: the experts' load, and the router's
         loss if it has a weight. number: the layer's number."""
         logits_BTE = self._logits(ex, x_BTD)
         bias_E = None if self.bias is None else self.bias[...]
@@ -189,11 +190,12 @@ class MoE(nnx.Module):
         layer = jnp.arange(self.num_layers)[:, None] == number
         # divided by the number of devices that share a sequence over manual axes, because these are summed later
         load_E = counts_BE.sum(0) / ex.layout.num_shards(ex.layout.manual_axes("activations", "residual_seq"))
-        aux = {EXPERT_LOAD: jnp.where(layer, load_E, 0.0)}
+        stats = LayerStats.of("target", **{EXPERT_LOAD: jnp.where(layer, load_E, 0.0)})
         if ex.experts.aux_loss or ex.experts.z_loss:
             losses = ex.experts.aux_loss, ex.experts.z_loss
-            aux[AUX_LOSS] = balance_loss(self.routing, *losses, logits_BTE, counts_BE, real_BT)
-        return y_BTD, aux
+            loss = balance_loss(self.routing, *losses, logits_BTE, counts_BE, real_BT)
+            stats |= LayerStats.of("token", **{AUX_LOSS: loss})
+        return y_BTD, stats
 
     def _down_biases(self, ex: Execution, chosen_BTK, weight_BTK):
         """Return Σ_k weight · bias of the expert, by one small matmul besides those of the experts."""
@@ -212,22 +214,22 @@ class MoE(nnx.Module):
         return checkpoint_name(ex.layout.act(logits_BTE, "batch", "residual_seq", None), "router_logits")
 
 
-def reported(aux: dict) -> dict:
-    """Return a step's aux as metrics.
+def reported(metrics: dict) -> dict:
+    """Return the numbers of a step's layers as they are reported.
 
     The load of the experts becomes several metrics. Per layer [L] (NaN without experts): the largest and smallest load
     relative to the mean, and the entropy relative to a uniform load. For the model: the largest load of any layer and
     the mean entropy.
     """
-    if EXPERT_LOAD not in aux:
-        return aux
-    load_LE = aux[EXPERT_LOAD]
+    if EXPERT_LOAD not in metrics:
+        return metrics
+    load_LE = metrics[EXPERT_LOAD]
     num_experts, total_L = load_LE.shape[-1], load_LE.sum(-1)
     share_LE = load_LE / jnp.maximum(total_L, TINY)[:, None]
     entropy_L = -jnp.sum(jax.scipy.special.xlogy(share_LE, share_LE),
                          -1) / math.log(num_experts) if num_experts > 1 else jnp.ones_like(total_L)
     by_layer = [jnp.where(total_L > 0, a, jnp.nan)
                 for a in (share_LE.max(-1) * num_experts, share_LE.min(-1) * num_experts, entropy_L)]
-    return {name: value for name, value in aux.items() if name != EXPERT_LOAD} | {
+    return {name: value for name, value in metrics.items() if name != EXPERT_LOAD} | {
         "expert_load_max": jnp.nanmax(by_layer[0]), "expert_load_entropy": jnp.nanmean(by_layer[2])} | dict(
             zip(LOAD_BY_LAYER, by_layer))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Mapping
 
 import jax
@@ -31,7 +32,8 @@ from meshtrain.model.linear import RecurrentMixer
 from meshtrain.model.loss import LossSpec, capped, loss_sums, token_losses, token_nll
 from meshtrain.model.moe import MoE
 from meshtrain.model.parts import Inputs
-from meshtrain.names import LAYERS, LEADING, LORA, MATMUL_ROLES, MAXIMA
+from meshtrain.model.stats import LayerStats
+from meshtrain.names import LAYERS, LEADING, LORA, MATMUL_ROLES
 from meshtrain.sharding.rules import GATHERED, Layout, Rules, Tensor
 
 VOCAB_MULTIPLE = 256
@@ -96,7 +98,7 @@ class LayerGroup:
         return first + len(self.period) * jnp.arange(self.repeats)
 
     def apply(self, ex: Execution, weights: tuple, x_BTD, e):
-        """Return (output, aux) of one repeat.
+        """Return (output, stats) of one repeat.
 
         weights: of each layer of the period. e: (number of the repeat's first layer, Inputs).
         """
@@ -105,11 +107,11 @@ class LayerGroup:
         # later). By the roofline qwen3.5-9b-continue on 8 H100 took 7.50 to 7.56 s instead of 7.48, because
         # reduce-scatters were exposed. The peak memory did not change, because it is that of the loss.
         number, inputs = e
-        aux: dict = {}
+        stats = LayerStats()
         for i, (layer, layer_weights) in enumerate(zip(self.period, weights, strict=True)):
-            x_BTD, layer_aux = block(ex, layer, layer_weights, x_BTD, inputs, number + i)
-            aux = add_aux(aux, layer_aux)
-        return x_BTD, aux
+            x_BTD, of_layer = block(ex, layer, layer_weights, x_BTD, inputs, number + i)
+            stats += of_layer
+        return x_BTD, stats
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -276,8 +278,8 @@ class Transformer:
     def head_loss(self, ex: Execution, p, x_BTD, targets_BT, *, z_loss: float = 0.0, chunk: int = 2048):
         """Return (objective, nll) from the last layer's output, summed over tokens with a target, in nats.
 
-        The caller divides them by the number of these tokens. The objective is differentiated, together with
-        aux[AUX_LOSS] if the layers return one.
+        The caller divides them by the number of these tokens. The objective is differentiated, together with the
+        balance loss of the layers' stats, if they have one.
         """
         return loss_sums(ex, *self._head_inputs(ex, p, x_BTD, chunk, z_loss=z_loss), targets_BT)
 
@@ -303,14 +305,14 @@ class Transformer:
         return spec, self._normed(ex, p, x_BTD), w
 
     def through_layers(self, ex: Execution, p, batch, dropout_key=None):
-        """Return (output of the last layer, aux summed over the layers)."""
-        inputs, aux = self.inputs(batch, dropout_key), {}
+        """Return (output of the last layer, the layers' stats added)."""
+        inputs, stats = self.inputs(batch, dropout_key), LayerStats()
         x_BTD = self.embed(ex, p, batch, dropout_key)
         for first, group in self.numbered():
             repeat = lambda x_BTD, scanned, group=group: group.apply(ex, scanned[0], x_BTD, (scanned[1], inputs))
             x_BTD, by_repeat = jax.lax.scan(repeat, x_BTD, (self.weights(p, group), group.numbers(first)))
-            aux = add_aux(aux, {name: summed(name, a) for name, a in by_repeat.items()})
-        return x_BTD, aux
+            stats += by_repeat.combine()
+        return x_BTD, stats
 
     def _normed(self, ex: Execution, p, x_BTD):
         x_BTD = self._ends(p).final_norm(ex, x_BTD)
@@ -437,7 +439,7 @@ def without_layers(tree: dict) -> dict:
 
 
 def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, number):
-    """Apply layer `number` with these weights. Return (output, aux). ex.remat decides what is saved."""
+    """Apply layer `number` with these weights. Return (output, stats). ex.remat decides what is saved."""
     infos = params.infos(layer)
     experts = any("expert" in info.axes for info in infos)
     shards, count = parts.of_rows(ex.layout, x_BTD.shape) if not experts and _can_share(ex, infos) else (1, 1)
@@ -456,10 +458,11 @@ def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, n
         for x_BTD, inputs in pieces:
             if turning:
                 x_BTD, inputs = parts.turned(x_BTD), inputs.turned()
-            y_BTD, aux = bound(one, x_BTD, inputs, number)
-            outs.append((parts.turned(y_BTD) if turning else y_BTD, aux))
+            y_BTD, stats = bound(one, x_BTD, inputs, number)
+            outs.append((parts.turned(y_BTD) if turning else y_BTD, stats))
         y_BTD = parts.join([y_BTD for y_BTD, _ in outs], shards)
-        return ex.layout.act(y_BTD, "batch", "residual_seq", None), functools.reduce(add_aux, (aux for _, aux in outs))
+        stats = functools.reduce(operator.add, (of_piece for _, of_piece in outs))
+        return ex.layout.act(y_BTD, "batch", "residual_seq", None), stats
     return rematerialized(apply, ex)(weights, x_BTD, inputs, number)
 
 
@@ -471,17 +474,6 @@ def _can_share(ex: Execution, infos) -> bool:
     """
     kept = all(ex.layout.spec(GATHERED, info.axes) == ex.layout.spec("params", info.axes) for info in infos)
     return not ex.float8 and (kept or ex.remat != "none")
-
-
-def add_aux(a: dict, b: dict) -> dict:
-    """Add the sums of two layers by name. A missing name counts as zero. Of MAXIMA, take the maximum."""
-    add = lambda name: jnp.maximum if name in MAXIMA else jnp.add
-    return a | {name: add(name)(a[name], value) if name in a else value for name, value in b.items()}
-
-
-def summed(name: str, a):
-    """Return the sum of an aux over the leading dim; of MAXIMA the maximum."""
-    return a.max(0) if name in MAXIMA else a.sum(0)
 
 
 def _matmul_output(primitive, *operands, **params) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +22,10 @@ from meshtrain import hardware, scopes
 from meshtrain.config.sections import Run
 from meshtrain.model import float8, mlp, params, transformer
 from meshtrain.model.layers import Execution
-from meshtrain.model.loss import with_loss
+from meshtrain.model.loss import with_balance_loss
+from meshtrain.model.stats import LayerStats, Normalizers
 from meshtrain.model.transformer import Transformer, without_layers
-from meshtrain.names import AUX_LOSS, MAXIMA, NO_TARGET
+from meshtrain.names import NO_TARGET
 from meshtrain.parallel.context import attention
 from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline import layer_vjp
@@ -59,15 +59,6 @@ class StepSpec:
     @property
     def objective(self) -> objective.Objective:
         return objective.of_run(self.run)
-
-
-class Normalizers(NamedTuple):
-    """Divisors of a step's sums.
-
-    objective: the objective's own count. tokens: tokens without padding, for AUX_LOSS.
-    """
-    objective: jax.Array
-    tokens: jax.Array
 
 
 def step_spec(run: Run, model: Transformer, layout: Layout, mesh, attend: Callable, recurrence,
@@ -106,7 +97,7 @@ def scanned(step: StepSpec):
     """Return (`gradients`, `evaluate`, `scores`), which scan over microbatches.
 
     gradients: (params, batch, dropout key) -> (gradients of the trained parameters, sharded as in [optimizer]; loss;
-    count; aux). aux: the layers' sums by name, divided by their normalizer.
+    count; metrics). metrics: the numbers that layers and the objective report, by name.
 
     evaluate: (params, batch) -> sum of the loss.
 
@@ -143,7 +134,7 @@ def scanned(step: StepSpec):
         weights, count = step.model.divided(as_read(p)), jnp.maximum(goal.count(batch), 1).astype(jnp.float32)
         normalizers = Normalizers(count, objective.tokens(batch))
         used = used_microbatches(step.ex.after(batch, normalizers))
-        grads, nll, aux = replicated(unsummed)(step.ex.after(batch, (normalizers, used)), weights, normalizers, key,
+        grads, nll, stats = replicated(unsummed)(step.ex.after(batch, (normalizers, used)), weights, normalizers, key,
                                                used)
 
         def reduced(axes, g):
@@ -151,9 +142,7 @@ def scanned(step: StepSpec):
             # (ZeRO-1: 11 all-gathers per microbatch).
             return reduce_deferred(layout, deferred, axes, _unsummed(layout, deferred, axes, g))
         grads = jax.tree.map(reduced, trained_axes, grads, is_leaf=rules.is_axes)
-        return grads, nll.sum() / count, count, {
-            name: transformer.summed(name, a) / (1 if name in MAXIMA else normalizers[name == AUX_LOSS])
-            for name, a in aux.items()}
+        return grads, nll.sum() / count, count, stats.metrics(normalizers)
 
     def used_microbatches(batch):
         """Return how many microbatches are computed: up to the last one with a target. None means all."""
@@ -163,36 +152,36 @@ def scanned(step: StepSpec):
         return jnp.max(jnp.where(has_M, 1 + jnp.arange(len(has_M)), 0))
 
     def each(f, carry, batch, used):
-        """Return `lax.scan` of f over the microbatches, with the sums of its outputs.
+        """Return `lax.scan` of f over the microbatches, with its stats added.
 
         used: if not None, scan only the first `used` microbatches.
         """
         if used is None:
-            carry, aux = jax.lax.scan(f, carry, batch)
-            return carry, {name: transformer.summed(name, a) for name, a in aux.items()}
+            carry, stats = jax.lax.scan(f, carry, batch)
+            return carry, stats.combine()
         of = lambda m: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, m, 0, keepdims=False), batch)
-        aux = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(lambda: f(carry, of(0))[1]))
+        stats = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(lambda: f(carry, of(0))[1]))
 
         def body(m, carried):
             carry, more = f(carried[0], of(m))
-            return carry, transformer.add_aux(carried[1], more)
+            return carry, carried[1] + more
         with jax.named_scope(scopes.AT_MOST.write(step.run.training.microbatches)):
-            return jax.lax.fori_loop(0, used, body, (carry, aux))
+            return jax.lax.fori_loop(0, used, body, (carry, stats))
 
     def unsummed(batch, weights, normalizers, key, used):
         stacks, buffers = _layer_stacks(step, weights, jax.tree.map(lambda x: x[0], batch), normalizers, key)
 
         def add(carry, microbatch):
             grads, nll, buffers = carry
-            grads, nll_mb, buffers, aux = microbatch_gradients(
+            grads, nll_mb, buffers, stats = microbatch_gradients(
                 weights, grads, microbatch, normalizers, key, stacks, buffers)
-            return (pin(grads), nll + nll_mb, buffers), aux
+            return (pin(grads), nll + nll_mb, buffers), stats
 
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), weights.trained)
         room = jax.tree.map(partial(_room, layout, batch["segments"].shape[1]), buffers)
         start = pin(zeros), jnp.float32(0), room
-        (grads, nll, _), aux = each(add, start, batch, used)
-        return jax.tree.map(lambda x: x[None], (grads, nll, aux))
+        (grads, nll, _), stats = each(add, start, batch, used)
+        return jax.tree.map(lambda x: x[None], (grads, nll, stats))
 
     def evaluate(p, batch):
         def losses(batch, p):
@@ -208,7 +197,7 @@ def scanned(step: StepSpec):
                 m, found = carry
                 x_BTD, _ = step.model.through_layers(step.ex, p, microbatch)
                 new = goal.scores(step.model, step.ex, p, x_BTD, microbatch)
-                return (m + 1, jax.lax.dynamic_update_index_in_dim(found, new, m, 0)), {}
+                return (m + 1, jax.lax.dynamic_update_index_in_dim(found, new, m, 0)), LayerStats()
             B, T = batch["targets"].shape[1:]
             shape = (step.run.training.microbatches, B) + (() if goal.fills_all else (T,))
             (_, found), _ = each(put, (jnp.int32(0), jnp.zeros(shape, jnp.float32)), batch, used)
@@ -224,17 +213,17 @@ def _microbatch_gradients(step: StepSpec):
     """Return a function for the forward and backward of one microbatch. The backward is explicit for each layer stack.
 
     It is (weights, grads, microbatch, normalizers, key, stacks, buffers) -> (grads with the microbatch's gradients
-    added, nll, buffers, aux). Each layer's gradient is added to its accumulator as soon as it exists, so a microbatch's
-    gradients never exist beside their sums. This saves 4 bytes per accumulated parameter compared with `jax.grad` of
-    the whole model. Gradients are float32, whatever the dtype of the weights. stacks, buffers: from `_layer_stacks`.
-    The buffers are overwritten.
+    added, nll, buffers, stats). Each layer's gradient is added to its accumulator as soon as it exists, so the
+    gradients of a microbatch never exist beside their sums. This saves 4 bytes per accumulated parameter compared with
+    `jax.grad` of the whole model. Gradients are float32, whatever the dtype of the weights. stacks, buffers: from
+    `_layer_stacks`. The buffers are overwritten.
     """
     model, ex, goal = step.model, step.ex, step.objective
 
     def gradients(weights: params.Divided, grads, microbatch, normalizers: Normalizers, key, stacks, buffers):
         ends, layer_inputs = layer_vjp.wide(without_layers(weights.trained)), (
             model.inputs(microbatch, key), normalizers.tokens)
-        frozen_ends, aux, done = without_layers(weights.frozen), {}, []
+        frozen_ends, stats, done = without_layers(weights.frozen), LayerStats(), []
 
         def embed(ends, microbatch):
             return model.embed(ex, params.joined(ends, frozen_ends), microbatch, key)
@@ -249,13 +238,13 @@ def _microbatch_gradients(step: StepSpec):
         x_BTD, embed_vjp = jax.vjp(lambda ends: embed(ends, microbatch), ends)
         for stack, w, (_, group), own in zip(stacks, _stack_weights(model, weights),
                                              model.numbered(), buffers, strict=True):
-            x_BTD, group_aux, residuals = stack.forward(w, x_BTD, layer_inputs, own)
-            aux = transformer.add_aux(aux, group_aux)
+            x_BTD, of_group, residuals = stack.forward(w, x_BTD, layer_inputs, own)
+            stats += of_group
             done.append((stack, w, residuals, model.weights(grads, group)))
         read = model.read_by_head(ends)
         _, head_vjp, (nll, more) = jax.vjp(head, read, x_BTD, has_aux=True)
 
-        d_head, dx_BTD = head_vjp(1 / normalizers.objective)
+        d_head, dx_BTD = head_vjp(1 / normalizers.targets)
         head_grads = added({name: grads[name] for name in read}, d_head)
         # Added before the layers' backward. Otherwise the head's gradient, float32 and not yet reduced, takes memory
         # during it. The norm's gradient is left out, because its reduction would come first.
@@ -273,7 +262,7 @@ def _microbatch_gradients(step: StepSpec):
         head_grads, nll = ex.after((head_grads, nll), dx_BTD)
         ends_grads = added(without_layers(grads) | head_grads, d_embed)
         buffers = [own if own is None else residuals for own, (_, _, residuals, _) in zip(buffers, done)]
-        return model.with_layers(ends_grads, stack_grads[::-1]), nll, buffers, aux | more
+        return model.with_layers(ends_grads, stack_grads[::-1]), nll, buffers, stats | more
     return gradients
 
 
@@ -288,8 +277,8 @@ def _layer_stacks(step: StepSpec, weights: params.Divided, microbatch, normalize
 
     def repeat(group: transformer.LayerGroup, trained, x_BTD, e):
         (number, frozen), (inputs, tokens) = e
-        y_BTD, aux = group.apply(step.ex, tuple(map(params.joined, trained, frozen)), x_BTD, (number, inputs))
-        return with_loss(y_BTD, aux[AUX_LOSS] / tokens) if AUX_LOSS in aux else y_BTD, aux
+        y_BTD, stats = group.apply(step.ex, tuple(map(params.joined, trained, frozen)), x_BTD, (number, inputs))
+        return with_balance_loss(y_BTD, stats, tokens), stats
 
     def keep(microbatch):
         layer_inputs = step.model.inputs(microbatch, key), normalizers.tokens

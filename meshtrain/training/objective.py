@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from meshtrain.config.sections import Run
 from meshtrain.model.layers import Execution
+from meshtrain.model.stats import LayerStats
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import CHOSEN, MISMATCH_MAX, NO_TARGET, PADDING, REJECTED
 from meshtrain.training.policy import Policy
@@ -54,7 +55,7 @@ class Objective:
         raise NotImplementedError
 
     def head(self, model: Transformer, ex: Execution, p, x_BTD, batch):
-        """Return (objective, loss, aux), sums over the microbatch. The objective is differentiated."""
+        """Return (objective, loss, stats), sums over the microbatch. The objective is differentiated."""
         raise NotImplementedError
 
 
@@ -73,7 +74,7 @@ class NextToken(Objective):
 
     def head(self, model: Transformer, ex: Execution, p, x_BTD, batch):
         objective, nll = model.head_loss(ex, p, x_BTD, batch["targets"], z_loss=self.z_loss, chunk=self.chunk)
-        return objective, nll, {}
+        return objective, nll, LayerStats()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Preference(Objective):
         real_B = self._pairs(batch)
         over = lambda values_B: jnp.sum(jnp.where(real_B, values_B, 0.0))
         loss = over(jax.nn.softplus(-margin_B))
-        return loss, loss, {"reward_margin": over(margin_B), "reward_accuracy": over(margin_B > 0)}
+        return loss, loss, LayerStats.of("target", reward_margin=over(margin_B), reward_accuracy=over(margin_B > 0))
 
     def scores(self, model: Transformer, ex: Execution, p, x_BTD, batch):
         """Return [B]: the log-probability of the chosen answer minus that of the rejected one."""
@@ -161,8 +162,9 @@ class PolicyGradient(Objective):
         # compares with the weights that sampled: after the first update these are the weights before it
         apart_BT = jnp.where(real_BT, jnp.abs(given.get("old", logp_BT) - given["sampled"]), 0.0)
         metrics |= {"entropy": entropy_BT, "mismatch_mean": apart_BT}
-        aux = {name: jnp.sum(jnp.where(real_BT, value, 0.0)) for name, value in metrics.items()}
-        return loss, loss, jax.lax.stop_gradient(aux | {MISMATCH_MAX: apart_BT.max()})
+        sums = {name: jnp.sum(jnp.where(real_BT, value, 0.0)) for name, value in metrics.items()}
+        stats = LayerStats.of("target", **sums) | LayerStats.of("step", **{MISMATCH_MAX: apart_BT.max()})
+        return loss, loss, jax.lax.stop_gradient(stats)
 
     def _of_answers(self, model: Transformer, ex: Execution, p, x_BTD, batch, given: dict) -> dict:
         """Return weight, loss and slope of each token, and metrics, where they depend on the whole answer.
@@ -196,7 +198,8 @@ def answer_sums(segments_BT):
 def tokens(batch):
     """Return the tokens of a step without padding.
 
-    AUX_LOSS is divided by them, so that its weight does not depend on the share of tokens that are targets.
+    The balance loss of experts is divided by them, so that its weight does not depend on the share of tokens that are
+    targets.
     """
     return jnp.maximum(jnp.sum(batch["segments"] != PADDING), 1).astype(jnp.float32)
 

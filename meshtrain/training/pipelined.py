@@ -2,8 +2,8 @@
 
 `parallel.pipeline` executes the schedule on the model, which is given as functions. Before its loop the weights are
 gathered once per step, in the compute dtype, and stacked by stage and chunk. After the loop gradients are summed and
-sharded as in [optimizer]. A layer's auxiliary outputs are metrics. The gradient of AUX_LOSS is injected in each layer,
-because only the last stage computes the objective.
+sharded as in [optimizer]. The gradient of the balance loss is injected in each layer, because only the last stage
+computes the objective.
 
 Sources: `parallel.pipeline.schedules`. The injection: arXiv:2401.06066 (DeepSeekMoE) and Megatron-LM's router losses.
 """
@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.model import params, transformer
-from meshtrain.model.loss import with_loss
+from meshtrain.model.loss import with_balance_loss
+from meshtrain.model.stats import LayerStats, Normalizers
 from meshtrain.model.transformer import without_layers
-from meshtrain.names import AUX_LOSS, LAYERS, NO_TARGET
+from meshtrain.names import LAYERS, NO_TARGET
 from meshtrain.parallel.pipeline import pipeline, stages
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import GATHERED
@@ -60,14 +61,13 @@ def pipelined(step: StepSpec):
         count = jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
         extra = {"count": count, "tokens": objective.tokens(batch)} | ({} if key is None else {"key": key})
         weights = _into_loop(step, p, num_stages, schedule.num_chunks)
-        nll, ws, ends, before, aux = pipeline.gradients(schedule, functions, split, weights, batch, extra)
+        nll, ws, ends, before, stats = pipeline.gradients(schedule, functions, split, weights, batch, extra)
         grads = _map_axes(lambda axes, g: reduce_deferred(layout, summed, axes, g), ends_axes, ends)
         before = _map_axes(lambda axes, g: reduce_deferred(layout, (*unsummed(axes), pipeline.STAGE), axes, g),
                            before_axes, before)
         layers = model.from_period(_map_axes(out_of_stages, model.first(layers_axes), ws), before)
         grads[LAYERS] = _map_axes(lambda axes, g: layout.constrain("optimizer", g, axes), layers_axes, layers)
-        divided = {name: a.sum(0) / (extra["tokens"] if name == AUX_LOSS else count) for name, a in aux.items()}
-        return grads, nll.sum() / count, count, divided
+        return grads, nll.sum() / count, count, stats.metrics(Normalizers(count, extra["tokens"]))
 
     def evaluate(p, batch):
         weights = _into_loop(step, p, num_stages, 1)
@@ -93,21 +93,20 @@ def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
         return model.embed(ex, params.joined(ends, frozen), microbatch, extra.get("key"))
 
     def layer(of, weights, x, number, inputs, tokens):
-        y, aux = transformer.block(ex, of, weights, x, inputs, number)
+        y, stats = transformer.block(ex, of, weights, x, inputs, number)
         if uneven:
-            aux = jax.tree.map(lambda a: jnp.where(number < num_layers, a, 0), aux)
-        if AUX_LOSS in aux:
-            y = with_loss(y, aux[AUX_LOSS] / tokens)
-        return jnp.where(number < num_layers, y, x) if uneven else y, aux
+            stats = stats.where(number < num_layers)
+        y = with_balance_loss(y, stats, tokens)
+        return jnp.where(number < num_layers, y, x) if uneven else y, stats
 
     def period(weights, x, e):
         (number, frozen), (inputs, tokens) = e
-        sums: dict = {}
+        stats = LayerStats()
         for i, (of, w) in enumerate(zip(model.period, model.staged[0].weights(params.joined(weights, frozen)),
                                         strict=True)):
-            x, aux = layer(of, w, x, before + number * len(model.period) + i, inputs, tokens)
-            sums = transformer.add_aux(sums, aux)
-        return x, sums
+            x, of_layer = layer(of, w, x, before + number * len(model.period) + i, inputs, tokens)
+            stats += of_layer
+        return x, stats
 
     def head(ends, frozen, x, microbatch, extra):
         total, nll = model.head_loss(ex, params.joined(ends, frozen), x, microbatch["targets"],
@@ -116,9 +115,9 @@ def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
 
     def leading_period(weights, x, e):
         (number, frozen), (inputs, tokens) = e
-        y, aux = leading.apply(ex, leading.weights(params.joined(weights, frozen)), x,
-                               (number * len(leading.period), inputs))
-        return with_loss(y, aux[AUX_LOSS] / tokens) if AUX_LOSS in aux else y, aux
+        y, stats = leading.apply(ex, leading.weights(params.joined(weights, frozen)), x,
+                                 (number * len(leading.period), inputs))
+        return with_balance_loss(y, stats, tokens), stats
 
     return pipeline.ModelFunctions(prepare, embed, period, head, leading_period if leading else None)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from meshtrain import pattern
 from meshtrain.config.sections import Model, Run
 from meshtrain.model.transformer import Transformer, without_layers
-from meshtrain.names import SCORE_BOUND
+from meshtrain.model.stats import SCORE_BOUND
 
 
 def bounds(run: Run) -> tuple[int, int] | None:
@@ -69,10 +69,13 @@ def _of_latents(cfg: Model, gamma_LN) -> dict:
     return {"query": query, "key": root}
 
 
-def reported(aux: dict, limit: float) -> dict:
-    """Return a step's aux as metrics: the largest bound of all heads, and how many heads exceed the limit."""
-    if SCORE_BOUND not in aux:
-        return aux
-    bound_LN = aux[SCORE_BOUND]
-    return {name: value for name, value in aux.items() if name != SCORE_BOUND} | {
+def reported(metrics: dict, limit: float) -> dict:
+    """Return the numbers of a step's layers as they are reported.
+
+    The bounds become the largest bound of all heads and the number of heads that exceed the limit.
+    """
+    if SCORE_BOUND not in metrics:
+        return metrics
+    bound_LN = metrics[SCORE_BOUND]
+    return {name: value for name, value in metrics.items() if name != SCORE_BOUND} | {
         "score_bound_max": bound_LN.max(), "clipped_heads": jnp.sum(bound_LN > limit)}

@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import flags
 from meshtrain.model import float8, moe, params
-from meshtrain.names import PRNG, SCORE_BOUND
+from meshtrain.model.stats import SCORE_BOUND
+from meshtrain.names import PRNG
 from meshtrain.training import accumulate, pipelined, qk_clip, rounding
 from meshtrain.training.optimizer import learning_rate_schedule
 from meshtrain.training.state import State
@@ -30,8 +31,8 @@ class Program:
     """The jitted functions of a run, and the shardings of their arguments.
 
     `train(state, batch) -> (state, metrics)` donates the state; with `limited` it is `train(state, batch, limit)`.
-    metrics: loss (nats per target token), grad_norm, learning_rate, tokens (with a target), skipped, and the aux of the
-    layers as `moe.reported` returns it.
+    metrics: loss (nats per target token), grad_norm, learning_rate, tokens (with a target), skipped, and the
+    numbers of the layers as `moe.reported` and `qk_clip.reported` return them.
 
     `evaluate(params, batch) -> (sum of the loss, number of targets or pairs in it)`.
 
@@ -43,7 +44,7 @@ class Program:
     train: Callable
     # the step takes a third argument, the largest loss with which the update is applied (see `limit`)
     limited: bool
-    # (params, batch, dropout key) -> (gradients of trained parameters, sharded as in [optimizer]; loss; count; aux)
+    # (params, batch, dropout key) -> (gradients of trained parameters, sharded as in [optimizer]; loss; count; metrics)
     gradients: Callable
     evaluate: Callable
     initialize: Callable
@@ -128,7 +129,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
 
     def train(state: State, batch, *loss_limit):
         key = dropout_key(run.run.seed, state.step) if accumulate.drops(run) else None
-        grads, loss, count, aux = gradients(state.params, batch, key)
+        grads, loss, count, of_layers = gradients(state.params, batch, key)
         grad_norm = optax.global_norm([g for g, role in zip(jax.tree.leaves(grads), roles, strict=True)
                                        if role != "balance"])
         # Counts of role `balance` are not scaled: they must stay whole numbers, or an expert with exactly the mean
@@ -149,7 +150,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         kept = lambda new, old: jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
         moved = optax.apply_updates(optax.tree.cast(trained, jnp.float32), updates)
         if step.ex.bounds:      # not before the first step, where only the balance biases change
-            bound_LN = jnp.where(state.step < 0, 0.0, aux[SCORE_BOUND])
+            bound_LN = jnp.where(state.step < 0, 0.0, of_layers[SCORE_BOUND])
             moved = qk_clip.clipped(model, moved, bound_LN, run.optimizer.qk_clip)
         moved = rounding.rounded(trained_infos, moved, run.run.seed, state.step)
         trained, opt_state = kept(moved, trained), kept(opt_state, state.opt_state)
@@ -158,7 +159,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate, jnp.float32),
                    "tokens": count,
                    "skipped": ~finite}
-        return new, metrics | qk_clip.reported(moe.reported(aux), run.optimizer.qk_clip)
+        return new, metrics | qk_clip.reported(moe.reported(of_layers), run.optimizer.qk_clip)
 
     def evaluate(p, batch):
         total = loss_sum(p, batch)

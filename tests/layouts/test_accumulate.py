@@ -9,6 +9,7 @@ import sampling
 
 from meshtrain import config
 from meshtrain.model import transformer
+from meshtrain.model.stats import Normalizers
 from meshtrain.training import accumulate, objective
 from test_layer_groups import LEADING, Wide, batch_of, execution, loss, model_of
 from test_layouts import MODEL
@@ -41,14 +42,14 @@ def test_gradients_added_layer_by_layer_are_those_of_autodiff(remat, model, monk
 
     @jax.jit
     def both(p):
-        given = batch, accumulate.Normalizers(count, count), jax.random.key(5)
+        given = batch, Normalizers(count, count), jax.random.key(5)
         stacks, avals = accumulate._layer_stacks(step, model.divided(p), *given)
         # of an earlier microbatch: nobody reads it
         room = jax.tree.map(lambda a: jnp.full(a.shape, 3, a.dtype), avals)
         return by_autodiff(p), accumulate._microbatch_gradients(step)(model.divided(p), before, *given, stacks, room)
     with jax.default_matmul_precision("highest"):
-        (expected, *expected_sums), (got, nll, _, aux) = both(p)
-    sums = [nll, aux]
+        (expected, *expected_sums), (got, nll, _, stats) = both(p)
+    sums = [nll, {name: stat.value for name, stat in stats.by_name.items()}]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), sums, expected_sums)
     for (path, e), g in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(got), strict=True):
         assert np.abs(e - 1e-3).max() > 0, path

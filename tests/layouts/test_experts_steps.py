@@ -14,6 +14,7 @@ from meshtrain.checkpoint import checkpoint
 from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.cost.program import audit
 from meshtrain.model import moe
+from meshtrain.model.stats import LayerStats
 from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline import layer_vjp
 from meshtrain.training.state import State
@@ -69,10 +70,11 @@ class Trained:
 def one_device():
     """20 steps on one device, with the number of choices that were close, layer by layer and token by token."""
     def watched(self, ex, x_BTD, inputs, number):
-        y_BTD, aux = computed(self, ex, x_BTD, inputs, number)
+        y_BTD, stats = computed(self, ex, x_BTD, inputs, number)
         scores = self.routing.scores(self._logits(ex, x_BTD)) + self.bias[...]
         best = jax.lax.top_k(scores, self.routing.experts_per_token + 1)[0]
-        return y_BTD, aux | {"close": jnp.sum(best[..., -2] - best[..., -1] < GAP, dtype=jnp.float32)}
+        close = jnp.sum(best[..., -2] - best[..., -1] < GAP, dtype=jnp.float32)
+        return y_BTD, stats | LayerStats.of("target", close=close)
     computed = moe.MoE.__call__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe.MoE, "__call__", watched)

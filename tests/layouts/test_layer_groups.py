@@ -17,7 +17,8 @@ from meshtrain import pattern
 from meshtrain.kernels import blockwise
 from meshtrain.model import params, transformer
 from meshtrain.model.layers import MLP, Attention, Execution, Layer
-from meshtrain.names import AUX_LOSS, AXES, LAYERS
+from meshtrain.model.stats import AUX_LOSS, LayerStats
+from meshtrain.names import AXES, LAYERS
 from meshtrain.parallel.context import attention
 from meshtrain.parallel.pipeline import stages
 from meshtrain.sharding import rules
@@ -52,7 +53,8 @@ class Wide(Plain):
     def __call__(self, ex, x_BTD, inputs, number):
         x_BTD, _ = super().__call__(ex, x_BTD, inputs, number)
         squares = jnp.sum(jnp.square(x_BTD.astype(jnp.float32)))
-        return x_BTD, {AUX_LOSS: 1e-2 * squares, "last_layer": jnp.where(number >= 2, squares, 0.0)}
+        return x_BTD, LayerStats.of("token", aux_loss=1e-2 * squares) | LayerStats.of(
+            "target", last_layer=jnp.where(number >= 2, squares, 0.0))
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
@@ -66,18 +68,19 @@ def model_of(*groups: tuple[str, tuple, int]) -> transformer.Transformer:
 
 
 def loss(model, ex, p, batch, dropout_key=None, **head):
-    """(objective, nll, aux) of all layers at once, as sums; head: of `Transformer.head_loss`."""
-    x_BTD, aux = model.through_layers(ex, p, batch, dropout_key)
+    """(objective, nll, sums by name) of all layers at once; head: of `Transformer.head_loss`."""
+    x_BTD, stats = model.through_layers(ex, p, batch, dropout_key)
     objective, nll = model.head_loss(ex, p, x_BTD, batch["targets"], **head)
-    return objective + aux.get(AUX_LOSS, 0.0), nll, aux
+    sums = {name: stat.value for name, stat in stats.by_name.items()}
+    return objective + sums.get(AUX_LOSS, 0.0), nll, sums
 
 
 def one_by_one(model, ex, p, batch, layers):
     """The same by definition: layers [(module, its weights)] applied in turn."""
     inputs, x_BTD, sums = model.inputs(batch), model.embed(ex, p, batch), {AUX_LOSS: 0.0, "last_layer": 0.0}
     for number, (layer, weights) in enumerate(layers):
-        x_BTD, aux = layer.bind(weights)(ex, x_BTD, inputs, number)
-        sums = {name: total + aux.get(name, 0.0) for name, total in sums.items()}
+        x_BTD, stats = layer.bind(weights)(ex, x_BTD, inputs, number)
+        sums |= {name: sums[name] + stat.value for name, stat in stats.by_name.items()}
     objective, nll = model.head_loss(ex, p, x_BTD, batch["targets"])
     return objective + sums[AUX_LOSS], (nll, sums)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +36,11 @@ class StackEntry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FBW:
-    """F, B and W of y, aux = f(w, x, e), where e and aux are not differentiated.
+    """F, B and W of y, stats = f(w, x, e), where e and stats are not differentiated.
 
-    forward(w, x, e) -> y, aux, (r, q).
+    forward(w, x, e) -> y, stats, (r, q).
 
-    forward_into(room, entry, w, x, e) -> y, aux, room. It writes the residuals into the stacked buffers room = (r, q)
+    forward_into(room, entry, w, x, e) -> y, stats, room. It writes the residuals into the stacked buffers room = (r, q)
     at a `StackEntry`. It is None if no residual can be written in place.
 
     backward_input(w, e, r, q, dy) -> dx, z. backward_weight(w, e, q, z) -> dw.
@@ -48,7 +48,7 @@ class FBW:
     backward(w, e, r, q, dy) -> dx, dw: both at once.
 
     r: residuals that B alone reads. q: residuals that W reads. z: values that B passes to W. All three are lists of
-    arrays; the fields `r`, `q` and `z` are their ShapeDtypeStructs. aux: a tree like the field `aux`. dw is always
+    arrays; the fields `r`, `q` and `z` are their ShapeDtypeStructs. stats: a tree like the field `stats`. dw is always
     float32.
     """
     forward: Callable
@@ -56,14 +56,14 @@ class FBW:
     backward_input: Callable
     backward_weight: Callable
     backward: Callable
-    aux: dict
+    stats: Any
     r: list
     q: list
     z: list
 
 
 def layer(f: Callable, w, x, e) -> FBW:
-    """Return F, B and W of f(w, x, e) -> (y, aux) for these shapes (arrays or ShapeDtypeStructs).
+    """Return F, B and W of f(w, x, e) -> (y, stats) for these shapes (arrays or ShapeDtypeStructs).
 
     x is one array; y is like x.
     """
@@ -73,12 +73,12 @@ def layer(f: Callable, w, x, e) -> FBW:
     of_w = behind.saved_for_w                        # for each saved residual: whether W needs it (q) or B alone (r)
 
     def forward(w, x, e):
-        y, aux, saved = ahead.apply(wide(w), x, e)
-        return y, aux, divided(saved)
+        y, stats, saved = ahead.apply(wide(w), x, e)
+        return y, stats, divided(saved)
 
     def forward_into(room, entry, w, x, e):
-        y, aux, room = ahead.apply_into(merged(*room), entry, wide(w), x, e)
-        return y, aux, divided(room)
+        y, stats, room = ahead.apply_into(merged(*room), entry, wide(w), x, e)
+        return y, stats, divided(room)
 
     def divided(saved):
         return tuple([a for a, k in zip(saved, of_w) if k == want] for want in (False, True))
@@ -98,7 +98,7 @@ def layer(f: Callable, w, x, e) -> FBW:
 
     r, q = ([_aval(v.aval) for v, k in zip(ahead.saved, of_w) if k == want] for want in (False, True))
     return FBW(forward, forward_into if ahead.in_place else None, backward_input, backward_weight, backward,
-               ahead.aux_avals, r, q, [_aval(v.aval) for v in behind.passed_on])
+               ahead.stats_avals, r, q, [_aval(v.aval) for v in behind.passed_on])
 
 
 class _Forward:
@@ -108,35 +108,36 @@ class _Forward:
         self.num_w = num_w = len(jax.tree.leaves(w))
 
         def with_residuals(w, x, e):
-            y, vjp, aux = jax.vjp(lambda w, x: f(w, x, e), w, x, has_aux=True)
-            aux, self.aux_tree = jax.tree.flatten(aux)
+            y, vjp, stats = jax.vjp(lambda w, x: f(w, x, e), w, x, has_aux=True)
+            stats, self.stats_tree = jax.tree.flatten(stats)
             leaves, self.vjp_tree = jax.tree.flatten(vjp)       # a VJP is a pytree whose leaves are the residuals
-            return y, aux, leaves
+            return y, stats, leaves
 
         self.traced = _inlined(with_residuals, w, x, e)
         jaxpr = self.traced.jaxpr
-        num_aux = self.aux_tree.num_leaves
-        self.y, self.aux, self.residuals = jaxpr.outvars[0], jaxpr.outvars[1:1 + num_aux], jaxpr.outvars[1 + num_aux:]
-        self.aux_avals = jax.tree.unflatten(self.aux_tree, [_aval(v.aval) for v in self.aux])
+        num_stats = self.stats_tree.num_leaves
+        self.y, self.stats = jaxpr.outvars[0], jaxpr.outvars[1:1 + num_stats]
+        self.residuals = jaxpr.outvars[1 + num_stats:]
+        self.stats_avals = jax.tree.unflatten(self.stats_tree, [_aval(v.aval) for v in self.stats])
         of_x = _dependents(jaxpr.eqns, {jaxpr.invars[num_w]})
         self.saved = list(dict.fromkeys(v for v in self.residuals if not isinstance(v, Literal) and v in of_x))
-        self.eqns = _slice(jaxpr.eqns, [self.y, *self.aux, *self.saved])
+        self.eqns = _slice(jaxpr.eqns, [self.y, *self.stats, *self.saved])
         self.recomputed = _slice(jaxpr.eqns, [v for v in self.residuals if isinstance(v, Literal) or v not in of_x])
         self.w_and_e = jaxpr.invars[:num_w] + jaxpr.invars[num_w + 1:]
         self.in_place = self._in_place()
 
     def apply(self, w, x, e, keep: Callable | None = None):
-        """Return y, aux and the saved residuals.
+        """Return y, stats and the saved residuals.
 
         Later equations read keep(v, value) for the variable v instead of its value.
         """
         env = _constants(self.traced) | dict(zip(self.traced.jaxpr.invars, jax.tree.leaves((w, x, e))))
         env = _bind(self.eqns, env, keep=keep)
-        aux = jax.tree.unflatten(self.aux_tree, [_value(env, v) for v in self.aux])
-        return _value(env, self.y), aux, [env[v] for v in self.saved]
+        stats = jax.tree.unflatten(self.stats_tree, [_value(env, v) for v in self.stats])
+        return _value(env, self.y), stats, [env[v] for v in self.saved]
 
     def apply_into(self, room: list, entry: StackEntry, w, x, e):
-        """Return y, aux and `room` with the residuals written at `entry`.
+        """Return y, stats and `room` with the residuals written at `entry`.
 
         room: one stacked buffer for each saved residual.
         """
@@ -153,8 +154,8 @@ class _Forward:
             room[n], value = jax.lax.optimization_barrier((room[n], value))
             return value
         x = keep(self.traced.jaxpr.invars[self.num_w], x)
-        y, aux, _ = self.apply(w, x, e, keep)
-        return y, aux, room
+        y, stats, _ = self.apply(w, x, e, keep)
+        return y, stats, room
 
     def _in_place(self) -> set:
         """Return the residuals that are written in place.
@@ -237,7 +238,7 @@ class _Backward:
 
 
 def stack(f: Callable, ws, own, depth: int, x, e, in_place: bool = False) -> FBW:
-    """Return F, B and W of `depth` layers f(w, x, (own, e)) -> (x, aux) in sequence. aux is summed over the layers.
+    """Return F, B and W of `depth` layers f(w, x, (own, e)) -> (x, stats) in sequence. stats is summed over the layers.
 
     ws: stacked weights [n, …], where n is at least `depth`. own: stacked inputs of each layer that are not
     differentiated (its number, frozen weights).
@@ -264,14 +265,14 @@ def stack(f: Callable, ws, own, depth: int, x, e, in_place: bool = False) -> FBW
         numbers = order()
 
         def visit(i, carry):
-            x, room, aux = carry
+            x, room, stats = carry
             w_i, e_i = at(w, e, i)
             entry = StackEntry(i, jnp.where(i < depth, i, 0), jax.lax.dynamic_index_in_dim(numbers, i, keepdims=False))
-            y, aux_i, room = one.forward_into(room, entry, w_i, x, e_i)
-            return y, room, put(aux, aux_i, i)
-        none = jax.tree.map(lambda a: jnp.zeros((depth, *a.shape), a.dtype), one.aux)
-        y, room, aux = jax.lax.fori_loop(0, depth, visit, (x, room, none))
-        return y, jax.tree.map(lambda a: a.sum(0), aux), room
+            y, stats_i, room = one.forward_into(room, entry, w_i, x, e_i)
+            return y, room, put(stats, stats_i, i)
+        none = jax.tree.map(lambda a: jnp.zeros((depth, *a.shape), a.dtype), one.stats)
+        y, room, stats = jax.lax.fori_loop(0, depth, visit, (x, room, none))
+        return y, jax.tree.map(lambda a: a.sum(0), stats), room
 
     def forward(w, x, e, room=None):
         if in_place and room is not None and one.forward_into:
@@ -279,10 +280,10 @@ def stack(f: Callable, ws, own, depth: int, x, e, in_place: bool = False) -> FBW
 
         def visit(carry, i):
             w_i, e_i = at(w, e, i)
-            y, aux, saved = one.forward(w_i, carry[0], e_i)
-            return (y, None if room is None else put(carry[1], saved, i)), (aux, saved if room is None else None)
-        (y, kept), (aux, saved) = scan(visit, (x, room), order())
-        return y, jax.tree.map(lambda a: a.sum(0), aux), saved if room is None else kept
+            y, stats, saved = one.forward(w_i, carry[0], e_i)
+            return (y, None if room is None else put(carry[1], saved, i)), (stats, saved if room is None else None)
+        (y, kept), (stats, saved) = scan(visit, (x, room), order())
+        return y, jax.tree.map(lambda a: a.sum(0), stats), saved if room is None else kept
 
     def backward_input(w, e, r, q, dy):
         return scan(lambda dy, a: one.backward_input(*at(w, e, a[0]), *a[1:], dy), dy, (order(), r, q), reverse=True)
@@ -300,7 +301,7 @@ def stack(f: Callable, ws, own, depth: int, x, e, in_place: bool = False) -> FBW
         return scan(visit, (dy, total), (order(), r, q), reverse=True)[0]
 
     of_all = lambda avals: [jax.ShapeDtypeStruct((depth, *a.shape), a.dtype) for a in avals]
-    return FBW(forward, None, backward_input, backward_weight, backward, one.aux,
+    return FBW(forward, None, backward_input, backward_weight, backward, one.stats,
                *map(of_all, (one.r, one.q, one.z)))
 
 

@@ -38,14 +38,14 @@ class ModelFunctions:
 
     embed(ends, frozen, microbatch, extra) -> x: the input of the first layer.
 
-    layer(w, x, ((number, frozen), e)) -> (x, aux).
+    layer(w, x, ((number, frozen), e)) -> (x, stats).
 
     head(ends, frozen, x, microbatch, extra) -> (objective, metric), where x is the output of the last layer. Only the
     objective is differentiated.
 
     leading: like `layer`, for layers of another kind before the first stage; None if there are none.
 
-    aux: {name: float32 array}, sums that are not differentiated. ends: weights of the embedding and head, which all
+    stats: a `LayerStats`, which is not differentiated. ends: weights of the embedding and head, which all
     stages compute together. If these weights are sharded over stages, `embed` and `head` reduce over the stages and
     return the same on every stage. frozen: weights (of a layer, or of the embedding and head) without gradients.
     """
@@ -80,8 +80,8 @@ def gradients(schedule: Schedule, model: ModelFunctions, split: Split, weights, 
     """Run the schedule with its backward and return a step's metric and gradients.
 
     Returns (metric [R], gradients of layers [R, V, P, n, …], of embedding and head [R, …], of leading layers [R·P, n,
-    …], aux by name [R·P, …]), all float32. None of them is reduced over replicas. The gradients of leading layers and
-    aux are not reduced over stages either.
+    …], stats [R·P, …]), all float32. None of them is reduced over replicas. The gradients of leading layers and
+    stats are not reduced over stages either.
 
     weights: ((layers, frozen layers), (ends, frozen ends), (leading, frozen leading)). Layers are [V, P, n, …] with P
     sharded over stage. Layer (v, s, i) has the number (v·P + s)·n + i. leading: [n, …]. batch: [M, R, …]. extra:
@@ -195,7 +195,7 @@ class Shard:
 def _shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage, weights, batch, extra):
     """Return (Shard, initial carry, numbers [T, columns] of the tick after each).
 
-    carry: the buffers X, R, Q, D (and Z) and the sums metric, ws, ends, leading and aux, all zero; and `tick`, the
+    carry: the buffers X, R, Q, D (and Z) and the sums metric, ws, ends, leading and stats, all zero; and `tick`, the
     numbers and inputs of the first tick. Without gradients it has only X, metric and tick.
     """
     stage, (ws, (ends, frozen_ends), (leading, frozen_leading)) = stage[0], weights
@@ -222,7 +222,7 @@ def _shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage
     if differentiate:
         carry |= dict(R=buffer(fbw.r, slots["R"], depth), Q=buffer(fbw.q, slots["Q"], depth), D=buffer(x, slots["D"]))
         carry |= dict(ws=zeros(flat), ends=zeros(ends), leading=zeros(leading[0]),
-                      aux=zeros(fbw.aux | (ahead.aux if ahead else {})))
+                      aux=zeros(fbw.stats | ahead.stats if ahead else fbw.stats))
     if schedule.split:
         carry["Z"] = buffer(fbw.z, slots["Z"], depth)
     # The numbers are in the carry, because XLA would otherwise fuse their selection into each use and repeat it per
@@ -260,7 +260,7 @@ def _layers(this: Shard, kinds: str, wait: Callable, c, tick, x):
         back = this.depth - 1 - i
         if "F" in kinds:
             w, own = this.layer(tick["F_chunk"], i)
-            x, aux, (r, q) = fbw.forward(w, x, (own, tick["F_e"]))
+            x, stats, (r, q) = fbw.forward(w, x, (own, tick["F_e"]))
             back = wait(back, x)
         saved = {slot: take(c[buffer], tick[slot], back) for buffer, slot in reads}
         if reads:          # else XLA copies buffers that it might write before they are read
@@ -283,7 +283,7 @@ def _layers(this: Shard, kinds: str, wait: Callable, c, tick, x):
             c = c | dict(ws=added(c["ws"], tick["W_chunk"] * this.depth + back, dw, tick["W_on"] > 0))
         if "F" in kinds:
             c = c | dict(R=put(c["R"], r, tick["F_r"], i), Q=put(c["Q"], q, tick["F_q"], i),
-                         aux=_add_aux(c["aux"], aux, tick["F_on"] > 0))
+                         aux=c["aux"].add_if(tick["F_on"] > 0, stats))
         return (c, x, dx), None
 
     dx = take(c["D"], tick["B_d"]) if "B" in kinds else None
@@ -339,7 +339,7 @@ def _looked_up_back(this: Shard, ends, i, dx, on):
 
 
 def _lead(this: Shard, c):
-    """Run the forward of the leading layers. Return (c with L and their aux, their residuals for each round).
+    """Run the forward of the leading layers. Return (c with L and their stats, their residuals for each round).
 
     All stages compute an embedding together.
     """
@@ -352,12 +352,12 @@ def _lead(this: Shard, c):
         i, on = _of_round(this, k, this.stage)
         e = this.prepare(i)
         if this.ahead:
-            y, aux, saved = this.ahead.forward((*this.leading, 0), x, e)
-            return _add_aux(sums, aux, on), (y, saved)
+            y, stats, saved = this.ahead.forward((*this.leading, 0), x, e)
+            return sums.add_if(on, stats), (y, saved)
         return sums, (lax.scan(lambda x, w: (this.model.leading(w[0], x, (w[1], e))[0], None),
                                x, this.leading)[0], None)
-    aux, (ys, saved) = lax.scan(one_round, c.get("aux"), jnp.arange(_rounds(this)))
-    return c | dict(L=ys) | (dict(aux=aux) if this.ahead else {}), saved
+    stats, (ys, saved) = lax.scan(one_round, c.get("aux"), jnp.arange(_rounds(this)))
+    return c | dict(L=ys) | (dict(aux=stats) if this.ahead else {}), saved
 
 
 def _led(this: Shard, c, i):
@@ -459,10 +459,10 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differen
     if not differentiate:
         return (c["metric"][None],)
     c = _lead_back(this, c, saved) if model.leading else c
-    ends, leading, aux = jax.tree.map(lambda a: a[None], (c["ends"], c["leading"], c["aux"]))
+    ends, leading, stats = jax.tree.map(lambda a: a[None], (c["ends"], c["leading"], c["aux"]))
     # [V·n, …] -> [1, V, 1, n, …], where the 1s are this device's replica and stage.
     ws = jax.tree.map(lambda a: a.reshape(1, schedule.num_chunks, 1, -1, *a.shape[1:]), c["ws"])
-    return c["metric"][None], ws, ends, leading, aux
+    return c["metric"][None], ws, ends, leading, stats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -517,8 +517,3 @@ def _ordered(values, done):
 
 def _add(total, new, on):
     return jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), total, new)
-
-
-def _add_aux(total: dict, new: dict, on) -> dict:
-    """Return `total` with `new`, the sums of some layers, added if `on`. `new` may have fewer names than `total`."""
-    return total | _add({name: total[name] for name in new}, new, on)
