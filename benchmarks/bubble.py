@@ -24,7 +24,8 @@ from meshtrain import config
 from meshtrain import devices as local_devices
 from meshtrain.cost.formulas import simulate
 from meshtrain.model.stats import LayerStats
-from meshtrain.parallel.pipeline import pipeline, schedules
+from meshtrain.parallel.pipeline import schedules
+from meshtrain.training import executor
 
 STAGES, MICROBATCHES = 4, 8
 CASES = [(name, 2 if name in schedules.INTERLEAVED else 1) for name in schedules.NAMES]
@@ -61,7 +62,7 @@ def sleeping_layer(seconds: float, slept: list):
 def compiled_step(schedule: schedules.Schedule, mesh, slept: list):
     """The step of a model whose stages only sleep: a chunk is one layer, embedding and head cost nothing."""
     layer = sleeping_layer(STAGE_S / schedule.num_chunks, slept)
-    model = pipeline.ModelFunctions(
+    model = executor.ModelFunctions(
         prepare=lambda microbatch, extra: (),
         embed=lambda ends, frozen, microbatch, extra: microbatch + ends,
         layer=lambda w, x, e: (layer(w, x), LayerStats()),
@@ -69,11 +70,11 @@ def compiled_step(schedule: schedules.Schedule, mesh, slept: list):
     ws = jnp.zeros((schedule.num_chunks, schedule.num_stages, 1))
     batch = jnp.ones((schedule.num_microbatches, 1, 1, 4, 8))
 
-    split = pipeline.Split(mesh, deferred_axes=(), layer_axes=((), {}), leading_axes=({}, {}), ends_specs=(P(), {}),
+    split = executor.Split(mesh, deferred_axes=(), layer_axes=((), {}), leading_axes=({}, {}), ends_specs=(P(), {}),
                            batch_specs=P())
 
     def step(ws, batch):
-        return pipeline.gradients(schedule, model, split, ((ws, {}), (jnp.ones(()), {}), ({}, {})), batch, ())
+        return executor.gradients(schedule, model, split, ((ws, {}), (jnp.ones(()), {}), ({}, {})), batch, ())
     with jax.set_mesh(mesh):
         return jax.jit(step).lower(ws, batch).compile(), (ws, batch)
 
@@ -113,7 +114,7 @@ def main(argv) -> int:
     words.Parser(__doc__).parse_args(argv)
     os.environ.setdefault("NPROC", "32")               # a sleeping callback holds a thread of the CPU client's pool
     devices = local_devices.start(config.Run(mesh=dict(stage=STAGES, simulated_devices=STAGES)))
-    mesh = jax.make_mesh((STAGES,), (pipeline.STAGE,), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+    mesh = jax.make_mesh((STAGES,), (executor.STAGE,), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
     rows, missed = [], []
     for name, chunks in CASES:
         schedule = schedules.make(name, STAGES, MICROBATCHES, chunks)

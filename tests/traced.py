@@ -9,14 +9,13 @@ from meshtrain.model import float8, params
 from meshtrain.model.layers import Execution
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import LAYERS
-from meshtrain.parallel.pipeline import layer_vjp, pipeline
 from meshtrain.sharding.rules import GATHERED, Layout
-from meshtrain.training import objective
+from meshtrain.training import backward, executor, objective
 from meshtrain.training.accumulate import drops
 
 
 def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable,
-              experts=None) -> tuple[layer_vjp.FBW, jax.ShapeDtypeStruct]:
+              experts=None) -> tuple[backward.FBW, jax.ShapeDtypeStruct]:
     """F, B and W of one period of layers as they stand in the pipeline's loop, and its input:
     what a microbatch leaves on a device.
 
@@ -45,11 +44,11 @@ def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable,
         group = model.staged[0]
         assert group.period == model.period
         layers = lambda w, x, e: group.apply(ex, group.weights(params.joined(w, e[2])), x, (e[0], e[1]))
-        fbw = layer_vjp.layer(layers, weights, x, (jnp.int32(0), inputs, frozen))
+        fbw = backward.layer(layers, weights, x, (jnp.int32(0), inputs, frozen))
         return jnp.int32(0)
 
     with jax.sharding.use_abstract_mesh(mesh):          # whatever mesh the caller has in force
-        jax.eval_shape(jax.shard_map(trace, mesh=mesh, axis_names={pipeline.STAGE, *deferred, *seq},
+        jax.eval_shape(jax.shard_map(trace, mesh=mesh, axis_names={executor.STAGE, *deferred, *seq},
                                      in_specs=(), out_specs=P(),
                                      check_vma=False))
     return fbw, x

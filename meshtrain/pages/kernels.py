@@ -27,8 +27,9 @@ OPERATIONS = {"dynamic_slice": "read of a slice", "dynamic_update_slice": "write
 # Path prefix of a source file -> what it computes. The longest matching prefix applies.
 PLACES = {"model/loss.py": "head and loss", "model/rope.py": "rotary embedding", "model/layers.py": "layers",
           "model/": "model", "kernels/activations.py": "activation function", "kernels/": "kernels",
-          "parallel/pipeline/": "pipeline", "parallel/context/": "attention", "parallel/experts/": "experts",
-          "training/optimizer.py": "optimizer", "training/": "training step"}
+          "parallel/context/": "attention", "parallel/experts/": "experts", "training/executor.py": "pipeline",
+          "training/backward.py": "pipeline", "training/optimizer.py": "optimizer",
+          "training/": "training step"}
 
 
 def weights(parameters: Sequence[Mapping]) -> dict[str, str]:

@@ -28,12 +28,11 @@ from meshtrain.model.transformer import Transformer, without_layers
 from meshtrain.names import NO_TARGET
 from meshtrain.parallel.context import attention
 from meshtrain.parallel.experts import dispatch
-from meshtrain.parallel.pipeline import layer_vjp
 from meshtrain.parallel.pipeline.schedules import Schedule
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import automatic_axes, by_gloo, on_shards
 from meshtrain.sharding.rules import Layout
-from meshtrain.training import objective, qk_clip, state
+from meshtrain.training import backward, objective, qk_clip, state
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,7 +53,7 @@ class StepSpec:
     batch: dict
     schedule: Schedule | None       # the pipeline's schedule; None without stages
     order: np.ndarray | None        # the token at each place of a sequence; None: the natural order
-    in_place: bool = False          # whether residuals are written directly into their buffers, see `layer_vjp.stack`
+    in_place: bool = False          # whether residuals are written directly into their buffers, see `backward.stack`
 
     @property
     def objective(self) -> objective.Objective:
@@ -90,7 +89,7 @@ def step_spec(run: Run, model: Transformer, layout: Layout, mesh, attend: Callab
                           run.experts.bias_rule)
     return StepSpec(run, model, layout, mesh, held, ex, deferred, batch, schedule,
                     attention.token_order(run, layout.sizes),
-                    in_place=ex.by_kernels and jax.__version_info__ >= layer_vjp.IN_PLACE_SINCE)
+                    in_place=ex.by_kernels and jax.__version_info__ >= backward.IN_PLACE_SINCE)
 
 
 def scanned(step: StepSpec):
@@ -221,7 +220,7 @@ def _microbatch_gradients(step: StepSpec):
     model, ex, goal = step.model, step.ex, step.objective
 
     def gradients(weights: params.Divided, grads, microbatch, normalizers: Normalizers, key, stacks, buffers):
-        ends, layer_inputs = layer_vjp.wide(without_layers(weights.trained)), (
+        ends, layer_inputs = backward.wide(without_layers(weights.trained)), (
             model.inputs(microbatch, key), normalizers.tokens)
         frozen_ends, stats, done = without_layers(weights.frozen), LayerStats(), []
 
@@ -284,7 +283,7 @@ def _layer_stacks(step: StepSpec, weights: params.Divided, microbatch, normalize
         layer_inputs = step.model.inputs(microbatch, key), normalizers.tokens
         x_BTD = jax.eval_shape(lambda: step.model.embed(step.ex, params.joined(*weights), microbatch, key))
         for (_, group), w in zip(step.model.numbered(), _stack_weights(step.model, weights), strict=True):
-            found.append(layer_vjp.stack(partial(repeat, group), *w[:2], group.repeats, x_BTD, layer_inputs,
+            found.append(backward.stack(partial(repeat, group), *w[:2], group.repeats, x_BTD, layer_inputs,
                                          in_place=step.in_place))
         zeros = lambda avals: [jnp.zeros(a.shape, a.dtype) for a in avals]
         return [None if step.ex.remat == "offload" else (zeros(one.r), zeros(one.q)) for one in found]
@@ -305,7 +304,7 @@ def _room(layout: Layout, sequences: int, a):
 
 
 def _stack_weights(model: Transformer, weights: params.Divided):
-    """Return for each group the argument w of its `layer_vjp.stack`: (trained, (numbers of the layers, frozen), 0)."""
+    """Return for each group the argument w of its `backward.stack`: (trained, (numbers of the layers, frozen), 0)."""
     return [(model.weights(weights.trained, group), (group.numbers(first), model.weights(weights.frozen, group)), 0)
             for first, group in model.numbered()]
 

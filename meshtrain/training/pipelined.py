@@ -1,6 +1,6 @@
 """Gradients of a step and loss of an evaluation through the stages of a pipeline.
 
-`parallel.pipeline` executes the schedule on the model, which is given as functions. Before its loop the weights are
+`executor` executes the schedule on the model, which is given as functions. Before its loop the weights are
 gathered once per step, in the compute dtype, and stacked by stage and chunk. After the loop gradients are summed and
 sharded as in [optimizer]. The gradient of the balance loss is injected in each layer, because only the last stage
 computes the objective.
@@ -19,10 +19,10 @@ from meshtrain.model.loss import with_balance_loss
 from meshtrain.model.stats import LayerStats, Normalizers
 from meshtrain.model.transformer import without_layers
 from meshtrain.names import LAYERS, NO_TARGET
-from meshtrain.parallel.pipeline import pipeline, stages
+from meshtrain.parallel.pipeline import stages
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import GATHERED
-from meshtrain.training import objective
+from meshtrain.training import executor, objective
 from meshtrain.training.accumulate import StepSpec, reduce_deferred
 
 _map_axes = functools.partial(jax.tree.map, is_leaf=rules.is_axes)
@@ -36,7 +36,7 @@ def pipelined(step: StepSpec):
     model, layout, schedule, num_stages = step.model, step.layout, step.schedule, step.schedule.num_stages
     functions = _functions(step, num_stages * schedule.num_chunks)
     ends_axes, layers_axes = without_layers(step.state.trained_axes), step.state.trained_axes[LAYERS]
-    others = tuple(a for a in layout.sizes if a != pipeline.STAGE)
+    others = tuple(a for a in layout.sizes if a != executor.STAGE)
     # includes `seq`, because each shard of a sequence has its own gradients
     summed = step.deferred_axes + layout.mesh_axes("activations", "seq")
     # Experts stay on their devices. Their gradients are already whole along the axes that split them.
@@ -44,7 +44,7 @@ def pipelined(step: StepSpec):
     before_axes = model.before(layers_axes)
     axes = model.divided(step.state.axes)
     of_parts = lambda subtree: tuple(_map_axes(own, subtree(part[LAYERS])) for part in axes)
-    split = pipeline.Split(
+    split = executor.Split(
         step.mesh, summed, layer_axes=of_parts(model.first), leading_axes=of_parts(model.before),
         ends_specs=_map_axes(lambda axes: layout.spec("params", axes, drop=others), tuple(map(without_layers, axes))),
         batch_specs={name: abstract.sharding.spec for name, abstract in step.batch.items()})
@@ -61,23 +61,24 @@ def pipelined(step: StepSpec):
         count = jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
         extra = {"count": count, "tokens": objective.tokens(batch)} | ({} if key is None else {"key": key})
         weights = _into_loop(step, p, num_stages, schedule.num_chunks)
-        nll, ws, ends, before, stats = pipeline.gradients(schedule, functions, split, weights, batch, extra)
+        nll, ws, ends, before, stats = executor.gradients(schedule, functions, split, weights, batch, extra)
         grads = _map_axes(lambda axes, g: reduce_deferred(layout, summed, axes, g), ends_axes, ends)
-        before = _map_axes(lambda axes, g: reduce_deferred(layout, (*unsummed(axes), pipeline.STAGE), axes, g),
+        before = _map_axes(lambda axes, g: reduce_deferred(layout, (*unsummed(axes), executor.STAGE), axes, g),
                            before_axes, before)
         layers = model.from_period(_map_axes(out_of_stages, model.first(layers_axes), ws), before)
         grads[LAYERS] = _map_axes(lambda axes, g: layout.constrain("optimizer", g, axes), layers_axes, layers)
-        return grads, nll.sum() / count, count, stats.metrics(Normalizers(count, extra["tokens"]))
+        metrics = stats.metrics(Normalizers(count, extra["tokens"]))
+        return grads, nll.sum() / count, count, metrics
 
     def evaluate(p, batch):
         weights = _into_loop(step, p, num_stages, 1)
-        return pipeline.evaluate(functions, split, weights, batch,
+        return executor.evaluate(functions, split, weights, batch,
                                  dict.fromkeys(("count", "tokens"), jnp.float32(1))).sum()
 
     return gradients, evaluate
 
 
-def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
+def _functions(step: StepSpec, virtual_stages: int) -> executor.ModelFunctions:
     """Return the model as functions for a pipeline. A stage applies periods of layers.
 
     If their number does not divide over the stages, the last stages are padded with identity layers.
@@ -119,7 +120,7 @@ def _functions(step: StepSpec, virtual_stages: int) -> pipeline.ModelFunctions:
                                  (number * len(leading.period), inputs))
         return with_balance_loss(y, stats, tokens), stats
 
-    return pipeline.ModelFunctions(prepare, embed, period, head, leading_period if leading else None)
+    return executor.ModelFunctions(prepare, embed, period, head, leading_period if leading else None)
 
 
 def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):

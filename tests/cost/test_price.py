@@ -21,10 +21,11 @@ from meshtrain.cost.planner import search
 from meshtrain.cost.formulas.price import bubble_s, price, stage_costs
 from meshtrain.cost.formulas.rates import Rates
 from meshtrain.model import transformer
-from meshtrain.parallel.pipeline import pipeline, schedules
+from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout
+from meshtrain.training import executor
 
 GIB = 2**30
 
@@ -100,7 +101,7 @@ def test_embeddings_are_counted_in_the_ticks_in_which_the_executor_has_them():
                 continue
             table = schedules.make(name, p, m, v)
             ticks = lambda what: sum(length[getattr(phase, what)](table.shared[f"{what}_on"][phase.start:phase.stop])
-                                     for phase in pipeline._phases(table, True))
+                                     for phase in executor._phases(table, True))
             if schedules.ends_executed(name, p, m, v) != (ticks("embed"), ticks("embed_grad")):
                 wrong.append((name, p, m, v))
     assert wrong == []

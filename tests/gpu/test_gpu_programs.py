@@ -21,8 +21,8 @@ from meshtrain.cost.program import audit, compile, hlo, memory, roofline
 from meshtrain.inspection import formula_vs_compiled, unexpected
 from meshtrain.inspection import memory as held_memory
 from meshtrain.kernels import mosaic, pallas, tiles
-from meshtrain.parallel.pipeline import layer_vjp, pipeline
 from meshtrain.sharding.mesh import MeshSpec, pmax, psum
+from meshtrain.training import backward, executor
 
 pytestmark = needs_compiler
 ZERO3_TENSOR, DDP_TENSOR = "dense zero3 data2 fsdp8 tensor4", "dense ddp data16 tensor4"
@@ -159,7 +159,7 @@ def ticks(step: Step, what: str) -> int:
     masked."""
     on = step.schedule.shared[f"{what}_on"]
     often = {"never": lambda ticks: 0, "sometimes": lambda ticks: int(on[ticks].sum()), "always": lambda ticks: len(on[ticks])}
-    return sum(often[getattr(run, what)](slice(run.start, run.stop)) for run in pipeline._phases(step.schedule, True))
+    return sum(often[getattr(run, what)](slice(run.start, run.stop)) for run in executor._phases(step.schedule, True))
 
 
 def check_traffic(got: dict, want: dict, exact: bool = EXACT_COUNTS):
@@ -332,7 +332,7 @@ def test_what_layers_keep_is_neither_cleared_nor_copied_in_a_microbatch(name):
             and whole in ins.type_text], "nor filled with zeros"
 
 
-@pytest.mark.skipif(jax.__version_info__ < layer_vjp.IN_PLACE_SINCE, reason="this jax copies")
+@pytest.mark.skipif(jax.__version_info__ < backward.IN_PLACE_SINCE, reason="this jax copies")
 @rows("wide_mlp zero3 fsdp8 selective")
 def test_gate_up_and_rotated_heads_are_written_where_the_backward_reads_them(name):
     module, cfg = step(name).module, step(name).run.model

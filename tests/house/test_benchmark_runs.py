@@ -84,9 +84,10 @@ def test_checkpoints_are_measured(tmp_path, monkeypatch):
 def test_a_pipeline_of_sleeping_stages_is_measured(monkeypatch):
     """Each op sleeps as often as the schedule says: `measure` asserts it."""
     from benchmarks import bubble
-    from meshtrain.parallel.pipeline import pipeline, schedules
+    from meshtrain.parallel.pipeline import schedules
+    from meshtrain.training import executor
     monkeypatch.setattr(bubble, "REPEATS", 1)
-    mesh = jax.make_mesh((2,), (pipeline.STAGE,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh((2,), (executor.STAGE,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     assert 0 < bubble.measure(schedules.make("1f1b", 2, 2, 1), mesh) < 1
 
 

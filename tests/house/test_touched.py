@@ -6,7 +6,7 @@ import touched
 @pytest.mark.parametrize("path, named", [
     ("meshtrain/run/say.py", {"test_say.py"}),                           # imported
     ("meshtrain/cost/formulas/simulate.py", {"test_simulate.py"}),
-    ("meshtrain/parallel/pipeline/pipeline.py", {"test_cells.py"}),      # by a planted fault, or its room
+    ("meshtrain/training/executor.py", {"test_cells.py"}),      # by a planted fault, or its room
     ("tests/tiny_run.py", {"test_stops.py"}),                            # a helper
     ("tests/experts.py", {"test_experts.py", "test_experts_drawn.py"}),
     ("tests/layouts/test_mesh.py", {"test_mesh.py"}), ("docs/layouts.md", set())])

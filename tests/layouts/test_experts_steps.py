@@ -16,7 +16,7 @@ from meshtrain.cost.program import audit
 from meshtrain.model import moe
 from meshtrain.model.stats import LayerStats
 from meshtrain.parallel.experts import dispatch
-from meshtrain.parallel.pipeline import layer_vjp
+from meshtrain.training import backward
 from meshtrain.training.state import State
 from checkpoints import assert_same_bits
 from test_experts import FOUR_LAYERS, LAYOUTS, MODEL, PIPELINES, T, V, run_of
@@ -168,14 +168,14 @@ def test_the_three_products_of_experts_weight_gradients_stand_in_w_alone(tmp_pat
                  dict(microbatches=4),
                  dict(schedule=schedule, chunks=chunks))
     made, parts = assembly.assemble(run, jax.devices()[:math.prod(mesh.values())]), {}
-    divided = layer_vjp.layer
+    divided = backward.layer
 
     def counted(f, w, x, e):
         fbw = divided(f, w, x, e)
         parts.update(F=kernels(fbw.forward, w, x, e), B=kernels(fbw.backward_input, w, e, fbw.r, fbw.q, x),
                      W=kernels(fbw.backward_weight, w, e, fbw.q, fbw.z))
         return fbw
-    monkeypatch.setattr(layer_vjp, "layer", counted)
+    monkeypatch.setattr(backward, "layer", counted)
     experts = dispatch.choose(run, made.layout, "gpu")        # Pallas kernels, which have names; they are not compiled
     traced.layer_fbw(run, made.model, made.layout, made.mesh_spec.abstract(), made.program.step.ex.attend, experts)
     # Behind the first round each of the further ones, which mostly are none, has products of its own.

@@ -13,9 +13,9 @@ from meshtrain.kernels import blockwise
 from meshtrain.model import transformer
 from meshtrain.model.layers import Execution
 from meshtrain.parallel.context import attention
-from meshtrain.parallel.pipeline import layer_vjp
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import Layout
+from meshtrain.training import backward
 from test_layouts import MODEL, T
 
 
@@ -40,7 +40,7 @@ def test_split_backward_is_the_backward_bit_for_bit(remat):
     f, ws, x, e, dy = layer_case(remat)
     numbers = jnp.arange(3)
     w, zeros = (ws, numbers, 0), jax.tree.map(jnp.zeros_like, ws)
-    parts = layer_vjp.stack(f, ws, jnp.arange(3), 3, x, e)
+    parts = backward.stack(f, ws, jnp.arange(3), 3, x, e)
 
     @jax.jit
     def plain():
@@ -73,7 +73,7 @@ def test_residuals_written_in_place_are_the_residuals(remat):
     f, ws, x, e, _ = layer_case(remat, mlp_dim=160)
     w, made = (ws, jnp.arange(3), 0), []
     for in_place in (False, True):
-        parts = layer_vjp.stack(f, ws, jnp.arange(3), 3, x, e, in_place=in_place)
+        parts = backward.stack(f, ws, jnp.arange(3), 3, x, e, in_place=in_place)
         room = tuple([jnp.full(a.shape, 7, a.dtype) for a in avals] for avals in (parts.r, parts.q))
         made.append(jax.jit(parts.forward)(w, x, e, room))
     # XLA fuses other operations, which round otherwise
@@ -83,8 +83,8 @@ def test_residuals_written_in_place_are_the_residuals(remat):
 @pytest.mark.parametrize("remat, width, count", [("selective", 160, 2), ("selective", 128, 0), ("full", 160, 0)])
 def test_gate_and_up_are_written_in_place_where_they_are_wide(remat, width, count):
     f, ws, x, e, _ = layer_case(remat, mlp_dim=width)
-    given = layer_vjp.wide(jax.tree.map(lambda a: a[0], ws)), x, (jnp.int32(0), e)
-    found = layer_vjp._Forward(f, *jax.tree.map(layer_vjp._aval, given)).in_place
+    given = backward.wide(jax.tree.map(lambda a: a[0], ws)), x, (jnp.int32(0), e)
+    found = backward._Forward(f, *jax.tree.map(backward._aval, given)).in_place
     assert [v.aval.shape for v in found] == [(2, T, width)] * count
 
 
@@ -117,18 +117,18 @@ def test_what_a_fusion_makes_for_kernels_alone_is_written_in_place(fused, kernel
     ws, x, dy = (jax.random.normal(jax.random.key(k), s) for k, s in enumerate([(3, 8, 8), (2, 8), (2, 8)]))
     w, made = (ws, None, 0), []
     for in_place in (False, True):
-        parts = layer_vjp.stack(f, ws, None, 3, x, None, in_place=in_place)
+        parts = backward.stack(f, ws, None, 3, x, None, in_place=in_place)
         room = tuple([jnp.full(a.shape, 7, a.dtype) for a in avals] for avals in (parts.r, parts.q))
         y, _, (r, q) = jax.jit(parts.forward)(w, x, None, room)
         made.append((y, *jax.jit(parts.backward)(w, None, r, q, dy, jnp.zeros_like(ws), True)))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *made)
-    found = layer_vjp._Forward(f, *jax.tree.map(layer_vjp._aval, (ws[0], x)), (None, None)).in_place
+    found = backward._Forward(f, *jax.tree.map(backward._aval, (ws[0], x)), (None, None)).in_place
     assert len(found) == (fused and kernel is in_a_loop and not read_elsewhere)
 
 
 def test_weight_gradients_of_bfloat16_weights_are_float32():
     f, ws, x, e, dy = layer_case("full", "bfloat16")
-    parts = layer_vjp.stack(f, ws, jnp.arange(3), 3, x, e)
+    parts = backward.stack(f, ws, jnp.arange(3), 3, x, e)
     y, _, (r, q) = parts.forward((ws, jnp.arange(3), 0), x, e)
     dx, z = parts.backward_input((ws, jnp.arange(3), 0), e, r, q, dy)
     dw = parts.backward_weight((ws, jnp.arange(3), 0), e, q, z, jax.tree.map(lambda a: jnp.zeros(a.shape), ws), True)
@@ -139,7 +139,7 @@ def test_weight_gradients_of_bfloat16_weights_are_float32():
 
 def test_weight_gradients_are_added_to_those_of_their_own_layers_and_only_where_they_count():
     f, ws, x, e, dy = layer_case("none")
-    parts = layer_vjp.stack(f, ws, jnp.arange(3), 1, x, e)
+    parts = backward.stack(f, ws, jnp.arange(3), 1, x, e)
     w, ones = (ws, jnp.arange(3), 1), jax.tree.map(jnp.ones_like, ws)
     y, _, (r, q) = parts.forward(w, x, e)
     dx, z = parts.backward_input(w, e, r, q, dy)
@@ -152,14 +152,14 @@ def test_weight_gradients_are_added_to_those_of_their_own_layers_and_only_where_
 def test_weights_and_inputs_are_not_kept_for_the_backward():
     """Every microbatch in flight would have its own copy."""
     f, ws, x, e, dy = layer_case("full")
-    parts = layer_vjp.stack(f, ws, jnp.arange(3), 3, x, e)
+    parts = backward.stack(f, ws, jnp.arange(3), 3, x, e)
     assert [(a.shape, a.dtype) for a in parts.r + parts.q] == [((3, *x.shape), x.dtype)]
 
 
 def test_under_selective_remat_the_stream_behind_attention_is_kept_not_what_attention_added():
     f, ws, x, e, _ = layer_case("selective")
     w, e = jax.tree.map(lambda a: a[0], ws), (jnp.int32(0), e)
-    _, _, (r, q) = layer_vjp.layer(f, w, x, e).forward(w, x, e)
+    _, _, (r, q) = backward.layer(f, w, x, e).forward(w, x, e)
     before, behind = sorted((a for a in r + q if a.shape == x.shape), key=lambda a: float(jnp.abs(a - x).max()))
     assert (before == x).all()
     assert 0.05 < float((behind == x).mean()) < 0.15, "a tenth of what attention added is dropped out"
@@ -170,7 +170,7 @@ def test_a_layer_keeps_what_matmuls_attention_and_norms_read_in_bfloat16(remat):
     """Norms and SwiGLU are made again from their inputs: nothing of them is kept in float32, and not their product
     either. Of what attention adds to the stream the sum is kept, which the norm behind it reads."""
     f, ws, x, e, _ = layer_case(remat, "bfloat16")
-    parts, (B, S, D) = layer_vjp.layer(f, jax.tree.map(lambda a: a[0], ws), x, (jnp.int32(0), e)), x.shape
+    parts, (B, S, D) = backward.layer(f, jax.tree.map(lambda a: a[0], ws), x, (jnp.int32(0), e)), x.shape
     N, K, H, F = (MODEL[key] for key in ("num_heads", "num_kv_heads", "head_dim", "mlp_dim"))
     # before each norm and, without remat, behind it
     streams = {"none": 4, "selective": 2}[remat]

@@ -250,7 +250,7 @@ WEIGHTS = [("embedding/table", ["vocab", "embed"]), ("head/kernel", ["embed", "v
     ("branch_1_fun/nrsD,nrsV->nDV/dot_general", "model/loss.py:249", "backward, weight gradient of head"),
     ("nrsD,VD->nrsV/dot_general", "model/loss.py:222", "forward, embedding/table, as the head"),
     ("jvp(xyz,zw->xyw)/dot_general", "model/mine.py:3", "forward, xyz × zw -> xyw, model"),
-    ("dynamic_update_slice", "parallel/pipeline/layer_vjp.py:327", "write of a slice, pipeline"),
+    ("dynamic_update_slice", "training/backward.py:327", "write of a slice, pipeline"),
     ("transpose(jvp(jvp()))/remat/mul", "kernels/activations.py:18", "recomputed, product, activation function"),
     ("copy.506", "", "copy"), ("", "", ""), (pages_samples.HOSTILE, "", None)])
 def test_a_kernel_is_named_by_what_it_computes(source, line, said):

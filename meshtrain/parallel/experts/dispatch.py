@@ -166,7 +166,7 @@ def _apply_backward(experts, layout, residuals, dy_BTD):
     """Return (dx, None, dweight, dw) by one manual region, or by two with pipeline stages.
 
     With stages, one region computes input gradients and one weight gradients, so that a schedule can run the second in
-    W. `layer_vjp` cannot divide a region.
+    W. `training.backward` cannot divide a region.
     """
     weights, shards, staged = residuals[3], ExpertShards.of(layout, residuals[3]), layout.sizes["stage"] > 1
 

@@ -22,10 +22,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.scopes import TAKEN
-from meshtrain.parallel.pipeline import layer_vjp, schedules
-from meshtrain.parallel.pipeline.layer_vjp import added, put, take
-from meshtrain.parallel.pipeline.schedules import TickRange, Schedule
+from meshtrain.parallel.pipeline import schedules
+from meshtrain.parallel.pipeline.schedules import Schedule, TickRange
 from meshtrain.sharding.mesh import after, psum
+from meshtrain.training import backward
+from meshtrain.training.backward import added, put, take
 
 STAGE = "stage"
 
@@ -153,8 +154,8 @@ class Shard:
     batch: dict                  # [M, …]
     extra: dict
     x: jax.ShapeDtypeStruct      # activations between stages
-    fbw: layer_vjp.FBW | None        # of one layer; None without gradients
-    ahead: layer_vjp.FBW | None      # of all leading layers, if any; None without gradients
+    fbw: backward.FBW | None        # of one layer; None without gradients
+    ahead: backward.FBW | None      # of all leading layers, if any; None without gradients
     columns: tuple[str, ...]     # of the schedule, in the order of the numbers of a tick
 
     @property
@@ -209,8 +210,8 @@ def _shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage
     leading = leading, (jnp.arange(count), frozen_leading)
     x = jax.eval_shape(lambda: model.embed(ends, frozen_ends, take(batch, 0), extra))
     e = jax.eval_shape(lambda: model.prepare(take(batch, 0), extra))
-    fbw = layer_vjp.layer_of(model.layer, flat, own, x, e) if differentiate else None
-    ahead = layer_vjp.stack(model.leading, *leading, count, x, e) if differentiate and count else None
+    fbw = backward.layer_of(model.layer, flat, own, x, e) if differentiate else None
+    ahead = backward.stack(model.leading, *leading, count, x, e) if differentiate and count else None
     columns = dict(schedule.columns) | {name: np.tile(a[:, None], num_stages) for name, a in schedule.shared.items()}
     ticks = jnp.take(np.stack(list(columns.values()), axis=2), stage, axis=1)
     this = Shard(schedule, model, stage, (flat, own), (ends, frozen_ends), leading,
@@ -302,7 +303,7 @@ def _loss(this: Shard, phase: _Phase, c, tick, y):
     def with_gradients():
         shared = _share(y, here)
         head = lambda ends, y: this.head(ends, y, number)
-        (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(layer_vjp.wide(this.ends[0]), shared)
+        (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(backward.wide(this.ends[0]), shared)
         return c["metric"] + jnp.where(on > 0, metric, 0.0), _add(c["ends"], d_ends, on > 0), dy
 
     # Only new values pass through the cond, because XLA would copy the buffers.
@@ -328,7 +329,7 @@ def _looked_up_back(this: Shard, ends, i, dx, on):
 
     dx: cotangent of the embedding.
     """
-    _, vjp = jax.vjp(lambda ends: this.embed(ends, i), layer_vjp.wide(this.ends[0]))
+    _, vjp = jax.vjp(lambda ends: this.embed(ends, i), backward.wide(this.ends[0]))
     return _add(ends, vjp(dx)[0], on)
 
 
