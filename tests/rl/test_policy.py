@@ -444,7 +444,7 @@ def test_loss_and_gradient_of_every_weight_are_those_of_trl_with_transformers(na
     loaded, wanted = (Loaded(place, rule, mesh, f"--training.microbatches={microbatches}")
                       for place in (GOLDENS / "policy", tmp_path))
     run = loaded.run.replaced(data=dict(seq_len=T, global_batch=ROWS), rl=dict(max_tokens=LONGEST) | case["rl"],
-                              training=dict(objective="rl", grad_clip=0.0, loss_chunk=20))
+                              training=dict(objective="rl", grad_clip=0.0, loss_chunk=20), optimizer=dict(name="adamw"))
     drawn = [DrawnAnswer(np.array(one["prompt"]), np.array(one["tokens"]), *map(np.array, (sampled, one["advantage"])),
                          True, *map(np.array, scores)) for one, sampled, *scores in zip(
                              THEIRS["answers"], *(case[key] for key in ("sampled", "old", "reference")), strict=True)]

@@ -1,5 +1,5 @@
-"""Faults at random moments, mid-save, mid-restore and mid-compile included: what `python -m benchmarks.soak` does, with
-a few of them."""
+"""Faults at random moments, mid-save, mid-restore and mid-compile included: a few of those of `python -m
+benchmarks.soak`. Each run takes some minutes."""
 
 import sys
 
@@ -7,16 +7,14 @@ import pytest
 
 from tests import soak
 
-# 20 faults, in three kinds of run; and more of them.
+# 20 faults, in three kinds of run.
 FEW = [(1, 7, 2), (2, 5, 2), (4, 3, 1)]
-MORE = [(1, 20, 5), (2, 16, 4), (4, 8, 2)]
 KILLS = ["kill", "kill all", "kill", "kill launcher", "kill", "terminate", "kill"]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("processes, kills, pauses",
-                         [*(pytest.param(*one, marks=pytest.mark.full) for one in FEW),
-                          *(pytest.param(*one, marks=pytest.mark.long) for one in MORE)])
+@pytest.mark.long
+@pytest.mark.parametrize("processes, kills, pauses", FEW)
 def test_a_run_that_is_hit_again_and_again_equals_the_undisturbed_one(tmp_path, processes, kills, pauses):
     faults = [KILLS[i % len(KILLS)] for i in range(kills)] + ["hang"] + ["pause"] * (pauses - 1)
     met, _ = soak.torment(tmp_path, soak.Setting(processes), faults, seed=kills)
