@@ -20,7 +20,8 @@ from pydantic import ValidationError
 from meshtrain import files
 from meshtrain import pattern
 from meshtrain.config import layouts, older
-from meshtrain.config.checks import missing_data, problems
+from meshtrain.config.checks import problems
+from meshtrain.config.data_checks import check_for_source
 from meshtrain.config.elsewhere import OPTIONS
 from meshtrain.config.messages import (
     SECTIONS, ConfigError, choices, join, keys_of, kind_of, toml, unknown_key, unknown_name, unknown_section,
@@ -60,7 +61,7 @@ def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
         raise SystemExit(0)
     # If a file is unreadable or a key faulty, defaults replace them. Contradictions with these defaults are not
     # reported.
-    contradictions = [] if unreadable else [message for message in problems(run) + missing_data(run)
+    contradictions = [] if unreadable else [message for message in problems(run) + check_for_source(run)
                                             if not reported.search(message)]
     origins = {name: file for name, file in origins.items() if name not in dict(overrides)}
     if faults + unreadable + wrong + contradictions:

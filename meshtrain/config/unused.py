@@ -1,7 +1,7 @@
 """Warns about keys that have no effect in a run.
 
 EFFECTS lists each such key, the condition under which it has an effect, and the remedy. A key with its default is not
-reported. Neither is a key that a model folder sets. `checks` refuses keys that contradict each other.
+reported. Neither is a key that a model folder sets. `conflicts` has keys that contradict each other.
 """
 from __future__ import annotations
 

@@ -1,0 +1,221 @@
+"""Settings of a run that exclude each other: a row each, in the order of their messages.
+
+`checks` runs these tables, and the checks that are more than a row. A check is a function from a run to its messages; a
+row is such a function. Keys that are allowed, but have no effect, are in `unused`.
+"""
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from meshtrain.config.messages import SECTIONS, next_multiple, toml
+from meshtrain.config.sections import Run
+from meshtrain.huggingface import folder
+from meshtrain.storage import addresses
+
+Check = Callable[[Run], Iterable[str]]
+PLACEHOLDER = re.compile(r"\{([a-z_]+)\.([a-z_]+)(:g)?\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Conflict:
+    """Settings that exclude each other.
+
+    when: whether a run has them. because: the settings and the reason. remedy: what to change: a text, or a function of
+    the run. {section.key} in a text becomes section.key=value, with the value in TOML; {section.key:g} prints a float
+    in its shortest form.
+    """
+    when: Callable[[Run], object]
+    because: str
+    remedy: str | Callable[[Run], str]
+
+    def __call__(self, run: Run) -> Iterator[str]:
+        """Yield the message if the run has the conflict."""
+        if self.when(run):
+            remedy = self.remedy if isinstance(self.remedy, str) else self.remedy(run)
+            yield f"{_with_values(self.because, run)}; {_with_values(remedy, run)}"
+
+
+def _with_values(text: str, run: Run) -> str:
+    def show(placeholder: re.Match) -> str:
+        section, key, short = placeholder.groups()
+        value = getattr(getattr(run, section), key)
+        return f"{section}.{key}={f'{value:g}' if short else toml(value)}"
+    return PLACEHOLDER.sub(show, text)
+
+
+def is_given(name: str) -> Callable[[Run], bool]:
+    """Return a condition: the key differs from its default. name: section.key."""
+    section, key = name.split(".")
+    default = SECTIONS[section].model_fields[key].default
+    return lambda run: getattr(getattr(run, section), key) != default
+
+
+def _is_plain(name: str) -> bool:
+    return bool(re.fullmatch(r"[\w.+-]+( [\w.+-]+)*", name) and name.strip("."))
+
+
+def _has_local_dir_in_run_dir(run: Run) -> bool:
+    local_dir = run.checkpoint.local_dir
+    return bool(local_dir and run.checkpoint.local_every
+                and Path(local_dir).resolve().is_relative_to(Path(run.run.dir).resolve()))
+
+
+def _starts_without_choice_bias(run: Run) -> bool:
+    """Return whether the run starts from a model folder whose routers have no biases of the choice.
+
+    False if the folder cannot be read, which is reported elsewhere.
+    """
+    source = run.checkpoint.init_from
+    try:
+        return folder.is_one(source) and folder.settings_of(folder.local(source)).get("router_bias") != "choice"
+    except ValueError:
+        return False
+
+
+def _has_validation_data(run: Run) -> bool:
+    data = run.data
+    return bool(data.validation_fraction or data.validation_sources
+                or any(one.validation_paths for one in [data, *data.mixture]))
+
+
+RUN: tuple[Check, ...] = (
+    Conflict(lambda run: not _is_plain(run.run.name),
+             "{run.name} is not a plain name", "use letters, digits, - and _, and run.dir for a path"),
+    Conflict(lambda run: run.rl.lag and addresses.is_remote(run.run.dir),
+             "{rl.lag}: separate samplers need a directory that all hosts share, but {run.dir} is an address",
+             "give a directory, or rl.lag=0"),
+)
+
+CHECKPOINT: tuple[Check, ...] = (
+    Conflict(lambda run: bool(run.checkpoint.local_dir) != bool(run.checkpoint.local_every),
+             "{checkpoint.local_every} and {checkpoint.local_dir} belong together (how often and where)",
+             'give both, e.g. 20 and "/dev/shm/meshtrain", or neither'),
+    Conflict(_has_local_dir_in_run_dir,
+             "{checkpoint.local_dir} is in {run.dir}, which all hosts share",
+             "give a directory on each host, e.g. /dev/shm/meshtrain"),
+    Conflict(lambda run: run.checkpoint.init_optimizer and not run.checkpoint.init_from,
+             "{checkpoint.init_optimizer} loads the optimizer's state of another run, but checkpoint.init_from is "
+             "empty", "give its run.dir, or leave init_optimizer out"),
+)
+
+EXPERTS: tuple[Check, ...] = (
+    Conflict(lambda run: run.model.shared_expert_gate and not run.model.shared_expert_dim,
+             "{model.shared_expert_gate}: there is no shared MLP", "give model.shared_expert_dim, or leave it out"),
+    Conflict(lambda run: run.experts.bias_rate and run.model.router_bias == "logits",
+             "{experts.bias_rate} moves biases that affect only the choice, but {model.router_bias} has none",
+             "leave one out"),
+    Conflict(lambda run: run.experts.bias_rule != "sign" and not run.experts.bias_rate,
+             "{experts.bias_rule}: no bias moves with experts.bias_rate=0", "give it, e.g. 0.02, or leave this out"),
+    Conflict(lambda run: run.experts.bias_rate and _starts_without_choice_bias(run),
+             "{experts.bias_rate} moves biases of the routers, but {checkpoint.init_from}, a model folder, has none",
+             "leave it out"),
+    Conflict(lambda run: run.experts.bias_warmup and not run.experts.bias_rate,
+             "{experts.bias_warmup}: no bias moves with experts.bias_rate=0", "give it, e.g. 0.001, or leave this out"),
+    Conflict(lambda run: run.experts.bias_warmup and run.lora.rank,
+             "{experts.bias_warmup}: biases are frozen with {lora.rank}", "leave it out"),
+    Conflict(lambda run: run.experts.bias_warmup and run.checkpoint.init_optimizer,
+             "{experts.bias_warmup} starts with a fresh optimizer, but {checkpoint.init_optimizer} loads another "
+             "run's", "leave one out"),
+)
+
+TRAINING: tuple[Check, ...] = (
+    Conflict(lambda run: run.data.global_batch % run.training.microbatches,
+             "{data.global_batch} cannot be split over {training.microbatches}",
+             lambda run: f"use a multiple, e.g. {next_multiple(run.data.global_batch, run.training.microbatches)}"),
+    Conflict(lambda run: run.validation.every and not _has_validation_data(run),
+             "{validation.every} has no data, because data.validation_fraction=0 holds none out",
+             "use e.g. data.validation_fraction=0.02, or validation.every=0"),
+    Conflict(lambda run: run.training.loss_spike == "rollback" and run.data.source == "preferences",
+             'training.loss_spike="rollback" skips batches, which data.source="preferences" does not support',
+             'use "skip" or "warn"'),
+    Conflict(lambda run: run.optimizer.schedule == "wsd" and not run.optimizer.decay_steps,
+             "{optimizer.schedule} ends with a decay, but {optimizer.decay_steps}",
+             lambda run: f"use e.g. {max(1, run.training.steps // 10)}"),
+)
+
+QK_CLIP: tuple[Check, ...] = (
+    Conflict(lambda run: run.model.score_softcap,
+             "{optimizer.qk_clip:g}: {model.score_softcap:g} already bounds the scores", "leave one of them out"),
+    Conflict(lambda run: run.lora.rank,
+             "{optimizer.qk_clip:g} scales weights that {lora.rank} freezes", "leave one of them out"),
+    Conflict(lambda run: run.mesh.stage != 1,
+             "{optimizer.qk_clip:g} needs the largest score of all microbatches, which a pipeline does not store",
+             "use mesh.stage=1, or leave qk_clip out"),
+)
+
+LORA: tuple[Check, ...] = (
+    Conflict(lambda run: not run.lora.rank and run.lora.export == "adapters",
+             "{lora.export} needs adapters, but {lora.rank}", "set a rank, or leave it out"),
+    Conflict(lambda run: not run.lora.rank and run.lora.targets,
+             "{lora.targets} has no effect with {lora.rank}, which trains the whole model",
+             "give a rank, e.g. 16, or leave the targets out"),
+)
+
+DPO: tuple[Check, ...] = (
+    Conflict(lambda run: run.training.objective == "dpo" and run.data.source not in ("preferences", ""),
+             "{training.objective} trains on pairs of answers, but {data.source} has none",
+             'use data.source="preferences"'),
+    Conflict(lambda run: run.training.objective != "dpo" and is_given("training.dpo_beta")(run),
+             "{training.dpo_beta} has no effect with {training.objective}", 'use "dpo", or leave it out'),
+    Conflict(lambda run: run.training.objective == "dpo" and run.training.z_loss,
+             "{training.z_loss} is not part of {training.objective}", "use 0"),
+)
+
+PREFERENCES: tuple[Check, ...] = (
+    Conflict(lambda run: not run.data.document_mask,
+             "{data.document_mask} would let the rejected answer see the chosen one ({data.source})", "leave it out"),
+    *(Conflict(is_given(f"data.{key}"),
+               f"{{data.{key}}} is not read by {{data.source}}, which makes a sequence of each pair", "leave it out")
+      for key in ("skip_batches", "validation_paths", "validation_sources")),
+)
+
+RL: tuple[Check, ...] = (
+    Conflict(lambda run: not run.rl.reward,
+             "rl.reward is empty, but {training.objective} needs a reward",
+             'use "exact", "number", "choice" or "regex", or a function of your own, "rewards.py:score"'),
+    Conflict(lambda run: run.rl.max_tokens > run.data.seq_len,
+             "{rl.max_tokens} leaves no room for a prompt in {data.seq_len}",
+             lambda run: f"use a longer data.seq_len, e.g. {2 * run.rl.max_tokens}"),
+    Conflict(lambda run: "" in run.rl.stop,
+             "rl.stop has an empty string, which ends every answer before it begins", "leave it out"),
+    Conflict(lambda run: run.rl.samples == 1,
+             "{rl.samples}: an advantage compares the answers of a group ({rl.advantage}), so a group needs at least "
+             "two", "use e.g. 8"),
+    Conflict(lambda run: run.rl.prompts % run.rl.updates,
+             "{rl.updates} does not divide {rl.prompts}: each update uses an equal part",
+             lambda run: f"use rl.prompts={next_multiple(run.rl.prompts, run.rl.updates)}"),
+    Conflict(lambda run: run.rl.ratio == "cispo" and run.rl.dual_clip,
+             "{rl.dual_clip:g} is not part of {rl.ratio}, which clips no loss", "leave it out"),
+    Conflict(lambda run: run.rl.old == "sampler" and run.rl.correction != "none",
+             "{rl.correction} compares old log-probabilities with the sampler's, but {rl.old} uses the same for both",
+             'use rl.old="trainer", or no correction'),
+    Conflict(lambda run: run.model.matmul_dtype == "float8" and run.rl.correction == "none",
+             "{model.matmul_dtype} applies only to the training step, because its scales depend on all rows: answers "
+             "are generated without it, and log-probabilities differ by 0.25 per token",
+             'use rl.correction="token_truncate", or model.matmul_dtype="auto"'),
+    Conflict(lambda run: run.rl.lag and run.rl.filter != "none",
+             "{rl.lag} chooses prompts before the rewards of earlier ones are known, so {rl.filter} cannot replace "
+             "groups", 'use rl.filter="none", or rl.lag=0'),
+    Conflict(lambda run: run.rl.lag and run.rl.rules,
+             "{rl.lag}: separate processes generate answers on their own meshes, but {rl.rules} is for the trainer's "
+             "mesh", "leave it out, or use rl.lag=0"),
+    Conflict(lambda run: run.rl.kl and not run.checkpoint.init_from,
+             "{rl.kl:g} is a divergence from the initial weights, which are random here",
+             "give checkpoint.init_from, or leave rl.kl out"),
+    *(Conflict(is_given(f"model.{key}"),
+               f"{{model.{key}:g}}: {{training.objective}} generates answers without dropout and trains on them",
+               "use 0") for key in ("embedding_dropout", "residual_dropout")),
+    Conflict(lambda run: run.training.z_loss, "{training.z_loss} is not part of {training.objective}", "use 0"),
+    Conflict(lambda run: run.experts.bias_warmup,
+             "{experts.bias_warmup} reads batches before the first step, but {training.objective} has none yet",
+             "use 0"),
+    Conflict(lambda run: run.training.loss_spike in ("skip", "rollback"),
+             "{training.loss_spike}: the loss of {training.objective} is always around 0", "leave it out"),
+    Conflict(lambda run: not run.data.document_mask,
+             '{data.document_mask} would let answers see each other (data.source="prompts")', "leave it out"),
+    *(Conflict(is_given(f"data.{key}"), f'{{data.{key}}} is not read by data.source="prompts"', "leave it out")
+      for key in ("skip_batches", "validation_sources", "packing")),
+)

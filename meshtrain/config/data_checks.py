@@ -1,0 +1,73 @@
+"""Checks of the data: that each source has its files, and no key that its format does not read."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshtrain.config.messages import choices, join, toml
+from meshtrain.config.sections import Component, Data, Run, source_of
+
+FIELD_SOURCES = ("jsonl", "parquet", "arrow")     # sources whose documents have their text in data.field
+
+
+def check_data(run: Run) -> Iterator[str]:
+    """Check the sources of [data]."""
+    data = run.data
+    if data.source == "mixture":
+        if not data.mixture:
+            yield ('data.source="mixture" has no data.mixture; give its sources, e.g. '
+                   'data.mixture=[{source="jsonl", paths=["a.jsonl"], weight=0.7}, {source="stdlib", weight=0.3}]')
+        names = [one.name or str(i) for i, one in enumerate(data.mixture)]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield f'data.mixture has two sources named {toml(name)}; give each its own name'
+        for key in ("paths", "field", "validation_paths"):
+            if getattr(data, key) != Data.model_fields[key].default:
+                yield (f'data.{key}={toml(getattr(data, key))} is not read by data.source="mixture"; '
+                       "give it to the sources of data.mixture")
+    elif data.mixture:
+        yield f'data.mixture is not read by data.source={toml(data.source)}; use data.source="mixture", or leave it out'
+    names = [one.name or str(i) for i, one in enumerate(data.validation_sources)]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f'data.validation_sources has two sources named {toml(name)}; give each its own name'
+    if data.validation_sources and any(one.validation_paths for one in [data, *data.mixture, *data.validation_sources]):
+        yield ("data.validation_sources and validation_paths both say what to validate on; move the "
+               "files of validation_paths into a table of data.validation_sources")
+    named = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] or [("data", data)]
+    for key in ("chat_template", "loss_on"):
+        if getattr(data, key) != Data.model_fields[key].default and "chat" not in {one.source for _, one in named} and (
+                key == "loss_on" or data.source not in ("preferences", "prompts")):
+            yield (f'data.{key}={toml(getattr(data, key))} applies only to conversations; use data.source="chat", or '
+                   f'leave it out')
+    named += [(f"data.validation_sources[{i}]", one) for i, one in enumerate(data.validation_sources)]
+    for where, one in named:
+        if one.field != Data.model_fields["field"].default and one.source not in (*FIELD_SOURCES, "mixture"):
+            yield (f"{where}.field={toml(one.field)} is not read by {where}.source={toml(one.source)}; use "
+                   f"{join(map(toml, FIELD_SOURCES), 'or')}, or leave it out")
+        if not one.source:
+            yield from [_say_unknown(where, one)] * bool(one.paths or one is not data)
+        elif one.source == "stdlib" and one.paths:
+            yield (f'{where}.paths={toml(one.paths)} is not read by {where}.source="stdlib"; leave {where}.source out, '
+                   f'or the paths')
+        elif one.source not in ("stdlib", "mixture") and not one.paths:
+            example = {"text": "data/*.txt", "tokens": "data/*.tokens.npy", "chat": "data/*.jsonl",
+                       "preferences": "data/*.jsonl", "prompts": "data/*.jsonl"}.get(one.source, f"data/*.{one.source}")
+            yield (f'{where}.source={toml(one.source)} has no {where}.paths to read; use e.g. '
+                   f'{where}.paths=["{example}"]')
+
+
+def check_for_source(run: Run) -> list[str]:
+    """Return the message for a run to train that names no data. A trained model needs no data."""
+    return [] if run.data.source or run.data.paths else [_say_unknown("data", run.data)]
+
+
+def _say_unknown(where: str, one: Data | Component) -> str:
+    """Return the message for a source that neither its key nor the suffixes of its files name."""
+    known = choices(type(one).model_fields["source"])
+    if not one.paths:
+        return (f'{where}.paths names no files; give some, e.g. ["data/*.jsonl"], or {where}.source="stdlib", which is '
+                f"Python's own library")
+    several = {source_of((path,)) for path in one.paths} - {""}
+    if len(several) > 1:
+        return (f"{where}.paths={toml(one.paths)} have several formats ({join(sorted(several), 'and')}), but a source "
+                f"has one; make each format a table of data.mixture")
+    return (f"{where}.paths={toml(one.paths)} has no suffix of a known format; give {where}.source, one of "
+            f"{join(map(toml, [name for name in known if name not in ('stdlib', 'mixture')]), 'and')}")

@@ -1,0 +1,109 @@
+"""Checks of texts, paths and addresses: each can be written to config.toml, and names what its key may name."""
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshtrain.config.messages import toml
+from meshtrain.config.sections import Component, Run
+from meshtrain.huggingface import folder
+from meshtrain.storage import addresses, copies
+
+# Keys that name files and directories.
+PATHS = ("run.dir", "run.compilation_cache", "sharding.rules", "data.paths", "data.validation_paths", "data.tokenizer",
+         "data.chat_template", "data.cache", "checkpoint.init_from", "checkpoint.local_dir", "rl.rules")
+# READ: keys that may name files at addresses. WRITTEN: keys that name directories to which the run writes.
+READ = ("run.dir", "data.paths", "data.validation_paths", "data.mixture", "data.validation_sources", "data.tokenizer",
+        "data.chat_template", "checkpoint.init_from")
+WRITTEN = ("data.cache", "checkpoint.local_dir")
+
+
+def _strings(value: object) -> Iterator[str]:
+    """Yield the strings of a key's value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _strings(item)
+    elif isinstance(value, Component):
+        yield from _strings([item for _, item in value])
+
+
+def check_texts(run: Run) -> Iterator[str]:
+    """Report text that UTF-8 cannot encode, paths that this locale cannot encode, and unknown home directories."""
+    for section, table in run:
+        for key, value in table:
+            name = f"{section}.{key}"
+            for text in _strings(value):
+                try:
+                    text.encode()
+                except UnicodeEncodeError:
+                    yield (f"{name}={ascii(text)} is not UTF-8, but config.toml must be; rename the file, or name it "
+                           f"by a link or a glob"
+                           if sys.getfilesystemencoding() == "utf-8" else
+                           f"{name}={ascii(text)} is not text in this locale ({sys.getfilesystemencoding()}); set "
+                           f"PYTHONUTF8=1, or LC_ALL=C.UTF-8")
+                    continue
+                if name not in PATHS:
+                    continue
+                if "\0" in text:
+                    yield f"{name}={toml(text)} has a null character, which file names cannot contain; remove it"
+                    continue
+                try:
+                    os.fsencode(text)
+                except UnicodeEncodeError:
+                    yield (f"{name}={ascii(text)} cannot be the name of a file in this locale "
+                           f"({sys.getfilesystemencoding()}); set PYTHONUTF8=1, or LC_ALL=C.UTF-8")
+                if text.startswith("~") and name != "run.compilation_cache" and not os.path.exists(text):
+                    yield (f"{name}={toml(text)} has an unknown home directory (HOME is not set, or there is no such "
+                           f"user); write the full path")
+
+
+def check_addresses(run: Run) -> Iterator[str]:
+    """Report addresses of an unknown form, addresses with secrets, and addresses where a directory is needed."""
+    for section, table in run:
+        for key, value in table:
+            name = f"{section}.{key}"
+            for text in filter(addresses.is_remote, _strings(value) if name in READ + WRITTEN else ()):
+                if name in WRITTEN:
+                    yield (f"{name}={toml(addresses.shown(text))} is an address, but must be a directory; "
+                           f"mount it, or name a directory that all hosts have")
+                    continue
+                try:
+                    if addresses.parse(text).scheme not in addresses.BUCKETS and name == "run.dir":
+                        yield (f"run.dir={toml(addresses.shown(text))} cannot be written; give a directory, or an "
+                               f"address in a bucket, s3://BUCKET/… or gs://BUCKET/…")
+                except addresses.StorageError as error:
+                    yield f"{name}: {error}"
+
+
+def check_init_from(run: Run) -> Iterator[str]:
+    """Check that checkpoint.init_from is a model folder or the directory of another run."""
+    source = run.checkpoint.init_from
+    if not source:
+        return
+    if addresses.is_remote(source):
+        if source.rstrip("/") == run.run.dir.rstrip("/"):
+            yield (f"checkpoint.init_from={toml(source)} is this run's own run.dir; give the new run another one, or "
+                   f"leave init_from out to resume the old run")
+        elif copies.is_run(source):
+            return
+        elif not folder.is_one(source):
+            yield (f"checkpoint.init_from={toml(source)} has neither config.json nor config.toml: it is neither a "
+                   f"model folder nor a run directory; give one of them")
+        elif run.checkpoint.init_optimizer:
+            yield (f"checkpoint.init_optimizer=true: checkpoint.init_from={toml(source)} is a model folder, which has "
+                   f"no optimizer's state; leave init_optimizer out")
+    elif not os.path.isdir(source):
+        if Path(source).parts[:1] == ("runs",):     # may not exist yet; train looks for its checkpoint
+            return
+        yield (f"checkpoint.init_from={toml(source)} is not a directory; give the run.dir or the model folder to "
+               f"start from")
+    elif run.checkpoint.init_optimizer and folder.is_one(source):
+        yield (f"checkpoint.init_optimizer=true: checkpoint.init_from={toml(source)} is a model folder, which has no "
+               f"optimizer's state; leave init_optimizer out")
+    elif Path(source).resolve() == Path(run.run.dir).resolve():
+        yield (f"checkpoint.init_from={toml(source)} is this run's own run.dir={toml(run.run.dir)}; "
+               "give the new run another run.name, or leave init_from out to resume the old run")
