@@ -29,8 +29,9 @@ from meshtrain.files import FileSystemError
 from meshtrain.inference.generate import Completion, GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.model import params
-from meshtrain.run import apart, replicas
-from meshtrain.run.groups import RolloutError
+from meshtrain.rl import apart
+from meshtrain.rl.groups import RolloutError
+from meshtrain.run import replicas
 
 BUSY_S = 5.0        # a sampler looks for orders at short intervals for this long after its last part
 COMMAND = config.Command("meshtrain.sample", {}, "RUN_DIR", (1, 1))

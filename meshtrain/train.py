@@ -53,13 +53,13 @@ from meshtrain.journal.guards import Halt, TooManyRollbacks
 from meshtrain.journal.journal import Flops, Journal
 from meshtrain.journal.progress import Progress
 from meshtrain.journal.spikes import MAX_ROLLBACKS, LossSpike, Spikes
-from meshtrain.rewards import workers
+from meshtrain.rl.rewards import workers
+from meshtrain.rl.rollouts import RolloutError
 from meshtrain.run import bias_warmup, bucket, contents, loop, rundir
 from meshtrain.run.feeds import BatchFeed
 from meshtrain.run.hooks import Trace
 from meshtrain.run.loop import Feed
 from meshtrain.run.replicas import Replicas, ReplicasDiffer
-from meshtrain.run.rollouts import RolloutError
 from meshtrain.run.stops import DONE, FAILED, STOPPED, USER_ERROR
 from meshtrain.sharding import rules
 from meshtrain.storage import addresses, copies, mirror

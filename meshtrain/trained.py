@@ -24,7 +24,7 @@ from meshtrain.cost.formulas.place import place
 from meshtrain.data import sources
 from meshtrain.data.documents import tokenizer
 from meshtrain.huggingface import folder, settings
-from meshtrain.inference import cache, placement, sync
+from meshtrain.inference import cache, placement
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import Generator
 from meshtrain.inference.score import Scorer
@@ -33,6 +33,7 @@ from meshtrain.model.layers import Execution
 from meshtrain.names import AXES
 from meshtrain.parallel.context import attention, recurrence
 from meshtrain.parallel.experts import dispatch
+from meshtrain.rl import sync
 from meshtrain.run import say
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec, by_gloo

@@ -16,12 +16,12 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.data import sources
 from meshtrain.data.batches import opened, packing, preferences
 from meshtrain.data.batches.preferences import Pairs
-from meshtrain.data.batches.prompts import Prompts
 from meshtrain.data.cache import parts
 from meshtrain.data.documents.contracts import Batches
 from meshtrain.huggingface import folder
 from meshtrain.journal import goodput
 from meshtrain.rl import prepare
+from meshtrain.rl.prompts import Prompts
 from meshtrain.run import dpo_reference, phases, say
 from meshtrain.run.feeds import BatchFeed
 from meshtrain.run.loop import Feed

@@ -22,12 +22,12 @@ from meshtrain.checkpoint import pretrained, resume
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import footprint, price
 from meshtrain.data import sources
-from meshtrain.data.batches import prompts
 from meshtrain.files import FileSystemError
 from meshtrain.huggingface import folder
 from meshtrain.inspection import fitting, topologies
 from meshtrain.journal import trackers
-from meshtrain.rewards import workers
+from meshtrain.rl import prompts
+from meshtrain.rl.rewards import workers
 from meshtrain.run import command, contents, rundir, say
 from meshtrain.run.stops import DOES_NOT_FIT, DONE, FAILED, USER_ERROR
 from meshtrain.storage import addresses, stores

@@ -33,7 +33,7 @@ from meshtrain.model import transformer
 from meshtrain.names import AXES
 from meshtrain.pages import plans, skin
 from meshtrain.parallel.pipeline.schedules import NAMES
-from meshtrain.run import apart
+from meshtrain.rl import apart
 from meshtrain.run import command, say
 from meshtrain.run.stops import DOES_NOT_FIT, DONE
 from meshtrain.sharding import rules

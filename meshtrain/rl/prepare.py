@@ -17,16 +17,17 @@ from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.checkpoint.ends import Ends
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.data import sources
-from meshtrain.data.batches import prompts
-from meshtrain.data.batches.prompts import Prompts
 from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.huggingface import folder
-from meshtrain.inference import sync
 from meshtrain.inference.detokenizer import Words
 from meshtrain.model import params as model_params
-from meshtrain.run import apart, replicas, rollouts, rundir, say
-from meshtrain.run.apart import Orders, SentWeights
-from meshtrain.run.rollouts import Rollouts
+from meshtrain.rl import prompts
+from meshtrain.rl import sync
+from meshtrain.rl import apart, rollouts
+from meshtrain.rl.apart import Orders, SentWeights
+from meshtrain.rl.prompts import Prompts
+from meshtrain.rl.rollouts import Rollouts
+from meshtrain.run import replicas, rundir, say
 from meshtrain.training.state import State
 from meshtrain.units import counted
 

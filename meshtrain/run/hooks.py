@@ -69,7 +69,7 @@ class ValidationHook:
 
 
 class RewardValidation(ValidationHook):
-    """Measures the mean reward of one answer to each held-out prompt. rollouts: `run.rollouts.Rollouts`. loss: the last
+    """Measures the mean reward of one answer to each held-out prompt. rollouts: `rl.rollouts.Rollouts`. loss: the last
     mean reward."""
 
     def __init__(self, run: Run, rollouts, stop: Stop):

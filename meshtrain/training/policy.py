@@ -1,6 +1,6 @@
 """The policy-gradient loss of each sampled token, a function of its log-probability.
 
-The loss of a step is the sum over tokens of weight · L. The weight is known before the step (`data.batches.answers`
+The loss of a step is the sum over tokens of weight · L. The weight is known before the step (`rl.answers`
 computes it). The derivative of L is explicit, so that the head computes logits, loss and gradient in one pass. It is
 elementwise, unless ratios or corrections are those of whole answers.
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from meshtrain.data.batches.answers import DrawnAnswer, advantages, by_answer, needed_rows, pack
 from meshtrain.names import NO_TARGET
+from meshtrain.rl.answers import DrawnAnswer, advantages, by_answer, needed_rows, pack
 
 NAN = np.nan
 RL = SimpleNamespace(aggregate="token", max_tokens=8, kl=0.0, entropy=0.0)

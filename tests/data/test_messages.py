@@ -12,9 +12,9 @@ from test_formats import write_arrow
 
 from meshtrain import config, generate
 from meshtrain.config import ConfigError
-from meshtrain.data.batches import prompts
 from meshtrain.data.documents import chat, conversations
 from meshtrain.data.documents.conversations import parse, parse_pair
+from meshtrain.rl import prompts
 
 ASK, ANSWER = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "the cat sat"}
 NULLS = {"tool_calls": None, "tool_call_id": None, "name": None}

@@ -18,8 +18,8 @@ from meshtrain.cost.formulas.place import place
 from meshtrain.cost.formulas.rates import Rates
 from meshtrain.cost.program import audit, compile
 from meshtrain.inference import cache, placement
-from meshtrain.inference import sync as inference
 from meshtrain.inference.generate import LONGEST_STRIDE
+from meshtrain.rl import sync as inference
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.moves import moves
 from meshtrain.shipped import shipped

@@ -6,7 +6,7 @@ import pytest
 
 from meshtrain.config.sections import Data
 from meshtrain.data import sources
-from meshtrain.data.batches import prompts
+from meshtrain.rl import prompts
 
 LINES = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(7)]
 

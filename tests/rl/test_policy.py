@@ -20,10 +20,10 @@ import steps
 
 from meshtrain import assembly, config
 from meshtrain.config.sections import Rl
-from meshtrain.data.batches import answers as answers_of
-from meshtrain.data.batches.answers import DrawnAnswer
 from meshtrain.inspection import memory
 from meshtrain.names import NO_TARGET
+from meshtrain.rl import answers as answers_of
+from meshtrain.rl.answers import DrawnAnswer
 from meshtrain.training import objective
 from meshtrain.training.policy import Policy
 from folders import GOLDENS, Loaded

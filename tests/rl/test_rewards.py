@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 from commands import ROOT
 
-from meshtrain.rewards import builtin, worker, workers
+from meshtrain.rl.rewards import builtin, worker, workers
 
 LINE = {"answer": "The train takes 1,200 s.\n#### 1,200", "pattern": r"(yes|no)\.?"}
 
@@ -220,7 +220,7 @@ def score(prompt, answer, line):
 """
 OWNER = """
 import os, sys
-from meshtrain.rewards import workers
+from meshtrain.rl.rewards import workers
 pool = workers.RewardWorkers(sys.argv[1], 1, 2.0, 1.0)
 pool.submit(0, "", sys.argv[2] if sys.argv[2] in ("timeout", "die") else "", {})
 print(pool.results()[0].failure, flush=True)
@@ -245,7 +245,7 @@ def test_daemons_of_a_function_are_killed_and_its_folder_is_removed(how, tmp_pat
 
 LATE = """
 import os, signal, sys
-from meshtrain.rewards import worker
+from meshtrain.rl.rewards import worker
 ended, wait, change, kill = [], os.wait, signal.signal, worker.kill_all_children
 def stop_late():
     if ended:
@@ -338,7 +338,7 @@ def test_what_waits_or_is_being_scored_is_given_up_where_a_run_ends(hostile):
 
 
 def test_workers_die_with_the_process_that_has_them(hostile, tmp_path):
-    program = (f"import os, time\nfrom meshtrain.rewards import workers\n"
+    program = (f"import os, time\nfrom meshtrain.rl.rewards import workers\n"
                f"pool = workers.RewardWorkers({hostile!r}, 1, 100.0, 1.0)\n"
                f"pool.submit(0, '', 'plain', {{}})\npool.results()\npool.submit(1, '', 'sleep', {{}})\n"
                f"time.sleep(0.5)\nos.kill(os.getpid(), 9)\n")

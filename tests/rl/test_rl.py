@@ -23,7 +23,8 @@ from meshtrain.commands import report
 from meshtrain.inference.generate import Generator
 from meshtrain.inspection import measured
 from meshtrain.journal.journal import Journal
-from meshtrain.run import groups, loop, rollouts
+from meshtrain.rl import groups, rollouts
+from meshtrain.run import loop
 
 REWARD = '''
 def score(prompt, answer, example):

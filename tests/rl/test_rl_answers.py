@@ -20,8 +20,8 @@ from meshtrain import generate, trained
 from meshtrain.commands import report
 from meshtrain.inference.generate import Generator
 from meshtrain.names import NO_TARGET
-from meshtrain.run import groups
-from meshtrain.run.rollouts import Rollouts
+from meshtrain.rl import groups
+from meshtrain.rl.rollouts import Rollouts
 
 PIECES = ["<s>", "a", "b", "c", "d", "A", "B", "C", "D", ":", "1", "ab", "cd", "abc"]
 

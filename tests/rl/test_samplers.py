@@ -24,7 +24,8 @@ from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.inference.generate import Completion
 from meshtrain.journal.journal import Journal
 from meshtrain.launch import samplers
-from meshtrain.run import apart, groups, loop, stops, trees
+from meshtrain.rl import apart, groups
+from meshtrain.run import loop, stops, trees
 
 ALONE = ["--mesh.simulated_devices=8", "--mesh.data=1", "--mesh.fsdp=1", "--mesh.tensor=1", "--run.compilation_cache="]
 FEW = ["--checkpoint.every=2", "--validation.every=0", "--training.steps=5"]
@@ -303,7 +304,7 @@ HANGS = """
 import sys, time
 from meshtrain import sample
 from meshtrain.cluster import watch
-from meshtrain.run import apart
+from meshtrain.rl import apart
 watch.LOOK_S, apart.LAPSED_S, apart.FIRST_S, apart.LOOK_S = 0.1, {lapsed_s}, {first_s}, 0.02
 real = apart.WorkQueue.__init__
 
@@ -496,7 +497,7 @@ def test_launchers_give_samplers_gpus_of_their_own(monkeypatch):
 
 KILLED = """
 import os, signal, sys
-from meshtrain.run import apart
+from meshtrain.rl import apart
 real, calls = apart.WorkQueue.deliver, []
 def deliver(self, *given):
     calls.append(1)
@@ -509,7 +510,7 @@ sys.exit(sample.main(sys.argv[1:]))
 """
 OTHER = """
 import sys
-from meshtrain.run import apart
+from meshtrain.rl import apart
 apart.LAPSED_S, apart.MISSING_S = 3.0, 1.0
 from meshtrain import sample
 sys.exit(sample.main(sys.argv[1:]))

@@ -35,11 +35,12 @@ import meshtrain
 from meshtrain import files
 from meshtrain.cluster import agree, watch
 from meshtrain.config import ConfigError, Run
-from meshtrain.data.batches.prompts import Prompts
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import Completion
-from meshtrain.run import contents, groups, replicas, say
-from meshtrain.run.groups import Kept, RolloutError
+from meshtrain.rl import groups
+from meshtrain.rl.groups import Kept, RolloutError
+from meshtrain.rl.prompts import Prompts
+from meshtrain.run import contents, replicas, say
 from meshtrain.run.loop import NoBatch
 
 FROZEN = 0              # the one step in frozen/

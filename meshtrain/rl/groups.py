@@ -18,10 +18,10 @@ import numpy as np
 
 from meshtrain import files
 from meshtrain.cluster import agree
-from meshtrain.data.batches.prompts import Prompt, Prompts
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import Completion
-from meshtrain.rewards import workers
+from meshtrain.rl.prompts import Prompt, Prompts
+from meshtrain.rl.rewards import workers
 from meshtrain.run import say
 from meshtrain.storage import mirror
 

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshtrain import environment
-from meshtrain.rewards import builtin, worker
+from meshtrain.rl.rewards import builtin, worker
 
 TIMEOUT = "timeout"         # first word of the failure after a timeout; other failures begin with an exception's name
 START_S = 60.0              # time limit for imports of the user's file

@@ -20,17 +20,17 @@ import numpy as np
 
 from meshtrain.cluster import agree, watch
 from meshtrain.config import ConfigError, Run, user_errors
-from meshtrain.data.batches import answers
-from meshtrain.data.batches.prompts import Prompt, Prompts
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import Completion, GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.journal.journal import Journal
 from meshtrain.names import NO_TARGET
-from meshtrain.rewards import workers
+from meshtrain.rl import answers
+from meshtrain.rl.apart import Orders
+from meshtrain.rl.groups import AnswerBatch, Group, HeldFirst, Kept, RolloutError, ScoredAnswer, means
+from meshtrain.rl.prompts import Prompt, Prompts
+from meshtrain.rl.rewards import workers
 from meshtrain.run import contents, replicas, say
-from meshtrain.run.apart import Orders
-from meshtrain.run.groups import AnswerBatch, Group, HeldFirst, Kept, RolloutError, ScoredAnswer, means
 from meshtrain.run.hooks import RewardValidation
 from meshtrain.run.loop import NoBatch, StepBatch, Stop
 from meshtrain.training.state import State
