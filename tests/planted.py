@@ -77,7 +77,7 @@ TABLE = [
     Planted("stages_divide_by_one_token_more", "scale", (), CELL, "meshtrain/training/pipelined.py::_functions.head",
             'total / extra["count"]', 'total / (extra["count"] + 1)'),
     Planted("stages_weigh_the_balance_by_no_tokens", "scale", EXPERTS, CELL,
-            "meshtrain/training/pipelined.py::_functions.layer", "with_balance_loss(y, stats, tokens)",
+            "meshtrain/training/pipelined.py::_functions.layer", "with_balance_loss(y, stats, given.tokens)",
             "with_balance_loss(y, stats, 1)"),
     Planted("copies_of_keys_are_averaged", "scale", (), CELL, f"{CONTEXT}/ulysses.py::backward",
             ".sum(3)", ".mean(3)"),
@@ -127,7 +127,7 @@ TABLE = [
     Planted("what_layers_kept_before_is_left_in_place", "schedule"),
     # ---- rules
     Planted("whole_accumulators", "rule", ("--sharding.rules", "sharding_rules/zero2.toml", *MICROBATCHES), PROGRAM,
-            "meshtrain/training/accumulate.py::scanned.pin", 'layout.constrain("grads", g, axes)',
+            "meshtrain/training/accumulate.py::_unsummed_gradients.pin", 'layout.constrain("grads", g, axes)',
             "jax.lax.with_sharding_constraint(g, P())"),
     Planted("optimizer_states_lie_like_parameters", "rule", (), "no number changes: the states need more memory"),
     Planted("placement_is_read_backwards", "rule", (), "no number changes: other devices are neighbours"),

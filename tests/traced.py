@@ -14,9 +14,9 @@ from meshtrain.training import backward, executor, objective
 from meshtrain.training.accumulate import drops
 
 
-def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable,
-              experts=None) -> tuple[backward.FBW, jax.ShapeDtypeStruct]:
-    """F, B and W of one period of layers as they stand in the pipeline's loop, and its input:
+def split_layer(run, model: Transformer, layout: Layout, mesh, attend: Callable,
+              experts=None) -> tuple[backward.SplitLayer, jax.ShapeDtypeStruct]:
+    """Forward, B and W of one period of layers as they stand in the pipeline's loop, and its input:
     what a microbatch leaves on a device.
 
     Traced, not compiled; the mesh may be abstract. Shapes are one device's, but whole over tensor, which XLA splits.
@@ -34,21 +34,23 @@ def layer_fbw(run, model: Transformer, layout: Layout, mesh, attend: Callable,
                        for part in model.divided(params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(
         tuple(n // own(axis) for n, axis in zip(info.shape[1:], info.axes[1:])),
         dtype if info.role == "matrix" else info.dtype))))
-    fbw = None
+    split = None
 
     def trace():
-        nonlocal fbw
+        nonlocal split
         key = jax.random.key(0) if drops(run) else None
         inputs = model.inputs({name: jnp.zeros(sizes[:1 + dims], jnp.int32)
                                for name, dims in objective.FIELDS.items()}, key)
         group = model.staged[0]
         assert group.period == model.period
-        layers = lambda w, x, e: group.apply(ex, group.weights(params.joined(w, e[2])), x, (e[0], e[1]))
-        fbw = backward.layer(layers, weights, x, (jnp.int32(0), inputs, frozen))
+
+        def period(w, x, inputs):
+            return group.apply(ex, group.weights(params.joined(w.trained, w.frozen)), x, inputs, w.numbers)
+        split = backward.SplitLayer(period, backward.Weights(weights, jnp.int32(0), frozen), x, inputs)
         return jnp.int32(0)
 
     with jax.sharding.use_abstract_mesh(mesh):          # whatever mesh the caller has in force
         jax.eval_shape(jax.shard_map(trace, mesh=mesh, axis_names={executor.STAGE, *deferred, *seq},
                                      in_specs=(), out_specs=P(),
                                      check_vma=False))
-    return fbw, x
+    return split, x

@@ -97,16 +97,15 @@ class LayerGroup:
         """Return [repeats]: the number of each repeat's first layer. first: the number of the group's first layer."""
         return first + len(self.period) * jnp.arange(self.repeats)
 
-    def apply(self, ex: Execution, weights: tuple, x_BTD, e):
+    def apply(self, ex: Execution, weights: tuple, x_BTD, inputs: Inputs, number):
         """Return (output, stats) of one repeat.
 
-        weights: of each layer of the period. e: (number of the repeat's first layer, Inputs).
+        weights: of each layer of the period. number: of the repeat's first layer.
         """
         # XLA delays weight gradients to the end of a period's backward. Tried and left out: a barrier that makes the
         # cotangent wait for the weight gradients of the layer after it (all of them, or the MLP's; also one layer
         # later). By the roofline qwen3.5-9b-continue on 8 H100 took 7.50 to 7.56 s instead of 7.48, because
         # reduce-scatters were exposed. The peak memory did not change, because it is that of the loss.
-        number, inputs = e
         stats = LayerStats()
         for i, (layer, layer_weights) in enumerate(zip(self.period, weights, strict=True)):
             x_BTD, of_layer = block(ex, layer, layer_weights, x_BTD, inputs, number + i)
@@ -309,7 +308,9 @@ class Transformer:
         inputs, stats = self.inputs(batch, dropout_key), LayerStats()
         x_BTD = self.embed(ex, p, batch, dropout_key)
         for first, group in self.numbered():
-            repeat = lambda x_BTD, scanned, group=group: group.apply(ex, scanned[0], x_BTD, (scanned[1], inputs))
+            def repeat(x_BTD, scanned, group=group):
+                weights, number = scanned
+                return group.apply(ex, weights, x_BTD, inputs, number)
             x_BTD, by_repeat = jax.lax.scan(repeat, x_BTD, (self.weights(p, group), group.numbers(first)))
             stats += by_repeat.combine()
         return x_BTD, stats

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from meshtrain.config.sections import Run
 from meshtrain.model import float8, mlp, params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.model.loss import with_balance_loss
+from meshtrain.model.parts import Inputs
 from meshtrain.model.stats import LayerStats, Normalizers
 from meshtrain.model.transformer import Transformer, without_layers
 from meshtrain.names import NO_TARGET
@@ -33,6 +35,7 @@ from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import automatic_axes, by_gloo, on_shards
 from meshtrain.sharding.rules import Layout
 from meshtrain.training import backward, objective, qk_clip, state
+from meshtrain.training.backward import LayerStack, Residuals, SplitLayer, Weights
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,7 +56,7 @@ class StepSpec:
     batch: dict
     schedule: Schedule | None       # the pipeline's schedule; None without stages
     order: np.ndarray | None        # the token at each place of a sequence; None: the natural order
-    in_place: bool = False          # whether residuals are written directly into their buffers, see `backward.stack`
+    in_place: bool = False          # whether residuals are written directly into their buffers, see `backward.LayerStack`
 
     @property
     def objective(self) -> objective.Objective:
@@ -92,220 +95,244 @@ def step_spec(run: Run, model: Transformer, layout: Layout, mesh, attend: Callab
                     in_place=ex.by_kernels and jax.__version_info__ >= backward.IN_PLACE_SINCE)
 
 
-def scanned(step: StepSpec):
-    """Return (`gradients`, `evaluate`, `scores`), which scan over microbatches.
+class LayerInputs(NamedTuple):
+    """What all layers get besides the residual stream. tokens: of the step, by which the balance loss is divided."""
+    inputs: Inputs
+    tokens: jax.Array
 
-    gradients: (params, batch, dropout key) -> (gradients of the trained parameters, sharded as in [optimizer]; loss;
-    count; metrics). metrics: the numbers that layers and the objective report, by name.
 
-    evaluate: (params, batch) -> sum of the loss.
+def gradients(step: StepSpec, p, batch: dict, key):
+    """Return (gradients of the trained parameters, sharded as in [optimizer]; loss; count; metrics of layers).
 
-    scores, for DPO and RL: (params, batch) -> `scores` of the objective. They are [microbatches, replicas, sequences]
-    for DPO and [microbatches, replicas, sequences, T] for RL, with 0 in microbatches that are not computed.
+    p: parameters. key: of dropout, or None. metrics: the numbers that layers and the objective report, by name.
     """
-    goal, microbatch_gradients = step.objective, _microbatch_gradients(step)
     layout, deferred, trained_axes = step.layout, step.deferred_axes, step.state.trained_axes
-    as_read = partial(step.model.as_read, layout, dtype=step.ex.dtype if step.model.cast_before_loop(layout) else None)
+    weights = step.model.divided(_read(step, p))
+    count = jnp.maximum(step.objective.count(batch), 1).astype(jnp.float32)
+    normalizers = Normalizers(count, objective.tokens(batch))
+    used = _used_microbatches(step, step.ex.after(batch, normalizers))
+    grads, nll, stats = _on_replicas(step, partial(_unsummed_gradients, step))(
+        step.ex.after(batch, (normalizers, used)), weights, normalizers, key, used)
 
-    def replicated(f, out=P(deferred or None)):
-        """Run f(batch, *args) on each replica's part of the batch.
+    def reduced(axes, g):
+        # Constrained once more, before the sum. Otherwise propagation shards the accumulators inside the loop
+        # (ZeRO-1: 11 all-gathers per microbatch).
+        return reduce_deferred(layout, deferred, axes, _constrain_unsummed(layout, deferred, axes, g))
+    grads = jax.tree.map(reduced, trained_axes, grads, is_leaf=rules.is_axes)
+    return grads, nll.sum() / count, count, stats.metrics(normalizers)
 
-        It runs in a shard_map that is manual over the deferred axes. f returns arrays with a dim of size 1 for its
-        replica. It is the first dim unless `out` says otherwise.
-        """
-        def of_one(batch, *args):
-            return f(jax.tree.map(lambda x: x[:, 0], batch), *args)
-        if not deferred:
-            return of_one
 
-        def of_all(batch, *args):
-            specs = P(None, deferred), *[P()] * len(args)
-            return jax.shard_map(of_one, mesh=step.mesh, axis_names=set(deferred), check_vma=False, out_specs=out,
-                                 in_specs=specs)(batch, *args)
-        return of_all
+def evaluate(step: StepSpec, p, batch: dict):
+    """Return the sum of the loss."""
+    model, head = step.model, step.objective.head
+
+    def add_loss(total, microbatch, p):
+        x_BTD, _ = model.through_layers(step.ex, p, microbatch)
+        return total + head(model, step.ex, p, x_BTD, microbatch)[1], None
+
+    def losses(batch, p):
+        return jax.lax.scan(partial(add_loss, p=p), jnp.float32(0), _of_replica(batch))[0][None]
+    return _on_replicas(step, losses)(batch, _read(step, p)).sum()
+
+
+def scores(step: StepSpec, p, batch: dict):
+    """Return the objective's `scores`, for DPO and RL.
+
+    They are [microbatches, replicas, sequences] for DPO and [microbatches, replicas, sequences, T] for RL, with 0 in
+    microbatches that are not computed.
+    """
+    goal, used = step.objective, _used_microbatches(step, batch)
+
+    def score(batch, p, used):
+        batch = _of_replica(batch)
+
+        def put(carry, microbatch):
+            m, scores = carry
+            x_BTD, _ = step.model.through_layers(step.ex, p, microbatch)
+            new = goal.scores(step.model, step.ex, p, x_BTD, microbatch)
+            return (m + 1, jax.lax.dynamic_update_index_in_dim(scores, new, m, 0)), LayerStats()
+        B, T = batch["targets"].shape[1:]
+        shape = (step.run.training.microbatches, B) + (() if goal.fills_all else (T,))
+        (_, scores), _ = _scan_microbatches(step, put, (jnp.int32(0), jnp.zeros(shape, jnp.float32)), batch, used)
+        return scores[:, None]
+    by_token = _on_replicas(step, score, P(None, step.deferred_axes or None))(
+        batch if used is None else step.ex.after(batch, used), _read(step, p), used)
+    return by_token if goal.fills_all or step.order is None else by_token[..., np.argsort(step.order)]
+
+
+def _read(step: StepSpec, p):
+    """Return the parameters as the loop over microbatches reads them."""
+    cast = step.model.cast_before_loop(step.layout)
+    return step.model.as_read(step.layout, p, dtype=step.ex.dtype if cast else None)
+
+
+def _on_replicas(step: StepSpec, f: Callable, out: P | None = None) -> Callable:
+    """Return f(batch, *args) run on each replica's part of the batch, [microbatches, 1, …].
+
+    It runs in a shard_map that is manual over the deferred axes. f returns arrays with a dim of size 1 for its replica.
+    It is the first dim unless `out` says otherwise.
+    """
+    deferred = step.deferred_axes
+    if not deferred:
+        return f
+
+    def on_all(batch, *args):
+        specs = P(None, deferred), *[P()] * len(args)
+        return jax.shard_map(f, mesh=step.mesh, axis_names=set(deferred), check_vma=False,
+                             out_specs=P(deferred) if out is None else out, in_specs=specs)(batch, *args)
+    return on_all
+
+
+def _of_replica(batch: dict) -> dict:
+    """Return [microbatches, …], the only replica's part of the batch [microbatches, 1, …]."""
+    return jax.tree.map(lambda x: x[:, 0], batch)
+
+
+def _used_microbatches(step: StepSpec, batch: dict):
+    """Return how many microbatches are computed: up to the last one with a target. None means all."""
+    if step.objective.fills_all:
+        return None
+    has_M = jnp.any(batch["targets"] != NO_TARGET, (1, 2, 3))
+    return jnp.max(jnp.where(has_M, 1 + jnp.arange(len(has_M)), 0))
+
+
+def _scan_microbatches(step: StepSpec, f: Callable, carry, batch: dict, used):
+    """Return (carry, stats added) of `lax.scan` of f over the microbatches.
+
+    used: if not None, scan only the first `used` microbatches.
+    """
+    if used is None:
+        carry, stats = jax.lax.scan(f, carry, batch)
+        return carry, stats.combine()
+
+    def microbatch(m):
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, m, 0, keepdims=False), batch)
+    stats = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(lambda: f(carry, microbatch(0))[1]))
+
+    def body(m, carried):
+        carry, more = f(carried[0], microbatch(m))
+        return carry, carried[1] + more
+    with jax.named_scope(scopes.AT_MOST.write(step.run.training.microbatches)):
+        return jax.lax.fori_loop(0, used, body, (carry, stats))
+
+
+def _unsummed_gradients(step: StepSpec, batch: dict, weights: params.Divided, normalizers: Normalizers, key, used):
+    """Return (gradients, nll, stats) of a replica's part of the batch, each with a leading dim of size 1."""
+    layout, batch = step.layout, _of_replica(batch)
+    stacks, buffers = _layer_stacks(step, weights, jax.tree.map(lambda x: x[0], batch), normalizers, key)
 
     def pin(grads):
         """Constrain accumulators to the sharding of [grads]."""
-        return jax.tree.map(lambda axes, g: layout.constrain("grads", g, axes), trained_axes,
+        return jax.tree.map(lambda axes, g: layout.constrain("grads", g, axes), step.state.trained_axes,
                             grads, is_leaf=rules.is_axes)
 
-    def gradients(p, batch, key):
-        weights, count = step.model.divided(as_read(p)), jnp.maximum(goal.count(batch), 1).astype(jnp.float32)
-        normalizers = Normalizers(count, objective.tokens(batch))
-        used = used_microbatches(step.ex.after(batch, normalizers))
-        grads, nll, stats = replicated(unsummed)(step.ex.after(batch, (normalizers, used)), weights, normalizers, key,
-                                               used)
+    def add(carry, microbatch):
+        grads, nll, buffers = carry
+        grads, nll_mb, buffers, stats = _microbatch_gradients(
+            step, weights, grads, microbatch, normalizers, key, stacks, buffers)
+        return (pin(grads), nll + nll_mb, buffers), stats
 
-        def reduced(axes, g):
-            # Constrained once more, before the sum. Otherwise propagation shards the accumulators inside the loop
-            # (ZeRO-1: 11 all-gathers per microbatch).
-            return reduce_deferred(layout, deferred, axes, _unsummed(layout, deferred, axes, g))
-        grads = jax.tree.map(reduced, trained_axes, grads, is_leaf=rules.is_axes)
-        return grads, nll.sum() / count, count, stats.metrics(normalizers)
-
-    def used_microbatches(batch):
-        """Return how many microbatches are computed: up to the last one with a target. None means all."""
-        if goal.fills_all:
-            return None
-        has_M = jnp.any(batch["targets"] != NO_TARGET, (1, 2, 3))
-        return jnp.max(jnp.where(has_M, 1 + jnp.arange(len(has_M)), 0))
-
-    def each(f, carry, batch, used):
-        """Return `lax.scan` of f over the microbatches, with its stats added.
-
-        used: if not None, scan only the first `used` microbatches.
-        """
-        if used is None:
-            carry, stats = jax.lax.scan(f, carry, batch)
-            return carry, stats.combine()
-        of = lambda m: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, m, 0, keepdims=False), batch)
-        stats = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(lambda: f(carry, of(0))[1]))
-
-        def body(m, carried):
-            carry, more = f(carried[0], of(m))
-            return carry, carried[1] + more
-        with jax.named_scope(scopes.AT_MOST.write(step.run.training.microbatches)):
-            return jax.lax.fori_loop(0, used, body, (carry, stats))
-
-    def unsummed(batch, weights, normalizers, key, used):
-        stacks, buffers = _layer_stacks(step, weights, jax.tree.map(lambda x: x[0], batch), normalizers, key)
-
-        def add(carry, microbatch):
-            grads, nll, buffers = carry
-            grads, nll_mb, buffers, stats = microbatch_gradients(
-                weights, grads, microbatch, normalizers, key, stacks, buffers)
-            return (pin(grads), nll + nll_mb, buffers), stats
-
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), weights.trained)
-        room = jax.tree.map(partial(_room, layout, batch["segments"].shape[1]), buffers)
-        start = pin(zeros), jnp.float32(0), room
-        (grads, nll, _), stats = each(add, start, batch, used)
-        return jax.tree.map(lambda x: x[None], (grads, nll, stats))
-
-    def evaluate(p, batch):
-        def losses(batch, p):
-            loss = lambda b: goal.head(step.model, step.ex, p, step.model.through_layers(step.ex, p, b)[0], b)[1]
-            return jax.lax.scan(lambda total, b: (total + loss(b), None), jnp.float32(0), batch)[0][None]
-        return replicated(losses)(batch, as_read(p)).sum()
-
-    def scores(p, batch):
-        used = used_microbatches(batch)
-
-        def of_all(batch, p, used):
-            def put(carry, microbatch):
-                m, found = carry
-                x_BTD, _ = step.model.through_layers(step.ex, p, microbatch)
-                new = goal.scores(step.model, step.ex, p, x_BTD, microbatch)
-                return (m + 1, jax.lax.dynamic_update_index_in_dim(found, new, m, 0)), LayerStats()
-            B, T = batch["targets"].shape[1:]
-            shape = (step.run.training.microbatches, B) + (() if goal.fills_all else (T,))
-            (_, found), _ = each(put, (jnp.int32(0), jnp.zeros(shape, jnp.float32)), batch, used)
-            return found[:, None]
-        found = replicated(of_all, P(None, deferred or None))(
-            batch if used is None else step.ex.after(batch, used), as_read(p), used)
-        return found if goal.fills_all or step.order is None else found[..., np.argsort(step.order)]
-
-    return gradients, evaluate, scores
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), weights.trained)
+    buffers = jax.tree.map(partial(residual_buffer, layout, batch["segments"].shape[1]), buffers)
+    start = pin(zeros), jnp.float32(0), buffers
+    (grads, nll, _), stats = _scan_microbatches(step, add, start, batch, used)
+    return jax.tree.map(lambda x: x[None], (grads, nll, stats))
 
 
-def _microbatch_gradients(step: StepSpec):
-    """Return a function for the forward and backward of one microbatch. The backward is explicit for each layer stack.
+def _microbatch_gradients(step: StepSpec, weights: params.Divided, grads, microbatch: dict, normalizers: Normalizers,
+                          key, stacks: list[LayerStack], buffers: list[Residuals | None]):
+    """Run the forward and backward of one microbatch. The backward is explicit for each layer stack.
 
-    It is (weights, grads, microbatch, normalizers, key, stacks, buffers) -> (grads with the microbatch's gradients
-    added, nll, buffers, stats). Each layer's gradient is added to its accumulator as soon as it exists, so the
-    gradients of a microbatch never exist beside their sums. This saves 4 bytes per accumulated parameter compared with
-    `jax.grad` of the whole model. Gradients are float32, whatever the dtype of the weights. stacks, buffers: from
-    `_layer_stacks`. The buffers are overwritten.
+    Returns (grads with the microbatch's gradients added, nll, buffers, stats). Each layer's gradient is added to its
+    accumulator as soon as it exists, so the gradients of a microbatch never exist beside their sums. This saves 4 bytes
+    per accumulated parameter compared with `jax.grad` of the whole model. Gradients are float32, whatever the dtype of
+    the weights. stacks, buffers: from `_layer_stacks`. The buffers are overwritten.
     """
-    model, ex, goal = step.model, step.ex, step.objective
+    model, ex = step.model, step.ex
+    ends, frozen_ends = backward.wide(without_layers(weights.trained)), without_layers(weights.frozen)
+    layer_inputs = LayerInputs(model.inputs(microbatch, key), normalizers.tokens)
+    stats, saved = LayerStats(), []
 
-    def gradients(weights: params.Divided, grads, microbatch, normalizers: Normalizers, key, stacks, buffers):
-        ends, layer_inputs = backward.wide(without_layers(weights.trained)), (
-            model.inputs(microbatch, key), normalizers.tokens)
-        frozen_ends, stats, done = without_layers(weights.frozen), LayerStats(), []
+    def embed(ends, microbatch):
+        return model.embed(ex, params.joined(ends, frozen_ends), microbatch, key)
 
-        def embed(ends, microbatch):
-            return model.embed(ex, params.joined(ends, frozen_ends), microbatch, key)
+    def added(totals, grads):
+        return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), totals, grads)
 
-        def added(totals, grads):
-            return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), totals, grads)
+    def head(read, x_BTD):
+        total, nll, of_head = step.objective.head(model, ex, params.joined(ends | read, frozen_ends), x_BTD, microbatch)
+        return total, (nll, of_head)
 
-        def head(read, x_BTD):
-            total, nll, more = goal.head(model, ex, params.joined(ends | read, frozen_ends), x_BTD, microbatch)
-            return total, (nll, more)
+    x_BTD, embed_vjp = jax.vjp(lambda ends: embed(ends, microbatch), ends)
+    stack_weights = _stack_weights(model, weights)
+    for stack, layer_weights, into in zip(stacks, stack_weights, buffers, strict=True):
+        x_BTD, of_stack, residuals = stack.forward(layer_weights, x_BTD, layer_inputs, into)
+        stats += of_stack
+        saved.append(residuals)
+    read = model.read_by_head(ends)
+    _, head_vjp, (nll, of_head) = jax.vjp(head, read, x_BTD, has_aux=True)
 
-        x_BTD, embed_vjp = jax.vjp(lambda ends: embed(ends, microbatch), ends)
-        for stack, w, (_, group), own in zip(stacks, _stack_weights(model, weights),
-                                             model.numbered(), buffers, strict=True):
-            x_BTD, of_group, residuals = stack.forward(w, x_BTD, layer_inputs, own)
-            stats += of_group
-            done.append((stack, w, residuals, model.weights(grads, group)))
-        read = model.read_by_head(ends)
-        _, head_vjp, (nll, more) = jax.vjp(head, read, x_BTD, has_aux=True)
-
-        d_head, dx_BTD = head_vjp(1 / normalizers.targets)
-        head_grads = added({name: grads[name] for name in read}, d_head)
-        # Added before the layers' backward. Otherwise the head's gradient, float32 and not yet reduced, takes memory
-        # during it. The norm's gradient is left out, because its reduction would come first.
-        large = {name: g for name, g in head_grads.items() if name != "final_norm"}
-        large, dx_BTD = jax.lax.optimization_barrier((large, dx_BTD))
-        head_grads |= large
-        dx_BTD = ex.after(dx_BTD, (head_grads, nll, more))
-        stack_grads = []
-        for stack, w, residuals, total in reversed(done):
-            dx_BTD, total = stack.backward(w, layer_inputs, *residuals, dx_BTD, total, True)
-            stack_grads.append(total)
-        if ex.in_order:     # XLA gathers token ids for the embedding's gradient, and would do it during the loops above
-            _, embed_vjp = jax.vjp(lambda ends: embed(ends, ex.after(microbatch, dx_BTD)), ends)
-        d_embed, = embed_vjp(dx_BTD)
-        head_grads, nll = ex.after((head_grads, nll), dx_BTD)
-        ends_grads = added(without_layers(grads) | head_grads, d_embed)
-        buffers = [own if own is None else residuals for own, (_, _, residuals, _) in zip(buffers, done)]
-        return model.with_layers(ends_grads, stack_grads[::-1]), nll, buffers, stats | more
-    return gradients
+    d_head, dx_BTD = head_vjp(1 / normalizers.targets)
+    head_grads = added({name: grads[name] for name in read}, d_head)
+    # Added before the layers' backward. Otherwise the head's gradient, float32 and not yet reduced, takes memory
+    # during it. The norm's gradient is left out, because its reduction would come first.
+    large = {name: g for name, g in head_grads.items() if name != "final_norm"}
+    large, dx_BTD = jax.lax.optimization_barrier((large, dx_BTD))
+    head_grads |= large
+    dx_BTD = ex.after(dx_BTD, (head_grads, nll, of_head))
+    stack_grads = [model.weights(grads, group) for group in model.groups]
+    for i in reversed(range(len(stacks))):
+        dx_BTD, stack_grads[i] = stacks[i].backward(stack_weights[i], layer_inputs, saved[i], dx_BTD, stack_grads[i],
+                                                    True)
+    if ex.in_order:     # XLA gathers token ids for the embedding's gradient, and would do it during the loops above
+        _, embed_vjp = jax.vjp(lambda ends: embed(ends, ex.after(microbatch, dx_BTD)), ends)
+    d_embed, = embed_vjp(dx_BTD)
+    head_grads, nll = ex.after((head_grads, nll), dx_BTD)
+    ends_grads = added(without_layers(grads) | head_grads, d_embed)
+    buffers = [into if into is None else residuals for into, residuals in zip(buffers, saved)]
+    return model.with_layers(ends_grads, stack_grads), nll, buffers, stats + of_head
 
 
-def _layer_stacks(step: StepSpec, weights: params.Divided, microbatch, normalizers: Normalizers, key):
-    """Return ([F, B and W of each group's layers], the ShapeDtypeStructs of the residuals that their forwards save).
+def _layer_stacks(step: StepSpec, weights: params.Divided, microbatch: dict, normalizers: Normalizers, key):
+    """Return (the `LayerStack` of each group, the ShapeDtypeStructs of the residuals that their forwards save).
 
     The scan over microbatches carries the residual buffers and overwrites them. If they were allocated inside the loop,
     XLA would fill them with zeros, which takes 3% of a step of llama3-8b. Their structs are None if residuals are
     offloaded to the host.
     """
-    found = []
-
-    def repeat(group: transformer.LayerGroup, trained, x_BTD, e):
-        (number, frozen), (inputs, tokens) = e
-        y_BTD, stats = group.apply(step.ex, tuple(map(params.joined, trained, frozen)), x_BTD, (number, inputs))
-        return with_balance_loss(y_BTD, stats, tokens), stats
-
-    def keep(microbatch):
-        layer_inputs = step.model.inputs(microbatch, key), normalizers.tokens
-        x_BTD = jax.eval_shape(lambda: step.model.embed(step.ex, params.joined(*weights), microbatch, key))
-        for (_, group), w in zip(step.model.numbered(), _stack_weights(step.model, weights), strict=True):
-            found.append(backward.stack(partial(repeat, group), *w[:2], group.repeats, x_BTD, layer_inputs,
-                                         in_place=step.in_place))
-        zeros = lambda avals: [jnp.zeros(a.shape, a.dtype) for a in avals]
-        return [None if step.ex.remat == "offload" else (zeros(one.r), zeros(one.q)) for one in found]
-    return found, jax.eval_shape(keep, microbatch)
+    model = step.model
+    inputs = LayerInputs(jax.eval_shape(lambda: model.inputs(microbatch, key)), normalizers.tokens)
+    x_BTD = jax.eval_shape(lambda: model.embed(step.ex, params.joined(*weights), microbatch, key))
+    stacks, shapes = [], jax.eval_shape(partial(_stack_weights, model), weights)
+    for group, stacked in zip(model.groups, shapes, strict=True):
+        layer = SplitLayer(partial(_apply_period, step, group), backward.of_one_layer(stacked), x_BTD, inputs)
+        stacks.append(LayerStack(layer, group.repeats, in_place=step.in_place))
+    return stacks, [None if step.ex.remat == "offload" else stack.residuals for stack in stacks]
 
 
-def _room(layout: Layout, sequences: int, a):
-    """Return a residual buffer like `a` without initialization. Zeros would take 0.3% of a step of llama3-8b.
+def _apply_period(step: StepSpec, group: transformer.LayerGroup, weights: Weights, x_BTD, given: LayerInputs):
+    """Return (output, stats) of one repeat of the group's period, with the gradient of its balance loss."""
+    joined = tuple(map(params.joined, weights.trained, weights.frozen))
+    y_BTD, stats = group.apply(step.ex, joined, x_BTD, given.inputs, weights.numbers)
+    return with_balance_loss(y_BTD, stats, given.tokens), stats
+
+
+def residual_buffer(layout: Layout, sequences: int, like):
+    """Return a residual buffer like `like` without initialization. Zeros would take 0.3% of a step of llama3-8b.
 
     The buffer is allocated on each device separately; otherwise XLA allocates the whole array on each. It is zeros if
     it is not [layers, sequences, …], or if axes other than those of the sequences may split it.
     """
     axes = layout.batch_axes
-    if a.shape[1:2] != (sequences,) or layout.num_shards(axes) != layout.num_shards(automatic_axes()):
-        return jnp.zeros(a.shape, a.dtype)
-    shape = a.shape[0], sequences // layout.num_shards(axes), *a.shape[2:]
-    return on_shards(lambda: jax.lax.empty(shape, a.dtype), (), P(None, axes or None))()
+    if like.shape[1:2] != (sequences,) or layout.num_shards(axes) != layout.num_shards(automatic_axes()):
+        return jnp.zeros(like.shape, like.dtype)
+    shape = like.shape[0], sequences // layout.num_shards(axes), *like.shape[2:]
+    return on_shards(lambda: jax.lax.empty(shape, like.dtype), (), P(None, axes or None))()
 
 
-def _stack_weights(model: Transformer, weights: params.Divided):
-    """Return for each group the argument w of its `backward.stack`: (trained, (numbers of the layers, frozen), 0)."""
-    return [(model.weights(weights.trained, group), (group.numbers(first), model.weights(weights.frozen, group)), 0)
+def _stack_weights(model: Transformer, weights: params.Divided) -> list[Weights]:
+    """Return the stacked weights of each group, as its `LayerStack` takes them."""
+    return [Weights(model.weights(weights.trained, group), group.numbers(first), model.weights(weights.frozen, group))
             for first, group in model.numbered()]
 
 
@@ -314,7 +341,7 @@ def drops(run: Run) -> bool:
     return run.model.embedding_dropout > 0 or run.model.residual_dropout > 0
 
 
-def _unsummed(layout: Layout, deferred: tuple[str, ...], axes, g):
+def _constrain_unsummed(layout: Layout, deferred: tuple[str, ...], axes, g):
     """Constrain [replicas, …] accumulators to the sharding of [grads], with one copy per replica."""
     if all(n == 1 for n in layout.sizes.values()):
         return g

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,7 @@ from meshtrain.parallel.pipeline import schedules
 from meshtrain.parallel.pipeline.schedules import Schedule, TickRange
 from meshtrain.sharding.mesh import after, psum
 from meshtrain.training import backward
-from meshtrain.training.backward import added, put, take
+from meshtrain.training.backward import LayerStack, Residuals, SplitLayer, Weights, add_at, put, take
 
 STAGE = "stage"
 
@@ -39,7 +41,7 @@ class ModelFunctions:
 
     embed(ends, frozen, microbatch, extra) -> x: the input of the first layer.
 
-    layer(w, x, ((number, frozen), e)) -> (x, stats).
+    layer(weights, x, e) -> (x, stats). weights: a `Weights` of one layer.
 
     head(ends, frozen, x, microbatch, extra) -> (objective, metric), where x is the output of the last layer. Only the
     objective is differentiated.
@@ -148,14 +150,14 @@ class Shard:
     schedule: Schedule
     model: ModelFunctions
     stage: jax.Array
-    layers: tuple                # (weights of all chunks [V·n, …], (their numbers [V·n], frozen weights [V·n, …]))
+    layers: Weights              # of all chunks, [V·n, …]
     ends: tuple[dict, dict]      # (trained, frozen)
-    leading: tuple               # like layers, [n, …]
+    leading: Weights             # of the leading layers, [n, …]
     batch: dict                  # [M, …]
     extra: dict
     x: jax.ShapeDtypeStruct      # activations between stages
-    fbw: backward.FBW | None        # of one layer; None without gradients
-    ahead: backward.FBW | None      # of all leading layers, if any; None without gradients
+    split_layer: SplitLayer | None      # None without gradients
+    leading_stack: LayerStack | None    # of all leading layers, if any; None without gradients
     columns: tuple[str, ...]     # of the schedule, in the order of the numbers of a tick
 
     @property
@@ -163,8 +165,8 @@ class Shard:
         """Return n, the number of layers of a chunk."""
         return jax.tree.leaves(self.layers)[0].shape[0] // self.schedule.num_chunks
 
-    def layer(self, chunk, i):
-        """Return (weights, (number, frozen weights)) of layer i of a chunk."""
+    def layer(self, chunk, i) -> Weights:
+        """Return the weights of layer i of a chunk."""
         return take(self.layers, chunk * self.depth + i)
 
     def microbatch(self, i):
@@ -179,26 +181,46 @@ class Shard:
     def head(self, ends, y, i):
         return self.model.head(ends, self.ends[1], y, self.microbatch(i), self.extra)
 
-    def prepared(self, numbers):
+    def prepare_tick(self, numbers):
         """Return (numbers, {"F_e": prepared inputs of F's microbatch, "B_e": those of B's}).
 
         numbers: this stage's entries of a tick, in the order of `columns`.
         """
-        kinds = "FB" if self.fbw else "F"
+        kinds = "FB" if self.split_layer else "F"
         return numbers, {f"{kind}_e": self.prepare(numbers[self.columns.index(f"{kind}_mb")]) for kind in kinds}
 
-    def named(self, prepared) -> dict:
-        """Return the result of `prepared` as one dict {name: value}."""
+    def name_tick(self, prepared) -> dict:
+        """Return the result of `prepare_tick` as one dict {name: value}."""
         numbers, seen = prepared
         return dict(zip(self.columns, numbers)) | seen
 
 
-def _shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage, weights, batch, extra):
-    """Return (Shard, initial carry, numbers [T, columns] of the tick after each).
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Carry:
+    """The values on one device that change from tick to tick. Without gradients there are only X, metric and tick.
 
-    carry: the buffers X, R, Q, D (and Z) and the sums metric, ws, ends, leading and stats, all zero; and `tick`, the
-    numbers and inputs of the first tick. Without gradients it has only X, metric and tick.
+    D, Q, R, X, Z: the buffers of the schedule, [slots, …]: cotangents and inputs of chunks, residuals that the weight
+    gradient reads and those that it does not, values that B passes to W. L: see the leading layers below. The others but
+    `tick` are sums: stats, gradients of embedding and head, of leading layers and of layers (ws), and the metric. tick:
+    the numbers and inputs of the tick that comes next.
     """
+    D: Any = None
+    L: Any = None
+    Q: Any = None
+    R: Any = None
+    X: Any = None
+    Z: Any = None
+    stats: Any = None
+    ends: Any = None
+    leading: Any = None
+    metric: Any = None
+    tick: Any = None
+    ws: Any = None
+
+
+def _shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage, weights, batch, extra):
+    """Return (Shard, initial carry with zeros, numbers [T, columns] of the tick after each)."""
     stage, (ws, (ends, frozen_ends), (leading, frozen_leading)) = stage[0], weights
     num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
     depth = jax.tree.leaves(ws)[0].shape[2]
@@ -206,52 +228,60 @@ def _shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage
     flat, frozen = jax.tree.map(lambda a: a.reshape(num_chunks * depth, *a.shape[3:]), ws)
     numbers = ((jnp.arange(num_chunks) * num_stages + stage)[:, None] * depth + jnp.arange(depth)).reshape(-1)
     batch = jax.tree.map(lambda a: a[:, 0], batch)                                      # [M, 1, …] -> [M, …]
-    own, count = (numbers, frozen), len(jax.tree.leaves((leading, frozen_leading))[0]) if model.leading else 0
-    leading = leading, (jnp.arange(count), frozen_leading)
+    count = len(jax.tree.leaves((leading, frozen_leading))[0]) if model.leading else 0
+    layers, leading = Weights(flat, numbers, frozen), Weights(leading, jnp.arange(count), frozen_leading)
     x = jax.eval_shape(lambda: model.embed(ends, frozen_ends, take(batch, 0), extra))
     e = jax.eval_shape(lambda: model.prepare(take(batch, 0), extra))
-    fbw = backward.layer_of(model.layer, flat, own, x, e) if differentiate else None
-    ahead = backward.stack(model.leading, *leading, count, x, e) if differentiate and count else None
+    one_of = backward.of_one_layer
+    split_layer = SplitLayer(model.layer, one_of(layers), x, e) if differentiate else None
+    leading_stack = LayerStack(SplitLayer(model.leading, one_of(leading), x, e), count) if (
+        differentiate and model.leading is not None and count) else None
     columns = dict(schedule.columns) | {name: np.tile(a[:, None], num_stages) for name, a in schedule.shared.items()}
     ticks = jnp.take(np.stack(list(columns.values()), axis=2), stage, axis=1)
-    this = Shard(schedule, model, stage, (flat, own), (ends, frozen_ends), leading,
-                 batch, extra, x, fbw, ahead, tuple(columns))
-    buffer = lambda avals, *shape: jax.tree.map(lambda a: jnp.zeros((*shape, *a.shape), a.dtype), avals)
+    this = Shard(schedule, model, stage, layers, (ends, frozen_ends), leading,
+                 batch, extra, x, split_layer, leading_stack, tuple(columns))
     slots = schedule.slots
-    zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
-    carry = dict(X=buffer(x, slots["X"]), metric=jnp.float32(0))
-    if differentiate:
-        carry |= dict(R=buffer(fbw.r, slots["R"], depth), Q=buffer(fbw.q, slots["Q"], depth), D=buffer(x, slots["D"]))
-        carry |= dict(ws=zeros(flat), ends=zeros(ends), leading=zeros(leading[0]),
-                      aux=zeros(fbw.stats | ahead.stats if ahead else fbw.stats))
-    if schedule.split:
-        carry["Z"] = buffer(fbw.z, slots["Z"], depth)
+
+    def buffer(avals, *shape):
+        return jax.tree.map(lambda a: jnp.zeros((*shape, *a.shape), a.dtype), avals)
+
+    def zeros(tree):
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
+    carry = Carry(X=buffer(x, slots["X"]), metric=jnp.float32(0))
+    if split_layer:
+        saved, stats = split_layer.residuals, split_layer.stats
+        carry = replace(carry, R=buffer(saved.for_inputs, slots["R"], depth), Q=buffer(
+            saved.for_weights, slots["Q"], depth), D=buffer(x, slots["D"]))
+        carry = replace(carry, ws=zeros(flat), ends=zeros(ends), leading=zeros(leading.trained),
+                        stats=zeros(stats | leading_stack.stats if leading_stack else stats))
+        if schedule.split:
+            carry = replace(carry, Z=buffer(split_layer.passed, slots["Z"], depth))
     # The numbers are in the carry, because XLA would otherwise fuse their selection into each use and repeat it per
     # element (of attention scores, too).
-    carry["tick"] = this.prepared(ticks[0])
-    return this, carry, jnp.roll(ticks, -1, axis=0)
+    return this, replace(carry, tick=this.prepare_tick(ticks[0])), jnp.roll(ticks, -1, axis=0)
 
 
 # ---- the slots of a tick ---------------------------------------------------------------------------------------------
-# c: the carry. tick: {name: value}: this stage's entry in each column of the schedule, and F_e, B_e (`Shard.prepared`).
+# c: the carry. tick: {name: value}: this stage's entry in each column of the schedule, and F_e, B_e (`Shard.prepare_tick`).
 
 
-def _input(this: Shard, phase: _Phase, c, tick):
+def _forward_input(this: Shard, phase: _Phase, c, tick):
     """Return the input of F: the array from the previous stage, the embedding, or the output of the leading layers."""
-    x = take(c["X"], tick["F_x"])
+    x = take(c.X, tick["F_x"])
     if phase.embed == "never":
         return x
-    begin = partial(_led, this, c) if this.model.leading else partial(this.embed, this.ends[0])
+    begin = partial(_leading_output, this, c) if this.model.leading else partial(this.embed, this.ends[0])
     first = _sometimes(this, phase, "embed", tick, lambda: begin(tick["embed_mb"]), lambda: x)
     return jnp.where(tick["F_first"] > 0, first, x)
 
 
-def _layers(this: Shard, kinds: str, wait: Callable, c, tick, x):
+def _run_layers(this: Shard, kinds: set[str], wait: Callable, c: Carry, tick, x):
     """Return (c, y, dx) after the `kinds` of F (of x), B and W ran in one scan, with one layer of each per iteration.
 
     B and W start with the last layer. Buffer entries [slot, layer] are read and written in place.
     """
-    fbw, kinds = this.fbw, set(kinds)
+    split_layer = this.split_layer
+    assert split_layer is not None
     w_e = this.prepare(tick["W_mb"]) if "W" in kinds else None
     reads = [(buffer, slot) for buffer, slot in (("R", "B_r"), ("Q", "B_q"), ("Q", "W_q"), ("Z", "W_z"))
              if slot[0] in kinds]
@@ -260,71 +290,69 @@ def _layers(this: Shard, kinds: str, wait: Callable, c, tick, x):
         c, x, dx = carry
         back = this.depth - 1 - i
         if "F" in kinds:
-            w, own = this.layer(tick["F_chunk"], i)
-            x, stats, (r, q) = fbw.forward(w, x, (own, tick["F_e"]))
+            x, stats, (r, q) = split_layer.forward(this.layer(tick["F_chunk"], i), x, tick["F_e"])
             back = wait(back, x)
-        saved = {slot: take(c[buffer], tick[slot], back) for buffer, slot in reads}
+        saved = {slot: take(getattr(c, buffer), tick[slot], back) for buffer, slot in reads}
         if reads:          # else XLA copies buffers that it might write before they are read
-            buffers, saved = lax.optimization_barrier(({name: c[name] for name in "RQZ" if name in c}, saved))
-            c = c | buffers
+            buffers, saved = lax.optimization_barrier((dict(Q=c.Q, R=c.R, Z=c.Z), saved))
+            c = replace(c, **buffers)
         if "B" in kinds:
-            w, own = this.layer(tick["B_chunk"], back)
-            args = w, (own, tick["B_e"]), saved["B_r"], saved["B_q"], dx
+            weights, residuals = this.layer(tick["B_chunk"], back), Residuals(saved["B_r"], saved["B_q"])
             if this.schedule.split:
-                dx, z = fbw.backward_input(*args)
-                c = c | dict(Z=put(c["Z"], z, tick["B_z"], back))
+                dx, z = split_layer.input_gradient(weights, tick["B_e"], residuals, dx)
+                c = replace(c, Z=put(c.Z, z, tick["B_z"], back))
             else:
-                dx, dw = fbw.backward(*args)
-                c = c | dict(ws=added(c["ws"], tick["B_chunk"] * this.depth + back, dw, tick["B_on"] > 0))
+                dx, dw = split_layer.backward(weights, tick["B_e"], residuals, dx)
+                c = replace(c, ws=add_at(c.ws, tick["B_chunk"] * this.depth + back, dw, tick["B_on"] > 0))
         if "W" in kinds:
-            w, own = this.layer(tick["W_chunk"], back)
+            weights = this.layer(tick["W_chunk"], back)
             # On the first stage, W uses this tick's B. A tick with W always has B.
             z = jax.tree.map(lambda new, old: jnp.where(tick["W_z"] == tick["B_z"], new, old), z, saved["W_z"])
-            dw = fbw.backward_weight(w, (own, w_e), saved["W_q"], z)
-            c = c | dict(ws=added(c["ws"], tick["W_chunk"] * this.depth + back, dw, tick["W_on"] > 0))
+            dw = split_layer.weight_gradient(weights, w_e, saved["W_q"], z)
+            c = replace(c, ws=add_at(c.ws, tick["W_chunk"] * this.depth + back, dw, tick["W_on"] > 0))
         if "F" in kinds:
-            c = c | dict(R=put(c["R"], r, tick["F_r"], i), Q=put(c["Q"], q, tick["F_q"], i),
-                         aux=c["aux"].add_if(tick["F_on"] > 0, stats))
+            c = replace(c, R=put(c.R, r, tick["F_r"], i), Q=put(c.Q, q, tick["F_q"], i),
+                        stats=c.stats.add_if(tick["F_on"] > 0, stats))
         return (c, x, dx), None
 
-    dx = take(c["D"], tick["B_d"]) if "B" in kinds else None
-    changed = {name: c[name] for name in ("R", "Q", "Z", "ws", "aux") if name in c}
+    dx = take(c.D, tick["B_d"]) if "B" in kinds else None
+    changed = Carry(Q=c.Q, R=c.R, Z=c.Z, stats=c.stats, ws=c.ws)
     (changed, y, dx), _ = lax.scan(visit, (changed, x, dx), jnp.arange(this.depth))
-    return c | changed, y, dx
+    return replace(c, Q=changed.Q, R=changed.R, Z=changed.Z, stats=changed.stats, ws=changed.ws), y, dx
 
 
-def _loss(this: Shard, phase: _Phase, c, tick, y):
+def _add_loss(this: Shard, phase: _Phase, c: Carry, tick, y):
     """Add the loss of the last stage's y to c. All stages compute it, each on its shard of the vocabulary."""
     here, on, number = tick["loss_here"], tick["loss_on"], tick["loss_mb"]
 
     def metric():
-        return c["metric"] + jnp.where(on > 0, this.head(this.ends[0], _share(y, here), number)[1], 0.0)
+        return c.metric + jnp.where(on > 0, this.head(this.ends[0], _share(y, here), number)[1], 0.0)
 
     def with_gradients():
         shared = _share(y, here)
         head = lambda ends, y: this.head(ends, y, number)
         (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(backward.wide(this.ends[0]), shared)
-        return c["metric"] + jnp.where(on > 0, metric, 0.0), _add(c["ends"], d_ends, on > 0), dy
+        return c.metric + jnp.where(on > 0, metric, 0.0), _add(c.ends, d_ends, on > 0), dy
 
     # Only new values pass through the cond, because XLA would copy the buffers.
-    if not this.fbw:
-        return c | dict(metric=_sometimes(this, phase, "loss", tick, metric, lambda: c["metric"]))
-    metric, d_ends, dy = _sometimes(this, phase, "loss", tick, with_gradients, lambda: (c["metric"], c["ends"], y))
-    return c | dict(metric=metric, ends=d_ends, D=put(c["D"], dy, tick["loss_d"]))
+    if not this.split_layer:
+        return replace(c, metric=_sometimes(this, phase, "loss", tick, metric, lambda: c.metric))
+    metric, d_ends, dy = _sometimes(this, phase, "loss", tick, with_gradients, lambda: (c.metric, c.ends, y))
+    return replace(c, metric=metric, ends=d_ends, D=put(c.D, dy, tick["loss_d"]))
 
 
-def _embed_grad(this: Shard, c, tick, dx):
+def _embedding_gradient(this: Shard, c, tick, dx):
     """Return (gradients of embedding and head, dx of the first stage), computed by all stages.
 
     With leading layers, the gradients are returned unchanged.
     """
     shared = _share(dx, tick["B_first"])
     if this.model.leading:
-        return c["ends"], shared
-    return _looked_up_back(this, c["ends"], tick["embed_grad_mb"], shared, tick["embed_grad_on"] > 0), shared
+        return c.ends, shared
+    return _add_embedding_gradient(this, c.ends, tick["embed_grad_mb"], shared, tick["embed_grad_on"] > 0), shared
 
 
-def _looked_up_back(this: Shard, ends, i, dx, on):
+def _add_embedding_gradient(this: Shard, ends, i, dx, on):
     """Return `ends` (gradients of embedding and head) with those of microbatch i's embedding added if `on`.
 
     dx: cotangent of the embedding.
@@ -339,60 +367,62 @@ def _looked_up_back(this: Shard, ends, i, dx, on):
 # Buffer L [rounds, …] holds the output of the leading layers for a microbatch until F has read it, then its cotangent.
 
 
-def _lead(this: Shard, c):
+def _leading_forward(this: Shard, c: Carry):
     """Run the forward of the leading layers. Return (c with L and their stats, their residuals for each round).
 
     All stages compute an embedding together.
     """
     num_stages = this.schedule.num_stages
 
-    def one_round(sums, k):
-        def looked_up(x, s):
+    def run_round(sums, k):
+        def embed_of(x, s):
             return jnp.where(s == this.stage, this.embed(this.ends[0], _of_round(this, k, s)[0]), x), None
-        x = lax.scan(looked_up, jnp.zeros(this.x.shape, this.x.dtype), jnp.arange(num_stages))[0]
+        x = lax.scan(embed_of, jnp.zeros(this.x.shape, this.x.dtype), jnp.arange(num_stages))[0]
         i, on = _of_round(this, k, this.stage)
         e = this.prepare(i)
-        if this.ahead:
-            y, stats, saved = this.ahead.forward((*this.leading, 0), x, e)
+        if this.leading_stack:
+            y, stats, saved = this.leading_stack.forward(this.leading, x, e)
             return sums.add_if(on, stats), (y, saved)
-        return sums, (lax.scan(lambda x, w: (this.model.leading(w[0], x, (w[1], e))[0], None),
-                               x, this.leading)[0], None)
-    stats, (ys, saved) = lax.scan(one_round, c.get("aux"), jnp.arange(_rounds(this)))
-    return c | dict(L=ys) | (dict(aux=stats) if this.ahead else {}), saved
+
+        def through(x, weights):
+            return this.model.leading(weights, x, e)[0], None
+        return sums, (lax.scan(through, x, this.leading)[0], None)
+    stats, (ys, saved) = lax.scan(run_round, c.stats, jnp.arange(_rounds(this)))
+    return replace(c, L=ys, stats=stats if this.leading_stack else c.stats), saved
 
 
-def _led(this: Shard, c, i):
+def _leading_output(this: Shard, c: Carry, i):
     """Return the output of the leading layers for microbatch i, on all stages."""
-    return _share(take(c["L"], lax.div(i, this.schedule.num_stages)),
+    return _share(take(c.L, lax.div(i, this.schedule.num_stages)),
                   lax.rem(i, this.schedule.num_stages) == this.stage)
 
 
-def _lead_next(this: Shard, c, tick, dx):
+def _store_leading_cotangent(this: Shard, c: Carry, tick, dx):
     """Write dx into L.
 
     dx is the cotangent of the leading layers' output for the tick's microbatch, the same on all stages.
     """
     k, s = (of(tick["embed_grad_mb"], this.schedule.num_stages) for of in (lax.div, lax.rem))
     here = (tick["embed_grad_on"] > 0) & (s == this.stage)
-    return c | dict(L=put(c["L"], jnp.where(here, dx, take(c["L"], k)), k))
+    return replace(c, L=put(c.L, jnp.where(here, dx, take(c.L, k)), k))
 
 
-def _lead_back(this: Shard, c, saved):
+def _leading_backward(this: Shard, c: Carry, saved):
     """Add the gradients of the leading layers, and of the embedding before them, to c."""
-    def one_round(sums, visited):
+    def run_round(sums, visited):
         ends, leading = sums
         k, dy, saved = visited
         i, on = _of_round(this, k, this.stage)
-        dx, leading = this.ahead.backward((*this.leading, 0), this.prepare(i), *saved, dy, leading, on)
+        dx, leading = this.leading_stack.backward(this.leading, this.prepare(i), saved, dy, leading, on)
         if not jax.tree.leaves(ends):
             return (ends, leading), None
 
         def of_stage(ends, s):
             i, on = _of_round(this, k, s)
-            return _looked_up_back(this, ends, i, _share(dx, s == this.stage), on), None
+            return _add_embedding_gradient(this, ends, i, _share(dx, s == this.stage), on), None
         return (lax.scan(of_stage, ends, jnp.arange(this.schedule.num_stages))[0], leading), None
-    (ends, leading), _ = lax.scan(one_round, (c["ends"], c["leading"]), (jnp.arange(_rounds(this)), c["L"], saved))
-    return c | dict(ends=ends, leading=leading)
+    (ends, leading), _ = lax.scan(run_round, (c.ends, c.leading), (jnp.arange(_rounds(this)), c.L, saved))
+    return replace(c, ends=ends, leading=leading)
 
 
 def _rounds(this: Shard) -> int:
@@ -413,15 +443,17 @@ def _of_round(this: Shard, k, s):
 
 def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
     """Run one tick of a phase and return (carry, None). following: the numbers of the next tick."""
-    tick, num_stages = this.named(c["tick"]), this.schedule.num_stages
-    send = lambda array, by: lax.ppermute(array, STAGE, [(i, (i + by) % num_stages) for i in range(num_stages)])
-    if not this.fbw:
-        y = lax.scan(lambda x, w: (this.model.layer(w[0], x, (w[1], tick["F_e"]))[0], None),
-                     _input(this, phase, c, tick),
-                     this.layers)[0]
+    tick, num_stages = this.name_tick(c.tick), this.schedule.num_stages
+    
+    def send(array, by: int):
+        return lax.ppermute(array, STAGE, [(i, (i + by) % num_stages) for i in range(num_stages)])
+    if not this.split_layer:
+        def through(x, weights):
+            return this.model.layer(weights, x, tick["F_e"])[0], None
+        y = lax.scan(through, _forward_input(this, phase, c, tick), this.layers)[0]
     else:
-        c, y, dx = _layers(this, phase.kinds, wait, c, tick,
-                           _input(this, phase, c, tick) if "F" in phase.kinds else None)
+        x = _forward_input(this, phase, c, tick) if "F" in phase.kinds else None
+        c, y, dx = _run_layers(this, set(phase.kinds), wait, c, tick, x)
     # The sends to the neighbours overlap with the loss, if there is one.
     arrived = {}
     if "F" in phase.kinds:
@@ -431,39 +463,40 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
     for array in arrived.values():
         tick, following = wait(tick, array), wait(following, array)
     if phase.loss != "never":
-        c = _loss(this, phase, c, tick, y)
-        tick, following = wait(tick, c["metric"]), wait(following, c["metric"])
+        c = _add_loss(this, phase, c, tick, y)
+        tick, following = wait(tick, c.metric), wait(following, c.metric)
     if "B" in phase.kinds and phase.embed_grad != "never":
-        grads, shared = _sometimes(this, phase, "embed_grad", tick, lambda: _embed_grad(this, c, tick, dx),
-                                   lambda: (c["ends"], dx))
-        c, following = c | dict(ends=grads), wait(following, shared)
-        c = _lead_next(this, c, tick, shared) if this.model.leading else c
+        grads, shared = _sometimes(this, phase, "embed_grad", tick, lambda: _embedding_gradient(this, c, tick, dx),
+                                   lambda: (c.ends, dx))
+        c, following = replace(c, ends=grads), wait(following, shared)
+        c = _store_leading_cotangent(this, c, tick, shared) if this.model.leading else c
     # Arrivals are written after the loss. A masked loss writes into a slot of D that is free only until here.
-    for name, buffer, slot in (("y", "X", "y_in"), ("dx", "D", "dx_in")):
-        if name in arrived:
-            c = c | {buffer: put(c[buffer], arrived[name], tick[slot])}
-    # `prepared` depends on `following` again: with one microbatch XLA drops the index, and could then send its segments
+    if "y" in arrived:
+        c = replace(c, X=put(c.X, arrived["y"], tick["y_in"]))
+    if "dx" in arrived:
+        c = replace(c, D=put(c.D, arrived["dx"], tick["dx_in"]))
+    # `prepare_tick` depends on `following` again: with one microbatch XLA drops the index, and could then send its segments
     # at any time.
-    return c | dict(tick=wait(this.prepared(following), following)), None
+    return replace(c, tick=wait(this.prepare_tick(following), following)), None
 
 
 def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differentiate: bool,
              stage, weights, batch, extra):
     this, c, following = _shard(schedule, model, differentiate, stage, weights, batch, extra)
-    wait = _ordered if in_order else lambda values, _: values
+    wait = _make_dependent if in_order else _leave
     if model.leading:
-        c, saved = _lead(this, c)
+        c, saved = _leading_forward(this, c)
     for phase in _phases(schedule, bool(jax.tree.leaves(this.ends[0]) or model.leading)):
         if not differentiate and "B" in phase.kinds:
             break
         c, _ = lax.scan(partial(_tick, this, phase, wait), c, following[phase.start:phase.stop])
     if not differentiate:
-        return (c["metric"][None],)
-    c = _lead_back(this, c, saved) if model.leading else c
-    ends, leading, stats = jax.tree.map(lambda a: a[None], (c["ends"], c["leading"], c["aux"]))
+        return (c.metric[None],)
+    c = _leading_backward(this, c, saved) if model.leading else c
+    ends, leading, stats = jax.tree.map(lambda a: a[None], (c.ends, c.leading, c.stats))
     # [V·n, …] -> [1, V, 1, n, …], where the 1s are this device's replica and stage.
-    ws = jax.tree.map(lambda a: a.reshape(1, schedule.num_chunks, 1, -1, *a.shape[1:]), c["ws"])
-    return c["metric"][None], ws, ends, leading, stats
+    ws = jax.tree.map(lambda a: a.reshape(1, schedule.num_chunks, 1, -1, *a.shape[1:]), c.ws)
+    return c.metric[None], ws, ends, leading, stats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -500,7 +533,11 @@ def _share(x, here):
     return psum(jnp.where(here > 0, x, 0), STAGE)
 
 
-def _ordered(values, done):
+def _leave(values, done):
+    return values
+
+
+def _make_dependent(values, done):
     """Make `values` depend on the array `done` (`mesh.after`).
 
     In a tree, only the integers are made dependent. CPUs only.

@@ -23,13 +23,13 @@ from meshtrain.parallel.pipeline import stages
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import GATHERED
 from meshtrain.training import executor, objective
-from meshtrain.training.accumulate import StepSpec, reduce_deferred
+from meshtrain.training.accumulate import LayerInputs, StepSpec, reduce_deferred
 
 _map_axes = functools.partial(jax.tree.map, is_leaf=rules.is_axes)
 
 
 def pipelined(step: StepSpec):
-    """Return (`gradients`, `evaluate`), like those of `accumulate.scanned`.
+    """Return (`gradients`, `evaluate`), like those of `accumulate`.
 
     Evaluation runs without chunks, whatever the schedule.
     """
@@ -88,24 +88,23 @@ def _functions(step: StepSpec, virtual_stages: int) -> executor.ModelFunctions:
     before = leading.num_layers if leading else 0
 
     def prepare(microbatch, extra):
-        return model.inputs(microbatch, extra.get("key")), extra["tokens"]
+        return LayerInputs(model.inputs(microbatch, extra.get("key")), extra["tokens"])
 
     def embed(ends, frozen, microbatch, extra):
         return model.embed(ex, params.joined(ends, frozen), microbatch, extra.get("key"))
 
-    def layer(of, weights, x, number, inputs, tokens):
-        y, stats = transformer.block(ex, of, weights, x, inputs, number)
+    def layer(module, weights, x, number, given):
+        y, stats = transformer.block(ex, module, weights, x, given.inputs, number)
         if uneven:
             stats = stats.where(number < num_layers)
-        y = with_balance_loss(y, stats, tokens)
+        y = with_balance_loss(y, stats, given.tokens)
         return jnp.where(number < num_layers, y, x) if uneven else y, stats
 
-    def period(weights, x, e):
-        (number, frozen), (inputs, tokens) = e
+    def period(weights, x, given):
         stats = LayerStats()
-        for i, (of, w) in enumerate(zip(model.period, model.staged[0].weights(params.joined(weights, frozen)),
-                                        strict=True)):
-            x, of_layer = layer(of, w, x, before + number * len(model.period) + i, inputs, tokens)
+        for i, (module, w) in enumerate(zip(model.period, model.staged[0].weights(
+                params.joined(weights.trained, weights.frozen)), strict=True)):
+            x, of_layer = layer(module, w, x, before + weights.numbers * len(model.period) + i, given)
             stats += of_layer
         return x, stats
 
@@ -114,11 +113,10 @@ def _functions(step: StepSpec, virtual_stages: int) -> executor.ModelFunctions:
                                      z_loss=training.z_loss, chunk=training.loss_chunk)
         return total / extra["count"], nll
 
-    def leading_period(weights, x, e):
-        (number, frozen), (inputs, tokens) = e
-        y, stats = leading.apply(ex, leading.weights(params.joined(weights, frozen)), x,
-                                 (number * len(leading.period), inputs))
-        return with_balance_loss(y, stats, tokens), stats
+    def leading_period(weights, x, given):
+        joined = leading.weights(params.joined(weights.trained, weights.frozen))
+        y, stats = leading.apply(ex, joined, x, given.inputs, weights.numbers * len(leading.period))
+        return with_balance_loss(y, stats, given.tokens), stats
 
     return executor.ModelFunctions(prepare, embed, period, head, leading_period if leading else None)
 

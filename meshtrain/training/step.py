@@ -125,7 +125,8 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         (flags.CUBLAS, not split and not run.model.num_experts or step.ex.float8 is float8.BY_CUBLAS)) if holds}
     trained_infos = [info for info in model.parameters() if info.trainable]
     roles = [info.role for info in trained_infos]
-    gradients, loss_sum, *more = pipelined.pipelined(step) if step.schedule else accumulate.scanned(step)
+    gradients, sum_losses = pipelined.pipelined(step) if step.schedule else (
+        functools.partial(accumulate.gradients, step), functools.partial(accumulate.evaluate, step))
 
     def train(state: State, batch, *loss_limit):
         key = dropout_key(run.run.seed, state.step) if accumulate.drops(run) else None
@@ -162,7 +163,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         return new, metrics | qk_clip.reported(moe.reported(of_layers), run.optimizer.qk_clip)
 
     def evaluate(p, batch):
-        total = loss_sum(p, batch)
+        total = sum_losses(p, batch)
         return total, goal.count(step.ex.after(batch, total))
 
     def initialize():
@@ -179,7 +180,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         gradients=gradients,
         evaluate=jax.jit(evaluate, in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole),
         initialize=jax.jit(initialize, out_shardings=spec.sharding),
-        scores=jax.jit(more[0], in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole)
-        if goal.scores else None,
+        scores=jax.jit(functools.partial(accumulate.scores, step), out_shardings=whole,
+                       in_shardings=(spec.sharding.params, batch_shardings)) if goal.scores else None,
         step=step,
         compiler_options=flags.options(platform, facts, memory_share))

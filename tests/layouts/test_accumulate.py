@@ -46,7 +46,8 @@ def test_gradients_added_layer_by_layer_are_those_of_autodiff(remat, model, monk
         stacks, avals = accumulate._layer_stacks(step, model.divided(p), *given)
         # of an earlier microbatch: nobody reads it
         room = jax.tree.map(lambda a: jnp.full(a.shape, 3, a.dtype), avals)
-        return by_autodiff(p), accumulate._microbatch_gradients(step)(model.divided(p), before, *given, stacks, room)
+        return by_autodiff(p), accumulate._microbatch_gradients(
+            step, model.divided(p), before, *given, stacks, room)
     with jax.default_matmul_precision("highest"):
         (expected, *expected_sums), (got, nll, _, stats) = both(p)
     sums = [nll, {name: stat.value for name, stat in stats.by_name.items()}]

@@ -168,16 +168,16 @@ def test_the_three_products_of_experts_weight_gradients_stand_in_w_alone(tmp_pat
                  dict(microbatches=4),
                  dict(schedule=schedule, chunks=chunks))
     made, parts = assembly.assemble(run, jax.devices()[:math.prod(mesh.values())]), {}
-    divided = backward.layer
+    split_layer = backward.SplitLayer
 
     def counted(f, w, x, e):
-        fbw = divided(f, w, x, e)
-        parts.update(F=kernels(fbw.forward, w, x, e), B=kernels(fbw.backward_input, w, e, fbw.r, fbw.q, x),
-                     W=kernels(fbw.backward_weight, w, e, fbw.q, fbw.z))
-        return fbw
-    monkeypatch.setattr(backward, "layer", counted)
+        split = split_layer(f, w, x, e)
+        parts.update(F=kernels(split.forward, w, x, e), B=kernels(split.input_gradient, w, e, split.residuals, x),
+                     W=kernels(split.weight_gradient, w, e, split.residuals.for_weights, split.passed))
+        return split
+    monkeypatch.setattr(backward, "SplitLayer", counted)
     experts = dispatch.choose(run, made.layout, "gpu")        # Pallas kernels, which have names; they are not compiled
-    traced.layer_fbw(run, made.model, made.layout, made.mesh_spec.abstract(), made.program.step.ex.attend, experts)
+    traced.split_layer(run, made.model, made.layout, made.mesh_spec.abstract(), made.program.step.ex.attend, experts)
     # Behind the first round each of the further ones, which mostly are none, has products of its own.
     # gate and up transposed are one product of two pairs.
     assert parts["F"] == {"grouped_rows_gkn": (3, 3)}

@@ -148,9 +148,9 @@ def test_without_remat_nothing_is_kept_for_the_gradient_of_a_frozen_weight():
     kept = {}
     for targets in ((), ("query",)):
         made = assembly.assemble(lora_run("ddp", dict(stage=2), targets=targets), jax.devices()[:2])
-        fbw, x = traced.layer_fbw(made.run, made.model, made.layout, made.mesh.abstract_mesh,
+        split, x = traced.split_layer(made.run, made.model, made.layout, made.mesh.abstract_mesh,
                                      made.program.step.ex.attend)
-        kept[targets] = sum(a.size for a in fbw.r + fbw.q)
+        kept[targets] = sum(a.size for a in sum(split.residuals, []))
     tokens = x.shape[0] * x.shape[1]
     # The normed inputs of the MLP, which gate and up alone read for their weights' gradients.
     assert kept[()] - kept[("query",)] >= tokens * MODEL["embed_dim"]

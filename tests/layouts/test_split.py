@@ -1,4 +1,4 @@
-"""F, B and W of a layer are its forward and its backward, bit for bit, and keep no more than they must."""
+"""Forward, B and W of a layer are its forward and its backward, bit for bit, and keep no more than they must."""
 import functools
 
 import jax
@@ -16,6 +16,7 @@ from meshtrain.parallel.context import attention
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import Layout
 from meshtrain.training import backward
+from meshtrain.training.backward import LayerStack, Weights
 from test_layouts import MODEL, T
 
 
@@ -31,7 +32,16 @@ def layer_case(remat: str, dtype: str = "float32", **model):
     e = model.inputs(batch, jax.random.key(3))
     x, dy = (jax.random.normal(jax.random.key(k), (2, T, cfg.embed_dim)).astype(dtype) for k in (1, 2))
     weights = jax.tree.map(lambda a: a.astype(dtype), model.init(jax.random.key(0))["layers"])
-    return lambda w, x, e: transformer.block(ex, model.period[0], w, x, e[1], e[0]), weights, x, e, dy
+
+    def layer(w, x, inputs):
+        return transformer.block(ex, model.period[0], w.trained, x, inputs, w.numbers)
+    return layer, weights, x, e, dy
+
+
+def stack_of(f, ws, x, e, depth=3, **more):
+    """(a stack of layers f, its weights, numbered)."""
+    weights = Weights(ws, jnp.arange(len(jax.tree.leaves(ws)[0])), None)
+    return LayerStack(backward.SplitLayer(f, backward.of_one_layer(weights), x, e), depth, **more), weights
 
 
 @pytest.mark.parametrize("remat",
@@ -39,26 +49,25 @@ def layer_case(remat: str, dtype: str = "float32", **model):
 def test_split_backward_is_the_backward_bit_for_bit(remat):
     f, ws, x, e, dy = layer_case(remat)
     numbers = jnp.arange(3)
-    w, zeros = (ws, numbers, 0), jax.tree.map(jnp.zeros_like, ws)
-    parts = backward.stack(f, ws, jnp.arange(3), 3, x, e)
+    (parts, w), zeros = stack_of(f, ws, x, e), jax.tree.map(jnp.zeros_like, ws)
 
     @jax.jit
     def plain():
-        y, vjp = jax.vjp(lambda ws, x: jax.lax.scan(lambda x, a: (f(a[0], x, (a[1], e))[0], None),
-                                                    x, (ws, numbers))[0], ws, x)
+        y, vjp = jax.vjp(lambda ws, x: jax.lax.scan(lambda x, a: (f(a, x, e)[0], None),
+                                                    x, Weights(ws, numbers, None))[0], ws, x)
         dw, dx = vjp(dy)
         return y, dx, dw
 
     @jax.jit
     def halves():
-        y, _, (r, q) = parts.forward(w, x, e)
-        dx, z = parts.backward_input(w, e, r, q, dy)
-        return y, dx, parts.backward_weight(w, e, q, z, zeros, True)
+        y, _, saved = parts.forward(w, x, e)
+        dx, z = parts.input_gradient(w, e, saved, dy)
+        return y, dx, parts.weight_gradient(w, e, saved.for_weights, z, zeros, True)
 
     @jax.jit
     def whole():
-        y, _, (r, q) = parts.forward(w, x, e)
-        return y, *parts.backward(w, e, r, q, dy, zeros, True)
+        y, _, saved = parts.forward(w, x, e)
+        return y, *parts.backward(w, e, saved, dy, zeros, True)
 
     expected = plain()
     # float32; XLA may sum in another order in a kernel that does more: a matmul whose result is added to something, or,
@@ -68,14 +77,17 @@ def test_split_backward_is_the_backward_bit_for_bit(remat):
     jax.tree.map(close, whole(), expected)
 
 
+def filled_buffers(parts):
+    return jax.tree.map(lambda a: jnp.full(a.shape, 7, a.dtype), parts.residuals)
+
+
 @pytest.mark.parametrize("remat", ["selective", pytest.param("none", marks=sampling.GRID)])
 def test_residuals_written_in_place_are_the_residuals(remat):
     f, ws, x, e, _ = layer_case(remat, mlp_dim=160)
-    w, made = (ws, jnp.arange(3), 0), []
+    made = []
     for in_place in (False, True):
-        parts = backward.stack(f, ws, jnp.arange(3), 3, x, e, in_place=in_place)
-        room = tuple([jnp.full(a.shape, 7, a.dtype) for a in avals] for avals in (parts.r, parts.q))
-        made.append(jax.jit(parts.forward)(w, x, e, room))
+        parts, w = stack_of(f, ws, x, e, in_place=in_place)
+        made.append(jax.jit(parts.forward)(w, x, e, filled_buffers(parts)))
     # XLA fuses other operations, which round otherwise
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *made)
 
@@ -83,8 +95,7 @@ def test_residuals_written_in_place_are_the_residuals(remat):
 @pytest.mark.parametrize("remat, width, count", [("selective", 160, 2), ("selective", 128, 0), ("full", 160, 0)])
 def test_gate_and_up_are_written_in_place_where_they_are_wide(remat, width, count):
     f, ws, x, e, _ = layer_case(remat, mlp_dim=width)
-    given = backward.wide(jax.tree.map(lambda a: a[0], ws)), x, (jnp.int32(0), e)
-    found = backward._Forward(f, *jax.tree.map(backward._aval, given)).in_place
+    found = stack_of(f, ws, x, e)[0].layer._forward.in_place
     assert [v.aval.shape for v in found] == [(2, T, width)] * count
 
 
@@ -111,27 +122,26 @@ def by_triton(f, q):
     (True, in_a_loop, False), (False, in_a_loop, False), (True, in_a_loop, True), (True, by_triton, False)])
 def test_what_a_fusion_makes_for_kernels_alone_is_written_in_place(fused, kernel, read_elsewhere):
     def f(w, x, e):
-        q = jnp.cos(x @ w) if fused else x @ w
+        q = jnp.cos(x @ w.trained) if fused else x @ w.trained
         y = sine(kernel)(q)
         return (y * q if read_elsewhere else y), {}
     ws, x, dy = (jax.random.normal(jax.random.key(k), s) for k, s in enumerate([(3, 8, 8), (2, 8), (2, 8)]))
-    w, made = (ws, None, 0), []
+    made = []
     for in_place in (False, True):
-        parts = backward.stack(f, ws, None, 3, x, None, in_place=in_place)
-        room = tuple([jnp.full(a.shape, 7, a.dtype) for a in avals] for avals in (parts.r, parts.q))
-        y, _, (r, q) = jax.jit(parts.forward)(w, x, None, room)
-        made.append((y, *jax.jit(parts.backward)(w, None, r, q, dy, jnp.zeros_like(ws), True)))
+        parts, w = stack_of(f, ws, x, None, in_place=in_place)
+        y, _, saved = jax.jit(parts.forward)(w, x, None, filled_buffers(parts))
+        made.append((y, *jax.jit(parts.backward)(w, None, saved, dy, jnp.zeros_like(ws), True)))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *made)
-    found = backward._Forward(f, *jax.tree.map(backward._aval, (ws[0], x)), (None, None)).in_place
+    found = parts.layer._forward.in_place
     assert len(found) == (fused and kernel is in_a_loop and not read_elsewhere)
 
 
 def test_weight_gradients_of_bfloat16_weights_are_float32():
     f, ws, x, e, dy = layer_case("full", "bfloat16")
-    parts = backward.stack(f, ws, jnp.arange(3), 3, x, e)
-    y, _, (r, q) = parts.forward((ws, jnp.arange(3), 0), x, e)
-    dx, z = parts.backward_input((ws, jnp.arange(3), 0), e, r, q, dy)
-    dw = parts.backward_weight((ws, jnp.arange(3), 0), e, q, z, jax.tree.map(lambda a: jnp.zeros(a.shape), ws), True)
+    parts, w = stack_of(f, ws, x, e)
+    y, _, saved = parts.forward(w, x, e)
+    dx, z = parts.input_gradient(w, e, saved, dy)
+    dw = parts.weight_gradient(w, e, saved.for_weights, z, jax.tree.map(lambda a: jnp.zeros(a.shape), ws), True)
     assert dx.dtype == y.dtype == jnp.bfloat16 and {a.dtype for a in jax.tree.leaves(dw)} == {jnp.dtype("float32")}
     kernel = dw["mlp"]["down"]["kernel"]
     assert (kernel != kernel.astype(jnp.bfloat16)).any(), "not rounded on the way"
@@ -139,12 +149,12 @@ def test_weight_gradients_of_bfloat16_weights_are_float32():
 
 def test_weight_gradients_are_added_to_those_of_their_own_layers_and_only_where_they_count():
     f, ws, x, e, dy = layer_case("none")
-    parts = backward.stack(f, ws, jnp.arange(3), 1, x, e)
-    w, ones = (ws, jnp.arange(3), 1), jax.tree.map(jnp.ones_like, ws)
-    y, _, (r, q) = parts.forward(w, x, e)
-    dx, z = parts.backward_input(w, e, r, q, dy)
+    (parts, w), ones = stack_of(f, ws, x, e, depth=1, first=1), jax.tree.map(jnp.ones_like, ws)
+    y, _, saved = parts.forward(w, x, e)
+    dx, z = parts.input_gradient(w, e, saved, dy)
     for on in (True, False):
-        halves, (_, whole) = parts.backward_weight(w, e, q, z, ones, on), parts.backward(w, e, r, q, dy, ones, on)
+        halves = parts.weight_gradient(w, e, saved.for_weights, z, ones, on)
+        _, whole = parts.backward(w, e, saved, dy, ones, on)
         for total in jax.tree.leaves((halves, whole)):
             assert (total[0] == 1).all() and (total[2] == 1).all() and (total[1] == 1).all() == (not on)
 
@@ -152,14 +162,14 @@ def test_weight_gradients_are_added_to_those_of_their_own_layers_and_only_where_
 def test_weights_and_inputs_are_not_kept_for_the_backward():
     """Every microbatch in flight would have its own copy."""
     f, ws, x, e, dy = layer_case("full")
-    parts = backward.stack(f, ws, jnp.arange(3), 3, x, e)
-    assert [(a.shape, a.dtype) for a in parts.r + parts.q] == [((3, *x.shape), x.dtype)]
+    parts, _ = stack_of(f, ws, x, e)
+    assert [(a.shape, a.dtype) for a in sum(parts.residuals, [])] == [((3, *x.shape), x.dtype)]
 
 
 def test_under_selective_remat_the_stream_behind_attention_is_kept_not_what_attention_added():
     f, ws, x, e, _ = layer_case("selective")
-    w, e = jax.tree.map(lambda a: a[0], ws), (jnp.int32(0), e)
-    _, _, (r, q) = backward.layer(f, w, x, e).forward(w, x, e)
+    w = Weights(jax.tree.map(lambda a: a[0], ws), jnp.int32(0), None)
+    _, _, (r, q) = backward.SplitLayer(f, w, x, e).forward(w, x, e)
     before, behind = sorted((a for a in r + q if a.shape == x.shape), key=lambda a: float(jnp.abs(a - x).max()))
     assert (before == x).all()
     assert 0.05 < float((behind == x).mean()) < 0.15, "a tenth of what attention added is dropped out"
@@ -170,12 +180,12 @@ def test_a_layer_keeps_what_matmuls_attention_and_norms_read_in_bfloat16(remat):
     """Norms and SwiGLU are made again from their inputs: nothing of them is kept in float32, and not their product
     either. Of what attention adds to the stream the sum is kept, which the norm behind it reads."""
     f, ws, x, e, _ = layer_case(remat, "bfloat16")
-    parts, (B, S, D) = backward.layer(f, jax.tree.map(lambda a: a[0], ws), x, (jnp.int32(0), e)), x.shape
+    parts, (B, S, D) = stack_of(f, ws, x, e)[0].layer, x.shape
     N, K, H, F = (MODEL[key] for key in ("num_heads", "num_kv_heads", "head_dim", "mlp_dim"))
     # before each norm and, without remat, behind it
     streams = {"none": 4, "selective": 2}[remat]
     read = [(D,)] * streams + [(N, H), (K, H), (K, H), (N, H)] + [(F,)] * 2         # q, k, v, o; gate, up
     # and attention's lse
     expected = [((B, S, *shape), jnp.bfloat16) for shape in read] + [((B, S, N), jnp.float32)]
-    kept = [(a.shape, a.dtype) for a in parts.r + parts.q]
+    kept = [(a.shape, a.dtype) for a in sum(parts.residuals, [])]
     assert sorted(kept, key=str) == sorted(((shape, jnp.dtype(dtype)) for shape, dtype in expected), key=str)
