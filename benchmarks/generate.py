@@ -102,7 +102,7 @@ def measure(name: str, seq_len: int, rows: int, devices) -> str:
         whole_s, plain = seconds(whole_passes(made, prompts, seq_len))
     assert [answer.tokens[:WHOLE] for answer in answers] == plain.tolist(), "the two samplers do not agree"
     step, whole = (all_s - one) / (NEW - 1), whole_s / WHOLE
-    size = made.ex.dtype.itemsize
+    size = made.ex.numerics.dtype.itemsize
     weights = sum(info.size for info in made.model.parameters() if info.name != "embedding/table") * size
     kept = rows * 2 * cfg.num_layers * (PROMPT + NEW // 2) * cfg.num_kv_heads * cfg.head_dim * size
     limit = (weights + kept) / bytes_per_s(weights)

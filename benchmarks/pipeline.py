@@ -184,7 +184,7 @@ def layer_flops(made, params) -> tuple[float, float]:
     inputs = jax.eval_shape(model.inputs, dict.fromkeys(("segments", "index", "positions"), jax.ShapeDtypeStruct(
         shape, jnp.int32)) | {"sequence": jax.ShapeDtypeStruct(shape[:1], jnp.int32)})
     w = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
-    x = jax.ShapeDtypeStruct((*shape, run.model.embed_dim), ex.dtype)
+    x = jax.ShapeDtypeStruct((*shape, run.model.embed_dim), ex.numerics.dtype)
 
     def forward(w, x, inputs):
         return jax.vjp(lambda w, x: transformer.block(ex, model.period[0], w, x, inputs, 0)[0], w, x)

@@ -216,7 +216,7 @@ def _check_memory(placed: trained.LoadedModel, prompts: list[list[int]], limits:
                   samples: int) -> None:
     """Check the memory. Raises: ConfigError if the keys and values alone exceed the memory of the devices."""
     rows, tokens = min(len(prompts) * samples, SLOTS), max(len(prompt) + limits.of(prompt) for prompt in prompts)
-    held = rows * cache.slot_bytes(placed.model.cfg, tokens, placed.ex.dtype.itemsize)
+    held = rows * cache.slot_bytes(placed.model.cfg, tokens, placed.ex.numerics.dtype.itemsize)
     if held > (has := devices.memory_bytes(placed.mesh.devices.flatten())):
         raise ConfigError(f"--max-tokens {limits.tokens}: the keys and values of {rows} × {tokens} tokens take "
                           f"{size(held)}, and the devices have {size(has)}; use a smaller --max-tokens, or fewer "

@@ -29,7 +29,7 @@ from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import Generator
 from meshtrain.inference.score import Scorer
 from meshtrain.model import params, transformer
-from meshtrain.model.layers import Execution
+from meshtrain.model.layers import Engines, Execution, Numerics
 from meshtrain.names import AXES
 from meshtrain.parallel.context import attention, recurrence
 from meshtrain.parallel.experts import dispatch
@@ -175,7 +175,7 @@ class LoadedModel:
     @functools.cached_property
     def read(self) -> dict:
         """The weights with the sharding and dtype that matmuls read. Raises: assembly.BrokenProgramError."""
-        read = jax.jit(lambda p: self.model.as_read(self.ex.layout, p, self.ex.dtype))
+        read = jax.jit(lambda p: self.model.as_read(self.ex.layout, p, self.ex.numerics.dtype))
         return self.compiled("the reading of the weights", read, self.params)(self.params)
 
     def generator(self) -> Generator:
@@ -222,7 +222,8 @@ class Sampler:
     @functools.cached_property
     def sync(self) -> sync.WeightSync:
         made = self.made
-        return sync.WeightSync(made.model, made.mesh, made.layout, self.ex.layout, self.ex.dtype, self._compiled)
+        return sync.WeightSync(made.model, made.mesh, made.layout, self.ex.layout, self.ex.numerics.dtype,
+                               self._compiled)
 
     @functools.cached_property
     def _programs(self) -> dict:
@@ -311,7 +312,7 @@ class ApartSampler:
         matmuls read. Raises: CheckpointError."""
         placed = lambda info: jax.sharding.NamedSharding(self.mesh, self.ex.layout.spec("params", info.axes))
         wanted = params.tree(self.model.parameters(), lambda info: jax.ShapeDtypeStruct(
-            info.shape, sync.read_dtype(info, self.ex.dtype), sharding=placed(info)))
+            info.shape, sync.read_dtype(info, self.ex.numerics.dtype), sharding=placed(info)))
         return saved.restore({"params": self.model.divided(wanted)[1 if frozen else 0]}, part=True)["params"]
 
     def generator(self, weights: dict, slots: int, room: int) -> Generator:
@@ -361,9 +362,9 @@ def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: ja
     device = mesh.devices.flat[0]
     platform, gpu = device.platform, hardware.from_device_kind(device.device_kind)
     attend, _ = attention.choose(run, whole, platform)
-    return Execution(layout, jnp.dtype(run.model.compute_dtype), attend, in_order=by_gloo(mesh),
-                     by_kernels=hardware.runs_kernels(gpu), experts=dispatch.choose(run, layout, platform, gpu),
-                     recurrence=recurrence.choose(run, whole, platform))
+    engines = Engines(attend, dispatch.choose(run, layout, platform, gpu),
+                      recurrence=recurrence.choose(run, whole, platform), by_kernels=hardware.runs_kernels(gpu))
+    return Execution(layout, Numerics(jnp.dtype(run.model.compute_dtype)), engines, in_order=by_gloo(mesh))
 
 
 def describe(directory: str, step: int, words: Sequence[str], command: str, keys: Sequence[str] = ()) -> Trained:

@@ -18,7 +18,7 @@ import pytest
 from meshtrain import config, trained
 from meshtrain.kernels import rotation
 from meshtrain.model import parts
-from meshtrain.model.layers import Execution
+from meshtrain.model.layers import Engines
 from meshtrain.names import AXES
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.training import accumulate
@@ -122,8 +122,8 @@ def compiling(cell: Cell) -> Iterator[None]:
             for name in ("forward", "backward"):
                 patch.setattr(rotation, name, lambda *args, of=getattr(rotation, name), **more: (
                     used.add(of), of(*args, **more, interpret=True))[1])
-            patch.setattr(accumulate, "Execution",
-                          lambda *args, **given: Execution(*args, **given | {"by_kernels": True}))
+            patch.setattr(accumulate, "Engines",
+                          lambda *args, **given: Engines(*args, **given | {"by_kernels": True}))
         yield
     assert "halves" not in cell.words or used == {2}
     assert "kernels" not in cell.words or len(used) == 2

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.model import float8, params
-from meshtrain.model.layers import Execution
+from meshtrain.model.layers import Engines, Execution, Numerics
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import LAYERS
 from meshtrain.sharding.rules import GATHERED, Layout
@@ -24,7 +24,7 @@ def split_layer(run, model: Transformer, layout: Layout, mesh, attend: Callable,
     dtype, deferred, seq = jnp.dtype(run.model.compute_dtype), layout.batch_axes, layout.mesh_axes("activations", "seq")
     # of shapes no platform is asked
     precision = float8.precision("cpu") if run.model.matmul_dtype == "float8" else None
-    ex = Execution(layout, dtype, attend, run.training.remat, precision, experts=experts)
+    ex = Execution(layout, Numerics(dtype, run.training.remat, precision), Engines(attend, experts))
     sequences = run.data.global_batch // run.training.microbatches // layout.num_shards(deferred)
     sizes = (sequences, run.data.seq_len // layout.num_shards(seq))
     x = jax.ShapeDtypeStruct((*sizes, run.model.embed_dim), dtype)

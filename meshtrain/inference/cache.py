@@ -2,7 +2,7 @@
 
 Prompts are read and copied into slots; then each slot gets a token at a time.
 
-The layers are those of training. `ex.attend` and `ex.recurrence` write and read the cache. A slot holds one sequence,
+The layers are those of training, whose engines write and read the cache. A slot holds one sequence,
 which begins at position 0 and has its own length.
 
 A cache is, for each group of layers, the arrays of each layer of its period, [repeats, slots, …]. Attention stores keys
@@ -116,7 +116,8 @@ def extend(model: Transformer, ex: Execution, p, batch, caches: list, at_S, live
     further for the other slots.
     """
     x_BTD, inputs, new = model.embed(ex, p, batch), model.inputs(batch), []
-    reach = _Reach(at_S, jnp.max(jnp.where(live_S, at_S, 0)), jnp.where(live_S, at_S, -1) if ex.by_kernels else None)
+    last = jnp.max(jnp.where(live_S, at_S, 0))
+    reach = _Reach(at_S, last, jnp.where(live_S, at_S, -1) if ex.engines.by_kernels else None)
     for (first, group), cache in zip(model.numbered(), caches, strict=True):
         def repeat(carry, scanned, group=group):
             # The cache is carried, not scanned, so that one token is written in place and nothing else moves.
@@ -134,8 +135,9 @@ def extend(model: Transformer, ex: Execution, p, batch, caches: list, at_S, live
 
 
 def _through(ex: Execution, cached) -> Execution:
-    recurrence = ex.recurrence and ex.recurrence._replace(convolve=cached.convolve, recur=cached.recur)
-    return dataclasses.replace(ex, attend=cached.attend, recurrence=recurrence)
+    recurrence = ex.engines.recurrence and ex.engines.recurrence._replace(convolve=cached.convolve, recur=cached.recur)
+    return dataclasses.replace(ex, engines=dataclasses.replace(ex.engines, attention=cached.attend,
+                                                               recurrence=recurrence))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,13 +204,13 @@ class _Writing:
         T = k_BTKH.shape[1]
         first = T - places(mask.window, T)
         self.cache = tuple(_placed(layout, _by_head(x)[..., first:, :], "batch") for x in (k_BTKH, v_BTKH))
-        return self.ex.attend(layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, mask=mask, **kind)
+        return self.ex.engines.attention(layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, mask=mask, **kind)
 
     def convolve(self, layout: Layout, xs, ws, segments_BT):
         tails = (convolution.tail(x, segments_BT, ws[0].shape[0]) for x in xs)
         # Padding is not part of the prompt. The tokens after it are then treated as one document.
         self.cache = tuple(jnp.where((tail.segments_BS == PADDING)[..., None, None], 0, tail.x_BSND) for tail in tails)
-        return self.ex.recurrence.convolve(layout, xs, ws, segments_BT)
+        return self.ex.engines.recurrence.convolve(layout, xs, ws, segments_BT)
 
     def recur(self, layout: Layout, *inputs):
         found = recurrence.recurrence(*inputs)

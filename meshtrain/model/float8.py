@@ -101,19 +101,19 @@ def _forward(ex, forms, out_axes, frozen, x, ws):
         qx = ex.layout.act(_on_residual(ex, qx), "batch", "seq", None)
     # Cast to the compute dtype first, because some layouts read weights that were cast once per step, others the master
     # weights.
-    sw = _kept(scale_of(largest([w.astype(ex.dtype) for w in ws]), E4M3))
+    sw = _kept(scale_of(largest([w.astype(ex.numerics.dtype) for w in ws]), E4M3))
     full = _gathered(ex, forms, ws, sw)
     ys = []
     for (eq, _), w in zip(forms, full, strict=True):
-        y = _dot(ex, eq, qx, w, ex.dtype)
+        y = _dot(ex, eq, qx, w, ex.numerics.dtype)
         ys.append(_scaled(_on_residual(ex, y) if out_axes else y, sx * sw))
     # As in `layers.project`: without remat the shard is saved. The backward quantizes and gathers it again.
-    return tuple(ys), (None if frozen else qx, sx, ws if ex.remat == "none" else full, sw)
+    return tuple(ys), (None if frozen else qx, sx, ws if ex.numerics.remat == "none" else full, sw)
 
 
 def _backward(ex, forms, out_axes, frozen, saved, dys):
     qx, sx, ws, sw = saved
-    full = _gathered(ex, forms, ws, sw) if ex.remat == "none" else ws
+    full = _gathered(ex, forms, ws, sw) if ex.numerics.remat == "none" else ws
     scale = scale_of(over_tokens(ex.layout, largest(dys)), E5M2)
     dx, dws = 0, []
     for (eq, axes), w, dy in zip(forms, full, dys, strict=True):
@@ -123,7 +123,7 @@ def _backward(ex, forms, out_axes, frozen, saved, dys):
             dy = ex.layout.act(lax.optimization_barrier(dy) if ex.layout.sequence_parallel else dy, *out_axes)
         operands, out = eq.split("->")
         left, right = operands.split(",")
-        dx += _dot(ex, f"{out},{right}->{left}", dy, w, ex.dtype)
+        dx += _dot(ex, f"{out},{right}->{left}", dy, w, ex.numerics.dtype)
         if frozen:
             continue
         dw = _dot(ex, f"{left},{out}->{right}", qx, dy, jnp.float32)
@@ -143,13 +143,13 @@ def _gathered(ex, forms, ws, scale):
     """Return the quantized weights, gathered over the axes that split tokens: (N-1)/N bytes per element."""
     full = []
     for (_, axes), w in zip(forms, ws, strict=True):
-        w = ex.layout.constrain("params", quantised(w.astype(ex.dtype), scale, E4M3), axes)
+        w = ex.layout.constrain("params", quantised(w.astype(ex.numerics.dtype), scale, E4M3), axes)
         full.append(ex.layout.constrain(GATHERED, w, axes))
     return tuple(full)
 
 
 def _dot(ex, eq, a, b, dtype):
-    return jnp.einsum(eq, a, b, precision=ex.float8, preferred_element_type=dtype)
+    return jnp.einsum(eq, a, b, precision=ex.numerics.float8, preferred_element_type=dtype)
 
 
 def _scaled(x, scale):

@@ -1,9 +1,9 @@
 """Attention by latents (MLA): queries, keys and values are products of narrow, normed latents.
 
-Only the latent c [B, T, C] and the rotated keys r [B, T, R], which all heads share, are passed to `ex.attend`. It
-expands them into heads on the devices that need them (`parallel.context.latents`). A cache holds only c and r. In
-training the scores are those of expanded keys. Latents are not sharded over tensor. Their products are sharded by
-heads.
+Only the latent c [B, T, C] and the rotated keys r [B, T, R], which all heads share, are passed to
+`ex.engines.attention`. It expands them into heads on the devices that need them (`parallel.context.latents`). A cache
+holds only c and r. In training the scores are those of expanded keys. Latents are not sharded over tensor. Their
+products are sharded by heads.
 Source: arXiv:2405.04434.
 """
 from __future__ import annotations
@@ -64,8 +64,8 @@ class LatentAttention(nnx.Module):
         return self.out(ex, o_BTNV, out_axes=("batch", "seq", None)), bound_N
 
     def _expansion(self, ex: Execution) -> Expansion:
-        # With adapters, use the merged weights: the weights are multiplied inside `ex.attend`, on devices that depend
-        # on how sequences are split.
+        # With adapters, use the merged weights: the engine multiplies the weights, on devices that depend on how
+        # sequences are split.
         key, value = (linear.kernel[...] if linear.lora is None else lora.merged(
             linear.kernel[...][None], {"a": linear.lora.a[...][None], "b": linear.lora.b[...][None]},
             linear.lora.scale)[0] for linear in (self.key, self.value))

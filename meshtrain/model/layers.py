@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -35,23 +35,64 @@ from meshtrain.sharding.rules import GATHERED, Layout
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Execution:
-    """How the model is computed: sharding, compute dtype, attention engine and remat."""
-    layout: Layout
+class Numerics:
+    """In which dtypes layers compute, and what they save for the backward.
+
+    float8: the precision of float8 projections; None: projections use `dtype`.
+    """
     dtype: jnp.dtype
-    attend: Callable        # (layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask=, scores=, sinks_N=) -> o_BTNV
     remat: str = "none"     # none, selective, full, offload
-    # precision of float8 projections; None: the projections use dtype
     float8: jax.lax.DotAlgorithmPreset | None = None
-    in_order: bool = False  # whether collectives outside a loop must not overlap with those in it (`mesh.after`)
-    # queries and keys are normed and rotated by `kernels.rotation`, and attend to their cache by `kernels.decode`
+
+
+class ExpertEngine(Protocol):
+    """Computes the experts of tokens, wherever they are. `parallel.experts.dispatch` has them.
+
+    aux_loss, z_loss: weights of the router's losses.
+    """
+    @property
+    def aux_loss(self) -> float: ...
+
+    @property
+    def z_loss(self) -> float: ...
+
+    def __call__(self, layout, x_BTD, chosen_BTK, weight_BTK, weights) -> jax.Array:
+        """Return y_BTD."""
+
+
+class RecurrenceEngine(Protocol):
+    """What recurrent mixers call. `parallel.context.recurrence.LinearAttention` is one."""
+    @property
+    def convolve(self) -> Callable: ...
+
+    @property
+    def recur(self) -> Callable: ...
+
+    def _replace(self, *, convolve: Callable = ..., recur: Callable = ...) -> RecurrenceEngine: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Engines:
+    """The functions that depend on devices and on how sequences and experts are split.
+
+    attention: (layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask=, scores=, sinks_N=) -> o_BTNV. by_kernels: queries
+    and keys are normed and rotated by `kernels.rotation`, and attend to their cache by `kernels.decode`.
+    """
+    attention: Callable
+    experts: ExpertEngine | None = None          # None: no experts
+    mlp: FusedMLP | None = None             # None: XLA's matmuls
+    recurrence: RecurrenceEngine | None = None    # None: no recurrent mixers
     by_kernels: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Execution:
+    """How the model is computed: where arrays lie, in which numerics, by which engines."""
+    layout: Layout
+    numerics: Numerics
+    engines: Engines
+    in_order: bool = False  # whether collectives outside a loop must not overlap with those in it (`mesh.after`)
     in_parts: bool = False  # the layer sees one part of a microbatch, and its weights are `parts.shared`
-    # (layout, x_BTD, chosen_BTK, weight_BTK, weights) -> y_BTD; None: no experts
-    experts: Callable | None = None
-    mlp: FusedMLP | None = None         # None: XLA's matmuls
-    # `parallel.context.recurrence.LinearAttention`; None: no recurrent mixers
-    recurrence: Any = None
     # (number of layers, most heads of a layer): the stats of a layer have SCORE_BOUND; None: they do not
     bounds: tuple[int, int] | None = None
 
@@ -68,6 +109,11 @@ class Execution:
         return mesh.after(values, done) if self.in_order else values
 
 
+def with_numerics(ex: Execution, **changed) -> Execution:
+    """Return `ex` with other fields of its numerics."""
+    return dataclasses.replace(ex, numerics=dataclasses.replace(ex.numerics, **changed))
+
+
 def recomputed(ex: Execution, f: Callable) -> Callable:
     """Return f with only its inputs saved for the backward, which recomputes casts and elementwise ops, but no matmul.
 
@@ -75,7 +121,7 @@ def recomputed(ex: Execution, f: Callable) -> Callable:
     """
     keep = jax.checkpoint_policies.save_only_these_names(float8.SCALE)
     # CSE cannot merge across a scan
-    return jax.checkpoint(f, policy=keep, prevent_cse=False) if ex.remat == "none" else f
+    return jax.checkpoint(f, policy=keep, prevent_cse=False) if ex.numerics.remat == "none" else f
 
 
 # --- the weight einsum ---------------------------------------------------------------------------------------------
@@ -87,8 +133,8 @@ def gathered(ex: Execution, w: jax.Array, axes) -> jax.Array:
     Otherwise XLA sometimes gathers the float32 master weight and casts afterwards.
     """
     if ex.in_parts:
-        return w.astype(ex.dtype)       # `parts.shared` gathers once for all parts
-    w = ex.layout.constrain("params", w.astype(ex.dtype), axes)
+        return w.astype(ex.numerics.dtype)       # `parts.shared` gathers once for all parts
+    w = ex.layout.constrain("params", w.astype(ex.numerics.dtype), axes)
     return ex.layout.constrain(GATHERED, w, axes)
 
 
@@ -102,7 +148,7 @@ def _placed(ex: Execution, dw, axes):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def project(ex: Execution, forms, out_axes, frozen: bool, x, ws):
-    """Return einsum(eq, x, w) in ex.dtype for each w of ws, with float32 weight gradients.
+    """Return einsum(eq, x, w) in ex.numerics.dtype for each w of ws, with float32 weight gradients.
 
     forms: ((eq, logical axes of w), …), e.g. "BTD,DNH->BTNH". out_axes: for a single projection back onto the residual
     stream, the output's logical axes before it is split over the sequence; None for other projections. GPUs reduce a
@@ -117,7 +163,7 @@ def _project_forward(ex, forms, out_axes, frozen, x, ws):
     # With remat the gathered weight lives only inside the recomputed layer. Without remat, saving it would hold all
     # layers' gathered weights until the backward, so the shard is saved and gathered again.
     ys = tuple(products.einsum(eq, x, w) for (eq, _), w in zip(forms, full))
-    return ys, (None if frozen else x, ws if ex.remat == "none" else tuple(full))
+    return ys, (None if frozen else x, ws if ex.numerics.remat == "none" else tuple(full))
 
 
 def _project_backward(ex, forms, out_axes, frozen, saved, dys):
@@ -132,7 +178,7 @@ def _project_backward(ex, forms, out_axes, frozen, saved, dys):
                 # correct without it.
                 dy = jax.lax.optimization_barrier(dy)
             dy = ex.layout.act(dy, *out_axes)
-        full = gathered(ex, w, axes) if ex.remat == "none" else w
+        full = gathered(ex, w, axes) if ex.numerics.remat == "none" else w
         operands, out = eq.split("->")
         left, right = operands.split(",")
         product = products.einsum(f"{out},{right}->{left}", dy, full, dy.dtype if x is None else x.dtype)
@@ -176,7 +222,8 @@ def together(ex: Execution, x, *linears: tuple[Linear, int], out_axes=None) -> l
     weights = [repeated(ex, linear.kernel[...], linear.axes, repeats) for linear, repeats in linears]
     forms = tuple((linear.eq, axes) for (linear, _), (_, axes) in zip(linears, weights))
     frozen = linears[0][0].frozen
-    ys = (float8.project if ex.float8 else project)(ex, forms, out_axes, frozen, x, tuple(w for w, _ in weights))
+    multiply = float8.project if ex.numerics.float8 else project
+    ys = multiply(ex, forms, out_axes, frozen, x, tuple(w for w, _ in weights))
     ys = [y if linear.lora is None else linear.lora(ex, x, y, repeats, out_axes)
           for (linear, repeats), y in zip(linears, ys)]
     return [linear.biased(ex, y, repeats) for (linear, repeats), y in zip(linears, ys)]
@@ -255,7 +302,7 @@ class Norm(nnx.Module):
                 y = y - jnp.mean(y, dims, keepdims=True)
             y = y * jax.lax.rsqrt(jnp.mean(y * y, dims, keepdims=True) + self.eps)
             y = y * (scale + self.offset if self.offset else scale)
-            return (y if bias is None else y + bias).astype(ex.dtype)
+            return (y if bias is None else y + bias).astype(ex.numerics.dtype)
         bias, scale = (None if w is None else small(ex, *repeated(ex, w[...], self.axes, repeats))
                        for w in (self.bias, self.scale))
         return recomputed(ex, normed)(x, scale, bias)
@@ -300,7 +347,7 @@ def lookup(ex: Execution, axes, table, ids_BT):
     """
     layout = ex.layout
     if lies_by_columns(layout, axes):
-        x_BTD = table.astype(ex.dtype)[_all_ids(layout, axes, ids_BT)]
+        x_BTD = table.astype(ex.numerics.dtype)[_all_ids(layout, axes, ids_BT)]
         return layout.act(_by_columns(layout, axes, x_BTD), "batch", "seq", None)
     ids_BT = layout.act(ids_BT, "batch", "seq")
     if manual := layout.manual_axes("params", axes[0]):
@@ -379,7 +426,7 @@ def kv_heads(layout: Layout, num_kv_heads: int) -> int:
 
 
 class Attention(nnx.Module):
-    """Grouped-query causal attention. `ex.attend` is the engine, with context parallelism if sequences are split.
+    """Grouped-query causal attention, by `ex.engines.attention`, with context parallelism if sequences are split.
 
     mixer: the letter of the layer's mixer. The gate multiplies the output before its projection (arXiv:2505.06708). A
     sink is a score that takes part in a head's softmax and has no value.
@@ -420,7 +467,7 @@ class Attention(nnx.Module):
         k_BTKH = act(k_BTKH, "batch", "seq", "kv_heads", "head_dim")
         v_BTKH = act(rest[0], "batch", "seq", "kv_heads", "head_dim") if rest else k_BTKH
         rope = inputs.rope.get(self.mixer)
-        in_one = ex.by_kernels and rope and self.query_norm is not None and self.query_norm.rotates(rope)
+        in_one = ex.engines.by_kernels and rope and self.query_norm is not None and self.query_norm.rotates(rope)
         if self.query_norm is not None and not in_one:
             over_heads = len(self.key_norm.axes) > 1
             q_BTNH, k_BTKH = self.query_norm(ex, q_BTNH), self.key_norm(ex, k_BTKH, repeats if over_heads else 1)
@@ -451,8 +498,8 @@ def attend(ex: Execution, *operands, **kind):
     """Return (attention's output, the bound of each head's scores [N]). Without ex.bounds the bound is None."""
     with jax.named_scope("attention"):      # kernels of attention are found by this name in the compiled program
         if ex.bounds:
-            return ex.attend(ex.layout, *operands, **kind, bounded=True)
-        return ex.attend(ex.layout, *operands, **kind), None
+            return ex.engines.attention(ex.layout, *operands, **kind, bounded=True)
+        return ex.engines.attention(ex.layout, *operands, **kind), None
 
 
 def gated(o, gate):
@@ -471,7 +518,7 @@ GATE_UP = "mlp_gate_up"         # name of the gate and up projections' outputs i
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def fused_mlp(ex: Execution, axes, x_BTD, ws):
-    """Return the MLP's output [B, T, D], computed by the fused kernels of `ex.mlp`.
+    """Return the MLP's output [B, T, D], computed by the fused kernels of `ex.engines.mlp`.
 
     ws: gate, up and down weights; axes: their logical axes. Gathers and gradients are placed as in `project`.
     """
@@ -480,16 +527,16 @@ def fused_mlp(ex: Execution, axes, x_BTD, ws):
 
 def _fused_mlp_forward(ex, axes, x_BTD, ws):
     full = tuple(gathered(ex, *of_one) for of_one in zip(ws, axes, strict=True))
-    *gate_up, h_BTF = ex.mlp.forward(ex.layout, x_BTD, *full[:2])
+    *gate_up, h_BTF = ex.engines.mlp.forward(ex.layout, x_BTD, *full[:2])
     gate_up = [checkpoint_name(y_BTF, GATE_UP) for y_BTF in gate_up]
     y_BTD = products.einsum("BTF,FD->BTD", h_BTF, full[2])
-    return y_BTD, (x_BTD, ws if ex.remat == "none" else full, gate_up)
+    return y_BTD, (x_BTD, ws if ex.numerics.remat == "none" else full, gate_up)
 
 
 def _fused_mlp_backward(ex, axes, saved, dy_BTD):
     x_BTD, ws, gate_up = saved
-    gate, up, down = [gathered(ex, *of_one) for of_one in zip(ws, axes)] if ex.remat == "none" else ws
-    *grads, h_BTF = ex.mlp.backward(ex.layout, dy_BTD, down, *gate_up)
+    gate, up, down = [gathered(ex, *of_one) for of_one in zip(ws, axes)] if ex.numerics.remat == "none" else ws
+    *grads, h_BTF = ex.engines.mlp.backward(ex.layout, dy_BTD, down, *gate_up)
     of_gate, of_up = (products.einsum("BTF,DF->BTD", d_BTF, w_DF) for d_BTF, w_DF in zip(grads, (gate, up)))
     dws = [products.einsum("BTD,BTF->DF", x_BTD, d_BTF, jnp.float32) for d_BTF in grads]
     dws.append(products.einsum("BTF,BTD->FD", h_BTF, dy_BTD, jnp.float32))
@@ -513,7 +560,7 @@ class MLP(nnx.Module):
 
     def __call__(self, ex: Execution, x_BTD):
         act = ex.layout.act
-        if ex.mlp is not None and ex.mlp.fits(self.up.kernel[...].shape[1]):
+        if ex.engines.mlp is not None and ex.engines.mlp.fits(self.up.kernel[...].shape[1]):
             linears = self.gate, self.up, self.down
             return fused_mlp(ex, tuple(linear.axes for linear in linears), x_BTD,
                              tuple(linear.kernel[...] for linear in linears))
@@ -597,7 +644,7 @@ class Layer(nnx.Module):
         gathered when they are quantized.
         """
         h_BTD = ex.layout.act(h_BTD, "batch", "residual_seq", None)
-        return h_BTD if ex.float8 else ex.layout.act(h_BTD, "batch", "seq", None)
+        return h_BTD if ex.numerics.float8 else ex.layout.act(h_BTD, "batch", "seq", None)
 
 
 @jax.custom_vjp

@@ -1,8 +1,8 @@
 """Recurrent mixers: gated delta rule (G), the same with a decay per channel (K, KDA) and Mamba-2 (M).
 
 All three project, convolve over a few tokens, run one recurrence S' = decay · S + … with a state per value head, and
-then norm and gate its output. They read earlier tokens only through `ex.recurrence`, which keeps documents apart.
-A_log, decays and norms are float32.
+then norm and gate its output. They read earlier tokens only through `ex.engines.recurrence`, which keeps documents
+apart. A_log, decays and norms are float32.
 
 Dims besides those of `layers`: K key heads (Mamba-2's groups), H their width (Mamba-2's state), N value heads, V their
 width, W tokens of the convolution, R inner width of a narrow projection. Sources: arXiv:2412.06464 (gated delta rule),
@@ -97,7 +97,7 @@ class RecurrentMixer(nnx.Module):
         qkv = tuple(ex.layout.act(x, "batch", "seq", *one) for x, one in zip(qkv, axes))
         kernels = [repeated(ex, conv.kernel[...], conv.axes, n) for conv, n in convolutions]
         ws = tuple(small(ex, w, axes).astype(jnp.float32) for w, axes in kernels)
-        ys = ex.recurrence.convolve(ex.layout, qkv, ws, segments_BT)
+        ys = ex.engines.recurrence.convolve(ex.layout, qkv, ws, segments_BT)
         if self.query_conv.bias is not None:
             biases = [repeated(ex, conv.bias[...], conv.axes[1:], n) for conv, n in convolutions]
             ys = [add_bias(ex, axes, y, bias) for y, (bias, axes) in zip(ys, biases, strict=True)]
@@ -105,7 +105,7 @@ class RecurrentMixer(nnx.Module):
 
     def _recur(self, ex: Execution, q, k, v, g, beta, inputs):
         with jax.named_scope("recurrence"):
-            o_BTNV = ex.recurrence.recur(ex.layout, q, k, v, g, beta, inputs.segments_BT)
+            o_BTNV = ex.engines.recurrence.recur(ex.layout, q, k, v, g, beta, inputs.segments_BT)
         return ex.layout.act(o_BTNV, "batch", "seq", *HEADS)
 
     def _out(self, ex: Execution, normed, o_BTNV, gate_BTNV):

@@ -39,7 +39,7 @@ class Adapter(nnx.Module):
         # An output that goes to the residual stream is split here, before B, so that B·T·R is scattered, not B·T·D.
         h_BTR = act(h_BTR, "batch", "residual_seq" if out_axes else "seq", None)
         # In float32: 4/3 in bfloat16 is 0.2% more, and `merged` uses the exact scale.
-        h_BTR = (h_BTR.astype(jnp.float32) * self.scale).astype(ex.dtype)
+        h_BTR = (h_BTR.astype(jnp.float32) * self.scale).astype(ex.numerics.dtype)
         b, axes = repeated(ex, self.b[...], self.up_axes, repeats)
         more = project(ex, ((self.up_eq, axes),), None, False, h_BTR, (b,))[0]
         return (act(y, "batch", "residual_seq", None) if out_axes else y) + more

@@ -254,7 +254,7 @@ class _Chunks:
         if self.spec.softcap:        # at padding dl is 0, and the logit has no derivative
             bent = logits * self.spec.temperature / self.spec.softcap
             dl = dl * jnp.where(logits > -jnp.inf, 1 - jnp.square(bent), 0.0)
-        dl = self._pin((dl / self.spec.temperature).astype(self.ex.dtype))
+        dl = self._pin((dl / self.spec.temperature).astype(self.ex.numerics.dtype))
         dx_c = products.einsum(f"nrsV,{self.letters}->nrsD", dl, self.full)
         dx = self.tokens.put(dx, psum(dx_c, self.manual) if self.manual else dx_c, c)
         if dw is not None:

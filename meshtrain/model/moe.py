@@ -1,8 +1,9 @@
 """Mixture of experts: a float32 router, routed experts and shared experts instead of the MLP.
 
-Experts are parameters [E, D, F]. `ex.experts` decides where they are computed (`parallel.experts.dispatch`). Both
-balance losses are sums over tokens and sequences, independent of layout and microbatches. Padding (segment 0) goes to
-no expert and is not counted: its tokens are all equal, so they would fill the same K experts and dominate the balance.
+Experts are parameters [E, D, F]. `ex.engines.experts` decides where they are computed (`parallel.experts.dispatch`).
+Both balance losses are sums over tokens and sequences, independent of layout and microbatches. Padding (segment 0) goes
+to no expert and is not counted: its tokens are all equal, so they would fill the same K experts and dominate the
+balance.
 A softmax over only the chosen scores equals a softmax over all scores with `router_normalize`.
 
 Sources: sequence-wise balance: arXiv:2412.19437 (eq. 17 to 20); z-loss: arXiv:2202.08906 (ST-MoE); the bias:
@@ -22,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.config.sections import Model
-from meshtrain.model.layers import MLP, Execution, Linear, add_bias, gated, project, recomputed
+from meshtrain.model.layers import MLP, Execution, Linear, add_bias, gated, project, recomputed, with_numerics
 from meshtrain.model.params import declare
 from meshtrain.model.parts import Inputs
 from meshtrain.model.stats import AUX_LOSS, EXPERT_LOAD, LayerStats
@@ -177,22 +178,22 @@ class MoE(nnx.Module):
         real_BT = ex.layout.act(inputs.segments_BT, "batch", "residual_seq") != PADDING
         chosen_BTK, weight_BTK, counts_BE = route(ex.layout, self.routing, logits_BTE, bias_E, real_BT)
         weights = {name: getattr(self, name)[...] for name in EXPERT_AXES if getattr(self, name) is not None}
-        y_BTD = ex.experts(ex.layout, x_BTD, chosen_BTK, weight_BTK, weights)
+        y_BTD = ex.engines.experts(ex.layout, x_BTD, chosen_BTK, weight_BTK, weights)
         if self.down_bias is not None:
             y_BTD = y_BTD + self._down_biases(ex, chosen_BTK, weight_BTK)
         if self.shared is not None:
-            whole_BTD = x_BTD if ex.float8 else ex.layout.act(x_BTD, "batch", "seq", None)
+            whole_BTD = x_BTD if ex.numerics.float8 else ex.layout.act(x_BTD, "batch", "seq", None)
             shared_BTD = ex.layout.act(self.shared(ex, whole_BTD), "batch", "residual_seq", None)
             if self.shared_gate is not None:
-                gate_BT1 = self.shared_gate(dataclasses.replace(ex, float8=None), x_BTD)
+                gate_BT1 = self.shared_gate(with_numerics(ex, float8=None), x_BTD)
                 shared_BTD = recomputed(ex, gated)(shared_BTD, gate_BT1)
             y_BTD = y_BTD + shared_BTD
         layer = jnp.arange(self.num_layers)[:, None] == number
         # divided by the number of devices that share a sequence over manual axes, because these are summed later
         load_E = counts_BE.sum(0) / ex.layout.num_shards(ex.layout.manual_axes("activations", "residual_seq"))
         stats = LayerStats.of("target", **{EXPERT_LOAD: jnp.where(layer, load_E, 0.0)})
-        if ex.experts.aux_loss or ex.experts.z_loss:
-            losses = ex.experts.aux_loss, ex.experts.z_loss
+        if ex.engines.experts.aux_loss or ex.engines.experts.z_loss:
+            losses = ex.engines.experts.aux_loss, ex.engines.experts.z_loss
             loss = balance_loss(self.routing, *losses, logits_BTE, counts_BE, real_BT)
             stats |= LayerStats.of("token", **{AUX_LOSS: loss})
         return y_BTD, stats
@@ -201,13 +202,13 @@ class MoE(nnx.Module):
         """Return Σ_k weight · bias of the expert, by one small matmul besides those of the experts."""
         experts = jnp.arange(self.routing.num_experts)
         weight_BTE = jnp.sum(jnp.where(chosen_BTK[..., None] == experts, weight_BTK[..., None], 0.0), 2)
-        weight_BTE = ex.layout.act(weight_BTE, "batch", "residual_seq", None).astype(ex.dtype)
+        weight_BTE = ex.layout.act(weight_BTE, "batch", "residual_seq", None).astype(ex.numerics.dtype)
         y_BTD = project(ex, (("BTE,ED->BTD", DOWN_BIAS_AXES),), None, False, weight_BTE, (self.down_bias[...],))[0]
         return ex.layout.act(y_BTD, "batch", "residual_seq", None)
 
     def _logits(self, ex: Execution, x_BTD):
         """Return float32 logits of a float32 matmul. bfloat16 would change the choice of one token in a hundred."""
-        wide = dataclasses.replace(ex, dtype=jnp.dtype("float32"))
+        wide = with_numerics(ex, dtype=jnp.dtype("float32"))
         (logits_BTE,) = project(wide, (("BTD,DE->BTE", ROUTER_AXES),), None, False, x_BTD, (self.router[...],))
         if self.router_bias is not None:
             logits_BTE = add_bias(wide, (None,), logits_BTE, self.router_bias[...])

@@ -94,16 +94,16 @@ def tokens_first(ex: Execution) -> Execution:
     keys and values are smaller by the size of the tensor axis.
     """
     def attend(layout, q, k, v, segments_BT, **kind):
-        found = ex.attend(ex.layout, *turned((q, k, v)), segments_BT, **kind)
+        found = ex.engines.attention(ex.layout, *turned((q, k, v)), segments_BT, **kind)
         return (turned(found[0]), found[1]) if kind.get("bounded") else turned(found)
     def convolve(layout, xs, ws, segments_BT):
-        return turned(ex.recurrence.convolve(ex.layout, turned(xs), ws, segments_BT))
+        return turned(ex.engines.recurrence.convolve(ex.layout, turned(xs), ws, segments_BT))
 
     def recur(layout, *inputs):
-        return turned(ex.recurrence.recur(ex.layout, *turned(inputs[:-1]), inputs[-1]))
-    recurrence = ex.recurrence and ex.recurrence._replace(convolve=convolve, recur=recur)
-    return dataclasses.replace(ex, layout=dataclasses.replace(ex.layout, tokens_first=True), attend=attend,
-                               recurrence=recurrence)
+        return turned(ex.engines.recurrence.recur(ex.layout, *turned(inputs[:-1]), inputs[-1]))
+    recurrence = ex.engines.recurrence and ex.engines.recurrence._replace(convolve=convolve, recur=recur)
+    return dataclasses.replace(ex, layout=dataclasses.replace(ex.layout, tokens_first=True),
+                               engines=dataclasses.replace(ex.engines, attention=attend, recurrence=recurrence))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -338,7 +338,7 @@ class Transformer:
         axes, w = self._head(p)
         x_BTD = ex.layout.act(self._normed(ex, p, x_BTD), "batch", "seq", None)
         eq = "BTD,DV->BTV" if axes == ("embed", "vocab") else "BTD,VD->BTV"
-        logits_BTV = products.einsum(eq, x_BTD, w.astype(ex.dtype), jnp.float32)
+        logits_BTV = products.einsum(eq, x_BTD, w.astype(ex.numerics.dtype), jnp.float32)
         return capped(logits_BTV[..., :self.cfg.vocab_size], self.cfg.logit_softcap)
 
     def read_by_head(self, ends: dict) -> dict:
@@ -440,7 +440,7 @@ def without_layers(tree: dict) -> dict:
 
 
 def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, number):
-    """Apply layer `number` with these weights. Return (output, stats). ex.remat decides what is saved."""
+    """Apply layer `number` with these weights. Return (output, stats). ex.numerics.remat decides what is saved."""
     infos = params.infos(layer)
     experts = any("expert" in info.axes for info in infos)
     shards, count = parts.of_rows(ex.layout, x_BTD.shape) if not experts and _can_share(ex, infos) else (1, 1)
@@ -474,7 +474,7 @@ def _can_share(ex: Execution, infos) -> bool:
     gathers its weight again (ZeRO-3 without remat).
     """
     kept = all(ex.layout.spec(GATHERED, info.axes) == ex.layout.spec("params", info.axes) for info in infos)
-    return not ex.float8 and (kept or ex.remat != "none")
+    return not ex.numerics.float8 and (kept or ex.numerics.remat != "none")
 
 
 def _matmul_output(primitive, *operands, **params) -> bool:
@@ -488,7 +488,7 @@ def _matmul_output(primitive, *operands, **params) -> bool:
 
 
 def rematerialized(layer, ex: Execution):
-    """Return the layer with the remat of `ex.remat`.
+    """Return the layer with the remat of `ex.numerics.remat`.
 
     none saves the inputs of matmuls, norms and attention. selective saves matmul outputs, queries and keys as attention
     reads them, and its o and lse. full saves only the layer's input. offload saves only the input, on the host (B·T·D
@@ -498,18 +498,19 @@ def rematerialized(layer, ex: Execution):
     ring. All save the float8 scales of the forward, because each costs a pass over a tensor and an all-reduce.
     """
     policies = jax.checkpoint_policies
-    if ex.remat == "none":
+    if ex.numerics.remat == "none":
         return layer
     names = [float8.SCALE]
-    if ex.layout.sizes["context"] > 1 or ex.remat == "selective":
+    if ex.layout.sizes["context"] > 1 or ex.numerics.remat == "selective":
         names += ["attention_o", "attention_lse", "linear_o", "linear_states"]
-        names += ["attention_stream", "attention_rotated", "router_logits", GATE_UP] * (ex.remat == "selective")
+        if ex.numerics.remat == "selective":
+            names += ["attention_stream", "attention_rotated", "router_logits", GATE_UP]
     keep = policies.save_only_these_names(*names)
-    if ex.remat == "offload":
+    if ex.numerics.remat == "offload":
         # The name must be the input's. A layer's output with this name silently stays on the device.
         keep = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=names, names_which_can_be_offloaded=[LAYER_INPUT],
             offload_src="device", offload_dst="pinned_host")
-    if ex.remat == "selective":
+    if ex.numerics.remat == "selective":
         keep = policies.save_from_both_policies(_matmul_output, keep)
     return jax.checkpoint(layer, policy=keep, prevent_cse=False)   # CSE cannot merge across a scan

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from meshtrain import hardware, scopes
 from meshtrain.config.sections import Run
 from meshtrain.model import float8, mlp, params, transformer
-from meshtrain.model.layers import Execution
+from meshtrain.model.layers import Engines, Execution, Numerics
 from meshtrain.model.loss import with_balance_loss
 from meshtrain.model.parts import Inputs
 from meshtrain.model.stats import LayerStats, Normalizers
@@ -56,7 +56,7 @@ class StepSpec:
     batch: dict
     schedule: Schedule | None       # the pipeline's schedule; None without stages
     order: np.ndarray | None        # the token at each place of a sequence; None: the natural order
-    in_place: bool = False          # whether residuals are written directly into their buffers, see `backward.LayerStack`
+    in_place: bool = False          # whether residuals are written directly into their buffers (`LayerStack`)
 
     @property
     def objective(self) -> objective.Objective:
@@ -65,7 +65,7 @@ class StepSpec:
 
 def step_spec(run: Run, model: Transformer, layout: Layout, mesh, attend: Callable, recurrence,
               schedule: Schedule | None) -> StepSpec:
-    """Build the StepSpec of a run. attend, recurrence: of `Execution`.
+    """Build the StepSpec of a run. attend, recurrence: of `Engines`.
 
     A pipeline sums gradients after its loop, whatever [grads] says. [grads] then shards the sums.
     """
@@ -75,10 +75,10 @@ def step_spec(run: Run, model: Transformer, layout: Layout, mesh, attend: Callab
     device = mesh.devices.flat[0]
     platform, gpu = device.platform, hardware.from_device_kind(device.device_kind)
     precision = float8.precision(platform) if run.model.matmul_dtype == "float8" else None
-    ex = Execution(layout, jnp.dtype(run.model.compute_dtype), attend, training.remat, precision,
-                   in_order=not schedule and by_gloo(mesh), by_kernels=hardware.runs_kernels(gpu),
-                   experts=dispatch.choose(run, layout, platform, gpu),
-                   mlp=mlp.choose(run, layout, platform, gpu), recurrence=recurrence, bounds=qk_clip.bounds(run))
+    numerics = Numerics(jnp.dtype(run.model.compute_dtype), training.remat, precision)
+    engines = Engines(attend, dispatch.choose(run, layout, platform, gpu), mlp.choose(run, layout, platform, gpu),
+                      recurrence, by_kernels=hardware.runs_kernels(gpu))
+    ex = Execution(layout, numerics, engines, in_order=not schedule and by_gloo(mesh), bounds=qk_clip.bounds(run))
 
     def placed(dims: int) -> NamedSharding:
         logical = ("batch", "seq")[:1 + dims]
@@ -92,7 +92,7 @@ def step_spec(run: Run, model: Transformer, layout: Layout, mesh, attend: Callab
                           run.experts.bias_rule)
     return StepSpec(run, model, layout, mesh, held, ex, deferred, batch, schedule,
                     attention.token_order(run, layout.sizes),
-                    in_place=ex.by_kernels and jax.__version_info__ >= backward.IN_PLACE_SINCE)
+                    in_place=ex.engines.by_kernels and jax.__version_info__ >= backward.IN_PLACE_SINCE)
 
 
 class LayerInputs(NamedTuple):
@@ -163,7 +163,7 @@ def scores(step: StepSpec, p, batch: dict):
 def _read(step: StepSpec, p):
     """Return the parameters as the loop over microbatches reads them."""
     cast = step.model.cast_before_loop(step.layout)
-    return step.model.as_read(step.layout, p, dtype=step.ex.dtype if cast else None)
+    return step.model.as_read(step.layout, p, dtype=step.ex.numerics.dtype if cast else None)
 
 
 def _on_replicas(step: StepSpec, f: Callable, out: P | None = None) -> Callable:
@@ -307,7 +307,7 @@ def _layer_stacks(step: StepSpec, weights: params.Divided, microbatch: dict, nor
     for group, stacked in zip(model.groups, shapes, strict=True):
         layer = SplitLayer(partial(_apply_period, step, group), backward.of_one_layer(stacked), x_BTD, inputs)
         stacks.append(LayerStack(layer, group.repeats, in_place=step.in_place))
-    return stacks, [None if step.ex.remat == "offload" else stack.residuals for stack in stacks]
+    return stacks, [None if step.ex.numerics.remat == "offload" else stack.residuals for stack in stacks]
 
 
 def _apply_period(step: StepSpec, group: transformer.LayerGroup, weights: Weights, x_BTD, given: LayerInputs):

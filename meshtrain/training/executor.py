@@ -201,9 +201,9 @@ class Carry:
     """The values on one device that change from tick to tick. Without gradients there are only X, metric and tick.
 
     D, Q, R, X, Z: the buffers of the schedule, [slots, …]: cotangents and inputs of chunks, residuals that the weight
-    gradient reads and those that it does not, values that B passes to W. L: see the leading layers below. The others but
-    `tick` are sums: stats, gradients of embedding and head, of leading layers and of layers (ws), and the metric. tick:
-    the numbers and inputs of the tick that comes next.
+    gradient reads and those that it does not, values that B passes to W. L: see the leading layers below. The others
+    but `tick` are sums: stats, gradients of embedding and head, of leading layers and of layers (ws), and the metric.
+    tick: the numbers and inputs of the tick that comes next.
     """
     D: Any = None
     L: Any = None
@@ -262,7 +262,7 @@ def _shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage
 
 
 # ---- the slots of a tick ---------------------------------------------------------------------------------------------
-# c: the carry. tick: {name: value}: this stage's entry in each column of the schedule, and F_e, B_e (`Shard.prepare_tick`).
+# tick: {name: value}: this stage's entry in each column of the schedule, and F_e, B_e (`Shard.prepare_tick`).
 
 
 def _forward_input(this: Shard, phase: _Phase, c, tick):
@@ -475,8 +475,8 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
         c = replace(c, X=put(c.X, arrived["y"], tick["y_in"]))
     if "dx" in arrived:
         c = replace(c, D=put(c.D, arrived["dx"], tick["dx_in"]))
-    # `prepare_tick` depends on `following` again: with one microbatch XLA drops the index, and could then send its segments
-    # at any time.
+    # `prepare_tick` depends on `following` again: with one microbatch XLA drops the index, and could then send its
+    # segments at any time.
     return replace(c, tick=wait(this.prepare_tick(following), following)), None
 
 

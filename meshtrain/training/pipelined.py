@@ -133,7 +133,7 @@ def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
         w = layout.constrain("params", w.reshape(num_chunks, num_stages, -1, *w.shape[1:]), _staged(axes))
         return layout.constrain(GATHERED, w, _staged(axes))
 
-    p = model.as_read(layout, p, step.ex.dtype)
+    p = model.as_read(layout, p, step.ex.numerics.dtype)
     ends = _map_axes(lambda axes, w: layout.constrain(GATHERED, w, axes), without_layers(step.state.axes),
                      without_layers(p))
     both = model.divided({**ends, LAYERS: p[LAYERS]})

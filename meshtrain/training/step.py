@@ -113,7 +113,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
     """Build the jitted functions of a run. memory_share: see `flags.options`."""
     run, model, layout, mesh, spec = step.run, step.model, step.layout, step.mesh, step.state
     split = any(layout.sizes[axis] > 1 for axis in ("stage", "tensor", "context"))
-    training, goal = run.training, step.objective
+    training, goal, numerics = run.training, step.objective, step.ex.numerics
     platform = mesh.devices.flat[0].platform
     deviceless = platform != "cpu" and jax.default_backend() == "cpu"
     facts = {fact for fact, holds in (
@@ -122,7 +122,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         (flags.DETERMINISTIC, training.deterministic), (flags.OFFLOAD, training.remat == "offload"),
         (flags.EXPERTS_OLD, run.model.num_experts > 0 and jax.__version_info__ < (0, 11)),
         (flags.SEVERAL, step.schedule is not None or run.model.num_experts > 0),
-        (flags.CUBLAS, not split and not run.model.num_experts or step.ex.float8 is float8.BY_CUBLAS)) if holds}
+        (flags.CUBLAS, not split and not run.model.num_experts or numerics.float8 is float8.BY_CUBLAS)) if holds}
     trained_infos = [info for info in model.parameters() if info.trainable]
     roles = [info.role for info in trained_infos]
     gradients, sum_losses = pipelined.pipelined(step) if step.schedule else (

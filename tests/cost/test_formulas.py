@@ -17,7 +17,8 @@ from meshtrain.names import AXES
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import Layout
 
-EXECUTION = layers.Execution(Layout(rules.parse(""), dict.fromkeys(AXES, 1)), jnp.float32, None)
+EXECUTION = layers.Execution(Layout(rules.parse(""), dict.fromkeys(AXES, 1)), layers.Numerics(jnp.float32),
+                             layers.Engines(None))
 
 
 @pytest.mark.parametrize("given, std", [({}, 0.02), (dict(embedding_std=1), 1)])

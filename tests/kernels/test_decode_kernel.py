@@ -121,7 +121,8 @@ def test_tokens_equal_those_of_transformers_with_the_kernel(name, sizes, monkeyp
     monkeypatch.setattr(decode, "attend", interpreted)
     monkeypatch.setattr(rotation, "forward", partial(rotation.forward, interpret=True))
     prompts, wanted = test_generate.golden(name)
-    made = dataclasses.replace(made, ex=dataclasses.replace(made.ex, by_kernels=True), kept={})
+    engines = dataclasses.replace(made.ex.engines, by_kernels=True)
+    made = dataclasses.replace(made, ex=dataclasses.replace(made.ex, engines=engines), kept={})
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         found = made.complete(prompts, GenerationLimits(len(wanted[0])))
     assert [one.tokens for one in found] == wanted

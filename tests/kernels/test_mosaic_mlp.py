@@ -92,7 +92,7 @@ def test_a_layer_has_the_loss_and_gradients_that_it_has_without_them():
     weights, (x, dy) = module.init(jax.random.key(0)), drawn((2, 64, 64), (2, 64, 64))
 
     def both(kernels):
-        ex = layers.Execution(layout, jnp.dtype("bfloat16"), None, mlp=kernels)
+        ex = layers.Execution(layout, layers.Numerics(jnp.dtype("bfloat16")), layers.Engines(None, mlp=kernels))
         y, vjp = jax.vjp(lambda weights, x: module.bind(weights)(ex, x), weights, x)
         return y, *vjp(dy)
     fused, plain = both(mlp.FusedMLP("swiglu", 3, plgpu.InterpretGPUParams(detect_races=True))), both(None)

@@ -289,7 +289,7 @@ def test_auto_takes_what_sends_less_and_says_so(K, num_shards, said):
     run = run_of("sharding_rules/zero3_experts_fsdp.toml", dict(fsdp=num_shards), dict(experts_per_token=K))
     made = assembly.assemble(run, jax.devices()[:num_shards])
     assert any(note.startswith(f"experts: {said}") for note in made.notes)
-    assert made.program.step.ex.experts.by_all_to_all == ("all_to_all" in said)
+    assert made.program.step.ex.engines.experts.by_all_to_all == ("all_to_all" in said)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])

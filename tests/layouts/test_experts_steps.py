@@ -177,7 +177,7 @@ def test_the_three_products_of_experts_weight_gradients_stand_in_w_alone(tmp_pat
         return split
     monkeypatch.setattr(backward, "SplitLayer", counted)
     experts = dispatch.choose(run, made.layout, "gpu")        # Pallas kernels, which have names; they are not compiled
-    traced.split_layer(run, made.model, made.layout, made.mesh_spec.abstract(), made.program.step.ex.attend, experts)
+    traced.split_layer(run, made.model, made.layout, made.mesh_spec.abstract(), made.program.step.ex.engines.attention, experts)
     # Behind the first round each of the further ones, which mostly are none, has products of its own.
     # gate and up transposed are one product of two pairs.
     assert parts["F"] == {"grouped_rows_gkn": (3, 3)}

@@ -32,7 +32,8 @@ TO_RESIDUAL = ("batch", "seq", None)
 
 
 def execution(layout=Layout(rules.parse(""), dict.fromkeys(AXES, 1)), dtype=jnp.float32, remat="none"):
-    return layers.Execution(layout, jnp.dtype(dtype), None, remat, float8.precision("cpu"))
+    numerics = layers.Numerics(jnp.dtype(dtype), remat, float8.precision("cpu"))
+    return layers.Execution(layout, numerics, layers.Engines(None))
 
 
 # ---- one projection, written out -------------------------------------------------------------------------------------
@@ -99,7 +100,7 @@ def test_float8_is_some_percent_off_and_not_more():
     """Else the comparison above could be of the plain product with itself."""
     x, ws, dys = drawn(QUERY_KEY)
     got = projected(execution(), QUERY_KEY, None, x, ws, dys)
-    ex = layers.Execution(execution().layout, jnp.dtype(jnp.float32), None)
+    ex = layers.Execution(execution().layout, layers.Numerics(jnp.dtype(jnp.float32)), layers.Engines(None))
     plain = lambda x, ws: layers.project(ex, QUERY_KEY, None, False, x, ws)
     ys, back = jax.vjp(plain, x, ws)
     for g, e in zip(jax.tree.leaves(got), jax.tree.leaves((ys, *back(dys))), strict=True):
@@ -254,7 +255,7 @@ def float8_products(model: dict) -> int:
     with jax.set_mesh(made.mesh):
         f = lambda w, x: layer.bind(w)(ex, x, made.model.inputs(arrays), 0)[0]
         text = str(jax.make_jaxpr(f)(jax.eval_shape(layer.init, jax.random.key(0)),
-                                     jax.ShapeDtypeStruct((2, T, made.run.model.embed_dim), ex.dtype)))
+                                     jax.ShapeDtypeStruct((2, T, made.run.model.embed_dim), ex.numerics.dtype)))
     made_float8 = {line.split(":")[0].strip() for line in text.splitlines()
                    if re.match(r"\s*\w+:f8_e4m3fn\S* = ", line)}
     dots = re.findall(r"dot_general\[.*?\]\s+(\w+) (\w+)", text, re.DOTALL)

@@ -16,7 +16,7 @@ from meshtrain import config
 from meshtrain import pattern
 from meshtrain.kernels import blockwise
 from meshtrain.model import params, transformer
-from meshtrain.model.layers import MLP, Attention, Execution, Layer
+from meshtrain.model.layers import MLP, Attention, Engines, Execution, Layer, Numerics
 from meshtrain.model.stats import AUX_LOSS, LayerStats
 from meshtrain.names import AXES, LAYERS
 from meshtrain.parallel.context import attention
@@ -29,8 +29,8 @@ from test_layouts import MODEL, run_of
 
 def execution(remat: str = "none") -> Execution:
     one = Layout(rules.parse(""), dict.fromkeys(AXES, 1))
-    return Execution(one, jnp.dtype("float32"),
-                     attention.RunAttention(lambda H, V, scores: blockwise.engine(scores=scores)), remat)
+    attend = attention.RunAttention(lambda H, V, scores: blockwise.engine(scores=scores))
+    return Execution(one, Numerics(jnp.dtype("float32"), remat), Engines(attend))
 
 
 def batch_of(sequences: int = 4) -> dict:

@@ -17,7 +17,7 @@ from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.place import place
 from meshtrain.inspection import memory
 from meshtrain.model import lora, transformer
-from meshtrain.model.layers import Execution
+from meshtrain.model.layers import Engines, Execution, Numerics
 from meshtrain.names import AXES
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
@@ -68,7 +68,8 @@ def test_the_scale_of_adapters_is_exact_in_bfloat16():
     weights = jax.tree.map(np.zeros_like, jax.device_get(layer.init(jax.random.key(0))))
     adapter = weights["mlp"]["up"]["lora"]
     adapter["a"][0, 0] = adapter["b"][0, 0] = 1.0
-    ex = Execution(Layout(rules.parse(""), dict.fromkeys(AXES, 1)), jnp.dtype("bfloat16"), None)
+    layout = Layout(rules.parse(""), dict.fromkeys(AXES, 1))
+    ex = Execution(layout, Numerics(jnp.dtype("bfloat16")), Engines(None))
     x = np.zeros((1, 2000, cfg.embed_dim))
     x[0, :, 0] = np.random.default_rng(0).uniform(1, 2, 2000)
     x = jnp.asarray(x, jnp.bfloat16)
@@ -149,7 +150,7 @@ def test_without_remat_nothing_is_kept_for_the_gradient_of_a_frozen_weight():
     for targets in ((), ("query",)):
         made = assembly.assemble(lora_run("ddp", dict(stage=2), targets=targets), jax.devices()[:2])
         split, x = traced.split_layer(made.run, made.model, made.layout, made.mesh.abstract_mesh,
-                                     made.program.step.ex.attend)
+                                     made.program.step.ex.engines.attention)
         kept[targets] = sum(a.size for a in sum(split.residuals, []))
     tokens = x.shape[0] * x.shape[1]
     # The normed inputs of the MLP, which gate and up alone read for their weights' gradients.

@@ -54,7 +54,7 @@ def plain_bounds(run, params):
     ex = made.program.step.ex
 
     def attend(layout, q, k, v, segments, mask, scores, sinks_N=None, expansion=None, bounded=False):
-        o = ex.attend(layout, q, k, v, segments, mask=mask, scores=scores, sinks_N=sinks_N, expansion=expansion)
+        o = ex.engines.attention(layout, q, k, v, segments, mask=mask, scores=scores, sinks_N=sinks_N, expansion=expansion)
         if expansion:
             shared = jnp.broadcast_to(v[:, :, None], (*q.shape[:3], v.shape[-1]))
             k = jnp.concatenate([jnp.einsum("bsc,cnh->bsnh", k, expansion.key_CNH), shared], -1)
@@ -67,7 +67,8 @@ def plain_bounds(run, params):
         return (o, None) if bounded else o
     batch = {name: jnp.asarray(a) for name, a in parity.batch_of(run, 0).items()}
     with jax.disable_jit(), jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
-        made.model.through_layers(dataclasses.replace(ex, attend=attend, bounds=None), params, batch)
+        engines = dataclasses.replace(ex.engines, attention=attend)
+        made.model.through_layers(dataclasses.replace(ex, engines=engines, bounds=None), params, batch)
     return found
 
 

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from meshtrain import config
 from meshtrain.kernels import blockwise
 from meshtrain.model import transformer
-from meshtrain.model.layers import Execution
+from meshtrain.model.layers import Engines, Execution, Numerics
 from meshtrain.parallel.context import attention
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import Layout
@@ -25,8 +25,8 @@ def layer_case(remat: str, dtype: str = "float32", **model):
     cfg = config.Run(model=MODEL | dict(num_layers=3, compute_dtype=dtype, residual_dropout=0.1) | model).model
     model = transformer.build(cfg)
     one = Layout(rules.parse(""), dict.fromkeys(("data", "fsdp", "tensor", "stage", "context"), 1))
-    ex = Execution(one, jnp.dtype(dtype),
-                   attention.RunAttention(lambda H, V, scores: blockwise.engine(scores=scores)), remat)
+    attend = attention.RunAttention(lambda H, V, scores: blockwise.engine(scores=scores))
+    ex = Execution(one, Numerics(jnp.dtype(dtype), remat), Engines(attend))
     ids = jnp.tile(jnp.arange(T), (2, 1))
     batch = {"segments": ids // 9, "positions": ids, "index": ids, "sequence": jnp.arange(2)}
     e = model.inputs(batch, jax.random.key(3))

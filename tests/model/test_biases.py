@@ -18,7 +18,7 @@ TOLERANCE = 1e-5
 
 
 def execution(dtype):
-    return layers.Execution(LAYOUT, jnp.dtype(dtype), None)
+    return layers.Execution(LAYOUT, layers.Numerics(jnp.dtype(dtype)), layers.Engines(None))
 
 
 def relative_error(got, exact):

@@ -13,7 +13,8 @@ from meshtrain.training import step
 
 def test_the_expectation_is_kept_in_bfloat16():
     """What is kept is 1 / (1 - rate), rounded once: by a rounded 1 - rate it was 1.0017 times as large."""
-    ex = layers.Execution(Layout(rules.parse(""), dict.fromkeys(AXES, 1)), jnp.dtype("bfloat16"), None)
+    ex = layers.Execution(Layout(rules.parse(""), dict.fromkeys(AXES, 1)), layers.Numerics(jnp.dtype("bfloat16")),
+                          layers.Engines(None))
     index_BT = jnp.zeros((1, 8), jnp.int32) + jnp.arange(8)
     inputs = Inputs(jnp.ones_like(index_BT), index_BT, jnp.zeros(1, jnp.int32), None, jax.random.key(0))
     x_BTD = jnp.tile(jnp.linspace(1.0, 2.0, 256, dtype=jnp.float32).astype(jnp.bfloat16), (1, 8, 1))

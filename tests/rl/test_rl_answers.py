@@ -19,6 +19,7 @@ from tokenizers import decoders, models, normalizers
 from meshtrain import generate, trained
 from meshtrain.commands import report
 from meshtrain.inference.generate import Generator
+from meshtrain.model.layers import with_numerics
 from meshtrain.names import NO_TARGET
 from meshtrain.rl import groups
 from meshtrain.rl.rollouts import Rollouts
@@ -136,7 +137,7 @@ def test_the_sampler_and_the_step_round_alike_in_bfloat16(place, home, monkeypat
 
     def in_float32(*args):
         sampler = made(*args)
-        return dataclasses.replace(sampler, ex=dataclasses.replace(sampler.ex, dtype=jnp.dtype("float32")))
+        return dataclasses.replace(sampler, ex=with_numerics(sampler.ex, dtype=jnp.dtype("float32")))
     monkeypatch.setattr(trained, "beside", in_float32 if planted else made)
     name = f"rounds-{planted}"
     ran(*words(place, name, "--model.compute_dtype=bfloat16", "--model.num_layers=2", "--model.embed_dim=128",
