@@ -198,7 +198,8 @@ class _Writing:
     """The mixer of a layer over prompts. It sets `cache`."""
 
     def __init__(self, ex: Execution):
-        self.ex, self.cache = ex, ()
+        self.ex = ex
+        self.cache: tuple[jax.Array, ...] = ()
 
     def attend(self, layout: Layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, *, mask: Mask, **kind):
         T = k_BTKH.shape[1]
@@ -210,6 +211,7 @@ class _Writing:
         tails = (convolution.tail(x, segments_BT, ws[0].shape[0]) for x in xs)
         # Padding is not part of the prompt. The tokens after it are then treated as one document.
         self.cache = tuple(jnp.where((tail.segments_BS == PADDING)[..., None, None], 0, tail.x_BSND) for tail in tails)
+        assert self.ex.engines.recurrence is not None
         return self.ex.engines.recurrence.convolve(layout, xs, ws, segments_BT)
 
     def recur(self, layout: Layout, *inputs):
@@ -266,15 +268,19 @@ class _Reading:
         """Attend to the cache. others: the arrays that the cache stores for these tokens, and their segments."""
         B, T, N, H = q_BTNH.shape
         if expansion is None and self.reach.live_S is not None and _in_one_kernel(layout, N, *self.cache):
-            return self._by_kernel(layout, q_BTNH, *others[:2], mask, scores, sinks_N)
+            k_BTKH, v_BTKV = others[:2]
+            return self._by_kernel(layout, q_BTNH, k_BTKH, v_BTKV, mask, scores, sinks_N)
         self.cache = tuple(self._written(layout, *pair) for pair in zip(self.cache, others[:2], strict=True))
         if expansion is None:
             q_BKGH = q_BTNH.reshape(B, self.cache[0].shape[2], -1, H)
-            products_with = lambda k_BKSH, _: products.einsum("BKGH,BKSH->BKGS", q_BKGH, k_BKSH, jnp.float32)
-            values = lambda _, v_BKSV: v_BKSV
+
+            def products_with(k_BKSH, _):
+                return products.einsum("BKGH,BKSH->BKGS", q_BKGH, k_BKSH, jnp.float32)
         else:
             products_with = _against_latents(expansion, q_BTNH[:, 0])
-            values = lambda c_BSC, _: c_BSC[:, None]
+
+        def values(first, second):
+            return second if expansion is None else first[:, None]
         scored = lambda *part: capped(products_with(*part) * scores.scaled_for(H), scores.softcap)
         o_BTNV = self._over_places(layout, N, scored, values, mask, sinks_N).reshape(B, T, N, -1)
         if expansion is not None:

@@ -48,7 +48,7 @@ class LatentAttention(nnx.Module):
         act = ex.layout.act
         first = self.query if self.query_down is None else self.query_down
         q, c_BTC, r_BTR = together(ex, x_BTD, (first, 1), (self.latent, 1), (self.key_rope, 1))
-        if self.query_down is not None:
+        if self.query_latent_norm is not None:
             q = self.query(ex, self.query_latent_norm(ex, act(q, "batch", "seq", None)))
         q_BTNH = act(q, "batch", "seq", "heads", "head_dim")
         c_BTC = act(self.latent_norm(ex, act(c_BTC, "batch", "seq", None)), "batch", "seq", None)

@@ -461,7 +461,7 @@ class Attention(nnx.Module):
     def __call__(self, ex: Execution, x_BTD, inputs):
         act, repeats = ex.layout.act, kv_heads(ex.layout, self.num_kv_heads) // self.num_kv_heads
         inward = [(self.query, 1), (self.key, repeats), (self.value, repeats), (self.gate, 1)]
-        q_BTNH, k_BTKH, *rest = together(ex, x_BTD, *(one for one in inward if one[0] is not None))
+        q_BTNH, k_BTKH, *rest = together(ex, x_BTD, *((linear, n) for linear, n in inward if linear is not None))
         gate_BTNH = rest.pop() if self.gate is not None else None
         q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
         k_BTKH = act(k_BTKH, "batch", "seq", "kv_heads", "head_dim")
@@ -561,7 +561,7 @@ class MLP(nnx.Module):
     def __call__(self, ex: Execution, x_BTD):
         act = ex.layout.act
         if ex.engines.mlp is not None and ex.engines.mlp.fits(self.up.kernel[...].shape[1]):
-            linears = self.gate, self.up, self.down
+            linears = [linear for linear in (self.gate, self.up, self.down) if linear is not None]
             return fused_mlp(ex, tuple(linear.axes for linear in linears), x_BTD,
                              tuple(linear.kernel[...] for linear in linears))
         inward = [linear for linear in (self.up, self.gate) if linear is not None]
@@ -606,7 +606,7 @@ class Layer(nnx.Module):
             y_BTD = mixer(ex, h_BTD, inputs)
             if self.attention is not None:
                 y_BTD, bound_N = y_BTD
-                if bound_N is not None:
+                if bound_N is not None and ex.bounds is not None:
                     stats = LayerStats.of("step", **{SCORE_BOUND: in_row(number, bound_N, *ex.bounds)})
             y_BTD = normed(self.attention_post_norm, residual(y_BTD))
             x_BTD = residual(self._added(x_BTD, dropout(ex, y_BTD, self.dropout, inputs, 2 * number)))
@@ -616,9 +616,9 @@ class Layer(nnx.Module):
             x_BTD, self.mlp.down.kernel[...] = released(x_BTD, self.mlp.down.kernel[...])
         if self.mlp is not None or self.moe is not None:
             h_BTD = normed(self.mlp_norm, x_BTD)
-            if self.moe is None:
+            if self.mlp is not None:
                 y_BTD = self.mlp(ex, self._full(ex, h_BTD))
-            else:
+            elif self.moe is not None:
                 y_BTD, of_experts = self.moe(ex, residual(h_BTD), inputs, number)
                 stats |= of_experts
             y_BTD = normed(self.mlp_post_norm, residual(y_BTD))

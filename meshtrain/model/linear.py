@@ -54,6 +54,8 @@ class RecurrentMixer(nnx.Module):
                                 Linear(cfg, rngs, "BTR,RNH->BTNH", (V, N, width), (None, *HEADS)))
         by_head = lambda: Linear(cfg, rngs, "BTD,DN->BTN", (D, N), ("embed", "heads"))
         channels = mixer == "K"     # the decay has channels
+        self.decay_down: Linear | None
+        self.gate_down: Linear | None
         self.decay_down, self.decay = narrow(H) if channels else (None, by_head())
         self.gate_down, self.gate = narrow(V) if channels else (None, inward(N, V, HEADS))
         self.beta = None if mixer == "M" else by_head()
@@ -73,7 +75,7 @@ class RecurrentMixer(nnx.Module):
         repeats = kv_heads(ex.layout, self.num_key_heads) // self.num_key_heads
         inward = [(self.query, repeats), (self.key, repeats), (self.value, 1), (self.beta, 1),
                   (self.gate_down or self.gate, 1), (self.decay_down or self.decay, 1)]
-        q, k, v, *beta, gate, decay = together(ex, x_BTD, *(one for one in inward if one[0] is not None))
+        q, k, v, *beta, gate, decay = together(ex, x_BTD, *((linear, n) for linear, n in inward if linear is not None))
         if self.gate_down is not None:
             (gate,), (decay,) = together(ex, gate, (self.gate, 1)), together(ex, decay, (self.decay, 1))
         gate_BTNV = ex.layout.act(gate, "batch", "seq", "heads", "head_dim")
@@ -83,6 +85,7 @@ class RecurrentMixer(nnx.Module):
         if self.mixer == "M":
             g, scaled_v = recomputed(ex, partial(_steps, self.steps))(decay, A_log, dt_bias, v)
             o_BTNV = self._recur(ex, q, k, scaled_v, g, None, inputs)
+            assert self.skip is not None
             skip = small(ex, self.skip[...], ("heads",)).astype(jnp.float32)
             o_BTNV = recomputed(ex, _skipped)(o_BTNV, v, skip)
             return self._out(ex, self._gate_first, o_BTNV, gate_BTNV)
@@ -97,13 +100,16 @@ class RecurrentMixer(nnx.Module):
         qkv = tuple(ex.layout.act(x, "batch", "seq", *one) for x, one in zip(qkv, axes))
         kernels = [repeated(ex, conv.kernel[...], conv.axes, n) for conv, n in convolutions]
         ws = tuple(small(ex, w, axes).astype(jnp.float32) for w, axes in kernels)
+        assert ex.engines.recurrence is not None
         ys = ex.engines.recurrence.convolve(ex.layout, qkv, ws, segments_BT)
         if self.query_conv.bias is not None:
-            biases = [repeated(ex, conv.bias[...], conv.axes[1:], n) for conv, n in convolutions]
+            biases = [repeated(ex, conv.bias[...], conv.axes[1:], n) for conv, n in convolutions
+                      if conv.bias is not None]
             ys = [add_bias(ex, axes, y, bias) for y, (bias, axes) in zip(ys, biases, strict=True)]
         return recomputed(ex, lambda ys: tuple(map(jax.nn.silu, ys)))(tuple(ys))
 
     def _recur(self, ex: Execution, q, k, v, g, beta, inputs):
+        assert ex.engines.recurrence is not None
         with jax.named_scope("recurrence"):
             o_BTNV = ex.engines.recurrence.recur(ex.layout, q, k, v, g, beta, inputs.segments_BT)
         return ex.layout.act(o_BTNV, "batch", "seq", *HEADS)

@@ -70,6 +70,7 @@ def choose(run: Run, layout: Layout, platform: str, gpu: hardware.Gpu | None) ->
         if asked == "auto":
             return None
         raise ValueError(f'model.mlp="mosaic" cannot serve this run: {"; ".join(reasons)}; use "auto" or "xla"')
+    assert gpu is not None and gpu.num_sms is not None
     return FusedMLP(run.model.activation, gpu.num_sms)
 
 

@@ -178,7 +178,9 @@ class MoE(nnx.Module):
         real_BT = ex.layout.act(inputs.segments_BT, "batch", "residual_seq") != PADDING
         chosen_BTK, weight_BTK, counts_BE = route(ex.layout, self.routing, logits_BTE, bias_E, real_BT)
         weights = {name: getattr(self, name)[...] for name in EXPERT_AXES if getattr(self, name) is not None}
-        y_BTD = ex.engines.experts(ex.layout, x_BTD, chosen_BTK, weight_BTK, weights)
+        experts = ex.engines.experts
+        assert experts is not None
+        y_BTD = experts(ex.layout, x_BTD, chosen_BTK, weight_BTK, weights)
         if self.down_bias is not None:
             y_BTD = y_BTD + self._down_biases(ex, chosen_BTK, weight_BTK)
         if self.shared is not None:
@@ -192,9 +194,8 @@ class MoE(nnx.Module):
         # divided by the number of devices that share a sequence over manual axes, because these are summed later
         load_E = counts_BE.sum(0) / ex.layout.num_shards(ex.layout.manual_axes("activations", "residual_seq"))
         stats = LayerStats.of("target", **{EXPERT_LOAD: jnp.where(layer, load_E, 0.0)})
-        if ex.engines.experts.aux_loss or ex.engines.experts.z_loss:
-            losses = ex.engines.experts.aux_loss, ex.engines.experts.z_loss
-            loss = balance_loss(self.routing, *losses, logits_BTE, counts_BE, real_BT)
+        if experts.aux_loss or experts.z_loss:
+            loss = balance_loss(self.routing, experts.aux_loss, experts.z_loss, logits_BTE, counts_BE, real_BT)
             stats |= LayerStats.of("token", **{AUX_LOSS: loss})
         return y_BTD, stats
 
@@ -203,6 +204,7 @@ class MoE(nnx.Module):
         experts = jnp.arange(self.routing.num_experts)
         weight_BTE = jnp.sum(jnp.where(chosen_BTK[..., None] == experts, weight_BTK[..., None], 0.0), 2)
         weight_BTE = ex.layout.act(weight_BTE, "batch", "residual_seq", None).astype(ex.numerics.dtype)
+        assert self.down_bias is not None
         y_BTD = project(ex, (("BTE,ED->BTD", DOWN_BIAS_AXES),), None, False, weight_BTE, (self.down_bias[...],))[0]
         return ex.layout.act(y_BTD, "batch", "residual_seq", None)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -99,7 +99,7 @@ def infos(module: Module, prefix: tuple[str, ...] = (), num_layers: int | None =
     return found
 
 
-def tree(infos: list[ParamInfo], leaf: Callable[[ParamInfo], object]):
+def tree(infos: Sequence[ParamInfo], leaf: Callable[[ParamInfo], object]):
     """Return a nested dict like the parameters, with leaves `leaf(info)`."""
     out: dict = {}
     for info in infos:
@@ -107,7 +107,7 @@ def tree(infos: list[ParamInfo], leaf: Callable[[ParamInfo], object]):
     return out
 
 
-def mapped(infos: list[ParamInfo], f: Callable[[ParamInfo, object], object], params):
+def mapped(infos: Sequence[ParamInfo], f: Callable[[ParamInfo, object], object], params):
     """Return a nested dict like the parameters, with leaves `f(info, leaf)`."""
     return tree(infos, lambda info: f(info, functools.reduce(dict.__getitem__, info.path, params)))
 
@@ -121,7 +121,7 @@ class Divided(NamedTuple):
     frozen: dict
 
 
-def divided(infos: list[ParamInfo], params: dict) -> Divided:
+def divided(infos: Sequence[ParamInfo], params: dict) -> Divided:
     trainable = {info.path: info.trainable for info in infos}
 
     def part(node, path, wanted):

@@ -33,7 +33,9 @@ def pipelined(step: StepSpec):
 
     Evaluation runs without chunks, whatever the schedule.
     """
-    model, layout, schedule, num_stages = step.model, step.layout, step.schedule, step.schedule.num_stages
+    model, layout, schedule = step.model, step.layout, step.schedule
+    assert schedule is not None
+    num_stages = schedule.num_stages
     functions = _functions(step, num_stages * schedule.num_chunks)
     ends_axes, layers_axes = without_layers(step.state.trained_axes), step.state.trained_axes[LAYERS]
     others = tuple(a for a in layout.sizes if a != executor.STAGE)

@@ -41,7 +41,7 @@ class Program:
 
     `initialize() -> State`, a function of the seed alone.
     """
-    train: Callable
+    train: jax.stages.Wrapped
     # the step takes a third argument, the largest loss with which the update is applied (see `limit`)
     limited: bool
     # (params, batch, dropout key) -> (gradients of trained parameters, sharded as in [optimizer]; loss; count; metrics)
@@ -77,7 +77,8 @@ class Program:
         """Return the training step before XLA compiles it: (state, batch) -> (state, metrics)."""
         whole = NamedSharding(self.step.mesh, P())
         limit = [jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)] * self.limited
-        return self.lower(self.train, self.step.state.abstract, self.step.batch, *limit)
+        with jax.set_mesh(self.step.mesh):
+            return self.train.lower(self.step.state.abstract, self.step.batch, *limit)
 
     def compile(self):
         """Return the compiled training step, ready to call."""
@@ -91,12 +92,12 @@ class Program:
         whole = NamedSharding(self.step.mesh, P())
         return [jax.make_array_from_callback((), whole, lambda index: np.float32(loss))] * self.limited
 
-    def lower(self, function: Callable, *args) -> jax.stages.Lowered:
+    def lower(self, function: jax.stages.Wrapped, *args) -> jax.stages.Lowered:
         """Return a jitted function lowered for these arguments (or ShapeDtypeStructs)."""
         with jax.set_mesh(self.step.mesh):
             return function.lower(*args)
 
-    def compiled(self, function: Callable, *args):
+    def compiled(self, function: jax.stages.Wrapped, *args):
         """Return a jitted function compiled for these arguments with the options of the run."""
         return self.lower(function, *args).compile(compiler_options=self.compiler_options)
 
