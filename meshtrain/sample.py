@@ -29,7 +29,7 @@ from meshtrain.files import FileSystemError
 from meshtrain.inference.generate import Completion, GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.model import params
-from meshtrain.rl import apart
+from meshtrain.rl import exchange, work_queue
 from meshtrain.rl.groups import RolloutError
 from meshtrain.run import replicas
 
@@ -48,15 +48,15 @@ def main(given: config.Arguments) -> int:
 
 def serve(run_dir: Path, words: Sequence[str]) -> int:
     """Sample answers until the run is finished. Return the exit code. words: keys of the command line."""
-    place, waiting = apart.SamplerFiles(run_dir), _Waiting(f"waiting for orders in {run_dir}")
+    place, waiting = exchange.SamplerFiles(run_dir), _Waiting(f"waiting for orders in {run_dir}")
     while not place.orders.is_dir():
         waiting.pause()
-    queue = apart.WorkQueue(run_dir)
+    queue = work_queue.WorkQueue(run_dir)
     stops.end_together(queue.leave)
     queue.begin()
     try:
         # a long limit: while the sampler has no part, no other process waits for it
-        with watch.phase("waiting for orders", "part", apart.FIRST_S):
+        with watch.phase("waiting for orders", "part", work_queue.FIRST_S):
             return _draw(queue, _Drawing(run_dir, words, queue), waiting)
     except OSError as error:
         if isinstance(error, FileSystemError):
@@ -67,12 +67,12 @@ def serve(run_dir: Path, words: Sequence[str]) -> int:
         queue.leave()
 
 
-def _draw(queue: apart.WorkQueue, drawing: _Drawing, waiting: _Waiting) -> int:
+def _draw(queue: work_queue.WorkQueue, drawing: _Drawing, waiting: _Waiting) -> int:
     place = queue.place
     done, old, since = 0, place.finished.exists(), time.monotonic()
     while True:
         if place.finished.exists():
-            if not old or time.monotonic() - since > apart.LOST_S:
+            if not old or time.monotonic() - since > exchange.LOST_S:
                 say.out(f"{drawing.run_dir} is finished: {done} parts of its answers were sampled here")
                 return stops.DONE
         else:
@@ -104,28 +104,28 @@ class _Waiting:
         self.words, self.since = words, time.monotonic()
 
     def pause(self) -> None:
-        if time.monotonic() - self.since > apart.TOLD_EVERY_S:
+        if time.monotonic() - self.since > exchange.TOLD_EVERY_S:
             self.since = time.monotonic()
             say.out(self.words)
-        time.sleep(apart.LOOK_S if time.monotonic() - self.since < BUSY_S else 5 * apart.LOOK_S)
+        time.sleep(exchange.LOOK_S if time.monotonic() - self.since < BUSY_S else 5 * exchange.LOOK_S)
 
 
 class _Drawing:
     """Samples answers with the weights of the last order, and loads other weights when an order needs them."""
 
-    def __init__(self, run_dir: Path, words: Sequence[str], queue: apart.WorkQueue):
+    def __init__(self, run_dir: Path, words: Sequence[str], queue: work_queue.WorkQueue):
         self.run_dir, self.words, self.queue = run_dir, words, queue
         self.sampler: trained.ApartSampler | None = None
         self.store: Checkpoints | None = None
         self._weights, self._generator = "", None
         self._frozen, self._of_frozen = {}, ""      # untrained weights, and their digest
 
-    def answers(self, order: apart.Order, part: int) -> list[Completion] | None:
+    def answers(self, order: exchange.Order, part: int) -> list[Completion] | None:
         """Sample the answers to a part of an order; None if it is no longer wanted. Raises: CheckpointError if the
         weights cannot be read; RolloutError if their checksum is not that of the order."""
         if self.store is None:
             devices.start(config.resolve({}, self.words, trained.KEYS, "sample")[0])
-            self.store = Checkpoints(DirectoryStore(apart.SamplerFiles(self.run_dir).weights), read_only=True)
+            self.store = Checkpoints(DirectoryStore(exchange.SamplerFiles(self.run_dir).weights), read_only=True)
         saved = self.store.open(order.version)
         if self.sampler is None:
             self.sampler = trained.apart(saved, self.words, "sample")
@@ -148,17 +148,17 @@ class _Drawing:
 
     def _restored(self, saved: Saved) -> tuple[dict, str]:
         """Return (all weights, their checksum) of a version. Raises: CheckpointError."""
-        trained, place = self.sampler.restore(saved), apart.SamplerFiles(self.run_dir)
+        trained, place = self.sampler.restore(saved), exchange.SamplerFiles(self.run_dir)
         if not self.sampler.model.lora:
-            return trained, apart.checksum(trained, "")
+            return trained, exchange.checksum(trained, "")
         if not self._of_frozen or self._of_frozen != place.checksum_of_frozen():
             self._frozen = {}       # free the memory for the new weights
-            kept = Checkpoints(DirectoryStore(place.frozen), read_only=True).open(apart.FROZEN)
+            kept = Checkpoints(DirectoryStore(place.frozen), read_only=True).open(exchange.FROZEN)
             self._frozen = self.sampler.restore(kept, frozen=True)
             self._of_frozen = replicas.digest(self._frozen)
-        return params.joined(trained, self._frozen), apart.checksum(trained, self._of_frozen)
+        return params.joined(trained, self._frozen), exchange.checksum(trained, self._of_frozen)
 
-    def _drawn(self, order: apart.Order, part: int) -> list[Completion]:
+    def _drawn(self, order: exchange.Order, part: int) -> list[Completion]:
         draws, rows = order.draws, order.rows(part)
         ended = self.sampler.words(draws["stop"], draws["stop_ids"]).at_string if draws["stop"] else None
         limits = GenerationLimits(draws["max_tokens"], tuple(draws["stop_ids"]), ended=ended)

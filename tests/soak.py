@@ -106,8 +106,8 @@ if module == "meshtrain.launch.samplers":
 if module == "meshtrain.sample":
     from meshtrain.run import command
     command.begin()
-    from meshtrain.rl import apart
-    apart.LAPSED_S, apart.FIRST_S = {LAPSED_S}, {FIRST_S}
+    from meshtrain.rl import exchange, work_queue
+    exchange.LAPSED_S, work_queue.FIRST_S = {LAPSED_S}, {FIRST_S}
     signal.signal(signal.SIGRTMIN + 1, lambda *_: time.sleep(random.uniform(1, {1.5 * LAPSED_S})))
     signal.signal(signal.SIGRTMIN + 2, lambda *_: time.sleep(10**6))
 runpy.run_module(module, run_name="__main__")

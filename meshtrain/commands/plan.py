@@ -33,7 +33,7 @@ from meshtrain.model import transformer
 from meshtrain.names import AXES
 from meshtrain.pages import plans, skin
 from meshtrain.parallel.pipeline.schedules import NAMES
-from meshtrain.rl import apart
+from meshtrain.rl import exchange
 from meshtrain.run import command, say
 from meshtrain.run.stops import DOES_NOT_FIT, DONE
 from meshtrain.sharding import rules
@@ -336,7 +336,7 @@ def sampled_apart(run: Run, question: search.Question) -> dict:
             break
     room, shards = cache.rounded_room(run.data.seq_len), gpus // tensor
     placed = place(question.rows, run.model, read, MeshSpec(sizes))
-    asked = apart.prompts_of_part(rl) * rl.samples
+    asked = exchange.prompts_of_part(rl) * rl.samples
     costs = decode.Sampling(placed, read, -(-asked // shards) * shards, room,
                             functools.partial(cache.places, room=room))
     held = sum(map(costs.read_bytes, question.rows))

@@ -23,8 +23,8 @@ from meshtrain.inference.detokenizer import Words
 from meshtrain.model import params as model_params
 from meshtrain.rl import prompts
 from meshtrain.rl import sync
-from meshtrain.rl import apart, rollouts
-from meshtrain.rl.apart import Orders, SentWeights
+from meshtrain.rl import exchange, rollouts
+from meshtrain.rl.orders import Orders, SentWeights
 from meshtrain.rl.prompts import Prompts
 from meshtrain.rl.rollouts import Rollouts
 from meshtrain.run import replicas, rundir, say
@@ -95,7 +95,7 @@ def _orders(made: assembly.Assembly, asked: Prompts, words: Words, queue: list, 
             check_claim: Callable[[], None]) -> Orders:
     """Return the exchange with separate samplers. queue: see `Orders`."""
     run = made.run
-    place, document = apart.SamplerFiles(directory), rundir.metadata(run, made.layout.rules.text, {})
+    place, document = exchange.SamplerFiles(directory), rundir.metadata(run, made.layout.rules.text, {})
     checkpoints = functools.partial(Checkpoints, check_claim=check_claim)
     sent = SentWeights(checkpoints(DirectoryStore(place.weights), keep=run.rl.lag + 2), _cast(made))
     frozen = SentWeights(checkpoints(DirectoryStore(place.frozen), keep=1),

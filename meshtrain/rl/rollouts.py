@@ -26,7 +26,7 @@ from meshtrain.inference.sampling import Picking
 from meshtrain.journal.journal import Journal
 from meshtrain.names import NO_TARGET
 from meshtrain.rl import answers
-from meshtrain.rl.apart import Orders
+from meshtrain.rl.orders import Orders
 from meshtrain.rl.groups import AnswerBatch, Group, HeldFirst, Kept, RolloutError, ScoredAnswer, means
 from meshtrain.rl.prompts import Prompt, Prompts
 from meshtrain.rl.rewards import workers

@@ -24,7 +24,8 @@ from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.inference.generate import Completion
 from meshtrain.journal.journal import Journal
 from meshtrain.launch import samplers
-from meshtrain.rl import apart, groups
+from meshtrain.rl import exchange, groups, work_queue
+from meshtrain.rl.orders import ArrivingAnswers, Orders, SentWeights
 from meshtrain.run import loop, stops, trees
 
 ALONE = ["--mesh.simulated_devices=8", "--mesh.data=1", "--mesh.fsdp=1", "--mesh.tensor=1", "--run.compilation_cache="]
@@ -34,9 +35,9 @@ GRID = [pytest.mark.long, pytest.mark.cell]
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch):
-    monkeypatch.setattr(apart, "LAPSED_S", 3.0)
-    monkeypatch.setattr(apart, "MISSING_S", 1.0)
-    monkeypatch.setattr(apart, "LOOK_S", 0.02)
+    monkeypatch.setattr(exchange, "LAPSED_S", 3.0)
+    monkeypatch.setattr(exchange, "MISSING_S", 1.0)
+    monkeypatch.setattr(exchange, "LOOK_S", 0.02)
 
 
 class Beside:
@@ -79,7 +80,7 @@ def same(directory: Path, other: Path, first: int = 0) -> None:
 def two_behind(place, home):  # noqa: F811
     """A run with rl.lag=2 that nothing has disturbed."""
     with pytest.MonkeyPatch.context() as patched, Beside(place / "lag2"):
-        patched.setattr(apart, "LOOK_S", 0.02)
+        patched.setattr(exchange, "LOOK_S", 0.02)
         ran(*words(place, "lag2", "--rl.lag=2", *FEW))
     return place / "lag2"
 
@@ -110,14 +111,14 @@ def test_two_samplers_draw_the_same_and_a_killed_trainer_goes_on_bit_for_bit(
 
 
 PLACES = {
-    "before anything is ordered": (apart.Orders, "offer", 4, False), "with all that is ordered": (
-        apart.Orders, "offer", 4, True),
-    "before an order": (apart.Orders, "_give", 5, False), "after an order": (apart.Orders, "_give", 5, True),
+    "before anything is ordered": (Orders, "offer", 4, False), "with all that is ordered": (
+        Orders, "offer", 4, True),
+    "before an order": (Orders, "_write_order", 5, False), "after an order": (Orders, "_write_order", 5, True),
     "before the weights are saved": (Checkpoints, "save", 4, False), "while they are": (Checkpoints, "save", 4, True),
-    "with some answers": (apart.ArrivingAnswers, "_read", 13, True), "with all of a batch": (
-        apart.ArrivingAnswers, "complete", 4, True),
-    "before old files go": (apart.Orders, "_drop_before", 4, False),
-    "before a checkpoint has its queue": (apart.Orders, "queue", 2, False)}
+    "with some answers": (ArrivingAnswers, "_read", 13, True), "with all of a batch": (
+        ArrivingAnswers, "complete", 4, True),
+    "before old files go": (Orders, "_drop_before", 4, False),
+    "before a checkpoint has its queue": (Orders, "queue", 2, False)}
 
 
 @pytest.mark.parametrize("where", [pytest.param(where, marks=GRID) for where in PLACES])
@@ -147,23 +148,23 @@ def test_samplers_apart_draw_what_the_trainer_would(place, two_behind, name, mor
 
 @pytest.mark.long
 def test_of_a_run_with_adapters_only_they_are_sent_with_each_version(place, two_behind):  # noqa: F811
-    directory, there = place / "adapters", apart.SamplerFiles(place / "adapters")
+    directory, there = place / "adapters", exchange.SamplerFiles(place / "adapters")
     more = words(place, "adapters", "--rl.lag=1", "--lora.rank=2", f"--checkpoint.init_from={two_behind}",
                  "--validation.every=0")
     with Beside(directory):
         ran(*more, "--training.steps=3")
     assert versions(directory) == [0, 0, 1] and rows(directory)[0]["mismatch_max"] < 1e-4
     sent, kept = (set(trees.leaves_of(Checkpoints(DirectoryStore(path), read_only=True).arrays(number)))
-                  for path, number in ((there.weights, 1), (there.frozen, apart.FROZEN)))
+                  for path, number in ((there.weights, 1), (there.frozen, exchange.FROZEN)))
     assert len(sent) == 14 and all("/lora/" in name for name in sent) and not any("/lora/" in one for one in kept)
     assert sent | kept == set(trees.leaves_of(Checkpoints(DirectoryStore(directory / "checkpoints"), read_only=True).arrays(
         3, only_params=True)))
 
 
 def test_frozen_weights_are_written_once_and_again_where_they_are_others(tmp_path):
-    orders = apart.Orders.__new__(apart.Orders)
-    orders.place, orders.document = apart.SamplerFiles(tmp_path), {}
-    orders.frozen = apart.SentWeights(Checkpoints(DirectoryStore(orders.place.frozen), keep=1), lambda params: params)
+    orders = Orders.__new__(Orders)
+    orders.place, orders.document = exchange.SamplerFiles(tmp_path), {}
+    orders.frozen = SentWeights(Checkpoints(DirectoryStore(orders.place.frozen), keep=1), lambda params: params)
     written = []
     for value in (1.0, 1.0, 2.0):
         digest = orders._save_frozen({"w": jnp.full(3, value)})
@@ -212,7 +213,7 @@ def test_a_run_with_several_updates_of_a_batch_counts_batches_and_not_steps(plac
 
 def test_a_run_that_is_asked_to_stop_while_it_waits_saves_and_ends(place, home, monkeypatch):  # noqa: F811
     """There is no sampler for its second batch."""
-    asked, real = [], apart.ArrivingAnswers._arrived
+    asked, real = [], ArrivingAnswers._arrived
     monkeypatch.setattr(loop.Stop, "reached", lambda self, late_s=None: bool(asked))
 
     def waiting(self, missing):
@@ -220,8 +221,8 @@ def test_a_run_that_is_asked_to_stop_while_it_waits_saves_and_ends(place, home, 
             asked.append(1)
             return []
         return real(self, missing)
-    monkeypatch.setattr(apart.ArrivingAnswers, "_arrived", waiting)
-    monkeypatch.setattr(apart, "LOST_S", 20.0)      # how long the sampler waits behind a run that has ended
+    monkeypatch.setattr(ArrivingAnswers, "_arrived", waiting)
+    monkeypatch.setattr(exchange, "LOST_S", 20.0)      # how long the sampler waits behind a run that has ended
     directory = place / "asked"
     thread = threading.Thread(target=sample.serve, args=(directory, ALONE), daemon=True)
     thread.start()
@@ -236,13 +237,13 @@ def test_a_run_that_is_asked_to_stop_while_it_waits_saves_and_ends(place, home, 
 
 # ---- orders and claims -----------------------------------------------------------------------------------------------
 
-ORDER = apart.Order(3, 1, "sum", {"samples": 2, "seed": 0}, 16, 2, [[1], [2], [3]])
+ORDER = exchange.Order(3, 1, "sum", {"samples": 2, "seed": 0}, 16, 2, [[1], [2], [3]])
 
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
     """A run.dir with one order, whose weights are there."""
-    place = apart.SamplerFiles(tmp_path)
+    place = exchange.SamplerFiles(tmp_path)
     for path in (place.orders, place.heartbeats, place.answers(0, 0).parent, place.weights / "1"):
         path.mkdir(parents=True)
     (place.weights / "1" / "metadata.json").write_text('{"weights": "sum"}')
@@ -250,8 +251,8 @@ def desk(tmp_path, monkeypatch):
     return tmp_path
 
 
-def taker(desk) -> apart.WorkQueue:
-    one = apart.WorkQueue(desk)
+def taker(desk) -> work_queue.WorkQueue:
+    one = work_queue.WorkQueue(desk)
     one.begin()
     return one
 
@@ -284,7 +285,7 @@ def test_a_sampler_that_hangs_is_named_and_its_part_drawn_by_another_and_counted
     first._parts_s.append(0.1)      # it has drawn parts before
     assert first.next() == (ORDER, 0) and second.next() == (ORDER, 1)
     deadline = time.monotonic() + 30
-    trainer = apart.Heartbeats(first.place)
+    trainer = exchange.Heartbeats(first.place)
     while (taken := second.next()) is None:
         assert time.monotonic() < deadline
         assert trainer.any(), "the second works"
@@ -304,14 +305,14 @@ HANGS = """
 import sys, time
 from meshtrain import sample
 from meshtrain.cluster import watch
-from meshtrain.rl import apart
-watch.LOOK_S, apart.LAPSED_S, apart.FIRST_S, apart.LOOK_S = 0.1, {lapsed_s}, {first_s}, 0.02
-real = apart.WorkQueue.__init__
+from meshtrain.rl import exchange, work_queue
+watch.LOOK_S, exchange.LAPSED_S, work_queue.FIRST_S, exchange.LOOK_S = 0.1, {lapsed_s}, {first_s}, 0.02
+real = work_queue.WorkQueue.__init__
 
 def init(queue, directory):
     real(queue, directory)
     queue._parts_s.extend({parts_s})
-apart.WorkQueue.__init__ = init
+work_queue.WorkQueue.__init__ = init
 {where} = lambda *_: time.sleep(100)
 sys.exit(sample.main([sys.argv[1]]))
 """
@@ -320,7 +321,7 @@ sys.exit(sample.main([sys.argv[1]]))
 @pytest.mark.parametrize("where, lapsed_s, first_s, parts_s, phase", [
     ("sample._Drawing.answers", 2, 100, [0.1], "part 0 of batch 3"),
     ("sample._Drawing.answers", 100, 2, [], "part 0 of batch 3"),
-    ("apart.WorkQueue.next", 100, 2, [0.1], "waiting for orders")])
+    ("work_queue.WorkQueue.next", 100, 2, [0.1], "waiting for orders")])
 def test_a_sampler_that_hangs_is_ended_within_the_limit_of_the_others(where, lapsed_s, first_s, parts_s, phase, desk):
     code = HANGS.format(where=where, lapsed_s=lapsed_s, first_s=first_s, parts_s=parts_s)
     done = subprocess.run([sys.executable, "-c", code, desk], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -342,13 +343,13 @@ def test_a_sampler_that_works_slowly_and_one_that_waits_do_not_hang(desk):
     first._parts_s.append(1000.0)
     assert first.most_s == 10_000.0
     first.slow = True
-    assert first.most_s == apart.FIRST_S
+    assert first.most_s == work_queue.FIRST_S
 
 
 @pytest.mark.parametrize("fields", [{"made_by": "meshtrain 0.0.1, jax 0.1"}, {"made_by": None},
                                     {"new": 1, "made_by": "meshtrain 9, jax 9"}])
 def test_an_order_of_another_version_is_refused_by_one_message(desk, capfd, monkeypatch, fields):
-    place = apart.SamplerFiles(desk)
+    place = exchange.SamplerFiles(desk)
     other = {name: value for name, value in {**json.loads(ORDER.text), **fields}.items() if value is not None}
     queue = taker(desk)
     place.order(3).write_text(json.dumps(other))
@@ -358,25 +359,25 @@ def test_an_order_of_another_version_is_refused_by_one_message(desk, capfd, monk
     place.order(4).write_text(json.dumps(other | {"batch": 4}))
     with pytest.raises(config.ConfigError, match=told):
         queue.next()
-    monkeypatch.setattr(apart, "LOST_S", 0.3)
+    monkeypatch.setattr(exchange, "LOST_S", 0.3)
     done = call(sample.main, desk)
     assert done.code == 2 and done.err.count("error: ") == 1 and f"{told}" in done.err.split("error: ")[1], done
     assert "Traceback" not in done.err
-    orders = apart.Orders.__new__(apart.Orders)
+    orders = Orders.__new__(Orders)
     orders.place = place
-    orders._give(ORDER)
+    orders._write_order(ORDER)
     assert place.read(3) == ORDER, "a trainer replaces it"
 
 
 def test_an_answer_of_another_version_is_refused_with_both_versions(desk, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(apart, "versions", lambda: "meshtrain 0.0.1, jax 0.1")
-        other = dataclasses.replace(ORDER, made_by=apart.versions())
-        files.write(apart.SamplerFiles(desk).answers(3, 0), apart._content(other, 0, answers(0), "someone", "cpu"))
-    orders = apart.Orders.__new__(apart.Orders)
-    orders.place = apart.SamplerFiles(desk)
+        patched.setattr(exchange, "versions", lambda: "meshtrain 0.0.1, jax 0.1")
+        other = dataclasses.replace(ORDER, made_by=exchange.versions())
+        files.write(exchange.SamplerFiles(desk).answers(3, 0), exchange.pack_answers(other, 0, answers(0), "someone", "cpu"))
+    orders = Orders.__new__(Orders)
+    orders.place = exchange.SamplerFiles(desk)
     with pytest.raises(groups.RolloutError, match=r"by someone \(meshtrain 0.0.1, jax 0.1\).* by meshtrain "):
-        apart.ArrivingAnswers(orders, ORDER)._read(0)
+        ArrivingAnswers(orders, ORDER)._read(0)
 
 
 def test_two_answers_to_one_order_are_compared(desk, capfd):
@@ -391,13 +392,13 @@ def test_two_answers_to_one_order_are_compared(desk, capfd):
 
 def test_answers_of_another_version_are_refused(desk):
     stale = dataclasses.replace(ORDER, version=0, weights="old")
-    apart.SamplerFiles(desk).order(3).write_text(stale.text)
+    exchange.SamplerFiles(desk).order(3).write_text(stale.text)
     taker(desk).deliver(stale, 0, answers(0), "cpu")
-    orders = apart.Orders.__new__(apart.Orders)
-    orders.place = apart.SamplerFiles(desk)
+    orders = Orders.__new__(Orders)
+    orders.place = exchange.SamplerFiles(desk)
     with pytest.raises(groups.RolloutError, match=r"sampled with version 0 \(old\).* must be sampled with version 1 \(sum\)"):
-        apart.ArrivingAnswers(orders, ORDER)._read(0)
-    orders._give(ORDER)
+        ArrivingAnswers(orders, ORDER)._read(0)
+    orders._write_order(ORDER)
     assert not list(orders.place.of_batch(3)) and orders.place.read(3) == ORDER, "removed with the order"
 
 
@@ -415,15 +416,15 @@ def test_an_order_waits_for_its_weights_and_an_answer_to_a_replaced_one_is_dropp
 
 def test_weights_that_are_not_those_of_the_order_draw_nothing(place, two_behind, tmp_path):  # noqa: F811
     shutil.copytree(two_behind / "samplers", tmp_path / "samplers")
-    there = apart.SamplerFiles(tmp_path)
+    there = exchange.SamplerFiles(tmp_path)
     order = dataclasses.replace(there.read(4), weights="another sum")
     with pytest.raises(groups.RolloutError, match="has other weights .* nothing is sampled"):
-        sample._Drawing(tmp_path, ALONE, apart.WorkQueue(tmp_path)).answers(order, 0)
+        sample._Drawing(tmp_path, ALONE, work_queue.WorkQueue(tmp_path)).answers(order, 0)
 
 
 def test_a_sampler_that_waits_for_a_run_finds_all_of_its_directories(tmp_path, monkeypatch):
-    orders, make = apart.Orders.__new__(apart.Orders), Path.mkdir
-    orders.place = apart.SamplerFiles(tmp_path)
+    orders, make = Orders.__new__(Orders), Path.mkdir
+    orders.place = exchange.SamplerFiles(tmp_path)
 
     def looked(path, *args, **keys):
         make(path, *args, **keys)
@@ -438,8 +439,8 @@ def test_a_sampler_that_waits_for_a_run_finds_all_of_its_directories(tmp_path, m
 
 def test_what_a_checkpoint_needs_stays(desk):
     """Answers of batches that the queue of a checkpoint holds; other old ones go."""
-    orders = apart.Orders.__new__(apart.Orders)
-    orders.place, orders.directory = apart.SamplerFiles(desk), desk
+    orders = Orders.__new__(Orders)
+    orders.place, orders.directory = exchange.SamplerFiles(desk), desk
     orders.rl = type("Rl", (), {"updates": 2, "lag": 2})
     orders.run = type("Run", (), {"checkpoint": type("C", (), {"local_every": 0})})
     for batch in range(12):
@@ -454,8 +455,8 @@ def test_what_a_checkpoint_needs_stays(desk):
 
 
 def test_a_run_without_samplers_says_so_and_ends(place, home, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(apart, "LOST_S", 1.5)
-    monkeypatch.setattr(apart, "TOLD_EVERY_S", 0.5)
+    monkeypatch.setattr(exchange, "LOST_S", 1.5)
+    monkeypatch.setattr(exchange, "TOLD_EVERY_S", 0.5)
     done = call(train.main, *words(place, "nobody", "--rl.lag=1", *FEW))
     assert done.code == 1 and "no sampler was alive for 1.5 s: start python -m meshtrain.sample" in done.err
     assert "waiting for 4 of 4 parts of the answers of batch 0, and no sampler is alive" in done.err
@@ -497,21 +498,21 @@ def test_launchers_give_samplers_gpus_of_their_own(monkeypatch):
 
 KILLED = """
 import os, signal, sys
-from meshtrain.rl import apart
-real, calls = apart.WorkQueue.deliver, []
+from meshtrain.rl import exchange, work_queue
+real, calls = work_queue.WorkQueue.deliver, []
 def deliver(self, *given):
     calls.append(1)
     if len(calls) == 6:
         os.kill(os.getpid(), signal.SIGKILL)
     real(self, *given)
-apart.WorkQueue.deliver = deliver
+work_queue.WorkQueue.deliver = deliver
 from meshtrain import sample
 sys.exit(sample.main(sys.argv[1:]))
 """
 OTHER = """
 import sys
-from meshtrain.rl import apart
-apart.LAPSED_S, apart.MISSING_S = 3.0, 1.0
+from meshtrain.rl import exchange, work_queue
+exchange.LAPSED_S, exchange.MISSING_S = 3.0, 1.0
 from meshtrain import sample
 sys.exit(sample.main(sys.argv[1:]))
 """
@@ -546,7 +547,7 @@ def test_a_sampler_that_is_killed_with_an_order_under_way_changes_nothing(place,
 @pytest.mark.long
 def test_a_sampler_stops_when_it_is_asked_and_leaves_its_part_to_others(place, two_behind, tmp_path):  # noqa: F811
     shutil.copytree(two_behind / "samplers", tmp_path / "samplers")
-    there = apart.SamplerFiles(tmp_path)
+    there = exchange.SamplerFiles(tmp_path)
     there.finished.unlink()
     one = process("-m", "meshtrain.sample", tmp_path, *ALONE)
     deadline = time.monotonic() + 60
