@@ -320,7 +320,7 @@ def test_sequences_longer_than_the_model_was_made_for_are_noted(tmp_path):
     words = (GOLDENS / "qwen3", "--data.source=tokens", '--data.paths=["x.tokens.npy"]', "--mesh.tensor=1", "--json",
              "--data.bos_token=1", "--data.seq_len")
     ran = call(evaluate.main, *words, 600)
-    assert ran.code == 0 and "note: data.seq_len=600 is more than the 512 tokens" in ran.err
+    assert ran.code == 0 and "note: data.seq_len=600 exceeds the model's maximum of 512 tokens" in ran.err
     assert json.loads(ran.out)["loss"] > 0
     assert call(evaluate.main, *words, 512).err == ""
 
