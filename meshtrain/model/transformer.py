@@ -442,28 +442,29 @@ def without_layers(tree: dict) -> dict:
 def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, number):
     """Apply layer `number` with these weights. Return (output, stats). ex.numerics.remat decides what is saved."""
     infos = params.infos(layer)
-    experts = any("expert" in info.axes for info in infos)
-    shards, count = parts.of_rows(ex.layout, x_BTD.shape) if not experts and _can_share(ex, infos) else (1, 1)
-    several = x_BTD.shape[0] > count * ex.layout.num_shards(ex.layout.batch_axes)
-    turning = ex.layout.sequence_parallel and several and not experts and inputs.dropout_key is None
+    has_experts = any("expert" in info.axes for info in infos)
+    can_share = not has_experts and _can_share(ex, infos)
+    shards, num_parts = parts.of_rows(ex.layout, x_BTD.shape) if can_share else (1, 1)
+    many_rows = x_BTD.shape[0] > num_parts * ex.layout.num_shards(ex.layout.batch_axes)
+    tokens_first = ex.layout.sequence_parallel and many_rows and not has_experts and inputs.dropout_key is None
 
     def apply(weights, x_BTD, inputs, number):
-        x_BTD, one = checkpoint_name(x_BTD, LAYER_INPUT), parts.tokens_first(ex) if turning else ex
+        x_BTD, part_ex = checkpoint_name(x_BTD, LAYER_INPUT), parts.tokens_first(ex) if tokens_first else ex
         pieces = [(x_BTD, inputs)]
-        if count > 1:
+        if num_parts > 1:
             weights = params.mapped(infos, lambda info, w: w if info.role == "norm" else
                                     parts.shared(ex, info, w), weights)
-            one = dataclasses.replace(one, in_parts=True)
-            pieces = zip(parts.cut(x_BTD, shards, count), inputs.cut(shards, count), strict=True)
-        bound, outs = layer.bind(weights), []
-        for x_BTD, inputs in pieces:
-            if turning:
-                x_BTD, inputs = parts.turned(x_BTD), inputs.turned()
-            y_BTD, stats = bound(one, x_BTD, inputs, number)
-            outs.append((parts.turned(y_BTD) if turning else y_BTD, stats))
-        y_BTD = parts.join([y_BTD for y_BTD, _ in outs], shards)
-        stats = functools.reduce(operator.add, (of_piece for _, of_piece in outs))
-        return ex.layout.act(y_BTD, "batch", "residual_seq", None), stats
+            part_ex = dataclasses.replace(part_ex, in_parts=True)
+            pieces = list(zip(parts.cut(x_BTD, shards, num_parts), inputs.cut(shards, num_parts), strict=True))
+        module, outputs, stats = layer.bind(weights), [], []
+        for part_BTD, part_inputs in pieces:
+            if tokens_first:
+                part_BTD, part_inputs = parts.turned(part_BTD), part_inputs.turned()
+            y_BTD, of_part = module(part_ex, part_BTD, part_inputs, number)
+            outputs.append(parts.turned(y_BTD) if tokens_first else y_BTD)
+            stats.append(of_part)
+        y_BTD = parts.join(outputs, shards)
+        return ex.layout.act(y_BTD, "batch", "residual_seq", None), functools.reduce(operator.add, stats)
     return rematerialized(apply, ex)(weights, x_BTD, inputs, number)
 
 

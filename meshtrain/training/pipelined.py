@@ -42,21 +42,23 @@ def pipelined(step: StepSpec):
     # includes `seq`, because each shard of a sequence has its own gradients
     summed = step.deferred_axes + layout.mesh_axes("activations", "seq")
     # Experts stay on their devices. Their gradients are already whole along the axes that split them.
-    own = lambda axes: tuple(tuple(a for a in layout.mesh_axes(GATHERED, axis) if a in summed) for axis in axes[1:])
-    before_axes = model.before(layers_axes)
-    axes = model.divided(step.state.axes)
-    of_parts = lambda subtree: tuple(_map_axes(own, subtree(part[LAYERS])) for part in axes)
+    def whole_axes(axes):
+        return tuple(tuple(a for a in layout.mesh_axes(GATHERED, axis) if a in summed) for axis in axes[1:])
+
+    def of_parts(subtree):
+        return tuple(_map_axes(whole_axes, subtree(part[LAYERS])) for part in axes)
+    before_axes, axes = model.before(layers_axes), model.divided(step.state.axes)
     split = executor.Split(
         step.mesh, summed, layer_axes=of_parts(model.first), leading_axes=of_parts(model.before),
         ends_specs=_map_axes(lambda axes: layout.spec("params", axes, drop=others), tuple(map(without_layers, axes))),
         batch_specs={name: abstract.sharding.spec for name, abstract in step.batch.items()})
 
-    def unsummed(axes):
-        whole = sum(own(axes), ())
+    def partial_axes(axes):
+        whole = sum(whole_axes(axes), ())
         return tuple(a for a in summed if a not in whole)
 
     def out_of_stages(axes, g):
-        g = reduce_deferred(layout, unsummed(axes), _staged(axes), g)
+        g = reduce_deferred(layout, partial_axes(axes), _staged(axes), g)
         return g.reshape(-1, *g.shape[3:])
 
     def gradients(p, batch, key):
@@ -65,7 +67,7 @@ def pipelined(step: StepSpec):
         weights = _into_loop(step, p, num_stages, schedule.num_chunks)
         nll, ws, ends, before, stats = executor.gradients(schedule, functions, split, weights, batch, extra)
         grads = _map_axes(lambda axes, g: reduce_deferred(layout, summed, axes, g), ends_axes, ends)
-        before = _map_axes(lambda axes, g: reduce_deferred(layout, (*unsummed(axes), executor.STAGE), axes, g),
+        before = _map_axes(lambda axes, g: reduce_deferred(layout, (*partial_axes(axes), executor.STAGE), axes, g),
                            before_axes, before)
         layers = model.from_period(_map_axes(out_of_stages, model.first(layers_axes), ws), before)
         grads[LAYERS] = _map_axes(lambda axes, g: layout.constrain("optimizer", g, axes), layers_axes, layers)
