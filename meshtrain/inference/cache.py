@@ -163,7 +163,9 @@ class _Layer:
             return tuple(_placed(self.layout, self._rolled(*pair, source_S, tokens_S), None, "batch")
                          for pair in zip(self.arrays, prompts, strict=True))
         # A prompt without tokens leaves nothing in the state; the values that were read for it are padding.
-        was = lambda x: jnp.where(_over(tokens_S > 0, x), x, 0)
+
+        def was(x):
+            return jnp.where(_over(tokens_S > 0, x), x, 0)
         new = [jnp.where(_over(source_S >= 0, x), was(self._of_slots(read, source_S)), x).astype(x.dtype)
                for x, read in zip(self.arrays, prompts, strict=True)]
         return _Layer(self.layout, tuple(new)).placed()
@@ -281,7 +283,9 @@ class _Reading:
 
         def values(first, second):
             return second if expansion is None else first[:, None]
-        scored = lambda *part: capped(products_with(*part) * scores.scaled_for(H), scores.softcap)
+
+        def scored(*part):
+            return capped(products_with(*part) * scores.scaled_for(H), scores.softcap)
         o_BTNV = self._over_places(layout, N, scored, values, mask, sinks_N).reshape(B, T, N, -1)
         if expansion is not None:
             value_CNV = expansion.gather(expansion.value_CNV)
@@ -289,7 +293,8 @@ class _Reading:
         return o_BTNV.astype(q_BTNH.dtype)
 
     def _by_kernel(self, layout: Layout, q_BTNH, k_BTKH, v_BTKV, mask: Mask, scores, sinks_N):
-        spec = lambda *logical: layout.spec("activations", logical)
+        def spec(*logical):
+            return layout.spec("activations", logical)
         head, kv_head, stack = (spec("batch", "heads", None), spec("batch", "kv_heads", None),
                                 spec(None, "batch", "kv_heads", None, None))
         sinks = () if sinks_N is None else (sinks_N,)
@@ -365,7 +370,9 @@ def _in_one_kernel(layout: Layout, N: int, keys, values) -> bool:
 
     Query and KV heads must be sharded over the same mesh axes, and head_dim must not be sharded.
     """
-    split = lambda logical: layout.mesh_axes("activations", logical)
+
+    def split(logical):
+        return layout.mesh_axes("activations", logical)
     return split("heads") == split("kv_heads") and not split("head_dim") and decode.fits(
         N // keys.shape[2], keys.shape[-1], values.shape[-1], keys.shape[-2])
 

@@ -65,7 +65,9 @@ def _backward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, o_BTNV, lse_
     S, K = k_BSKH.shape[1:3]
     queries, keys = _Blocks(T, block), _Blocks(S, block)
     delta_BTN = jnp.sum(do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32), -1)
-    grouped = lambda x: queries.pad(x.reshape(B, T, K, N // K, *x.shape[3:]))
+
+    def grouped(x):
+        return queries.pad(x.reshape(B, T, K, N // K, *x.shape[3:]))
     q, do, lse, delta = grouped(q_BTNH), grouped(do_BTNV.astype(q_BTNH.dtype)), grouped(lse_BTN), grouped(delta_BTN)
     k, v = keys.pad(k_BSKH), keys.pad(v_BSKV)
     q_seg, k_seg = _segments(queries, keys, q_segments_BT, k_segments_BS, mask)
@@ -74,7 +76,9 @@ def _backward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, o_BTNV, lse_
         dq, dk, dv = carry
         i, j = pair
         q_i, do_i, k_j, v_j = queries.take(q, i), queries.take(do, i), keys.take(k, j), keys.take(v, j)
-        lead = lambda x: queries.take(x, i).transpose(0, 2, 3, 1)[..., None]
+
+        def lead(x):
+            return queries.take(x, i).transpose(0, 2, 3, 1)[..., None]
         seen = _seen(queries.take(q_seg, i), keys.take(k_seg, j), queries.size * i, keys.size * j, mask)
         s = _scores(q_i, k_j, seen, scores)
         p = jnp.where(s > MASKED / 2, jnp.exp(s - lead(lse)), 0.0)
@@ -82,7 +86,9 @@ def _backward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, o_BTNV, lse_
         # Cast to the compute dtype: a float32 cotangent would make both matmuls float32.
         slope = jnp.where(s > MASKED / 2, 1 - jnp.square(s / scores.softcap), 0.0) if scores.softcap else 1.0
         ds = (p * (dp - lead(delta)) * (slope * scores.scaled_for(H))).astype(q.dtype)
-        product = lambda eq, a, b: products.einsum(eq, a, b, jnp.float32)
+
+        def product(eq, a, b):
+            return products.einsum(eq, a, b, jnp.float32)
         dq = queries.put(dq, queries.take(dq, i) + product("BKGTS,BSKH->BTKGH", ds, k_j), i)
         dk = keys.put(dk, keys.take(dk, j) + product("BKGTS,BTKGH->BSKH", ds, q_i), j)
         dv = keys.put(dv, keys.take(dv, j) + product("BKGTS,BTKGV->BSKV", p.astype(v.dtype), do_i), j)

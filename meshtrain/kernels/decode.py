@@ -82,7 +82,9 @@ def _kernel(layer_ref, at_ref, q_ref, key_ref, value_ref, sinks_ref, keys_ref, v
     rows, widths, depths = (jnp.arange(_padded(n)) for n in (of.G, of.H, of.V))
     q_at, o_at = _grid(rows, widths), _grid(rows, depths)
     q = _load(q_ref, (s, k * of.G + q_at[0], q_at[1]), (q_at[0] < of.G) & (q_at[1] < of.H))
-    score = lambda product: scored(product, scores.scaled_for(of.H), scores.softcap)[0]
+
+    def score(product):
+        return scored(product, scores.scaled_for(of.H), scores.softcap)[0]
 
     def visit(j, carry):
         most, total, o = carry
@@ -147,7 +149,9 @@ def attend(token: Token, cache: tuple[jax.Array, jax.Array], layer, at_S, scores
     splits = max(1, min(MOST_SPLITS, R // block, tiles.FULL // (S * K)))
     of, dtype = _Shape(N // K, H, V, R, block, splits), token.q_SNH.dtype
     sinks = jnp.zeros(1, jnp.float32) if sinks_N is None else sinks_N.astype(jnp.float32)
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    def shape(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
     out_shape = (jax.ShapeDtypeStruct((splits, S, N, V), dtype if splits == 1 else jnp.float32),
                  jax.ShapeDtypeStruct((splits, S, N), jnp.float32), shape(keys), shape(values))
     args = (jnp.reshape(layer, 1).astype(jnp.int32), at_S, token.q_SNH, token.key_SKH.astype(keys.dtype),

@@ -83,7 +83,9 @@ def groups_of(sizes_G, num_blocks: int, block: int) -> Groups:
     blocks = blocks.at[0].add(jnp.where(blocks.sum() == 0, 1, 0))
     ends = jnp.cumsum(blocks)
     owner = jnp.sum(ends[None, :] <= jnp.arange(num_blocks)[:, None], 1)
-    as_int = lambda a: a.astype(jnp.int32)
+
+    def as_int(a):
+        return a.astype(jnp.int32)
     return Groups(as_int(jnp.minimum(owner, len(sizes_G) - 1)), as_int(ends[-1:]), as_int(ends - blocks),
                   as_int(blocks))
 
@@ -152,7 +154,8 @@ def _loop_outer(x, y, groups: Groups, dims: str):
     block, at = _block_rows(x, groups), dims.index("g")
 
     def visit(b, sums):
-        part = lambda a: lax.dynamic_slice_in_dim(a, b * block, block, 0)
+        def part(a):
+            return lax.dynamic_slice_in_dim(a, b * block, block, 0)
         own = lax.dynamic_index_in_dim(sums, groups.owner[b], at, keepdims=False)
         new = own + products.einsum(f"rk,rn->{dims.replace('g', '')}", part(x), part(y), jnp.float32)
         return lax.dynamic_update_index_in_dim(sums, new, groups.owner[b], at)
@@ -237,7 +240,9 @@ def _triton_rows(pairs, groups: Groups, then: Callable = as_it_is, beside=(), *,
     beside = [a if a.shape[1] == 1 else _padded(a, width, 1) for a in beside]
     block, columns = _block_rows(first, groups), ws[0].shape[dims.index("n")]
     rows, tiled = block * len(groups.owner), columns // width
-    spec = lambda columns: pl.BlockSpec((block, columns), lambda j, b: (b, 0 if columns == 1 else j))
+
+    def spec(columns):
+        return pl.BlockSpec((block, columns), lambda j, b: (b, 0 if columns == 1 else j))
     shapes, pairs = _results(then, beside, rows, columns, _array(first).dtype), list(zip(xs, ws))
     results = pl.pallas_call(
         partial(_rows_kernel, then=then, all_dims=all_dims, steps=steps, tile=(block, width)),

@@ -47,8 +47,12 @@ def spans(own_BT, other_BS, block: int, step: int, mask: Mask, own_are_queries: 
     """
     # Segment 0 follows the last document, and negative ids are padding. Without this mapping, a block with the end of a
     # document and padding would start at the beginning of the row.
-    at_end = lambda x: jnp.where(x <= 0, LAST + x, x)
-    cut = lambda x, n: at_end(x).reshape(x.shape[0], -1, n)
+
+    def at_end(x):
+        return jnp.where(x <= 0, LAST + x, x)
+
+    def cut(x, n):
+        return at_end(x).reshape(x.shape[0], -1, n)
     own, other = cut(own_BT, block), cut(other_BS, step)
     low, high = own.min(-1)[:, :, None], own.max(-1)[:, :, None]
     other_low, other_high = other.min(-1)[:, None, :], other.max(-1)[:, None, :]
@@ -76,7 +80,9 @@ def _visit_all(spans_ref, i, masked, bare, carry):
     start, bare_start, bare_stop, stop = (spans_ref[i, n] for n in range(4))
     before = bare_start - start
     carry = lax.fori_loop(bare_start, bare_stop, bare, carry)
-    step = lambda n: jnp.where(n < before, start + n, bare_stop + n - before)
+
+    def step(n):
+        return jnp.where(n < before, start + n, bare_stop + n - before)
     return lax.fori_loop(0, before + stop - bare_stop, lambda n, carry: masked(step(n), carry), carry)
 
 
@@ -136,11 +142,19 @@ def _over_queries(kernel, what: str, mask: Mask, blocks: Blocks, interpret: bool
     block, step = blocks[:2]
     count, group = T // block, N // k.shape[2]
     # if causal, the longest rows first, so that no program runs alone at the end
-    flip = lambda i: count - 1 - i
-    own = lambda x: pl.BlockSpec((None, block, None, x.shape[3]), lambda i, n, b: (b, flip(i), n, 0))
+
+    def flip(i):
+        return count - 1 - i
+
+    def own(x):
+        return pl.BlockSpec((None, block, None, x.shape[3]), lambda i, n, b: (b, flip(i), n, 0))
     row = pl.BlockSpec((None, None, block), lambda i, n, b: (b, n, flip(i)))
-    whole = lambda x: pl.BlockSpec((None, S, None, x.shape[3]), lambda i, n, b: (b, 0, n // group, 0))
-    of = lambda x: own(x) if len(x.shape) == 4 else row
+
+    def whole(x):
+        return pl.BlockSpec((None, S, None, x.shape[3]), lambda i, n, b: (b, 0, n // group, 0))
+
+    def of(x):
+        return own(x) if len(x.shape) == 4 else row
     return _call(
         partial(kernel, step=step), what, mask, blocks, interpret, grid=(count, N, B),
         in_specs=[pl.BlockSpec((None, count, 4), lambda i, n, b: (b, 0, 0)), own(q), whole(k), whole(v),
@@ -274,7 +288,9 @@ def _backward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, o_BTNV, lse_
     common = dict(mask=mask, scale=scores.scaled_for(H), softcap=scores.softcap, interpret=interpret)
     dq = dq_of(*args, blocks=tiles.dq, **common)
     dk, dv = dkv_of(*args, blocks=tiles.dkv, full=full, **common)
-    cut = lambda x, like: x[:, :like.shape[1], :, :like.shape[3]].astype(jnp.float32)
+
+    def cut(x, like):
+        return x[:, :like.shape[1], :, :like.shape[3]].astype(jnp.float32)
     return cut(dq, q_BTNH), cut(dk, k_BSKH), cut(dv, v_BSKV)
 
 
@@ -298,11 +314,19 @@ def dkv_of(q, k, v, q_segments, k_segments, do, lse, delta, *, mask, scale, soft
     heads = N // K if B * K * count >= full else 1      # query heads per program
     outer = N // heads
     per_kv = outer // K
-    own = lambda x: pl.BlockSpec((None, block, None, x.shape[3]), lambda j, n, b: (b, j, n // per_kv, 0))
-    whole = lambda x: pl.BlockSpec((None, T, heads, x.shape[3]), lambda j, n, b: (b, 0, n, 0))
+
+    def own(x):
+        return pl.BlockSpec((None, block, None, x.shape[3]), lambda j, n, b: (b, j, n // per_kv, 0))
+
+    def whole(x):
+        return pl.BlockSpec((None, T, heads, x.shape[3]), lambda j, n, b: (b, 0, n, 0))
     row = pl.BlockSpec((None, heads, T), lambda j, n, b: (b, n, 0))
-    out = lambda x: pl.BlockSpec((None, block, None, x.shape[3]), lambda j, n, b: (b, j, n, 0))
-    shape = lambda x: jax.ShapeDtypeStruct((B, S, outer, x.shape[3]), k.dtype if per_kv == 1 else jnp.float32)
+
+    def out(x):
+        return pl.BlockSpec((None, block, None, x.shape[3]), lambda j, n, b: (b, j, n, 0))
+
+    def shape(x):
+        return jax.ShapeDtypeStruct((B, S, outer, x.shape[3]), k.dtype if per_kv == 1 else jnp.float32)
     dk, dv = _call(
         partial(_dkv_kernel, scale=scale, softcap=softcap, step=step, heads=heads), "dkv", mask, blocks, interpret,
         grid=(count, outer, B),

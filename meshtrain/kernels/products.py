@@ -31,7 +31,9 @@ def einsum(eq: str, a, b, dtype=None):
     """
     operands, out = eq.split("->")
     left, right = operands.split(",")
-    narrow = lambda eq, a, b, dtype: jnp.einsum(eq, a, b, precision=precision(NARROW), preferred_element_type=dtype)
+
+    def narrow(eq, a, b, dtype):
+        return jnp.einsum(eq, a, b, precision=precision(NARROW), preferred_element_type=dtype)
     if dtype == NARROW and a.dtype == b.dtype == WIDE:
         (a1, a2), (b1, b2) = parts(a, 2), parts(b, 2)
         stacked = jnp.stack((a1, a1, a2), -1), jnp.stack((b1, b2, b1), -1)
@@ -40,7 +42,9 @@ def einsum(eq: str, a, b, dtype=None):
         if left[0] not in out:      # sums over tokens: XLA adds the parts before it reduces over devices
             return sum(narrow(eq, a, part, WIDE) for part in parts(b, 3)).astype(dtype or WIDE)
         own = next(letter for letter in right if letter in out)     # next to it, parts are more columns of one matrix
-        with_parts = lambda dims: dims.replace(own, PART + own)
+
+        def with_parts(dims):
+            return dims.replace(own, PART + own)
         stacked = jnp.stack(parts(b, 3), right.index(own))
         summed = narrow(f"{left},{with_parts(right)}->{with_parts(out)}", a, stacked, WIDE)
         return summed.sum(out.index(own)).astype(dtype or WIDE)

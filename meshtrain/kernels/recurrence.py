@@ -75,7 +75,9 @@ def recurrence(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start: Recurren
     new = parts.u if parts.w is None else parts.u - _product("ZBKGCH,ZBKGHV->ZBKGCV", parts.w.astype(v.dtype), S)
     o = parts.read(S) + _product("ZBKGIJ,ZBKGJV->ZBKGIV", parts.scores.astype(v.dtype), new.astype(v.dtype))
     o_BTNV = o.transpose(1, 0, 4, 2, 3, 5).reshape(B, -1, N, V)[:, :T].astype(v.dtype)
-    merged = lambda x: x if x is None else x.reshape(*x.shape[:-4], N, H, V)
+
+    def merged(x):
+        return x if x is None else x.reshape(*x.shape[:-4], N, H, V)
     return Recurred(o_BTNV, merged(end), merged(S))
 
 
@@ -195,7 +197,9 @@ def _by_head(q, k, v, decay, beta, documents: Documents) -> _Parts:
     last = decay[..., -1:]
     since_start, until_end = masked_exp(documents.of_start, decay), masked_exp(documents.of_end, last - decay)
     between = masked_exp(documents.pairs, decay[..., :, None] - decay[..., None, :])
-    of_pairs = lambda x, y: _product("ZBKIH,ZBKJH->ZBKIJ", x, y)[:, :, :, None] * between
+
+    def of_pairs(x, y):
+        return _product("ZBKIH,ZBKJH->ZBKIJ", x, y)[:, :, :, None] * between
     u, w, right = v.astype(jnp.float32), None, None
     if beta is not None:
         T = _delta(of_pairs(k, k), beta)
@@ -203,7 +207,9 @@ def _by_head(q, k, v, decay, beta, documents: Documents) -> _Parts:
         w = _product("ZBKGIJ,ZBKJH->ZBKGIH", T * since_start[..., None, :], k.astype(jnp.float32))
         right = (w * until_end[..., None]).astype(k.dtype)
     X = _product("ZBKCH,ZBKGCV->ZBKGHV", k, (u * until_end[..., None]).astype(k.dtype))
-    read = lambda S: _product("ZBKCH,ZBKGHV->ZBKGCV", q, S) * since_start[..., None]
+
+    def read(S):
+        return _product("ZBKCH,ZBKGHV->ZBKGCV", q, S) * since_start[..., None]
     return _Parts(masked_exp(documents.through, last), k, right, X, u, w, of_pairs(q, k), read)
 
 
@@ -213,7 +219,9 @@ def _by_channel(q, k, v, decay, beta, documents: Documents) -> _Parts:
     last = decay[..., -1:, :]
     since_start = masked_exp(documents.of_start[..., None], decay)
     left = (k * masked_exp(documents.of_end[..., None], last - decay)).astype(v.dtype)
-    of_pairs = lambda x, y: _decayed_pairs(x, y, decay, documents.segments, v.dtype)
+
+    def of_pairs(x, y):
+        return _decayed_pairs(x, y, decay, documents.segments, v.dtype)
     u, w, right = v.astype(jnp.float32), None, None
     if beta is not None:
         T = _delta(of_pairs(k, k), beta)
@@ -221,7 +229,9 @@ def _by_channel(q, k, v, decay, beta, documents: Documents) -> _Parts:
         w = _product("ZBKGIJ,ZBKGJH->ZBKGIH", T, k * since_start)
         right = w.astype(v.dtype)
     X = _product("ZBKGCH,ZBKGCV->ZBKGHV", left, u.astype(v.dtype))
-    read = lambda S: _product("ZBKGCH,ZBKGHV->ZBKGCV", (q * since_start).astype(v.dtype), S)
+
+    def read(S):
+        return _product("ZBKGCH,ZBKGHV->ZBKGCV", (q * since_start).astype(v.dtype), S)
     return _Parts(masked_exp(documents.through, last[..., 0, :]), left, right, X, u, w, of_pairs(q, k), read)
 
 
@@ -282,7 +292,9 @@ def _decayed_pairs(x, y, decay, segments, dtype):
     diagonal compute the exponent of each pair.
     """
     C, H = decay.shape[-2:]
-    cut = lambda b: (a.reshape(*a.shape[:-2], C // b, b, a.shape[-1]) for a in (x, y, decay, segments[..., None]))
+
+    def cut(b):
+        return (a.reshape(*a.shape[:-2], C // b, b, a.shape[-1]) for a in (x, y, decay, segments[..., None]))
     b = min(LEAF, C)
     x_, y_, d, document = cut(b)
     same = (document == document.swapaxes(-1, -2)) & np.tril(np.ones((b, b), bool))
@@ -370,7 +382,8 @@ def _summary(after, chunks, zeros, reverse: bool):
     """
     through, _, right, _ = chunks
     if right is None:
-        one = lambda S, chunk: (after(S, *chunk[:3]) + chunk[3], None)
+        def one(S, chunk):
+            return (after(S, *chunk[:3]) + chunk[3], None)
         return jnp.prod(through, 0), lax.scan(one, zeros, chunks, reverse=reverse)[0]
     V, H = zeros.shape[-1], zeros.shape[-2]
     eye = jnp.broadcast_to(jnp.eye(H, dtype=jnp.float32), (*zeros.shape[:-1], H))

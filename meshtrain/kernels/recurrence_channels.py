@@ -357,7 +357,9 @@ def _gradients_kernel(q_ref, k_ref, decay_ref, beta_ref, segments, do_ref, new_r
     dq, dk_written = dot(do_ref[...], S.T) * since, dot(new_ref[...], dS.T) * until
     dk_read = jnp.zeros((C, H), jnp.float32)
     dlast = through * jnp.sum(S.astype(jnp.float32) * dS.astype(jnp.float32), 1) + jnp.sum(k * dk_written, 0)
-    masked = lambda ref, mask: jnp.where(mask, ref[...].astype(jnp.float32), 0.0)
+
+    def masked(ref, mask):
+        return jnp.where(mask, ref[...].astype(jnp.float32), 0.0)
     same = jnp.sum(masked(dqk_ref, i == j), 1)[:, None]
     dq += same * k
     dk_written += same * q

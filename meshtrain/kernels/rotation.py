@@ -36,7 +36,9 @@ class _Rows:
 
     def halves(self, ref):
         row, column = self.at
-        load = lambda at: triton.load(ref.at[row, at], mask=self.live, other=0.0).astype(jnp.float32)
+
+        def load(at):
+            return triton.load(ref.at[row, at], mask=self.live, other=0.0).astype(jnp.float32)
         return load(column), load(column + self.half)
 
     def put(self, ref, first, second):
@@ -82,7 +84,9 @@ def _call(kernel, name: str, x_BTNH, scale_H, cos_BTR, sin_BTR, more, eps: float
     *_, N, H = x_BTNH.shape
     count, block = x_BTNH.size // H, BLOCK_ELEMENTS // H
     grid = -(-count // block)
-    flat = lambda a: a.reshape(-1, a.shape[-1])
+
+    def flat(a):
+        return a.reshape(-1, a.shape[-1])
     shapes = [jax.ShapeDtypeStruct((count, H), x_BTNH.dtype)]
     specs = [pl.no_block_spec]
     if sums:

@@ -437,9 +437,10 @@ class Attention(nnx.Module):
         self.num_kv_heads, self.mixer, bias = K, mixer, cfg.attention_bias != "none"
         self.mask = Mask(window=cfg.window if mixer in pattern.WINDOWED else 0)
         self.scores = Scores(cfg.multipliers.score, cfg.score_softcap)
-        inward = lambda heads, axis, bias: Linear(
-            cfg, rngs, f"BTD,D{axis}H->BT{axis}H", (D, heads, H),
-            ("embed", "heads" if axis == "N" else "kv_heads", "head_dim"), bias=bias)
+
+        def inward(heads, axis, bias):
+            axes = "embed", "heads" if axis == "N" else "kv_heads", "head_dim"
+            return Linear(cfg, rngs, f"BTD,D{axis}H->BT{axis}H", (D, heads, H), axes, bias=bias)
         self.query, self.key = inward(N, "N", bias), inward(K, "K", bias)
         self.value = None if cfg.tie_values else inward(K, "K", bias)
         self.out = Linear(cfg, rngs, "BTNH,NHD->BTD", (N, H, D), ("heads", "head_dim", "embed"),
@@ -585,9 +586,12 @@ class Layer(nnx.Module):
     """
 
     def __init__(self, cfg: Model, rngs, mixer: tuple[str, Callable] | None, mlp: tuple[str, Callable] | None):
-        norm = lambda part, where: None if part is None or cfg.norm_placement not in (where, "both") else Norm(
-            cfg, rngs, (cfg.embed_dim,), ("embed",))
-        part = lambda given, name: given[1](cfg, rngs) if given and given[0] == name else None
+        def norm(part, where):
+            wanted = part is not None and cfg.norm_placement in (where, "both")
+            return Norm(cfg, rngs, (cfg.embed_dim,), ("embed",)) if wanted else None
+
+        def part(given, name):
+            return given[1](cfg, rngs) if given and given[0] == name else None
         self.dropout, self.residual_multiplier = cfg.residual_dropout, cfg.multipliers.residual
         self.attention_norm = norm(mixer, "before")
         self.attention, self.linear = part(mixer, "attention"), part(mixer, "linear")
@@ -598,8 +602,11 @@ class Layer(nnx.Module):
                                    value=1.0) if cfg.layer_scale else None
 
     def __call__(self, ex: Execution, x_BTD, inputs, number):
-        residual = lambda y: ex.layout.act(y, "batch", "residual_seq", None)
-        normed = lambda norm, x_BTD: x_BTD if norm is None else norm(ex, x_BTD)
+        def residual(y):
+            return ex.layout.act(y, "batch", "residual_seq", None)
+
+        def normed(norm, x_BTD):
+            return x_BTD if norm is None else norm(ex, x_BTD)
         mixer, stats = self.linear if self.attention is None else self.attention, LayerStats()
         if mixer is not None:
             h_BTD = self._full(ex, normed(self.attention_norm, x_BTD))

@@ -44,15 +44,21 @@ class RecurrentMixer(nnx.Module):
         K, N, H, V = linear.key_heads, linear.value_heads, linear.key_dim, linear.value_dim
         self.mixer, self.num_key_heads = mixer, K
         self.beta_scale, self.steps = linear.beta_scale, (linear.step_min, linear.step_max)
-        inward = lambda heads, width, axes: Linear(cfg, rngs, "BTD,DNH->BTNH", (D, heads, width), ("embed", *axes))
+
+        def inward(heads, width, axes):
+            return Linear(cfg, rngs, "BTD,DNH->BTNH", (D, heads, width), ("embed", *axes))
         self.query, self.key = inward(K, H, KEY_HEADS), inward(K, H, KEY_HEADS)
         self.value = inward(N, V, HEADS)
         self.query_conv, self.key_conv = (Convolution(cfg, rngs, K, H, KEY_HEADS) for _ in range(2))
         self.value_conv = Convolution(cfg, rngs, N, V, HEADS)
         # narrow projections are as wide as a value, as in the published models
-        narrow = lambda width: (Linear(cfg, rngs, "BTD,DR->BTR", (D, V), ("embed", None)),
-                                Linear(cfg, rngs, "BTR,RNH->BTNH", (V, N, width), (None, *HEADS)))
-        by_head = lambda: Linear(cfg, rngs, "BTD,DN->BTN", (D, N), ("embed", "heads"))
+
+        def narrow(width):
+            return (Linear(cfg, rngs, "BTD,DR->BTR", (D, V), ("embed", None)),
+                    Linear(cfg, rngs, "BTR,RNH->BTNH", (V, N, width), (None, *HEADS)))
+
+        def by_head():
+            return Linear(cfg, rngs, "BTD,DN->BTN", (D, N), ("embed", "heads"))
         channels = mixer == "K"     # the decay has channels
         self.decay_down: Linear | None
         self.gate_down: Linear | None
@@ -60,8 +66,10 @@ class RecurrentMixer(nnx.Module):
         self.gate_down, self.gate = narrow(V) if channels else (None, inward(N, V, HEADS))
         self.beta = None if mixer == "M" else by_head()
         # as in the published code: decay rates from 1 to 16, time steps from 0.001 to 0.1
-        spread = lambda low, high, shape: jnp.exp(jnp.linspace(jnp.log(low), jnp.log(high), N)).reshape(
-            N, *[1] * (len(shape) - 1)) * jnp.ones(shape)
+
+        def spread(low, high, shape):
+            by_head = jnp.exp(jnp.linspace(jnp.log(low), jnp.log(high), N))
+            return by_head.reshape(N, *[1] * (len(shape) - 1)) * jnp.ones(shape)
         self.A_log = _given(jnp.log(spread(1.0, 16.0, (N,))), ("heads",))
         shape, axes = ((N, H), HEADS) if channels else ((N,), ("heads",))
         self.dt_bias = _given(jnp.log(jnp.expm1(spread(1e-3, 0.1, shape))), axes)

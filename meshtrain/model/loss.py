@@ -154,7 +154,9 @@ def _token_losses(ex, spec, of_token, x_BTD, w, targets_BT, given, with_grads: b
         total, logps, entropies, grads = carry
         x_c, t_c, logits, lse, hit_V, hit = chunks.take(c)
         has, p = t_c != NO_TARGET, jnp.exp(logits - lse[..., None])
-        at_target = lambda x: jnp.where(has, x, 0.0)
+
+        def at_target(x):
+            return jnp.where(has, x, 0.0)
         logits_or_0 = jnp.where(logits > -jnp.inf, logits, 0.0)
         mean = jnp.sum(p * logits_or_0, -1)
         logp, entropy = at_target(hit - lse), at_target(lse - mean)

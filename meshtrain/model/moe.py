@@ -159,9 +159,13 @@ class MoE(nnx.Module):
         self.bias = declare(rngs, dtype, (E,), (None,), "balance", value=0.0) if cfg.router_bias == "choice" else None
         self.router_bias = declare(rngs, dtype, (E,), (None,), "bias",
                                    value=0.0) if cfg.router_bias == "logits" else None
-        inward = lambda name: declare(rngs, dtype, (E, D, F), EXPERT_AXES[name], "matrix", std=D ** -0.5)
-        bias = lambda size, axes, wanted=True: declare(rngs, dtype, (E, size), axes, "bias",
-                                                       value=0.0) if cfg.mlp_bias and wanted else None
+
+        def inward(name):
+            return declare(rngs, dtype, (E, D, F), EXPERT_AXES[name], "matrix", std=D ** -0.5)
+
+        def bias(size, axes, wanted=True):
+            wanted = wanted and cfg.mlp_bias
+            return declare(rngs, dtype, (E, size), axes, "bias", value=0.0) if wanted else None
         self.gate = inward("gate") if cfg.gated else None
         self.up = inward("up")
         self.down = declare(rngs, dtype, (E, F, D), EXPERT_AXES["down"], "matrix", std=(F * 2 * cfg.num_layers) ** -0.5)

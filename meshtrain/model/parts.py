@@ -36,7 +36,9 @@ def of_rows(layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
     There is one part if nothing would overlap: no axis splits a layer's matmuls, or a device has one row or too few
     tokens.
     """
-    num_shards = lambda logical: layout.num_shards(layout.mesh_axes("activations", logical))
+
+    def num_shards(logical):
+        return layout.num_shards(layout.mesh_axes("activations", logical))
     shards = num_shards("batch")
     rows, tokens = shape[0] // shards, shape[1] // num_shards("seq")
     if num_shards("mlp") == 1:

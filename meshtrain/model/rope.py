@@ -97,7 +97,9 @@ def _sharpness(scaling) -> float:
     With mscale and mscale_all_dim, the factor of mscale_all_dim is divided out, because model.multipliers.score
     contains it.
     """
-    of = lambda weight: 0.1 * weight * math.log(scaling.factor) + 1
+
+    def of(weight):
+        return 0.1 * weight * math.log(scaling.factor) + 1
     return of(scaling.mscale) / of(scaling.mscale_all_dim) if scaling.mscale and scaling.mscale_all_dim else of(1)
 
 
@@ -121,7 +123,9 @@ def _by_dims(cfg: Model, width: int):
     """
     scaling = cfg.rope_scaling
     original = scaling.original_max_position_embeddings
-    pair = lambda turns: width * math.log(original / (2 * math.pi * turns)) / (2 * math.log(cfg.rope_theta))
+
+    def pair(turns):
+        return width * math.log(original / (2 * math.pi * turns)) / (2 * math.log(cfg.rope_theta))
     first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)

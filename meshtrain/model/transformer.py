@@ -213,7 +213,9 @@ class Transformer:
     def from_period(self, tree, before):
         """Return a tree like LAYERS: the inverse of `by_period` and `before`."""
         first, *left = self.staged
-        entries = lambda start, stop, place: jax.tree.map(lambda a: a[start:stop], place)
+
+        def entries(start, stop, place):
+            return jax.tree.map(lambda a: a[start:stop], place)
         places = first.weights(tree)
         trees = {first.name: first.subtree(tuple(entries(0, first.repeats, place) for place in places))}
         for group in left:
@@ -230,8 +232,9 @@ class Transformer:
         They are cast if they are gathered before the loop, or are never gathered. Weights that only layers gather
         (ZeRO-3) are not cast, which saves a copy.
         """
-        apart = lambda table: any(layout.spec(table, info.axes) != layout.spec("params", info.axes)
-                                  for info in self.parameters())
+
+        def apart(table):
+            return any(layout.spec(table, info.axes) != layout.spec("params", info.axes) for info in self.parameters())
         return apart("optimizer") or not apart(GATHERED)
 
     def as_read(self, layout: Layout, p, dtype=None):
@@ -361,7 +364,9 @@ class Transformer:
                if (computed := kv_heads(layout, n)) != n}
         if not few:
             return loaded, []
-        without = lambda axes: tuple(axis for axis in axes if axis not in split)
+
+        def without(axes):
+            return tuple(axis for axis in axes if axis not in split)
         tables = {name: table if name == "activations" or "kv_heads" not in table
                   else {**table, "kv_heads": without(table["kv_heads"])} for name, table in loaded.tables.items()}
         num_shards = " × ".join(f"mesh.{axis}={sizes[axis]}" for axis in split if sizes[axis] > 1)
@@ -380,8 +385,10 @@ class Transformer:
         cfg, (mixers, mlps) = self.cfg, map(set, zip(*pattern.kinds(self.cfg)))
         # widths of the MLPs that all tokens pass through
         widths = [cfg.mlp_dim] * ("d" in mlps) + [cfg.shared_expert_dim] * bool("e" in mlps and cfg.shared_expert_dim)
-        tensor = lambda name, axis, *dims: Tensor("activations", name, (batch, seq_len, *dims), (
-            "batch", "residual_seq" if axis is None else "seq", axis, "head_dim")[:2 + len(dims)])
+
+        def tensor(name, axis, *dims):
+            axes = "batch", "residual_seq" if axis is None else "seq", axis, "head_dim"
+            return Tensor("activations", name, (batch, seq_len, *dims), axes[:2 + len(dims)])
         heads = {("queries", "keys", one.num_heads, one.num_kv_heads, one.head_dim) for one in (
             cfg.of(mixer) for mixer in mixers if mixer in pattern.ATTENTION)}
         if mixers & set(pattern.RECURRENT):

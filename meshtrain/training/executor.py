@@ -330,7 +330,9 @@ def _add_loss(this: Shard, phase: _Phase, c: Carry, tick, y):
 
     def with_gradients():
         shared = _share(y, here)
-        head = lambda ends, y: this.head(ends, y, number)
+
+        def head(ends, y):
+            return this.head(ends, y, number)
         (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(backward.wide(this.ends[0]), shared)
         return c.metric + jnp.where(on > 0, metric, 0.0), _add(c.ends, d_ends, on > 0), dy
 

@@ -83,9 +83,15 @@ def _by_layers(whole, x, num_batch, placement, order):
     split = [dim for dim in range(num_batch, x.ndim) if entries[dim]]
     if not split or not num_batch:
         return whole(x)
-    axes = lambda entry: entry if isinstance(entry, tuple) else (entry,) if entry else ()
-    num_shards = lambda names: math.prod(placement.mesh.shape[axis] for axis in names)
-    pin = lambda x, entries: jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, P(*entries)))
+
+    def axes(entry):
+        return entry if isinstance(entry, tuple) else (entry,) if entry else ()
+
+    def num_shards(names):
+        return math.prod(placement.mesh.shape[axis] for axis in names)
+
+    def pin(x, entries):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, P(*entries)))
     # If stages of a pipeline already split the layers, the layers stay in their stage and are padded there.
     parts, devices = num_shards(axes(entries[0])), num_shards(axis for dim in split for axis in axes(entries[dim]))
     num_layers = x.shape[0] // parts

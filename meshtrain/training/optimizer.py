@@ -116,7 +116,8 @@ def state_axes(tx: optax.GradientTransformation, abstract_params: Any, logical_a
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
         return jax.eval_shape(tx.init, jax.tree.map(probe, abstract_params, logical_axes))
 
-    named = lambda size, other: None if size == other else axis_of_size.get(size)
+    def named(size, other):
+        return None if size == other else axis_of_size.get(size)
     return jax.tree.map(lambda one, two: tuple(map(named, one.shape, two.shape)), probed(1009), probed(1_000_003))
 
 

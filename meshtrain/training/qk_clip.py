@@ -41,7 +41,9 @@ def clipped(model: Transformer, p: dict, bound_LN, limit: float) -> dict:
 
 def _scaled(attention: dict, factors: dict) -> dict:
     """Return `attention` with its projections scaled. factors: by projection, [L, heads, 1 or its width]."""
-    by = lambda part, factor: factor[:, None] if part == "kernel" else factor
+
+    def by(part, factor):
+        return factor[:, None] if part == "kernel" else factor
     return attention | {name: {part: (w * by(part, factor)).astype(w.dtype) for part, w in attention[name].items()}
                         for name, factor in factors.items()}
 

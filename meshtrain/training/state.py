@@ -56,9 +56,13 @@ def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh
     `Transformer.as_read`.
     """
     table, p = model.parameters(), stored(model, layout, mesh)
-    trained = lambda leaf: params.divided(table, params.tree(table, leaf))[0]
+
+    def trained(leaf):
+        return params.divided(table, params.tree(table, leaf))[0]
     trained_p, trained_axes = model.divided(p)[0], trained(lambda info: info.axes)
-    place = lambda tree: rules.shardings(layout, mesh, "optimizer", tree)
+
+    def place(tree):
+        return rules.shardings(layout, mesh, "optimizer", tree)
     tx = optimizer.build(optimizer_cfg, steps, trained(lambda info: info.role), trained(lambda info: info.matrix_dims),
                          place(trained_axes), model.cfg.compute_dtype, balance_rate, balance_rule)
     placed = place(optimizer.state_axes(tx, trained_p, trained_axes))

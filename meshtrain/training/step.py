@@ -69,7 +69,9 @@ class Program:
             if jax.process_count() == 1:
                 return jax.device_put(rows[name].reshape(abstract.shape), abstract.sharding)
             numbers = np.arange(math.prod(abstract.shape[:3])).reshape(abstract.shape[:3])
-            block = lambda index: rows[name][np.searchsorted(self.rows, numbers[index[:3]])][(..., *index[3:])]
+
+            def block(index):
+                return rows[name][np.searchsorted(self.rows, numbers[index[:3]])][(..., *index[3:])]
             return jax.make_array_from_callback(abstract.shape, abstract.sharding, block)
         return {name: put(name, abstract) for name, abstract in self.step.batch.items()}
 
@@ -149,7 +151,9 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         # A step that is not finite, or a spike, changes only the count of steps, which sets the learning rate. It
         # selects the old values instead of applying updates of zero, because XLA would allocate zeros for these
         # together with the accumulators' zeros, and keep them.
-        kept = lambda new, old: jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+
+        def kept(new, old):
+            return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
         moved = optax.apply_updates(optax.tree.cast(trained, jnp.float32), updates)
         if step.ex.bounds:      # not before the first step, where only the balance biases change
             bound_LN = jnp.where(state.step < 0, 0.0, of_layers[SCORE_BOUND])
