@@ -32,6 +32,8 @@ from benchmarks import machine, words
 from meshtrain import config
 from meshtrain import devices as local_devices
 from meshtrain import hardware
+from meshtrain.choices import attention as choices
+from meshtrain.choices.setting import Setting
 from meshtrain.cost.program import audit
 from meshtrain.parallel.context import attention
 from meshtrain.sharding import rules
@@ -60,7 +62,8 @@ class Contestant:
         self.method, self.S, self.cp, self.times = method, S, cp, []
         self.mesh, layout = mesh_spec.build(devices), rules.Layout(rules.load(run.sharding.rules), mesh_spec.sizes)
         gpu = hardware.from_device_kind(devices[0].device_kind)
-        attend, self.note = attention.choose(run, layout, devices[0].platform, gpu.name if gpu else "")
+        chosen = choices.choose(Setting(run, layout, devices[0].platform, gpu))
+        attend, self.note = chosen.value, "".join(chosen.why)
         self.order = attention.METHODS[method].order(S, cp)
         self.dtype = run.model.compute_dtype
 

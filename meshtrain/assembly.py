@@ -1,53 +1,21 @@
-"""Builds mesh, layout, model and jitted training step from a run file."""
+"""Puts a run's design on devices, and compiles its step, its evaluation and its initialization."""
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import jax
 
-from meshtrain import config, flags, hardware
+from meshtrain import config, design, flags, hardware
 from meshtrain.cluster import agree, programs
-from meshtrain.config import ConfigError, Run
-from meshtrain.cost.formulas import assumptions, footprint, price, rates, simulate
-from meshtrain.cost.formulas.options import Options
-from meshtrain.cost.formulas.place import place
-from meshtrain.cost.formulas.placed import Placed
+from meshtrain.config import Run
 from meshtrain.cost.program import audit, scheduling
-from meshtrain.inference import placement
-from meshtrain.model import mlp, transformer
-from meshtrain.names import AXES
-from meshtrain.parallel.context import attention, recurrence
-from meshtrain.parallel.experts import dispatch
-from meshtrain.parallel.pipeline import stages
-from meshtrain.parallel.pipeline.schedules import Schedule
+from meshtrain.design import Design
 from meshtrain.run import say
-from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
-from meshtrain.sharding.rules import Layout, Tensor
-from meshtrain.shipped import rule_file
-from meshtrain.training import accumulate, objective, state, step
+from meshtrain.training import accumulate, state, step
 from meshtrain.units import counted
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Design:
-    """A checked run with the parts that need no devices: mesh, layout, model, attention, schedule."""
-    run: Run
-    mesh_spec: MeshSpec
-    layout: Layout
-    model: transformer.Transformer
-    attend: Callable
-    recurrence: recurrence.LinearAttention | None
-    choice: simulate.Choice | None      # the pipeline's schedule; None without stages
-    notes: tuple[str, ...]              # printed once for the user
-
-    @functools.cached_property
-    def placed(self) -> Placed:
-        """The run's weights and layout as input of the cost formulas."""
-        return place(self.model.parameters(), self.run.model, self.layout, self.mesh_spec)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,108 +35,11 @@ def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
     """
     run = config.on_devices(run, len(devices))
     mesh_spec, device = MeshSpec(config.mesh_sizes(run, len(devices)), run.mesh.placement), devices[0]
-    gpu = hardware.from_device_kind(device.device_kind)
-    if gpu is None:
-        _check_float8(run, device.platform, device.device_kind, None, getattr(device, "compute_capability", None))
-    made = design(run, mesh_spec, device.platform, gpu)
+    made = design.make(run, mesh_spec, device.platform, hardware.from_device_kind(device.device_kind), device)
     mesh, schedule = mesh_spec.build(devices), made.choice and made.choice.schedule
-    spec = accumulate.step_spec(run, made.model, made.layout, mesh, made.attend, made.recurrence, schedule)
+    spec = accumulate.step_spec(run, made.model, made.layout, mesh, made.engines, schedule)
     share = {} if device.platform == "cpu" else {"memory_share": hardware.memory_share()}
     return Assembly(**vars(made), mesh=mesh, program=step.build(spec, **share))
-
-
-def design(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | None) -> Design:
-    """Check the layout and make the choices that the run leaves open. They are the same in all processes and restarts.
-
-    platform: jax's name. gpu: the devices' row in the hardware table; None if it has none. Raises: as `assemble`.
-    """
-    sizes = mesh_spec.sizes
-    if gpu is not None:
-        _check_float8(run, platform, gpu.name, gpu)
-    with config.user_errors():
-        loaded = rules.load(run.sharding.rules)
-        model = transformer.build(run.model, run.lora)
-    layout, notes, faults = lay_out(run, sizes, loaded, model, platform, gpu)
-    if faults:
-        raise ConfigError(*faults)
-    with config.user_errors():
-        attend, note = attention.choose(run, layout, platform, gpu.name if gpu else "")
-        fused = mlp.choose(run, layout, platform, gpu)
-    choice = _choose_schedule(run, mesh_spec, model, layout, gpu) if sizes["stage"] > 1 else None
-    if choice:
-        notes = [f"pipeline: {choice.why}", *stages.notes(run, choice.schedule), *notes]
-    for axis, section in (("stage", run.pipeline), ("context", run.context)):
-        if sizes[axis] == 1 and section != type(section)():
-            notes.append(f"mesh.{axis}=1: [{type(section).__name__.lower()}] is not used")
-    linear = recurrence.choose(run, layout, platform, gpu.name if gpu else "")
-    return Design(run, mesh_spec, layout, model, attend, linear, choice,
-                  tuple(filter(None, [note, linear and linear.note, mlp.note(run, fused),
-                                      dispatch.note(run, layout), *notes, *config.notes(run)])))
-
-
-def refusals(run: Run, platform: str, gpu: hardware.Gpu | None) -> list[str]:
-    """Return the reasons why the program refuses this run; empty if it accepts the run. No mesh axis may be -1.
-
-    Runs the checks of loading a run file, then those of `design`. Raises: ConfigError for files that cannot be read.
-    """
-    if faults := config.problems(run):
-        return faults
-    with config.user_errors():
-        loaded, model = rules.load(run.sharding.rules), transformer.build(run.model, run.lora)
-    return lay_out(run, {axis: getattr(run.mesh, axis) for axis in AXES}, loaded, model, platform, gpu)[2]
-
-
-def lay_out(run: Run, sizes, loaded: rules.Rules, model: transformer.Transformer, platform: str = "",
-            gpu: hardware.Gpu | None = None) -> tuple[Layout, list[str], list[str]]:
-    """Return (the layout that the rules give on a mesh of these sizes, notes for the user, reasons for refusing it).
-
-    The run must have passed `config.problems`. platform: jax's name; "": unknown devices, for which attention engines
-    and the sampler are not checked. gpu: see `design`.
-    """
-    fitted, notes = stages.fit(run, loaded, sizes, transformer.padded_vocab(run.model))
-    fitted, shared = model.fit(fitted, sizes)
-    layout = Layout(fitted, sizes)
-    # Checks of context parallelism come first: a length that follows only the rules' remedy might be refused again.
-    # Stages have their own checks, so the rules are checked with stage 1.
-    faults = attention.problems(run, layout) + recurrence.problems(run, layout) + dispatch.problems(run, layout)
-    faults = faults or stages.problems(run, loaded, sizes) + rules.problems(
-        fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS)
-    idle, partly = rules.unsplit(Layout(loaded, sizes), model.products())
-    if not objective.of_run(run).pipelined and sizes["stage"] > 1:
-        faults = [f'mesh.stage={sizes["stage"]}: pipelines do not support training.objective='
-                  f'"{run.training.objective}"; use mesh.stage=1', *faults]
-    faults = faults + idle
-    if platform and not faults:
-        faults = _unserved(run, layout, model, platform, gpu)
-    return layout, notes + shared + partly, faults
-
-
-def _unserved(run: Run, layout: Layout, model: transformer.Transformer, platform: str, gpu: hardware.Gpu | None
-              ) -> list[str]:
-    """Return the reasons why the engines that the run names, or its sampler, do not support this layout on these
-    devices; empty if they do. Installed packages are not checked."""
-    def sampler() -> None:
-        given = rules.load(rule_file(run.rl.rules), "rl.rules") if run.rl.rules else None
-        if faults := dispatch.problems(run, placement.beside(model, layout, given)):
-            raise ValueError("\n".join(faults))
-
-    asked: list[Callable[[], object]] = [
-        lambda: attention.engine_name(run, layout, gpu.name if gpu else "", platform),
-        lambda: mlp.choose(run, layout, platform, gpu)]
-    faults: list[str] = []
-    for ask in asked + [sampler] * (objective.of_run(run).samples and not run.rl.lag):
-        try:
-            ask()
-        except ValueError as refused:
-            faults += str(refused).splitlines()
-    return faults
-
-
-def _check_float8(run: Run, platform: str, name: str, gpu: hardware.Gpu | None,
-                  compute_capability: str | None = None) -> None:
-    if run.model.matmul_dtype == "float8" and platform != "cpu" and hardware.lacks_float8(gpu, compute_capability):
-        raise ConfigError(f'model.matmul_dtype="float8": {name} has no float8 matmuls (e4m3fn, e5m2), which NVIDIA '
-                          f'GPUs have since H100; use model.matmul_dtype="auto", or other GPUs')
 
 
 class BrokenProgramError(RuntimeError):
@@ -242,41 +113,3 @@ def checked_program(mesh: jax.sharding.Mesh, name: str, executable):
                 f"zeros, which gives wrong numbers: {'; '.join(broken[:3])}; nothing was computed. Use another mesh "
                 f"or rule file, or another version of jax")
     return executable
-
-
-def tensors(run: Run, model: transformer.Transformer, layout: Layout) -> list[Tensor]:
-    """Return every tensor that the rules shard, with its full shape: parameters in three rule tables, and activations.
-    """
-    placed = [Tensor(table, info.name, info.shape, info.axes) for table in ("params", "grads", "optimizer")
-              for info in model.parameters()]
-    return placed + model.activations(run.data.global_batch // run.training.microbatches, run.data.seq_len, layout)
-
-
-def _choose_schedule(run: Run, mesh_spec: MeshSpec, model, layout: Layout, gpu) -> simulate.Choice:
-    """Return the pipeline schedule of the run, with its time and memory."""
-    placed = place(model.parameters(), run.model, layout, mesh_spec)
-    optimizer_bytes = state.optimizer_bytes(model, run.optimizer, run.training.steps)
-
-    def held(schedule: Schedule) -> simulate.StepBytes:
-        options = Options.of(run, gpu.name if gpu else "", schedule=schedule.name, chunks=schedule.num_chunks,
-                             optimizer_bytes=optimizer_bytes)
-        return simulate.StepBytes(round(footprint.slot_bytes(placed, options)),
-                                  footprint.memory(placed, options)["total"])
-    usable_bytes = hardware.usable_bytes(gpu) if gpu and gpu.hbm_bytes else None
-    return simulate.of_run(run, _stage_costs(run, placed, gpu), mesh_spec.sizes["stage"], held, usable_bytes)
-
-
-def _stage_costs(run: Run, placed: Placed, gpu) -> Callable[[Schedule], simulate.Costs]:
-    """Return a function from a schedule to the costs of a stage's ops. assumption: if the devices' speed is unknown,
-    ops have the relative costs of an H100, and memory-bound ops and links cost nothing."""
-    known = gpu is not None and gpu.hbm_bytes_per_s is not None
-    gpu = gpu if known else hardware.get("h100")
-    rated = rates.Rates(gpu, assumptions.Assumptions(gpu.name))
-    attended = rates.attended(run, placed.layout, rated.assumed)
-
-    def of(schedule: Schedule) -> simulate.Costs:
-        options = Options.of(run, gpu.name, schedule=schedule.name if known else "", chunks=schedule.num_chunks,
-                             attended=attended)
-        costs = price.stage_costs(placed, rated, options)
-        return costs if known else dataclasses.replace(costs, link_s=0.0)
-    return of

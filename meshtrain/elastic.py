@@ -6,7 +6,7 @@ the available devices. Each device runs more microbatches with the same number o
 """
 from __future__ import annotations
 
-from meshtrain import assembly, config
+from meshtrain import config, design
 from meshtrain.config import ConfigError, Run
 from meshtrain.model import transformer
 from meshtrain.names import AXES
@@ -57,6 +57,5 @@ def check(run: Run, num_devices: int) -> None:
     run, _ = fitted(run, num_devices)
     with config.user_errors():
         loaded, model = rules.load(run.sharding.rules), transformer.build(run.model, run.lora)
-    _, _, faults = assembly.lay_out(run, config.mesh_sizes(run, num_devices), loaded, model)
-    if faults:
+    if faults := design.lay_out(run, config.mesh_sizes(run, num_devices), loaded, model).faults:
         raise ConfigError(*faults)

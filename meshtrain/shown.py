@@ -127,7 +127,7 @@ class DrawnSchedule(JsonTable):
 
     def __init__(self, of: schedules.Schedule, outcome: simulate.Outcome):
         heading, self.of, self.bubble, self.peak = chart.title(of, outcome), of, outcome.bubble, outcome.peak_live
-        data = chart.as_json(simulate.Choice(of, outcome, None, None, ""))
+        data = chart.as_json(simulate.ChosenSchedule(of, outcome, None, None, ""))
         super().__init__(data, f"{heading}\n{chart.text(of)}", pictures.schedule(data, heading))
 
     def draw(self) -> DrawnSchedule:

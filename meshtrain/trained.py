@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from meshtrain import assembly, config, devices, files, flags, hardware, shipped
 from meshtrain.checkpoint import adapters, ends, pretrained, resume
 from meshtrain.checkpoint.saved import Saved
+from meshtrain.choices import attention, experts, recurrence
+from meshtrain.choices.setting import Setting
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import decode
 from meshtrain.cost.formulas.place import place
@@ -31,8 +33,6 @@ from meshtrain.inference.score import Scorer
 from meshtrain.model import params, transformer
 from meshtrain.model.layers import Engines, Execution, Numerics
 from meshtrain.names import AXES
-from meshtrain.parallel.context import attention, recurrence
-from meshtrain.parallel.experts import dispatch
 from meshtrain.rl import sync
 from meshtrain.run import say
 from meshtrain.sharding import rules
@@ -287,7 +287,7 @@ def beside(made: assembly.Assembly, longest: int = 0) -> Sampler:
     with config.user_errors():
         given = rules.load(shipped.rule_file(rl.rules), "rl.rules") if rl.rules else None
         layout = placement.beside(made.model, made.layout, given)
-    if faults := dispatch.problems(made.run, layout):
+    if faults := experts.problems(made.run, layout):
         raise ConfigError(*faults)
     sampler = Sampler(made, execution(made.run, made.model, layout, made.mesh), rl.slots or rl.prompts * rl.samples,
                       longest or made.run.data.seq_len)
@@ -361,9 +361,9 @@ def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: ja
     run = run.replaced(model={"attention": "blockwise"}, data={"seq_len": 2**31 - 1, "document_mask": True})
     device = mesh.devices.flat[0]
     platform, gpu = device.platform, hardware.from_device_kind(device.device_kind)
-    attend, _ = attention.choose(run, whole, platform)
-    engines = Engines(attend, dispatch.choose(run, layout, platform, gpu),
-                      recurrence=recurrence.choose(run, whole, platform), by_kernels=hardware.runs_kernels(gpu))
+    plain = Setting(run, whole, platform)
+    engines = Engines(attention.choose(plain).value, experts.choose(Setting(run, layout, platform, gpu)).value,
+                      recurrence=recurrence.choose(plain).value, by_kernels=hardware.runs_kernels(gpu))
     return Execution(layout, Numerics(jnp.dtype(run.model.compute_dtype)), engines, in_order=by_gloo(mesh))
 
 

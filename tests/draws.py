@@ -9,7 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from meshtrain import assembly, config
+from meshtrain import config, design
 from meshtrain.names import AXES
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding import rules
@@ -31,7 +31,7 @@ def run(number: int, directory: Path) -> tuple[config.Run, list[str]]:
                             drawn.mesh.placement)
             if faults := config.problems(drawn):
                 raise config.ConfigError(*faults)
-            assembly.design(drawn, spec, "cpu", None)
+            design.make(drawn, spec, "cpu", None)
             return drawn, refused
         except config.ConfigError as error:
             refused += error.messages

@@ -16,8 +16,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from meshtrain import assembly, config, devices, files, hardware, train, training_data
-from meshtrain.assembly import Design
+from meshtrain import config, design, devices, files, hardware, train, training_data
+from meshtrain.design import Design
 from meshtrain.checkpoint import pretrained, resume
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import footprint, price
@@ -115,7 +115,7 @@ def _layout(run: Run, topology: str | None) -> Iterator[Finding | tuple[Design, 
     if topology is None and run.mesh.simulated_devices:
         config.mesh_sizes(run, run.mesh.simulated_devices)
     run, spec, platform, gpu = topologies.resolve_layout(run, topology)
-    made = assembly.design(run, spec, platform, gpu)
+    made = design.make(run, spec, platform, gpu)
     on = f"{spec.num_devices} × {gpu.name}" if gpu else f"{counted(spec.num_devices, 'device')} of {platform}"
     schedule = f", {made.choice.schedule.name}" if made.choice else ""
     yield Finding("layout", OK, f"{spec} on {on}, {run.sharding.rules}{schedule}")

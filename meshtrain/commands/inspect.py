@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from meshtrain import assembly, config, elastic
+from meshtrain import assembly, config, design, elastic
 from meshtrain import devices as local_devices
 from meshtrain import hardware, trained
 from meshtrain.config import ConfigError
@@ -215,8 +215,8 @@ def _show_schedule(run: config.Run, topology: str | None) -> None:
     say.out(f"written: {path}")
 
 
-def _schedule(run: config.Run, topology: str | None) -> simulate.Choice | None:
+def _schedule(run: config.Run, topology: str | None) -> simulate.ChosenSchedule | None:
     """Return the schedule that `train` would choose on these GPUs (None: on this machine's devices); None without
     stages."""
     run, spec, platform, gpu = topologies.resolve_layout(run, topology)
-    return assembly.design(run, spec, platform, gpu).choice
+    return design.make(run, spec, platform, gpu).choice

@@ -16,8 +16,9 @@ import os
 import re
 import shlex
 
-from meshtrain import assembly, config
+from meshtrain import assembly, config, design
 from meshtrain import hardware
+from meshtrain.choices.setting import Setting
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import assumptions, decode, rates
 from meshtrain.cost.formulas.options import Options
@@ -273,8 +274,10 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
 
     def checked(asked: Run, sizes, loaded: rules.Rules):
         faults = config.problems(asked.replaced(sharding={"rules": str(rule_file(loaded.path))}))
-        layout, _, others = assembly.lay_out(asked, sizes, loaded, model, "gpu", gpu)
-        return layout, faults or others
+        laid = design.lay_out(asked, sizes, loaded, model)
+        if not faults + laid.faults:
+            faults = design.engine_faults(Setting(asked, laid.layout, "gpu", gpu, installed=False), model)
+        return laid.layout, faults or laid.faults
 
     def lay(sizes, loaded: rules.Rules, method: str):
         return checked(run.replaced(

@@ -1,7 +1,7 @@
 """Reads and writes run files: TOML and `--section.key value` become one frozen `Run`.
 
 `load` collects every fault (unknown names, types, ranges, contradicting keys) and raises once. `dump` writes a run as a
-file that needs no preset. `assembly`, which knows the rules, checks whether the layout fits its rule file.
+file that needs no preset. `design`, which knows the rules, checks whether the layout fits its rule file.
 """
 
 from __future__ import annotations

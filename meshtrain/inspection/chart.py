@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from meshtrain.cost.formulas.simulate import Choice, Outcome, gib
+from meshtrain.cost.formulas.simulate import ChosenSchedule, Outcome, gib
 from meshtrain.parallel.pipeline.schedules import F, KINDS, Schedule
 from meshtrain.units import counted, plural
 
@@ -120,7 +120,7 @@ def _cell(schedule: Schedule, t: int, s: int, kind: int) -> str:
     return f"{KINDS[kind]}{i}" + (chr(ord("a") + chunk) if schedule.num_chunks > 1 else "")
 
 
-def as_json(choice: Choice) -> dict:
+def as_json(choice: ChosenSchedule) -> dict:
     """Return a run's schedule as JSON for its picture. Each of its lines has ops [stage, kind, microbatch, chunk,
     begin, end]; times are in units of the shortest forward. Microbatch -1 is the head's loss, on all stages."""
     schedule, outcome = choice.schedule, choice.outcome

@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshtrain import assembly, hardware
-from meshtrain.assembly import Design
+from meshtrain import hardware
+from meshtrain.design import Design, make
 from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import assumptions, footprint, rates
 from meshtrain.cost.formulas.options import Options
@@ -57,7 +57,7 @@ def _changes(made: Design, gpu: Gpu) -> Iterator[tuple[dict[str, object], Design
     rule_files = {"": made}
     if Path(run.sharding.rules).stem in REPLICATING:
         try:
-            rule_files["zero3"] = assembly.design(run.replaced(sharding={"rules": str(rule_file("zero3"))}),
+            rule_files["zero3"] = make(run.replaced(sharding={"rules": str(rule_file("zero3"))}),
                                                   made.mesh_spec, "gpu", gpu)
         except ConfigError:
             pass        # the mesh or the model does not allow zero3

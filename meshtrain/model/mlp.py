@@ -1,4 +1,4 @@
-"""Chooses how dense MLPs are computed: by XLA's matmuls or by the fused kernels of `kernels.mosaic_mlp`.
+"""Dense MLPs by the fused kernels of `kernels.mosaic_mlp`. `choices.mlp` chooses between them and XLA's matmuls.
 
 XLA has no partitioning rule for the kernels, so they run in a `shard_map` over all mesh axes.
 """
@@ -6,14 +6,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from meshtrain import hardware, pattern
-from meshtrain.config.sections import Run
-from meshtrain.kernels import mosaic, mosaic_mlp
-from meshtrain.kernels.activations import SLOPES
+from meshtrain.kernels import mosaic_mlp
 from meshtrain.sharding.mesh import on_shards
 from meshtrain.sharding.rules import GATHERED, Layout
-
-AUTO = "xla"        # what model.mlp = "auto" selects until both are compared on a GPU (`python -m benchmarks.gpu`)
 
 
 class FusedMLP(NamedTuple):
@@ -26,7 +21,7 @@ class FusedMLP(NamedTuple):
     interpret: object = False
 
     def fits(self, num_hidden: int) -> bool:
-        """Whether the kernels support this mlp_dim; the other sizes were checked by `choose`."""
+        """Whether the kernels support this mlp_dim; `choices.mlp` has checked the other sizes."""
         return num_hidden % mosaic_mlp.COLUMNS == 0
 
     def forward(self, layout: Layout, x_BTD, gate_DF, up_DF):
@@ -56,48 +51,3 @@ def _specs(layout: Layout):
     """PartitionSpecs of x, of the hidden activations, and of the gate and up weights."""
     x, hidden = (layout.spec("activations", ("batch", "seq", last)) for last in (None, "mlp"))
     return x, hidden, layout.spec(GATHERED, ("embed", "mlp"))
-
-
-def choose(run: Run, layout: Layout, platform: str, gpu: hardware.Gpu | None) -> FusedMLP | None:
-    """Return the fused kernels for this run, or None for XLA's matmuls.
-
-    Raises: ValueError if model.mlp is "mosaic" and the kernels do not support the run.
-    """
-    asked = run.model.mlp
-    if (AUTO if asked == "auto" else asked) != "mosaic":
-        return None
-    if reasons := _against(run, layout, platform, gpu):
-        if asked == "auto":
-            return None
-        raise ValueError(f'model.mlp="mosaic" cannot serve this run: {"; ".join(reasons)}; use "auto" or "xla"')
-    assert gpu is not None and gpu.num_sms is not None
-    return FusedMLP(run.model.activation, gpu.num_sms)
-
-
-def note(run: Run, chosen: FusedMLP | None) -> str:
-    """Return the line that is printed at the start; empty for XLA's matmuls."""
-    return chosen and f"MLPs: activation fused into the matmuls, Mosaic kernels (model.mlp={run.model.mlp})" or ""
-
-
-def _against(run: Run, layout: Layout, platform: str, gpu: hardware.Gpu | None) -> list[str]:
-    """Return the reasons why the kernels do not support this run; empty if they do."""
-    model, shards = run.model, lambda logical: layout.num_shards(layout.mesh_axes("activations", logical))
-    if platform == "cpu" or not mosaic.runs_on(gpu):
-        return [f"the kernels need Hopper's wgmma (h100, h200, gh200), which {gpu.name if gpu else platform} does not "
-                "have"]
-    tokens = run.data.global_batch // run.training.microbatches * run.data.seq_len
-    tokens //= layout.num_shards(layout.batch_axes) * shards("seq")
-    wrong = {
-        "no layer has a dense MLP": not any(kind.mlp == "d" for kind in pattern.kinds(model)),
-        f'they have no model.activation="{model.activation}" ({", ".join(SLOPES)})': model.activation not in SLOPES,
-        f'they multiply in bfloat16, not model.compute_dtype="{model.compute_dtype}"':
-            model.compute_dtype != "bfloat16",
-        'they multiply in bfloat16, not model.matmul_dtype="float8"': model.matmul_dtype == "float8",
-        "they add no bias (model.mlp_bias)": model.mlp_bias,
-        "they train no adapters (lora.rank)": run.lora.rank > 0,
-        "the rules split an MLP's matmuls over devices":
-            shards("mlp") > 1 or any(layout.spec(GATHERED, ("embed", "mlp"))),
-        f"a device has {tokens:,} tokens of a microbatch, model.embed_dim={model.embed_dim} and model.mlp_dim="
-        f"{model.mlp_dim}, which must be multiples of {mosaic_mlp.TILE}, {mosaic_mlp.STEP} and {mosaic_mlp.COLUMNS}":
-            not mosaic_mlp.fits(tokens, model.mlp_dim, model.embed_dim)}
-    return [reason for reason, holds in wrong.items() if holds]

@@ -10,7 +10,8 @@ import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from meshtrain import assembly, config, pattern
+from meshtrain import config, design, pattern
+from meshtrain.choices.setting import Setting
 from meshtrain.config import Run
 from meshtrain.model import transformer
 from meshtrain.names import AXES
@@ -193,14 +194,17 @@ class _Choices:
                 and cell["longest"] in (OFF, *axes))
 
     def accepted(self, cell: Cell) -> bool:
-        """Return whether the program accepts a cell, as `assembly.refusals` would, with a model that is built once."""
+        """Return whether the program accepts a cell, as `design.refusals` would, with a model that is built once."""
         key = tuple(cell.values())
         if key not in self.taken:
             run, path = run_of(self.run, cell), cell["rules"]
             sizes = {axis: getattr(run.mesh, axis) for axis in AXES}
-            self.taken[key] = not config.problems(run) and not assembly.lay_out(
-                run, sizes, self.rules[path], self.model, "cpu")[2]
+            self.taken[key] = not config.problems(run) and not self._layout_faults(run, sizes, self.rules[path])
         return self.taken[key]
+
+    def _layout_faults(self, run: config.Run, sizes: dict[str, int], loaded: rules.Rules) -> list[str]:
+        laid = design.lay_out(run, sizes, loaded, self.model)
+        return laid.faults or design.engine_faults(Setting(run, laid.layout, "cpu", installed=False), self.model)
 
     def _choices(self, wanted: tuple) -> dict[str, str]:
         """Return a pair of `pair` as factor -> value. "True" becomes a value that has an effect, "False" one that has

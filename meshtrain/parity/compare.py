@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from meshtrain import assembly, config
+from meshtrain import assembly, config, design
 from meshtrain.cost.program import audit
 from meshtrain.model import params as params_of
 from meshtrain.names import AXES, CHOSEN, NO_TARGET, PADDING, REJECTED
@@ -291,5 +291,5 @@ def _answers(batch: dict, rng: np.random.Generator) -> dict:
 
 def accepted(run: config.Run) -> None:
     """Check that the program accepts the run. Raises: ConfigError with the reasons if not."""
-    if faults := assembly.refusals(run, "cpu", None):
+    if faults := design.refusals(run, "cpu", None):
         raise config.ConfigError(*faults)

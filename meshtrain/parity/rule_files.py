@@ -5,7 +5,7 @@ the missing line. What looks intended becomes a note.
 """
 from __future__ import annotations
 
-from meshtrain import assembly, config
+from meshtrain import config, design
 from meshtrain.config import Run
 from meshtrain.model import transformer
 from meshtrain.names import AXES
@@ -29,7 +29,7 @@ def checked(small: Run, path: str) -> tuple[list[str], list[str]]:
         sizes = dict.fromkeys(AXES, 1) | {axis: 2}
         run = small.replaced(mesh=sizes, sharding={"rules": path})
         run = run.model_copy(update=dict(pipeline=config.Pipeline(), context=config.Context()))
-        _, _, faults = assembly.lay_out(run, sizes, loaded, model)
+        faults = design.lay_out(run, sizes, loaded, model).faults
         if axis == "stage" and not objective.of_run(small).pipelined:
             continue
         _, partly = rules.unsplit(rules.Layout(loaded, sizes), model.products())
@@ -42,7 +42,7 @@ def _unnamed(small: Run, loaded: rules.Rules, model, used: set[str]) -> list[str
     """Return a line for each logical axis of the model that no table names although ddp shards it, which every shipped
     rule file extends."""
     usual = rules.load(shipped("sharding_rules/ddp.toml"))
-    tensors = assembly.tensors(small, model, rules.Layout(loaded, dict.fromkeys(AXES, 1)))
+    tensors = design.tensors(small, model, rules.Layout(loaded, dict.fromkeys(AXES, 1)))
     found = []
     for logical in dict.fromkeys(name for tensor in tensors for name in tensor.axes if name):
         named = any(loaded.mesh_axes(table, logical) for table in rules.TABLES)

@@ -10,7 +10,6 @@ Source: arXiv:1910.02054 (ZeRO).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import hardware, scopes
 from meshtrain.config.sections import Run
-from meshtrain.model import float8, mlp, params, transformer
+from meshtrain.model import float8, params, transformer
 from meshtrain.model.layers import Engines, Execution, Numerics
 from meshtrain.model.loss import with_balance_loss
 from meshtrain.model.parts import Inputs
@@ -29,7 +28,6 @@ from meshtrain.model.stats import LayerStats, Normalizers
 from meshtrain.model.transformer import Transformer, without_layers
 from meshtrain.names import NO_TARGET
 from meshtrain.parallel.context import attention
-from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline.schedules import Schedule
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import automatic_axes, by_gloo, on_shards
@@ -63,9 +61,9 @@ class StepSpec:
         return objective.of_run(self.run)
 
 
-def step_spec(run: Run, model: Transformer, layout: Layout, mesh, attend: Callable, recurrence,
+def step_spec(run: Run, model: Transformer, layout: Layout, mesh, engines: Engines,
               schedule: Schedule | None) -> StepSpec:
-    """Build the StepSpec of a run. attend, recurrence: of `Engines`.
+    """Build the StepSpec of a run.
 
     A pipeline sums gradients after its loop, whatever [grads] says. [grads] then shards the sums.
     """
@@ -76,8 +74,6 @@ def step_spec(run: Run, model: Transformer, layout: Layout, mesh, attend: Callab
     platform, gpu = device.platform, hardware.from_device_kind(device.device_kind)
     precision = float8.precision(platform) if run.model.matmul_dtype == "float8" else None
     numerics = Numerics(jnp.dtype(run.model.compute_dtype), training.remat, precision)
-    engines = Engines(attend, dispatch.choose(run, layout, platform, gpu), mlp.choose(run, layout, platform, gpu),
-                      recurrence, by_kernels=hardware.runs_kernels(gpu))
     ex = Execution(layout, numerics, engines, in_order=not schedule and by_gloo(mesh), bounds=qk_clip.bounds(run))
 
     def placed(dims: int) -> NamedSharding:

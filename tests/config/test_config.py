@@ -467,10 +467,10 @@ def test_bytes_under_a_large_vocabulary_are_told():
         assert config.notes(config.load(sound)) == []
     (unread,) = config.notes(config.load(["--data.cache", "elsewhere"]))
     assert unread.startswith('data.cache="elsewhere" has no effect here')
-    from meshtrain import assembly
+    from meshtrain import design
     from meshtrain.sharding.mesh import MeshSpec
 
-    assert told in assembly.design(config.load(["configs/llama3-8b.toml"]), MeshSpec({"fsdp": 8}), "gpu", None).notes
+    assert told in design.make(config.load(["configs/llama3-8b.toml"]), MeshSpec({"fsdp": 8}), "gpu", None).notes
 
 
 @pytest.mark.parametrize("path", [path for path in RUN_FILES if path.stem.startswith("llama")],

@@ -13,7 +13,7 @@ import pytest
 import sampling
 from commands import limited
 
-from meshtrain import assembly, config
+from meshtrain import config, design
 from meshtrain.config.messages import toml
 from meshtrain.sharding.mesh import MeshSpec
 
@@ -115,7 +115,7 @@ def judged(argv) -> str:
         if count > 4096:        # no machine has them: the doors refuse by the devices that there are
             config.mesh_sizes(run, 8)
         sizes = config.mesh_sizes(run, count)
-        assembly.design(run, MeshSpec(sizes, run.mesh.placement), "cpu", None)
+        design.make(run, MeshSpec(sizes, run.mesh.placement), "cpu", None)
     except config.ConfigError as error:
         assert error.messages and all(message.strip() for message in error.messages)
         text = str(error)

@@ -19,7 +19,7 @@ LONG = [("interleaved", 4, 64, 4), ("1f1b", 4, 64, 1), ("gpipe", 4, 64, 1), ("ze
 def drawn(schedule, costs=COSTS, memory_bytes=3 * GIB) -> str:
     """As `inspect --schedule` writes it."""
     outcome = simulate.simulate(schedule, costs)
-    told = chart.as_json(simulate.Choice(schedule, outcome, memory_bytes, True, "asked for"))
+    told = chart.as_json(simulate.ChosenSchedule(schedule, outcome, memory_bytes, True, "asked for"))
     return skin.alone(pictures.schedule(told, chart.title(schedule, outcome, memory_bytes))) + "\n"
 
 
@@ -48,7 +48,7 @@ def test_the_boxes_of_a_picture_are_as_many_as_ops_and_losses():
 @pytest.mark.parametrize("name, p, m, v", [("zero_bubble", 2, 4, 1), ("interleaved", 2, 4, 2), *LONG])
 def test_a_schedule_as_json_has_every_op_of_its_lines_once_and_names_what_repeats(name, p, m, v):
     schedule = schedules.make(name, p, m, v)
-    told = chart.as_json(simulate.Choice(schedule, simulate.simulate(schedule, COSTS), GIB, True, "asked for"))
+    told = chart.as_json(simulate.ChosenSchedule(schedule, simulate.simulate(schedule, COSTS), GIB, True, "asked for"))
     ops = [tuple(op) for line in told["lines"] for op in line["ops"]
            if op[1] != "loss" and line["begin"] <= op[4] and op[5] <= line["end"]]
     assert len(set(ops)) == len(ops) <= chart.MOST_OPS and (len(told["lines"]) == 1) == (m == 4)

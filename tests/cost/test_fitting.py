@@ -1,7 +1,7 @@
 """What does not fit: exit code 3, and the change with which it fits."""
 import pytest
 
-from meshtrain import assembly, config, hardware
+from meshtrain import config, design, hardware
 from meshtrain.commands import inspect, plan
 from meshtrain.inspection import fitting, topologies
 from meshtrain.cost.formulas import footprint
@@ -9,10 +9,10 @@ from meshtrain.cost.formulas import footprint
 LLAMA = "configs/llama3-8b.toml"
 
 
-def design(topology: str, *words: str) -> tuple[assembly.Design, hardware.Gpu, int]:
+def designed(topology: str, *words: str) -> tuple[design.Design, hardware.Gpu, int]:
     """(design, GPU, bytes of a GPU by the formulas)."""
     run, spec, platform, gpu = topologies.resolve_layout(config.load([LLAMA, *words]), topology)
-    made = assembly.design(run, spec, platform, gpu)
+    made = design.make(run, spec, platform, gpu)
     return made, gpu, footprint.memory(made.placed, fitting.options_of(made, gpu, fitting.rates_of(gpu)))["total"]
 
 
@@ -21,15 +21,15 @@ def design(topology: str, *words: str) -> tuple[assembly.Design, hardware.Gpu, i
     ("h100:64", ("--training.microbatches", "1", "--training.remat", "none"), {"training.remat": "selective"}),
     ("h100:8", ("--training.microbatches", "1", "--training.remat", "none"), {"training.microbatches": "8"})])
 def test_the_remedy_fits_by_the_formulas(topology, words, keys):
-    made, gpu, held = design(topology, *words)
+    made, gpu, held = designed(topology, *words)
     told = fitting.remedy(made, gpu, max(held, hardware.usable_bytes(gpu) + 1))
     assert told.startswith(" with ".join(f"{key}={value}" for key, value in keys.items()) + " fits: ")
-    *_, changed = design(topology, *words, *[word for key, value in keys.items() for word in (f"--{key}", value)])
+    *_, changed = designed(topology, *words, *[word for key, value in keys.items() for word in (f"--{key}", value)])
     assert changed <= hardware.usable_bytes(gpu)
 
 
 def test_a_step_that_is_far_larger_than_the_formulas_has_no_remedy_by_them():
-    made, gpu, held = design("h100:8")
+    made, gpu, held = designed("h100:8")
     assert fitting.remedy(made, gpu, 1000 * held) == ""
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshtrain import assembly, config
+from meshtrain import config, design
 from meshtrain.commands import plan
 from meshtrain import hardware
 from meshtrain.cost.formulas import footprint
@@ -53,8 +53,8 @@ def test_every_plan_is_a_run_file_that_loads(words, tmp_path):
         again = config.load([str(path)])
         sizes = config.mesh_sizes(again, asked.num_gpus)
         assert sizes == dict(one.sizes) and again.training.microbatches == one.options.microbatches
-        layout, _, faults = assembly.lay_out(again, sizes, one.rules, model)
-        assert faults == [] and one.price.memory_bytes["total"] <= asked.usable_bytes
+        laid = design.lay_out(again, sizes, one.rules, model)
+        assert laid.faults == [] and one.price.memory_bytes["total"] <= asked.usable_bytes
 
 
 def test_a_run_that_is_meant_for_more_devices_is_planned_for_those_that_are_asked(tmp_path):
@@ -73,8 +73,8 @@ def test_the_best_pipeline_is_designed_as_it_was_priced(tmp_path):
     assert (code, err) == (0, "written: best.toml\n")
     run = config.load(["best.toml"])
     mesh = MeshSpec(config.mesh_sizes(run, 64), run.mesh.placement)
-    design = assembly.design(run, mesh, "gpu", hardware.get("h100"))
-    assert design.choice.fits and design.choice.schedule.name == run.pipeline.schedule
+    made = design.make(run, mesh, "gpu", hardware.get("h100"))
+    assert made.choice.fits and made.choice.schedule.name == run.pipeline.schedule
     code, _, err = call("llama3-70b", "--gpus", 64, "--gpu", "h100", "--write", "best.toml")
     assert code == 2 and "is there already" in err
 
@@ -87,8 +87,8 @@ def test_a_plan_keeps_in_its_slots_what_training_would(remat, schedule, tmp_path
     best = search.search(asked).plans[0]
     slots = footprint.slot_bytes(best.placed, best.options)
     (tmp_path / "best.toml").write_text(plan.run_file(run, best, "best.toml"))
-    design = assembly.design(config.load(["best.toml"]), best.placed.mesh, "gpu", asked.rated.gpu)
-    assert slots == pytest.approx(design.choice.memory_bytes, rel=.01)
+    made = design.make(config.load(["best.toml"]), best.placed.mesh, "gpu", asked.rated.gpu)
+    assert slots == pytest.approx(made.choice.memory_bytes, rel=.01)
 
 
 KEYS = {"mesh", "placement", "rules", "schedule", "chunks", "microbatches", "remat", "context_method", "fits", "reason",
@@ -302,7 +302,7 @@ def taken(run, one: search.Plan, gpu) -> None:
     with open("written.toml", "w") as file:
         file.write(plan.run_file(run, one, "written.toml"))
     again = config.load(["written.toml"])
-    assembly.design(again, MeshSpec(config.mesh_sizes(again, one.placed.mesh.num_devices), again.mesh.placement),
+    design.make(again, MeshSpec(config.mesh_sizes(again, one.placed.mesh.num_devices), again.mesh.placement),
                     "gpu", gpu)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import published
-from meshtrain import assembly
+from meshtrain import design
 from meshtrain.commands import plan
 from meshtrain import hardware
 from meshtrain.config import run_file, shipped
@@ -143,7 +143,7 @@ def test_auto_takes_the_schedule_that_the_planner_prices_lowest():
     open_run = open_run.model_copy(update={"pipeline": open_run.pipeline.model_copy(update={"schedule": "auto"}),
                                            "sharding": open_run.sharding.model_copy(
                                                update={"rules": str(shipped(best.rules.path))})})
-    choice = assembly.design(open_run, best.placed.mesh, "gpu", hardware.get("h200")).choice
+    choice = design.make(open_run, best.placed.mesh, "gpu", hardware.get("h200")).choice
     assert (choice.schedule.name, choice.schedule.num_chunks) == (best.options.schedule, best.options.chunks)
 
 

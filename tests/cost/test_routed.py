@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from meshtrain import assembly, config
+from meshtrain import config, design
 from meshtrain.commands import plan
 from meshtrain.cost.formulas import routed, traffic
 from meshtrain.cost.formulas.options import Options
@@ -115,7 +115,7 @@ def test_plans_of_experts_are_run_files_that_load_with_every_kind_of_layout_amon
         path = tmp_path / f"{k}.toml"
         path.write_text(plan.run_file(run, one, str(path)))
         again = config.load([str(path)])
-        assert assembly.lay_out(again, config.mesh_sizes(again, 16), one.rules, model)[2] == []
+        assert design.lay_out(again, config.mesh_sizes(again, 16), one.rules, model).faults == []
 
 
 @pytest.mark.parametrize("words", [

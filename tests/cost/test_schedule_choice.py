@@ -12,7 +12,7 @@ import parity
 import pytest
 import sampling
 
-from meshtrain import assembly, config, train
+from meshtrain import assembly, config, design, train
 from meshtrain.commands import inspect
 from meshtrain import hardware
 from meshtrain.cost.formulas import footprint
@@ -34,8 +34,8 @@ def in_a_directory_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def design(rule: str, mesh: dict, *args, gpu=None, **kwargs) -> assembly.Design:
-    return assembly.design(run_of(rule, mesh, *args, **kwargs), MeshSpec(mesh), "gpu" if gpu else "cpu", gpu)
+def designed(rule: str, mesh: dict, *args, gpu=None, **kwargs) -> design.Design:
+    return design.make(run_of(rule, mesh, *args, **kwargs), MeshSpec(mesh), "gpu" if gpu else "cpu", gpu)
 
 
 def carried(step) -> int:
@@ -61,7 +61,7 @@ def test_auto_trains_the_cheapest_table_and_the_notes_say_so():
 
 def test_auto_takes_what_fits_into_the_gpus_memory():
     """A little less memory than the step of the first choice needs."""
-    of = lambda gpu: design("ddp", dict(stage=4), "auto", training=dict(remat="full"), gpu=gpu).choice
+    of = lambda gpu: designed("ddp", dict(stage=4), "auto", training=dict(remat="full"), gpu=gpu).choice
     free = of(GPU)
     assert free.fits is None
     run, mesh_spec = run_of("ddp", dict(stage=4), "auto", training=dict(remat="full")), MeshSpec(dict(stage=4))
@@ -77,14 +77,14 @@ def test_auto_takes_what_fits_into_the_gpus_memory():
     assert f"{free.schedule.name}" in tight.why and "needs" in tight.why
     nothing = of(dataclasses.replace(GPU, hbm_bytes=1))
     assert nothing.fits is False and "none of" in nothing.why
-    asked = assembly.design(run_of("ddp", dict(stage=4), "gpipe"), mesh_spec, "gpu",
+    asked = design.make(run_of("ddp", dict(stage=4), "gpipe"), mesh_spec, "gpu",
                             dataclasses.replace(GPU, hbm_bytes=1))
     assert "as requested; it does not fit into 0.00 MiB" in asked.choice.why
 
 
 def test_auto_chooses_the_same_again():
     """Nothing but the run and the name of the GPU goes in: not time, not the order of a set."""
-    choices = [design("zero3", dict(stage=4, fsdp=2, tensor=2), "auto", gpu=hardware.get("h100")).choice
+    choices = [designed("zero3", dict(stage=4, fsdp=2, tensor=2), "auto", gpu=hardware.get("h100")).choice
                for _ in range(2)]
     assert choices[0].why == choices[1].why and choices[0].memory_bytes == choices[1].memory_bytes
 
@@ -94,13 +94,13 @@ def test_auto_chooses_the_same_again():
                         "6 layers do not divide"]),
     (4, 1, [])])  # fmt: skip
 def test_auto_takes_chunks_only_where_no_layers_are_added_for_them(layers, chunks, notes):
-    made = design("ddp", dict(stage=4), "auto", model=dict(num_layers=layers))
+    made = designed("ddp", dict(stage=4), "auto", model=dict(num_layers=layers))
     assert made.choice.schedule.num_chunks == chunks
     assert len(made.notes) == 1 + len(notes) and all(part in note for part, note in zip(notes, made.notes[1:]))
 
 
 def test_auto_with_chunks_takes_just_those():
-    assert design("ddp", dict(stage=2), "auto", chunks=2).choice.schedule.num_chunks == 2
+    assert designed("ddp", dict(stage=2), "auto", chunks=2).choice.schedule.num_chunks == 2
 
 
 # ---- what a microbatch leaves ----------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def told_by_the_run_file() -> tuple[int, int]:
 def test_the_shipped_pipeline_fits_and_its_model_says_what_its_run_file_says():
     run = config.load(["configs/llama3-70b-pipeline.toml"])
     mesh_spec = MeshSpec(config.mesh_sizes(run, 64), run.mesh.placement)
-    choice = assembly.design(run, mesh_spec, "gpu", hardware.get("h100")).choice
+    choice = design.make(run, mesh_spec, "gpu", hardware.get("h100")).choice
     assert choice.fits and round(choice.memory_bytes / 2**30) == told_by_the_run_file()[1], choice.why
 
 

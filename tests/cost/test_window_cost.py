@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import test_roofline
 
-from meshtrain import assembly, config
+from meshtrain import config, design
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import flops, rates
 from meshtrain.cost.formulas.place import place
@@ -106,6 +106,6 @@ def test_stages_are_priced_by_whole_periods():
                      sharding=dict(rules="sharding_rules/ddp.toml"), data=dict(seq_len=256, global_batch=4),
                      training=dict(microbatches=4))
     spec = MeshSpec(dict(stage=2))
-    made = assembly.design(run, spec, "cpu", None)
+    made = design.make(run, spec, "cpu", None)
     placed = place(made.model.parameters(), run.model, made.layout, spec)
     assert placed.layer.depth == 8 and any("padded with 6 identity layers" in note for note in made.notes)

@@ -17,11 +17,12 @@ import pytest
 import sampling
 
 from meshtrain import assembly, config
+from meshtrain.choices import experts as choices
+from meshtrain.choices.setting import Choice, Setting
 from meshtrain.cost.program import audit, compile, hlo, roofline
 from meshtrain.inspection import formula_vs_compiled, memory
 from meshtrain.kernels import mosaic, pallas
 from meshtrain.model import parts
-from meshtrain.parallel.experts import dispatch
 from meshtrain.parallel.pipeline import schedules
 
 needs_compiler = pytest.mark.skipif(
@@ -111,10 +112,18 @@ MODELS = {
 }
 CORE = ("dense zero3 data2 fsdp8 tensor4", "dense zero3 fsdp64 selective", "staged zero1 stage4 fsdp16 1f1b",
         "routed zero3_experts_fsdp data8 fsdp8")
+
+
+def without_spare(setting: Setting, choose=choices.choose) -> Choice:
+    """Choose experts whose buffers have no rows to spare."""
+    chosen = choose(setting)
+    return dataclasses.replace(chosen, value=dataclasses.replace(chosen.value, capacity_factor=1.0))
+
+
 # What a step is traced with, by word: (module, name, value).
 PATCHES = {
     "in_parts": (parts, "MIN_TOKENS", DENSE.seq_len),
-    "even": (dispatch, "choose", lambda *args, of=dispatch.choose: dataclasses.replace(of(*args), capacity_factor=1.0)),
+    "even": (choices, "choose", without_spare),
 }
 # word -> (section, key, how its value is read from the groups of the match)
 WORDS: dict[str, Callable[..., dict]] = {

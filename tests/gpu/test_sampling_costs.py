@@ -10,7 +10,7 @@ from commands import call, home, in_a_directory_of_its_own  # noqa: F401
 from jax.sharding import PartitionSpec as P
 from test_weight_sync import BY_FSDP, EXPERTS, MODEL, assembled
 
-from meshtrain import assembly, config, hardware, trained
+from meshtrain import config, design, hardware, trained
 from meshtrain.commands import inspect, plan
 from meshtrain.cost.formulas import decode, traffic
 from meshtrain.cost.formulas.assumptions import Assumptions
@@ -35,7 +35,7 @@ def priced(preset: str, slots: int, room: int, **mesh) -> decode.Sampling:
     run, _ = config.resolve({"model": {"preset": preset}}, [], ("model.",), "")
     run = run.replaced(mesh=mesh, data=dict(global_batch=64, seq_len=room),
                        sharding=dict(rules=str(shipped("sharding_rules/zero3.toml"))))
-    made = assembly.design(run, MeshSpec(mesh), "gpu", hardware.get("h100"))
+    made = design.make(run, MeshSpec(mesh), "gpu", hardware.get("h100"))
     read = placement.beside(made.model, made.layout)
     placed = place(made.model.parameters(), run.model, read, made.mesh_spec)
     return decode.Sampling(placed, made.layout, slots, room, functools.partial(cache.places, room=room))

@@ -12,7 +12,9 @@ from gpu_programs import kernels, needs_compiler
 from jax.sharding import PartitionSpec as P
 from test_context import laid_out
 
-from meshtrain import assembly, config
+from meshtrain import assembly, config, hardware
+from meshtrain.choices import attention as choices
+from meshtrain.choices.setting import Setting
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import rates
 from meshtrain.cost.program import compile
@@ -41,9 +43,9 @@ def asked_for(model={}, data={}, training={}, table=SPLIT_ALIKE, sizes={}):
 def chosen(model={}, data={}, training={}, platform="gpu", gpu="h100", table=SPLIT_ALIKE, sizes={}) -> tuple[str, str]:
     """(name of the engine, note)."""
     run, layout = asked_for(model, data, training, table, sizes)
-    attend, note = attention.choose(run, layout, platform, gpu)
-    made_in = attend.engine_of(run.model.head_dim, attention.value_dim(run.model), Scores()).forward
-    return getattr(made_in, "func", made_in).__module__.rpartition(".")[2], note
+    choice = choices.choose(Setting(run, layout, platform, hardware.GPUS.get(gpu)))
+    made_in = choice.value.engine_of(run.model.head_dim, attention.value_dim(run.model), Scores()).forward
+    return getattr(made_in, "func", made_in).__module__.rpartition(".")[2], "\n".join(choice.why)
 
 
 WHOLE = dict(document_mask=False)
@@ -52,8 +54,8 @@ WHOLE = dict(document_mask=False)
 @pytest.fixture
 def with_cudnn(monkeypatch):
     """And with a jax in which no GPU has compared Mosaic's kernels, wherever a plan is made."""
-    monkeypatch.setattr(attention, "_has_cudnn", lambda: True)
-    monkeypatch.setattr(attention, "AUTO", [name for name in attention.AUTO if name != "mosaic"])
+    monkeypatch.setattr(choices, "_has_cudnn", lambda: True)
+    monkeypatch.setattr(choices, "AUTO", [name for name in choices.AUTO if name != "mosaic"])
 
 
 @pytest.mark.parametrize("expected, asked", [
@@ -101,7 +103,7 @@ def test_packed_rows_take_pallas_whole_rows_cudnn_and_others_blocks(expected, as
     ("blockwise", dict(model=dict(compute_dtype="float32"))), ("pallas", dict(model=dict(attention="pallas")))])
 def test_on_hopper_packed_rows_take_mosaic_where_a_gpu_has_compared_it(expected, asked, monkeypatch):
     """And are priced by it where an older jax makes the plan."""
-    monkeypatch.setattr(attention, "_has_cudnn", lambda: True)
+    monkeypatch.setattr(choices, "_has_cudnn", lambda: True)
     monkeypatch.setattr(mosaic, "AUTO_SINCE", (0, 0))
     assert chosen(**asked)[0] == expected
     run, layout = asked_for(**{key: value for key, value in asked.items() if key != "gpu"})
@@ -159,10 +161,9 @@ def test_key_heads_that_lie_otherwise_than_query_heads_are_refused_where_sequenc
     table = rules.parse('[activations]\nheads = "tensor"\nseq = "context"\nresidual_seq = "context"\n')
     layout = rules.Layout(table, {axis: 1 for axis in ("data", "fsdp", "stage")} | dict(tensor=2, context=2))
     run = config.Run(model=dict(num_heads=4, num_kv_heads=2), data=dict(seq_len=64))
-    (fault,) = attention.problems(run, layout)
+    (fault,) = choices.problems(run, layout)
     assert "heads = ['tensor'] and kv_heads = []" in fault
-    assert attention.problems(run.replaced(model={"num_kv_heads": 1}),
-                              layout) == []
+    assert choices.problems(run.replaced(model={"num_kv_heads": 1}), layout) == []
 
 
 def test_a_run_chooses_an_engine_for_each_width_and_score():

@@ -14,6 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_resources import check_mosaic
 
 from meshtrain import config, hardware
+from meshtrain.choices import mlp as choices
+from meshtrain.choices.setting import Choice, Setting
 
 from meshtrain.cost.program import compile, hlo, work
 from meshtrain.kernels import mosaic_mlp
@@ -131,7 +133,7 @@ def test_over_devices_a_step_computes_what_one_device_computes_without_them(layo
     calls = []
     for name, plain in (("forward", plain_forward), ("backward", plain_backward)):
         monkeypatch.setattr(mosaic_mlp, name, lambda *args, of=plain: calls.append(of) or of(*args))
-    monkeypatch.setattr(accumulate.mlp, "choose", lambda *_: mlp.FusedMLP("swiglu", 1))
+    monkeypatch.setattr(choices, "choose", lambda _: Choice(mlp.FusedMLP("swiglu", 1)))
     monkeypatch.setattr(accumulate, "StepSpec", lambda *args, **given: StepSpec(*args, **given | {"in_place": True}))
     parity.check_equal(parity.compiled(run))
     assert {*calls} == {plain_forward, plain_backward}
@@ -141,7 +143,8 @@ def chosen(gpu="h100", mesh=None, lora=None, **model):
     run = config.Run(mesh=mesh or {}, lora=lora or {}, data=dict(seq_len=256, global_batch=8),
                      model=dict(vocab_size=256, embed_dim=64, num_layers=2, num_heads=2, mlp_dim=256, mlp="mosaic") | model)
     loaded = rules.load(str(ROOT / "sharding_rules/tensor.toml"))
-    return mlp.choose(run, Layout(loaded, dict.fromkeys(AXES, 1) | (mesh or {})), "gpu", hardware.GPUS.get(gpu))
+    layout = Layout(loaded, dict.fromkeys(AXES, 1) | (mesh or {}))
+    return choices.choose(Setting(run, layout, "gpu", hardware.GPUS.get(gpu))).value
 
 
 @pytest.mark.parametrize("given, words", [
@@ -161,7 +164,7 @@ def test_they_are_taken_where_they_are_asked_for(monkeypatch):
     assert chosen() == mlp.FusedMLP("swiglu", hardware.GPUS["h100"].num_sms)
     assert chosen(gpu="h200", activation="geglu").activation == "geglu"
     assert chosen(mlp="xla", gpu="a100-80gb") is None and chosen(mlp="auto") is None, "no GPU has compared them"
-    monkeypatch.setattr(mlp, "AUTO", "mosaic")
+    monkeypatch.setattr(choices, "AUTO", "mosaic")
     assert chosen(mlp="auto") == chosen() and chosen(mlp="auto", mlp_bias=True) is None
 
 

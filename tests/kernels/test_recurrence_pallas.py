@@ -13,11 +13,12 @@ from kernel_resources import compile_dumped, used
 from test_context import laid_out
 
 from meshtrain import config, hardware
+from meshtrain.choices import recurrence as choices
+from meshtrain.choices.setting import Setting
 from meshtrain.cost.formulas import rates
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.program import compile, roofline
 from meshtrain.kernels import recurrence, recurrence_blocks, recurrence_pallas
-from meshtrain.parallel.context import recurrence as linear
 from meshtrain.sharding.mesh import MeshSpec
 
 slow = partial(pytest.param, marks=sampling.GRID)
@@ -72,10 +73,11 @@ def test_kernels_compiled_for_a_gpu_spill_little_fit_its_shared_memory_and_are_p
 
 def test_kernels_are_chosen_where_they_are_compiled_for_and_the_reason_is_said_elsewhere():
     run, (_, layout) = config.Run(model=dict(mixers="G", compute_dtype="bfloat16")), laid_out({})
-    engine = lambda *args: linear.choose(*args).recur.args[0].engine
-    assert engine(run, layout, "cuda", "h100").func is recurrence_pallas.engine().func
-    assert "Pallas" in linear.choose(config.Run(model=dict(mixers="K", compute_dtype="bfloat16")), layout, "cuda",
-                                     "b200").note
+    chosen = lambda run, platform, gpu: choices.choose(Setting(run, layout, platform, hardware.GPUS.get(gpu)))
+    engine = lambda *args: chosen(*args).value.recur.args[0].engine
+    assert engine(run, "cuda", "h100").func is recurrence_pallas.engine().func
+    (line,) = chosen(config.Run(model=dict(mixers="K", compute_dtype="bfloat16")), "cuda", "b200").why
+    assert "Pallas" in line
     for platform, gpu, said in (("cpu", "", ""), ("cuda", "a100-80gb", "a100-80gb"), ("cuda", "", "not in the table")):
-        assert engine(run, layout, platform, gpu) is recurrence.recurrence
-        assert said in linear.choose(run, layout, platform, gpu).note
+        assert engine(run, platform, gpu) is recurrence.recurrence
+        assert said in "".join(chosen(run, platform, gpu).why)

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from test_layouts import RULES, run_of
 
 from meshtrain import assembly, config
+from meshtrain.choices import attention as choices
+from meshtrain.choices.setting import Setting
 from meshtrain.cost.program import audit
-from meshtrain.parallel.context import attention, zigzag
+from meshtrain.parallel.context import zigzag
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
 
@@ -93,7 +95,7 @@ def test_ring_computes_at_most_six_tenths_of_full_attention(cp):
     B, T, N, K, H = 1, 4096, 8, 4, 16
     mesh, layout = laid_out({"context": cp})
     run = run_of("ddp", dict(context=cp)).replaced(data=dict(seq_len=T, global_batch=B))
-    attend = partial(attention.choose(run, layout, "cpu")[0], layout)
+    attend = partial(choices.choose(Setting(run, layout, "cpu")).value, layout)
     q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.float32) for n in (N, K))
     segments = jax.ShapeDtypeStruct((B, T), jnp.int32)
 

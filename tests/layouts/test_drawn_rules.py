@@ -12,7 +12,7 @@ import pytest
 import sampling
 from drawn_rules import MODELS, draw, outcome
 
-from meshtrain import assembly, config
+from meshtrain import config, design
 from meshtrain.sharding import rules
 from meshtrain.shipped import names, shipped
 
@@ -88,7 +88,7 @@ def test_only_context_splits_sequences(text, mesh, tmp_path):
     run = config.Run(mesh=mesh, sharding=dict(rules=str(tmp_path / "rules.toml")), model=MODELS["dense"]["model"],
                      data=dict(seq_len=24, global_batch=24), training=dict(microbatches=2))
     with pytest.raises(config.ConfigError) as refused:
-        assembly.design(run, _spec(mesh), "cpu", None)
+        design.make(run, _spec(mesh), "cpu", None)
     (message,) = [message for message in refused.value.messages if "only context splits sequences" in message]
     assert 'write seq = "context" and give mesh.context these devices' in message
 

@@ -10,10 +10,12 @@ from sampling import GRID
 
 import experts
 from meshtrain import assembly, config
+from meshtrain.choices import experts as choices
+from meshtrain.choices.setting import Choice, Setting
 from meshtrain.cost.formulas import flops
 from meshtrain.model import moe, transformer
-from meshtrain.parallel.experts import all_to_all, dispatch
-from meshtrain.training import accumulate, optimizer
+from meshtrain.parallel.experts import all_to_all
+from meshtrain.training import optimizer
 
 V, T, SEQUENCES = 61, 16, 16
 MODEL = dict(vocab_size=V, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
@@ -256,8 +258,12 @@ def test_pipelines_compute_what_one_device_does(tmp_path, name, leaning, dispatc
 @pytest.mark.parametrize("spare, leaning", [(0.3, "all to two"), pytest.param(1.0, "", marks=GRID),
                                             pytest.param(0.3, "", marks=GRID)])
 def test_a_buffer_that_is_too_small_takes_more_rounds(tmp_path, monkeypatch, spare, leaning):
-    chosen = dispatch.choose
-    monkeypatch.setattr(accumulate.dispatch, "choose", lambda *args: dataclasses.replace(chosen(*args), capacity_factor=spare))
+    choose = choices.choose
+
+    def choose_with_spare(setting: Setting) -> Choice:
+        chosen = choose(setting)
+        return dataclasses.replace(chosen, value=dataclasses.replace(chosen.value, capacity_factor=spare))
+    monkeypatch.setattr(choices, "choose", choose_with_spare)
     check(tmp_path, "expert over fsdp", leaning=leaning)
 
 

@@ -11,12 +11,13 @@ from sampling import GRID
 
 import experts
 import test_experts
-from meshtrain import assembly, config
+from meshtrain import assembly, config, design
+from meshtrain.choices import experts as choices
+from meshtrain.choices.setting import Choice, Setting
 from meshtrain.names import AXES, NO_TARGET
 from meshtrain.parallel.experts import all_to_all, dispatch
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding.mesh import MeshSpec
-from meshtrain.training import accumulate
 
 EXPERT_AXES = ([], ["fsdp"], ["data"], ["tensor"], ["fsdp", "tensor"], ["tensor", "fsdp"],
                ["data", "fsdp"], ["context"], ["context", "fsdp"])
@@ -84,7 +85,7 @@ def sound(rng, path) -> config.Run:
             run = drawn(rng, path)
             # Bytes as data would ask for a larger vocabulary; the batch here is made of numbers.
             if not [one for one in config.problems(run) if "data.source" not in one]:
-                assembly.design(run, MeshSpec({axis: getattr(run.mesh, axis) for axis in AXES}, run.mesh.placement),
+                design.make(run, MeshSpec({axis: getattr(run.mesh, axis) for axis in AXES}, run.mesh.placement),
                                 "cpu", None)
                 return run
         except config.ConfigError:
@@ -110,9 +111,12 @@ def packed(run: config.Run, rng) -> dict:
 def test_random_experts_on_random_layouts_compute_what_a_loop_over_experts_does(number, tmp_path, monkeypatch):
     rng = random.Random(number)
     run = sound(rng, tmp_path / "rules.toml")
-    monkeypatch.setattr(accumulate.dispatch, "choose", lambda *args, made=dispatch.choose,
-                        spare=rng.choice((dispatch.CAPACITY_FACTOR, 0.3)):
-                        dataclasses.replace(made(*args), capacity_factor=spare))
+    choose, spare = choices.choose, rng.choice((dispatch.CAPACITY_FACTOR, 0.3))
+
+    def choose_with_spare(setting: Setting) -> Choice:
+        chosen = choose(setting)
+        return dataclasses.replace(chosen, value=dataclasses.replace(chosen.value, capacity_factor=spare))
+    monkeypatch.setattr(choices, "choose", choose_with_spare)
     monkeypatch.setattr(all_to_all, "CAPACITY_FACTOR", rng.choice((all_to_all.CAPACITY_FACTOR, 0.3)))
     batch, dumped = packed(run, np.random.default_rng(number)), run.model_dump()
     monkeypatch.setattr(test_experts, "batch", lambda: batch)

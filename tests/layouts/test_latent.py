@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from test_context import laid_out
 
 from meshtrain import config
+from meshtrain.choices import attention as choices
 from meshtrain.cost.program import audit
 from meshtrain.inference import cache
 from meshtrain.kernels import blockwise, pallas
@@ -257,7 +258,7 @@ def test_devices_send_latents_and_no_heads():
 
 def test_a_window_over_split_latents_is_refused_where_it_is_not_computed():
     model = WHOLE | dict(mixers="W", window=5)
-    fault = lambda method, window: attention.problems(
+    fault = lambda method, window: choices.problems(
         config.Run(mesh=dict(context=2), model=model | dict(window=window), data=dict(seq_len=16),
                    context=dict(method=method)), laid_out(dict(context=2))[1])
     (said,) = fault("ring", 5)

@@ -14,13 +14,13 @@ import sampling
 
 from meshtrain import config
 from meshtrain import pattern
+from meshtrain.choices import stages
 from meshtrain.kernels import blockwise
 from meshtrain.model import params, transformer
 from meshtrain.model.layers import MLP, Attention, Engines, Execution, Layer, Numerics
 from meshtrain.model.stats import AUX_LOSS, LayerStats
 from meshtrain.names import AXES, LAYERS
 from meshtrain.parallel.context import attention
-from meshtrain.parallel.pipeline import stages
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import Layout
 from meshtrain.training import optimizer

@@ -14,6 +14,8 @@ from test_context import laid_out
 from test_recurrence import ENGINES
 
 from meshtrain import config
+from meshtrain.choices import recurrence
+from meshtrain.choices.setting import Setting
 from meshtrain.parallel.context import attention
 from meshtrain.parallel.context import recurrence as linear
 
@@ -24,7 +26,7 @@ MESHES = {"context 2": dict(context=2), "context 4, tensor 2": dict(context=4, t
 
 def chosen(method: str, layout) -> linear.LinearAttention:
     run = config.Run(model=dict(mixers="G"), context=dict(method=method))
-    return linear.choose(run, layout, "cpu")
+    return recurrence.choose(Setting(run, layout, "cpu")).value
 
 
 def drawn(kind: str, dtype=jnp.float32):
@@ -118,5 +120,5 @@ def test_saved_states_spare_the_backward_a_repeat_of_the_forwards_gathers():
 def test_what_cannot_be_split_is_said():
     run = config.Run(model=dict(mixers="G"), data=dict(seq_len=16))
     for sizes, said in ((dict(context=8), "use at least 48"), (dict(context=2), "")):
-        faults = linear.problems(run, laid_out(sizes, "ddp")[1])
+        faults = recurrence.problems(run, laid_out(sizes, "ddp")[1])
         assert [said in fault for fault in faults] == [True] * bool(said)

@@ -153,7 +153,7 @@ def test_a_group_over_two_axes_is_told_by_its_hosts_and_cards():
 def test_a_schedule_is_drawn_with_every_op_of_its_lines(name, p, m, v):
     schedule = schedules.make(name, p, m, v)
     outcome = simulate.simulate(schedule, simulate.Costs(loss_s=0.25))
-    found = chart.as_json(simulate.Choice(schedule, outcome, 3 * 2**30, True, "asked for"))
+    found = chart.as_json(simulate.ChosenSchedule(schedule, outcome, 3 * 2**30, True, "asked for"))
     drawn = pictures.schedule(found)
     backgrounds = p * len(found["lines"])
     assert drawn.count("<rect") == backgrounds + sum(len(part["ops"]) for part in found["lines"])

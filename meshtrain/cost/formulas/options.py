@@ -4,8 +4,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from meshtrain import hardware
+from meshtrain.choices import recurrence
+from meshtrain.choices.setting import GPU_PLATFORMS
 from meshtrain.config.sections import Run
-from meshtrain.parallel.context import recurrence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,4 +44,4 @@ class Options:
         recurrences."""
         return cls(run.data.seq_len, run.data.global_batch, run.training.microbatches, run.training.remat,
                    method=run.context.method, loss_chunk=run.training.loss_chunk, dispatch=run.experts.dispatch,
-                   recurrence=recurrence.engine_name(run, gpu), **more)
+                   recurrence=recurrence.engine(run, GPU_PLATFORMS[0], hardware.GPUS.get(gpu)).value, **more)

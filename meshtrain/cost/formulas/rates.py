@@ -11,11 +11,12 @@ import functools
 import math
 
 from meshtrain import hardware, pattern
+from meshtrain.choices import attention
+from meshtrain.choices.setting import GPU_PLATFORMS, Setting
 from meshtrain.config.sections import Run
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import flops
 from meshtrain.cost.formulas.options import Attended
-from meshtrain.parallel.context import attention
 
 TILE = 128 * 256        # elements of the output that one multiprocessor makes at a time, in the largest tiles of cuBLAS
 US = 1e-6
@@ -180,7 +181,8 @@ def attended(run: Run, layout, assumed: Assumptions) -> Attended:
     """Return the attention engine of a run under this layout and the fraction of pairs that it visits. Raises:
     ValueError if the requested engine cannot run here."""
     cfg, length = run.model, run.data.seq_len
-    engine = attention.engine_name(run, layout, assumed.gpu_name)
+    gpu = hardware.GPUS.get(assumed.gpu_name)
+    engine = attention.engine(Setting(run, layout, GPU_PLATFORMS[0], gpu, installed=False)).value
     mixers = sorted({kind.mixer for kind in pattern.kinds(cfg)} & set(pattern.ATTENTION))
     if not run.data.document_mask or engine not in OURS:        # the others mask what they have computed
         return Attended({mixer: flops.attended(cfg, mixer, length) for mixer in mixers}, engine, False)

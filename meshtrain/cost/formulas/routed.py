@@ -9,6 +9,7 @@ import dataclasses
 import math
 
 from meshtrain import pattern
+from meshtrain.choices import experts
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.formulas.sizes import GATHER, ordered
@@ -174,7 +175,7 @@ def of(placed: Placed, options: Options) -> Routed | None:
         return None
     region, K = dispatch.ManualRegion.of(layout), cfg.experts_per_token
     elsewhere = placed.framework is not None        # its rows are as many as the tokens' choices
-    by_all_to_all = elsewhere or dispatch.dispatch(options.dispatch, K, layout)[0] == "all_to_all"
+    by_all_to_all = elsewhere or experts.dispatch(options.dispatch, K, layout).value == "all_to_all"
     tokens, num_shards = placed.tokens(options) / placed.stream_shards, layout.num_shards(region.experts)
     e, block = cfg.num_experts / num_shards, tiles.GROUPED[placed.itemsize].rows
     if elsewhere:
@@ -196,5 +197,5 @@ def of(placed: Placed, options: Options) -> Routed | None:
     gathered = layout.num_shards(layout.mesh_axes("params", "expert_embed"))
     return Routed(by_all_to_all, region, tokens, seen, choices, counts, sizes, by_all_to_all or rows < most,
                   placed.mesh.sizes["stage"] > 1, gathered if placed.moving(GATHER, "experts") else 1,
-                  elsewhere or dispatch.saves_inward(options.remat, placed.mesh.sizes["stage"]),
+                  elsewhere or experts.saves_inward(options.remat, placed.mesh.sizes["stage"]),
                   pattern.share(cfg, mlps="e"))

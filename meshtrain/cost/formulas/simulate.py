@@ -91,7 +91,7 @@ def _walk(schedule: Schedule, op_s, costs: Costs):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Choice:
+class ChosenSchedule:
     """The schedule of a run. memory_bytes: bytes of its slots. why: the reason as one line for the log. fits: None if
     the memory is unknown."""
     schedule: Schedule
@@ -103,7 +103,7 @@ class Choice:
 
 def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(),
            memory: Callable[[Schedule], StepBytes] | None = None, usable_bytes: int | None = None,
-           chunks: Iterable[int] = (1,)) -> Choice:
+           chunks: Iterable[int] = (1,)) -> ChosenSchedule:
     """Return the fastest schedule whose step fits into a device's memory, or the smallest one if none fits.
 
     p stages, m microbatches. costs: the same for all schedules, or a function of the schedule. memory: returns the
@@ -127,7 +127,7 @@ def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(),
     fitting = [entry for entry in found if entry[3] is not False]
     best = min(fitting, key=cost) if fitting else min(found, key=lambda entry: (entry[2].total, cost(entry)))
     schedule, outcome, held, fits = best
-    return Choice(schedule, outcome, held and held.slots, fits, _why(found, fitting, best, usable_bytes))
+    return ChosenSchedule(schedule, outcome, held and held.slots, fits, _why(found, fitting, best, usable_bytes))
 
 
 def _simulated(schedule: Schedule, costs, memory, usable_bytes: int | None
@@ -186,7 +186,7 @@ def chunk_counts(num_layers: int, p: int, most: int = 4) -> tuple[int, ...]:
 # ---- the schedule of a run -------------------------------------------------------------------------------------------
 
 def of_run(run: Run, costs: Costs | Callable[[Schedule], Costs], p: int,
-           memory: Callable[[Schedule], StepBytes] | None = None, usable_bytes: int | None = None) -> Choice:
+           memory: Callable[[Schedule], StepBytes] | None = None, usable_bytes: int | None = None) -> ChosenSchedule:
     """Return the schedule that the run file's [pipeline] selects on p stages. "auto" with chunks = 1 may choose more
     chunks.
 
@@ -198,5 +198,5 @@ def of_run(run: Run, costs: Costs | Callable[[Schedule], Costs], p: int,
         return choose(p, m, costs, memory, usable_bytes, counts)
     schedule, outcome, held, fits = _simulated(schedules.make(name, p, m, v), costs, memory, usable_bytes)
     why = _what(schedule, outcome, held) + ", as requested"
-    return Choice(schedule, outcome, held and held.slots, fits,
+    return ChosenSchedule(schedule, outcome, held and held.slots, fits,
                   why + (f"; it does not fit into {gib(usable_bytes)}" if fits is False else ""))

@@ -16,12 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain import hardware, pattern
 from meshtrain.config.sections import Run
-from meshtrain.kernels import convolution, products, recurrence, recurrence_pallas
+from meshtrain.kernels import convolution, products
 from meshtrain.kernels.convolution import Tail
 from meshtrain.kernels.recurrence import BEFORE_ALL, RecurrentState
-from meshtrain.parallel.context.attention import GPU_PLATFORMS
 from meshtrain.parallel.context.zigzag import AXIS
 from meshtrain.sharding.mesh import on_shards, psum
 from meshtrain.sharding.rules import Layout
@@ -33,70 +31,10 @@ class LinearAttention(NamedTuple):
     """The functions that recurrent mixers call.
 
     convolve(layout, xs, ws, segments_BT, axes=CHANNEL_AXES) -> ys. recur(layout, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN,
-    segments_BT) -> o_BTNV. note: a log line about the choice; "" on CPUs.
+    segments_BT) -> o_BTNV.
     """
     convolve: Callable
     recur: Callable
-    note: str
-
-
-def choose(run: Run, layout: Layout, platform: str, gpu: str = "") -> LinearAttention | None:
-    """Return the functions for this run; None without recurrent mixers.
-
-    platform: jax's name. gpu: its name in the hardware table.
-    """
-    if not present(run):
-        return None
-    runs = TokenRuns(0) if layout.sizes[AXIS] == 1 else TokenRuns(1 if run.context.method == "ulysses" else 2)
-    against = _against_kernels(run, platform, gpu)
-    engine = recurrence.recurrence if against else recurrence_pallas.engine()
-    note = "linear attention: " + (f"XLA, because {'; '.join(against)}" if against else "Pallas kernels")
-    return LinearAttention(partial(convolve, runs), partial(recur, Recurrence(engine, runs)),
-                           note if platform in GPU_PLATFORMS else "")
-
-
-def engine_name(run: Run, gpu: str) -> str:
-    """Return "xla" or "pallas": the engine that `choose` takes on these GPUs; for cost estimates."""
-    return "xla" if _against_kernels(run, GPU_PLATFORMS[0], gpu) else "pallas"
-
-
-def _against_kernels(run: Run, platform: str, gpu: str) -> list[str]:
-    """Return the reasons why the Pallas kernels cannot serve this run; empty if they can."""
-    reasons, chip = [], hardware.GPUS[gpu].chip if gpu in hardware.GPUS else None
-    if platform not in GPU_PLATFORMS:
-        reasons.append(f"kernels run on GPUs, not on platform {platform!r}")
-    elif chip is None or chip.compute_capability not in recurrence_pallas.COMPILED:
-        reasons.append(f"they are not compiled for this GPU ({gpu or 'not in the table of GPUs'})")
-    if run.model.compute_dtype != "bfloat16":
-        reasons.append(f"kernels take bfloat16, not model.compute_dtype={run.model.compute_dtype}")
-    if run.model.attention == "blockwise":
-        reasons.append("model.attention=blockwise")
-    linear = run.model.linear
-    if (width := max(linear.key_dim, linear.value_dim)) > recurrence_pallas.WIDEST:
-        reasons.append(f"kernels take heads of a width of at most {recurrence_pallas.WIDEST}, not {width}")
-    return reasons
-
-
-def present(run: Run) -> bool:
-    """Return whether the model has recurrent mixers."""
-    return pattern.share(run.model, mixers=pattern.RECURRENT) > 0
-
-
-def problems(run: Run, layout: Layout) -> list[str]:
-    """Return the reasons why this layout cannot run the model's recurrent mixers; empty if it can."""
-    faults, cp, T, width = [], layout.sizes[AXIS], run.data.seq_len, run.model.linear.conv_width
-    if not present(run):
-        return []
-    heads, kv_heads = (layout.mesh_axes("activations", axis) for axis in ("heads", "kv_heads"))
-    if heads != kv_heads:
-        faults.append(f"{layout.rules.path} [activations] heads = {list(heads)} and kv_heads = {list(kv_heads)}: in "
-                      f"linear attention a device's value heads need their own key heads; give both the same mesh axes")
-    chunks = cp * (1 if run.context.method == "ulysses" else 2) if cp > 1 else 1
-    if cp > 1 and T // chunks < width - 1:
-        faults.append(f"data.seq_len={T} in {chunks} chunks of {T // chunks} tokens is too short for a convolution of "
-                      f"{width} taps over mesh.context={cp}; use at least {chunks * (width - 1)}, or a smaller "
-                      f"mesh.context")
-    return faults
 
 
 # ---- runs of a sequence that is split over `context` -----------------------------------------------------------------

@@ -25,10 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshtrain import hardware
-from meshtrain.config.sections import Run
-from meshtrain.kernels import grouped, mosaic
-from meshtrain.kernels.activations import ACTIVATIONS
+from meshtrain.kernels import grouped
 from meshtrain.names import EXPERT_AXES
 from meshtrain.parallel.experts import all_to_all
 from meshtrain.parallel.experts.permutation import ExpertRows, SortedAssignments
@@ -477,75 +474,3 @@ def _backward_by_all_to_all(experts: RoutedExperts, region: ManualRegion, tokens
         return now.send_back(dx).sum(1), now.send_back(dweight)[..., 0], operands
     dx, dweight, rest = _rounds(exchange, one_round, saved, matrices, split)
     return dx.astype(tokens.x_TD.dtype), dweight, rest
-
-
-# ---- settings of a run -----------------------------------------------------------------------------------------------
-
-
-def choose(run: Run, layout: Layout, platform: str, gpu: hardware.Gpu | None = None) -> RoutedExperts | None:
-    """Return the execution settings of the run's experts on a platform (jax's name); None if the model has no experts.
-
-    gpu: None if it is unknown.
-    """
-    if not run.model.num_experts:
-        return None
-    engine = grouped.loop() if platform == "cpu" else grouped.kernels(
-        programs=gpu.num_sms if mosaic.is_taken_on(gpu) else 0)
-    return RoutedExperts(engine, run.model.num_experts, ACTIVATIONS[run.model.activation],
-                         run.experts.aux_loss, run.experts.z_loss,
-                         saves_inward=saves_inward(run.training.remat, layout.sizes["stage"]),
-                   by_all_to_all=dispatch(run.experts.dispatch, run.model.experts_per_token, layout)[0] == "all_to_all")
-
-
-def saves_inward(remat: str, stages: int) -> bool:
-    """Return whether the outputs of gate and up are saved for the backward.
-
-    Saving avoids two of eleven matmuls, and takes memory for rows as wide as two experts. With remat `selective` they
-    would be most of the residuals. In pipelines they would fill every slot.
-    """
-    return remat == "none" and stages == 1
-
-
-def problems(run: Run, layout: Layout) -> list[str]:
-    """Return the reasons why experts.dispatch does not fit the layout; empty if it fits."""
-    if not run.model.num_experts or run.experts.dispatch != "all_to_all" or not (against := _against_exchange(layout)):
-        return []
-    return [f'experts.dispatch="all_to_all": {against}; use "gather"']
-
-
-def note(run: Run, layout: Layout) -> str:
-    """Return the log line with the dispatch and the reason for it; "" if no axis splits the experts."""
-    region = ManualRegion.of(layout)
-    if not run.model.num_experts or not region.own:
-        return ""
-    method, why = dispatch(run.experts.dispatch, run.model.experts_per_token, layout)
-    return f"experts: {method} over {' × '.join(f'{a} {layout.sizes[a]}' for a in region.own)}" + (
-        f", because {why}" if why else "")
-
-
-def _against_exchange(layout: Layout) -> str:
-    region = ManualRegion.of(layout)
-    if region.inner or not region.experts:
-        return (f"{layout.rules.path} [params] splits experts over {list(region.experts)} and their width over "
-                f"{list(region.inner)}, but an all-to-all needs experts that are split, and not their width")
-    if region.summed:
-        return f"{layout.rules.path} splits no tokens over {list(region.summed)}, which splits experts"
-    return ""
-
-
-def dispatch(asked: str, K: int, layout: Layout) -> tuple[str, str]:
-    """Return ("gather" or "all_to_all", reason).
-
-    They send (n-1)·T·D and CAPACITY_FACTOR·K·T·D·(n-1)/n elements each way.
-    """
-    if asked != "auto":
-        return asked, f"experts.dispatch={asked}"
-    if against := _against_exchange(layout):
-        return "gather", against
-    if layout.sizes["stage"] > 1:
-        return "gather", "rounds of an all-to-all cannot be divided into a pipeline's B and W"
-    num_shards = layout.num_shards(ManualRegion.of(layout).experts)
-    cheaper = num_shards < all_to_all.CAPACITY_FACTOR * K
-    why = (f"{num_shards} shards are {'less' if cheaper else 'not less'} than {all_to_all.CAPACITY_FACTOR} × {K} "
-           f"experts a token")
-    return ("gather" if cheaper else "all_to_all"), why

@@ -1,0 +1,55 @@
+"""What a choice may look at, what it returns and how it refuses a run."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import jax
+
+from meshtrain.config.sections import Run
+from meshtrain.hardware import Gpu
+from meshtrain.sharding.rules import Layout
+
+GPU_PLATFORMS = ("gpu", "cuda")
+T = TypeVar("T", covariant=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What a choice may look at.
+
+    platform: jax's name. gpu: the devices' row in the hardware table; None if it has none. device: one of the devices;
+    None if they are only named. installed: whether choices depend on the software that is installed here; False:
+    current versions of all software are assumed, as by the planner.
+    """
+    run: Run
+    layout: Layout
+    platform: str
+    gpu: Gpu | None = None
+    device: jax.Device | None = None
+    installed: bool = True
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.platform in GPU_PLATFORMS
+
+    @property
+    def gpu_name(self) -> str:
+        """The GPU's name in the hardware table; "" if it has no row."""
+        return self.gpu.name if self.gpu else ""
+
+
+@dataclass(frozen=True)
+class Choice(Generic[T]):
+    """A value that the run file leaves open. why: lines for the user, each shown once at the start, in inspect and in
+    plan; empty if there is nothing to tell."""
+    value: T
+    why: tuple[str, ...] = ()
+
+
+class Refusal(ValueError):
+    """The run cannot be computed in this setting. faults: all of them, each with value, rule and remedy."""
+
+    def __init__(self, *faults: str):
+        self.faults = list(faults)
+        super().__init__("\n".join(faults))

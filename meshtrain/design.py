@@ -1,0 +1,199 @@
+"""Makes the choices that a run leaves open, on a mesh and before anything is compiled; refuses runs that cannot be."""
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+
+from meshtrain import config, hardware
+from meshtrain.choices import attention, engines, experts, float8, recurrence, stages
+from meshtrain.choices.setting import Choice, Refusal, Setting
+from meshtrain.config import ConfigError, Run
+from meshtrain.cost.formulas import assumptions, footprint, price, rates, simulate
+from meshtrain.cost.formulas.options import Options
+from meshtrain.cost.formulas.place import place
+from meshtrain.cost.formulas.placed import Placed
+from meshtrain.inference import placement
+from meshtrain.model import transformer
+from meshtrain.model.layers import Engines
+from meshtrain.names import AXES
+from meshtrain.parallel.pipeline.schedules import Schedule
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.sharding.rules import Layout, Rules, Tensor
+from meshtrain.shipped import rule_file
+from meshtrain.training import objective, state
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Design:
+    """A checked run with everything that was chosen for it. Needs no devices.
+
+    choice: the pipeline's schedule; None without stages. notes: printed once for the user.
+    """
+    run: Run
+    mesh_spec: MeshSpec
+    layout: Layout
+    model: transformer.Transformer
+    engines: Engines
+    choice: simulate.ChosenSchedule | None
+    notes: tuple[str, ...]
+
+    @functools.cached_property
+    def placed(self) -> Placed:
+        """The run's weights and layout as input of the cost formulas."""
+        return place(self.model.parameters(), self.run.model, self.layout, self.mesh_spec)
+
+
+def make(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | None,
+         device: jax.Device | None = None) -> Design:
+    """Check the layout and make the choices that the run leaves open. They are the same in all processes and restarts.
+
+    platform, gpu, device: of `Setting`. Raises: ConfigError with every fault of mesh and rules.
+    """
+    sizes = mesh_spec.sizes
+    with config.user_errors():
+        loaded = rules.load(run.sharding.rules)
+        setting = Setting(run, Layout(loaded, sizes), platform, gpu, device)
+        if faults := float8.problems(setting):
+            raise ConfigError(*faults)
+        model = transformer.build(run.model, run.lora)
+    laid = lay_out(run, sizes, loaded, model)
+    if laid.faults:
+        raise ConfigError(*laid.faults)
+    try:
+        chosen = choose_engines(dataclasses.replace(setting, layout=laid.layout), model)
+    except Refusal as refusal:
+        raise ConfigError(*refusal.faults) from None
+    choice = _choose_schedule(run, mesh_spec, model, laid.layout, gpu) if sizes["stage"] > 1 else None
+    notes = [*chosen.why]
+    if choice:
+        notes += [f"pipeline: {choice.why}", *stages.costs(run, choice.schedule)]
+    notes += laid.notes
+    for axis, section in (("stage", run.pipeline), ("context", run.context)):
+        if sizes[axis] == 1 and section != type(section)():
+            notes.append(f"mesh.{axis}=1: [{type(section).__name__.lower()}] is not used")
+    return Design(run, mesh_spec, laid.layout, model, chosen.value, choice, (*notes, *config.notes(run)))
+
+
+def refusals(run: Run, platform: str, gpu: hardware.Gpu | None) -> list[str]:
+    """Return the reasons why the program refuses this run; empty if it accepts the run. No mesh axis may be -1.
+
+    Runs the checks of loading a run file, then those of `make`, but not of installed packages. Raises: ConfigError for
+    files that cannot be read.
+    """
+    if faults := config.problems(run):
+        return faults
+    with config.user_errors():
+        loaded, model = rules.load(run.sharding.rules), transformer.build(run.model, run.lora)
+    laid = lay_out(run, {axis: getattr(run.mesh, axis) for axis in AXES}, loaded, model)
+    return laid.faults or engine_faults(Setting(run, laid.layout, platform, gpu, installed=False), model)
+
+
+# ---- the layout ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LaidOut:
+    """The layout that rules give on a mesh, lines about it for the user, and the reasons for refusing it."""
+    layout: Layout
+    notes: list[str]
+    faults: list[str]
+
+
+def lay_out(run: Run, sizes: Mapping[str, int], loaded: Rules, model: transformer.Transformer) -> LaidOut:
+    """Fit the rules to a mesh of these sizes and check them. The run must have passed `config.problems`."""
+    staged = stages.choose(run, loaded, sizes, transformer.padded_vocab(run.model))
+    fitted, shared = model.fit(staged.value, sizes)
+    layout = Layout(fitted, sizes)
+    # Checks of context parallelism come first: a length that follows only the rules' remedy might be refused again.
+    # Stages have their own checks, so the rules are checked with stage 1.
+    faults = attention.problems(run, layout) + recurrence.problems(run, layout) + experts.problems(run, layout)
+    faults = faults or stages.problems(run, loaded, sizes) + rules.problems(
+        fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS)
+    idle, partly = rules.unsplit(Layout(loaded, sizes), model.products())
+    if not objective.of_run(run).pipelined and sizes["stage"] > 1:
+        faults = [f'mesh.stage={sizes["stage"]}: pipelines do not support training.objective='
+                  f'"{run.training.objective}"; use mesh.stage=1', *faults]
+    return LaidOut(layout, [*staged.why, *shared, *partly], faults + idle)
+
+
+def tensors(run: Run, model: transformer.Transformer, layout: Layout) -> list[Tensor]:
+    """Return every tensor that the rules shard, with its full shape: parameters in three rule tables, and activations.
+    """
+    placed = [Tensor(table, info.name, info.shape, info.axes) for table in ("params", "grads", "optimizer")
+              for info in model.parameters()]
+    return placed + model.activations(run.data.global_batch // run.training.microbatches, run.data.seq_len, layout)
+
+
+# ---- engines ---------------------------------------------------------------------------------------------------------
+
+
+def choose_engines(setting: Setting, model: transformer.Transformer) -> Choice[Engines]:
+    """Choose the engines of a layout without faults. Raises: Refusal with the faults of engines and of the sampler."""
+    faults = _sampler_faults(setting, model)
+    try:
+        chosen = engines.choose(setting)
+    except Refusal as refusal:
+        raise Refusal(*refusal.faults, *faults) from None
+    if faults:
+        raise Refusal(*faults)
+    return chosen
+
+
+def engine_faults(setting: Setting, model: transformer.Transformer) -> list[str]:
+    """Return the reasons why `choose_engines` refuses this setting; empty if it does not."""
+    try:
+        choose_engines(setting, model)
+    except Refusal as refusal:
+        return refusal.faults
+    return []
+
+
+def _sampler_faults(setting: Setting, model: transformer.Transformer) -> list[str]:
+    """Return the reasons why the sampler on the run's own devices does not support the layout; empty if it does, or if
+    there is none."""
+    run = setting.run
+    if not objective.of_run(run).samples or run.rl.lag:
+        return []
+    try:
+        given = rules.load(rule_file(run.rl.rules), "rl.rules") if run.rl.rules else None
+        return experts.problems(run, placement.beside(model, setting.layout, given))
+    except ValueError as error:
+        return str(error).splitlines()
+
+
+# ---- the schedule ----------------------------------------------------------------------------------------------------
+
+
+def _choose_schedule(run: Run, mesh_spec: MeshSpec, model: transformer.Transformer,
+                     layout: Layout, gpu: hardware.Gpu | None) -> simulate.ChosenSchedule:
+    """Return the pipeline schedule of the run, with its time and memory."""
+    placed = place(model.parameters(), run.model, layout, mesh_spec)
+    optimizer_bytes = state.optimizer_bytes(model, run.optimizer, run.training.steps)
+
+    def held(schedule: Schedule) -> simulate.StepBytes:
+        options = Options.of(run, gpu.name if gpu else "", schedule=schedule.name, chunks=schedule.num_chunks,
+                             optimizer_bytes=optimizer_bytes)
+        return simulate.StepBytes(round(footprint.slot_bytes(placed, options)),
+                                  footprint.memory(placed, options)["total"])
+    usable_bytes = hardware.usable_bytes(gpu) if gpu and gpu.hbm_bytes else None
+    return simulate.of_run(run, _stage_costs(run, placed, gpu), mesh_spec.sizes["stage"], held, usable_bytes)
+
+
+def _stage_costs(run: Run, placed: Placed, gpu: hardware.Gpu | None) -> Callable[[Schedule], simulate.Costs]:
+    """Return a function from a schedule to the costs of a stage's ops. assumption: if the devices' speed is unknown,
+    ops have the relative costs of an H100, and memory-bound ops and links cost nothing."""
+    known = gpu is not None and gpu.hbm_bytes_per_s is not None
+    priced = gpu if gpu is not None and known else hardware.get("h100")
+    rated = rates.Rates(priced, assumptions.Assumptions(priced.name))
+    attended = rates.attended(run, placed.layout, rated.assumed)
+
+    def costs_of(schedule: Schedule) -> simulate.Costs:
+        options = Options.of(run, priced.name, schedule=schedule.name if known else "", chunks=schedule.num_chunks,
+                             attended=attended)
+        costs = price.stage_costs(placed, rated, options)
+        return costs if known else dataclasses.replace(costs, link_s=0.0)
+    return costs_of
