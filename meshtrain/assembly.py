@@ -36,7 +36,7 @@ def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
     run = config.on_devices(run, len(devices))
     mesh_spec, device = MeshSpec(config.mesh_sizes(run, len(devices)), run.mesh.placement), devices[0]
     made = design.make(run, mesh_spec, device.platform, hardware.from_device_kind(device.device_kind), device)
-    mesh, schedule = mesh_spec.build(devices), made.choice and made.choice.schedule
+    mesh, schedule = mesh_spec.build(devices), made.choice.schedule if made.choice else None
     spec = accumulate.step_spec(run, made.model, made.layout, mesh, made.engines, schedule)
     share = {} if device.platform == "cpu" else {"memory_share": hardware.memory_share()}
     return Assembly(**vars(made), mesh=mesh, program=step.build(spec, **share))
@@ -85,7 +85,7 @@ def compile_evaluation(made: Assembly) -> Assembly:
 
 def _compiled(made: Assembly, lowered: jax.stages.Lowered, more: Mapping = MappingProxyType({})):
     """Return the compiled program, from the cache of an earlier start if possible. more: further XLA options."""
-    return programs.compiled(lowered, made.program.compiler_options | more, list(made.mesh.devices.flat))
+    return programs.compiled(lowered, {**made.program.compiler_options, **more}, list(made.mesh.devices.flat))
 
 
 def initialize(made: Assembly) -> state.State:

@@ -33,7 +33,7 @@ MOST_OF_DIR = 200       # characters of run.dir that processes compare to check 
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class Default:
     """An environment variable that a process sets before jax starts, unless the user has set it. If the name begins
     with --, it is a flag in XLA_FLAGS."""
     name: str
@@ -43,31 +43,31 @@ class Setting:
 
 # Options of compiled programs are in `flags`.
 ON_GPUS = (
-    Setting(hardware.MEMORY_VARIABLES[0], str(hardware.MEMORY_SHARE),
+    Default(hardware.MEMORY_VARIABLES[0], str(hardware.MEMORY_SHARE),
             "share of a GPU's memory that a run uses; jax's default is 0.75"),
-    Setting("NCCL_DEBUG", "WARN", "NCCL prints the reason of a failure; by default it prints nothing"),
-    Setting("--xla_gpu_execution_terminate_timeout", "30m",
+    Default("NCCL_DEBUG", "WARN", "NCCL prints the reason of a failure; by default it prints nothing"),
+    Default("--xla_gpu_execution_terminate_timeout", "30m",
             "ends a process whose GPU program is stuck, e.g. in a collective whose peer hangs; by default it never "
             "ends"),
-    Setting("--xla_gpu_nccl_termination_timeout_seconds", "1800",
+    Default("--xla_gpu_nccl_termination_timeout_seconds", "1800",
             "ends a process if not all processes join the setup of a group of GPUs"),
 )
 # Fixed in jax 0.12: https://github.com/jax-ml/jax/issues/39257 and 39103. YNNPACK stays on for single products, which
 # are correct up to 7 dimensions: with XLA's own kernels the bits of a row depend on the other rows.
 ON_CPUS = (
-    Setting("--xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
+    Default("--xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
             "sums of products that YNNPACK fuses are wrong, or crash, in 7 dimensions and more on some CPUs"),
 ) if jax.__version_info__ < (0, 12) else ()
 SIMULATED = (
-    Setting("--xla_cpu_enable_concurrency_optimized_scheduler", "false",
+    Default("--xla_cpu_enable_concurrency_optimized_scheduler", "false",
             "XLA's default scheduler deadlocks programs with independent collectives (2 of 4 ZeRO-3 steps did)"),
 )
 
 # Without LLVM's optimizations and the newer fusion emitters, programs compile in a fifth of the time and run slower.
 # Partitioning and memory plans stay the same. Later versions of XLA have only the newer emitters.
 COMPILED_CHEAPLY = (
-    Setting("--xla_backend_optimization_level", "0", "a program that runs three steps takes its time to compile"),
-    Setting("--xla_cpu_use_fusion_emitters", "false", "the newer emitters take longer"),
+    Default("--xla_backend_optimization_level", "0", "a program that runs three steps takes its time to compile"),
+    Default("--xla_cpu_use_fusion_emitters", "false", "the newer emitters take longer"),
 )
 
 
@@ -378,7 +378,7 @@ def flags_in(environ: Mapping[str, str]) -> list[str]:
     return flags
 
 
-def _set(environ: MutableMapping[str, str], settings: Sequence[Setting]) -> None:
+def _set(environ: MutableMapping[str, str], settings: Sequence[Default]) -> None:
     flags = flags_in(environ)
     given = {flag.partition("=")[0] for flag in flags}
     flags += [f"{one.name}={one.value}" for one in settings if one.name.startswith("--") and one.name not in given]

@@ -1,4 +1,4 @@
-"""Chooses the engine of a run's attention, and checks that the layout splits sequences as attention can compute them."""
+"""Chooses the engine of a run's attention, and checks that attention can be computed as the layout splits it."""
 from __future__ import annotations
 
 import functools
@@ -229,8 +229,8 @@ def _against_mosaic(setting: Setting) -> list[str]:
     They can also serve a run in which the Pallas kernels compute some heads that are too wide for them.
     """
     if setting.on_gpus and not mosaic.runs_on(setting.gpu):
-        return [f"the Mosaic kernels need Hopper's wgmma (h100, h200, gh200), which {setting.gpu_name or 'this GPU'} does "
-                f"not have"]
+        return [f"the Mosaic kernels need Hopper's wgmma (h100, h200, gh200), which {setting.gpu_name or 'this GPU'} "
+                f"does not have"]
     widths = sorted({(cfg.head_dim, value_dim(cfg)) for cfg in attending(setting.run)})
     if widths and not any(mosaic.widths_of(*pair) for pair in widths):
         most, (keys, values) = " or ".join("{} and {}".format(*pair) for pair in mosaic.BLOCKS), widths[0]

@@ -33,8 +33,8 @@ def _against(setting: Setting) -> list[str]:
     """Return the reasons why the kernels do not support this run; empty if they do."""
     run, layout, model = setting.run, setting.layout, setting.run.model
     if setting.platform == "cpu" or not mosaic.runs_on(setting.gpu):
-        return [f"the kernels need Hopper's wgmma (h100, h200, gh200), which {setting.gpu_name or setting.platform} does "
-                "not have"]
+        return [f"the kernels need Hopper's wgmma (h100, h200, gh200), which {setting.gpu_name or setting.platform} "
+                "does not have"]
 
     def shards(logical: str) -> int:
         return layout.num_shards(layout.mesh_axes("activations", logical))

@@ -50,6 +50,8 @@ class Rules:
 
     def mesh_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
         named = self.tables[table]
+        if logical is None:
+            return ()
         if logical in AS_OTHERS and table != "activations" and not {"expert", *AS_OTHERS} & set(named):
             logical = AS_OTHERS[logical]
         return named.get(logical, ())
@@ -67,8 +69,8 @@ def parse(text: str, path: str = "<rules>") -> Rules:
     """Check the text of a rule file. Raises: ValueError that lists every fault."""
     given = _tables(text, Path(path), ())
     tables = {"activations": given["activations"]}
-    for name, inherited in (("params", {}), ("grads", "params"), ("optimizer", "grads")):
-        tables[name] = {**(tables[inherited] if inherited else {}), **given[name]}
+    for name, inherited in (("params", ""), ("grads", "params"), ("optimizer", "grads")):
+        tables[name] = {**tables.get(inherited, {}), **given[name]}
     return Rules(tables, _written(given, path) if EXTENDS in tomllib.loads(text.removeprefix(BOM)) else text, path)
 
 
@@ -223,6 +225,8 @@ def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
     for tensor in tensors:
         seen: dict[str, str] = {}
         for dim, logical in zip(tensor.shape, tensor.axes, strict=True):
+            if logical is None:
+                continue
             mesh_axes = [a for a in rules.mesh_axes(tensor.table, logical) if sizes[a] > 1]
             where = lambda: f"{rules.path} [{tensor.table}] {tensor.name} {_shape(tensor)}"
             for axis in mesh_axes:

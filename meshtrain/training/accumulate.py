@@ -10,6 +10,7 @@ Source: arXiv:1910.02054 (ZeRO).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from meshtrain import hardware, scopes
+from meshtrain import scopes
 from meshtrain.config.sections import Run
 from meshtrain.model import float8, params, transformer
 from meshtrain.model.layers import Engines, Execution, Numerics
@@ -70,9 +71,7 @@ def step_spec(run: Run, model: Transformer, layout: Layout, mesh, engines: Engin
     training, data = run.training, run.data
     deferred = layout.batch_axes if schedule else layout.deferred_axes(info.axes for info in model.parameters())
     replicas = layout.num_shards(deferred)
-    device = mesh.devices.flat[0]
-    platform, gpu = device.platform, hardware.from_device_kind(device.device_kind)
-    precision = float8.precision(platform) if run.model.matmul_dtype == "float8" else None
+    precision = float8.precision(mesh.devices.flat[0].platform) if run.model.matmul_dtype == "float8" else None
     numerics = Numerics(jnp.dtype(run.model.compute_dtype), training.remat, precision)
     ex = Execution(layout, numerics, engines, in_order=not schedule and by_gloo(mesh), bounds=qk_clip.bounds(run))
 

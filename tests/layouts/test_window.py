@@ -42,7 +42,7 @@ def test_exactly_the_blocks_that_the_mask_touches_are_visited(T, S, block, windo
 
 @given(st.integers(1, 200), st.integers(1, 20), st.integers(2, 8))
 def test_distances_are_those_at_which_a_window_reaches_a_chunk_and_whole_ones_need_no_mask(window, chunk, cp):
-    found = {d: of for of in band.distances(near(window), chunk, cp) for d in range(of.first, of.first + of.count)}
+    found = {d: of for of in band.distances(near(window), chunk, cp) for d in range(of.first, of.first + of.length)}
     for d in range(1, 2 * cp):
         nearest, furthest = (d - 1) * chunk + 1, (d + 1) * chunk - 1
         assert (d in found) == (nearest < window)

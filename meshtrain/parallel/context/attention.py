@@ -107,8 +107,8 @@ class RunAttention:
             method = Local(engine) if self.method is None else ContextParallel(self.method, engine)
             return _attend(method, layout, mask, bounded, operands, sinks_N)
         key, value, *how = expansion
-        method = LatentMethod(self.engine_of(q_BTNH.shape[-1], value.shape[-1], scores), self.method, *how)
-        return _attend(method, layout, mask, bounded, (q_BTNH, k, v, key, value, segments_BT), sinks_N)
+        latent = LatentMethod(self.engine_of(q_BTNH.shape[-1], value.shape[-1], scores), self.method, *how)
+        return _attend(latent, layout, mask, bounded, (q_BTNH, k, v, key, value, segments_BT), sinks_N)
 
 
 class Local(NamedTuple):

@@ -27,12 +27,12 @@ from meshtrain.parallel.context.zigzag import (AXIS, add, choose, gather, halves
 
 
 class Distances(NamedTuple):
-    """`count` consecutive distances from `first` on that have the same mask.
+    """`length` consecutive distances from `first` on that have the same mask.
 
     early: whether early chunks, too, have keys at these distances.
     """
     first: int
-    count: int
+    length: int
     early: bool
     mask: Mask
 
@@ -59,10 +59,14 @@ def distances(mask: Mask, chunk: int, cp: int) -> list[Distances]:
     """Return all distances at which any key is visible, nearest first, in groups with the same mask."""
     last = min(-(-(mask.window - 1) // chunk), 2 * cp - 1)
     free = mask.window // chunk - 1         # whole chunks are visible up to this distance
-    kind = lambda d: (d < cp, mask._replace(causal=False, window=0) if d <= free else
-                      mask._replace(causal=False, ahead=d * chunk))
-    grouped = [(key, list(those)) for key, those in itertools.groupby(range(1, last + 1), kind)]
-    return [Distances(those[0], len(those), *key) for key, those in grouped]
+
+    def seen_at(distance: int) -> tuple[bool, Mask]:
+        """Return (whether early chunks, too, have keys at this distance, what a query sees of the chunk there)."""
+        seen = mask._replace(causal=False, window=0) if distance <= free else mask._replace(
+            causal=False, ahead=distance * chunk)
+        return distance < cp, seen
+    grouped = [(key, list(group)) for key, group in itertools.groupby(range(1, last + 1), seen_at)]
+    return [Distances(group[0], len(group), early, seen) for (early, seen), group in grouped]
 
 
 def forward(engine, mask: Mask, exchange: ChunkExchange, q_BTNH, k_BTKH, v_BTKH, segments_BT):
@@ -113,7 +117,7 @@ def backward(engine, mask: Mask, exchange: ChunkExchange, q_BTNH, k_BTKH, v_BTKH
         return join(*dq), *(join(*pair) for pair in zip(*dkv))
     _, dq, sums = _through(steps, visit, (exchange.start(tuple(zip(k, v, segments))), dq, None))
     (dk0, dv0), (dk1, dv1) = jax.tree.map(jnp.add, tuple(dkv),
-                                          exchange.collect(sums, steps[-1].first + steps[-1].count - 1))
+                                          exchange.collect(sums, steps[-1].first + steps[-1].length - 1))
     return join(*dq), join(dk0, dk1), join(dv0, dv1)
 
 
@@ -128,9 +132,9 @@ def _through(steps: list[Distances], visit, carry):
     Distances with the same mask are one scan, except for the first distance, which initializes the sums, and the last,
     which sends nothing on.
     """
-    last = steps[-1].first + steps[-1].count - 1 if steps else 0
+    last = steps[-1].first + steps[-1].length - 1 if steps else 0
     for of in steps:
-        between = range(max(of.first, 2), min(of.first + of.count, last))
+        between = range(max(of.first, 2), min(of.first + of.length, last))
         if of.first == 1:
             carry = visit(carry, 1, of, last == 1)
         if between:

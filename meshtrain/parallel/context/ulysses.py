@@ -39,9 +39,9 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Outpu
     cp = lax.axis_size(AXIS)
     K = k_BTKH.shape[2]
     sent = (q_BTNH, _repeated(k_BTKH, cp), _repeated(v_BTKH, cp), *out)
-    q, k, v, *out = (whole_sequence(x) for x in sent)
+    q, k, v, *whole_out = (whole_sequence(x) for x in sent)
     segments = gather(segments_BT)
-    dq, dk, dv = engine.backward(q, k, v, segments, segments, *out, mask.within(q.shape[1]))
+    dq, dk, dv = engine.backward(q, k, v, segments, segments, *whole_out, mask.within(q.shape[1]))
     dq, dk, dv = (all_heads(x.astype(q.dtype)) for x in (dq, dk, dv))
     once = lambda x: x.astype(jnp.float32).reshape(*x.shape[:2], K, -1, x.shape[-1]).sum(3)
     return dq, once(dk), once(dv)

@@ -270,7 +270,8 @@ def parse(text: str, name: str = "table") -> Schedule:
     Raises: ValueError that lists each op that is missing, is repeated or comes before an op whose result it needs.
     """
     lines = [re.sub(r"^\s*stage\s*\d+:?", "", line).split() for line in text.splitlines() if line.strip()]
-    found, faults = {}, []
+    found: dict[tuple[int, int, int], list[int]] = {}       # (kind of op, virtual stage, microbatch) -> ticks
+    faults: list[str] = []
     for s, words in enumerate(lines):
         for t, word in enumerate(words):
             for cell in () if word in IDLE else word.split("+"):
@@ -392,7 +393,8 @@ def _slots(ops: np.ndarray, tick: np.ndarray, p: int, m: int, v: int, split: boo
     }
     if split:
         buffers["Z"] = ({"B_z": "B"}, {"W_z": W}, lambda g: at(B, g), lambda g: at(W, g))
-    columns, slots = {}, {}
+    columns: dict[str, np.ndarray] = {}
+    slots: dict[str, int] = {}
     for buffer, (written, read, born, gone) in buffers.items():
         columns |= {name: np.zeros((num_ticks, p), np.int32) for name in (*written, *read)}
         column_at = {MOMENT[moment]: columns[name] for name, moment in written.items()}
@@ -418,8 +420,9 @@ def _lowest_free(lifetimes, noise) -> tuple[list[int], list[int], int]:
 
     lifetimes: (birth, death, …), both inclusive. noise: moments at which a masked op writes. Both are sorted by moment.
     """
-    free, held, count = [], [], 0
-    taken, spare = [], []
+    free: list[int] = []
+    held: list[tuple[int, int]] = []     # death, slot
+    count, taken, spare = 0, [], []
     for moment, death in sorted([(moment, -1) for moment in noise] + [lifetime[:2] for lifetime in lifetimes]):
         while held and held[0][0] < moment:
             heapq.heappush(free, heapq.heappop(held)[1])
