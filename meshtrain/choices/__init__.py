@@ -1,1 +1,1 @@
-"""What a run file leaves open: each module has `choose`, from what the run and its devices are to a value and why."""
+"""What a run file leaves open. `choose` of a module returns a value and why; `problems` are faults of a layout."""
