@@ -13,7 +13,7 @@ import shutil
 
 from meshtrain import train
 from meshtrain.run import say, stops
-from meshtrain.storage import stores
+from meshtrain.storage import retries
 from tests import disturbed, soak, syscalls
 
 STEPS, EVERY, KEEP = 12, 2, 3
@@ -63,7 +63,7 @@ class Harness:
             say.begin()
             stops.listen()
             disturbed.stand_in(home, words)
-            stores.PAUSES_S = stores.PATIENT_PAUSES_S = PAUSES_S
+            retries.PAUSES_S = retries.PATIENT_PAUSES_S = PAUSES_S
             code = train.main(words)
             if code == stops.DONE:
                 rows, arrays, files = soak.rows(place), soak.state(place), soak.exports(place)

@@ -29,7 +29,7 @@ from meshtrain.checkpoint import resume
 from meshtrain.journal import metrics
 from meshtrain.launch import supervise
 from meshtrain.run import contents, stops
-from meshtrain.storage import addresses, stores
+from meshtrain.storage import addresses, buckets
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STEPS, EVERY = 24, 2
@@ -604,7 +604,7 @@ def steps(place: str | pathlib.Path) -> list[int]:
 def rows(place: str | pathlib.Path) -> list[dict]:
     """The rows without what depends on the machine or on where the run was interrupted."""
     if addresses.is_remote(str(place)):
-        text = stores.read(addresses.parse(f"{place}/metrics.jsonl")).decode()
+        text = buckets.read(addresses.parse(f"{place}/metrics.jsonl")).decode()
         found = [json.loads(line) for line in text.splitlines()]
     else:
         found = metrics.read(pathlib.Path(place) / "metrics.jsonl")
@@ -627,8 +627,8 @@ def exports(place: str) -> dict[str, tuple]:
     if not addresses.is_remote(place):
         return {}
     folder = addresses.parse(place).below(contents.EXPORT)
-    return {one.address.path.removeprefix(f"{folder.path}/"): (stores.read(one.address),)
-            for one in stores.listed(folder)}
+    return {one.address.path.removeprefix(f"{folder.path}/"): (buckets.read(one.address),)
+            for one in buckets.list_files(folder)}
 
 
 def _children(pid: int) -> list[int]:

@@ -19,7 +19,7 @@ from moto.server import create_backend_app
 from werkzeug.serving import make_server
 from werkzeug.wsgi import get_input_stream
 
-from meshtrain.storage import stores
+from meshtrain.storage import retries
 
 PIECE = re.compile(r"/checkpoints/\d+\.[\w-]+/[\d-]+$")      # an object of a checkpoint, not the one that commits it
 BUCKET, TOKEN, SECRET = "bucket", "hf_token-of-the-test", "aws-secret-of-the-test"
@@ -291,7 +291,7 @@ def surroundings(server, tmp_path, monkeypatch):
     for key, value in environment(server, tmp_path / "copies").items():
         monkeypatch.setenv(key, value)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr(stores, "PAUSES_S", (0.01,) * 4)
+    monkeypatch.setattr(retries, "PAUSES_S", (0.01,) * 4)
     server.log.clear()
     server.faults.clear()
     yield

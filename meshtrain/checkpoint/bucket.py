@@ -28,7 +28,7 @@ from meshtrain.checkpoint import commit, pieces
 from meshtrain.checkpoint.store import PARAMS, ArrayForm, CheckpointError, Save
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
-from meshtrain.storage import stores
+from meshtrain.storage import addresses, buckets
 from meshtrain.storage.addresses import Address, StorageError
 
 AT_ONCE = 16                # concurrent requests of one process
@@ -61,7 +61,7 @@ class BucketStore:
     def _children(self) -> tuple[list[str], list[str]]:
         """Return (names of objects, names of folders)."""
         with _judge_errors(f"{self.place} cannot be read"):
-            return stores.children(self.place)
+            return buckets.children(self.place)
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
@@ -74,18 +74,18 @@ class BucketStore:
 
         def send(numbers: range) -> None:
             name = f"{me}-{numbers.start}"
-            stores.write(folder.below(name), b"".join(pieces.lay_out(index, name, own[numbers.start:numbers.stop])))
+            buckets.write(folder.below(name), b"".join(pieces.lay_out(index, name, own[numbers.start:numbers.stop])))
 
         def write() -> None:
             _all_at_once(send, pieces.batched([data.nbytes for *_, data in own]))
-            stores.write(folder.below(f"{me}.json"), json.dumps(index).encode())
+            buckets.write(folder.below(f"{me}.json"), json.dumps(index).encode())
         return write
 
     def commit(self, save: Save, document: str, reason: Callable[[int], str], check_claim: Callable[[], None]) -> None:
         folder, name = self._folder(save), str(save.step)
 
         def read(process: int) -> dict | None:
-            with contextlib.suppress(stores.Missing):
+            with contextlib.suppress(addresses.Missing):
                 return None if reason(process) else _read(folder.below(f"{process}.json"))
         parts = commit.collect(jax.process_count(), read, reason)
         index = {"metadata": json.loads(document), "folder": folder.path.rpartition("/")[2],
@@ -95,10 +95,10 @@ class BucketStore:
         self.before_commit()
         check_claim()
         text = json.dumps(index).encode()
-        if stores.write_if(self.place.below(name), text, None, patient=True) is None:
+        if buckets.write_if(self.place.below(name), text, None, patient=True) is None:
             raise CheckpointError("another start has saved this step")
         self._folders[name] = index["folder"]
-        stores.remove([folder.below(f"{process}.json") for process in range(len(parts))])
+        buckets.remove([folder.below(f"{process}.json") for process in range(len(parts))])
 
     # ---- removing ----------------------------------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class BucketStore:
         self._clean(after.step)
 
     def remove_steps(self, steps: Sequence[int]) -> None:
-        stores.remove([self.place.below(str(step)) for step in steps])
+        buckets.remove([self.place.below(str(step)) for step in steps])
         self.known = (-1, {})
         for step in steps:
             self._folders.pop(str(step), None)
@@ -122,14 +122,14 @@ class BucketStore:
             listed = {marker for marker in markers if marker.partition(".")[0] == step}
             if all(self._folder_of(marker) != name for marker in sorted(
                     listed | {step, *(f"{step}.{kind}" for kind in ("aside", "damaged"))})):
-                stores.remove([file.address for file in stores.listed(self.place.below(name))])
+                buckets.remove([file.address for file in buckets.list_files(self.place.below(name))])
 
     def _folder_of(self, marker: str) -> str:
         """Return the folder that an object refers to; empty if there is no such object."""
         if marker not in self._folders:
             try:
                 self._folders[marker] = _read(self.place.below(marker))["folder"]
-            except stores.Missing:
+            except addresses.Missing:
                 return ""
         return self._folders[marker]
 
@@ -148,7 +148,7 @@ class BucketStep:
             with _judge_errors(f"{self.address} cannot be read"):
                 try:
                     known = self.store.known = self.step, _read(self.address)
-                except stores.Missing:
+                except addresses.Missing:
                     raise CheckpointError(f"{self.address} was removed while it was read: the run that writes "
                                           f"there keeps only checkpoint.keep checkpoints; start again") from None
                 except _BROKEN as error:
@@ -163,7 +163,7 @@ class BucketStep:
                 if not only_params or name.startswith(f"{PARAMS}/")}
 
     def rename(self, name: str) -> None:
-        stores.write(self.store.place.below(name), stores.read(self.address))
+        buckets.write(self.store.place.below(name), buckets.read(self.address))
         self.store.remove_steps([self.step])
 
     def fault(self, *, only_params: bool = False) -> str:
@@ -183,7 +183,7 @@ class BucketStep:
                 return next(filter(None, _all_at_once(check, own)), "")
             except (*_BROKEN, AttributeError) as error:
                 return files.said(error)
-            except stores.Missing:
+            except addresses.Missing:
                 return "it does not exist"
 
         def look_twice() -> str:
@@ -194,8 +194,8 @@ class BucketStep:
     def _object_fault(self, folder: str, name: str, size: int, held: Sequence[list]) -> str:
         """Return how an object differs from what was written; empty if it does not. held: its pieces in order."""
         try:
-            content = memoryview(stores.read(self.store.place.below(f"{folder}/{name}")))
-        except stores.Missing:
+            content = memoryview(buckets.read(self.store.place.below(f"{folder}/{name}")))
+        except addresses.Missing:
             return f"{folder}/{name} is missing"
         if len(content) != size:
             return f"{folder}/{name} has {len(content)} bytes, {size} were written"
@@ -208,11 +208,11 @@ class BucketStep:
         index = self._index()
 
         def read(name: str, start: int, stop: int) -> bytes:
-            return stores.read(self.store.place.below(f"{index['folder']}/{name}"), start, stop)
+            return buckets.read(self.store.place.below(f"{index['folder']}/{name}"), start, stop)
         with _judge_errors(f"{self.address} cannot be read"):
             try:
                 return pieces.restore(wanted, pieces.pieces_of(index), pieces.forms_of(index), read, AT_ONCE)
-            except stores.Missing as error:
+            except addresses.Missing as error:
                 raise CheckpointError(f"{error}; the run that writes there may have removed it, since it keeps only "
                                       f"checkpoint.keep checkpoints; start again") from None
             except StorageError:
@@ -226,7 +226,7 @@ _BROKEN = (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError)
 
 
 def _read(address: Address) -> dict:
-    return json.loads(stores.read(address))
+    return json.loads(buckets.read(address))
 
 
 def _all_at_once(act: Callable, values: Sequence) -> list:
@@ -243,7 +243,7 @@ def _judge_errors(what: str) -> Iterator[None]:
     server raises CheckpointError."""
     try:
         yield
-    except (stores.Missing, CheckpointError):
+    except (addresses.Missing, CheckpointError):
         raise
     except StorageError as error:
         raise ConfigError(f"{what}: {error}") from None

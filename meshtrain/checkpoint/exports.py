@@ -26,7 +26,7 @@ from meshtrain.huggingface import folder, settings
 from meshtrain.model.transformer import Transformer
 from meshtrain.run import contents, say
 from meshtrain.run.trees import leaves_of
-from meshtrain.storage import addresses, mirror, stores
+from meshtrain.storage import addresses, buckets, mirror
 from meshtrain.storage.addresses import Address, StorageError
 
 class Exports:
@@ -170,7 +170,7 @@ def place_of(run_dir: str) -> new_folder.Target:
 def _steps(place: new_folder.Target) -> list[int]:
     """Return the exported steps in `place`, sorted. Raises: StorageError, OSError."""
     if isinstance(place, Address):
-        names = stores.children(place)[1]
+        names = buckets.children(place)[1]
     else:
         names = [path.name for path in place.iterdir()] if place.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal())

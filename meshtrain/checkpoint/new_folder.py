@@ -18,7 +18,7 @@ from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, user_errors
 from meshtrain.huggingface import settings
 from meshtrain.run.rundir import NO_LOCKS
-from meshtrain.storage import copies, stores
+from meshtrain.storage import buckets, copies
 from meshtrain.storage.addresses import Address, StorageError
 
 ADAPTERS = "adapter_config.json"
@@ -66,11 +66,11 @@ def _in_bucket(target: Address) -> Iterator[Path]:
 
     def claim() -> None:
         _check_free(target)
-        if stores.write_if(target.below(CLAIM), nonce.encode(), None) is None:
+        if buckets.write_if(target.below(CLAIM), nonce.encode(), None) is None:
             raise ConfigError(f"{target} is being written by another process; wait for it, or name another folder")
 
     def check_claim() -> None:
-        found = stores.read_versioned(target.below(CLAIM))
+        found = buckets.read_versioned(target.below(CLAIM))
         if found is None or found[0] != nonce.encode():
             raise ConfigError(f"another process also writes to {target}: it has replaced or removed {CLAIM}; wait "
                               f"for it, or name another folder")
@@ -84,18 +84,18 @@ def _in_bucket(target: Address) -> Iterator[Path]:
         for path in sorted(scratch.iterdir()):
             if path.name not in MARKS:
                 check_claim()
-                etags[path.name] = stores.create(target.below(path.name), path)
+                etags[path.name] = buckets.create(target.below(path.name), path)
         return etags
 
     def commit(etags: dict[str, str]) -> None:
         check_claim()
-        there = {one.address.path.rpartition("/")[2]: one.etag for one in stores.listed(target)}
+        there = {one.address.path.rpartition("/")[2]: one.etag for one in buckets.list_files(target)}
         if lost := sorted(name for name, etag in etags.items() if there.get(name) != etag):
             raise ConfigError(f"another process also writes to {target}: it has replaced or removed "
                               f"{', '.join(lost)}; wait for it, or name another folder")
         (mark,) = [path for path in scratch.iterdir() if path.name in MARKS]
-        stores.create(target.below(mark.name), mark)
-        stores.remove([target.below(CLAIM)])
+        buckets.create(target.below(mark.name), mark)
+        buckets.remove([target.below(CLAIM)])
 
     on_first(target, claim)
     try:
@@ -114,7 +114,7 @@ def _in_bucket(target: Address) -> Iterator[Path]:
 
 
 def _check_free(target: Address) -> None:
-    names, folders = stores.children(target)
+    names, folders = buckets.children(target)
     if names and not {*MARKS} & {*names}:
         raise ConfigError(f"{target} has files and no {MARKS[0]}: another process is writing it, or was killed while "
                           f"it did; remove the files, or name another folder")
@@ -125,7 +125,7 @@ def _check_free(target: Address) -> None:
 def exists(target: Target) -> bool:
     """Return whether a folder exists as a whole. Raises: StorageError, OSError."""
     if isinstance(target, Address):
-        return bool({*MARKS} & {*stores.children(target)[0]})
+        return bool({*MARKS} & {*buckets.children(target)[0]})
     return files.status(target) is not None
 
 
@@ -133,7 +133,7 @@ def discard_half(target: Target) -> None:
     """Remove the files of an incomplete folder in a bucket, which a killed writer has left. Raises: StorageError,
     OSError."""
     if isinstance(target, Address) and not exists(target):
-        stores.remove([one.address for one in stores.listed(target)])
+        buckets.remove([one.address for one in buckets.list_files(target)])
 
 
 def set_aside(target: Target) -> str:
@@ -141,13 +141,13 @@ def set_aside(target: Target) -> str:
     if not isinstance(target, Address):
         return files.set_aside(target, "aside")
     parent, _, name = target.path.rpartition("/")
-    taken = stores.children(target.at(parent))[1]
+    taken = buckets.children(target.at(parent))[1]
     new = files.free_name(f"{name}.aside", lambda one: one in taken)
-    found = sorted((one.address for one in stores.listed(target)), key=_is_mark)
+    found = sorted((one.address for one in buckets.list_files(target)), key=_is_mark)
     for one in found:       # the mark is copied last and removed first
-        stores.copy(one, target.at(f"{parent}/{new}/{one.path.removeprefix(f'{target.path}/')}"))
-    stores.remove([one for one in found if _is_mark(one)])
-    stores.remove([one for one in found if not _is_mark(one)])
+        buckets.copy(one, target.at(f"{parent}/{new}/{one.path.removeprefix(f'{target.path}/')}"))
+    buckets.remove([one for one in found if _is_mark(one)])
+    buckets.remove([one for one in found if not _is_mark(one)])
     return new
 
 

@@ -30,7 +30,7 @@ from meshtrain.rl import prompts
 from meshtrain.rl.rewards import workers
 from meshtrain.run import command, contents, rundir, say
 from meshtrain.run.stops import DOES_NOT_FIT, DONE, FAILED, USER_ERROR
-from meshtrain.storage import addresses, stores
+from meshtrain.storage import addresses, buckets
 from meshtrain.units import counted, size
 
 OK, NOTE, WRONG, UNFIT, FAULT, LEFT = "ok", "note", "wrong", "does not fit", "failed", "not checked"
@@ -224,7 +224,7 @@ def _places(run: Run, offline: bool) -> Iterator[Finding]:
     name = run.run.dir
     if addresses.is_remote(name):
         if not offline:
-            stores.children(addresses.parse(name))
+            buckets.children(addresses.parse(name))
         yield Finding("run.dir", LEFT, f"{name}: checked when the run starts")
     else:
         yield _run_dir(run, Path(name))

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from meshtrain import files
-from meshtrain.storage import copies, stores
+from meshtrain.storage import buckets, copies
 
 MOST_HEADER_BYTES = 100_000_000     # the library's own limit
 MOST_DIMS = 8       # multiplying 250,000 dims would block signals for minutes
@@ -137,7 +137,7 @@ def _bytes(path: Path, start: int, stop: int) -> bytearray | bytes:
     """Return bytes [start, stop) of a file, or of one in a bucket. Raises: OSError, also if the file has become
     shorter; StorageError."""
     if remote := copies.remote(path):
-        return stores.read_range(remote, start, stop)
+        return buckets.read_range(remote, start, stop)
     found = bytearray(stop - start)
     with open(path, "rb", buffering=0) as file:
         file.seek(start)

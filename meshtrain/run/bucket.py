@@ -20,7 +20,7 @@ from meshtrain.cluster import agree, watch
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.run import contents, rundir, say
 from meshtrain.run.contents import LOCK
-from meshtrain.storage import addresses, mirror, stores
+from meshtrain.storage import addresses, buckets, mirror
 from meshtrain.storage.addresses import Address
 
 LOOK_S = 1.0
@@ -56,7 +56,7 @@ def claimed(run: Run) -> Iterator[rundir.Claim]:
                 yield claim
                 return
         except ConfigError:     # a mistake that is found late, e.g. in the data, leaves nothing behind
-            if began["empty"] and not stores.children(address.below(contents.CHECKPOINTS))[0]:
+            if began["empty"] and not buckets.children(address.below(contents.CHECKPOINTS))[0]:
                 sender.undo()
                 lease.leave(remove=True)
             raise
@@ -75,15 +75,15 @@ class _Look:
         """Return {"nonce": of the claim, "empty": whether the address had no files}; None if another run still holds
         it. Raises: ConfigError."""
         with user_errors("run.dir: "):
-            names = [name for some in stores.children(self.address) for name in some]
+            names = [name for some in buckets.children(self.address) for name in some]
             run_file = rundir.check_contents(self.run, str(self.address), set(names), has_checkpoints=bool(
-                contents.CHECKPOINTS in names and stores.children(self.address.below(contents.CHECKPOINTS))[0]))
+                contents.CHECKPOINTS in names and buckets.children(self.address.below(contents.CHECKPOINTS))[0]))
             owner = rundir.this_process()
             try:
                 self.lease.take(json.dumps(owner), _is_dead)
                 if run_file:
                     say.err(rundir.NO_CONFIG.format(self.address))
-                    stores.write(self.address.below(contents.CONFIG), run_file.encode())
+                    buckets.write(self.address.below(contents.CONFIG), run_file.encode())
                 return {"nonce": owner["nonce"], "empty": not set(names) - {LOCK}}
             except mirror.LeaseHeld as held:
                 other = rundir.named(held.text)
@@ -105,8 +105,8 @@ def _is_dead(text: str) -> bool:
 
 def _text(address: Address) -> str | None:
     try:
-        return mirror.text_of(stores.read(address.below(LOCK)))
-    except stores.Missing:
+        return mirror.text_of(buckets.read(address.below(LOCK)))
+    except addresses.Missing:
         return None
 
 

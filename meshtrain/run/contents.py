@@ -11,7 +11,7 @@ import os
 import re
 from pathlib import Path
 
-from meshtrain.storage import addresses, mirror, stores
+from meshtrain.storage import addresses, buckets, mirror
 
 CONFIG, RULES, LOCK, CHECKPOINTS, TENSORBOARD = "config.toml", "rules.toml", ".lock", "checkpoints", "tensorboard"
 METRICS, CHANGES, REFERENCE = "metrics.jsonl", "changes.jsonl", "reference.npy"
@@ -71,7 +71,7 @@ def opened(name: str) -> Path:
 def steps(name: str) -> list[int]:
     """Return the sorted steps of a run's checkpoints. name: run.dir. Raises: as `opened`."""
     try:
-        names = stores.children(addresses.parse(name).below(CHECKPOINTS))[0] if addresses.is_remote(name) else \
+        names = buckets.children(addresses.parse(name).below(CHECKPOINTS))[0] if addresses.is_remote(name) else \
             os.listdir(os.path.join(name, CHECKPOINTS))
     except (FileNotFoundError, NotADirectoryError):
         names = []
@@ -84,10 +84,10 @@ def saved_run_file(name: str) -> str:
     Raises: as `opened`; OSError.
     """
     for step in reversed(steps(name)):
-        with contextlib.suppress(stores.Missing, FileNotFoundError, KeyError, TypeError, json.JSONDecodeError,
+        with contextlib.suppress(addresses.Missing, FileNotFoundError, KeyError, TypeError, json.JSONDecodeError,
                                  UnicodeDecodeError):
             if addresses.is_remote(name):
-                saved = json.loads(stores.read(addresses.parse(name).below(f"{CHECKPOINTS}/{step}")))["metadata"]
+                saved = json.loads(buckets.read(addresses.parse(name).below(f"{CHECKPOINTS}/{step}")))["metadata"]
             else:
                 saved = json.loads(Path(name, CHECKPOINTS, str(step), "metadata.json").read_bytes())
             return str(saved["run_file"])

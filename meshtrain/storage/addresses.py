@@ -25,6 +25,14 @@ class Refused(StorageError):
     renewed."""
 
 
+class Missing(StorageError):
+    """There is no such file."""
+
+
+class Changed(StorageError):
+    """The file has changed since it was listed or read."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Address:
     """The parts of an address. home: the bucket, HOST[:PORT], or [datasets/]OWNER/NAME on the hub. path: the path
@@ -46,6 +54,17 @@ class Address:
         return self.at(f"{self.path.rstrip('/')}/{name}".lstrip("/"))
 
     __truediv__ = below     # like that of Path
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteFile:
+    """A file at an address. etag: changes with the content; "" if the server has none. size: bytes; None: unknown.
+    commit: the commit on the hub, or "". It has no URL: a URL from a file could name a host that must not get the
+    credentials."""
+    address: Address
+    size: int | None
+    etag: str
+    commit: str = ""
 
 
 def is_remote(text: object) -> bool:

@@ -18,12 +18,12 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO, Literal
 
 from meshtrain import files
-from meshtrain.storage import addresses, stores
-from meshtrain.storage.addresses import BUCKETS, HUB, MAGIC, WEB, Address, StorageError
-from meshtrain.storage.stores import RemoteFile
+from meshtrain.storage import addresses, buckets, web
+from meshtrain.storage.addresses import BUCKETS, HUB, MAGIC, WEB, Address, RemoteFile, StorageError
 from meshtrain.units import counted
 
 AT_ONCE = 8     # files copied at the same time
@@ -77,7 +77,7 @@ def is_run(name: str) -> bool:
 def named_home(kind: str, address: Address) -> Path:
     """Return a directory of this host for files of an address. kind: what they are for, a folder in `home`."""
     name = os.path.basename(address.path.rstrip("/") or address.home)[:60]
-    return home() / kind / f"{_digest([str(address), *stores.endpoints(address)])}-{name}"
+    return home() / kind / f"{_digest([str(address), *buckets.endpoints(address)])}-{name}"
 
 
 # ---- listings --------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def _file(address: Address) -> RemoteFile | None:
     if name not in _seen.files and not any(
             folder.at("") == address.at("") and address.path.startswith(f"{folder.path}/".lstrip("/"))
             for folder in _seen.folders):
-        _seen.files[name] = stores.looked_up(address)
+        _seen.files[name] = _protocol(address).look_up(address)
     return _seen.files.get(name)
 
 
@@ -118,7 +118,7 @@ def _listing(folder: Address) -> list[RemoteFile]:
     if folder.scheme == HUB:
         folder = folder.at("")
     if folder not in _seen.folders:
-        found = _hub_listing(folder) if folder.scheme == HUB else stores.listed(folder)
+        found = _hub_listing(folder) if folder.scheme == HUB else buckets.list_files(folder)
         _seen.files |= {str(one.address): one for one in found}
         _seen.folders.add(folder)
     inside = str(folder).rstrip("/") + "/"
@@ -128,14 +128,14 @@ def _listing(folder: Address) -> list[RemoteFile]:
 def _hub_listing(folder: Address) -> list[RemoteFile]:
     """Return every file of a model or data set on the hub. If HF_HUB_OFFLINE is set or the revision is a commit, the
     listing that this host has kept is used."""
-    kept = home() / LISTINGS / f"{_digest([stores.hub(), str(folder)])}.json"
+    kept = home() / LISTINGS / f"{_digest([web.hub(), str(folder)])}.json"
     if is_offline() or COMMIT.fullmatch(folder.revision):
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
             return [RemoteFile(folder.at(path), *rest) for path, *rest in json.loads(kept.read_text(encoding="utf-8"))]
         if is_offline():
             raise StorageError(f"{folder} has not been read on this host, and HF_HUB_OFFLINE forbids a request; start "
                                f"once without HF_HUB_OFFLINE, or copy {home()} from a host that has it")
-    found = stores.listed(folder)
+    found = web.list_files(folder)
     text = json.dumps([[one.address.path, one.size, one.etag, one.commit] for one in found])
     with writing(kept.parent):
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -283,7 +283,7 @@ def _fetch(wanted: dict[Path, RemoteFile], copying: Copying) -> None:
                     for line in first:      # one of the threads prints it
                         copying.tell(line)
                     file.truncate(0)        # bytes that a killed process has left
-                    stores.read_into(wanted[path], file, grew)
+                    _read_into(wanted[path], file, grew)
                     os.fsync(file.fileno())
                     temporary.replace(path)
             finally:
@@ -294,6 +294,23 @@ def _fetch(wanted: dict[Path, RemoteFile], copying: Copying) -> None:
         list(pool.map(fetch, wanted))
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _read_into(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -> None:
+    """Write a remote file to an empty local file. `grew` is called with the size of each piece, and may raise.
+
+    Raises: StorageError, also if the file has changed since it was listed; OSError of the local file.
+    """
+    _protocol(found.address).read_into(found, file, grew)
+    size = file.seek(0, os.SEEK_END)
+    if found.size is not None and size != found.size:
+        raise StorageError(f"{found.address} has {size:,} bytes, but its server reported {found.size:,}; "
+                           f"start again when no program writes to it")
+
+
+def _protocol(address: Address) -> ModuleType:
+    """Return the module that reads files at such addresses."""
+    return buckets if address.scheme in BUCKETS else web
 
 
 @contextlib.contextmanager

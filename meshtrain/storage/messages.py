@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from meshtrain import files
-from meshtrain.storage import addresses, stores
+from meshtrain.storage import addresses, buckets
 from meshtrain.storage.addresses import StorageError
 
 REMEDY = "check it, or give another run.dir"
@@ -20,9 +20,9 @@ def read(run_dir: str, name: str) -> str | None:
     path = Path(run_dir) / name
     try:
         if addresses.is_remote(run_dir):
-            return stores.read(addresses.parse(run_dir).below(name)).decode(errors="replace")
+            return buckets.read(addresses.parse(run_dir).below(name)).decode(errors="replace")
         return files.patiently(lambda: path.read_text(encoding="utf-8", errors="replace"))
-    except (stores.Missing, FileNotFoundError, NotADirectoryError):
+    except (addresses.Missing, FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise files.judged(error, f"{path} cannot be read", REMEDY, StorageError) from None
@@ -30,7 +30,7 @@ def read(run_dir: str, name: str) -> str | None:
 
 def write(run_dir: str, name: str, text: str) -> None:
     if addresses.is_remote(run_dir):
-        return stores.write(addresses.parse(run_dir).below(name), text.encode())
+        return buckets.write(addresses.parse(run_dir).below(name), text.encode())
     path = Path(run_dir) / name
 
     def act():
@@ -41,7 +41,7 @@ def write(run_dir: str, name: str, text: str) -> None:
 
 def remove(run_dir: str, name: str) -> None:
     if addresses.is_remote(run_dir):
-        return stores.remove([addresses.parse(run_dir).below(name)])
+        return buckets.remove([addresses.parse(run_dir).below(name)])
     path = Path(run_dir) / name
     files.attempted(lambda: path.unlink(missing_ok=True), f"{path} cannot be removed", REMEDY, StorageError)
 
@@ -50,7 +50,7 @@ def names(run_dir: str, folder: str) -> list[str]:
     """Return the names of the messages in a folder, in the form that `read` takes."""
     path = Path(run_dir) / folder
     try:
-        found = stores.children(addresses.parse(run_dir).below(folder))[0] if addresses.is_remote(run_dir) else \
+        found = buckets.children(addresses.parse(run_dir).below(folder))[0] if addresses.is_remote(run_dir) else \
             files.patiently(lambda: os.listdir(path))
     except (FileNotFoundError, NotADirectoryError):
         return []

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from meshtrain import files
-from meshtrain.storage import addresses, copies, stores
+from meshtrain.storage import addresses, buckets, copies
 from meshtrain.storage.addresses import Address, StorageError
-from meshtrain.storage.stores import Version
+from meshtrain.storage.buckets import Version
 
 EVERY_S = 5.0
 SLOWEST_BYTES_S = 2e6       # a file that grows is sent at most every (size / SLOWEST_BYTES_S) seconds
@@ -55,14 +55,14 @@ def fetch(source: Address, target: Path, wanted: Callable[[str], bool], within: 
     bucket since, files that the bucket lacks stay, and the next Mirror sends them. Raises: StorageError,
     FileSystemError.
     """
-    listed = stores.listed(source.below(within) if within else source)
+    listed = buckets.list_files(source.below(within) if within else source)
     there = {one.address.path.removeprefix(f"{source.path.rstrip('/')}/"): one for one in listed}
     with copies.writing(target), concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         target.mkdir(parents=True, exist_ok=True)
         here = set(filter(wanted, _names(target, _refuse)))
         # a listing may lack existing objects
         unlisted = [name for name in (here | set(needed)) - there.keys() if name.isprintable()]
-        found = pool.map(stores.looked_up, map(source.below, unlisted))
+        found = pool.map(buckets.look_up, map(source.below, unlisted))
         there |= {name: one for name, one in zip(unlisted, found) if one}
         sent = _read_sent(target) if needed else None
         is_newest = sent is not None and (needed[0] in sent) == (needed[0] in there) and all(
@@ -80,9 +80,9 @@ def fetch(source: Address, target: Path, wanted: Callable[[str], bool], within: 
                 return
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                files.replace(path, stores.read(there[name].address), shared=True)
+                files.replace(path, buckets.read(there[name].address), shared=True)
                 sent[name] = there[name].etag, _state(path)
-            except stores.Missing:
+            except addresses.Missing:
                 path.unlink(missing_ok=True)
                 sent.pop(name, None)
         if not is_newest:
@@ -199,7 +199,7 @@ class Mirror(contextlib.AbstractContextManager):
                 if not name.isprintable():
                     raise ValueError("its name has an unprintable character, so no object in the bucket can have it; "
                                      "rename the file")
-                version = stores.write(self.target.below(name), self.source / name)
+                version = buckets.write(self.target.below(name), self.source / name)
                 self._sent[name], self._sent_at[name] = (version.etag or "", found[name]), now
         with self._lock:
             before = self._sent.copy()
@@ -216,7 +216,7 @@ class Mirror(contextlib.AbstractContextManager):
                 if self.needed[0] not in failed:        # without it the others are useless
                     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
                         list(pool.map(put, [name for name in due if name != self.needed[0]]))
-                stores.remove([self.target.below(name) for name in forgotten])
+                buckets.remove([self.target.below(name) for name in forgotten])
                 for name in forgotten:
                     self._forgotten.discard(name)
                     self._sent.pop(name, None)
@@ -265,7 +265,7 @@ class Mirror(contextlib.AbstractContextManager):
     def undo(self) -> None:
         """Send nothing more, and remove from the bucket what was sent. Raises: StorageError, FileSystemError."""
         self.stop()
-        stores.remove([self.target.below(name) for name in self._sent.keys() | self._gone])
+        buckets.remove([self.target.below(name) for name in self._sent.keys() | self._gone])
 
     def stop(self) -> None:
         if self in _at_work:
@@ -338,7 +338,7 @@ class Lease:
     def take(self, text: str, is_dead: Callable[[str], bool]) -> None:
         """Take the lease if it is free. text: describes the owner, and differs from the texts of all others. is_dead:
         text -> whether its owner is known to have ended. Raises: LeaseHeld; StorageError, FileSystemError."""
-        found = stores.read_versioned(self.address)
+        found = buckets.read_versioned(self.address)
         before = text_of(found[0]) if found else ""
         if found and before:
             if self._seen[0] != found[1]:
@@ -346,7 +346,7 @@ class Lease:
             if not is_dead(before) and time.monotonic() - self._seen[1] < LEASE_S:
                 raise LeaseHeld(before, found[1])
         self._text = text
-        self._version = stores.write_if(self.address, self._content(), found and found[1])
+        self._version = buckets.write_if(self.address, self._content(), found and found[1])
         if self._version is None:
             raise LeaseHeld(before, before)
         self._thread = threading.Thread(target=self._keep, daemon=True, name="lease")
@@ -374,12 +374,12 @@ class Lease:
 
     def _renew(self) -> str | None:
         """Rewrite the object. Return the text of another owner if there is one, else None."""
-        version = stores.write_if(self.address, self._content(), self._version)
+        version = buckets.write_if(self.address, self._content(), self._version)
         if version is None:     # it was removed, or another beat has written it
-            found = stores.read_versioned(self.address)
+            found = buckets.read_versioned(self.address)
             if found and text_of(found[0]) != self._text:
                 return text_of(found[0])
-            version = stores.write_if(self.address, self._content(), found and found[1])
+            version = buckets.write_if(self.address, self._content(), found and found[1])
         self._version = version or self._version
         return None
 
@@ -391,9 +391,9 @@ class Lease:
         self._done.set()
         self._thread.join()
         with contextlib.suppress(StorageError, OSError):
-            found = stores.read_versioned(self.address)
-            if found and text_of(found[0]) == self._text and stores.write_if(self.address, b"", found[1]) and remove:
-                stores.remove([self.address])
+            found = buckets.read_versioned(self.address)
+            if found and text_of(found[0]) == self._text and buckets.write_if(self.address, b"", found[1]) and remove:
+                buckets.remove([self.address])
 
 
 def text_of(content: bytes | None) -> str:

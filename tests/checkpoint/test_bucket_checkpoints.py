@@ -24,7 +24,7 @@ from meshtrain.checkpoint.checkpoint import Checkpoints  # noqa: E402
 from meshtrain.checkpoint.store import CheckpointError, Save  # noqa: E402
 from meshtrain.config import ConfigError  # noqa: E402
 from meshtrain.run.rundir import LostClaimError  # noqa: E402
-from meshtrain.storage import addresses, copies, stores  # noqa: E402
+from meshtrain.storage import addresses, buckets, copies, retries# noqa: E402
 from meshtrain.storage.addresses import Address  # noqa: E402
 
 
@@ -40,7 +40,7 @@ def small_pieces(monkeypatch):
 
 
 def names(place: Address) -> list[str]:
-    return [one.address.path.removeprefix(f"{place.path}/") for one in stores.listed(place)]
+    return [one.address.path.removeprefix(f"{place.path}/") for one in buckets.list_files(place)]
 
 
 @pytest.mark.parametrize(("before", "spec", "after", "there"), [
@@ -133,7 +133,7 @@ def _shape(state, name: str):
 
 def test_what_is_kept_set_aside_and_left_over(place):
     state, told = make_state(mesh(2, 2), P("a")), []
-    stores.write(place.below("7.other-1/0-0"), b"of a start that was killed")
+    buckets.write(place.below("7.other-1/0-0"), b"of a start that was killed")
     with Checkpoints(BucketStore(place, start="a"), every=2, keep=2, tell=told.append) as checkpoints:
         assert names(place) == [] and checkpoints.newest() is None and checkpoints.due(4) and not checkpoints.due(3)
         for step in (2, 4, 6):
@@ -146,11 +146,11 @@ def test_what_is_kept_set_aside_and_left_over(place):
         checkpoints.settle()
         assert checkpoints.newest().metadata["at"] == "again" and "6.a-3/0-0" in names(place)     # what is aside is whole
         one = next(name for name in names(place) if name.startswith("6.a-4/"))
-        content = stores.read(place.below(one))
-        stores.write(place.below(one), content[:-1])
+        content = buckets.read(place.below(one))
+        buckets.write(place.below(one), content[:-1])
         assert checkpoints.newest().step == 4 and "6.damaged" in names(place)
         assert f"is damaged ({one} has {len(content) - 1} bytes, {len(content)} were written), kept as 6.damaged" in told[0]
-        stores.write(place.below("4"), b"{")
+        buckets.write(place.below("4"), b"{")
         with pytest.raises(ConfigError, match="has no intact checkpoint, only damaged ones .4.damaged, 6.damaged"):
             checkpoints.newest()
     assert len(told) == 2
@@ -162,12 +162,12 @@ def test_a_checkpoint_of_which_any_bit_flips_is_set_aside_and_the_one_before_is_
         for step in (1, 2):
             checkpoints.save(step, state, {})
         checkpoints.settle()
-        marker = stores.read(place.below("2"))
+        marker = buckets.read(place.below("2"))
         for name in [name for name in names(place) if name.startswith("2.a-2/")]:
-            whole = stores.read(place.below(name))
+            whole = buckets.read(place.below(name))
             content = bytearray(whole)
             content[len(content) // 2] ^= 4
-            stores.write(place.below(name), bytes(content))
+            buckets.write(place.below(name), bytes(content))
             # in a reader of the run, and in the run, which may change it
             with Checkpoints(BucketStore(place), read_only=True, tell=told.append) as reading:
                 assert reading.newest().step == 1 and reading.steps() == [1, 2]
@@ -176,9 +176,9 @@ def test_a_checkpoint_of_which_any_bit_flips_is_set_aside_and_the_one_before_is_
             assert checkpoints.newest().step == 1 and checkpoints.steps() == [1]
             kept = told.pop().partition(", kept as ")[2].partition(";")[0]
             assert kept.startswith("2.damaged") and f"({name}: its checksum differs at byte" in told.pop()
-            stores.write(place.below(name), whole)
-            stores.write(place.below("2"), marker)
-            stores.remove([place.below(kept)])
+            buckets.write(place.below(name), whole)
+            buckets.write(place.below("2"), marker)
+            buckets.remove([place.below(kept)])
         assert checkpoints.newest().step == 2
         same(checkpoints.restore(2, abstract(state)), state)
 
@@ -202,9 +202,9 @@ def test_of_an_object_without_weights_a_reader_of_weights_notices_nothing(place)
     with Checkpoints(BucketStore(place, start="a")) as checkpoints:
         checkpoints.save(1, {"params": {"w": large}, "zeros": large}, {})
         checkpoints.settle()
-        index = json.loads(stores.read(place.below("1")))
+        index = json.loads(buckets.read(place.below("1")))
         name = next(piece[2] for piece in index["pieces"] if piece[0] == "zeros")
-        stores.remove([place.below(f"1.a-1/{name}")])
+        buckets.remove([place.below(f"1.a-1/{name}")])
         assert checkpoints.fault(1, only_params=True) == ""
         assert checkpoints.fault(1) == f"1.a-1/{name} is missing"
 
@@ -212,7 +212,7 @@ def test_of_an_object_without_weights_a_reader_of_weights_notices_nothing(place)
 @pytest.mark.parametrize("unlisted", ["4", "4.aside", "4.damaged"])
 def test_a_folder_whose_checkpoint_the_list_lacks_is_not_removed(unlisted, place, monkeypatch):
     """A store whose lists are stale."""
-    state, real = make_state(mesh(1, 1), P()), stores.children
+    state, real = make_state(mesh(1, 1), P()), buckets.children
     with Checkpoints(BucketStore(place, start="a"), keep=2) as checkpoints:
         for step in (2, 4):
             checkpoints.save(step, state, {})
@@ -224,7 +224,7 @@ def test_a_folder_whose_checkpoint_the_list_lacks_is_not_removed(unlisted, place
     def stale(folder):
         objects, folders = real(folder)
         return [name for name in objects if name != unlisted], folders
-    monkeypatch.setattr(stores, "children", stale)
+    monkeypatch.setattr(buckets, "children", stale)
     with Checkpoints(BucketStore(place, start="b"), keep=2) as checkpoints:
         assert names(place) == before
         checkpoints.save(6, state, {})
@@ -254,7 +254,7 @@ def test_a_save_without_its_marker_is_no_checkpoint_and_a_second_marker_is_refus
 
 def test_a_bucket_that_fails_is_waited_for_and_ends_no_run(place, server, monkeypatch):
     state, told = make_state(mesh(1, 1), P()), []
-    monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,) * 3)
+    monkeypatch.setattr(retries, "PATIENT_PAUSES_S", (0.01,) * 3)
     with Checkpoints(BucketStore(place, start="a"), tell=told.append) as checkpoints:
         server.faults += [Fault("/1.a-1/", 2, 503), Fault("/checkpoints/1", 1, 500)]
         checkpoints.save(1, state, {})
@@ -294,7 +294,7 @@ def test_the_third_save_in_a_row_that_a_bucket_refuses_stops_the_run(place, serv
 
 def test_a_server_that_fails_for_longer_than_the_limit_stops_the_run(place, server, monkeypatch):
     state, told = make_state(mesh(1, 1), P()), []
-    monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,))
+    monkeypatch.setattr(retries, "PATIENT_PAUSES_S", (0.01,))
     monkeypatch.setattr(BucketStore, "borne_s", 0.5)
     began = time.monotonic()
     checkpoints = Checkpoints(BucketStore(place, start="a"), tell=told.append)
@@ -385,7 +385,7 @@ def test_a_writer_whose_objects_somebody_removed_touches_no_others(ends, tmp_pat
     target = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/folder")
     one, two = writer(target, "one", tmp_path / "a"), writer(target, "two", tmp_path / "b")
     one.__enter__()
-    stores.remove([one.address for one in stores.listed(target)])
+    buckets.remove([one.address for one in buckets.list_files(target)])
     with two if ends == "first" else contextlib.nullcontext():
         if ends == "last":
             with two:
@@ -397,17 +397,17 @@ def test_a_writer_whose_objects_somebody_removed_touches_no_others(ends, tmp_pat
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_object_of_the_same_size_by_another_is_no_part_of_a_folder(when, tmp_path, monkeypatch):
-    target, real = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/folder"), stores.create
+    target, real = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/folder"), buckets.create
 
     def create(address: Address, path: Path) -> str:
         if "model" not in path.name:
             return real(address, path)
         if when == "before":
-            stores.write(address, b"two")
+            buckets.write(address, b"two")
         etag = real(address, path)
-        stores.write(address, b"two")
+        buckets.write(address, b"two")
         return etag
-    monkeypatch.setattr(stores, "create", create)
+    monkeypatch.setattr(buckets, "create", create)
     with pytest.raises(ConfigError, match="another process also writes to .*model.safetensors"):
         with writer(target, "one", tmp_path / "a"):
             pass

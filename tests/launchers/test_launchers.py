@@ -17,7 +17,7 @@ from commands import Ran, call
 from meshtrain.launch import local, pod, ray, restart, supervise
 from meshtrain import config, files
 from meshtrain.run import stops
-from meshtrain.storage import messages, stores
+from meshtrain.storage import messages, retries
 
 import test_kubernetes
 import test_sbatch
@@ -142,8 +142,8 @@ def full_disk(monkeypatch):
 @pytest.fixture
 def dead_bucket(monkeypatch):
     """Nobody answers there."""
-    monkeypatch.setattr(stores, "PAUSES_S", (0.01,))
-    monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,))
+    monkeypatch.setattr(retries, "PAUSES_S", (0.01,))
+    monkeypatch.setattr(retries, "PATIENT_PAUSES_S", (0.01,))
     for name, value in {"ENDPOINT_URL": f"http://127.0.0.1:{supervise.free_port()}", "ACCESS_KEY_ID": "id",
                         "SECRET_ACCESS_KEY": "secret", "REGION": "us-east-1"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)

@@ -10,7 +10,7 @@ from commands import call, home, tiny  # noqa: F401
 
 from meshtrain import config, train
 from meshtrain.commands import check, plan
-from meshtrain.storage import stores
+from meshtrain.storage import buckets, web
 from meshtrain.units import size
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -109,9 +109,10 @@ def test_its_price_is_the_planners(tmp_path):
 def test_offline_no_server_is_asked(words, monkeypatch):
     def refuse(*args, **keys):
         raise AssertionError("a server is asked")
-    monkeypatch.setattr(stores, "listed", refuse)
-    monkeypatch.setattr(stores, "looked_up", refuse)
-    monkeypatch.setattr(stores, "children", refuse)
+    for protocol in (buckets, web):
+        monkeypatch.setattr(protocol, "list_files", refuse)
+        monkeypatch.setattr(protocol, "look_up", refuse)
+    monkeypatch.setattr(buckets, "children", refuse)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     code, found = rows("--offline", "--run.dir", "s3://nowhere/run", *words)
     assert code == 0 and verdicts(found)["data"] == verdicts(found)["run.dir"] == check.LEFT

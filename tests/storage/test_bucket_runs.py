@@ -28,14 +28,14 @@ from meshtrain.launch import restart, supervise  # noqa: E402
 from meshtrain import config, files, generate, train  # noqa: E402
 from meshtrain.commands import convert, report  # noqa: E402
 from meshtrain.run import bucket, contents  # noqa: E402
-from meshtrain.storage import addresses, copies, messages, mirror, stores  # noqa: E402
+from meshtrain.storage import addresses, buckets, copies, messages, mirror, retries# noqa: E402
 
 SIX = ("--training.steps", "6", "--checkpoint.every", "2", "--run.sample_tokens", "0")
 
 
 def kept_rows(address: str) -> list[dict]:
     """Of metrics.jsonl as the bucket has it."""
-    text = stores.read(addresses.parse(f"{address}/metrics.jsonl")).decode()
+    text = buckets.read(addresses.parse(f"{address}/metrics.jsonl")).decode()
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -45,7 +45,7 @@ def curve(found: list[dict]) -> list[tuple]:
 
 def keys(address: str) -> list[str]:
     place = addresses.parse(address)
-    return sorted(one.address.path.removeprefix(f"{place.path}/") for one in stores.listed(place))
+    return sorted(one.address.path.removeprefix(f"{place.path}/") for one in buckets.list_files(place))
 
 
 def another_machine() -> None:
@@ -69,9 +69,9 @@ def test_a_run_in_a_bucket_has_the_curve_of_one_in_a_directory_and_goes_on_on_an
     assert kept_rows(there)[:4] == before
     assert losses(kept_rows(there)) == pytest.approx(losses(rows(tmp_path / "here")), rel=1e-5)
     saved = {name.split("/")[1].partition(".")[0] for name in keys(there) if name.startswith("checkpoints/")}
-    assert saved == {"4", "6"} and stores.read(addresses.parse(f"{there}/.lock")) == b""
+    assert saved == {"4", "6"} and buckets.read(addresses.parse(f"{there}/.lock")) == b""
     assert {"changes.jsonl", "config.toml", "cost.json", "history.jsonl", "rules.toml"} < set(keys(there))
-    assert with_secrets(tmp_path) == [] and not any(b"aws-secret" in stores.read(addresses.parse(f"{there}/{name}"))
+    assert with_secrets(tmp_path) == [] and not any(b"aws-secret" in buckets.read(addresses.parse(f"{there}/{name}"))
                                                    for name in keys(there))
     another_machine()
     told = call(report.main, there)
@@ -109,20 +109,20 @@ def test_a_step_to_go_back_to_sets_the_later_ones_aside(server, tiny):
 
 
 def exported(address: str) -> dict[str, bytes]:
-    return {name: stores.read(addresses.parse(f"{address}/export/{name}")) for name in keys(f"{address}/export")}
+    return {name: buckets.read(addresses.parse(f"{address}/export/{name}")) for name in keys(f"{address}/export")}
 
 
 def test_exports_are_model_folders_of_the_bucket(server, tiny, tmp_path, monkeypatch):
     there, words = f"s3://{BUCKET}/exports", ("--checkpoint.export", "every", "--checkpoint.keep", "9")
     ran(*tiny, *SIX, *words, "--run.dir", "here")
-    real, failing, left = stores.create, ["export/4/model"], []
+    real, failing, left = buckets.create, ["export/4/model"], []
 
     def create(address, path):
         if failing and failing[0] in address.path:
             left.append(keys(f"{there}/export/4"))
             raise files.FileSystemError("the bucket is full")
         return real(address, path)
-    monkeypatch.setattr(stores, "create", create)
+    monkeypatch.setattr(buckets, "create", create)
     done = call(train.main, *tiny, *SIX, *words, "--run.dir", there, "--training.steps", "4")
     assert done.code == 1 and "export of step 4 failed: " in done.err and "the bucket is full" in done.err and left
     assert {name.split("/")[0] for name in exported(there)} == {"2"}
@@ -148,7 +148,7 @@ def test_a_model_folder_is_written_into_a_bucket_and_never_over_another(server, 
     out = f"s3://{BUCKET}/models/mine"
     assert f"{out}: the weights of step 6 of here" in call(convert.main, "here", out).out
     assert call(convert.main, "here", "out").code == 0
-    assert {name: stores.read(addresses.parse(f"{out}/{name}")) for name in keys(out)} == {
+    assert {name: buckets.read(addresses.parse(f"{out}/{name}")) for name in keys(out)} == {
         path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     refused(call(convert.main, "here", out), f"{out} exists already and is not overwritten")
     for name in ("hf://owner/name", f"s3://{BUCKET}", "https://host/x"):
@@ -162,21 +162,21 @@ def test_a_model_folder_is_written_into_a_bucket_and_never_over_another(server, 
 
 def test_a_checkpoint_has_its_rows_in_the_bucket(server, tiny, monkeypatch):
     """Whatever ends the run then: a start on another machine cuts rows, and could not make them again."""
-    there, seen, real = f"s3://{BUCKET}/rows", {}, stores.write_if
+    there, seen, real = f"s3://{BUCKET}/rows", {}, buckets.write_if
     monkeypatch.setattr(mirror, "EVERY_S", 60.0)
 
     def write_if(address, *rest, **keys):
         if "/checkpoints/" in str(address):
             seen[int(str(address).rpartition("/")[2])] = [row["step"] for row in kept_rows(there)]
         return real(address, *rest, **keys)
-    monkeypatch.setattr(stores, "write_if", write_if)
+    monkeypatch.setattr(buckets, "write_if", write_if)
     ran(*tiny, *SIX, "--run.dir", there)
     assert seen.keys() == {2, 4, 6} and all(set(range(1, step)) <= set(rows) for step, rows in seen.items()), seen
 
 
 def test_a_bucket_that_fails_is_told_and_ends_no_run(server, tiny, monkeypatch):
     there = f"s3://{BUCKET}/failing"
-    monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,) * 2)
+    monkeypatch.setattr(retries, "PATIENT_PAUSES_S", (0.01,) * 2)
     monkeypatch.setattr(mirror, "EVERY_S", 0.05)
     monkeypatch.setattr(files, "_told_at", {})
     lasts = lambda: any("metrics" in line for line in server.asked("PUT", "failing/metrics"))
@@ -247,7 +247,7 @@ def test_a_state_that_another_run_at_the_address_kept_is_not_taken(server, tiny)
     server.faults += [Fault("anew/checkpoints/", 10**6, 403)]
     assert call(train.main, *tiny, *SIX, "--run.dir", there).code == 1
     server.faults.clear()
-    stores.remove([one.address for one in stores.listed(addresses.parse(there))])
+    buckets.remove([one.address for one in buckets.list_files(addresses.parse(there))])
     again = ran(*tiny, *SIX, "--run.dir", there)
     assert "resuming after" not in again.out and contents.steps(there) == [4, 6]
     assert [path for path in (copies.home() / "states").rglob("*") if path.is_file()] == []
@@ -282,7 +282,7 @@ def test_a_cache_that_is_emptied_under_a_run_takes_nothing_from_the_bucket(mend,
         monkeypatch.setenv(name, value)
     if not mend:        # as a version left it that removed what was gone
         gone = [name for name in keys(there) if not name.startswith("checkpoints")]
-        stores.remove([addresses.parse(f"{there}/{name}") for name in gone])
+        buckets.remove([addresses.parse(f"{there}/{name}") for name in gone])
     done = ran(*tiny, *SIX, "--run.dir", there, "--training.steps", "8")
     assert "resuming after step 6" in done.out and contents.steps(there)[-1] == 8
     assert ("has checkpoints but no config.toml: config.toml is restored" in done.err) == (not mend)
@@ -301,7 +301,7 @@ def test_files_of_others_in_the_directory_hold_up_no_checkpoint(server, tiny, mo
 
 def test_the_last_send_that_fails_is_exit_code_1(server, tiny, monkeypatch):
     there = f"s3://{BUCKET}/last-send"
-    monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,))
+    monkeypatch.setattr(retries, "PATIENT_PAUSES_S", (0.01,))
     monkeypatch.setattr(mirror, "EVERY_S", 60.0)
     tampering(monkeypatch, lambda: server.faults.append(Fault("last-send/history.jsonl", 10**6, 503)), step=6)
     done = call(train.main, *tiny, *SIX, "--run.dir", there)
@@ -325,16 +325,16 @@ def test_a_start_that_was_taken_over_stops_at_its_next_step(saves, server, tiny,
         while other._thread is None:
             with contextlib.suppress(mirror.LeaseHeld):     # a beat came between
                 other.take(json.dumps(owner), lambda text: True)
-        seen.update({name: stores.read(place.below(name)) for name in keys(there) if name != ".lock"})
+        seen.update({name: buckets.read(place.below(name)) for name in keys(there) if name != ".lock"})
         time.sleep(0.3)
     tampering(monkeypatch, take, step=5)
     done = call(train.main, *tiny, *SIX, "--run.dir", there, "--training.steps", "1000", "--checkpoint.every", saves)
     assert done.code == 1 and done.err.count("was taken over by another start (pid 5 on node-17") == 1
     assert "this start stops and writes nothing more" in done.err and "tried again" not in done.err
     assert rows(mirror.directory(there))[-1]["step"] <= 7
-    assert {name: stores.read(place.below(name)) for name in keys(there) if name != ".lock"} == seen
+    assert {name: buckets.read(place.below(name)) for name in keys(there) if name != ".lock"} == seen
     assert '"end"' not in (mirror.directory(there) / "history.jsonl").read_text()
-    assert json.loads(mirror.text_of(stores.read(place.below(".lock"))))["nonce"] == "theirs"
+    assert json.loads(mirror.text_of(buckets.read(place.below(".lock"))))["nonce"] == "theirs"
     other.leave()
 
 
@@ -347,7 +347,7 @@ def test_a_second_start_is_refused_while_the_first_is_at_work_and_may_go_on_afte
                                                      data__paths=[str(tmp_path / "corpus.txt")]))
     first = _started(tmp_path / "run.toml")
     _until(lambda: contents.steps(there), first)
-    log = json.loads(stores.read(addresses.parse(f"{there}/.lock")).split(b"\n")[0])
+    log = json.loads(buckets.read(addresses.parse(f"{there}/.lock")).split(b"\n")[0])
     assert log["pid"] == first.pid
     told = call(report.main, there)
     assert f"at work: pid {first.pid}" in told.out
@@ -468,7 +468,7 @@ def test_a_lease_whose_host_is_lost_ends_by_itself(server, tiny, monkeypatch):
     monkeypatch.setattr(mirror, "LEASE_S", 1.5)
     monkeypatch.setattr(bucket, "LOOK_S", 0.1)
     owner = {"host": "node-17", "pid": 5, "began": "1", "time": 0.0, "space": "other", "nonce": "theirs"}
-    stores.write(addresses.parse(f"{there}/.lock"), f"{json.dumps(owner)}\n1.0".encode())
+    buckets.write(addresses.parse(f"{there}/.lock"), f"{json.dumps(owner)}\n1.0".encode())
     done = ran(*tiny, *SIX, "--run.dir", there, "--training.steps", "1")
     assert f"run.dir={there} is in use by another run (pid 5 on node-17" in done.err and "waiting" in done.err
 
@@ -503,9 +503,9 @@ def test_a_mistake_leaves_the_bucket_as_it_was(there, before, words, parts, serv
         ran(*tiny, *SIX, "--run.dir", address, "--training.steps", "1")
     if before:
         server.put(f"mistakes/{there}/{before}", b"mine")
-    kept = [(name, stores.read(addresses.parse(f"{address}/{name}"))) for name in keys(address)]
+    kept = [(name, buckets.read(addresses.parse(f"{address}/{name}"))) for name in keys(address)]
     refused(call(train.main, *tiny, "--run.dir", address, *words), *parts)
-    assert [(name, stores.read(addresses.parse(f"{address}/{name}"))) for name in keys(address)] == kept
+    assert [(name, buckets.read(addresses.parse(f"{address}/{name}"))) for name in keys(address)] == kept
 
 
 def test_a_bucket_that_may_not_be_written_is_one_message(server, tiny):
@@ -528,14 +528,14 @@ def test_credentials_that_are_refused_are_a_mistake_at_the_first_start_alone(
 
 
 def test_launchers_count_failures_and_leave_words_in_the_bucket(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(stores, "PAUSES_S", (0.01,))
+    monkeypatch.setattr(retries, "PAUSES_S", (0.01,))
     there = f"s3://{BUCKET}/launched"
     run = config.load([f"--run.dir={there}"])
     assert restart.newest(run) == 0 and restart.read(run) == {}
     assert restart.count(restart.Failures(run, 2), 1, "a device failed") == restart.FIRST_S
     assert restart.count(restart.Failures(run, 2), 1) == 2 * restart.FIRST_S
     assert restart.read(run)["said"] == ["a device failed", "exit code 1"]
-    stores.write(addresses.parse(f"{there}/checkpoints/4"), b"{}")
+    buckets.write(addresses.parse(f"{there}/checkpoints/4"), b"{}")
     assert restart.newest(run) == 4 and restart.count(restart.Failures(run, 2), 1) == 0
     messages.write(there, "last_words/0-1", "out of memory")
     assert messages.names(there, "last_words") == ["last_words/0-1"]

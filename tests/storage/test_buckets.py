@@ -17,7 +17,7 @@ from stores import BUCKET, Fault, server, surroundings  # noqa: E402, F401
 
 from meshtrain import files  # noqa: E402
 from meshtrain.run.rundir import LostClaimError  # noqa: E402
-from meshtrain.storage import addresses, mirror, stores  # noqa: E402
+from meshtrain.storage import addresses, buckets, mirror, retries# noqa: E402
 from meshtrain.storage.addresses import Address  # noqa: E402
 
 
@@ -25,8 +25,8 @@ from meshtrain.storage.addresses import Address  # noqa: E402
 
 
 def sent(target: Address) -> dict[str, bytes]:
-    found = {one.address.path.removeprefix(f"{target.path}/"): stores.read_versioned(one.address)
-             for one in stores.listed(target)}
+    found = {one.address.path.removeprefix(f"{target.path}/"): buckets.read_versioned(one.address)
+             for one in buckets.list_files(target)}
     return {name: one[0] for name, one in found.items() if one}
 
 
@@ -35,7 +35,7 @@ def test_a_directory_is_in_the_bucket_as_it_changes_and_comes_back(tmp_path, ser
     (here / "sub").mkdir(parents=True)
     told, wanted = [], lambda name: not name.startswith("own")
     monkeypatch.setattr(mirror, "EVERY_S", 0.05)
-    monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,))
+    monkeypatch.setattr(retries, "PATIENT_PAUSES_S", (0.01,))
     with mirror.Mirror(here, target, wanted, needed=("marks",), tell=told.append, check_claim=lambda: None) as sender:
         for name, text in (("a.jsonl", "1\n"), ("sub/b", "x"), ("marks", "m"), ("own", "0"), ("c.tmp", "half")):
             (here / name).write_text(text)
@@ -79,7 +79,7 @@ def test_a_large_file_that_grows_is_sent_less_often(tmp_path, monkeypatch):
 def mirrored(tmp_path, monkeypatch):
     """A function: begins a mirror of a directory with four files; what it tells is in `told`."""
     monkeypatch.setattr(mirror, "EVERY_S", 0.02)
-    monkeypatch.setattr(stores, "PATIENT_PAUSES_S", (0.01,))
+    monkeypatch.setattr(retries, "PATIENT_PAUSES_S", (0.01,))
     here, target = tmp_path / "here", addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/run")
     (here / "sub").mkdir(parents=True)
 
@@ -233,13 +233,13 @@ def test_what_the_bucket_refused_is_kept_and_sent_by_the_next_start(mirrored, se
 @pytest.mark.parametrize("name", ["rows", "marks", "sub/events"])
 def test_nothing_that_another_host_wrote_is_replaced_by_what_this_host_did_not_send(name, mirrored, server):
     refused_at_the_end(mirrored, server)
-    stores.write(mirrored.target.below(name), b"of another host")
+    buckets.write(mirrored.target.below(name), b"of another host")
     assert fetch(mirrored) == sent(mirrored.target) == FOUR | {name: b"of another host"}
 
 
 def test_of_a_run_that_somebody_removed_from_the_bucket_nothing_is_kept(mirrored, server):
     refused_at_the_end(mirrored, server)
-    stores.remove([mirrored.target.below(name) for name in FOUR])
+    buckets.remove([mirrored.target.below(name) for name in FOUR])
     assert fetch(mirrored) == {}
 
 
@@ -264,8 +264,8 @@ def test_what_came_back_after_the_cache_was_emptied_is_not_sent(mirrored):
 def test_a_list_that_lacks_a_file_removes_nothing(unlisted, here, mirrored, server, monkeypatch):
     """And what no start can make again is fetched all the same."""
     refused_at_the_end(mirrored, server)
-    real = stores.listed
-    monkeypatch.setattr(stores, "listed", lambda folder: [
+    real = buckets.list_files
+    monkeypatch.setattr(buckets, "list_files", lambda folder: [
         one for one in real(folder) if one.address.path.removeprefix(f"{mirrored.target.path}/") not in unlisted])
     if here:
         assert fetch(mirrored) == UNSENT
@@ -279,13 +279,13 @@ class Panic(BaseException):
 
 
 def test_a_panic_of_the_library_is_a_failure_that_is_told(mirrored, quick, monkeypatch, tmp_path):
-    real, panics = stores.write, []
+    real, panics = buckets.write, []
 
     def write(address, content):
         if panics:
             raise Panic("called `Option::unwrap()` on a `None` value")
         return real(address, content)
-    monkeypatch.setattr(stores, "write", write)
+    monkeypatch.setattr(buckets, "write", write)
     with mirrored() as sender:
         panics.append(True)
         (mirrored.here / "other").write_text("more")
@@ -300,8 +300,8 @@ def test_a_panic_of_the_library_is_a_failure_that_is_told(mirrored, quick, monke
     panics.append(True)
     _until(lambda: told)
     monkeypatch.setattr(mirror.Lease, "_renew", renew)
-    before = stores.read(lease.address)
-    _until(lambda: stores.read(lease.address) != before)
+    before = buckets.read(lease.address)
+    _until(lambda: buckets.read(lease.address) != before)
     lease.leave()
     assert len(told) == 1 and "unwrap" in told[0] and "another start may take it over" in told[0]
 
@@ -352,38 +352,38 @@ def test_a_lease_has_one_owner_until_it_gives_no_sign(tmp_path, quick, server):
     one._done.set()         # it stands still, or its host is lost
     one._thread.join()
     _until(lambda: _taken(two, "two"))
-    assert mirror.text_of(stores.read(place)) == "two"
+    assert mirror.text_of(buckets.read(place)) == "two"
     two.leave()
     three.take("three", nobody_is)      # at once
     four = mirror.Lease(place)
     four.take("four", lambda text: text == "three")     # a process of the same host, which is seen to be gone
     _until(lambda: not three._thread.is_alive())        # its next sign is refused
-    assert mirror.text_of(stores.read(place)) == "four"
+    assert mirror.text_of(buckets.read(place)) == "four"
     four.leave(remove=True)
-    assert stores.read_versioned(place) is None
+    assert buckets.read_versioned(place) is None
 
 
 def test_a_lease_outlives_requests_that_stall_and_an_object_that_is_removed(tmp_path, quick, monkeypatch):
     place, lost = addresses.parse(f"s3://{BUCKET}/{tmp_path.name}/.lock"), []
     one, two = mirror.Lease(place, lost=lost.append), mirror.Lease(place)
     one.take("one", lambda text: False)
-    real, stalls = stores.write_if, [1.5, 1.0]      # LEASE_S is 0.5
+    real, stalls = buckets.write_if, [1.5, 1.0]      # LEASE_S is 0.5
 
     def write_if(*args):
         if stalls and threading.current_thread() is not threading.main_thread():
             time.sleep(stalls.pop())
         return real(*args)
-    monkeypatch.setattr(stores, "write_if", write_if)
+    monkeypatch.setattr(buckets, "write_if", write_if)
     until = time.monotonic() + 2.5
     while time.monotonic() < until:
         with pytest.raises(mirror.LeaseHeld):
             two.take("two", lambda text: False)
         time.sleep(0.05)
-    stores.remove([place])
-    _until(lambda: stores.read_versioned(place) is not None)
-    assert mirror.text_of(stores.read(place)) == "one" and lost == []
+    buckets.remove([place])
+    _until(lambda: buckets.read_versioned(place) is not None)
+    assert mirror.text_of(buckets.read(place)) == "one" and lost == []
     one.leave()
-    assert stores.read(place) == b"" and not one._thread.is_alive()
+    assert buckets.read(place) == b"" and not one._thread.is_alive()
 
 
 def test_who_loses_its_lease_is_told_who_has_it(tmp_path, quick):
@@ -394,7 +394,7 @@ def test_who_loses_its_lease_is_told_who_has_it(tmp_path, quick):
     _until(lambda: lost)
     time.sleep(0.2)
     one.leave()
-    assert lost == ["two"] and mirror.text_of(stores.read(place)) == "two"
+    assert lost == ["two"] and mirror.text_of(buckets.read(place)) == "two"
     two.leave()
 
 
@@ -416,7 +416,7 @@ def test_of_many_that_come_at_once_one_has_the_lease(tmp_path, quick):
     for thread in threads:
         thread.join()
     owner, = (lease for lease in leases if had[lease])
-    assert mirror.text_of(stores.read(place)) == str(id(owner))
+    assert mirror.text_of(buckets.read(place)) == str(id(owner))
     owner.leave()
 
 
@@ -426,11 +426,11 @@ def test_an_answer_that_is_lost_does_not_lose_the_lease(scheme, tmp_path, server
     where it is the same."""
     place = addresses.parse(f"{scheme}://{BUCKET}/{tmp_path.name}/{scheme}")
     server.faults += [Fault(place.path, 1)]
-    made = stores.write_if(place, b"one", None)
-    assert made is not None and stores.read(place) == b"one"
+    made = buckets.write_if(place, b"one", None)
+    assert made is not None and buckets.read(place) == b"one"
     server.faults += [Fault(place.path, 1)]
-    assert stores.write_if(place, json.dumps({"pid": os.getpid()}).encode(), made) is not None
-    assert stores.write_if(place, b"stale", made) is None and stores.write_if(place, b"new", None) is None
-    content, version = stores.read_versioned(place)
-    assert stores.write_if(place, content, made) is None and stores.write_if(place, content, None) is None
-    assert stores.read_versioned(place) == (content, version)
+    assert buckets.write_if(place, json.dumps({"pid": os.getpid()}).encode(), made) is not None
+    assert buckets.write_if(place, b"stale", made) is None and buckets.write_if(place, b"new", None) is None
+    content, version = buckets.read_versioned(place)
+    assert buckets.write_if(place, content, made) is None and buckets.write_if(place, content, None) is None
+    assert buckets.read_versioned(place) == (content, version)

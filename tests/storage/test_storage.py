@@ -26,7 +26,7 @@ from stores import BUCKET, COMMIT, SECRET, TOKEN, Fault, SlowLine, server, surro
 from meshtrain import files  # noqa: E402
 from meshtrain.data.documents import tokenizer  # noqa: E402
 from meshtrain.huggingface import folder  # noqa: E402
-from meshtrain.storage import addresses, copies, stores  # noqa: E402
+from meshtrain.storage import addresses, buckets, copies, retries# noqa: E402
 from meshtrain.storage.addresses import StorageError  # noqa: E402
 
 TREE = ("a.txt", "b.TXT", "sub/a.txt", "sub/deep/c.txt", ".hidden.txt", "sub/.dot/d.txt", "x[1].txt", "x1.txt",
@@ -121,7 +121,7 @@ def test_an_object_that_changes_while_it_is_read_is_told(server):
 
 
 def test_large_objects_come_in_ranges(server, monkeypatch):
-    monkeypatch.setattr(stores, "RANGE_BYTES", 1000)
+    monkeypatch.setattr(buckets, "RANGE_BYTES", 1000)
     content = np.random.default_rng(0).bytes(10_001)
     (path,) = copied(*copies.matched(server.put("large.bin", content)))
     assert path.read_bytes() == content
@@ -165,7 +165,7 @@ def test_more_bytes_than_the_server_told_are_no_copy(server, tmp_path):
 
 
 def test_a_slow_server_is_waited_for_and_one_that_hangs_is_asked_again(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(stores, "SILENCE_S", 0.5)
+    monkeypatch.setattr(retries, "SILENCE_S", 0.5)
     (tmp_path / "web" / "slow.bin").write_bytes(b"slow")
     server.faults.append(Fault("slow.bin", 2, seconds=0.2))
     assert copied(*copies.matched(f"{server.url}/web/slow.bin"))[0].read_bytes() == b"slow"
@@ -173,31 +173,31 @@ def test_a_slow_server_is_waited_for_and_one_that_hangs_is_asked_again(server, t
     (tmp_path / "web" / "slow.bin").write_bytes(b"hung")
     server.faults.append(Fault("slow.bin", 1, seconds=1.5))
     assert copied(*copies.matched(f"{server.url}/web/slow.bin"))[0].read_bytes() == b"hung"
-    stores._bucket.cache_clear()
+    buckets._bucket.cache_clear()
     server.put("slow.bin", b"bucket")
     server.faults.append(Fault("slow.bin", 1, seconds=1.5))
     assert copied(*copies.matched(f"s3://{BUCKET}/slow.bin"))[0].read_bytes() == b"bucket"
-    stores._bucket.cache_clear()
+    buckets._bucket.cache_clear()
 
 
 def test_a_slow_line_is_waited_for_while_it_moves(server, monkeypatch):
     """However long a request takes: a write whose time was too short is sent again with more."""
     line, content = SlowLine(server, 400_000), np.random.default_rng(2).bytes(1_000_000)
-    monkeypatch.setattr(stores, "SILENCE_S", 0.5)
-    monkeypatch.setattr(stores, "SENT_BYTES_S", 1_000_000)
+    monkeypatch.setattr(retries, "SILENCE_S", 0.5)
+    monkeypatch.setattr(buckets, "SENT_BYTES_S", 1_000_000)
     monkeypatch.setenv("AWS_ENDPOINT_URL", line.url)
     place = addresses.parse(f"s3://{BUCKET}/slow-line")
-    stores.write(place, content)
+    buckets.write(place, content)
     (path,) = copied(*copies.matched(str(place)))
     assert path.read_bytes() == content and len(server.of_content()) == 1
     line.close()
 
 
-@pytest.mark.parametrize("act", [lambda place: stores.write(place, bytes(100)), stores.read, stores.listed,
-                                 lambda place: stores.write_if(place, b"", None)])
+@pytest.mark.parametrize("act", [lambda place: buckets.write(place, bytes(100)), buckets.read, buckets.list_files,
+                                 lambda place: buckets.write_if(place, b"", None)])
 def test_a_server_that_says_nothing_is_given_up(act, server, monkeypatch):
     line = SlowLine(server, 0)
-    monkeypatch.setattr(stores, "SILENCE_S", 0.2)
+    monkeypatch.setattr(retries, "SILENCE_S", 0.2)
     monkeypatch.setenv("AWS_ENDPOINT_URL", line.url)
     began = time.monotonic()
     with pytest.raises(files.FileSystemError, match="did not answer in time, 5 times in a row|not answer within 0.2 s; check"):
@@ -207,7 +207,7 @@ def test_a_server_that_says_nothing_is_given_up(act, server, monkeypatch):
 
 
 @pytest.mark.parametrize("key", ["odd//b.txt", "odd/../b.txt", "odd/./b.txt"])
-@pytest.mark.parametrize("ask", [lambda place: copies.matched(f"{place}/**/*.txt"), stores.children])
+@pytest.mark.parametrize("ask", [lambda place: copies.matched(f"{place}/**/*.txt"), buckets.children])
 def test_a_key_that_cannot_be_listed_is_named_with_its_remedy(key, ask, server):
     name = f"s3://{BUCKET}/{key.partition('/')[0]}"
     server.put("odd/a.txt", b"a")
@@ -221,21 +221,21 @@ def test_a_key_that_cannot_be_listed_is_named_with_its_remedy(key, ask, server):
 
 
 @pytest.mark.parametrize(("status", "code", "kind"), [
-    (403, "AccessDenied", stores.Refused), (401, "Unauthorized", stores.Refused), (400, "ExpiredToken", stores.Refused),
-    (400, "InvalidArgument", StorageError), (404, "NoSuchBucket", stores.Missing), (503, "SlowDown", stores._Moment),
-    (409, "ConditionalRequestConflict", stores._Moment), (412, "PreconditionFailed", stores.Changed)])
+    (403, "AccessDenied", addresses.Refused), (401, "Unauthorized", addresses.Refused), (400, "ExpiredToken", addresses.Refused),
+    (400, "InvalidArgument", StorageError), (404, "NoSuchBucket", addresses.Missing), (503, "SlowDown", retries.Moment),
+    (409, "ConditionalRequestConflict", retries.Moment), (412, "PreconditionFailed", addresses.Changed)])
 def test_what_a_status_means(status, code, kind):
     """A name that is wrong, a refusal that may end with new credentials, or a moment of the server."""
     error = importlib.import_module("obstore.exceptions").GenericError(
         f"Server returned non-2xx status code: {status} Told: <Error><Code>{code}</Code></Error>")
-    assert type(stores._of_obstore(addresses.parse("s3://bucket/a"), error, "written")) is kind
+    assert type(buckets._of_obstore(addresses.parse("s3://bucket/a"), error, "written")) is kind
 
 
 def test_a_panic_of_the_library_is_a_failure_of_the_bucket():
     def panic(store):
         raise type("PanicException", (BaseException,), {})("the library is confused")
     with pytest.raises(files.FileSystemError, match="the library is confused, 5 times in a row"):
-        stores._ask(addresses.parse("s3://bucket/a"), panic)
+        buckets._ask(addresses.parse("s3://bucket/a"), panic)
 
 
 @pytest.mark.parametrize(("name", "fault_told", "parts"), [
@@ -278,11 +278,11 @@ def test_a_server_that_goes_on_failing_is_told_and_is_nobodys_mistake(name, down
 def test_no_credentials_are_told_with_the_variables(tmp_path, monkeypatch):
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(key)
-    told = stores._of_obstore(addresses.parse("s3://bucket/a.txt"), Exception(
+    told = buckets._of_obstore(addresses.parse("s3://bucket/a.txt"), Exception(
         "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 3ms - HTTP error: error "
         "sending request"), "read")
     assert "no credentials" in str(told) and "AWS_ACCESS_KEY_ID" in str(told)
-    told = stores._of_obstore(addresses.parse("s3://bucket/a.txt"), Exception(
+    told = buckets._of_obstore(addresses.parse("s3://bucket/a.txt"), Exception(
         f"Generic S3 error: Error performing POST https://sts.host/?WebIdentityToken={SECRET} in 3ms - HTTP error: "
         "timed out\nmore"), "read")
     assert SECRET not in str(told) and "?…" in str(told)
@@ -345,7 +345,7 @@ def test_a_list_of_files_that_somebody_changed_sends_the_token_nowhere_else(line
         name = f"hf://owner/name/{line[0]}"
         assert copies.matched(name) == [name]
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-        monkeypatch.setattr(stores, "SILENCE_S", 0.2)
+        monkeypatch.setattr(retries, "SILENCE_S", 0.2)
         with pytest.raises((StorageError, files.FileSystemError)):
             copied(name)
         with pytest.raises(TimeoutError):

@@ -24,7 +24,7 @@ from meshtrain.commands import convert, plan  # noqa: E402
 from meshtrain.checkpoint import peft  # noqa: E402
 from meshtrain.data.documents import chat, tokenizer  # noqa: E402
 from meshtrain.huggingface import folder, safetensors  # noqa: E402
-from meshtrain.storage import copies, stores  # noqa: E402
+from meshtrain.storage import addresses, buckets, copies# noqa: E402
 
 TWO = ("--training.steps", "2", "--run.sample_tokens", "0")
 
@@ -89,7 +89,7 @@ def model_in_bucket(server, name: str) -> str:
 
 
 def test_tensors_of_a_bucket_are_read_by_ranges(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(stores, "RANGE_BYTES", 1000)
+    monkeypatch.setattr(buckets, "RANGE_BYTES", 1000)
     there = model_in_bucket(server, "ranges")
     directory = folder.local(there, weights="ranges")
     found, wanted = folder.open_folder(directory), folder.open_folder(GOLDENS / "qwen3")
@@ -104,7 +104,7 @@ def test_tensors_of_a_bucket_are_read_by_ranges(server, tmp_path, monkeypatch):
     assert (tmp_path / "copied").read_bytes() == (tmp_path / "as it was").read_bytes()
     largest = max(found.entries.values(), key=lambda entry: entry.stop - entry.start)
     server.put("ranges/model.safetensors", b"another")
-    with pytest.raises(stores.Changed, match="model.safetensors has changed"):
+    with pytest.raises(addresses.Changed, match="model.safetensors has changed"):
         safetensors.read(largest, 0, int(np.prod(largest.shape)))
     copies.forget()
     with pytest.raises(ValueError, match="its header|less than any header|says that"):

@@ -1,0 +1,287 @@
+"""Reads and writes objects of buckets (s3://, gs://) through obstore.
+
+Credentials come from the environment: AWS_*, GOOGLE_*. They are sent only to the store's own host. Messages hide
+everything in the library's text that may be secret. A request is repeated if the server fails or does not answer. This
+module knows no cache.
+"""
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import importlib
+import math
+import os
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from meshtrain import files, panics
+from meshtrain.storage import retries
+from meshtrain.storage.addresses import Address, Changed, Missing, RemoteFile, StorageError
+
+# A server is silent while it receives an object, and the library does not report its progress. So the time limit of a
+# write is its bytes / SENT_BYTES_S, at least SILENCE_S. It is repeated with limits that are LONGER times as long.
+SENT_BYTES_S, LONGER = 1 << 20, (1, 4, 16)
+RANGE_BYTES, RANGES = 8 << 20, 4    # bytes of one request for a part of an object; number of concurrent requests
+PART_BYTES = 64 << 20   # of a multipart upload; S3 accepts 10,000 parts
+MOST_REMOVED = 1000     # objects in a request
+HEADERS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION")
+WRITER = "writer"       # an attribute of an object: the ID of the write that made it
+ENDPOINT = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d+)?(/[!-~]*)?")
+Value = TypeVar("Value")
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """The version of an object. A write that names a version is refused if the object has changed since."""
+    etag: str | None
+    number: str | None      # Google's generation
+
+
+class _Silence(Exception):
+    """The server did not answer a write within the limit."""
+
+
+def list_files(folder: Address) -> list[RemoteFile]:
+    """Return every file below a folder. Raises: StorageError."""
+    def ask(store):
+        return [one for batch in store.list(folder.path.rstrip("/") or None) for one in batch]
+    return [_of_bucket(folder, one) for one in _ask(folder, ask) if not one["path"].endswith("/")]
+
+
+def look_up(address: Address) -> RemoteFile | None:
+    """Return a file; None if there is none. Raises: StorageError."""
+    try:
+        return _of_bucket(address, _ask(address, lambda store: store.head(address.path)))
+    except Missing:
+        return None
+
+
+def _of_bucket(address: Address, one: dict) -> RemoteFile:
+    return RemoteFile(address.at(one["path"]), one["size"], one["e_tag"] or "")
+
+
+def read_into(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -> None:
+    """Write the bytes of a file to an empty local file, in several requests at once. `grew` is called with the size of
+    each piece, and may raise. Raises: StorageError, OSError of the local file."""
+    total = found.size
+    assert total is not None, "a bucket reports the size of every object"
+
+    def read(start: int) -> int:
+        stop = min(start + RANGE_BYTES, total)
+        data = memoryview(_range(found, start, stop))
+        while data:     # a write may be short
+            written = os.pwrite(file.fileno(), data, start)
+            data, start = data[written:], start + written
+        return stop
+
+    pool = concurrent.futures.ThreadPoolExecutor(RANGES)
+    try:
+        reached = 0
+        for stop in pool.map(read, range(0, total, RANGE_BYTES)):
+            grew(stop - reached)
+            reached = stop
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def read_range(found: RemoteFile, start: int, stop: int) -> bytes:
+    """Return bytes [start, stop) of a bucket's file. Raises: Changed if it has changed since it was listed;
+    StorageError, FileSystemError."""
+    with concurrent.futures.ThreadPoolExecutor(RANGES) as pool:
+        return b"".join(pool.map(lambda begin: _range(found, begin, min(begin + RANGE_BYTES, stop)),
+                                 range(start, stop, RANGE_BYTES)))
+
+
+def _range(found: RemoteFile, start: int, stop: int) -> Any:
+    """Return the bytes of one range request."""
+    options = {"range": (start, stop)} | ({"if_match": found.etag} if found.etag else {})
+    return _ask(found.address, lambda store: store.get(found.address.path, options=options).bytes())
+
+
+def read(address: Address, start: int = 0, stop: int | None = None) -> bytes:
+    """Return an object of a bucket, or bytes [start, stop) of it. Raises: Missing if there is none; StorageError."""
+    options = None if stop is None else {"range": (start, stop)}
+    return _ask(address, lambda store: store.get(address.path, options=options).bytes().to_bytes())
+
+
+def read_versioned(address: Address) -> tuple[bytes, Version] | None:
+    """Return an object of a bucket and its version for `write_if`; None if there is none. Raises: StorageError."""
+    found = _with_attributes(address)
+    return found and found[:2]
+
+
+def _with_attributes(address: Address) -> tuple[bytes, Version, dict[str, str]] | None:
+    def ask(store):
+        found = store.get(address.path)
+        return found.bytes().to_bytes(), Version(found.meta["e_tag"], found.meta["version"]), found.attributes
+    try:
+        return _ask(address, ask)
+    except Missing:
+        return None
+
+
+def write(address: Address, content: bytes | Path) -> Version:
+    """Write bytes or a local file as an object of a bucket; return its version. The object is replaced as a whole, or
+    stays as it was. Raises: StorageError; OSError of the local file."""
+    if isinstance(content, Path) and content.stat().st_size > PART_BYTES:
+        return _put(address, content, PART_BYTES, use_multipart=True, chunk_size=PART_BYTES, max_concurrency=RANGES)
+    body = content.read_bytes() if isinstance(content, Path) else content
+    return _put(address, body, len(body), use_multipart=False)
+
+
+def create(address: Address, path: Path) -> str:
+    """Write a local file as a new object of a bucket; return its etag. Raises: Changed if the object exists;
+    StorageError; OSError of the local file."""
+    if path.stat().st_size > PART_BYTES:        # a multipart upload cannot be conditional
+        made = None if look_up(address) else write(address, path)
+    else:
+        made = write_if(address, path.read_bytes(), None, patient=True)
+    if made is None:
+        raise Changed(f"another process also writes to {address}; wait for it, or name another folder")
+    return made.etag or ""
+
+
+def write_if(address: Address, content: bytes, before: Version | None, *, patient: bool = False) -> Version | None:
+    """Write an object of a bucket if its version is still `before`; None: if it does not exist. Return its new version,
+    or None if another process has written it. patient: repeat a failed request for longer. Raises: StorageError."""
+    named = {"e_tag": before.etag, "version": before.number} if before else {}
+    mode = {key: value for key, value in named.items() if value is not None} or "create"
+    nonce = uuid.uuid4().hex
+    try:
+        return _put(address, content, len(content), patient=patient, mode=mode, use_multipart=False,
+                    attributes={WRITER: nonce})
+    except Missing:         # it was removed
+        return None
+    except Changed:
+        # A try whose answer was lost may have written it.
+        found = _with_attributes(address)
+        return found[1] if found and found[2].get(WRITER) == nonce else None
+
+
+def _put(address: Address, body: bytes | Path, sent: int, *, patient: bool = True, **options: Any) -> Version:
+    """Write an object with limits on the time of a request; return its version. sent: bytes of one request. options:
+    keyword arguments of obstore's put."""
+    for longer in LONGER:
+        # Rounded to few values, because each needs a client of its own.
+        least_s = retries.SILENCE_S
+        limit_s = least_s * 2 ** math.ceil(math.log2(max(1.0, longer * sent / SENT_BYTES_S / least_s)))
+        try:
+            made = _ask(address, lambda store: store.put(address.path, body, **options), "written", patient=patient,
+                        silence_s=limit_s)
+            return Version(made["e_tag"], made["version"])
+        except _Silence:
+            files.pause(0.0, str(address), f"it was not written within {limit_s:g} s")
+    raise files.FileSystemError(f"{address} cannot be written: the server did not answer within {limit_s:g} s; check "
+                                f"the server or the network, and start again")
+
+
+def copy(source: Address, target: Address) -> None:
+    """Copy an object within its bucket; its bytes do not pass through this host. Raises: StorageError."""
+    _ask(source, lambda store: store.copy(source.path, target.path), "copied", patient=True,
+         silence_s=retries.SILENCE_S * LONGER[1])       # the server is silent while it copies
+
+
+def remove(found: Sequence[Address]) -> None:
+    """Remove objects of one bucket. A missing object is no error. Raises: StorageError."""
+    for start in range(0, len(found), MOST_REMOVED):
+        paths = [one.path for one in found[start:start + MOST_REMOVED]]
+        with contextlib.suppress(Missing):
+            _ask(found[start], lambda store: store.delete(paths), "removed")
+
+
+def children(folder: Address) -> tuple[list[str], list[str]]:
+    """Return (names of objects, names of folders) directly below a folder of a bucket. Raises: StorageError."""
+    found = _ask(folder, lambda store: store.list_with_delimiter(folder.path.rstrip("/") or None))
+    paths = [one["path"] for one in found["objects"]], found["common_prefixes"]
+    objects, folders = ([path.rstrip("/").rpartition("/")[2] for path in some] for some in paths)
+    return objects, folders
+
+
+def _check_environment(address: Address) -> None:
+    """Check variables that would abort the library if they were invalid. Raises: StorageError if one is."""
+    for key, value in _environment() if address.scheme == "s3" else ():
+        if key.startswith("AWS_ENDPOINT") and not ENDPOINT.fullmatch(value):
+            raise StorageError(f"{address}: {key} is not https://HOST[:PORT] or http://HOST[:PORT]; fix or unset it")
+        if key in HEADERS and not re.fullmatch(r"[!-~]*", value):
+            raise StorageError(f"{address}: {key} has a character that HTTP does not allow; fix or unset it")
+
+
+def endpoints(address: Address) -> list[str]:
+    """Return the servers that the environment sets in place of the store's own. Without them, a bucket's name is
+    ambiguous."""
+    wanted = {"s3": "AWS_ENDPOINT", "gs": "GOOGLE_BASE_URL"}[address.scheme]
+    return [value for key, value in _environment() if key.startswith(wanted)]
+
+
+def _environment() -> tuple[tuple[str, str], ...]:
+    """Return the variables that decide how a bucket is opened. If they change, the store is opened again."""
+    return tuple(sorted((key, value) for key, value in os.environ.items() if key.startswith(("AWS_", "GOOGLE_"))))
+
+
+@functools.lru_cache(maxsize=16)
+def _bucket(scheme: str, name: str, environment: tuple, silence_s: float) -> Any:
+    store = importlib.import_module("obstore.store")
+    kind = store.S3Store if scheme == "s3" else store.GCSStore
+    # max_retries: `retries.patiently` repeats requests instead. allow_http: for endpoints in the environment.
+    # read_timeout: from the start of a request to its answer, then between two reads. timeout: of a whole request; it
+    # has no limit.
+    return kind(name, retry_config={"max_retries": 0}, client_options={
+        "allow_http": True, "connect_timeout": "10s", "read_timeout": f"{silence_s * 1000:.0f}ms",
+        "timeout": "365days"})
+
+
+def _ask(address: Address, act: Callable[[Any], Value], verb: str = "read", *, patient: bool = False,
+         silence_s: float | None = None) -> Value:
+    """Return act(store), with obstore's store of the address's bucket; repeat it if the server fails. verb: the action
+    in messages, e.g. "read". patient: repeat it for longer. silence_s: time limit of a request; None: the default.
+    Raises: StorageError, FileSystemError; _Silence if a write takes too long."""
+    try:
+        exceptions = importlib.import_module("obstore").exceptions
+    except ImportError:
+        raise StorageError(f"{address} needs the package obstore, which is not installed; run pip install -e "
+                           f"'.[storage]'") from None
+    _check_environment(address)
+    try:
+        with panics.caught():
+            store = _bucket(address.scheme, address.home, _environment(), silence_s or retries.SILENCE_S)
+    except (exceptions.BaseError, OSError, ValueError, panics.LibraryPanic):
+        # the library's text may repeat the credentials
+        raise StorageError(f"{address}: the environment has credentials or an endpoint that cannot be used; check "
+                           f"{retries.CREDENTIALS[address.scheme]}") from None
+
+    def judged():
+        try:
+            with panics.caught():
+                return act(store)
+        except (exceptions.BaseError, FileNotFoundError, panics.LibraryPanic) as error:
+            raise _of_obstore(address, error, verb) from None
+    return retries.patiently(address, judged, verb=verb, patient=patient)
+
+
+def _of_obstore(address: Address, error: Exception, verb: str) -> Exception:
+    """Return the error to raise for an error of obstore. Its text may have URLs with tokens, which are left out."""
+    text, kind = str(error), type(error).__name__
+    if re.search(r"https?://(169\.254\.\d+\.\d+|\[fd00:|metadata)", text):   # obstore looks for a role of the machine
+        return StorageError(f"{address}: there are no credentials in the environment, and this machine has no role; "
+                            f"set {retries.CREDENTIALS[address.scheme]}")
+    if status := re.search(r"status code: (\d{3}) ?([A-Za-z ]*)", text):
+        code = re.search(r"<Code>([A-Za-z.]+)</Code>", text)
+        return retries.refused(address, int(status[1]), code[1] if code else status[2].strip(), verb)
+    if "kind: Timeout" in text:
+        return _Silence() if verb == "written" else retries.Moment("the server did not answer in time")
+    first = re.sub(r"//[^/\s]*@", "//…@", re.sub(r"\?\S+", "?…", text.partition("\n")[0]))[:300]
+    first = re.sub(r" in [\d.]+[nµm]?s\b", "", first)      # so that equal reasons have equal texts
+    if kind == "InvalidPathError":
+        key = found[1] if (found := re.search(r'Path "(.*?)"', text, re.DOTALL)) else first
+        return StorageError(f"{address} cannot be {verb}: the bucket has the key {key!r} there, and no key with //, . "
+                            f"or .. among its folders can be listed; rename or remove that object")
+    if kind == "LibraryPanic" or re.search(
+            r"HTTP error|error sending request|timed? ?out|connection|decoding", first, re.IGNORECASE):
+        return retries.Moment(first)
+    credentials = f" and to {retries.CREDENTIALS[address.scheme]}" if re.search("credential|token|sign", first) else ""
+    return StorageError(f"{address} cannot be {verb}: {first}; check the address{credentials}")

@@ -1,0 +1,63 @@
+"""Repeats requests to servers of files, and judges their answers. This module knows no server's protocol but HTTP's
+status codes."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from meshtrain import files
+from meshtrain.storage.addresses import HUB, Address, Changed, Missing, Refused, StorageError
+
+PAUSES_S = (0.5, 1.0, 2.0, 4.0)     # before each further try
+PATIENT_PAUSES_S = (*PAUSES_S, 8.0, 15.0, 30.0)     # for writes in the background
+SILENCE_S = 30.0        # a request fails after this long without a byte from the server
+CREDENTIALS = {"s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SKIP_SIGNATURE=true for a public bucket), "
+                     "AWS_REGION and AWS_ENDPOINT_URL",
+               "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+               HUB: "HF_TOKEN (for a gated model accept its terms at the hub first)",
+               "https": "", "http": ""}
+EXPIRED = ("ExpiredToken", "TokenRefreshRequired")     # S3 sends these with status 400
+Value = TypeVar("Value")
+
+
+class Moment(Exception):
+    """The server failed; the next request may succeed."""
+
+
+def patiently(address: Address, act: Callable[[], Value], done: Callable[[], int] = lambda: 0, *,
+              verb: str = "read", patient: bool = False) -> Value:
+    """Return act(). If the server fails, repeat it after each pause; if done() has grown meanwhile, begin with the
+    first pause.
+
+    Raises: FileSystemError if it still fails after all pauses, which is no mistake of the user's; a launcher starts
+    again. StorageError.
+    """
+    tries, before, pauses_s = 0, done(), PATIENT_PAUSES_S if patient else PAUSES_S
+    while True:
+        try:
+            return act()
+        except Moment as error:
+            tries, before = (tries, before) if done() == before else (0, done())
+            if tries == len(pauses_s):
+                raise files.FileSystemError(f"{address} cannot be {verb}: {error}, {tries + 1} times in a row; check "
+                                            f"the server or the network, and start again") from None
+            files.pause(pauses_s[tries], str(address), str(error))
+            tries += 1
+
+
+def refused(address: Address, code: int, what: str, verb: str = "read") -> Exception:
+    """Return the error for an HTTP status. what: the status in words."""
+    if code in (408, 409, 425, 429) or code >= 500:     # 409: S3 rejects one of two concurrent writes
+        return Moment(f"the server answers {code} ({what})")
+    told = CREDENTIALS[address.scheme]
+    if code in (401, 403) or what in EXPIRED:
+        return Refused(f"{address} is refused with {code} ({what})" + (
+            f": it cannot be {verb} with these credentials; set {told}" if told else
+            "; an https:// address must name a file that anybody may read"))
+    if code == 404:
+        unseen = f", or is hidden without credentials; set {told}, or" if address.scheme == HUB else ";"
+        return Missing(f"{address} is not there ({code}, {what}){unseen} name an existing file")
+    if code == 412:
+        return Changed(f"{address} has changed since it was listed; start again when no program writes to it")
+    where = "; is AWS_REGION the region of the bucket?" if address.scheme == "s3" and code in (301, 307, 400) else ""
+    return StorageError(f"{address} cannot be {verb}: the server answers {code} ({what}){where}; check the address")
