@@ -12,7 +12,6 @@ object by its name before it concludes that the object is absent.
 """
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import contextlib
 import json
@@ -21,10 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import xxhash
 
 from meshtrain import files
 from meshtrain.checkpoint import commit, pieces
+from meshtrain.checkpoint.pieces import Index
 from meshtrain.checkpoint.store import PARAMS, ArrayForm, CheckpointError, Save
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
@@ -45,7 +44,7 @@ class BucketStore:
 
     def __init__(self, place: Address, *, start: str = "", before_commit: Callable[[], None] = lambda: None):
         self.place, self.start, self.before_commit = place, start, before_commit
-        self.known: tuple[int, dict] = (-1, {})         # (step, index) read last
+        self.known: tuple[int, dict] = (-1, {})         # (step, content of its object) read last
         self._folders: dict[str, str] = {}              # object -> the folder that it refers to
 
     def open(self, step: int) -> BucketStep:
@@ -70,15 +69,15 @@ class BucketStore:
 
     def put(self, save: Save, state: dict) -> Callable[[], None]:
         folder, me = self._folder(save), jax.process_index()
-        index, own = pieces.begin_index(state), list(pieces.own(state))
+        index, own = Index.begin(state), list(pieces.own(state))
 
         def send(numbers: range) -> None:
             name = f"{me}-{numbers.start}"
-            buckets.write(folder.below(name), b"".join(pieces.lay_out(index, name, own[numbers.start:numbers.stop])))
+            buckets.write(folder.below(name), b"".join(index.add(name, own[numbers.start:numbers.stop])))
 
         def write() -> None:
             _all_at_once(send, pieces.batched([data.nbytes for *_, data in own]))
-            buckets.write(folder.below(f"{me}.json"), json.dumps(index).encode())
+            buckets.write(folder.below(f"{me}.json"), json.dumps(index.as_json()).encode())
         return write
 
     def commit(self, save: Save, document: str, reason: Callable[[int], str], check_claim: Callable[[], None]) -> None:
@@ -88,16 +87,14 @@ class BucketStore:
             with contextlib.suppress(addresses.Missing):
                 return None if reason(process) else _read(folder.below(f"{process}.json"))
         parts = commit.collect(jax.process_count(), read, reason)
-        index = {"metadata": json.loads(document), "folder": folder.path.rpartition("/")[2],
-                 "arrays": parts[0]["arrays"],
-                 "objects": {name: size for part in parts for name, size in part["objects"].items()},
-                 "pieces": [piece for part in parts for piece in part["pieces"]]}
+        index = Index.merge([Index.read(part) for part in parts])
+        marker = {"metadata": json.loads(document), "folder": folder.path.rpartition("/")[2], **index.as_json()}
         self.before_commit()
         check_claim()
-        text = json.dumps(index).encode()
+        text = json.dumps(marker).encode()
         if buckets.write_if(self.place.below(name), text, None, patient=True) is None:
             raise CheckpointError("another start has saved this step")
-        self._folders[name] = index["folder"]
+        self._folders[name] = marker["folder"]
         buckets.remove([folder.below(f"{process}.json") for process in range(len(parts))])
 
     # ---- removing ----------------------------------------------------------------------------------------------------
@@ -141,8 +138,8 @@ class BucketStep:
         self.store, self.step = store, step
         self.address = store.place.below(str(step))
 
-    def _index(self) -> dict:
-        """Return the index. Every process reads it."""
+    def _marker(self) -> dict:
+        """Return the content of the object that commits the step. Every process reads it."""
         known = self.store.known      # a save in the background may replace it
         if known[0] != self.step:
             with _judge_errors(f"{self.address} cannot be read"):
@@ -156,10 +153,10 @@ class BucketStep:
         return known[1]
 
     def metadata(self) -> dict:
-        return self._index()["metadata"]
+        return self._marker()["metadata"]
 
     def forms(self, *, only_params: bool = False) -> dict[str, ArrayForm]:
-        return {name: form for name, form in pieces.forms_of(self._index()).items()
+        return {name: form for name, form in Index.read(self._marker()).forms().items()
                 if not only_params or name.startswith(f"{PARAMS}/")}
 
     def rename(self, name: str) -> None:
@@ -170,15 +167,19 @@ class BucketStep:
         """Verify the whole checkpoint; each process reads a share of the objects."""
         def look() -> str:
             try:
-                self.store.known = self.step, (index := _read(self.address))
-                pieces_of = collections.defaultdict(list)       # object -> its pieces
-                for piece in index["pieces"]:
-                    pieces_of[piece[2]].append(piece)
-                names = [name for name in sorted(index["objects"])
-                         if not only_params or any(array.startswith(f"{PARAMS}/") for array, *_ in pieces_of[name])]
+                self.store.known = self.step, (marker := _read(self.address))
+                index, folder = Index.read(marker), marker["folder"]
+                entries = index.by_object()
+                names = [name for name in sorted(index.objects)
+                         if not only_params or any(array.startswith(f"{PARAMS}/") for array, *_ in entries[name])]
 
                 def check(name: str) -> str:
-                    return self._object_fault(index["folder"], name, index["objects"][name], pieces_of[name])
+                    try:
+                        content = memoryview(buckets.read(self.store.place.below(f"{folder}/{name}")))
+                    except addresses.Missing:
+                        return f"{folder}/{name} is missing"
+                    difference = index.fault(name, content, entries[name])
+                    return difference and f"{folder}/{name}{difference}"
                 own = names[jax.process_index()::jax.process_count()]
                 return next(filter(None, _all_at_once(check, own)), "")
             except (*_BROKEN, AttributeError) as error:
@@ -191,27 +192,15 @@ class BucketStep:
                 return look() and look()        # the transfer may have damaged what was read first
         return next(filter(None, agree.exchange(agree.everywhere(look_twice))), "")
 
-    def _object_fault(self, folder: str, name: str, size: int, held: Sequence[list]) -> str:
-        """Return how an object differs from what was written; empty if it does not. held: its pieces in order."""
-        try:
-            content = memoryview(buckets.read(self.store.place.below(f"{folder}/{name}")))
-        except addresses.Missing:
-            return f"{folder}/{name} is missing"
-        if len(content) != size:
-            return f"{folder}/{name} has {len(content)} bytes, {size} were written"
-        ends = [*(piece[3] for piece in held[1:]), size]
-        wrong = [start for (_, _, _, start, sum), end in zip(held, ends)
-                 if xxhash.xxh3_64_hexdigest(content[start:end]) != sum]
-        return f"{folder}/{name}: its checksum differs at byte {wrong[0]:,}" if wrong else ""
-
     def restore(self, wanted: Any, *, part: bool) -> Any:
-        index = self._index()
+        marker = self._marker()
+        index = Index.read(marker)
 
         def read(name: str, start: int, stop: int) -> bytes:
-            return buckets.read(self.store.place.below(f"{index['folder']}/{name}"), start, stop)
+            return buckets.read(self.store.place.below(f"{marker['folder']}/{name}"), start, stop)
         with _judge_errors(f"{self.address} cannot be read"):
             try:
-                return pieces.restore(wanted, pieces.pieces_of(index), pieces.forms_of(index), read, AT_ONCE)
+                return pieces.restore(wanted, index.by_array(), index.forms(), read, AT_ONCE)
             except addresses.Missing as error:
                 raise CheckpointError(f"{error}; the run that writes there may have removed it, since it keeps only "
                                       f"checkpoint.keep checkpoints; start again") from None

@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import xxhash
 
 from meshtrain import files, jax_private
 from meshtrain.checkpoint import partner, pieces
-from meshtrain.checkpoint.pieces import DamagedPiece, Piece
+from meshtrain.checkpoint.pieces import DamagedPiece, Index, Piece, Region
 from meshtrain.checkpoint.saved import FORMAT, BackgroundSaves, Saved, tell_widened, widens
 from meshtrain.checkpoint.store import PARAMS, ArrayForm, forms_of
 from meshtrain.cluster import agree
@@ -44,10 +45,10 @@ AT_ONCE = 4             # threads that read pieces
 
 
 class _Part(NamedTuple):
-    """One process's files of a step on this host. index: the content of index.json."""
+    """One process's files of a step on this host. document: the content of index.json."""
     process: int
     step: int
-    index: dict
+    document: dict
 
 
 class LocalCheckpoints(BackgroundSaves):
@@ -102,7 +103,7 @@ class LocalCheckpoints(BackgroundSaves):
             bad = [f"process {index} on {host}: {fault}" for index, (host, fault) in enumerate(faults) if fault]
             if not bad:
                 self._whole = step
-                return Saved(self, step, agree.on_first(lambda: found[step][0].index["metadata"]))
+                return Saved(self, step, agree.on_first(lambda: found[step][0].document["metadata"]))
             if jax.process_index() == 0:
                 more = f" and {len(bad) - 1} more" * (len(bad) > 1)
                 self.tell(f"{self.name}: step {step} is not used ({bad[0]}{more}); resuming from an older "
@@ -182,10 +183,9 @@ class LocalCheckpoints(BackgroundSaves):
         began = time.perf_counter()
         self._settle()
         self._started = step
-        index = {"format": LOCAL_FORMAT, "start": self._lineage["start"], "metadata": {"format": FORMAT, **metadata}}
+        document = {"format": LOCAL_FORMAT, "start": self._lineage["start"], "metadata": {"format": FORMAT, **metadata}}
         own = list(pieces.own(state, copies=True))
-        index |= pieces.begin_index(state)
-        self._start(self._write, step, index, own)
+        self._start(self._write, step, document, Index.begin(state), own)
         return time.perf_counter() - began
 
     def last(self) -> int:
@@ -219,14 +219,14 @@ class LocalCheckpoints(BackgroundSaves):
         self._reported, self._failure = message, ""
         self._remove(lambda step: step == self._started)
 
-    def _write(self, step, index, own) -> None:
+    def _write(self, step: int, document: dict, index: Index, own: list[tuple[str, Region, np.ndarray]]) -> None:
         place = self._own() / ".saving"
         try:
             files.remove(place)
             place.mkdir(parents=True)
             with open(place / SHARDS, "wb") as file:
-                file.writelines(pieces.lay_out(index, SHARDS, own))
-            text = json.dumps(index)
+                file.writelines(index.add(SHARDS, own))
+            text = json.dumps(document | index.as_json())
             (place / INDEX).write_text(f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}", encoding="utf-8")
             _delete(self._own() / str(step))
             place.rename(self._own() / str(step))
@@ -288,10 +288,10 @@ class LocalCheckpoints(BackgroundSaves):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 process, step = int(place.parent.name.removeprefix("process-")), int(place.name)
                 digest, text = files.patiently(lambda: (place / INDEX).read_text(encoding="utf-8")).split("\n")
-                start = (index := json.loads(text))["start"]
+                start = (document := json.loads(text))["start"]
                 is_valid = start == self._lineage["start"] or [start, step] == self._lineage["from"]
                 if is_valid and digest == xxhash.xxh3_128_hexdigest(text.encode()):
-                    found.append(_Part(process, step, index))
+                    found.append(_Part(process, step, document))
         return found
 
     def _read(self, name: str, start: int, stop: int) -> bytes:
@@ -305,9 +305,10 @@ class LocalCheckpoints(BackgroundSaves):
             return "its host has no files of this step"
         used, damaged = {}, ""
         for part in sorted(parts, key=lambda part: part.process != jax.process_index()):
-            if part.index.get("format") != LOCAL_FORMAT:
+            if part.document.get("format") != LOCAL_FORMAT:
                 return "another version of meshtrain has written its files"
-            stored, held = pieces.forms_of(part.index), pieces.pieces_of(part.index, f"process-{part.process}/{step}/")
+            index = Index.read(part.document)
+            stored, held = index.forms(), index.by_array(f"process-{part.process}/{step}/")
             for name, form in forms_of(wanted).items():
                 if stored.get(name) != form and not widens(stored.get(name), form):
                     return f"its {name} has another shape or dtype"

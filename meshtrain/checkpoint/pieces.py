@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import dataclasses
 import itertools
 import math
 import zlib
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 
+from meshtrain.checkpoint.store import ArrayForm
 from meshtrain.run import trees
 
 PIECE_BYTES = 64 << 20
@@ -41,6 +43,77 @@ class Piece(NamedTuple):
 
 class DamagedPiece(Exception):
     """The bytes of a piece are not those that were written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """The arrays of a checkpoint, and where the bytes of their pieces are. Buckets and hosts store it as JSON.
+
+    arrays: name -> [shape, dtype]. objects: name -> bytes. pieces: [array, region, object, offset, xxh3-64], those of
+    an object in the order of their offsets.
+    """
+    arrays: dict[str, list]
+    objects: dict[str, int]
+    pieces: list[list]
+
+    @classmethod
+    def begin(cls, state: Any) -> Index:
+        """Return the index of a pytree of arrays, without objects."""
+        return cls({name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in trees.leaves_of(state).items()}, {}, [])
+
+    @classmethod
+    def read(cls, document: Mapping) -> Index:
+        """Return the index in a JSON object that has other entries, too. Raises: KeyError, TypeError."""
+        return cls(document["arrays"], document["objects"], document["pieces"])
+
+    @classmethod
+    def merge(cls, parts: Sequence[Index]) -> Index:
+        """Return the index of what several processes have written."""
+        return cls(parts[0].arrays, {name: size for part in parts for name, size in part.objects.items()},
+                   [piece for part in parts for piece in part.pieces])
+
+    def as_json(self) -> dict:
+        return {"arrays": self.arrays, "objects": self.objects, "pieces": self.pieces}
+
+    def add(self, name: str, some: Iterable[tuple[str, Region, np.ndarray]]) -> list[memoryview]:
+        """Add an object; return its bytes. some: its pieces, as from `own`. Threads may add to one index."""
+        content: list[memoryview] = []
+        offset = 0
+        for array, region, data in some:
+            content.append(as_bytes(data))
+            self.pieces.append([array, region, name, offset, xxhash.xxh3_64_hexdigest(content[-1])])
+            offset += len(content[-1])
+        self.objects[name] = offset
+        return content
+
+    def forms(self) -> dict[str, ArrayForm]:
+        """Return array -> (shape, dtype)."""
+        return {name: (tuple(shape), jnp.dtype(dtype)) for name, (shape, dtype) in self.arrays.items()}
+
+    def by_array(self, folder: str = "") -> dict[str, list[Piece]]:
+        """Return array -> its pieces. folder: a prefix for the names of objects."""
+        by_name: dict[str, list[Piece]] = {name: [] for name in self.arrays}
+        for name, region, holder, offset, checksum in self.pieces:
+            by_name[name].append(Piece(tuple(map(tuple, region)), f"{folder}{holder}", offset, checksum))
+        return by_name
+
+    def by_object(self) -> dict[str, list[list]]:
+        """Return object -> its entries of `pieces`."""
+        by_name = collections.defaultdict(list)
+        for entry in self.pieces:
+            by_name[entry[2]].append(entry)
+        return by_name
+
+    def fault(self, name: str, content: memoryview, entries: Sequence[list]) -> str:
+        """Return how the content of an object differs from what was written; empty if it does not. entries: its
+        pieces, from `by_object`."""
+        size = self.objects[name]
+        if len(content) != size:
+            return f" has {len(content)} bytes, {size} were written"
+        ends = [*(entry[3] for entry in entries[1:]), size]
+        wrong = [start for (_, _, _, start, checksum), end in zip(entries, ends)
+                 if xxhash.xxh3_64_hexdigest(content[start:end]) != checksum]
+        return f": its checksum differs at byte {wrong[0]:,}" if wrong else ""
 
 
 def region_of(index: Sequence[slice], shape: Sequence[int]) -> Region:
@@ -105,37 +178,6 @@ def own(state: Any, *, copies: bool = False) -> Iterator[tuple[str, Region, np.n
         yield from ((name, piece, whole[slices(piece, region)]) for piece in mine)
 
 
-def begin_index(state: Any) -> dict:
-    """Return the index of a pytree of arrays, without objects."""
-    arrays = {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in trees.leaves_of(state).items()}
-    return {"arrays": arrays, "objects": {}, "pieces": []}
-
-
-def lay_out(index: dict, name: str, some: Iterable[tuple[str, Region, np.ndarray]]) -> list[memoryview]:
-    """Add an object to the index; return the object's bytes. name: the object's name. some: its pieces, as from `own`.
-    Threads may share the index."""
-    content, offset = [], 0
-    for array, region, data in some:
-        content.append(as_bytes(data))
-        index["pieces"].append([array, region, name, offset, xxhash.xxh3_64_hexdigest(content[-1])])
-        offset += len(content[-1])
-    index["objects"][name] = offset
-    return content
-
-
-def forms_of(index: dict) -> dict[str, tuple]:
-    """Return array -> (shape, dtype) of an index."""
-    return {name: (tuple(shape), jnp.dtype(dtype)) for name, (shape, dtype) in index["arrays"].items()}
-
-
-def pieces_of(index: dict, folder: str = "") -> dict[str, list[Piece]]:
-    """Return array -> its pieces of an index. folder: a prefix for the names of objects."""
-    found: dict[str, list[Piece]] = {name: [] for name in index["arrays"]}
-    for name, region, *where, sum in index["pieces"]:
-        found[name].append(Piece(tuple(map(tuple, region)), f"{folder}{where[0]}", where[1], sum))
-    return found
-
-
 def asked_of(leaf: jax.ShapeDtypeStruct) -> set[Region]:
     """Return the regions of an array that are on this process's devices."""
     return {region_of(index, leaf.shape)
@@ -160,8 +202,8 @@ def fetch(piece: Piece, dtype: np.dtype, read: Read) -> np.ndarray:
     raise DamagedPiece(f"{piece.object}: its checksum differs at byte {piece.offset:,}")
 
 
-def restore(wanted: Any, pieces: Mapping[str, Sequence[Piece]], forms: Mapping[str, tuple], read: Read,
-             at_once: int) -> Any:
+def restore(wanted: Any, pieces: Mapping[str, Sequence[Piece]], forms: Mapping[str, ArrayForm], read: Read,
+            at_once: int) -> Any:
     """Return arrays with the shardings and dtypes of `wanted`, a pytree of jax.ShapeDtypeStruct. pieces: array -> its
     pieces. forms: array -> (shape, dtype), as stored. read: called in several threads. at_once: number of threads.
     Raises: DamagedPiece; ValueError if elements are missing; what `read` raises."""
@@ -175,7 +217,8 @@ def restore(wanted: Any, pieces: Mapping[str, Sequence[Piece]], forms: Mapping[s
     return jax.tree.unflatten(jax.tree.structure(wanted), arrays)
 
 
-def _arrays(leaves, pieces, forms, read, pool) -> Iterator[jax.Array]:
+def _arrays(leaves: Sequence[tuple[str, jax.ShapeDtypeStruct]], pieces: Mapping[str, Sequence[Piece]],
+            forms: Mapping[str, ArrayForm], read: Read, pool: concurrent.futures.Executor) -> Iterator[jax.Array]:
     """Yield the arrays in order; meanwhile the pieces of the following arrays are read."""
     waiting, ahead, rest = collections.deque(), 0, iter(leaves)
     while True:
