@@ -197,7 +197,7 @@ class Experiment:
         if self._state is None:
             train.check_memory(self.made)
             with jax.set_mesh(self.made.mesh), config.user_errors():
-                given = pretrained.opened(self.run, self.made.model)
+                given = pretrained.open_folder(self.run, self.made.model)
                 self._state = starts.with_weights(self.made, given, assembly.initialize(self.made))
         return self._state
 

@@ -12,7 +12,8 @@ from meshtrain.training.state import State
 
 
 def start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
-    """Return the state after step `start.step`. given: the model folder, from `pretrained.opened`; None without one."""
+    """Return the state after step `start.step`. given: the model folder, from `pretrained.open_folder`; None: there is
+    none."""
     if start.saved is not None:
         with config.user_errors():
             state = start.saved.restore(made.state_shapes)
@@ -43,4 +44,5 @@ def copy_first_params(made: assembly.Assembly, start: resume.Start, state: State
             lambda leaf: leaf.sharding, state.params))(state.params)
     # Without an optimizer state, for which there may be no memory.
     fresh = State(state.step, assembly.initialize_params(made), {})
-    return with_weights(made, pretrained.opened(made.run, made.model), fresh, step=step, init_optimizer=False).params
+    given = pretrained.open_folder(made.run, made.model)
+    return with_weights(made, given, fresh, step=step, init_optimizer=False).params

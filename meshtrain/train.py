@@ -124,7 +124,7 @@ def _run(run: Run, found: Sequence[jax.Device], fewer: str, account: goodput.Acc
     agree.everywhere(lambda: check_memory(made))
     directory = mirror.directory(run.run.dir)
     remote = addresses.is_remote(run.run.dir)
-    claimed = bucket.claimed if remote else rundir.claimed
+    claimed = bucket.claim if remote else rundir.claim
     with claimed(run) as claim, watchdog.kept_in(directory / contents.STACKS, apart=remote), \
             jax.set_mesh(made.mesh), resume.checkpoints_of(run.run.dir, claim, every=run.checkpoint.every,
                                   keep=run.checkpoint.keep, keep_every=run.checkpoint.keep_every) as checkpoints:
@@ -272,7 +272,7 @@ def _train(session: _Session, start: resume.Start) -> int:
             state = agree.everywhere(lambda: bias_warmup.balanced(
                 session.made.program, session.step, state, feed.data, run.experts.bias_warmup,
                 lambda: assembly.initialize(session.made)))
-    with account.count_as("rest"), stops.deferred() as listener:
+    with account.count_as("rest"), stops.defer() as listener:
         spikes, stop = Spikes(run, start.kept("spikes")), loop.Stop(listener, session.claim)
         while True:
             try:
@@ -307,11 +307,11 @@ def _open(session: _Session, start: resume.Start):
     # tokenizing may take hours
     with session.attempt.account.count_as("data"), watch.phase("opening the data", watch.UNLIMITED), \
             phases.phase("opening the data"):
-        given = None if start.saved else agree.everywhere(lambda: pretrained.opened(run, made.model))
+        given = None if start.saved else agree.everywhere(lambda: pretrained.open_folder(run, made.model))
         session.corpus, data = agree.everywhere(
             lambda: training_data.of_run(run).open(run, session.directory, start))
         with config.user_errors():
-            session.ends = ends.together(lambda: ends.of_run(run, session.origin))
+            session.ends = ends.agree_on(lambda: ends.of_run(run, session.origin))
             sample_prompt(run, session.corpus.tokenizer)        # reports a mistake before the first step
     say.out(f"answers end with {session.ends.shown(session.corpus.tokenizer)}")
     if session.ends.note:

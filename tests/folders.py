@@ -37,7 +37,7 @@ class Loaded:
         self.run = run_of(source, rule, mesh, *words)
         self.made = assembly.assemble(self.run, jax.devices()[:math.prod(mesh.values())])
         spec = self.made.program.step.state
-        self.found, self.rows = pretrained.opened(self.run, self.made.model)
+        self.found, self.rows = pretrained.open_folder(self.run, self.made.model)
         # Other numbers than zeros: what is not overwritten shows.
         full = jax.jit(lambda: jax.tree.map(lambda a: jnp.full(a.shape, 7, a.dtype), spec.abstract.params),
                        out_shardings=spec.sharding.params)

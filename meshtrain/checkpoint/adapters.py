@@ -25,7 +25,7 @@ def section(saved: Saved) -> dict:
     return found if found.get("rank") else {}
 
 
-def described(found: Mapping) -> str:
+def describe(found: Mapping) -> str:
     """Return a description of a section [lora] for messages: rank, alpha and targets, or "the whole model"."""
     if not found.get("rank"):
         return "the whole model"

@@ -53,7 +53,7 @@ class Ends:
         return list(self.ids) if len(self.ids) > 1 else next(iter(self.ids), None)
 
 
-def together(found: Callable[[], Ends]) -> Ends:
+def agree_on(found: Callable[[], Ends]) -> Ends:
     """Call found() in process 0; return its value in every process. Raises: as found()."""
     one = agree.on_first(lambda: dataclasses.asdict(found()))
     return Ends(**(one | {"ids": tuple(one["ids"]), "stops": tuple(one["stops"])}))

@@ -40,10 +40,14 @@ class Exports:
         self.failed: dict[int, str] = {}     # step -> why its export failed; made ones are removed
         with user_errors("run.dir: "):
             agree.on_first(self._clean)
-        checkpoints.is_needed = lambda step: run.checkpoint.export == "every" and not self._exists(step)
+        checkpoints.is_needed = self._is_still_needed
         if run.checkpoint.export != "off":
             with user_errors("checkpoint.export: "):
                 agree.on_first(self._check)
+
+    def _is_still_needed(self, step: int) -> bool:
+        """Return whether a checkpoint is still to be exported."""
+        return self.run.checkpoint.export == "every" and not self._exists(step)
 
     def due(self, step: int, ending: bool) -> bool:
         """Return whether to export a step. ending: training ends with this step, perhaps early."""
@@ -90,14 +94,14 @@ class Exports:
         if fault := self.checkpoints.fault(step, only_params=True):
             raise agree.agreed(CheckpointError(f"its checkpoint is damaged ({fault})"))
         saved = self.checkpoints.open(step)
-        companions = kept(self.directory)
+        companions = find_companions(self.directory)
         with user_errors():
-            of = ends.together(lambda: ends.of_saved(saved, companions))
+            of = ends.agree_on(lambda: ends.of_saved(saved, companions))
         leaf = adapters.leaf_of_saved(saved, self.wanted, merge=not self._of_adapters)
         self._write(step, leaf, saved.run["data"], of)
 
     def _write(self, step: int, leaf: Callable[[str], jax.Array | None], data: Mapping, of: Ends) -> None:
-        run, source, place = self.run, kept(self.directory), self.place / str(step)
+        run, source, place = self.run, find_companions(self.directory), self.place / str(step)
         agree.on_first(lambda: self._discard_half(step))
         if self._of_adapters:
             peft.write(place, self.transformer, leaf, dtype="float32", base=run.checkpoint.init_from, data=data,
@@ -156,7 +160,7 @@ class Exports:
 GONE = "; and its checkpoint is no longer there"
 
 
-def kept(run_dir: Path) -> Path | None:
+def find_companions(run_dir: Path) -> Path | None:
     """Return the directory of companion files of the weights that a run started from; None if there is none."""
     companions = run_dir / folder.KEPT
     return companions if agree.on_first(lambda: files.is_file(companions / settings.CONFIG)) else None

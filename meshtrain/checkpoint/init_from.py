@@ -44,8 +44,8 @@ def initial_state(run: Run, model: transformer.Transformer, layout, mesh, shapes
             return State(fresh.step, upcycled_params, fresh.opt_state)
         if (source_lora or run.lora.rank) and config.Lora(**source_lora) != run.lora:
             if asks_state:
-                raise ValueError(f"{where} trained other parameters ({adapters.described(source_lora)}) than this run "
-                                 f"({adapters.described(run.lora.model_dump())}), so checkpoint.init_optimizer=true "
+                raise ValueError(f"{where} trained other parameters ({adapters.describe(source_lora)}) than this run "
+                                 f"({adapters.describe(run.lora.model_dump())}), so checkpoint.init_optimizer=true "
                                  f"finds no state for these; leave it out")
             trained, _ = model.divided(fresh.params) if run.lora.rank else ({}, {})
             _, wanted = model.divided(shapes.params) if run.lora.rank else ({}, shapes.params)

@@ -52,8 +52,7 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
         rows = [row for row in folder.rows(family, model, parameter_paths(transformer), prefixes)
                 if _adapted(transformer, row)]
     ranks = {row.name: of.rank * len(_adapted(transformer, row)) for row in rows}
-    adapter = lambda row, layer, one: f"{PREFIX}{row.of_layer(layer).removesuffix('.weight')}.lora_{one}.weight"
-    tensors = {adapter(row, layer, one): shape for layer in range(model.num_layers) for row in rows
+    tensors = {_tensor_name(row, layer, one): shape for layer in range(model.num_layers) for row in rows
                if layer in row.layers for one, shape in zip("AB", _shapes(row, ranks[row.name]))}
     modules = {row.name: row.name.removesuffix(".weight") for row in rows}
     names = {name: _short(module, [*modules.values()]) for name, module in modules.items()}
@@ -66,7 +65,7 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
                 program = _program(row, leaves, written.dtype)
                 for layer, index in [(layer, places[layer][1]) for layer in row.layers if places[layer][0] == stack]:
                     for one, array in zip("AB", program(leaves, np.int32(index)), strict=True):
-                        written.put(adapter(row, layer, one), array)
+                        written.put(_tensor_name(row, layer, one), array)
         written.close()
 
         def finish() -> None:
@@ -75,6 +74,11 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
             write_ends(place, source, ends)
         new_folder.on_first(target, finish)
     return written.size
+
+
+def _tensor_name(row: folder.WeightRow, layer: int, matrix: str) -> str:
+    """Return the name of a tensor of an adapter. matrix: A or B."""
+    return f"{PREFIX}{row.of_layer(layer).removesuffix('.weight')}.lora_{matrix}.weight"
 
 
 def _adapted(transformer: Transformer, row: folder.WeightRow) -> list[str]:
@@ -107,9 +111,11 @@ def _program(row: folder.WeightRow, leaves, dtype: np.dtype):
     arrays = jax.tree.leaves(leaves)
     num_shards = {export.layer_shards(array) for array in arrays}
     assert len(num_shards) == 1, "all parameters of a stack are sharded alike over the stages"
-    one = lambda leaf, layer: export.layer_of(leaf, layer, min(num_shards), dtype)
     inputs = _inputs(row)
     first, *others = row.pieces[0].form.theirs.dims[inputs]
+
+    def take_layer(leaf, layer):
+        return export.layer_of(leaf, layer, min(num_shards), dtype)
 
     def both(leaves, layer):
         downs, ups = [], []
@@ -120,10 +126,10 @@ def _program(row: folder.WeightRow, leaves, dtype: np.dtype):
             # B as the row's matrix with `rank` inputs, zero where other parameters are.
             small = dataclasses.replace(row, sizes={**row.sizes, **dict.fromkeys(others, 1), first: rank})
             parts = {other: jnp.zeros(small.our_shape(other), dtype) for other in row.paths}
-            parts[path] = one(b, layer).reshape(small.our_shape(path))
+            parts[path] = take_layer(b, layer).reshape(small.our_shape(path))
             up = small.to_theirs(parts, jnp.concatenate)
             ups.append(up if inputs else up.T)
-            downs.append(one(a, layer).reshape(-1, rank).T)
+            downs.append(take_layer(a, layer).reshape(-1, rank).T)
         return jnp.concatenate(downs), jnp.concatenate(ups, 1)
     return jax.jit(both, out_shardings=NamedSharding(arrays[0].sharding.mesh, P()))
 

@@ -39,7 +39,7 @@ def parameter_paths(transformer) -> folder.Paths:
     return folder.Paths.of([info.name for info in transformer.parameters()], transformer.places())
 
 
-def opened(run: Run, transformer) -> tuple[folder.Folder, list[folder.WeightRow]] | None:
+def open_folder(run: Run, transformer) -> tuple[folder.Folder, list[folder.WeightRow]] | None:
     """Return the model folder of checkpoint.init_from and its rows; None if it is not a model folder. Raises:
     ConfigError that lists every fault of the folder."""
     source = run.checkpoint.init_from

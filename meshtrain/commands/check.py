@@ -161,7 +161,7 @@ def _weights(run: Run, made: Design) -> Iterator[Finding]:
     elif addresses.is_remote(source):       # not downloaded: it may have gigabytes
         yield Finding("weights", LEFT, f"{source}: read when the run starts")
     elif folder.is_one(source):
-        _, rows = pretrained.opened(run, made.model)
+        _, rows = pretrained.open_folder(run, made.model)
         yield Finding("weights", OK, f"{source}: a model folder with the {counted(len(rows), 'tensor')} of the model")
     else:
         saved = Path(source) / contents.CHECKPOINTS

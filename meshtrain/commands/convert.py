@@ -98,7 +98,7 @@ def _export(found: Sequence[jax.Device], saved: Saved, run_dir: str, out: new_fo
     with config.user_errors():
         size = export.write(out, model, adapters.leaf_of_saved(saved, wanted, merge=True), dtype=dtype,
                             shard_bytes=shard_bytes, data=saved.run["data"], ends=_ends(saved, run_dir),
-                            source=exports.kept(folder.local(run_dir)))
+                            source=exports.find_companions(folder.local(run_dir)))
     return f"{out}: the weights of step {saved.step} of {run_dir}, {size / 1e9:.2f} GB in {dtype}"
 
 
@@ -116,13 +116,13 @@ def _export_adapters(found: Sequence[jax.Device], saved: Saved, run_dir: str, ou
     with config.user_errors():
         size = peft.write(out, model, adapters.leaf_of_saved(saved, wanted, merge=False), dtype=dtype,
                           base=saved.run["checkpoint"]["init_from"], data=saved.run["data"],
-                          source=exports.kept(folder.local(run_dir)), ends=_ends(saved, run_dir))
+                          source=exports.find_companions(folder.local(run_dir)), ends=_ends(saved, run_dir))
     return f"{out}: the adapters of step {saved.step} of {run_dir}, {size / 1e6:.2f} MB in {dtype}"
 
 
 def _ends(saved: Saved, run_dir: str) -> ends.Ends:
-    companions = exports.kept(folder.local(run_dir))
-    found = ends.together(lambda: ends.of_saved(saved, companions))
+    companions = exports.find_companions(folder.local(run_dir))
+    found = ends.agree_on(lambda: ends.of_saved(saved, companions))
     if found.note and jax.process_index() == 0:
         say.err(f"note: {found.note}")
     return found

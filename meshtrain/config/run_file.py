@@ -157,7 +157,7 @@ def _local(path: str | Path) -> Path:
     if not addresses.is_remote(path):
         return found(path)
     with user_errors():
-        return copies.copied([path], lambda name: (), copies.Copying(copies.home()))[0]
+        return copies.copy_files([path], lambda name: (), copies.Copying(copies.home()))[0]
 
 
 def _read(path: Path) -> tuple[dict, list[str]]:

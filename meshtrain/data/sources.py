@@ -327,13 +327,13 @@ def _open(described: Description, component: NamedFiles, cache_dir: Path, job: p
 
 def on_this_host(paths: dict[str, str], source: str, cache: str, job: parts.Job = parts.Job()) -> dict[str, str]:
     """Return `paths` with local files instead of addresses. Files at addresses are copied to data.cache, or to the
-    default directory of copies. Raises: as `copies.copied`."""
+    default directory of copies. Raises: as `copies.copy_files`."""
     remote = [path for path in paths if addresses.is_remote(path)]
     if not remote:
         return paths
     directory = Path(os.path.expanduser(cache)) if cache else copies.home()
     beside = binary_files.companions if source == "tokens" else lambda path: ()
-    copied = copies.copied(remote, beside, copies.Copying(directory, job.tell, job.check_stop))
+    copied = copies.copy_files(remote, beside, copies.Copying(directory, job.tell, job.check_stop))
     local = {path: (str(copy), str(directory)) for path, copy in zip(remote, copied, strict=True)}
     return dict(local.get(path, (path, root)) for path, root in paths.items())
 
@@ -464,7 +464,7 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
         if addresses.is_remote(pattern):
             whole = name != "tokens" or pattern.endswith((".bin", token_files.TOKENS)) or glob.has_magic(pattern)
             try:
-                found |= {path: (path, "") for path in copies.matched(pattern if whole else f"{pattern}.bin")}
+                found |= {path: (path, "") for path in copies.match(pattern if whole else f"{pattern}.bin")}
             except addresses.Refused as error:
                 raise addresses.Refused(f"{where}.{key}: {error}") from None
             except addresses.StorageError as error:

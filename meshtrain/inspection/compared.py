@@ -62,7 +62,7 @@ def _named_twice(run_dirs: Sequence[str]) -> list[str]:
     found: dict[str, str] = {}
     mistakes = []
     for run_dir in run_dirs:
-        directory = contents.opened(run_dir)
+        directory = contents.open_run(run_dir)
         place = str(directory.resolve() if files.is_dir(directory) else directory)
         if place in found:
             also = "" if found[place] == run_dir else f" (as {found[place]}, too)"
@@ -99,7 +99,7 @@ def _loss_at(run: Mapping, tokens: int) -> float | None:
     """Return the mean loss over the last fraction LATEST of the steps up to `tokens` tokens; None if these steps have
     no loss."""
     step = tokens // run["tokens_per_step"]
-    found = [line.row["loss"] for line in rows.MetricRows(contents.opened(run["dir"]) / rows.NAME).lines()
+    found = [line.row["loss"] for line in rows.MetricRows(contents.open_run(run["dir"]) / rows.NAME).lines()
              if line.row and (1 - LATEST) * step < line.row["step"] <= step and line.row.get("loss") is not None]
     return sum(found) / len(found) if found else None
 

@@ -38,7 +38,7 @@ OF_ANSWER = {"prompt", "answer", "reward", "tokens", "stopped"}
 
 def run_file(run_dir: str) -> dict:
     """Return the run file in a run's directory, as tables. Raises: ValueError if it is missing or cannot be read."""
-    directory = contents.opened(run_dir)
+    directory = contents.open_run(run_dir)
     if not files.is_dir(directory):
         raise ValueError(f"{run_dir} is not a directory; give the run.dir of a run, e.g. runs/quickstart")
     if not files.is_file(directory / "config.toml"):
@@ -57,7 +57,7 @@ def run_file(run_dir: str) -> dict:
 def of(run_dir: str) -> dict:
     """Return everything about a run as JSON. run_dir: its directory or address. Raises: ValueError if there is no run,
     or a file is damaged."""
-    run, directory = run_file(run_dir := str(run_dir)), contents.opened(run_dir)
+    run, directory = run_file(run_dir := str(run_dir)), contents.open_run(run_dir)
     name, steps = run["run"]["name"], int(run["training"]["steps"])
     per_step = int(run["data"]["global_batch"]) * int(run["data"]["seq_len"])
     found = rows.MetricRows(directory / rows.NAME)

@@ -28,8 +28,8 @@ ENDING_S = 60.0     # how long to wait for a run on another host whose lease is 
 
 
 @contextlib.contextmanager
-def claimed(run: Run) -> Iterator[rundir.Claim]:
-    """Context: hold the run directory in a bucket for this run alone; see `rundir.claimed`."""
+def claim(run: Run) -> Iterator[rundir.Claim]:
+    """Context: hold the run directory in a bucket for this run alone; see `rundir.claim`."""
     address, directory = addresses.parse(run.run.dir), mirror.directory(run.run.dir)
     claim = rundir.Claim(str(address), directory, "", lambda: _text(address))
     lease = mirror.Lease(address.below(LOCK), lost=claim.lose, tell=say.err)
@@ -86,7 +86,7 @@ class _Look:
                     buckets.write(self.address.below(contents.CONFIG), run_file.encode())
                 return {"nonce": owner["nonce"], "empty": not set(names) - {LOCK}}
             except mirror.LeaseHeld as held:
-                other = rundir.named(held.text)
+                other = rundir.read_owner(held.text)
                 self._signs.add(held.sign)
                 # A run on another host may be about to end: it got a signal and saves.
                 if rundir.is_here(other) or len(self._signs) > 2 and time.monotonic() > self._until:
@@ -99,7 +99,7 @@ class _Look:
 
 def _is_dead(text: str) -> bool:
     """Return whether the owner named in a lease ran in this boot and container and has ended."""
-    owner = rundir.named(text)
+    owner = rundir.read_owner(text)
     return bool(owner) and owner.get("space") == rundir.space() and not rundir.is_here(owner)
 
 
@@ -114,7 +114,7 @@ def _check_seen(address: Address, nonce: str) -> None:
     """Check that this process reads the lease that process 0 wrote. Raises: ConfigError if it reads another bucket, or
     may not read."""
     with user_errors("run.dir: "):
-        if (rundir.named(_text(address) or "") or {}).get("nonce") != nonce:
+        if (rundir.read_owner(_text(address) or "") or {}).get("nonce") != nonce:
             raise ConfigError(f"run.dir={address} is not the same place for all processes: process "
                               f"{jax.process_index()} does not see what process 0 wrote there; give all "
                               f"processes the same endpoint and credentials")

@@ -56,7 +56,7 @@ def is_read_by_all(name: str) -> bool:
     return name.split(os.sep)[0] in (ROLLOUTS, KEPT, REFERENCE)
 
 
-def opened(name: str) -> Path:
+def open_run(name: str) -> Path:
     """Return a local directory with the files of a run. A run in a bucket is fetched first. Raises: ValueError,
     FileSystemError."""
     if not addresses.is_remote(name):
@@ -69,7 +69,7 @@ def opened(name: str) -> Path:
 
 
 def steps(name: str) -> list[int]:
-    """Return the sorted steps of a run's checkpoints. name: run.dir. Raises: as `opened`."""
+    """Return the sorted steps of a run's checkpoints. name: run.dir. Raises: as `open_run`."""
     try:
         names = buckets.children(addresses.parse(name).below(CHECKPOINTS))[0] if addresses.is_remote(name) else \
             os.listdir(os.path.join(name, CHECKPOINTS))
@@ -81,7 +81,7 @@ def steps(name: str) -> list[int]:
 def saved_run_file(name: str) -> str:
     """Return the run file saved in the newest readable checkpoint of a run; "" if none has one. name: run.dir.
 
-    Raises: as `opened`; OSError.
+    Raises: as `open_run`; OSError.
     """
     for step in reversed(steps(name)):
         with contextlib.suppress(addresses.Missing, FileNotFoundError, KeyError, TypeError, json.JSONDecodeError,

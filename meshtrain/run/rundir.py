@@ -61,19 +61,20 @@ class Claim:
         """Check that the claim is still valid. Every process calls this before it renames or removes files in run.dir.
         Raises: LostClaimError."""
         text = None if self.lost else self.look()
-        if text is not None and (owner := named(text)) and owner.get("nonce") != self.nonce:
+        if text is not None and (owner := read_owner(text)) and owner.get("nonce") != self.nonce:
             self.lose(text)
         if self.lost:
             raise self.lost
 
     def lose(self, text: str) -> None:
         """Record that another start has taken run.dir over. text: the content of the lock."""
-        self.lost = LostClaimError(f"run.dir={self.name} was taken over by another start{by(named(text))}, because "
-                                   f"the lock of this start had lapsed; this start stops and writes nothing more")
+        self.lost = LostClaimError(
+            f"run.dir={self.name} was taken over by another start{by(read_owner(text))}, because the lock of this "
+            f"start had lapsed; this start stops and writes nothing more")
 
 
 @contextlib.contextmanager
-def claimed(run: Run) -> Iterator[Claim]:
+def claim(run: Run) -> Iterator[Claim]:
     """Context: hold run.dir for this run alone. All processes of the run enter it together.
 
     Waits for a lock whose owner is not a process of this host. Raises: ConfigError if the directory cannot be used or
@@ -100,7 +101,7 @@ def _try_claim(run: Run, stack: contextlib.ExitStack, waiting: files.Waiting) ->
     """In process 0: claim the directory and return the nonce; None if another run holds the lock. `stack` releases the
     claim."""
     try:
-        return stack.enter_context(_claimed(run))
+        return stack.enter_context(_claim_directory(run))
     except _Held as held:
         waiting.go_on(by(held.owner), held.owner and held.owner.get("nonce"))
         time.sleep(LOOK_S)
@@ -108,7 +109,7 @@ def _try_claim(run: Run, stack: contextlib.ExitStack, waiting: files.Waiting) ->
 
 
 @contextlib.contextmanager
-def _claimed(run: Run) -> Iterator[str]:
+def _claim_directory(run: Run) -> Iterator[str]:
     """Context, in process 0: create and lock the directory. Yields the nonce in the lock file, which the other
     processes then look for. Raises: _Held, ConfigError, FileSystemError."""
     directory = Path(run.run.dir)
@@ -221,11 +222,11 @@ def is_here(owner: dict | None) -> bool:
 def _owner(directory: Path) -> dict | None:
     """Return the owner named in the lock file of a directory; None if there is none."""
     with contextlib.suppress(OSError):
-        return named((directory / LOCK).read_text(encoding="utf-8"))
+        return read_owner((directory / LOCK).read_text(encoding="utf-8"))
     return None
 
 
-def named(text: str) -> dict | None:
+def read_owner(text: str) -> dict | None:
     """Return the owner named in the text of a lock; None if it names none. A lease also gives "beat", its last renewal.
     """
     try:

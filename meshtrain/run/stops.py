@@ -135,7 +135,7 @@ def record_endings(record: Callable[[str, int], None]) -> None:
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[Listener]:
+def defer() -> Iterator[Listener]:
     """Context of the training loop: yields a listener that records stop requests in `number`. Outside a command
     (notebook, test), signals are handled only inside this context."""
     listener = _listener or Listener()

@@ -83,7 +83,7 @@ def named_home(kind: str, address: Address) -> Path:
 # ---- listings --------------------------------------------------------------------------------------------------------
 
 
-def matched(pattern: str) -> list[str]:
+def match(pattern: str) -> list[str]:
     """Return the addresses of the files that a glob matches, sorted. The name of an existing file is taken literally.
     Raises: StorageError, also if no file matches."""
     wanted = addresses.parse(pattern)
@@ -177,7 +177,7 @@ class Copying:
     check: Callable[[], None] = lambda: None
 
 
-def copied(names: Sequence[str], beside: Callable[[str], Sequence[str]], copying: Copying) -> list[Path]:
+def copy_files(names: Sequence[str], beside: Callable[[str], Sequence[str]], copying: Copying) -> list[Path]:
     """Copy files at addresses to this host; return the local files. beside: name -> names of its companion files. Those
     that exist are copied into the same directory, which no other file of `names` shares. Raises: StorageError,
     ValueError, FileSystemError; what `check` raises."""
@@ -199,7 +199,8 @@ def folder(name: str, companions: Sequence[str], index: str, suffix: str, *, wei
     """Return the local directory of a model folder at an address.
 
     companions: names of small files, any of which may be missing. index: the companion whose weight_map names the
-    weight files, in JSON. suffix: the end of the names of weight files. weights: see `Weights`. Raises: as `copied`.
+    weight files, in JSON. suffix: the end of the names of weight files. weights: see `Weights`. Raises: as
+    `copy_files`.
     """
     place = addresses.parse(name)
     found = _web_folder(place, companions, index, suffix) if place.scheme in WEB else [
@@ -227,7 +228,7 @@ def _web_folder(place: Address, companions: Sequence[str], index: str, suffix: s
         found = [*filter(None, pool.map(_file, map(place.below, (*companions, f"model{suffix}"))))]
         if not any(_name(one) == index for one in found):
             return found
-        (path,) = copied([str(place.below(index))], lambda name: (), Copying(home()))
+        (path,) = copy_files([str(place.below(index))], lambda name: (), Copying(home()))
         try:
             names = set(json.loads(path.read_bytes())["weight_map"].values()) if \
                 path.stat().st_size < MOST_INDEX_BYTES else set()

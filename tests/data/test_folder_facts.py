@@ -86,8 +86,8 @@ def test_a_run_that_was_described_without_the_weights_is_refused_with_the_key(tm
     weights.rename(home / "model.safetensors")
     assert (tied.model.tie_embeddings, own.model.tie_embeddings) == (True, False)
     with pytest.raises(config.ConfigError, match="set model.tie_embeddings=false"):
-        pretrained.opened(tied, transformer.build(tied.model))
-    assert pretrained.opened(own, transformer.build(own.model))
+        pretrained.open_folder(tied, transformer.build(tied.model))
+    assert pretrained.open_folder(own, transformer.build(own.model))
     with pytest.raises(config.ConfigError, match="model.tie_embeddings=true contradicts"):
         run_of(home, *ONE, "--model.tie_embeddings=true")
     with pytest.raises(config.ConfigError, match="model.tie_embeddings=false contradicts"):

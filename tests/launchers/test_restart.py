@@ -255,7 +255,7 @@ def test_a_script_gives_the_last_words_of_who_was_no_victim(tmp_path):
 
 def test_a_run_whose_first_start_failed_is_still_begun_in_its_directory(tmp_path):
     assert asked(tmp_path / "run", 1).code == 0
-    with rundir.claimed(config.load(["--run.dir", str(tmp_path / "run")])):
+    with rundir.claim(config.load(["--run.dir", str(tmp_path / "run")])):
         pass
 
 

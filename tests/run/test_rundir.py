@@ -46,7 +46,7 @@ if len(sys.argv) > 2:
     def no_locks(*_):
         raise OSError(int(sys.argv[2]), os.strerror(int(sys.argv[2])))
     fcntl.flock = no_locks
-with rundir.claimed(run):
+with rundir.claim(run):
     print("held", flush=True)
     sys.stdin.readline()
 print("free", flush=True)
@@ -71,9 +71,9 @@ def test_a_second_run_in_the_directory_is_refused_and_told_who_is_there(tmp_path
     with another(tmp_path / "run") as child:
         with pytest.raises(ConfigError,
                            match=rf"in use by another run \(pid {child.pid} on {socket.gethostname()}, since 20"):
-            with rundir.claimed(run_in(tmp_path / "run")):
+            with rundir.claim(run_in(tmp_path / "run")):
                 pass
-    with rundir.claimed(run_in(tmp_path / "run")) as claim:     # it died without a word
+    with rundir.claim(run_in(tmp_path / "run")) as claim:     # it died without a word
         assert claim.directory == tmp_path / "run"
 
 
@@ -86,7 +86,7 @@ def without_locks(monkeypatch, code=errno.ENOTSUP):
 @pytest.mark.parametrize("code", [errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS])
 def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, code, capfd):
     without_locks(monkeypatch, code)
-    with rundir.claimed(run_in(tmp_path / "run")):
+    with rundir.claim(run_in(tmp_path / "run")):
         pass
     told = capfd.readouterr().err
     assert "file system without locks" in told and "in use" not in told
@@ -97,29 +97,29 @@ def test_without_locks_a_second_run_on_this_host_is_noticed_while_the_first_live
     with another(tmp_path / "run", errno.ENOTSUP) as child:
         for _ in range(2):      # and the refused one has not put itself in its place
             with pytest.raises(ConfigError, match=rf"in use by another run \(pid {child.pid} on"):
-                with rundir.claimed(run_in(tmp_path / "run")):
+                with rundir.claim(run_in(tmp_path / "run")):
                     pass
         child.stdin.write("\n")
         child.stdin.flush()
         assert child.stdout.readline() == "free\n"
-        with rundir.claimed(run_in(tmp_path / "run")):      # it has left in order, and lives on
+        with rundir.claim(run_in(tmp_path / "run")):      # it has left in order, and lives on
             pass
     with another(tmp_path / "killed", errno.ENOTSUP) as child:
         pass
-    with rundir.claimed(run_in(tmp_path / "killed")):
+    with rundir.claim(run_in(tmp_path / "killed")):
         pass
     assert f"The last run in it (pid {child.pid} on" in capfd.readouterr().err
     # Another process that has got its number since then is another process.
     owner = {"host": socket.gethostname(), "pid": os.getppid(), "began": "1", "time": 0.0, "nonce": ""}
     (tmp_path / "killed" / ".lock").write_text(json.dumps(owner))
-    with rundir.claimed(run_in(tmp_path / "killed")):
+    with rundir.claim(run_in(tmp_path / "killed")):
         pass
 
 
 def test_a_lock_that_fails_otherwise_is_not_called_in_use(tmp_path, monkeypatch):
     without_locks(monkeypatch, errno.EIO)
     with pytest.raises(files.FileSystemError, match="cannot be locked: Input/output error"):
-        with rundir.claimed(run_in(tmp_path / "run")):
+        with rundir.claim(run_in(tmp_path / "run")):
             pass
 
 
@@ -142,7 +142,7 @@ def begin(run, kill_at):
         return call
     os.fsync, pathlib.Path.replace = killing(os.fsync), killing(pathlib.Path.replace)
     pathlib.Path.write_text = killing(pathlib.Path.write_text)
-    with rundir.claimed(run) as claim:
+    with rundir.claim(run) as claim:
         rundir.write_settings(run, claim.directory, "# rules")
 
 for kill_at in range(1, 9):
@@ -152,7 +152,7 @@ for kill_at in range(1, 9):
         os._exit(0)
     os.wait()
     print(*sorted(os.listdir(run.run.dir)))
-    with rundir.claimed(run):
+    with rundir.claim(run):
         pass
 """
 
@@ -173,7 +173,7 @@ def test_what_is_not_ours_is_refused_and_stays(tmp_path):
         directory.mkdir()
         (directory / name).write_text("years of work")
         with pytest.raises(ConfigError, match="is not the directory of a run"):
-            with rundir.claimed(run_in(directory)):
+            with rundir.claim(run_in(directory)):
                 pass
         assert left(directory) == [name]
 
@@ -194,13 +194,13 @@ def test_checkpoints_with_the_run_file_make_a_run_of_ours_and_config_toml_is_wri
                                  step12=json.dumps({"run_file": text}), step20='{"torn')
     (directory / "checkpoints/25.damaged").mkdir()
     with pytest.raises(ConfigError, match='already holds a run, and checkpoint.resume="never"'):
-        with rundir.claimed(run_in(directory, "--checkpoint.resume", "never")):
+        with rundir.claim(run_in(directory, "--checkpoint.resume", "never")):
             pass
     assert left(directory) == ["checkpoints", "metrics.jsonl"]
-    with rundir.claimed(run_in(directory)):
+    with rundir.claim(run_in(directory)):
         assert (directory / "config.toml").read_text() == text
     assert f"{directory} has checkpoints but no config.toml: config.toml is restored" in capfd.readouterr().err
-    with rundir.claimed(run_in(directory)):
+    with rundir.claim(run_in(directory)):
         pass
     assert "written anew" not in capfd.readouterr().err
 
@@ -209,7 +209,7 @@ def test_checkpoints_with_the_run_file_make_a_run_of_ours_and_config_toml_is_wri
 def test_checkpoints_of_another_program_are_not_ours(text, tmp_path):
     directory = with_checkpoints(tmp_path / "run", step4=text)
     with pytest.raises(ConfigError, match="is not the directory of a run"):
-        with rundir.claimed(run_in(directory)):
+        with rundir.claim(run_in(directory)):
             pass
     assert left(directory) == ["checkpoints", "metrics.jsonl"]
 
@@ -223,7 +223,7 @@ def test_metadata_that_cannot_be_read_for_a_moment_is_not_taken_for_no_run(tmp_p
         return real(path)
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     with pytest.raises(files.FileSystemError, match="Stale file handle"):
-        with rundir.claimed(run_in(directory)):
+        with rundir.claim(run_in(directory)):
             pass
 
 
@@ -236,7 +236,7 @@ def test_a_process_that_sees_another_directory_is_named_and_nothing_is_left(tmp_
                        match=rf"run.dir=.*/run is not one directory for all processes: process 1 on b \(No such "
                        rf"file.* cannot see what process 0 on {socket.gethostname()} wrote there; give a directory "
                        rf"on a file"):
-        with rundir.claimed(run_in(tmp_path / "run")):
+        with rundir.claim(run_in(tmp_path / "run")):
             pass
     assert left(tmp_path) == []
 
@@ -246,7 +246,7 @@ def test_a_process_that_is_refused_a_look_has_met_a_moment_of_the_file_system_an
     with pytest.raises(files.FileSystemError,
                        match=r"run.dir=.*/run: process 1 on b \(Stale file handle\) cannot see what process 0 on "
                              r".* check "):
-        with rundir.claimed(run_in(tmp_path / "run")):
+        with rundir.claim(run_in(tmp_path / "run")):
             pass
 
 
@@ -263,7 +263,7 @@ def test_a_file_that_is_seen_late_is_waited_for(tmp_path, monkeypatch):
             return '{"nonce": "an older one"}'
         return text
     monkeypatch.setattr(Path, "read_text", late)
-    with rundir.claimed(run_in(tmp_path / "run")):
+    with rundir.claim(run_in(tmp_path / "run")):
         assert len(seen) == 2
 
 
@@ -281,7 +281,7 @@ meet.start(find.Cluster(sys.argv[2], 2, index), 60, 30)
 os.chdir(sys.argv[3 + index])
 files.PAUSES_S = (0.01,)
 try:
-    with rundir.claimed(config.Run(run=dict(dir="run"))):
+    with rundir.claim(config.Run(run=dict(dir="run"))):
         print("claimed", flush=True)
 except ConfigError as error:
     print(error.agreed, error, flush=True)
@@ -328,7 +328,7 @@ def test_a_lock_of_another_host_is_waited_for_and_told(tmp_path, monkeypatch, ca
     monkeypatch.setattr(rundir, "LOOK_S", 0.05)
     with held_by(tmp_path / "run", "node-17") as lock:
         threading.Timer(0.3, fcntl.flock, (lock, fcntl.LOCK_UN)).start()
-        with rundir.claimed(run_in(tmp_path / "run")) as claim:
+        with rundir.claim(run_in(tmp_path / "run")) as claim:
             claim.check()
     assert capfd.readouterr().err.count("in use by another run (pid 5 on node-17, since 19") == 1
 
@@ -339,14 +339,14 @@ def test_a_lock_of_another_host_that_does_not_come_free_is_no_mistake(tmp_path, 
     with held_by(tmp_path / "run", "node-17"):
         with pytest.raises(files.FileSystemError,
                            match=r"in use by another run \(pid 5 on node-17, .*did not release it within 0.2 s"):
-            with rundir.claimed(run_in(tmp_path / "run")):
+            with rundir.claim(run_in(tmp_path / "run")):
                 pass
         assert json.loads((tmp_path / "run/.lock").read_text())["nonce"] == "old"
 
 
 def test_who_lost_its_claim_is_told_and_leaves_the_successors_name(tmp_path):
     with pytest.raises(rundir.LostClaimError, match=r"taken over by another start \(pid 5 on node-17"):
-        with rundir.claimed(run_in(tmp_path / "run")) as claim:
+        with rundir.claim(run_in(tmp_path / "run")) as claim:
             claim.check()
             successor = {"host": "node-17", "pid": 5, "began": "1", "time": 0.0, "nonce": "new"}
             (tmp_path / "run/.lock").write_text(json.dumps(successor))
@@ -367,7 +367,7 @@ def test_what_refuses_the_claim_is_a_mistake_or_a_moment(tmp_path, monkeypatch, 
         raise OSError(code, os.strerror(code))
     monkeypatch.setattr(*{"mkdir": (Path, "mkdir"), "open": ("builtins.open",), "fsync": (os, "fsync")}[where], refuse)
     with pytest.raises(kind, match=f"run.dir=.*/run cannot be written: {os.strerror(code)}"):
-        with rundir.claimed(run_in(tmp_path / "run")):
+        with rundir.claim(run_in(tmp_path / "run")):
             pass
     assert len(calls) == (1 if kind is ConfigError else 3)
 
@@ -383,5 +383,5 @@ def test_every_name_that_a_start_leaves_is_in_the_table(tmp_path):
     for name in (".lock", "reference.npy", "reference.npy.17.tmp", "rules.toml", "history.jsonl",
                  ".alive.tmp", ".nfs0001"):
         (tmp_path / name).touch()
-    with rundir.claimed(run_in(tmp_path)):
+    with rundir.claim(run_in(tmp_path)):
         pass

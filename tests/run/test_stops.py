@@ -217,7 +217,7 @@ def alone(body: str, *numbers: int, pause_s: float = 0.0) -> tuple[int, str]:
 BUSY = "say.out('ready')\nwhile True: pass"
 IN_C = "say.out('ready')\ntime.sleep(50)"
 DEFERRED = """
-with stops.deferred() as listener:
+with stops.defer() as listener:
     say.out('ready')
     while listener.number is None: pass
     time.sleep({longer})
@@ -279,7 +279,7 @@ def test_nohup_is_heeded():
 
 def test_outside_a_command_handlers_come_back_after_the_loop():
     before = [signal.getsignal(signal.Signals[name]) for name in SIGNALS]
-    with stops.deferred() as listener:
+    with stops.defer() as listener:
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + 30
         while listener.number is None and time.monotonic() < deadline:

@@ -44,7 +44,7 @@ def own_files(surroundings, server, tmp_path):
 
 
 def copied(*names: str, tell=lambda line: None) -> list[Path]:
-    return copies.copied(names, lambda name: (), copies.Copying(copies.home(), tell))
+    return copies.copy_files(names, lambda name: (), copies.Copying(copies.home(), tell))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -62,11 +62,11 @@ def test_a_bucket_gives_the_files_that_a_glob_matches_and_their_bytes(scheme, se
     for name in TREE:
         server.put(f"{scheme} tree/{name}", name.encode())
     home = f"{scheme}://{BUCKET}/{scheme} tree"
-    found = copies.matched(f"{home}/**/*.txt")
+    found = copies.match(f"{home}/**/*.txt")
     assert found == sorted(f"{home}/{name}" for name in TREE if addresses.is_match(name, "**/*.txt"))
     assert [path.read_text() for path in copied(*found)] == [name.removeprefix(f"{home}/") for name in found]
-    assert copies.matched(f"{home}/x[1].txt") == [f"{home}/x[1].txt"], "an existing name is taken literally"
-    assert [path.name for path in copied(*copies.matched(f"{home}/a.txt"))] == ["a.txt"]
+    assert copies.match(f"{home}/x[1].txt") == [f"{home}/x[1].txt"], "an existing name is taken literally"
+    assert [path.name for path in copied(*copies.match(f"{home}/a.txt"))] == ["a.txt"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "parquet", "arrow", "txt.zst", "tokens.npy"])
@@ -99,21 +99,21 @@ def test_files_at_addresses_are_the_documents_of_the_same_files_by_path(kind, wh
 
 def test_an_object_that_changes_is_copied_again_and_the_older_copy_stays(server):
     name = server.put("changing.txt", b"before")
-    (before,) = copied(*copies.matched(name))
+    (before,) = copied(*copies.match(name))
     copies.forget()
     first = copies.identities()
-    assert (copied(*copies.matched(name)), first) == ([before], "")
+    assert (copied(*copies.match(name)), first) == ([before], "")
     same = copies.identities()
     server.put("changing.txt", b"after!")
-    assert copied(*copies.matched(name)) == [before], "of a run all sees one state"
+    assert copied(*copies.match(name)) == [before], "of a run all sees one state"
     copies.forget()
-    (after,) = copied(*copies.matched(name))
+    (after,) = copied(*copies.match(name))
     assert (before.read_bytes(), after.read_bytes()) == (b"before", b"after!") and copies.identities() != same
 
 
 def test_an_object_that_changes_while_it_is_read_is_told(server):
     name = server.put("torn.txt", b"before")
-    copies.matched(name)
+    copies.match(name)
     server.put("torn.txt", b"after!")
     with pytest.raises(StorageError, match="torn.txt has changed since it was listed; start again"):
         copied(name)
@@ -123,7 +123,7 @@ def test_an_object_that_changes_while_it_is_read_is_told(server):
 def test_large_objects_come_in_ranges(server, monkeypatch):
     monkeypatch.setattr(buckets, "RANGE_BYTES", 1000)
     content = np.random.default_rng(0).bytes(10_001)
-    (path,) = copied(*copies.matched(server.put("large.bin", content)))
+    (path,) = copied(*copies.match(server.put("large.bin", content)))
     assert path.read_bytes() == content
     assert sorted(int(one.headers["Range"][6:].split("-")[0]) for one in server.log if "Range" in one.headers) == [
         *range(0, 10_001, 1000)]
@@ -139,7 +139,7 @@ def test_a_server_that_fails_for_a_moment_costs_a_moment(scheme, status, server,
     name = {"s3": f"s3://{BUCKET}/moment.bin", "http": f"{server.url}/web/moment.bin",
             "hf": "hf://owner/name/moment.bin"}[scheme]
     server.faults += [Fault("/api/" if scheme == "hf" else "moment.bin", 3, status)] * (status != 0)
-    found = copies.matched(name)
+    found = copies.match(name)
     server.faults.append(Fault("moment.bin", 3, status))
     assert copied(*found)[0].read_bytes() == content
     assert not any(one.times for one in server.faults)
@@ -150,14 +150,14 @@ def test_a_server_that_fails_for_a_moment_costs_a_moment(scheme, status, server,
 
 def test_a_redirection_is_followed_and_a_head_stays_one(server, tmp_path):
     (tmp_path / "web" / "a.txt").write_bytes(b"moved")
-    found = copies.matched(f"{server.url}/moved/a.txt")
+    found = copies.match(f"{server.url}/moved/a.txt")
     assert server.asked() == ["HEAD /moved/a.txt", "HEAD /web/a.txt"]
     assert copied(*found)[0].read_bytes() == b"moved"
 
 
 def test_more_bytes_than_the_server_told_are_no_copy(server, tmp_path):
     (tmp_path / "web" / "a.txt").write_bytes(b"four")
-    (name,) = copies.matched(f"{server.url}/web/a.txt")
+    (name,) = copies.match(f"{server.url}/web/a.txt")
     copies._seen.files[name] = dataclasses.replace(copies._seen.files[name], size=2)
     with pytest.raises(StorageError, match="has 4 bytes, but its server reported 2; start again"):
         copied(name)
@@ -168,15 +168,15 @@ def test_a_slow_server_is_waited_for_and_one_that_hangs_is_asked_again(server, t
     monkeypatch.setattr(retries, "SILENCE_S", 0.5)
     (tmp_path / "web" / "slow.bin").write_bytes(b"slow")
     server.faults.append(Fault("slow.bin", 2, seconds=0.2))
-    assert copied(*copies.matched(f"{server.url}/web/slow.bin"))[0].read_bytes() == b"slow"
+    assert copied(*copies.match(f"{server.url}/web/slow.bin"))[0].read_bytes() == b"slow"
     copies.forget()
     (tmp_path / "web" / "slow.bin").write_bytes(b"hung")
     server.faults.append(Fault("slow.bin", 1, seconds=1.5))
-    assert copied(*copies.matched(f"{server.url}/web/slow.bin"))[0].read_bytes() == b"hung"
+    assert copied(*copies.match(f"{server.url}/web/slow.bin"))[0].read_bytes() == b"hung"
     buckets._bucket.cache_clear()
     server.put("slow.bin", b"bucket")
     server.faults.append(Fault("slow.bin", 1, seconds=1.5))
-    assert copied(*copies.matched(f"s3://{BUCKET}/slow.bin"))[0].read_bytes() == b"bucket"
+    assert copied(*copies.match(f"s3://{BUCKET}/slow.bin"))[0].read_bytes() == b"bucket"
     buckets._bucket.cache_clear()
 
 
@@ -188,7 +188,7 @@ def test_a_slow_line_is_waited_for_while_it_moves(server, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", line.url)
     place = addresses.parse(f"s3://{BUCKET}/slow-line")
     buckets.write(place, content)
-    (path,) = copied(*copies.matched(str(place)))
+    (path,) = copied(*copies.match(str(place)))
     assert path.read_bytes() == content and len(server.of_content()) == 1
     line.close()
 
@@ -207,7 +207,7 @@ def test_a_server_that_says_nothing_is_given_up(act, server, monkeypatch):
 
 
 @pytest.mark.parametrize("key", ["odd//b.txt", "odd/../b.txt", "odd/./b.txt"])
-@pytest.mark.parametrize("ask", [lambda place: copies.matched(f"{place}/**/*.txt"), buckets.children])
+@pytest.mark.parametrize("ask", [lambda place: copies.match(f"{place}/**/*.txt"), buckets.children])
 def test_a_key_that_cannot_be_listed_is_named_with_its_remedy(key, ask, server):
     name = f"s3://{BUCKET}/{key.partition('/')[0]}"
     server.put("odd/a.txt", b"a")
@@ -335,7 +335,7 @@ def test_a_list_of_files_that_somebody_changed_sends_the_token_nowhere_else(line
     with socket.create_server(("127.0.0.1", 0)) as thief:
         thief.settimeout(0.2)
         server.hub["models/owner/name"], server.private = GOLDENS / "qwen3", True
-        copies.matched("hf://owner/name/*.json")
+        copies.match("hf://owner/name/*.json")
         copies.forget()
         (kept,) = (copies.home() / copies.LISTINGS).iterdir()
         url = f"http://127.0.0.1:{thief.getsockname()[1]}"
@@ -343,7 +343,7 @@ def test_a_list_of_files_that_somebody_changed_sends_the_token_nowhere_else(line
         kept.write_text(json.dumps([line]))
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         name = f"hf://owner/name/{line[0]}"
-        assert copies.matched(name) == [name]
+        assert copies.match(name) == [name]
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         monkeypatch.setattr(retries, "SILENCE_S", 0.2)
         with pytest.raises((StorageError, files.FileSystemError)):
@@ -409,8 +409,8 @@ def test_the_hub_is_not_asked_offline_nor_for_a_commit_that_is_known(server, tmp
 COPY = """
 import sys
 from meshtrain.storage import copies
-names = copies.matched(sys.argv[1])
-print(*copies.copied(names, lambda name: (), copies.Copying(copies.home(), lambda line: print(line, file=sys.stderr))))
+names = copies.match(sys.argv[1])
+print(*copies.copy_files(names, lambda name: (), copies.Copying(copies.home(), lambda line: print(line, file=sys.stderr))))
 """
 
 
@@ -446,7 +446,7 @@ def test_a_long_copy_keeps_no_other_waiting(server):
         server.put(f"apart/{name}", bytes(1000))
     done = threading.Event()
     long, short = (f"s3://{BUCKET}/apart/{name}.txt" for name in ("long", "short"))
-    copies.matched(long)
+    copies.match(long)
     server.faults.append(Fault("apart/long.txt", 1, seconds=0.01, until=done.is_set))
     copying = threading.Thread(target=copied, args=(long,))
     copying.start()

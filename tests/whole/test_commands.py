@@ -157,7 +157,7 @@ def test_init_from_other_shapes_is_refused_and_the_directory_stays_usable(tiny, 
     command = (*tiny, *SIX, "--run.dir", tmp_path / "wide", "--model.mlp_dim", 32)
     refused(call(train.main, *command, "--checkpoint.init_from", finished), "init_from", "mlp")
     refused(call(train.main, *command, "--checkpoint.init_from", tmp_path), "init_from", "no complete checkpoint")
-    with train.rundir.claimed(train.config.load([str(word) for word in command])):
+    with train.rundir.claim(train.config.load([str(word) for word in command])):
         pass
 
 

@@ -229,7 +229,7 @@ def _local(given: str) -> Path:
     at, _, name = place.path.rpartition("/")
     if "." in name:
         beside = [str(place.at(at).below(other)) for other in CONFIG_FILES]
-        return copies.copied([given], lambda name: beside, copies.Copying(copies.home()))[0]
+        return copies.copy_files([given], lambda name: beside, copies.Copying(copies.home()))[0]
     return copies.folder(given, (TEMPLATE_FILE, *CONFIG_FILES), CONFIG_FILES[0], CONFIG_FILES[0], weights="")
 
 

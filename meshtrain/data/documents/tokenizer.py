@@ -140,7 +140,7 @@ def local(named: str) -> Path:
         place = place.below(FILE)
     folder = place.at(place.path.rpartition("/")[0])
     beside = [str(folder.below(name)) for name in BESIDE]
-    return copies.copied([str(place)], lambda name: beside, copies.Copying(copies.home()))[0]
+    return copies.copy_files([str(place)], lambda name: beside, copies.Copying(copies.home()))[0]
 
 
 def open_published(path: str | os.PathLike) -> Published:
