@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from meshtrain.checkpoint.store import PARAMS, ArrayForm, forms_of
-from meshtrain.config import older
 from meshtrain.run import say, trees
 
 # Version of a checkpoint; readers refuse higher ones. 1 has no checksums, 2 another data order, 3 all arrays in state/.
@@ -78,7 +77,7 @@ class Saved:
     @property
     def run(self) -> dict:
         """The settings of the run that saved it: section -> key -> value."""
-        return older.translated(self.metadata["run"], saved=True)
+        return self.metadata["run"]
 
     def param_shapes(self) -> dict:
         """Return shapes and dtypes of the parameters: nested dicts of jax.ShapeDtypeStruct without shardings.

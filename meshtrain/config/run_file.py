@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from meshtrain import files
 from meshtrain import pattern
-from meshtrain.config import layouts, older
+from meshtrain.config import layouts
 from meshtrain.config.checks import problems
 from meshtrain.config.data_checks import check_for_source
 from meshtrain.config.elsewhere import OPTIONS
@@ -167,7 +167,7 @@ def _read(path: Path) -> tuple[dict, list[str]]:
         if len(data) > MOST_BYTES:
             return {}, [f"{path} is larger than {MOST_BYTES:,} bytes: it is no run file; name one"]
         # some editors on Windows write a byte order mark before the text
-        return older.translated(tomllib.loads(data.decode("utf-8-sig"))), []
+        return tomllib.loads(data.decode("utf-8-sig")), []
     except FileNotFoundError:
         known = {stem: f"configs/{stem}.toml" for stem in names("configs")}
         near = difflib.get_close_matches(path.stem, known, n=1)

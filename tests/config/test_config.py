@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshtrain import config
-from meshtrain.config import elsewhere, older, sections
+from meshtrain.config import elsewhere, sections
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RUN_FILES = sorted((ROOT / "configs").glob("*.toml"))
@@ -585,67 +585,19 @@ def test_a_file_without_a_key_is_told(tmp_path):
     assert not any("has no key" in note for note in config.notes(config.load([empty, "--model.num_layers", "2"])))
 
 
-# ---- files and checkpoints of earlier versions -----------------------------------------------------------------------
-
-
-OLDER = """
-[model]
-qk_norm = true
-qk_norm_over = "heads"
-attention_bias = true
-attention_out_bias = true
-attention_dropout = 0.0
-num_experts = 8
-router_groups = 4
-router_group_limit = 2
-rope_scaling = "yarn"
-rope_scaling_factor = 4.0
-rope_low_freq_factor = 2.0
-rope_high_freq_factor = 32.0
-rope_original_seq_len = 64
-[data]
-source = "stdlib"
-prefetch = 4
-validation_tokens = 0
-[training]
-loss_spike = "tell"
-compile_timeout_s = 60
-restore_timeout_s = 60
-save_timeout_s = 60
-[pipeline]
-uneven = "pad"
-[experts]
-upcycle_noise = 0.0
-[metrics]
-wandb = "online"
-wandb_project = "mine"
-"""
-
-
-def test_a_run_file_of_an_earlier_version_says_the_same(tmp_path):
-    run = config.load([write(tmp_path, OLDER)])
-    assert (run.model.qk_norm, run.model.attention_bias, run.model.router_groups) == ("all_heads", "all", (4, 2))
-    assert dict(run.model.rope_scaling) == {
-        "rope_type": "yarn", "factor": 4.0, "beta_slow": 2.0, "beta_fast": 32.0, "original_max_position_embeddings": 64}
-    assert (run.training.loss_spike, run.training.phase_timeout_s, run.metrics.wandb) == ("warn", 60, "mine")
-    (tmp_path / "again.toml").write_text(config.dump(run))
-    assert config.load([str(tmp_path / "again.toml")]) == run
-
+# ---- keys that there are not ----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("old, said", [
     ("[data]\nprefetch = 8", "data.prefetch=8 is not a key"),
+    ("[model]\nqk_norm = true", "model.qk_norm=true is not a string; use "),
+    ("[model]\nrouter_group_limit = 2", "model.router_group_limit=2 is not a key"),
+    ("[metrics]\nwandb_project = 'mine'", 'metrics.wandb_project="mine" is not a key of .metrics.; did you mean metrics.wandb'),
     ("[pipeline]\nuneven = 'refuse'", "pipeline.uneven=\"refuse\" is not a key"),
     ("[training]\nsave_timeout_s = 5\nrestore_timeout_s = 6", "training.save_timeout_s=5 is not a key")])
-def test_what_an_earlier_version_could_say_and_this_one_cannot_is_refused(tmp_path, old, said):
+def test_keys_and_values_that_an_earlier_version_had_are_refused_by_name(tmp_path, old, said):
     (tmp_path / "run.toml").write_text(old)
     with pytest.raises(config.ConfigError, match=said):
         config.load([str(tmp_path / "run.toml")])
-
-
-def test_the_settings_of_a_checkpoint_of_an_earlier_version_are_those_of_this_one():
-    was = tomllib.loads(OLDER) | {"pipeline": {"uneven": "refuse"}, "data": {"prefetch": 9}}
-    run = config.Run(**older.translated(was, saved=True))
-    assert run.model.qk_norm == "all_heads" and run.training.loss_spike == "warn"
 
 
 def test_words_of_other_trainers_mean_keys_that_there_are_and_none_of_ours():

@@ -1,8 +1,7 @@
-"""Which layers a model has: patterns, groups, and what earlier keys mean in them."""
+"""Which layers a model has: patterns and groups."""
 import pytest
 
 from meshtrain import config, pattern
-from meshtrain.config import older
 
 
 def cfg(mixers: str, mlps: str = "d", num_layers: int = 0, **more):
@@ -44,22 +43,6 @@ def test_layers_without_a_period_are_cut_into_few_parts():
     assert sum((part.period * part.repeats for part in parts), ()) == pattern.kinds(section)
     assert pattern.period(section) == 0 and sum(len(part.period) for part in parts) < 12
     assert len({part.name for part in parts}) == len(parts) and not any(part.leading for part in parts)
-
-
-@pytest.mark.parametrize(("earlier", "now"), [
-    (dict(window=8, global_every=3), dict(window=8, mixers="WWF")),
-    (dict(window=8, global_every=1), {}),
-    (dict(global_every=0, first_dense_layers=0, local_rope_theta=0.0, scale_embedding=False, attention_scale_dim=0), {}),
-    (dict(first_dense_layers=2, num_experts=4), dict(mlps="dde*", num_experts=4)),
-    (dict(window=8, global_every=2, local_rope_theta=100.0),
-     dict(window=8, mixers="WF", kinds={"W": {"rope_theta": 100.0, "rope_scaling": {"rope_type": "default"}}})),
-    (dict(embed_dim=64, scale_embedding=True, attention_scale_dim=16),
-     dict(embed_dim=64, multipliers={"embedding": 8.0, "score": 0.25})),
-    (dict(router_bias=True, num_experts=4), dict(router_bias="choice", num_experts=4)),
-])
-def test_keys_of_earlier_versions_mean_the_same(earlier, now):
-    tables = older.translated({"model": earlier})
-    assert config.Model(**tables["model"]) == config.Model(**now)
 
 
 def test_a_run_file_with_patterns_is_written_and_read_again(tmp_path):
