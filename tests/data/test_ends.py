@@ -9,7 +9,8 @@ import pytest
 from commands import call, in_a_directory_of_its_own, ran  # noqa: F401
 from safetensors.numpy import save_file
 
-from meshtrain import config, generate, trained
+from meshtrain import config, trained
+from meshtrain.commands import generate
 from meshtrain.checkpoint import ends, resume
 from meshtrain.checkpoint.ends import Ends
 from meshtrain.data.documents import chat, tokenizer

@@ -10,7 +10,8 @@ from corpora import Opened, fault
 from test_chat import opened
 from test_formats import write_arrow
 
-from meshtrain import config, generate
+from meshtrain import config
+from meshtrain.commands import generate
 from meshtrain.config import ConfigError
 from meshtrain.data.documents import chat, conversations
 from meshtrain.data.documents.conversations import parse, parse_pair

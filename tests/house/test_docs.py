@@ -11,8 +11,8 @@ import jax
 import pytest
 
 from meshtrain.launch import elastic, local, pod, restart, samplers
-from meshtrain import assembly, config, evaluate, generate, sample
-from meshtrain.commands import check, convert, inspect, plan, prove, report, slurm, tokenize
+from meshtrain import assembly, config, sample
+from meshtrain.commands import check, convert, evaluate, generate, inspect, plan, prove, report, slurm, tokenize
 from meshtrain.checkpoint import resume
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.kernels import blockwise

@@ -16,8 +16,8 @@ from test_lora_runs import saved
 from test_rl import place, ran, words  # noqa: F401
 from tokenizers import decoders, models, normalizers
 
-from meshtrain import generate, trained
-from meshtrain.commands import report
+from meshtrain import trained
+from meshtrain.commands import generate, report
 from meshtrain.inference.generate import Generator
 from meshtrain.model.layers import with_numerics
 from meshtrain.names import NO_TARGET

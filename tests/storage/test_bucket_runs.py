@@ -25,8 +25,8 @@ pytest.importorskip("moto", reason="the S3 server on loopback needs pip install 
 from stores import BUCKET, Fault, environment as stores_environment, server, surroundings  # noqa: E402, F401
 
 from meshtrain.launch import restart, supervise  # noqa: E402
-from meshtrain import config, files, generate, train  # noqa: E402
-from meshtrain.commands import convert, report  # noqa: E402
+from meshtrain import config, files, train  # noqa: E402
+from meshtrain.commands import convert, generate, report  # noqa: E402
 from meshtrain.run import bucket, contents  # noqa: E402
 from meshtrain.storage import addresses, buckets, copies, messages, mirror, retries# noqa: E402
 
