@@ -231,8 +231,7 @@ def asked(options: config.Arguments) -> Run:
         given["data.seq_len"] = 2048 if name.startswith("gpt") else 4096 if name.startswith("llama2") else 8192
     if "global-batch" in options:
         given["data.global_batch"] = options["global-batch"]
-    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
-    run = config.load([*([] if preset or folder else [name]), *words, *options.keys])
+    run = config.load([*([] if preset or folder else [name]), *options.keys], settings=given)
     batch_is_given = "global-batch" in options or any("data.global_batch" in word for word in options.keys)
     if (preset or folder) and not batch_is_given:
         batch = max(1, TOKENS // run.data.seq_len, max(options["gpus"]) // 8)

@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import tomllib
+import types
 import typing
 from pathlib import Path
 
@@ -38,16 +39,19 @@ USAGE = "python -m meshtrain.train [RUN.toml] [--section.key value ...]"
 EXTENDS = "run.extends"
 MOST_BYTES = 1 << 24  # limit of a run file's size; /dev/zero, for example, never ends
 NOT_SHAPE = ("_dtype", "_dropout")  # suffixes of model keys that presets do not set
+NO_SETTINGS: typing.Mapping[str, object] = types.MappingProxyType({})
 ENGINES = ("attention", "mlp")      # keys of [model] that say how it is computed
 
 
-def load(argv: typing.Sequence[str], usage: str = USAGE) -> Run:
+def load(argv: typing.Sequence[str], usage: str = USAGE, settings: typing.Mapping[str, object] = NO_SETTINGS) -> Run:
     """Parse `argv`: an optional run file, then overrides.
 
-    Raises: ConfigError with every fault at once; SystemExit(0) after printing --help.
+    settings: section.key -> value; they replace those of the run file, and `argv` replaces them. Raises: ConfigError with
+    every fault at once; SystemExit(0) after printing --help.
     """
     copies.forget()
     path, overrides, faults = _arguments(argv)
+    overrides = [*((name, str(value)) for name, value in settings.items()), *overrides]
     given = dict(overrides).get(EXTENDS, "")
     tables, origins, unreadable = _read_extended(path or QUICKSTART, (given, Path()) if given else None)
     with _model_folder():
