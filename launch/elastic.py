@@ -75,8 +75,10 @@ def main(given: config.Arguments) -> None:
     words, processes, least, devices = given.run, given["processes"], given["min-processes"], given["devices"]
     run = config.load(words)
     full = given["full"] or run.mesh.full_devices
-    tell = lambda count: say.out(" ".join([str(count),
-                                           *overrides(count, devices, full, bool(run.mesh.simulated_devices))]))
+
+    def tell(count: int) -> None:
+        say.out(" ".join([str(count), *overrides(count, devices, full, bool(run.mesh.simulated_devices))]))
+
     if processes * devices >= full:
         return tell(processes)
     with say.without_noise():

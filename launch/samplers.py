@@ -61,8 +61,11 @@ def divided(run: Run, count: int, each: int, environ: Mapping[str, str]) -> tupl
         raise ConfigError(f"--samplers {count} of --sampler-gpus {each} leave none of {len(found)} GPUs to the "
                           f"trainer; use fewer")
     cut = len(found) - count * each
-    of = lambda own: {**environ, "CUDA_VISIBLE_DEVICES": ",".join(own)}
-    return of(found[:cut]), of(found[cut:])
+
+    def with_gpus(names: Sequence[str]) -> dict[str, str]:
+        return {**environ, "CUDA_VISIBLE_DEVICES": ",".join(names)}
+
+    return with_gpus(found[:cut]), with_gpus(found[cut:])
 
 
 @command.entry(COMMAND, __doc__)

@@ -73,7 +73,10 @@ class Sums:
     def as_json(self) -> dict:
         loss = self.nats / self.tokens if self.tokens else math.nan
         bits = self.nats / math.log(2) / self.num_bytes if self.num_bytes else math.nan
-        finite = lambda x: x if math.isfinite(x) else None
+
+        def finite(value: float) -> float | None:
+            return value if math.isfinite(value) else None
+
         return {"loss": finite(loss), "tokens": self.tokens,
                 "perplexity": finite(math.exp(loss) if loss < 700 else math.inf),
                 "bits_per_byte": finite(bits)}
@@ -247,7 +250,9 @@ def _asked(found: trained.Trained, options: dict):
 
 
 def _table(scores: dict) -> str:
-    show = lambda x: "-" if x is None else f"{x:.4f}"
+    def show(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4f}"
+
     rows = [("", "loss", "perplexity", "bits per byte", "tokens")]
     named = scores["sources"] if len(scores["sources"]) == 1 else {**scores["sources"], "all": scores}
     rows += [(name, show(one["loss"]), show(one["perplexity"]), show(one["bits_per_byte"]), f"{one['tokens']:,}")

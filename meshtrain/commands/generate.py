@@ -130,8 +130,10 @@ def _answer(generator, prompts: list[list[int]], limits: GenerationLimits, words
             options: config.Arguments) -> None:
     """Generate the completions and print them as JSON or text. The text of a single completion is streamed."""
     samples = options["samples"]
-    ask = lambda tell=None: generator.complete(prompts, limits, _picking(options), options["seed"], tell,
-                                               [samples] * len(prompts))
+
+    def ask(tell=None):
+        return generator.complete(prompts, limits, _picking(options), options["seed"], tell, [samples] * len(prompts))
+
     if options["json"]:
         say.answer(json.dumps({"completions": [
             {"prompt_ids": one.prompt, "token_ids": one.tokens, "text": words.text(one.tokens) if words else None,

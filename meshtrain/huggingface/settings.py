@@ -152,7 +152,10 @@ class Word:
     @staticmethod
     def of(text: str) -> Word:
         path, power, sign, other, yes, no = WORD.fullmatch(text).groups()
-        plain = lambda one: float(one) if re.fullmatch(r"[\d.]+", one) else one
+
+        def plain(word: str) -> float | str:
+            return float(word) if re.fullmatch(r"[\d.]+", word) else word
+
         return Word(path, float(power or 1), sign or "", other or "", (plain(yes), plain(no)) if yes else ())
 
     def ours(self, value, flat: Mapping):
@@ -248,7 +251,9 @@ def model_keys(config: Mapping, family: Family) -> dict:
 
 
 def _known(family: Family) -> set[str]:
-    has = lambda *names: any(name in family.defaults for name in names)
+    def has(*names: str) -> bool:
+        return any(name in family.defaults for name in names)
+
     return {"quantization_config", *family.keys, *family.only, *family.aliases, *family.defaults, *HARMLESS,
             *WINDOW_KEYS, *(EVERY_KEYS if len(family.layers) > 1 else ()), *(MLP_KEYS if has(*MLP_KEYS) else ()),
             *(ROPE_KEYS if family.fixed["position"] == "rope" else ()), *(new for new, old in (

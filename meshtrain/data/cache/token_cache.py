@@ -289,9 +289,12 @@ class Earlier:
         if not pair:
             return None
         document = where[1]
-        of = lambda ends: slice(int(ends[document - 1]) if document else 0, int(ends[document]))
-        counted = of(pair.bytes_file.array) if pair.bytes_file else slice(0, 0)
-        return pair.ids.array[of(pair.ends)], counted.stop - counted.start
+
+        def span(ends: np.ndarray) -> slice:
+            return slice(int(ends[document - 1]) if document else 0, int(ends[document]))
+
+        counted = span(pair.bytes_file.array) if pair.bytes_file else slice(0, 0)
+        return pair.ids.array[span(pair.ends)], counted.stop - counted.start
 
     @functools.cached_property
     def _index(self) -> dict[str, tuple[Path, int]]:

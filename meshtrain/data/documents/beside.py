@@ -112,8 +112,13 @@ def complete(library: Any, said: Said, named: str) -> tuple[list[str], list[str]
                              f"library gives it {found}; save the tokenizer again, so that tokenizer.json has all "
                              f"tokens")
         changes.append(json.dumps([found, token.content, dict(sorted(token.properties.items()))]))
-    shown = lambda tokens: _few([f"{token.content} ({library.token_to_id(token.content)})" for token in tokens])
-    names_of = lambda tokens: " and ".join(dict.fromkeys(token.file for token in tokens))
+
+    def shown(tokens):
+        return _few([f"{token.content} ({library.token_to_id(token.content)})" for token in tokens])
+
+    def names_of(tokens) -> str:
+        return " and ".join(dict.fromkeys(token.file for token in tokens))
+
     notes = [f"{named}: {note}" for note in said.notes]
     if new:
         notes.append(f"{named}: {shown(new)} added from {names_of(new)} next to it; tokenizer.json lacks "

@@ -450,8 +450,13 @@ def main() -> None:
     for limited, most in LIMITS.items():
         resource.setrlimit(limited, (most, most))
     first = json.loads(sys.stdin.readline())
-    limit = lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds)
-    reply = lambda value: print(json.dumps(value), flush=True)
+
+    def limit(seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+    def reply(value: object) -> None:
+        print(json.dumps(value), flush=True)
+
     limit(first["limit_s"])
     try:
         renderer = Renderer(first["template"], first["tokens"], first["today"], first["most_chars"])
