@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from meshtrain import config
-from meshtrain.data import sources
+from meshtrain.data import globs, sources
 from meshtrain.data.batches import order
 from meshtrain.data.cache import parts
 from meshtrain.data.files import token_files
@@ -85,7 +85,7 @@ def write_tokens(path: Path, documents, dtype=np.uint16) -> Path:
 
 def open_source(name: str, paths) -> sources.ByteFiles:
     """stdlib or text as bytes; `paths` are the globs of text."""
-    return sources.open_files(list(sources.list_paths(name, paths, "data")), "data")
+    return sources.open_files(list(globs.list_paths(name, paths, "data")), "data")
 
 
 def section(paths=(), source="", **keys) -> config.Data:

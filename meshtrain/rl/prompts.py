@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.data import sources
+from meshtrain.data import globs, sources
 from meshtrain.data.batches import order
 from meshtrain.data.documents import chat, conversations, formats
 from meshtrain.data.documents.tokenizer import Ids, Tokenizer
@@ -82,7 +82,7 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
         raise ValueError('data.source="prompts" needs a tokenizer of text; set data.tokenizer')
     template = functools.cache(lambda: chat.open_template(reader, data.chat_template, folders))
     read = lambda patterns, key: [
-        prompt for path in sources.on_this_host(sources.match_globs(patterns, "prompts", key=key), "prompts",
+        prompt for path in sources.on_this_host(globs.match_globs(patterns, "prompts", key=key), "prompts",
                                                 data.cache)
         for prompt in _read(path, reader, template)]
     prompts = read(data.paths, "paths")

@@ -6,7 +6,7 @@ import pytest
 
 from meshtrain import config, elastic
 from meshtrain.config import layouts
-from meshtrain.data import sources
+from meshtrain.data import globs
 
 DATA = '[data]\nsource = "stdlib"\n'
 
@@ -77,12 +77,12 @@ def test_megatrons_name_without_bin_names_its_files(tmp_path, monkeypatch):
         for suffix in (".bin", ".idx"):
             (tmp_path / f"{name}{suffix}").touch()
     (tmp_path / "a_text_document").mkdir()       # Megatron's cache may be beside it
-    assert list(sources.match_globs(["b_text_document"], "tokens")) == ["b_text_document.bin"]
-    assert list(sources.match_globs(["a_text_document", "b_text_document"], "tokens")) == [
+    assert list(globs.match_globs(["b_text_document"], "tokens")) == ["b_text_document.bin"]
+    assert list(globs.match_globs(["a_text_document", "b_text_document"], "tokens")) == [
         "a_text_document.bin", "b_text_document.bin"]
-    assert list(sources.match_globs(["?_text_doc*ment"], "tokens")) == ["a_text_document.bin", "b_text_document.bin"]
+    assert list(globs.match_globs(["?_text_doc*ment"], "tokens")) == ["a_text_document.bin", "b_text_document.bin"]
     with pytest.raises(ValueError, match="b_text_document.bin exists, a file for data.source='tokens'"):
-        sources.match_globs(["b_text_document"], "text")
+        globs.match_globs(["b_text_document"], "text")
 
 
 # ---- the layout ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import documents
 from documents import BOS, mixed, sequences, validation
 
 from meshtrain import config
-from meshtrain.data import sources
+from meshtrain.data import globs
 from meshtrain.data.batches import packing
 
 
@@ -182,7 +182,7 @@ def test_nothing_but_empty_files_is_refused(tmp_path):
 
 def test_a_python_without_library_sources_is_named(tmp_path):
     with pytest.raises(ValueError, match="finds no .py file under"):
-        sources.list_stdlib(str(tmp_path))
+        globs.list_stdlib(str(tmp_path))
 
 
 def test_a_file_that_shrinks_during_the_run_stops_it(text_file):

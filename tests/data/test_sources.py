@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshtrain import config
-from meshtrain.data import sources
+from meshtrain.data import globs, sources
 from meshtrain.data.documents import formats
 
 
@@ -174,7 +174,7 @@ def test_the_standard_library_is_never_written_into(tmp_path, bpe, monkeypatch):
     library = tmp_path / "python3"
     library.mkdir()
     write(library / "a.txt", ["x = 1\n"]).rename(library / "a.py")
-    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(library))
+    monkeypatch.setattr(globs.sysconfig, "get_path", lambda name: str(library))
     opened = Opened(config.Data(source="stdlib", tokenizer=bpe), tmp_path / "cache")
     assert opened.texts() == ["x = 1\n"]
     assert [path.name for path in library.iterdir()] == ["a.py"]

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from meshtrain import config
-from meshtrain.data import sources
+from meshtrain.data import globs, sources
 
 PATTERNS = ["**", "**/*.txt", "*/**/*.txt", "a/**/b.txt", "**/a/*", "a/**", "**/a/**/*.txt",
             "*.txt", "[ab]/*", "**/.h/*.txt", "nothing/**", "./**/b.txt"]
@@ -34,11 +34,11 @@ def test_what_is_found_is_what_glob_finds(tmp_path, monkeypatch):
         tree(root, seed)
         monkeypatch.chdir(root)
         for pattern in PATTERNS + [str(root / one) for one in PATTERNS]:
-            mine = {os.path.normpath(path) for path in sources.expanded(pattern) if not os.path.isdir(path)}
+            mine = {os.path.normpath(path) for path in globs.expand(pattern) if not os.path.isdir(path)}
             assert mine == {os.path.normpath(path) for path in glob.glob(pattern, recursive=True)
                             # `a/` of a file a is none
                             if os.path.lexists(path) and not os.path.isdir(path)}, pattern
-            real = sources.resolver()
+            real = globs.resolver()
             assert all(real(path) == os.path.realpath(path) for path in mine)
 
 
@@ -48,7 +48,7 @@ def test_links_that_lead_round_in_circles_are_followed_once(tmp_path):
     for k in range(5):
         (tmp_path / "a" / f"up{k}").symlink_to(tmp_path)
         (tmp_path / "a" / "b" / f"here{k}").symlink_to(".")
-    assert list(sources.match_globs([str(tmp_path / "**" / "*.txt")])) == [str(tmp_path / "a" / "b" / "x.txt")]
+    assert list(globs.match_globs([str(tmp_path / "**" / "*.txt")])) == [str(tmp_path / "a" / "b" / "x.txt")]
 
 
 def test_a_file_costs_no_call_for_each_directory_above_it(tmp_path, monkeypatch):

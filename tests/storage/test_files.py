@@ -10,7 +10,7 @@ import pytest
 
 from meshtrain import files
 from meshtrain.config import ConfigError, user_errors
-from meshtrain.data import sources
+from meshtrain.data import globs
 from meshtrain.data.cache import parts
 from meshtrain.data.documents import formats
 from meshtrain.data.files import token_files
@@ -131,8 +131,8 @@ def refuses(real, path, code=errno.ESTALE):
 
 
 READERS = {
-    "sources.file_sizes": lambda path: sources.file_sizes([str(path)], "data"),
-    "sources.match_globs": lambda path: sources.match_globs([str(path)]),
+    "globs.file_sizes": lambda path: globs.file_sizes([str(path)], "data"),
+    "globs.match_globs": lambda path: globs.match_globs([str(path)]),
     "formats.read": lambda path: list(formats.read("text", str(path), "text")),
     "token_files.open_pair": lambda path: token_files.open_checked(str(path), token_files.read_header),
     "safetensors.read_header": safetensors.read_header,
@@ -157,7 +157,7 @@ def test_one_unreadable_file_is_a_mistake_beside_readable_ones(tmp_path):
     (tmp_path / "a").write_text("text")
     with pytest.raises(ValueError,
                        match="b cannot be read: No such file or directory; fix it or take it out of data.paths"):
-        sources.file_sizes([str(tmp_path / "a"), str(tmp_path / "b")], "data")
+        globs.file_sizes([str(tmp_path / "a"), str(tmp_path / "b")], "data")
 
 
 def test_a_full_disk_is_no_mistake_of_the_token_cache(tmp_path, monkeypatch):
