@@ -1,15 +1,17 @@
-"""Checks the arguments of an experiment's methods: counts, batches, token ids. Every mistake is a ConfigError."""
+"""Checks the arguments of an experiment: counts, meshes, batches, token ids. Every mistake is a ConfigError."""
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 
+from meshtrain import config
 from meshtrain.config import ConfigError
-from meshtrain.config.messages import join
-from meshtrain.names import NO_TARGET
+from meshtrain.config.messages import join, keys_of
+from meshtrain.names import AXES, NO_TARGET
 
 
 def check_count(name: str, value: object, least: int = 1) -> int:
@@ -73,6 +75,20 @@ def check_prompt(prompt: object, vocab_size: int) -> str | list[int]:
     if not isinstance(prompt, (Sequence, np.ndarray)) or not len(prompt):
         raise ConfigError(f"prompt={_short(prompt)} is neither a text nor token ids; give e.g. \"def \" or [1, 2, 3]")
     return check_tokens([list(prompt)], vocab_size, "prompt")[0].tolist()
+
+
+def mesh_words(mesh: Mapping[str, int], words: Sequence[str]) -> list[str]:
+    """Return sizes of axes as words of a command line. words: those of settings. Raises: ConfigError."""
+    if not isinstance(mesh, Mapping):
+        raise ConfigError(f'mesh={mesh!r} is not a dict; write e.g. mesh={{"fsdp": 8}}')
+    if other := [name for name in mesh if name not in AXES]:
+        homes = [key.removeprefix("mesh.") for key in keys_of(str(other[0])) if key.startswith("mesh.")]
+        near = homes or difflib.get_close_matches(str(other[0]), AXES, n=1)
+        remedy = f"did you mean {near[0]!r}?" if near else f"the axes are {', '.join(AXES)}"
+        raise ConfigError(f"mesh has no axis {other[0]!r}; {remedy}")
+    if twice := [axis for axis in mesh if any(word.startswith(f"--mesh.{axis}=") for word in words)]:
+        raise ConfigError(f"mesh.{twice[0]} is given twice, in settings and in mesh; give it once")
+    return config.words({f"mesh.{axis}": n for axis, n in mesh.items()})
 
 
 def _outside(array: np.ndarray, vocab_size: int, targets: bool) -> str:

@@ -6,7 +6,6 @@ no arithmetic of its own. Results are the JSON of a command; they print as text 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import math
 import os
@@ -29,7 +28,6 @@ from meshtrain.checkpoint import ends, pretrained, resume
 from meshtrain.commands import inspect as inspect_command, plan as plan_command
 from meshtrain.checkpoint.saved import Saved
 from meshtrain.config import ConfigError, Run
-from meshtrain.config.messages import keys_of
 from meshtrain.cost.formulas import simulate as pipeline_times
 from meshtrain.data import sources
 from meshtrain.data.documents import contracts
@@ -120,7 +118,7 @@ class Experiment:
                  mesh: Mapping[str, int] | None = None):
         words = config.words({} if settings is None else settings)
         if mesh is not None:
-            words += _mesh_words(mesh, words)
+            words += given.mesh_words(mesh, words)
         if rules is not None:
             if any(word.startswith("--sharding.rules=") for word in words):
                 raise ConfigError("sharding.rules is given twice, in settings and as rules; give it once")
@@ -438,17 +436,3 @@ def prove(run_file: str | Path | None = None, settings: Mapping[str, object] | N
     with _told_as_python():
         return shown.proved(parity.prove_layer(model, parameters or {}, files, devices, cells) if model else
                             parity.prove(run, files, devices, cells))
-
-
-def _mesh_words(mesh: Mapping[str, int], words: Sequence[str]) -> list[str]:
-    """Return sizes of axes as words of a command line. words: those of settings. Raises: ConfigError."""
-    if not isinstance(mesh, Mapping):
-        raise ConfigError(f'mesh={mesh!r} is not a dict; write e.g. mesh={{"fsdp": 8}}')
-    if other := [name for name in mesh if name not in AXES]:
-        homes = [key.removeprefix("mesh.") for key in keys_of(str(other[0])) if key.startswith("mesh.")]
-        near = homes or difflib.get_close_matches(str(other[0]), AXES, n=1)
-        remedy = f"did you mean {near[0]!r}?" if near else f"the axes are {', '.join(AXES)}"
-        raise ConfigError(f"mesh has no axis {other[0]!r}; {remedy}")
-    if twice := [axis for axis in mesh if any(word.startswith(f"--mesh.{axis}=") for word in words)]:
-        raise ConfigError(f"mesh.{twice[0]} is given twice, in settings and in mesh; give it once")
-    return config.words({f"mesh.{axis}": n for axis, n in mesh.items()})

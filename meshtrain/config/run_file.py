@@ -46,8 +46,9 @@ ENGINES = ("attention", "mlp")      # keys of [model] that say how it is compute
 def load(argv: typing.Sequence[str], usage: str = USAGE, settings: typing.Mapping[str, object] = NO_SETTINGS) -> Run:
     """Parse `argv`: an optional run file, then overrides.
 
-    settings: section.key -> value; they replace those of the run file, and `argv` replaces them. Raises: ConfigError with
-    every fault at once; SystemExit(0) after printing --help.
+    settings: section.key -> value; they replace those of the run file, and `argv` replaces them.
+
+    Raises: ConfigError with every fault at once; SystemExit(0) after printing --help.
     """
     copies.forget()
     path, overrides, faults = _arguments(argv)
