@@ -25,7 +25,7 @@ from meshtrain import devices as local_devices
 from meshtrain.cost.formulas import simulate
 from meshtrain.model.stats import LayerStats
 from meshtrain.parallel.pipeline import schedules
-from meshtrain.training import executor
+from meshtrain.training import executor, shard
 
 STAGES, MICROBATCHES = 4, 8
 CASES = [(name, 2 if name in schedules.INTERLEAVED else 1) for name in schedules.NAMES]
@@ -62,7 +62,7 @@ def sleeping_layer(seconds: float, slept: list):
 def compiled_step(schedule: schedules.Schedule, mesh, slept: list):
     """The step of a model whose stages only sleep: a chunk is one layer, embedding and head cost nothing."""
     layer = sleeping_layer(STAGE_S / schedule.num_chunks, slept)
-    model = executor.ModelFunctions(
+    model = shard.ModelFunctions(
         prepare=lambda microbatch, extra: (),
         embed=lambda ends, frozen, microbatch, extra: microbatch + ends,
         layer=lambda weights, x, e: (layer(weights.trained, x), LayerStats()),

@@ -28,7 +28,7 @@ OPERATIONS = {"dynamic_slice": "read of a slice", "dynamic_update_slice": "write
 PLACES = {"model/loss.py": "head and loss", "model/rope.py": "rotary embedding", "model/layers.py": "layers",
           "model/": "model", "kernels/activations.py": "activation function", "kernels/": "kernels",
           "parallel/context/": "attention", "parallel/experts/": "experts", "training/executor.py": "pipeline",
-          "training/backward.py": "pipeline", "training/optimizer.py": "optimizer",
+          "training/shard.py": "pipeline", "training/backward.py": "pipeline", "training/optimizer.py": "optimizer",
           "training/": "training step"}
 
 

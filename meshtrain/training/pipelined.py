@@ -24,6 +24,7 @@ from meshtrain.sharding import rules
 from meshtrain.sharding.rules import GATHERED
 from meshtrain.training import executor, objective
 from meshtrain.training.accumulate import LayerInputs, StepSpec, reduce_deferred
+from meshtrain.training.shard import ModelFunctions
 
 _map_axes = functools.partial(jax.tree.map, is_leaf=rules.is_axes)
 
@@ -82,7 +83,7 @@ def pipelined(step: StepSpec):
     return gradients, evaluate
 
 
-def _functions(step: StepSpec, virtual_stages: int) -> executor.ModelFunctions:
+def _functions(step: StepSpec, virtual_stages: int) -> ModelFunctions:
     """Return the model as functions for a pipeline. A stage applies periods of layers.
 
     If their number does not divide over the stages, the last stages are padded with identity layers.
@@ -122,7 +123,7 @@ def _functions(step: StepSpec, virtual_stages: int) -> executor.ModelFunctions:
         y, stats = leading.apply(ex, joined, x, given.inputs, weights.numbers * len(leading.period))
         return with_balance_loss(y, stats, given.tokens), stats
 
-    return executor.ModelFunctions(prepare, embed, period, head, leading_period if leading else None)
+    return ModelFunctions(prepare, embed, period, head, leading_period if leading else None)
 
 
 def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
