@@ -172,7 +172,8 @@ class PolicyGradient(Objective):
         The head's forward is computed twice. Answers cross the shards of sequences, so rows are gathered: 4·T bytes of
         each array, in one all-gather.
         """
-        logp_BT = self.scores(model, ex, *jax.lax.stop_gradient((p, x_BTD)), batch)
+        fixed_p, fixed_BTD = jax.lax.stop_gradient((p, x_BTD))
+        logp_BT = self.scores(model, ex, fixed_p, fixed_BTD, batch)
         segments_BT = jnp.where(batch["targets"] != NO_TARGET, batch["segments"], PADDING)
         arrays = [logp_BT, segments_BT.astype(jnp.float32), *given.values()]        # segments stay exact up to 2**24
         logp_BT, segments_BT, *whole = jnp.moveaxis(ex.layout.act(jnp.stack(arrays, -1), "batch", None, None), -1, 0)

@@ -78,6 +78,7 @@ class Policy:
         old = {"current": logp, "trainer": given.get("old"), "sampler": given["sampled"]}[self.old]
         log_ratio = logp - old
         if self.ratio == "sequence":
+            assert total is not None
             length = jnp.maximum(total(jnp.ones_like(logp)), 1)
             log_ratio = total(log_ratio) / length
         ratio = jnp.exp(log_ratio)
@@ -95,6 +96,7 @@ class Policy:
             loss, by_logp = loss + self.kl * k, by_logp + self.kl * dk
         by_ratio = weight * by_ratio
         if self.ratio == "sequence":    # the derivative of the mean by each token of an answer is 1 / length
+            assert total is not None
             by_ratio = total(by_ratio) / length
         return weight * loss, by_ratio + weight * by_logp, metrics
 
