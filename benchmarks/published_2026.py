@@ -18,16 +18,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from benchmarks.other_frameworks import TABLE, Habits, OtherAssumptions, OtherPlaced, OtherPricing, OtherRates
 from meshtrain import hardware
 from meshtrain.config import run_file
 from meshtrain.config.sections import Model
 from meshtrain.cost.formulas import flops
-from meshtrain.cost.formulas.assumptions import TABLE, Assumptions
 from meshtrain.cost.formulas.options import Attended, Options
 from meshtrain.cost.formulas.place import place
-from meshtrain.cost.formulas.placed import Framework, Placed
-from meshtrain.cost.formulas.price import Price, price
-from meshtrain.cost.formulas.rates import Rates
+from meshtrain.cost.formulas.price import Price
 from meshtrain.model import transformer
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
@@ -253,20 +251,19 @@ def copies(row: Row, laid: Ways) -> float:
 
 
 @functools.cache
-def placed_as(shape: str, laid: Ways, framework: Framework, frozen: bool) -> Placed:
+def placed_as(shape: str, laid: Ways, habits: Habits, frozen: bool) -> OtherPlaced:
     """frozen: whether the matrices have no gradients (LoRA, whose adapters are left out)."""
     cfg, table = model(shape)
     if frozen:
         table = [dataclasses.replace(info, trainable=False) for info in table]
     spec = MeshSpec(dict(laid.mesh))
     try:
-        found = place(table, cfg, Layout(rules.parse(laid.rules()), spec.sizes), spec)
+        placed = place(table, cfg, Layout(rules.parse(laid.rules()), spec.sizes), spec)
     except ValueError as wrong:
         raise NotPriced(f"the layout: {wrong}") from None
-    leading = found.leading and dataclasses.replace(found.leading, framework=framework)
     heads = SHAPES["models"].get(shape, {}).get("heads", 1)
-    head = dataclasses.replace(found.head, n=found.head.n * heads)
-    return dataclasses.replace(found, framework=framework, leading=leading, head=head)
+    head = dataclasses.replace(placed.head, n=placed.head.n * heads)
+    return OtherPlaced.of(dataclasses.replace(placed, head=head), habits)
 
 
 def priced(row: Row, given: Mapping[str, float] | None = None) -> Price:
@@ -283,12 +280,12 @@ def priced(row: Row, given: Mapping[str, float] | None = None) -> Price:
         raise NotPriced("the batch is not published")
     if batch % replicas:
         raise NotPriced("the batch is no multiple of the replicas")
-    framework = Framework(
+    habits = Habits(
         RECOMPUTED.get(row.columns["recompute"], SINGLE), eager=row.framework == "automodel",
         narrow="" if row.dtype == "bfloat16" else row.dtype, copies=copies(row, laid),
         # Layers that do not divide among the chunks leave room for embedding and head.
         spreads_head=stages > 1 and cfg.num_layers % (stages * chunks) > 0)
-    placed = placed_as(row.shape, laid, framework, row.lora)
+    placed = placed_as(row.shape, laid, habits, row.lora)
     length = row.count("seq_len")
     engine = "flash2" if row.gpu == "h100-96gb" else "triton" if "FlexAttention" in row.source else "cudnn"
     visited = {mixer: flops.attended(cfg, mixer, length) for mixer in "FWNV" if mixer in cfg.mixers}
@@ -296,12 +293,12 @@ def priced(row: Row, given: Mapping[str, float] | None = None) -> Price:
     options = Options(length, batch, max(1, batch // (replicas * row.microbatch)), "none",
                       "interleaved" if chunks > 1 else "1f1b", chunks, attended=Attended(visited, engine),
                       recurrence="xla")
-    rated = Rates(gpu, Assumptions(row.gpu, _said(row, gpu) | dict(given or {})))
-    one = price(placed, rated, options)
+    rated = OtherRates(gpu, OtherAssumptions(row.gpu, _said(row, gpu) | dict(given or {})))
+    one = OtherPricing(placed, rated, options).price()
     if row.framework == "automodel" and sum(one.memory_bytes.values()) > gpu.hbm_bytes:
         # Not said there: what does not fit otherwise is recomputed.
-        again = dataclasses.replace(framework, recomputed=FULL)
-        one = price(placed_as(row.shape, laid, again, row.lora), rated, options)
+        again = dataclasses.replace(habits, recompute=FULL)
+        one = OtherPricing(placed_as(row.shape, laid, again, row.lora), rated, options).price()
     return one
 
 

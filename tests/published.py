@@ -1,21 +1,17 @@
 """Published runs of other frameworks (goldens/published_runs.toml), priced by our formulas: nothing is fitted to a
 run."""
-import dataclasses
 import functools
 import itertools
 import math
 import tomllib
 from pathlib import Path
 
+from benchmarks.other_frameworks import TABLE, Habits, OtherAssumptions, OtherPlaced, OtherPricing, OtherRates
 from meshtrain import hardware
 from meshtrain.config import run_file
 from meshtrain.config.sections import Model
-from meshtrain.cost.formulas.assumptions import TABLE, Assumptions
 from meshtrain.cost.formulas.options import Attended, Options
 from meshtrain.cost.formulas.place import place
-from meshtrain.cost.formulas.placed import Framework
-from meshtrain.cost.formulas.price import price
-from meshtrain.cost.formulas.rates import Rates
 from meshtrain.model import transformer
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
@@ -74,9 +70,9 @@ def priced(case: dict, given: dict | None = None):
     if case.get("user_buffers"):
         given["overlap.tensor"] = TABLE["overlap.user_buffers"].of(case["gpu"])
     traits = {key: case[key] for key in ("eager", "grad_bytes") if key in case}
-    framework = Framework(RECOMPUTED.get(again) or (again,) * 3, **traits)
-    rated = Rates(hardware.get(case["gpu"]), Assumptions(case["gpu"], given))
-    placed = dataclasses.replace(place(rows, cfg, Layout(rules.parse(text), mesh.sizes), mesh), framework=framework)
+    habits = Habits(RECOMPUTED.get(again) or (again,) * 3, **traits)
+    rated = OtherRates(hardware.get(case["gpu"]), OtherAssumptions(case["gpu"], given))
+    placed = OtherPlaced.of(place(rows, cfg, Layout(rules.parse(text), mesh.sizes), mesh), habits)
     replicas = mesh.sizes["data"] * mesh.sizes["fsdp"]
     found = []
     for b in case.get("best_b") or [case["b"]]:
@@ -84,7 +80,7 @@ def priced(case: dict, given: dict | None = None):
         schedule = "interleaved" if case.get("chunks", 1) > 1 else "1f1b"
         options = Options(case["seq_len"], batch, batch // (b * replicas), "none", schedule,
                           case.get("chunks", 1), attended=Attended({}, case["engine"]))
-        found.append(price(placed, rated, options))
+        found.append(OtherPricing(placed, rated, options).price())
     return min(found, key=lambda one: one.step_s)
 
 

@@ -11,7 +11,7 @@ from meshtrain.cost.planner.gap import Gap, link
 from meshtrain.cost.formulas import traffic
 from meshtrain.cost.formulas.assumptions import MEDIAN_ERROR
 from meshtrain.cost.planner import search
-from meshtrain.cost.formulas.price import RECOMPUTED
+from meshtrain.cost.formulas.placed import RECOMPUTED
 from meshtrain.cost.formulas.rates import Attended
 from meshtrain.inspection.report import columns
 from meshtrain.cost.planner.search import Answer, Plan, Question
@@ -298,8 +298,7 @@ def sentences(question: Question, plans: list[Plan]) -> list[str]:
 def _losses(question: Question, plan: Plan) -> list[tuple[str, float, str]]:
     """Return (cause, seconds, remedy) for each part of a step that is not useful compute."""
     one, sizes, found = plan.price, plan.sizes, []
-    again = RECOMPUTED[plan.options.remat]
-    if again[0]:
+    if RECOMPUTED[plan.options.remat].products:
         found.append(("recomputation", one.parts["matmul"] / 4,
                       "more memory for activations (more GPUs, or another layout), which would "
                       "avoid recomputing the forward"))

@@ -179,6 +179,6 @@ def test_formulas_count_the_rounds_of_leading_layers_and_those_in_which_stages_i
         found[rounds] = footprint.leading_bytes(placed, options), price.price(placed, rated, options)
     assert found[3][0] == 1.5 * found[2][0]
     # In the third round three of four stages idle.
-    layer_s = price._leading_s(placed, rated, options)[1] / (9 * 2 / 4)
+    layer_s = price.Pricing(placed, rated, options).leading()[1] / (9 * 2 / 4)
     ticks_s = price.bubble_s(price.stage_costs(placed, rated, options), "1f1b", 4, 9, 1)
     assert found[3][1].bubble_s == pytest.approx(ticks_s + (3 - 9 / 4) * 2 * layer_s, rel=1e-6)

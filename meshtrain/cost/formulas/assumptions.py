@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Mapping
+from typing import ClassVar
 
 MEDIAN_ERROR = 0.04     # median relative error of a predicted step time, see the module's docstring
 
@@ -29,15 +30,12 @@ _ORDERED = ("fraction of the dense bf16 peak that the Mosaic kernel reaches when
             "TFLOP/s; Triton reached 511 and 426")
 _OUTER = ("fraction of the dense bf16 peak that Triton reaches for the gradients of experts' matrices, before "
           "matmul.sustained. Measured on an H200 in steps of Qwen3-30B-A3B: 430 TFLOP/s")
-_NARROW = ("fraction of its own peak that float8 (one scale per tensor) or mxfp8 (one scale per 32 elements) reaches, "
-           "divided by the fraction that bfloat16 reaches of its peak; from dense runs of 2026. B300 has 1.4 times the "
-           "power of B200, and its peaks")
-_GAP = ("microseconds, forward and backward, in which the kernels of other frameworks wait for each other and for the "
-        "host; from the runs of 2026: ")
+NARROW = ("fraction of its own peak that float8 (one scale per tensor) or mxfp8 (one scale per 32 elements) reaches, "
+          "divided by the fraction that bfloat16 reaches of its peak; from dense runs of 2026. B300 has 1.4 times the "
+          "power of B200, and its peaks")
 _NCCL = "microseconds in NCCL's own model (NVIDIA/nccl, src/graph/tuning.cc, protocol LL128): "
 _FLASH = ("fraction of the dense bf16 peak, counting the causal half. FlashAttention-3's paper: H100, head_dim 128, "
           "4,096 tokens, cuDNN 609 TFLOP/s forward. SimuMax on B200: .44 to .58 forward, .37 to .44 backward")
-_ELSEWHERE = "fraction of the dense bf16 peak, counting the causal half; for runs of other frameworks: "
 _TRITON = ("fraction of the dense bf16 peak, counting the visited pairs, before attention.ramp. Measured on an H200 in "
            "packed rows of 8,192 tokens; rows of one document were 5 to 10% faster. Assumed: A100 between "
            "FlashAttention-2 (.58, .50) and Triton's kernels of 2023 (.36, .32); Blackwell near "
@@ -78,8 +76,7 @@ TABLE = {row.name: row for row in (
                "cost of the last, partly filled wave of 128 × 256 tiles, as a fraction of a full wave", 0, 10),
     Assumption("matmul.k0", {"": 128},
                "cost of a tile's prologue and epilogue, in elements of the contracted dimension", 0, 1e4),
-    Assumption("matmul.float8", {"": 1.0, "b2": 1.1, "gb2": 1.1, "b3": 1.5, "gb3": 1.5}, _NARROW, high=2),
-    Assumption("matmul.mxfp8", {"": 1.0, "b3": 1.4, "gb3": 1.4}, _NARROW, high=2, formula=True),
+    Assumption("matmul.float8", {"": 1.0, "b2": 1.1, "gb2": 1.1, "b3": 1.5, "gb3": 1.5}, NARROW, high=2),
     Assumption("grouped.rows", {"": .60}, _GROUPED),
     Assumption("grouped.mosaic", {"": .80}, _ORDERED),
     Assumption("grouped.outer", {"": .51}, _OUTER),
@@ -103,14 +100,6 @@ TABLE = {row.name: row for row in (
                "tokens: the rate at S tokens is the rate of long sequences times S / (S + ramp)", 0, 1e5),
     Assumption("attention.narrow", {"": .75},
                "rate at head_dim 64 divided by the rate at 128: at 64 each exponential has half the products"),
-    Assumption("attention.flash2_forward", {"": .37, "a100": .58}, _ELSEWHERE + "FlashAttention-2", formula=True),
-    Assumption("attention.flash2_backward", {"": .33, "a100": .50}, _ELSEWHERE + "FlashAttention-2", formula=True),
-    Assumption("attention.triton_forward", {"": .21, "a100": .36}, _ELSEWHERE + "Triton of 2023, MPT at 65,536",
-               formula=True),
-    Assumption("attention.triton_backward", {"": .17, "a100": .32}, _ELSEWHERE + "Triton of 2023, MPT at 65,536",
-               formula=True),
-    Assumption("attention.scores_forward", {"": .15}, _ELSEWHERE + "scores in memory", formula=True),
-    Assumption("attention.scores_backward", {"": .15}, _ELSEWHERE + "scores in memory", formula=True),
     Assumption("documents.mean", {"": 2000},
                "mean tokens of a packed document, where pairs across documents are skipped", 1, 1e9),
     Assumption("documents.sigma", {"": 1.5},
@@ -152,24 +141,11 @@ TABLE = {row.name: row for row in (
     Assumption("overlap.tensor", {"": 0},
                "fraction of tensor parallelism's collectives that is hidden: they run between the products", 0,
                formula=True),
-    Assumption("overlap.user_buffers", {"": .60},
-               "fraction of tensor parallelism's collectives that is hidden where a framework cuts "
-               "them into chunks that overlap their products (Transformer Engine's user buffers)", 0, formula=True),
     Assumption("overlap.exchange", {"": 0},
                "fraction of the exchange of tokens with experts that is hidden in other frameworks. Megatron's "
                "overlap of two microbatches: .80, from 24.7 s to 21.0 s a step (Megatron-Bridge, Qwen3-30B on 16 "
                "H100)", 0,
                formula=True),
-    Assumption("gap.layer_us", {"": 600}, _GAP + "of a layer", 0, 1e5, formula=True),
-    Assumption("gap.expert_us", {"": 250}, _GAP + "of each expert of a device and layer", 0, 1e5, formula=True),
-    Assumption("gap.narrow_us", {"": 40}, _GAP + "more where experts multiply in a narrow dtype", 0, 1e5,
-               formula=True),
-    Assumption("experts.rate", {"": 1.0, "b": .7, "gb": .7},
-               "rate of a product of many experts in other frameworks, divided by the rate of one "
-               "product of the same size; Blackwell's value is from published runs of 2026", 0, 2, formula=True),
-    Assumption("elementwise.eager", {"": 1.8},
-               "bytes of elementwise work without a fusing compiler, divided by the bytes with "
-               "one", 1, 10, formula=True),
     Assumption("offload.gb_per_s", {"": 50, "a100": 25, "gb": 200, "mi": 50},
                "GB/s of one direction between a GPU and its host's memory: PCIe 5 × 16 has 64, "
                "PCIe 4 × 16 has 32, NVLink-C2C has 450 for two GPUs", 1, 1e3, formula=True),
@@ -188,7 +164,8 @@ TABLE = {row.name: row for row in (
 
 @dataclasses.dataclass(frozen=True)
 class Assumptions:
-    """The assumed values for one GPU, by name. given: the values that the user set."""
+    """The assumed values for one GPU, by name. given: the values that the user set. table: all assumptions by name."""
+    table: ClassVar[Mapping[str, Assumption]] = TABLE
     gpu_name: str
     given: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -196,12 +173,12 @@ class Assumptions:
         """Check the given values. Raises: ValueError for a name that is not in the table or a value out of its
         range."""
         for name, value in self.given.items():
-            if name not in TABLE:
-                near = difflib.get_close_matches(name, TABLE, n=1, cutoff=0.4)
+            if name not in self.table:
+                near = difflib.get_close_matches(name, self.table, n=1, cutoff=0.4)
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise ValueError(f"--assume {name}={value:g}: no assumption has this name; {hint}names: "
-                                 f"{', '.join(TABLE)}")
-            row = TABLE[name]
+                                 f"{', '.join(self.table)}")
+            row = self.table[name]
             if not row.low <= value <= row.high:
                 raise ValueError(f"--assume {name}={value:g} must lie between {row.low:g} and {row.high:g}: "
                                  f"{row.reason}")
@@ -211,15 +188,15 @@ class Assumptions:
 
     @functools.cached_property
     def _values(self) -> dict[str, float]:
-        return {name: self.given.get(name, row.of(self.gpu_name)) for name, row in TABLE.items()}
+        return {name: self.given.get(name, row.of(self.gpu_name)) for name, row in self.table.items()}
 
     def reasons(self, formula: bool = False) -> dict[str, str]:
         """Return {name: the reason for its value} for the names of `as_dict`."""
-        return {name: TABLE[name].reason for name in self.as_dict(formula)}
+        return {name: self.table[name].reason for name in self.as_dict(formula)}
 
     def as_dict(self, formula: bool = False) -> dict[str, float]:
         """Return {name: value}. formula: include the values that only the closed formulas use."""
-        return {name: self[name] for name, row in TABLE.items() if formula or not row.formula}
+        return {name: self[name] for name, row in self.table.items() if formula or not row.formula}
 
 
 def parse(text: str) -> tuple[str, float]:

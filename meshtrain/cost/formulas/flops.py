@@ -14,7 +14,6 @@ from collections.abc import Iterable
 
 from meshtrain import pattern
 from meshtrain.config.sections import Model
-from meshtrain.cost.formulas import routed
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.formulas.sizes import Product
@@ -77,7 +76,7 @@ def executed(placed: Placed, options: Options) -> float:
     visits = forward, backward, weights = placed.visits(options)
     layers = (forward + backward) * layer + weights * trained + backward * again(placed, options)
     experts = 0.0
-    if found := routed.of(placed, options):
+    if found := placed.routed(options):
         runs = sum(times * count for times, count in zip(visits, found.products))
         experts = 2 * found.share * runs * found.rows.executed * found.sizes.embed_dim * found.sizes.width
     head = (2 + placed.head.trained) * loss * placed.head.k * placed.head.n
@@ -87,13 +86,7 @@ def executed(placed: Placed, options: Options) -> float:
 def _elements(placed: Placed, product: Product) -> float:
     """Return the matrix elements of a product, per token of a device that holds whole sequences."""
     each = product.share * product.k * product.n
-    return each * router_parts(placed) / placed.stream_shards if product.router else each
-
-
-def router_parts(placed: Placed) -> int:
-    """Return the number of matmuls in compute_dtype that one router matmul takes: three for a bfloat16 model
-    (`kernels.products`)."""
-    return 1 if placed.framework or placed.cfg.compute_dtype == "float32" else 3
+    return each * placed.router_parts / placed.stream_shards if product.router else each
 
 
 def again(placed: Placed, options: Options) -> float:
@@ -101,8 +94,4 @@ def again(placed: Placed, options: Options) -> float:
     are not recomputed, because the backward does not read their results."""
     of = functools.partial(_elements, placed)
     products = [product for product in placed.layer.products if not product.expands]
-    if placed.framework:
-        return placed.framework.recomputed[0] * sum(map(of, products))
-    if options.remat not in ("full", "offload"):
-        return 0.0
-    return sum((1 - product.unread) * of(product) for product in products)
+    return placed.recomputed(options).products * sum((1 - product.unread) * of(product) for product in products)

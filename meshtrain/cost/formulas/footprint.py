@@ -8,12 +8,11 @@ temporaries were read off the buffers of programs compiled for GPUs. A width is 
 from __future__ import annotations
 
 from meshtrain import pattern
-from meshtrain.cost.formulas import recurrences, routed
+from meshtrain.cost.formulas import recurrences
 from meshtrain.cost.formulas.mixers import Mixer
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.formulas.sizes import GATHER, SCATTER
-from meshtrain.model import parts
 from meshtrain.parallel.pipeline import schedules, stages
 
 WAITING = .35       # fraction of a recurrence's live arrays that other recurrences of its period hold meanwhile
@@ -53,7 +52,7 @@ def _in_layers(placed: Placed, options: Options) -> float:
     """Return the bytes of the layers' residuals plus the larger of two temporaries: those of the loss and those of the
     last layer's backward."""
     cfg, size, tokens = placed.cfg, placed.itemsize, placed.tokens(options)
-    experts = routed.of(placed, options)
+    experts = placed.routed(options)
     kept = cfg.num_layers * (size * tokens * kept_width(placed, options) + (experts.saved_bytes if experts else 0))
     stream, chunk = cfg.embed_dim / placed.stream_shards, min(tokens, options.loss_chunk)
     head = placed.head.n * placed.head.k
@@ -246,20 +245,12 @@ def _part_grads_bytes(placed: Placed, options: Options) -> float:
     """Return the bytes of a layer's float32 gradient from one part of a microbatch, which lives together with that of
     the other part. Layers with experts are not cut into parts."""
     cfg = placed.cfg
-    if not pattern.share(cfg, mlps="d") or row_parts(placed, options) == 1:
+    if not pattern.share(cfg, mlps="d") or placed.row_parts(options) == 1:
         return 0
     gates = 1 + cfg.gated
     mixers = placed.mean(lambda mixer: mixer.inward + mixer.outputs)
     of_dense = cfg.embed_dim * (mixers + (gates + 1) * _widest_mlp(placed))
     return 4 * (of_dense if cfg.num_experts else placed.layer.used)
-
-
-def row_parts(placed: Placed, options: Options) -> int:
-    """Return the number of parts into which a layer without experts cuts a microbatch (`model.parts`)."""
-    rows = options.global_batch // options.microbatches
-    if placed.framework or options.remat == "none" and placed.by_layer:
-        return 1
-    return parts.of_rows(placed.layout, (rows, options.seq_len))[1]
 
 
 # ---- pipelines -------------------------------------------------------------------------------------------------------
@@ -277,7 +268,7 @@ def _in_stages(placed: Placed, options: Options) -> float:
     # A layer of B and one of F, with their weights sliced out of the stack.
     layer = size * tokens * (_working_width(placed, options) + 4 * stream + 2
                              * placed.mlp_width) + size * placed.layer.used
-    if experts := routed.of(placed, options):
+    if experts := placed.routed(options):
         layer = max(layer, experts.staged_bytes + 4 * size * tokens * stream + size * placed.layer.used)
     layer += _period_bytes(placed, options)
     return size * placed.held.used + slot_bytes(placed, options) + max(loss, layer)
@@ -317,7 +308,7 @@ def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
         "none": inward + (gates + 1) * f + (2 * h if apart else -normed - 2 * h * both),
         "selective": inward + again + (gates + 2) * f + (2 if apart else 1 + after) * h,
         "full": inward + outputs + again + (gates + 2 - after) * f + 4 * h}[options.remat]
-    if experts := routed.of(placed, options):
+    if experts := placed.routed(options):
         for_weights += experts.weight_grad_bytes / placed.itemsize / placed.tokens(options)
     return for_backward, for_weights
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 
 from meshtrain import pattern
 from meshtrain.config.sections import Model
-from meshtrain.cost.formulas import mixers
+from meshtrain.cost.formulas import mixers, routed
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.sizes import GATHER, Axes, Held, LayerSizes, Product, WeightMove
+from meshtrain.model import parts
 from meshtrain.model.params import ParamInfo
 from meshtrain.names import LAYERS, LEADING
 from meshtrain.parallel.pipeline import schedules, stages
@@ -22,35 +23,27 @@ from meshtrain.sharding.rules import Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Framework:
-    """Describes how another framework runs a step, to price its published runs.
+class Recomputed:
+    """Fractions of a layer's forward that its backward repeats: products, attention with recurrences, elementwise work,
+    and gathers before products."""
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    gathers: float = 0.0
 
-    Each of its pipeline stages runs a program of its own, with the head on the last stage. It reduces gradients in
-    buckets, overlapped with the backward.
 
-    recomputed: fractions of a layer's forward matmuls, attention and elementwise work that the backward recomputes.
-    eager: elementwise work is not fused. grad_bytes: bytes of a gradient element in a reduction. narrow: dtype of the
-    products of layers and experts if it is not compute_dtype: float8 (one scale per tensor) or mxfp8 (one scale per 32
-    elements); [model] supports neither mxfp8 nor narrow experts. copies: how often a token is sent if it is sent once
-    to each device or host that holds its experts; 0 means once to each expert. spreads_head: the stages have unequal
-    numbers of layers, so the head's time is shared by all stages.
-    """
-    recomputed: tuple[float, float, float]
-    eager: bool = False
-    grad_bytes: int = 4
-    narrow: str = ""
-    copies: float = 0.0
-    spreads_head: bool = False
+# by remat
+RECOMPUTED = {"none": Recomputed(), "selective": Recomputed(elementwise=0.6, gathers=1.0),
+              "full": Recomputed(1.0, 1.0, 1.0, 1.0), "offload": Recomputed(1.0, 1.0, 1.0, 1.0)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placed:
     """A model under a layout: sizes on one device, and the weights and gradients that move.
 
-    leading: in this project's pipelines, the layers before the stages, as a model of their own; None without such
-    layers. If it is set, rows, cfg and layer describe only the other layers, while held and the moves of the update
-    cover both. The stages share the microbatches of the leading layers. is_leading: whether this object is such a
-    leading model.
+    leading: in a pipeline, the layers before the stages, as a model of their own; None without such layers. If it is
+    set, rows, cfg and layer describe only the other layers, while held and the moves of the update cover both. The
+    stages share the microbatches of the leading layers. is_leading: whether this object is such a leading model.
     """
     cfg: Model                  # the [model] section
     rows: Sequence[ParamInfo]   # the parameter table
@@ -62,7 +55,6 @@ class Placed:
     moves: tuple[WeightMove, ...]
     leading: Placed | None = None
     is_leading: bool = False
-    framework: Framework | None = None      # None: this project
 
     def moving(self, kind: str, part: str) -> dict[Axes, float]:
         """Return the elements of the moves of this kind and part, by mesh axes."""
@@ -87,14 +79,18 @@ class Placed:
     @property
     def matmul_dtype(self) -> str:
         """Return the dtype in which the layers' projections are multiplied."""
-        if self.framework and self.framework.narrow:
-            return self.framework.narrow
         return "float8" if self.cfg.matmul_dtype == "float8" else self.cfg.compute_dtype
 
     @property
     def experts_dtype(self) -> str:
-        """Return the dtype in which experts are multiplied. This project's experts are never in a narrow dtype."""
-        return self.matmul_dtype if self.framework else self.cfg.compute_dtype
+        """Return the dtype in which experts are multiplied, which is never a narrow one."""
+        return self.cfg.compute_dtype
+
+    @property
+    def router_parts(self) -> int:
+        """Return the number of matmuls in compute_dtype that one router matmul takes: three for a bfloat16 model
+        (`kernels.products`)."""
+        return 1 if self.cfg.compute_dtype == "float32" else 3
 
     @property
     def dtype(self) -> str:
@@ -118,15 +114,15 @@ class Placed:
         if self.is_leading:
             return self.rounds(options) * self.cfg.num_layers / options.microbatches
         num_stages = self.layout.sizes["stage"]
-        if num_stages == 1 or self.framework:
-            return self.cfg.num_layers / num_stages
-        # Our stages are padded with layers that cost the same and do nothing.
+        if num_stages == 1:
+            return float(self.cfg.num_layers)
+        # Stages are padded with layers that cost the same and do nothing.
         return stages.padded(self.cfg, num_stages * options.chunks) // num_stages
 
     def visits(self, options: Options) -> tuple[float, float, float]:
         """Return the passes through a layer in a step: (forward, backward for inputs, backward for weights).
 
-        In this project's pipelines an idle stage computes on masked data. The numbers include these passes.
+        In a pipeline an idle stage computes on masked data. The numbers include these passes.
         """
         layers = self.layers(options)
         if not self.masked(options) or self.is_leading:
@@ -149,7 +145,7 @@ class Placed:
 
     def boundaries(self, options: Options) -> tuple[int, int, int]:
         """Return how often a step computes (the first stage's input, the loss, the cotangent of that input). The masked
-        ticks of this project's pipelines are included."""
+        ticks of a pipeline are included."""
         m, p = options.microbatches, self.layout.sizes["stage"]
         if not self.masked(options):
             return m, m, m
@@ -158,7 +154,24 @@ class Placed:
 
     def masked(self, options: Options) -> bool:
         """Whether all stages compute in every tick of the schedule."""
-        return not self.framework and self.layout.sizes["stage"] > 1 and options.schedule != ""
+        return self.layout.sizes["stage"] > 1 and options.schedule != ""
+
+    def recomputed(self, options: Options) -> Recomputed:
+        """Return what the backward of a layer repeats of its forward. Context parallelism never recomputes
+        attention."""
+        recomputed = RECOMPUTED[options.remat]
+        return dataclasses.replace(recomputed, attention=0.0) if self.num_shards("seq") > 1 else recomputed
+
+    def row_parts(self, options: Options) -> int:
+        """Return the number of parts into which a layer without experts cuts a microbatch (`model.parts`)."""
+        if options.remat == "none" and self.by_layer:
+            return 1
+        rows = options.global_batch // options.microbatches
+        return parts.of_rows(self.layout, (rows, options.seq_len))[1]
+
+    def routed(self, options: Options) -> routed.Routed | None:
+        """Return the experts of one layer and their tokens, or None if the model has no experts."""
+        return routed.count(self, options) if self.cfg.num_experts else None
 
     def num_shards(self, axis: str) -> int:
         """Return the number of devices that shard an activation's dim. axis: the dim's logical axis."""

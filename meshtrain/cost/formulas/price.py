@@ -2,8 +2,8 @@
 
 `placed`, `traffic` and `footprint` give the sizes; `rates` gives the seconds of a matmul, a stream and a collective. A
 collective hides behind a fraction of the compute that it overlaps, and slows that compute by a fraction of its own
-time. The formulas were compared with 51 published runs of other frameworks (`placed.Framework`), and with 166 of 2026
-(benchmarks/published_2026.py).
+time. The formulas were compared with 51 published runs of other frameworks, and with 166 of 2026
+(benchmarks/published_2026.py); benchmarks/other_frameworks.py has subclasses for what others do in another way.
 """
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from meshtrain import pattern
-from meshtrain.cost.formulas import flops, footprint, rates, recurrences, routed, traffic
-from meshtrain.cost.formulas.mixers import Mixer
+from meshtrain.cost.formulas import flops, footprint, rates, recurrences, traffic
+from meshtrain.cost.formulas.mixers import Mixer, RecurrenceSizes
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.formulas.rates import DeviceGroup, Matmul, Rates
+from meshtrain.cost.formulas.routed import Routed
 from meshtrain.cost.formulas.simulate import Costs
 from meshtrain.kernels import mosaic, mosaic_grouped
 from meshtrain.parallel.pipeline import schedules
@@ -31,8 +32,6 @@ ONCE_BYTES = 12             # HBM bytes of an accumulator's element per step: ze
 EXPANDED_BYTES = {False: (7, 15), True: (26, 54)}
 QK_NORM = (6, 17)           # HBM bytes of a normed element of queries and keys, forward and backward
 QUANTISE_BYTES = 5          # HBM bytes of an element cast to float8: read for the maximum, read again, written
-FULL, SELECTIVE = (1.0, 1.0, 1.0), (0.0, 0.0, 0.6)
-RECOMPUTED = {"none": (0.0, 0.0, 0.0), "selective": SELECTIVE, "full": FULL, "offload": FULL}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,81 +82,114 @@ class Links:
 
 def price(placed: Placed, rated: Rates, options: Options) -> Price:
     """Return the price of one step of a model under a layout."""
-    cfg, assumed, sizes = placed.cfg, rated.assumed, placed.mesh.sizes
-    p, m, num_gpus = sizes["stage"], options.microbatches, placed.mesh.num_devices
-    work, layers = _LayerTimes(placed, rated, options), placed.layers(options)
-    waits = _Waits(placed, rated, options, work, layers)
-    head_s = sum(work.head.values())
-    if placed.framework and placed.framework.spreads_head:
-        head_s /= p
-    layer_s, waits_s = work.forward_s + work.backward_s, waits.layer_s / (m * layers)
-    stage_s = layers * (layer_s + waits_s)
-    idle_s = 0.0
-    if p > 1 and not placed.framework:
-        idle_s = bubble_s(_stage(work, layers, waits_s), options.schedule, p, m, options.chunks)
-    elif p > 1:                         # one program per stage, 1F1B or interleaved 1F1B
-        idle_s = (p - 1) / options.chunks * stage_s
-    steady = stage_s + head_s
-    leading, leading_s = _leading_s(placed, rated, options)
-    idle_s += (placed.rounds(options) * p / m - 1) * leading_s
-    update_s = rated.stream_s(UPDATE_BYTES * placed.held.updated)
-    if not placed.framework and p == 1:
-        update_s += rated.stream_s(ONCE_BYTES * placed.held.grads)
-    busy = m * steady + leading_s + idle_s + waits.other_s + update_s
-    step_s = busy * (1 + assumed["step.overhead"])
-    parts = {name: m * layers * seconds for name, seconds in work.parts.items()}
-    for name, seconds in (*work.head.items(), *leading.items()):
-        parts[name] += m * seconds
-    per_gpu = options.global_batch * options.seq_len / step_s / num_gpus
-    model_flops = sum(flops.model_flops_per_token(part.rows, part.cfg, options.seq_len)
-                      for part in (placed, placed.leading) if part)
-    exposed = {name: seconds for name, seconds in waits.exposed.items() if seconds}
-    return Price(footprint.memory(placed, options), tuple(waits.sent), traffic.by_axes(waits.sent, sizes),
-                 waits.links_s, parts, exposed, idle_s, update_s, step_s - busy, step_s, per_gpu,
-                 per_gpu * model_flops / rated.peak(cfg.compute_dtype))
-
-
-def _leading_s(placed: Placed, rated: Rates, options: Options) -> tuple[dict[str, float], float]:
-    """Return the time of the leading layers before this project's stages: (seconds of a stage per microbatch by kind,
-    seconds of a stage in a step)."""
-    if not (leading := placed.leading):
-        return {}, 0.0
-    work = _LayerTimes(leading, rated, dataclasses.replace(options, schedule="gpipe"))
-    share = leading.layer.depth / placed.layout.sizes["stage"]
-    each = {name: share * seconds for name, seconds in work.parts.items()}
-    return each, options.microbatches * share * (work.forward_s + work.backward_s)
+    return Pricing(placed, rated, options).price()
 
 
 def stage_costs(placed: Placed, rated: Rates, options: Options) -> Costs:
     """Return the seconds of one microbatch in one stage. `simulate` uses them to choose a schedule."""
-    work, layers = _LayerTimes(placed, rated, options), placed.layers(options)
-    waits, links = _Waits(placed, rated, options, work, layers), Links(rated, placed.mesh)
-    link_s = sum(links.one_s(sent) for sent in waits.sent if sent.label == "stage"
+    pricing, links = Pricing(placed, rated, options), Links(rated, placed.mesh)
+    link_s = sum(links.one_s(sent) for sent in pricing.waits.sents if sent.label == "stage"
                  and sent.kind == "collective-permute")
-    costs = _stage(work, layers, waits.layer_s / (options.microbatches * layers))
-    return dataclasses.replace(costs, loss_s=sum(work.head.values()), link_s=link_s)
+    return dataclasses.replace(pricing.stage(), loss_s=pricing.head_s(), link_s=link_s)
 
 
-def _stage(work: _LayerTimes, layers: float, waits_s: float) -> Costs:
-    """Return the costs of a stage of `layers` layers. waits_s: exposed seconds of one layer, half of them in the
-    forward."""
-    return Costs(layers * (work.forward_s + waits_s / 2), layers * (work.input_grad_s + waits_s / 2),
-                 layers * work.weight_grad_s)
+class Pricing:
+    """Adds up the seconds of one step. work: of one layer; waits: exposed seconds of collectives.
+
+    A subclass prices steps that differ in time_layers, list_collectives, head_s, idle_s or update_s.
+    """
+
+    def __init__(self, placed: Placed, rated: Rates, options: Options):
+        self.placed, self.rated, self.options = placed, rated, options
+        self.layers, self.num_stages = placed.layers(options), placed.mesh.sizes["stage"]
+        self.work = self.time_layers(placed, options)
+        self.waits = _Waits(placed, rated, options, self.work, self.list_collectives())
+
+    def time_layers(self, placed: Placed, options: Options) -> LayerTimes:
+        """Return the seconds of one layer and of the head."""
+        return LayerTimes(placed, self.rated, options)
+
+    def list_collectives(self) -> list[traffic.Sent]:
+        """Return the collectives of a step."""
+        return traffic.of(self.placed, self.options)
+
+    def waits_s(self) -> float:
+        """Return the exposed seconds of one layer and microbatch."""
+        return self.waits.layer_s / (self.options.microbatches * self.layers)
+
+    def head_s(self) -> float:
+        """Return the seconds of the head for one microbatch."""
+        return sum(self.work.head.values())
+
+    def stage_s(self) -> float:
+        """Return the seconds of a stage's layers for one microbatch, with their exposed collectives."""
+        return self.layers * (self.work.forward_s + self.work.backward_s + self.waits_s())
+
+    def stage(self) -> Costs:
+        """Return the costs of a stage's ops, with half of the exposed seconds in the forward."""
+        work, waits_s = self.work, self.waits_s()
+        return Costs(self.layers * (work.forward_s + waits_s / 2), self.layers * (work.input_grad_s + waits_s / 2),
+                     self.layers * work.weight_grad_s)
+
+    def idle_s(self) -> float:
+        """Return the seconds in which a stage waits for others or computes on masked data."""
+        if self.num_stages == 1:
+            return 0.0
+        options = self.options
+        return bubble_s(self.stage(), options.schedule, self.num_stages, options.microbatches, options.chunks)
+
+    def update_s(self) -> float:
+        """Return the seconds of the optimizer's update, and of the accumulators of a microbatch loop."""
+        update_s = self.rated.stream_s(UPDATE_BYTES * self.placed.held.updated)
+        if self.num_stages > 1:
+            return update_s
+        return update_s + self.rated.stream_s(ONCE_BYTES * self.placed.held.grads)
+
+    def leading(self) -> tuple[dict[str, float], float]:
+        """Return the time of the leading layers before a pipeline's stages: (seconds of a stage per microbatch by kind,
+        seconds of a stage in a step)."""
+        if not (leading := self.placed.leading):
+            return {}, 0.0
+        work = self.time_layers(leading, dataclasses.replace(self.options, schedule="gpipe"))
+        share = leading.layer.depth / self.placed.layout.sizes["stage"]
+        each = {name: share * seconds for name, seconds in work.parts.items()}
+        return each, self.options.microbatches * share * (work.forward_s + work.backward_s)
+
+    def price(self) -> Price:
+        """Return the price of the step."""
+        placed, options, work, waits = self.placed, self.options, self.work, self.waits
+        m, sizes = options.microbatches, placed.mesh.sizes
+        leading, leading_s = self.leading()
+        idle_s = self.idle_s() + (placed.rounds(options) * self.num_stages / m - 1) * leading_s
+        update_s = self.update_s()
+        busy_s = m * (self.stage_s() + self.head_s()) + leading_s + idle_s + waits.other_s + update_s
+        step_s = busy_s * (1 + self.rated.assumed["step.overhead"])
+        parts = {name: m * self.layers * seconds for name, seconds in work.parts.items()}
+        for name, seconds in (*work.head.items(), *leading.items()):
+            parts[name] += m * seconds
+        per_gpu = options.global_batch * options.seq_len / step_s / placed.mesh.num_devices
+        model_flops = sum(flops.model_flops_per_token(part.rows, part.cfg, options.seq_len)
+                          for part in (placed, placed.leading) if part)
+        exposed = {name: seconds for name, seconds in waits.exposed.items() if seconds}
+        return Price(footprint.memory(placed, options), tuple(waits.sents), traffic.by_axes(waits.sents, sizes),
+                     waits.links_s, parts, exposed, idle_s, update_s, step_s - busy_s, step_s, per_gpu,
+                     per_gpu * model_flops / self.rated.peak(placed.cfg.compute_dtype))
 
 
 class _Waits:
-    """Exposed seconds of a step by label. layer_s: those in layers; other_s: those outside layers; links_s: all seconds
-    of collectives by mesh axes, hidden or not."""
+    """Exposed seconds of a step by label. sents: the collectives of a step. layer_s: exposed seconds in layers;
+    other_s: those outside layers; links_s: all seconds of collectives by mesh axes, hidden or not."""
 
-    def __init__(self, placed: Placed, rated: Rates, options: Options,
-                 work: _LayerTimes, layers: float):
-        links, assumed, m, p = Links(rated, placed.mesh), rated.assumed, options.microbatches, placed.mesh.sizes[
-            "stage"]
-        self.sent = traffic.of(placed, options)
-        self.links_s, self.exposed = defaultdict(float), defaultdict(float)
-        together, reduced = defaultdict(float), defaultdict(float)
-        self.layer_s = 0.0
-        for sent in self.sent:
+    def __init__(self, placed: Placed, rated: Rates, options: Options, work: LayerTimes, sents: list[traffic.Sent]):
+        links, assumed, layers = Links(rated, placed.mesh), rated.assumed, placed.layers(options)
+        m, p = options.microbatches, placed.mesh.sizes["stage"]
+        self.sents, self.layer_s = sents, 0.0
+        self.links_s: dict[str, float] = defaultdict(float)
+        self.exposed: dict[str, float] = defaultdict(float)
+        # seconds by label, overlapped compute and whether the collective is in a layer; of these, of layers' reductions
+        together: dict[tuple[str, str, bool], float] = defaultdict(float)
+        reduced: dict[tuple[str, str, bool], float] = defaultdict(float)
+        for sent in sents:
             one_s = links.one_s(sent)
             self.links_s["+".join(sent.axes)] += sent.runs * one_s
             # Sends between stages are hidden, except in the bubble.
@@ -175,7 +207,7 @@ class _Waits:
         for (name, overlaps, layer), seconds in together.items():
             near = "overlap.experts" if name == traffic.EXPERTS else "overlap.fsdp"
             hide = assumed[{traffic.MICROBATCH: "overlap.data", traffic.ONCE: "overlap.once"}.get(overlaps, near)]
-            alone = (1 - assumed["overlap.reduced"]) * reduced[name, overlaps, layer] * (not placed.framework)
+            alone = (1 - assumed["overlap.reduced"]) * reduced[name, overlaps, layer]
             exposed_s = (1 - (assumed["overlap.tensor"] if name == "tensor" else 0.0)) * _exposed_s(
                 seconds, alone, compute[overlaps], hide, assumed["link.contend"])
             exposed_s *= 1 - assumed["overlap.exchange"] if name == traffic.ROUTED else 1.0
@@ -192,8 +224,14 @@ class _Waits:
         self.other_s = sum(self.exposed.values()) - self.layer_s
 
 
-class _LayerTimes:
-    """Seconds of one layer and of the head, for one microbatch on one device."""
+class LayerTimes:
+    """Seconds of one layer and of the head, for one microbatch on one device.
+
+    forward_s, input_grad_s, weight_grad_s: seconds of F, B and W. compute_s: seconds by what a collective overlaps.
+    parts, head: seconds of a layer and of the head by kind. A subclass describes kernels that differ in time_experts,
+    scan_bytes or eager.
+    """
+    eager = 1.0         # HBM bytes of elementwise work, divided by those of fused kernels
 
     def __init__(self, placed: Placed, rated: Rates, options: Options):
         cfg, tokens = placed.cfg, placed.tokens(options)
@@ -203,7 +241,8 @@ class _LayerTimes:
         products = [w.share * matmul(tokens, w.n, w.k) for w in dense]
         forward = sum(products)
         backward = sum(w.share * (matmul(tokens, w.k, w.n) + w.trained * matmul(w.k, w.n, tokens)) for w in dense)
-        routing = flops.router_parts(placed) * sum(
+        self.placed, self.rated, self.options = placed, rated, options
+        routing = placed.router_parts * sum(
             w.share * matmul_s(rated, cfg.compute_dtype, placed.itemsize, tokens / placed.stream_shards, w.n, w.k)
             for w in routers)
         forward, backward = forward + routing, backward + 2 * routing
@@ -216,56 +255,71 @@ class _LayerTimes:
         fixed_bytes = 8 * placed.blocks * cfg.embed_dim / placed.stream_shards + mixed
         moved = lambda times, norm: tokens * (fixed_bytes + times * placed.mlp_width + norm * normed)
         gated = cfg.gated
-        fused = rated.assumed["elementwise.eager"] if placed.framework and placed.framework.eager else 1.0
-        fused *= placed.itemsize / 2
+        fused = self.eager * placed.itemsize / 2
         small = fused * rated.stream_s(moved(6 if gated else 4, QK_NORM[0]))
         small_b = fused * rated.stream_s(moved(10 if gated else 6, QK_NORM[1]))
         if placed.float8:
             small, small_b = (each + rated.stream_s(tokens * moved)
                               for each, moved in zip((small, small_b), _quantised_bytes(placed)))
-        in_loop = (0.0, 0.0, 0.0) if placed.framework else _stage_bytes(placed, options) if placed.masked(
-            options) else _scan_bytes(placed, options)
-        stage_f, stage_b, stage_w = map(rated.stream_s, in_loop)
-        again = placed.framework.recomputed if placed.framework else RECOMPUTED[options.remat]
-        again_s = again[0] * forward
-        if not placed.framework and again[0]:      # the backward does not read the last product
+        stage_f, stage_b, stage_w = map(rated.stream_s, self.scan_bytes())
+        again = placed.recomputed(options)
+        again_s = again.products * forward
+        if again.products:      # the backward does not read the last product
             again_s -= sum(product.unread * seconds for seconds, product in zip(products, dense))
-        if not placed.framework and placed.num_shards("seq") > 1:
-            again = again[0], 0.0, again[2]         # context parallelism never recomputes attention
-        recomputed_s = again_s + again[1] * (attention + recurrence) + again[2] * small
-        (experts, experts_b, experts_w), (moved_f, moved_b) = _experts_s(placed, rated, options)
+        recomputed_s = again_s + again.attention * (attention + recurrence) + again.elementwise * small
+        (experts, experts_b, experts_w), (moved_f, moved_b) = self.time_experts()
         self.forward_s = forward + attention + recurrence + small + stage_f + experts + moved_f
         self.input_grad_s = (backward / 2 + attention_b + recurrence_b + small_b + recomputed_s + stage_b + experts_b
                              + moved_b)
         self.weight_grad_s = backward / 2 + stage_w + experts_w
-        gap_f, gap_b = _gaps_s(placed, rated, options)
-        self.forward_s, self.input_grad_s = self.forward_s + gap_f, self.input_grad_s + gap_b
-        self.backward_s = self.input_grad_s + self.weight_grad_s
-        self.compute_s = {traffic.FORWARD: self.forward_s, traffic.BACKWARD: self.backward_s,
-                          traffic.ATTENTION: attention, traffic.ATTENTION_BACKWARD: attention_b}
+        self.attention_s = attention, attention_b
         self.parts = {"matmul": forward + again_s + backward + experts + experts_b + experts_w,
-                      "attention": attention * (1 + again[1]) + attention_b,
-                      "elementwise": small * (1 + again[2]) + small_b + stage_f + stage_b + stage_w + moved_f + moved_b}
-        if gap_f + gap_b:
-            self.parts["gaps"] = gap_f + gap_b
+                      "attention": attention * (1 + again.attention) + attention_b,
+                      "elementwise": small * (1 + again.elementwise) + small_b + stage_f + stage_b + stage_w + moved_f
+                      + moved_b}
         if recurrence:
-            self.parts["recurrence"] = recurrence * (1 + again[1]) + recurrence_b
+            self.parts["recurrence"] = recurrence * (1 + again.attention) + recurrence_b
         matmul = functools.partial(matmul_s, rated, cfg.compute_dtype, placed.itemsize)
         n, k = placed.head.n, placed.head.k
         self.head = {"matmul": matmul(tokens, n, k) + matmul(tokens, k, n) + placed.head.trained * matmul(k, n, tokens),
                      "elementwise": fused * rated.stream_s(LOGIT_BYTES * tokens * n)} if n else {}
 
 
-def _gaps_s(placed: Placed, rated: Rates, options: Options) -> tuple[float, float]:
-    """Return the seconds in which the kernels of a layer of another framework wait for each other and for the host
-    (forward, backward). Each expert of a device adds gaps, because its products and casts are separate kernels."""
-    if not placed.framework:
-        return 0.0, 0.0
-    assumed, gap_us = rated.assumed, rated.assumed["gap.layer_us"]
-    if found := routed.of(placed, options):
-        each = assumed["gap.expert_us"] + (placed.experts_dtype != placed.cfg.compute_dtype) * assumed["gap.narrow_us"]
-        gap_us += found.share * found.sizes.num_experts * each
-    return rates.US * gap_us / 3, 2 * rates.US * gap_us / 3
+    @property
+    def backward_s(self) -> float:
+        return self.input_grad_s + self.weight_grad_s
+
+    @property
+    def compute_s(self) -> dict[str, float]:
+        return {traffic.FORWARD: self.forward_s, traffic.BACKWARD: self.backward_s,
+                traffic.ATTENTION: self.attention_s[0], traffic.ATTENTION_BACKWARD: self.attention_s[1]}
+
+    def scan_bytes(self) -> tuple[float, float, float]:
+        """Return the HBM bytes that the loop over layers, or a pipeline's loop, adds to F, B and W of a layer."""
+        bytes_of = _stage_bytes if self.placed.masked(self.options) else _scan_bytes
+        return bytes_of(self.placed, self.options)
+
+    def time_experts(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return the seconds of a layer's experts: (matmuls of the forward, of the backward for inputs and for
+        weights), (elementwise work of the forward, of the backward)."""
+        routed = self.placed.routed(self.options)
+        if not routed:
+            return (0.0,) * 3, (0.0,) * 2
+        k, n, in_order = routed.sizes.embed_dim, routed.sizes.width, "rows"
+        if self.placed.itemsize == 2 and mosaic.runs_on(self.rated.gpu) and mosaic_grouped.columns_of(k, n):
+            in_order = "mosaic"
+        counts = zip(routed.products, routed.in_order, ("rows", "rows", "outer"))
+        products = (routed.share * ((times - ordered) * self.time_product(routed, kernel)
+                                    + ordered * self.time_product(routed, in_order))
+                    for times, ordered, kernel in counts)
+        return tuple(products), tuple(routed.share * self.rated.stream_s(each) for each in routed.elementwise_bytes())
+
+    def time_product(self, routed: Routed, kernel: str) -> float:
+        """Return the seconds of all rows times one matrix of each expert. kernel: as in `rates.GroupedMatmul`."""
+        sizes, rows, rated = routed.sizes, routed.rows.executed, self.rated
+        product = rates.GroupedMatmul(rows, sizes.num_experts, sizes.embed_dim, sizes.width, self.placed.experts_dtype,
+                                      kernel)
+        return max(rated.grouped_s(product), rated.stream_s(routed.moved_bytes(kernel == "outer")))
 
 
 def _attention_s(placed: Placed, rated: Rates, options: Options) -> tuple[float, float]:
@@ -308,60 +362,20 @@ def _expansion_s(placed: Placed, rated: Rates, options: Options) -> tuple[float,
     backward = forward + sum(w.share * (matmul(tokens, w.k, n) + w.trained * matmul(w.k, n, tokens)) for w, n in found)
     moved = placed.mean(lambda mixer: tokens / heads * (mixer.keys + mixer.values) * bool(mixer.latents))
     gathered = split > 1 and options.method != "ulysses"
-    return tuple(seconds + rated.stream_s(each * moved) for seconds, each in zip((forward, backward), EXPANDED_BYTES[
-        gathered]))
+    each, each_back = EXPANDED_BYTES[gathered]
+    return forward + rated.stream_s(each * moved), backward + rated.stream_s(each_back * moved)
 
 
 def _recurrences_s(placed: Placed, rated: Rates, options: Options) -> list[tuple[Mixer, tuple[float, float]]]:
     """Return each recurrent mixer with the seconds of a layer's recurrence and convolution (forward, backward). If
     sequences are split, the scan over chunks runs a second time to summarize each device's tokens."""
-    split, runs = placed.num_shards("seq"), 1 if options.method == "ulysses" else 2
+    split, runs_of_device = placed.num_shards("seq"), 1 if options.method == "ulysses" else 2
     experts = pattern.share(placed.cfg, mlps="e")       # their layers are not computed in parts
-    parts = experts + (1 - experts) * footprint.row_parts(placed, options)
-    whole = split == 1
-    runs = recurrences.Scan(placed.tokens(options), options.seq_len / (1 if whole else split * runs), parts,
-                            0 if whole else split * runs)
-    return [(mixer, recurrences.seconds(mixer, rated, runs, placed.itemsize, options.recurrence))
-            for mixer in placed.mixers if mixer.recurrent]
-
-
-def _experts_s(placed: Placed, rated: Rates, options: Options) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the seconds of a layer's experts: (matmuls of the forward, of the backward for inputs and for weights),
-    (elementwise work of the forward, of the backward)."""
-    found = routed.of(placed, options)
-    if not found:
-        return (0.0,) * 3, (0.0,) * 2
-    k, n, dtype = found.sizes.embed_dim, found.sizes.width, placed.experts_dtype
-
-    def one_s(kernel: str) -> float:
-        outer, size = kernel == "outer", found.sizes.itemsize
-        moved = size * found.rows.executed * (k + n) + (4 if outer else size) * found.sizes.matrix
-        if placed.framework:        # a product of each expert's own, several at once
-            even = found.rows.even / found.sizes.num_experts
-            shape = (k, n, even) if outer else (even, n, k)
-            product_s = rated.matmul_s(Matmul(*shape, found.sizes.num_experts, dtype)) / rated.assumed["experts.rate"]
-            return max(product_s, rated.stream_s(moved))
-        product = rates.GroupedMatmul(found.rows.executed, found.sizes.num_experts, k, n, dtype, kernel)
-        return max(rated.grouped_s(product), rated.stream_s(moved))
-    ours = placed.itemsize == 2 and not placed.framework and mosaic.runs_on(rated.gpu)
-    ordered = "mosaic" if ours and mosaic_grouped.columns_of(k, n) else "rows"
-    counts = zip(found.products, found.in_order, ("rows", "rows", "outer"))
-    products = (found.share * ((times - in_order) * one_s(kernel) + in_order * one_s(ordered))
-                for times, in_order, kernel in counts)
-    moved = found.elementwise_bytes()
-    if placed.framework:
-        moved = _permuted_bytes(found, placed.experts_dtype != placed.cfg.compute_dtype)
-    return tuple(products), tuple(found.share * rated.stream_s(each) for each in moved)
-
-
-def _permuted_bytes(found: routed.Routed, narrow: bool) -> tuple[float, float]:
-    """Return the HBM bytes of other frameworks in addition to the experts' products (forward, backward). Rows are
-    sorted by expert and back, activated and weighted, and cast to a narrow dtype."""
-    size, n = found.sizes.itemsize, found.sizes.width
-    moved, hidden = 4 * size * found.sizes.embed_dim, size * (found.sizes.inward + 1) * n
-    cast = narrow * QUANTISE_BYTES * (found.sizes.embed_dim + n)
-    cast_b = narrow * (QUANTISE_BYTES + 1) * (found.sizes.embed_dim + found.sizes.inward * n)
-    return found.rows.executed * (moved + hidden + cast), found.rows.executed * (moved + 2 * hidden + cast_b)
+    parts = experts + (1 - experts) * placed.row_parts(options)
+    num_runs = split * runs_of_device if split > 1 else 1
+    scan = recurrences.Scan(placed.tokens(options), options.seq_len / num_runs, parts, num_runs if split > 1 else 0)
+    return [(mixer, recurrences.seconds(mixer, rated, scan, placed.itemsize, options.recurrence))
+            for mixer in placed.mixers if isinstance(mixer, RecurrenceSizes)]
 
 
 def _scan_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:

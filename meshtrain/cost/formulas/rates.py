@@ -28,14 +28,14 @@ TREE, TREE_SHARE = (1.25 / 1.9, 8.5 / 4.0), .92
 @dataclasses.dataclass(frozen=True)
 class Matmul:
     """`batch` products [m, k] × [k, n] in one kernel. dtype: that of the wider operand, as HLO spells it."""
-    m: int
-    n: int
-    k: int
-    batch: int
+    m: float
+    n: float
+    k: float
+    batch: float
     dtype: str
 
     @property
-    def flops(self) -> int:
+    def flops(self) -> float:
         return 2 * self.m * self.n * self.k * self.batch
 
 
@@ -48,9 +48,9 @@ class GroupedMatmul:
     fused activation.
     """
     rows: float
-    groups: int
-    k: int
-    n: int
+    groups: float
+    k: float
+    n: float
     dtype: str
     kernel: str = "rows"
     activation_bytes: float = 0
@@ -63,8 +63,7 @@ class GroupedMatmul:
 @dataclasses.dataclass(frozen=True)
 class AttentionKernel:
     """One flash attention kernel. flops: FLOPs of the visited pairs; skipped pairs do not count."""
-    # as `assumptions` names it: cudnn, pallas, mosaic, blockwise; of other frameworks flash2, triton, scores
-    engine: str
+    engine: str         # as `assumptions` names it: cudnn, pallas, mosaic, blockwise
     direction: str      # forward, backward
     flops: float
     num_keys: int
@@ -101,8 +100,6 @@ class Rates:
     def narrow_share(self, dtype: str) -> float:
         """Return the fraction of its own peak that a narrow dtype reaches, divided by the fraction that bfloat16
         reaches of its peak."""
-        if dtype == "mxfp8":
-            return self.assumed["matmul.mxfp8"]
         return self.assumed["matmul.float8"] if hardware.is_float8(dtype) else 1.0
 
     def grouped_s(self, grouped: GroupedMatmul) -> float:
@@ -125,10 +122,8 @@ class Rates:
         share = a[f"attention.{kernel.engine}_{kernel.direction}"] * a["matmul.clock"]
         share *= kernel.num_keys / (kernel.num_keys + a["attention.ramp"])
         width = min(kernel.head_dim, 128) / 128
-        if kernel.engine == "scores":        # scores are bound by HBM traffic, whatever the width of heads
-            share *= width
-        else:                   # between the two widths each pair costs the same exponential, whatever its products
-            share /= 1 + (1 / a["attention.narrow"] - 1) * (1 / max(width, 0.5) - 1)
+        # Between the two widths each pair costs the same exponential, whatever its products.
+        share /= 1 + (1 / a["attention.narrow"] - 1) * (1 / max(width, 0.5) - 1)
         return kernel.flops / (self.peak("bfloat16") * share)
 
     def collective_s(self, kind: str, array_bytes: float, group: DeviceGroup) -> float:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 from meshtrain import pattern
 from meshtrain.choices import experts
 from meshtrain.cost.formulas.options import Options
-from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.formulas.sizes import GATHER, ordered
 from meshtrain.kernels import grouped, tiles
 from meshtrain.parallel.experts import all_to_all, dispatch
+
+if TYPE_CHECKING:
+    from meshtrain.cost.formulas.placed import Placed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +161,13 @@ class Routed:
         return 4 * (self.sizes.weights
                     + self.sizes.matrix) + self.weight_grad_bytes + self.sizes.itemsize * self.sizes.weights
 
+    def moved_bytes(self, outer: bool) -> float:
+        """Return the HBM bytes of the rows times one matrix of each expert. outer: of the matrices' gradients, which
+        are float32."""
+        sizes = self.sizes
+        itemsize = 4 if outer else sizes.itemsize
+        return sizes.itemsize * self.rows.executed * (sizes.embed_dim + sizes.width) + itemsize * sizes.matrix
+
     def elementwise_bytes(self) -> tuple[float, float]:
         """Return the HBM bytes of work other than the products (forward, backward). Rows are summed to tokens, stored
         weights are cast, and weight gradients of further rounds are added. Read off programs compiled for H100 and
@@ -168,34 +178,41 @@ class Routed:
         return summed + cast, summed + cast + sums
 
 
-def of(placed: Placed, options: Options) -> Routed | None:
-    """Return the experts of one layer on one device, or None if the model has no experts."""
+def count(placed: Placed, options: Options) -> Routed:
+    """Return the experts of one layer on one device and their tokens. The model must have experts."""
     cfg, layout = placed.cfg, placed.layout
-    if not cfg.num_experts:
-        return None
     region, K = dispatch.ManualRegion.of(layout), cfg.experts_per_token
-    elsewhere = placed.framework is not None        # its rows are as many as the tokens' choices
-    by_all_to_all = elsewhere or experts.dispatch(options.dispatch, K, layout).value == "all_to_all"
+    by_all_to_all = experts.dispatch(options.dispatch, K, layout).value == "all_to_all"
     tokens, num_shards = placed.tokens(options) / placed.stream_shards, layout.num_shards(region.experts)
-    e, block = cfg.num_experts / num_shards, tiles.GROUPED[placed.itemsize].rows
-    if elsewhere:
-        seen, choices = tokens * (placed.framework.copies or K), 1
-        even = rows = most = tokens * K * layout.num_shards(region.inner)
-    elif by_all_to_all:
-        seen = most = num_shards * math.ceil(all_to_all.CAPACITY_FACTOR * tokens * K / num_shards)
-        even, rows, choices = tokens * K, most, 1
+    local_experts, block = cfg.num_experts / num_shards, tiles.GROUPED[placed.itemsize].rows
+    seen: float
+    rows: float
+    if by_all_to_all:
+        rows = seen = num_shards * math.ceil(all_to_all.CAPACITY_FACTOR * tokens * K / num_shards)
+        even, choices, further = tokens * K, 1, True
     else:
         seen, choices = tokens * layout.num_shards(region.gathered), K
-        even, most = seen * K / num_shards, seen * min(K, e)
+        even, most = seen * K / num_shards, seen * min(K, local_experts)
         rows = min(most, math.ceil(dispatch.CAPACITY_FACTOR * even))
-    inward = 1 + cfg.gated
-    trained = all(info.trainable for info in placed.rows if "expert" in info.axes)
-    sizes = ExpertSizes(e, cfg.embed_dim, cfg.expert_mlp_dim / layout.num_shards(region.inner), inward, trained,
-                        placed.itemsize)
-    counts = RowCounts(even, even, even) if elsewhere else RowCounts(
-        even, (math.ceil(rows / block) + e) * block, grouped.executed_rows(even, e, block))
-    gathered = layout.num_shards(layout.mesh_axes("params", "expert_embed"))
-    return Routed(by_all_to_all, region, tokens, seen, choices, counts, sizes, by_all_to_all or rows < most,
-                  placed.mesh.sizes["stage"] > 1, gathered if placed.moving(GATHER, "experts") else 1,
-                  elsewhere or experts.saves_inward(options.remat, placed.mesh.sizes["stage"]),
+        further = rows < most
+    counts = RowCounts(even, (math.ceil(rows / block) + local_experts) * block,
+                       grouped.executed_rows(even, local_experts, block))
+    num_stages = placed.mesh.sizes["stage"]
+    return Routed(by_all_to_all, region, tokens, seen, choices, counts, sizes(placed, region),
+                  further, num_stages > 1, gathered(placed), experts.saves_inward(options.remat, num_stages),
                   pattern.share(cfg, mlps="e"))
+
+
+def sizes(placed: Placed, region: dispatch.ManualRegion) -> ExpertSizes:
+    """Return the sizes of a device's experts."""
+    cfg, num_shards = placed.cfg, placed.layout.num_shards
+    trained = all(info.trainable for info in placed.rows if "expert" in info.axes)
+    return ExpertSizes(cfg.num_experts / num_shards(region.experts), cfg.embed_dim,
+                       cfg.expert_mlp_dim / num_shards(region.inner), 1 + cfg.gated, trained, placed.itemsize)
+
+
+def gathered(placed: Placed) -> int:
+    """Return the number of shards over which a layer gathers its experts' weights."""
+    if not placed.moving(GATHER, "experts"):
+        return 1
+    return placed.layout.num_shards(placed.layout.mesh_axes("params", "expert_embed"))

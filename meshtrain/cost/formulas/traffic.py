@@ -8,12 +8,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from meshtrain.cost.formulas import routed
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed
-from meshtrain.cost.formulas.sizes import GATHER, SUM, Axes, Product, WeightMove
+from meshtrain.cost.formulas.sizes import GATHER, SUM, Axes, WeightMove
 from meshtrain.names import AXES
 from meshtrain.sharding.rules import GATHERED
 
@@ -23,8 +22,9 @@ ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
 # exposed seconds of the exchange of tokens, and of experts' weights
 ROUTED, EXPERTS = "for experts", "for experts' weights"
 FLOAT32, E4M3 = "f32", "f8e4m3fn"
+UPDATE, SCALES = "once a step", "scales"        # labels
 # all-reduces of a float8 layer's maxima, forward and backward, one number each
-SCALES = 12
+NUM_SCALES = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +53,17 @@ class Sent:
         return self.runs * self.array_bytes * share
 
 
-def of(placed: Placed, options: Options) -> list[Sent]:
-    """Return the collectives of a step on one device."""
-    found = [sent for part in (_tensor, _experts, _weights, _context, _stages) for sent in part(placed, options)]
+Part = Callable[[Placed, Options], Iterator[Sent]]
+
+
+def of(placed: Placed, options: Options, parts: Mapping[str, Part] | None = None) -> list[Sent]:
+    """Return the collectives of a step on one device. parts: functions that list them, `PARTS` if None."""
+    parts = parts or PARTS
+    sents = [sent for part in parts.values() for sent in part(placed, options)]
     if leading := placed.leading:
-        found += [dataclasses.replace(sent, layer=False)
-                  for part in (_tensor, _experts, _context) for sent in part(leading, options)]
-    return [sent for sent in found if sent.axes and sent.array_bytes and sent.runs]
+        sents += [dataclasses.replace(sent, layer=False)
+                  for name in IN_LAYERS for sent in parts[name](leading, options)]
+    return [sent for sent in sents if sent.axes and sent.array_bytes and sent.runs]
 
 
 def summarized(found: list[Sent], sizes: Mapping[str, int]) -> list[dict]:
@@ -90,31 +94,25 @@ def by_axes(found: list[Sent], sizes: Mapping[str, int]) -> dict[str, float]:
 
 # Label of a part's weights.
 LABELS = {"layers": "fsdp", "experts": EXPERTS, "routers": "fsdp", "ends": "fsdp"}
+LAYER_PARTS = ("layers", "experts", "routers")      # moved in each pass through a layer
 
 
-def _weights(placed: Placed, options: Options) -> Iterator[Sent]:
+def weights(placed: Placed, options: Options) -> Iterator[Sent]:
     """Yield the gathers of weights and the reductions of gradients.
 
     Each microbatch reduces gradients to the sharding of [grads]. Once a step, gradients that [grads] does not shard are
     reduced, and new weights that only [optimizer] shards are gathered.
     """
-    runs, framework = options.microbatches * placed.layers(options), placed.framework
-    grads = ("bf16", 2) if framework and framework.grad_bytes == 2 else (FLOAT32, 4)
-    arrays = 1 if framework else placed.matrices
+    runs, arrays = options.microbatches * placed.layers(options), placed.matrices
     for move in placed.moves:
-        n, layer = move.elements, move.part in ("layers", "experts", "routers")
-        if move.part == "lookup" and framework:
-            continue        # others scatter cotangents into the gradient of the table
+        n, layer = move.elements, move.part in LAYER_PARTS
         if move.part == "lookup":
             yield _lookup(placed, options, move)
-        elif framework and move.kind == SUM and move.part != "update":     # others sum their accumulators once a step
-            whole = dataclasses.replace(move, elements=n * placed.layers(options) if layer else n)
-            yield _update(placed, whole, grads)
         elif move.part == "update":
-            yield _update(placed, move, grads)
+            yield _update(placed, move)
         elif move.kind != GATHER:
             label = "context" if move.kind == SUM else LABELS[move.part]
-            yield Sent(move.kind, move.axes, grads[0], n * grads[1], runs if layer else options.microbatches, label,
+            yield Sent(move.kind, move.axes, FLOAT32, n * 4, runs if layer else options.microbatches, label,
                        BACKWARD * layer, layer, arrays if layer else 1)
         elif move.part == "routers":
             yield Sent(GATHER, move.axes, FLOAT32, 4 * n, 2 * runs, "fsdp", FORWARD)
@@ -137,17 +135,18 @@ def _lookup(placed: Placed, options: Options, move: WeightMove) -> Sent:
     return Sent(move.kind, move.axes, placed.dtype, rows, runs, "context" if move.kind == GATHER else "fsdp", "", False)
 
 
-def _update(placed: Placed, move: WeightMove, grads: tuple[str, int]) -> Sent:
-    dtype, size = (placed.dtype, placed.itemsize) if move.kind == GATHER else grads
-    # XLA runs our all-reduces at the end, one after the other.
-    overlaps = MICROBATCH if placed.framework else "" if move.kind == SUM else ONCE
-    return Sent(move.kind, move.axes, dtype, move.elements * size, 1, "once a step", overlaps, False)
+def _update(placed: Placed, move: WeightMove) -> Sent:
+    """Return a reduction of gradients or a gather of new weights, once a step."""
+    dtype, size = (placed.dtype, placed.itemsize) if move.kind == GATHER else (FLOAT32, 4)
+    # XLA runs all-reduces at the end, one after the other.
+    overlaps = "" if move.kind == SUM else ONCE
+    return Sent(move.kind, move.axes, dtype, move.elements * size, 1, UPDATE, overlaps, False)
 
 
 # ---- activations -----------------------------------------------------------------------------------------------------
 
 
-def _tensor(placed: Placed, options: Options) -> Iterator[Sent]:
+def tensor(placed: Placed, options: Options) -> Iterator[Sent]:
     """Yield the collectives around products whose contracted dim is sharded.
 
     With sequence parallelism each pair of products has an all-gather before it and a reduce-scatter after it; otherwise
@@ -158,12 +157,13 @@ def _tensor(placed: Placed, options: Options) -> Iterator[Sent]:
     split = frozenset(placed.layout.mesh_axes("activations", "residual_seq"))
     stream = placed.tokens(options) * placed.cfg.embed_dim * placed.itemsize
     send = lambda kind, axes, times, layer: Sent(kind, axes, placed.dtype, stream, times, "tensor", "", layer)
-    if placed.float8 and not placed.framework:      # others scale by blocks, or by the last steps' maxima
+    if placed.float8:
         axes = tuple(a for a in AXES if placed.layout.sizes[a] > 1)
-        yield Sent("all-reduce", axes, FLOAT32, 4, SCALES * forward, "scales")
+        yield Sent("all-reduce", axes, FLOAT32, 4, NUM_SCALES * forward, SCALES)
+    recomputed = placed.recomputed(options)
     for product in placed.layer.products:
-        gathers, sums = _again(placed, options.remat, product)
-        gathered, summed = (product.share * (forward + backward * (1 + again)) for again in (gathers, sums))
+        gathered = product.share * (forward + backward * (1 + recomputed.gathers))
+        summed = product.share * (forward + backward * (1 + recomputed.products * (1 - product.unread)))
         summed -= product.share * backward * product.whole_inputs
         if product.row and set(product.row) <= split:
             sent = send("all-gather", product.row, gathered, True)
@@ -185,25 +185,19 @@ def _tensor(placed: Placed, options: Options) -> Iterator[Sent]:
         yield send("all-reduce", vocab, looked_up + loss, False)
 
 
-def _experts(placed: Placed, options: Options) -> Iterator[Sent]:
+def experts(placed: Placed, options: Options) -> Iterator[Sent]:
     """Yield the exchange of tokens with experts.
 
     The forward exchanges x and y; the backward x, dy and dx; both exchange the choices with their weights. Tokens are
     gathered and scattered, or exchanged in buffers. Balanced experts need one round.
     """
-    found = routed.of(placed, options)
+    found = placed.routed(options)
     if not found:
         return
     forward, backward = (found.share * visits for visits in placed.visits(options)[:2])
     stream, choices = found.seen * found.sizes.embed_dim * placed.itemsize, found.seen * found.choices * 4
     brought, summed = found.axes
     send = lambda kind, axes, dtype, sent_bytes, runs: Sent(kind, axes, dtype, sent_bytes, runs, ROUTED)
-    if placed.framework:            # to the experts and back, and their gradients
-        yield send("all-to-all", brought, placed.dtype, stream, 4 * forward)
-        rows = found.rows.even * found.sizes.embed_dim * placed.itemsize
-        for kind in ("all-gather", "reduce-scatter"):         # of an expert's parts
-            yield send(kind, found.region.inner, placed.dtype, rows, 2 * forward)
-        return
     there, back = ("all-to-all",) * 2 if found.by_all_to_all else ("all-gather", "reduce-scatter")
     yield send(there, brought, placed.dtype, stream, forward + 2 * backward)
     yield send(back, brought, placed.dtype, stream, forward + backward)
@@ -214,13 +208,6 @@ def _experts(placed: Placed, options: Options) -> Iterator[Sent]:
         yield send("all-reduce", brought, "s32", 4, forward + backward)
     yield send("all-reduce", summed, placed.dtype, stream, forward + backward)
     yield send("all-reduce", summed, FLOAT32, choices, backward)
-
-
-def _again(placed: Placed, remat: str, product: Product) -> tuple[float, float]:
-    """Return how often the backward repeats (the gather before a product, the sum after it)."""
-    if placed.framework:
-        return (placed.framework.recomputed[0],) * 2
-    return float(remat != "none"), (remat in ("full", "offload")) * (1 - product.unread)
 
 
 def _context(placed: Placed, options: Options) -> Iterator[Sent]:
@@ -288,7 +275,7 @@ def _ring(mixer, placed: Placed, options: Options, send) -> Iterator[Sent]:
 def _stages(placed: Placed, options: Options) -> Iterator[Sent]:
     """Yield the sends between stages, forward and backward.
 
-    In this project's pipelines all stages receive the last stage's output and the cotangent of the first stage's input.
+    All stages receive the last stage's output and the cotangent of the first stage's input.
     If stages shard the vocabulary, they sum the looked-up rows and the head's cotangents. With several chunks, a chunk
     is stored on another stage than the one that computes it; once a step its weights are sent to the computing stage
     and its gradients back.
@@ -299,7 +286,7 @@ def _stages(placed: Placed, options: Options) -> Iterator[Sent]:
     boundary = size * placed.tokens(options) * placed.cfg.embed_dim / placed.stream_shards
     send = lambda kind, runs: Sent(kind, ("stage",), placed.dtype, boundary, runs, "stage", "", False)
     move = lambda kind, axis, dtype, sent_bytes: Sent(
-        kind, (axis,), dtype, sent_bytes, 1, "once a step", MICROBATCH, False)
+        kind, (axis,), dtype, sent_bytes, 1, UPDATE, MICROBATCH, False)
     forward, backward, _ = (chunks * visits / placed.layers(options) for visits in placed.visits(options))
     yield send("collective-permute", forward + backward)
     if not placed.masked(options):
@@ -314,3 +301,9 @@ def _stages(placed: Placed, options: Options) -> Iterator[Sent]:
         yield move("all-to-all", "stage" if chunks % p == 0 else f"stage:{chunks}~", dtype, sent_bytes)
         if chunks % p:
             yield move("collective-permute", "stage", dtype, sent_bytes)
+
+
+# Which functions list the collectives of a step, and which of these are in a layer.
+PARTS: dict[str, Part] = {"tensor": tensor, "experts": experts, "weights": weights, "context": _context,
+                          "stages": _stages}
+IN_LAYERS = ("tensor", "experts", "context")

@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 
 from meshtrain.cost.formulas.sizes import GATHER, SCATTER
-from meshtrain.cost.formulas.price import RECOMPUTED, Links, matmul_s
+from meshtrain.cost.formulas.placed import RECOMPUTED
+from meshtrain.cost.formulas.price import Links, matmul_s
 from meshtrain.cost.planner.search import Answer, Plan, Question
 from meshtrain.names import AXES
 from meshtrain.units import counted, seconds
@@ -77,8 +78,10 @@ def _lost_s(plan: Plan) -> dict[str, float]:
     subtracted from its kinds and has its own name."""
     one, again = plan.price, RECOMPUTED[plan.options.remat]
     # Matmuls: the backward is twice the forward, its recomputation once more. Others: the forward is two in seven.
-    repeated = {"matmul": again[0] / (3 + again[0]), "attention": again[1] * 2 / (7 + 2 * again[1]),
-                "recurrence": again[1] / (3 + again[1]), "elementwise": again[2] * 2 / (5 + 2 * again[2])}
+    repeated = {"matmul": again.products / (3 + again.products),
+                "attention": again.attention * 2 / (7 + 2 * again.attention),
+                "recurrence": again.attention / (3 + again.attention),
+                "elementwise": again.elementwise * 2 / (5 + 2 * again.elementwise)}
     if plan.sizes["context"] > 1:       # context parallelism never recomputes attention
         repeated["attention"] = repeated["recurrence"] = 0.0
     repeated_s = {name: one.parts[name] * share for name, share in repeated.items() if name in one.parts}
