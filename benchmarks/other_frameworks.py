@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from meshtrain import pattern
-from meshtrain.cost.formulas import assumptions, price, rates, routed, traffic
+from meshtrain.cost.formulas import assumptions, calibrations, price, rates, routed, traffic
 from meshtrain.cost.formulas.assumptions import NARROW, Assumption
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed, Recomputed
@@ -243,8 +243,8 @@ class OtherLayerTimes(price.LayerTimes):
         sizes, n = experts.sizes, experts.sizes.width
         narrow = self.placed.experts_dtype != self.placed.cfg.compute_dtype
         moved, hidden = 4 * sizes.itemsize * sizes.embed_dim, sizes.itemsize * (sizes.inward + 1) * n
-        cast = narrow * price.QUANTISE_BYTES * (sizes.embed_dim + n)
-        cast_back = narrow * (price.QUANTISE_BYTES + 1) * (sizes.embed_dim + sizes.inward * n)
+        cast = narrow * calibrations.FLOAT8_CAST.value * (sizes.embed_dim + n)
+        cast_back = narrow * (calibrations.FLOAT8_CAST.value + 1) * (sizes.embed_dim + sizes.inward * n)
         return experts.rows.executed * (moved + hidden + cast), experts.rows.executed * (moved + 2 * hidden + cast_back)
 
 
@@ -265,4 +265,4 @@ class OtherPricing(price.Pricing):
         return (self.num_stages - 1) / self.options.chunks * self.stage_s()
 
     def update_s(self) -> float:
-        return self.rated.stream_s(price.UPDATE_BYTES * self.placed.held.updated)
+        return self.rated.stream_s(calibrations.UPDATE.value * self.placed.held.updated)

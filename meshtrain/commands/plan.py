@@ -20,7 +20,7 @@ from meshtrain import assembly, config, design
 from meshtrain import hardware
 from meshtrain.choices.setting import Setting
 from meshtrain.config import ConfigError, Run
-from meshtrain.cost.formulas import assumptions, decode, rates
+from meshtrain.cost.formulas import assumptions, calibrations, decode, rates
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.place import place
 from meshtrain.cost.planner import gap, search
@@ -342,7 +342,7 @@ def sampled_apart(run: Run, question: search.Question) -> dict:
     costs = decode.Sampling(placed, read, -(-asked // shards) * shards, room,
                             functools.partial(cache.places, room=room))
     held = sum(map(costs.read_bytes, question.rows))
-    fits = costs.fitting((1 - decode.SPARE) * question.usable_bytes - held)
+    fits = costs.fitting((1 - calibrations.SAMPLER_SPARE.value) * question.usable_bytes - held)
     token_s = sum(costs.token_s(question.rated, room).values())
     return {"gpus": gpus, "tensor": tensor, "slots": costs.slots, "slots_that_fit": fits, "weights_bytes": round(held),
             "cache_bytes": round(costs.cache_bytes), "token_s": token_s,

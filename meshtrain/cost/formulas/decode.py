@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Iterator
 
 from meshtrain import hardware
+from meshtrain.cost.formulas import calibrations
 from meshtrain.cost.formulas.mixers import Mixer
 from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.formulas.sizes import GATHER, SCATTER, SUM
@@ -25,12 +26,6 @@ from meshtrain.sharding import moves
 from meshtrain.sharding.rules import Layout
 
 SYNC, TOKEN = "sync", "a token"        # labels
-# Small collectives of sampling: maxima and sums of the logits over the vocabulary; end flags and sampled tokens over
-# the batch. Read off programs compiled for GPUs.
-DRAWS, ENDS = 4, 4
-# Fraction of the memory to leave free for prefill and logits. Programs compiled for 8 and 64 H100 needed 1.0 and
-# 1.3 GiB of 72.8 (8B and 70B, 64 slots of 2,048 and 4,096 tokens a GPU).
-SPARE = 0.1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,8 +79,8 @@ class Sampling:
 
     def fitting_beside(self, state_bytes: float, usable_bytes: float) -> int:
         """Return the largest number of slots, on all devices, that fits beside `state_bytes` of training state on each
-        device. A fraction `SPARE` of the memory stays free."""
-        return self.fitting((1 - SPARE) * usable_bytes - state_bytes - self.copied_bytes())
+        device. A fraction of the memory (`calibrations`) stays free."""
+        return self.fitting((1 - calibrations.SAMPLER_SPARE.value) * usable_bytes - state_bytes - self.copied_bytes())
 
     def fitting(self, free_bytes: float) -> int:
         """Return the largest number of slots, on all devices, whose cache takes at most `free_bytes` on each device."""
@@ -187,8 +182,8 @@ class Sampling:
             for kind in (GATHER, SCATTER):
                 yield send(kind, region.gathered, width * layout.num_shards(region.gathered), layers)
             yield send(SUM, region.summed, width * layout.num_shards(region.gathered), layers)
-        yield Sent(SUM, vocab, FLOAT32, 4 * self.rows, DRAWS, TOKEN)
-        yield Sent(GATHER, layout.batch_axes, "s32", 4 * self.slots, ENDS, TOKEN)
+        yield Sent(SUM, vocab, FLOAT32, 4 * self.rows, calibrations.DRAW_COLLECTIVES.value, TOKEN)
+        yield Sent(GATHER, layout.batch_axes, "s32", 4 * self.slots, calibrations.END_COLLECTIVES.value, TOKEN)
 
     def _visits(self, info) -> float:
         """Return the mean number of tokens that one of a device's experts multiplies, per slot of the device."""

@@ -8,14 +8,12 @@ temporaries were read off the buffers of programs compiled for GPUs. A width is 
 from __future__ import annotations
 
 from meshtrain import pattern
-from meshtrain.cost.formulas import recurrences
+from meshtrain.cost.formulas import calibrations, recurrences
 from meshtrain.cost.formulas.mixers import Mixer
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.formulas.sizes import GATHER, SCATTER
 from meshtrain.parallel.pipeline import schedules, stages
-
-WAITING = .35       # fraction of a recurrence's live arrays that other recurrences of its period hold meanwhile
 
 
 def memory(placed: Placed, options: Options) -> dict[str, int]:
@@ -192,7 +190,8 @@ def _waiting_width(placed: Placed, options: Options, stretch) -> float:
     """Return the elements per token that live in a period's other recurrences during the first one's backward."""
     recurrent = [mixer for mixer in placed.mixers for kind in stretch.period
                  if kind.mixer == mixer.letter and mixer.recurrent]
-    return WAITING * sum(recurrences.live_width(mixer, placed.itemsize, options.recurrence) for mixer in recurrent[1:])
+    return calibrations.WAITING_RECURRENCE.value * sum(
+        recurrences.live_width(mixer, placed.itemsize, options.recurrence) for mixer in recurrent[1:])
 
 
 def _pair(mixer: Mixer) -> float:

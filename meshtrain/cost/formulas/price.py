@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from meshtrain import pattern
-from meshtrain.cost.formulas import flops, footprint, rates, recurrences, traffic
+from meshtrain.cost.formulas import calibrations, flops, footprint, rates, recurrences, traffic
 from meshtrain.cost.formulas.mixers import Mixer, RecurrenceSizes
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed
@@ -23,15 +23,6 @@ from meshtrain.cost.formulas.simulate import Costs
 from meshtrain.kernels import mosaic, mosaic_grouped
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding.mesh import MeshSpec
-
-LOGIT_BYTES = 14            # HBM bytes of a logit, forward and backward
-UPDATE_BYTES = 30           # HBM bytes of a parameter in the optimizer's update
-ONCE_BYTES = 12             # HBM bytes of an accumulator's element per step: zeroed, transposed for the reduction
-# HBM bytes of an element of expanded keys and values in copies of kernels' operands and in sums of gradients, forward
-# and backward; where sequences are split these are of all tokens and of single chunks
-EXPANDED_BYTES = {False: (7, 15), True: (26, 54)}
-QK_NORM = (6, 17)           # HBM bytes of a normed element of queries and keys, forward and backward
-QUANTISE_BYTES = 5          # HBM bytes of an element cast to float8: read for the maximum, read again, written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,10 +131,10 @@ class Pricing:
 
     def update_s(self) -> float:
         """Return the seconds of the optimizer's update, and of the accumulators of a microbatch loop."""
-        update_s = self.rated.stream_s(UPDATE_BYTES * self.placed.held.updated)
+        update_s = self.rated.stream_s(calibrations.UPDATE.value * self.placed.held.updated)
         if self.num_stages > 1:
             return update_s
-        return update_s + self.rated.stream_s(ONCE_BYTES * self.placed.held.grads)
+        return update_s + self.rated.stream_s(calibrations.ACCUMULATOR.value * self.placed.held.grads)
 
     def leading(self) -> tuple[dict[str, float], float]:
         """Return the time of the leading layers before a pipeline's stages: (seconds of a stage per microbatch by kind,
@@ -256,8 +247,8 @@ class LayerTimes:
         moved = lambda times, norm: tokens * (fixed_bytes + times * placed.mlp_width + norm * normed)
         gated = cfg.gated
         fused = self.eager * placed.itemsize / 2
-        small = fused * rated.stream_s(moved(6 if gated else 4, QK_NORM[0]))
-        small_b = fused * rated.stream_s(moved(10 if gated else 6, QK_NORM[1]))
+        small = fused * rated.stream_s(moved(6 if gated else 4, calibrations.QK_NORM.value.forward))
+        small_b = fused * rated.stream_s(moved(10 if gated else 6, calibrations.QK_NORM.value.backward))
         if placed.float8:
             small, small_b = (each + rated.stream_s(tokens * moved)
                               for each, moved in zip((small, small_b), _quantised_bytes(placed)))
@@ -282,7 +273,7 @@ class LayerTimes:
         matmul = functools.partial(matmul_s, rated, cfg.compute_dtype, placed.itemsize)
         n, k = placed.head.n, placed.head.k
         self.head = {"matmul": matmul(tokens, n, k) + matmul(tokens, k, n) + placed.head.trained * matmul(k, n, tokens),
-                     "elementwise": fused * rated.stream_s(LOGIT_BYTES * tokens * n)} if n else {}
+                     "elementwise": fused * rated.stream_s(calibrations.LOGIT.value * tokens * n)} if n else {}
 
 
     @property
@@ -362,8 +353,8 @@ def _expansion_s(placed: Placed, rated: Rates, options: Options) -> tuple[float,
     backward = forward + sum(w.share * (matmul(tokens, w.k, n) + w.trained * matmul(w.k, n, tokens)) for w, n in found)
     moved = placed.mean(lambda mixer: tokens / heads * (mixer.keys + mixer.values) * bool(mixer.latents))
     gathered = split > 1 and options.method != "ulysses"
-    each, each_back = EXPANDED_BYTES[gathered]
-    return forward + rated.stream_s(each * moved), backward + rated.stream_s(each_back * moved)
+    each = (calibrations.GATHERED_LATENT if gathered else calibrations.EXPANDED_LATENT).value
+    return forward + rated.stream_s(each.forward * moved), backward + rated.stream_s(each.backward * moved)
 
 
 def _recurrences_s(placed: Placed, rated: Rates, options: Options) -> list[tuple[Mixer, tuple[float, float]]]:
@@ -382,14 +373,14 @@ def _scan_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
     """Return the HBM bytes that the scan over layers adds to one layer (forward, backward, weight gradient).
 
     Residuals are copied into a buffer and out, unsharded weights are sliced out of their stack, and gradients are added
-    to their stack. Read off compiled programs of 1B and 8B.
+    to their stack.
     """
     remat = "full" if options.remat == "offload" else options.remat         # it passes through the same buffer
     width = footprint.kept_width(placed, dataclasses.replace(options, remat=remat))
     kept = placed.itemsize * placed.tokens(options) * width
     sliced = 0 if placed.by_layer else 2 * placed.itemsize * placed.layer.used
     grads = (placed.held.grads - placed.held.ends_grads) / placed.cfg.num_layers
-    return sliced + 2 * kept, sliced + 2 * kept, 12 * grads
+    return sliced + 2 * kept, sliced + 2 * kept, calibrations.STACKED_GRADIENT.value * grads
 
 
 def _stage_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
@@ -402,9 +393,10 @@ def _stage_bytes(placed: Placed, options: Options) -> tuple[float, float, float]
     size, weights = placed.itemsize, placed.layer.used
     for_backward, for_weights = (size * placed.tokens(options) * width
                                  for width in footprint.slot_widths(placed, options))
-    split = 4 * for_weights if options.schedule in schedules.SPLIT else 0
+    split = calibrations.MASKED_RESIDUAL.value * for_weights if options.schedule in schedules.SPLIT else 0
     slice_bytes = 2 * size * weights
-    return slice_bytes + 2 * for_backward, slice_bytes + 2 * for_backward + split, 12 * weights + split
+    grads = calibrations.STACKED_GRADIENT.value * weights
+    return slice_bytes + 2 * for_backward, slice_bytes + 2 * for_backward + split, grads + split
 
 
 def _quantised_bytes(placed: Placed) -> tuple[float, float]:
@@ -416,7 +408,7 @@ def _quantised_bytes(placed: Placed) -> tuple[float, float]:
     read = sum(product.share * (product.k if product.outward else stream) for product in products)
     made = sum(product.share * (stream if product.outward else product.n) for product in products)
     gathered = 2 * placed.cfg.embed_dim * len(products) if placed.stream_shards > 1 else 0
-    return QUANTISE_BYTES * read, (QUANTISE_BYTES + 1) * made + gathered
+    return calibrations.FLOAT8_CAST.value * read, (calibrations.FLOAT8_CAST.value + 1) * made + gathered
 
 
 def matmul_s(rated: Rates, dtype: str, size: int, m: float, n: float, k: float) -> float:
