@@ -14,11 +14,12 @@ import numpy as np
 
 from benchmarks import gpu_speed
 from benchmarks.gpu_record import ROOT, Item
-from meshtrain import assembly, config, hardware, trained
+from meshtrain import assembly, config, hardware
 from meshtrain.cost.formulas import assumptions
 from meshtrain.cost.formulas.rates import Rates
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
+from meshtrain.rl import samplers
 
 
 class Sizes(NamedTuple):
@@ -50,7 +51,7 @@ def measure(slots: int, devices, sizes: Sizes, directory: Path) -> dict:
     """Item's found. Every slot has an answer of the same length, so all are full until the end."""
     gpu_speed.take_turn(directory)
     made = assembly.assemble(run_of(slots, len(devices), sizes), devices)
-    sampler, params = trained.beside(made), assembly.initialize(made).params
+    sampler, params = samplers.make(made), assembly.initialize(made).params
     rng, rl = np.random.default_rng(0), made.run.rl
     prompts = rng.integers(0, made.run.model.vocab_size, (slots // rl.samples, sizes.prompt)).tolist()
 

@@ -270,7 +270,7 @@ class Experiment:
         """
         tokens = given.check_tokens(tokens, self.run.model.vocab_size)
         with jax.set_mesh(self.made.mesh):
-            return trained.within(self.made, self.state.params).scorer().logits(tokens)
+            return trained.wrap(self.made, self.state.params).scorer().logits(tokens)
 
     def generate(self, prompt: str | Sequence[int] = "", max_tokens: int = 50, temperature: float = 0.0,
                  seed: int = 0) -> str:
@@ -289,7 +289,7 @@ class Experiment:
         ids = [reader.bos, *map(int, reader.encode([prompt])[0])] if isinstance(prompt, str) else prompt
         limits = GenerationLimits(max_tokens, words.stop_ids, self.run.data.seq_len, words.at_string)
         with jax.set_mesh(self.made.mesh):
-            generator = trained.within(self.made, self.state.params).generator()
+            generator = trained.wrap(self.made, self.state.params).generator()
             (answer,) = generator.complete([ids], limits, Picking(temperature), seed)
         return words.text(answer.tokens)
 

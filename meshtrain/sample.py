@@ -29,7 +29,7 @@ from meshtrain.files import FileSystemError
 from meshtrain.inference.generate import Completion, GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.model import params
-from meshtrain.rl import exchange, work_queue
+from meshtrain.rl import exchange, samplers, work_queue
 from meshtrain.rl.groups import RolloutError
 from meshtrain.run import replicas
 
@@ -115,7 +115,7 @@ class _Drawing:
 
     def __init__(self, run_dir: Path, words: Sequence[str], queue: work_queue.WorkQueue):
         self.run_dir, self.words, self.queue = run_dir, words, queue
-        self.sampler: trained.ApartSampler | None = None
+        self.sampler: samplers.SeparateSampler | None = None
         self.store: Checkpoints | None = None
         self._weights, self._generator = "", None
         self._frozen, self._of_frozen = {}, ""      # untrained weights, and their digest
@@ -128,7 +128,7 @@ class _Drawing:
             self.store = Checkpoints(DirectoryStore(exchange.SamplerFiles(self.run_dir).weights), read_only=True)
         saved = self.store.open(order.version)
         if self.sampler is None:
-            self.sampler = trained.apart(saved, self.words, "sample")
+            self.sampler = samplers.make_separate(saved, self.words, "sample")
             held = sum(info.size for info in self.sampler.model.parameters())
             say.out(f"sampling answers on {self.sampler.on}: {held:,} parameters")
         with jax.set_mesh(self.sampler.mesh):

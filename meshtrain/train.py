@@ -485,7 +485,7 @@ def _tell_sample(session: _Session, state: State) -> None:
     limits = GenerationLimits(run.run.sample_tokens, words.stop_ids, run.data.seq_len, words.at_string)
     try:
         with phases.phase("drawing a sample"):
-            generator = trained.within(session.made, state.params).generator()
+            generator = trained.wrap(session.made, state.params).generator()
             prompt = sample_prompt(run, tokenizer)
             (answer,) = generator.complete([prompt], limits, Picking(temperature=0.8), run.run.seed)
     except Exception as error:

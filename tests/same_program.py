@@ -23,7 +23,8 @@ sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE / "gpu")]
 import jax  # noqa: E402
 
 import cells  # noqa: E402
-from meshtrain import assembly, config, trained  # noqa: E402
+from meshtrain import assembly, config  # noqa: E402
+from meshtrain.rl import samplers  # noqa: E402
 
 # On CPUs: every model of the table of cells, schedule, context method and kind of remat.
 CELLS = (
@@ -90,7 +91,7 @@ def sampler_programs(made: assembly.Assembly) -> Iterator[tuple[str, str]]:
         return compile_lowered(lowered, *args, **more)
     jax.stages.Lowered.compile = note
     try:
-        trained.beside(made).programs()
+        samplers.make(made).programs()
     finally:
         jax.stages.Lowered.compile = compile_lowered
     yield from ((f"sampler {number}", text) for number, text in enumerate(texts))

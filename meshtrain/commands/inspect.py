@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from meshtrain import assembly, config, design, elastic
 from meshtrain import devices as local_devices
-from meshtrain import hardware, trained
+from meshtrain import hardware
 from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import assumptions, simulate
 from meshtrain.cost.program import compile as gpu_compile
@@ -25,6 +25,7 @@ from meshtrain.cost.program import roofline
 from meshtrain.inspection import chart, expect, fitting, report, summary, topologies
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.pages import layout, pictures, skin
+from meshtrain.rl import samplers
 from meshtrain.run import command, say
 from meshtrain.run.stops import DOES_NOT_FIT, DONE, FAILED
 from meshtrain.units import counted, size
@@ -119,7 +120,7 @@ def _tell(step: Inspected, own: config.Arguments) -> None:
 def _sampling(made: assembly.Assembly):
     """Return the field `sampling` of `Inspected`. Raises: ConfigError for faults of rl.rules,
     assembly.BrokenProgramError."""
-    sampler = trained.beside(made)
+    sampler = samplers.make(made)
     return sampler.costs, sampler.programs()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from meshtrain import assembly, starts, trained
+from meshtrain import assembly, starts
 from meshtrain.checkpoint import resume
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.directory import DirectoryStore
@@ -21,9 +21,7 @@ from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.huggingface import folder
 from meshtrain.inference.detokenizer import Words
 from meshtrain.model import params as model_params
-from meshtrain.rl import prompts
-from meshtrain.rl import sync
-from meshtrain.rl import exchange, rollouts
+from meshtrain.rl import exchange, prompts, rollouts, samplers, sync
 from meshtrain.rl.orders import Orders, SentWeights
 from meshtrain.rl.prompts import Prompts
 from meshtrain.rl.rollouts import Rollouts
@@ -59,7 +57,7 @@ def feed_of(made: assembly.Assembly, start: resume.Start, state: State, asked: P
     """
     run = made.run
     words = Words(tokenizer.decode, tuple(dict.fromkeys((*run.rl.stop, *ends.stops))), ends.ids)
-    sampler = trained.beside(made, asked.longest_with_answer(run.rl.max_tokens))
+    sampler = samplers.make(made, asked.longest_with_answer(run.rl.max_tokens))
     position = start.saved.metadata["data"]["position"] if start.saved else None
     feed = Rollouts(run, made.program, asked, words, sampler, directory, position)
     feed.ends = ends.shown(tokenizer)

@@ -98,7 +98,7 @@ def test_step_evaluation_initialization_and_sampling_are_compiled_with_the_same_
     state = assembly.initialize(made)
     assembly.compile_step(assembly.compile_evaluation(made))
     with jax.set_mesh(made.mesh):
-        generator = trained.within(made, state.params).generator()
+        generator = trained.wrap(made, state.params).generator()
         # the largest seed of a run file
         (answer,) = generator.complete([[256]], GenerationLimits(5), Picking(1.0), 2**32 - 1)
     assert options == [{"xla_backend_optimization_level": 0}] * 7 and len(answer.tokens) == 5

@@ -10,7 +10,7 @@ from commands import call, home, in_a_directory_of_its_own  # noqa: F401
 from jax.sharding import PartitionSpec as P
 from test_weight_sync import BY_FSDP, EXPERTS, MODEL, assembled
 
-from meshtrain import config, design, hardware, trained
+from meshtrain import config, design, hardware
 from meshtrain.commands import inspect, plan
 from meshtrain.cost.formulas import decode, traffic
 from meshtrain.cost.formulas.assumptions import Assumptions
@@ -19,6 +19,7 @@ from meshtrain.cost.formulas.rates import Rates
 from meshtrain.cost.program import audit, compile
 from meshtrain.inference import cache, placement
 from meshtrain.inference.generate import LONGEST_STRIDE
+from meshtrain.rl import samplers
 from meshtrain.rl import sync as inference
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.moves import moves
@@ -93,7 +94,7 @@ def test_70b_on_64_h100_by_hand():
     dict(MODEL, mixers="DF", linear=dict(key_heads=2, value_heads=4, key_dim=8, value_dim=16))], ids=str)
 def test_a_slot_has_the_bytes_of_its_arrays(model):
     made, room = assembled(dict(data=1), model=model), 192
-    sampler = trained.beside(made)
+    sampler = samplers.make(made)
     costs = decode.Sampling(place(made.model.parameters(), made.run.model, sampler.ex.layout, made.mesh_spec),
                             made.layout, 4, room, functools.partial(cache.places, room=room))
     with jax.set_mesh(made.mesh):
@@ -114,15 +115,15 @@ CASES = {
     "experts": (dict(data=2, fsdp=2, tensor=2), "zero3_experts_fsdp", "")}
 
 
-def made_for(case: str, tmp_path, devices, dtype: str) -> trained.Sampler:
+def made_for(case: str, tmp_path, devices, dtype: str) -> samplers.Sampler:
     mesh, rule, text = CASES[case]
     (tmp_path / "rules.toml").write_text(text)
     model = (EXPERTS if case == "experts" else MODEL) | dict(compute_dtype=dtype)
-    return trained.beside(assembled(mesh, rule, devices, model, rl=dict(
+    return samplers.make(assembled(mesh, rule, devices, model, rl=dict(
         rules=str(tmp_path / "rules.toml") if text else "", prompts=8, samples=2)))
 
 
-def check_sync(sampler: trained.Sampler, cast_in_float32: bool) -> None:
+def check_sync(sampler: samplers.Sampler, cast_in_float32: bool) -> None:
     """Kinds, axes (but behind a permute) and bytes; what lives beside arguments and results is at most the largest weight twice, and the cast
     shards."""
     made, costs = sampler.made, sampler.costs
@@ -252,7 +253,7 @@ def test_inspect_prices_sampling_on_gpus(home):  # noqa: F811
 def test_as_many_slots_as_fit():
     model = MODEL | dict(vocab_size=128256, embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, mlp_dim=14336)
     devices, asked = compile.topology("h100:8"), dict(prompts=512, samples=16)
-    with_ = lambda mesh, **rl: trained.beside(assembled(mesh, "zero3", devices, model | dict(
+    with_ = lambda mesh, **rl: samplers.make(assembled(mesh, "zero3", devices, model | dict(
         compute_dtype="bfloat16"), rl=asked | rl), 2048)
     costs = with_(dict(fsdp=8)).costs
     assert costs.slots % 8 == 0 and 8 * 100 < costs.slots < 512 * 16
@@ -261,7 +262,7 @@ def test_as_many_slots_as_fit():
     assert free - costs.slot_bytes < costs.cache_bytes <= free + 1e-3 * state
     assert with_(dict(fsdp=8), slots=64).costs.slots == 64
     with pytest.raises(config.ConfigError, match="no answer can be sampled: 72.8 GiB are usable on h100"):
-        trained.beside(assembled(dict(data=8), "ddp", devices, model | dict(compute_dtype="bfloat16"), rl=asked), 2048)
+        samplers.make(assembled(dict(data=8), "ddp", devices, model | dict(compute_dtype="bfloat16"), rl=asked), 2048)
 
 
 def test_other_objectives_have_no_sampling(home):  # noqa: F811

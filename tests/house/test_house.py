@@ -45,9 +45,9 @@ OPEN_TO = {
                    "training"},
     # Training on sampled answers comes after pretraining: the command hands the trainer what it needs of this room.
     "rl/rewards": set(),
-    "rl": {"assembly", "checkpoint", "cluster", "config", "data", "data/batches", "data/documents", "huggingface",
-           "inference", "journal", "model", "rl/rewards", "run", "sharding", "starts", "storage", "trained",
-           "training"},
+    "rl": {"assembly", "checkpoint", "choices", "cluster", "config", "cost/formulas", "data", "data/batches",
+           "data/documents", "devices", "huggingface", "inference", "journal", "model", "rl/rewards", "run", "sharding",
+           "starts", "storage", "trained", "training"},
 }
 UNBOUND = {"commands", "launch"}
 # The sections of a run file are data, and what a process says, which signals it gets and what its directory contains

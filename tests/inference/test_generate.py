@@ -117,7 +117,7 @@ def test_on_gpus_no_table_moves_for_a_token():
                      model=dict(vocab_size=4096, embed_dim=128, num_layers=2, num_heads=2,
                                 head_dim=64, mlp_dim=256, tie_embeddings=True))
     made, programs = assembly.assemble(run, compile.topology("h100:2")), []
-    placed = trained.within(made, made.program.step.state.abstract.params)
+    placed = trained.wrap(made, made.program.step.state.abstract.params)
 
     def compiled(name, jitted, *args):
         executable = placed.compiled(name, jitted, *args)

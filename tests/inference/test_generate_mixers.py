@@ -22,7 +22,7 @@ def made(model: str, mesh: dict):
     run = run_of(model, mesh, "zero3")
     made = assembly.assemble(run, jax.devices()[:math.prod(mesh.values() or [1])])
     params = parity.drawn_parameters(made, 1)
-    return trained.within(made, jax.device_put(params, made.program.step.state.sharding.params))
+    return trained.wrap(made, jax.device_put(params, made.program.step.state.sharding.params))
 
 
 def completed(loaded, prompts):

@@ -34,7 +34,7 @@ def test_evaluation_and_sample_of_several_processes_have_one_order(by_gloo):
     devices = made.mesh.size
     assert steps.meeting(program.compiled(program.evaluate, params, program.step.batch).as_text(), devices) == []
     with jax.set_mesh(made.mesh):
-        placed = trained.within(made, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), params))
+        placed = trained.wrap(made, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), params))
         names = []
         generator = placed.generator()
         compiled = lambda name, jitted, *args: names.append(name) or order_checked(

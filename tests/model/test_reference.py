@@ -179,7 +179,7 @@ def test_a_sample_goes_on_with_the_likeliest_token_of_the_plain_logits():
     params["head"]["kernel"] *= 1000
     bos, count, model = 3, 9, made.run.model_dump()["model"]
     with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
-        (answer,) = trained.within(made, params).generator().complete([[bos]], GenerationLimits(count), Picking(0.8))
+        (answer,) = trained.wrap(made, params).generator().complete([[bos]], GenerationLimits(count), Picking(0.8))
         got = np.array([bos, *answer.tokens])
         batch = {"tokens": got[None], "positions": np.arange(count + 1)[None],
                  "segments": np.ones((1, count + 1), np.int32)}

@@ -395,13 +395,13 @@ def test_a_run_that_goes_on_measures_to_the_weights_that_it_started_from(place, 
 
 def test_a_sampler_with_old_weights_is_seen_in_the_row(place, home, monkeypatch):  # noqa: F811
     """The plant: weights that are laid out once, and never again."""
-    from meshtrain import trained
-    real, kept = trained.Sampler.generator, []
+    from meshtrain.rl import samplers
+    real, kept = samplers.Sampler.generator, []
 
     def stale(self, params):
         kept[:] = kept or [jax.tree.map(lambda x: x.copy(), params)]
         return real(self, kept[0])
-    monkeypatch.setattr(trained.Sampler, "generator", stale)
+    monkeypatch.setattr(samplers.Sampler, "generator", stale)
     told = ran(*words(place, "stale", "--validation.every=0")).err
     found = [row["mismatch_max"] for row in rows(place / "stale")]
     assert found[0] < 1e-4 and min(found[1:]) > 1e-3

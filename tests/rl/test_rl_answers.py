@@ -16,12 +16,11 @@ from test_lora_runs import saved
 from test_rl import place, ran, words  # noqa: F401
 from tokenizers import decoders, models, normalizers
 
-from meshtrain import trained
 from meshtrain.commands import generate, report
 from meshtrain.inference.generate import Generator
 from meshtrain.model.layers import with_numerics
 from meshtrain.names import NO_TARGET
-from meshtrain.rl import groups
+from meshtrain.rl import groups, samplers
 from meshtrain.rl.rollouts import Rollouts
 
 PIECES = ["<s>", "a", "b", "c", "d", "A", "B", "C", "D", ":", "1", "ab", "cd", "abc"]
@@ -133,12 +132,12 @@ def test_an_exported_run_goes_on_with_the_same_text_and_has_the_same_validation_
 @pytest.mark.parametrize("planted", [pytest.param(planted, marks=sampling.GRID) for planted in (False, True)])
 def test_the_sampler_and_the_step_round_alike_in_bfloat16(place, home, monkeypatch, planted):  # noqa: F811
     """Their log-probabilities are 0.0002 apart in the mean, those of the plant, a sampler in float32, 0.01."""
-    made = trained.beside
+    made = samplers.make
 
     def in_float32(*args):
         sampler = made(*args)
         return dataclasses.replace(sampler, ex=with_numerics(sampler.ex, dtype=jnp.dtype("float32")))
-    monkeypatch.setattr(trained, "beside", in_float32 if planted else made)
+    monkeypatch.setattr(samplers, "make", in_float32 if planted else made)
     name = f"rounds-{planted}"
     ran(*words(place, name, "--model.compute_dtype=bfloat16", "--model.num_layers=2", "--model.embed_dim=128",
                "--rl.max_tokens=40", "--data.seq_len=48", "--data.global_batch=16", "--training.steps=2",

@@ -15,6 +15,7 @@ from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.model import params
 from meshtrain.names import MATMUL_ROLES
+from meshtrain.rl import samplers
 from meshtrain.shipped import shipped
 
 MODEL = dict(vocab_size=97, embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=96)
@@ -43,7 +44,7 @@ LAYOUTS = [(("fsdp", 8),), (("fsdp", 4), ("tensor", 2)), (("data", 2), ("fsdp", 
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 def test_the_sampler_reads_the_cast_of_what_is_trained_bit_for_bit(mesh, dtype):
     made, stored = started(mesh, model=tuple((MODEL | dict(compute_dtype=dtype)).items()))
-    read = trained.beside(made).weights(stored)
+    read = samplers.make(made).weights(stored)
 
     def check(info, w):
         wanted = np.asarray(functools.reduce(dict.__getitem__, info.path, stored))
@@ -68,13 +69,13 @@ def drawn(generator, mesh) -> list:
 @functools.cache
 def alone(**keys) -> list:
     made, stored = started((("fsdp", 1),), **keys)
-    return drawn(trained.beside(made).generator(stored), made.mesh)
+    return drawn(samplers.make(made).generator(stored), made.mesh)
 
 
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 def test_every_layout_draws_what_one_device_draws(mesh):
     made, stored = started(mesh)
-    found = drawn(trained.beside(made).generator(stored), made.mesh)
+    found = drawn(samplers.make(made).generator(stored), made.mesh)
     assert [one.tokens for one in found] == [one.tokens for one in alone()]
     for one, wanted in zip(found, alone()):
         np.testing.assert_allclose(one.logprobs, wanted.logprobs, atol=1e-5)
@@ -83,7 +84,7 @@ def test_every_layout_draws_what_one_device_draws(mesh):
 def test_experts_that_are_stored_over_fsdp_draw_what_one_device_draws():
     model = tuple(EXPERTS.items())
     made, stored = started((("data", 2), ("fsdp", 2), ("tensor", 2)), "zero3_experts_fsdp", model=model)
-    sampler = trained.beside(made)
+    sampler = samplers.make(made)
     assert sampler.weights(stored)["layers"]["layers"]["moe"]["up"].sharding.spec == P(None, None, None, "tensor")
     found = drawn(sampler.generator(stored), made.mesh)
     assert [one.tokens for one in found] == [one.tokens for one in alone(model=model)]
@@ -91,10 +92,14 @@ def test_experts_that_are_stored_over_fsdp_draw_what_one_device_draws():
 
 def test_programs_are_compiled_once_and_a_batch_leaves_no_array_behind(monkeypatch):
     made, stored = started((("fsdp", 4), ("tensor", 2)))
-    sampler, names = trained.beside(made), []
-    compiled = type(sampler)._compiled
-    monkeypatch.setattr(type(sampler), "_compiled", lambda self, name, *args: names.append(name) or compiled(
-        self, name, *args))
+    sampler, names = samplers.make(made), []
+    compiled = trained.Compiler.__call__
+
+    def note(self, name, *args):
+        if self is sampler.compile:
+            names.append(name)
+        return compiled(self, name, *args)
+    monkeypatch.setattr(trained.Compiler, "__call__", note)
     held = lambda: (gc.collect(), sum(x.nbytes for x in jax.live_arrays()))[1]
     drawn(sampler.generator(stored), made.mesh)
     first, before = list(names), held()
@@ -108,7 +113,7 @@ def test_programs_are_compiled_once_and_a_batch_leaves_no_array_behind(monkeypat
 
 def test_only_adapters_move_again():
     made, stored = started((("fsdp", 8),), lora=(("rank", 2),))
-    sampler, moved = trained.beside(made), []
+    sampler, moved = samplers.make(made), []
     first = sampler.weights(stored)
     step = params.mapped(made.model.parameters(), lambda info, w: w + 1 if info.trainable else w, stored)
     second = sampler.weights(step)
@@ -124,7 +129,7 @@ def test_only_adapters_move_again():
 
 def test_what_already_lies_there_is_not_copied():
     made, stored = started((("fsdp", 1),))
-    assert all(a is b for a, b in zip(jax.tree.leaves(stored), jax.tree.leaves(trained.beside(made).weights(stored))))
+    assert all(a is b for a, b in zip(jax.tree.leaves(stored), jax.tree.leaves(samplers.make(made).weights(stored))))
 
 
 # ---- a rule file of the sampler's ------------------------------------------------------------------------------------
@@ -148,7 +153,7 @@ vocab = "tensor"
 def test_a_rule_file_splits_the_mlp_further_and_draws_the_same(tmp_path):
     (tmp_path / "rules.toml").write_text(BY_FSDP)
     made, stored = started((("data", 2), ("fsdp", 2), ("tensor", 2)), rl=(("rules", str(tmp_path / "rules.toml")),))
-    sampler = trained.beside(made)
+    sampler = samplers.make(made)
     read = sampler.weights(stored)
     assert read["layers"]["mlp"]["gate"]["kernel"].sharding.spec == P(None, None, ("tensor", "fsdp"))
     assert [one.tokens for one in drawn(sampler.generator(stored), made.mesh)] == [one.tokens for one in alone()]
@@ -166,13 +171,13 @@ def test_a_rule_file_splits_the_mlp_further_and_draws_the_same(tmp_path):
 def test_every_fault_of_a_rule_file_is_told(tmp_path, lines, faults):
     (tmp_path / "rules.toml").write_text(lines)
     with pytest.raises(config.ConfigError) as told:
-        trained.beside(assembled(dict(data=2, fsdp=2, tensor=2), rl=dict(rules=str(tmp_path / "rules.toml"))))
+        samplers.make(assembled(dict(data=2, fsdp=2, tensor=2), rl=dict(rules=str(tmp_path / "rules.toml"))))
     for fault in faults:
         assert fault in str(told.value)
 
 
 def test_a_shipped_rule_file_is_found_by_its_name_and_its_idle_axis_told(tmp_path):
-    rows = trained.beside(assembled(dict(data=2, fsdp=2, tensor=2), rl=dict(rules="sharding_rules/ddp.toml"))).ex.layout
+    rows = samplers.make(assembled(dict(data=2, fsdp=2, tensor=2), rl=dict(rules="sharding_rules/ddp.toml"))).ex.layout
     assert rows.batch_axes == ("data", "fsdp") and rows.mesh_axes("activations", "residual_seq") == ()
     with pytest.raises(config.ConfigError, match="mesh.context=2"):
-        trained.beside(assembled(dict(data=2, fsdp=2, context=2), rl=dict(rules="sharding_rules/ddp.toml")))
+        samplers.make(assembled(dict(data=2, fsdp=2, context=2), rl=dict(rules="sharding_rules/ddp.toml")))

@@ -1,0 +1,172 @@
+"""Samplers of a run's answers: on the mesh of the training run, between its steps, or in a process of their own."""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+
+from meshtrain import assembly, config, devices, hardware, shipped, trained
+from meshtrain.checkpoint.saved import Saved
+from meshtrain.choices import experts
+from meshtrain.config import ConfigError
+from meshtrain.cost.formulas import decode
+from meshtrain.cost.formulas.place import place
+from meshtrain.data import sources
+from meshtrain.inference import cache, placement
+from meshtrain.inference.detokenizer import Words
+from meshtrain.inference.generate import Generator
+from meshtrain.model import params, transformer
+from meshtrain.model.layers import Execution
+from meshtrain.rl import sync
+from meshtrain.sharding import rules
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.trained import Compiler
+from meshtrain.units import size
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sampler:
+    """Samples answers between two steps of a training run, on the run's mesh. One sampler serves the whole run, because
+    its programs are compiled with the first answers.
+
+    slots: number of sequences that are generated at the same time. room: largest number of tokens of a prompt with its
+    answer.
+    """
+    made: assembly.Assembly
+    ex: Execution
+    slots: int
+    room: int
+
+    @functools.cached_property
+    def compile(self) -> Compiler:
+        return trained.compiler_of_run(self.made)
+
+    @functools.cached_property
+    def sync(self) -> sync.WeightSync:
+        made = self.made
+        return sync.WeightSync(made.model, made.mesh, made.layout, self.ex.layout, self.ex.numerics.dtype,
+                               self.compile)
+
+    @functools.cached_property
+    def _programs(self) -> dict:
+        return {}
+
+    def weights(self, params: dict) -> dict:
+        """Return the weights of a step's state in the sampler's layout. Raises: assembly.BrokenProgramError."""
+        with jax.set_mesh(self.made.mesh):
+            return self.sync(params)
+
+    def generator(self, params: dict) -> Generator:
+        """Return a generator with the weights of a step's state. It holds the only reference to its copy of them.
+        Raises: assembly.BrokenProgramError."""
+        return Generator(self.made.model, self.ex, self.weights(params), self.compile, self.slots, self.room,
+                         self._programs)
+
+    @functools.cached_property
+    def costs(self) -> decode.Sampling:
+        """The costs by formulas, for all slots, including those that fill up the last shard of the batch."""
+        made, room = self.made, cache.rounded_room(self.room)
+        placed = place(made.model.parameters(), made.run.model, self.ex.layout, made.mesh_spec)
+        slots = Generator(made.model, self.ex, {}, slots=self.slots).slots_for(self.slots)
+        return decode.Sampling(placed, made.layout, slots, room, functools.partial(cache.places, room=room))
+
+    def fit_slots(self) -> Sampler:
+        """Return this sampler with as many slots as fit into memory together with the training state; unchanged if the
+        GPU's memory is unknown. Raises: ConfigError if no slot fits."""
+        gpu = hardware.from_device_kind(self.made.mesh.devices.flat[0].device_kind)
+        if gpu is None or not gpu.hbm_bytes:
+            return self
+        state = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+                    for leaf in jax.tree.leaves(self.made.state_shapes))
+        held, usable = state + self.costs.copied_bytes(), hardware.usable_bytes(gpu)
+        slots = self.costs.fitting_beside(state, usable)
+        if not slots:
+            raise ConfigError(f"no answer can be sampled: {size(usable)} are usable on {gpu.name}. The training state "
+                              f"and the sampler's weights take {size(held)}, and a slot of {self.room} tokens takes "
+                              f"{size(self.costs.slot_bytes)}. Use more devices, a larger mesh.tensor, or rl.rules "
+                              f"that shard the weights further")
+        return dataclasses.replace(self, slots=min(self.slots, slots))
+
+    def programs(self) -> dict[str, jax.stages.Compiled]:
+        """Compile the programs for a batch of answers from shapes alone. Return name -> program: "sync" (if weights
+        move), "fill", "decode". Raises: assembly.BrokenProgramError."""
+        made, by_shapes = self.made, Generator(self.made.model, self.ex, self.sync.abstract(), self.compile,
+                                               self.slots, self.room)
+        with jax.set_mesh(made.mesh):
+            moved = self.sync.program_of(made.state_shapes.params)
+            prompt = max(self.room - made.run.rl.max_tokens + 1, 1)
+            return ({"sync": moved} if moved else {}) | by_shapes.programs(prompt)
+
+
+def make(made: assembly.Assembly, longest: int = 0) -> Sampler:
+    """Return the sampler of a run with [rl] on the run's devices. longest: largest number of tokens of a prompt with
+    its answer; 0: data.seq_len. Raises: ConfigError with every fault of rl.rules, or if no slot fits."""
+    rl = made.run.rl
+    with config.user_errors():
+        given = rules.load(shipped.rule_file(rl.rules), "rl.rules") if rl.rules else None
+        layout = placement.beside(made.model, made.layout, given)
+    if faults := experts.problems(made.run, layout):
+        raise ConfigError(*faults)
+    sampler = Sampler(made, trained.execution(made.run, made.model, layout, made.mesh),
+                      rl.slots or rl.prompts * rl.samples, longest or made.run.data.seq_len)
+    return sampler if rl.slots else sampler.fit_slots()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SeparateSampler:
+    """Samples answers in a separate process on its own mesh, with each version of the weights in turn.
+
+    sections: settings of the training run.
+    """
+    sections: dict
+    model: transformer.Transformer
+    mesh: jax.sharding.Mesh
+    ex: Execution
+    compile: Compiler
+    _programs: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
+
+    def restore(self, saved: Saved, frozen: bool = False) -> dict:
+        """Return the trained (or the frozen) weights of a checkpoint that `sync.cast` wrote, with the sharding that
+        matmuls read. Raises: CheckpointError."""
+        placed = lambda info: jax.sharding.NamedSharding(self.mesh, self.ex.layout.spec("params", info.axes))
+        wanted = params.tree(self.model.parameters(), lambda info: jax.ShapeDtypeStruct(
+            info.shape, sync.read_dtype(info, self.ex.numerics.dtype), sharding=placed(info)))
+        return saved.restore({"params": self.model.divided(wanted)[1 if frozen else 0]}, part=True)["params"]
+
+    def generator(self, weights: dict, slots: int, room: int) -> Generator:
+        """Return a generator. weights: all weights, from `restore`. Call this and the generator inside
+        `jax.set_mesh(mesh)`."""
+        return Generator(self.model, self.ex, weights, self.compile, slots, room, self._programs)
+
+    def words(self, stops: Sequence[str], stop_ids: Sequence[int]) -> Words:
+        """Return the detokenizer with these ends of answers. Raises: ConfigError if the tokenizer cannot be opened."""
+        run, _ = trained.resolve({"data": self.sections["data"]}, (), trained.KEYS, "sample")
+        with config.user_errors():
+            reader, _ = sources.reader_of(run.data, vocab_size=self.sections["model"]["vocab_size"])
+        return Words(reader.decode, tuple(stops), tuple(stop_ids))
+
+    @property
+    def on(self) -> str:
+        """The sampler's mesh, devices and jax version, as text. Samplers with the same text give bit-identical answers.
+        """
+        sizes = " ".join(f"{axis}={n}" for axis, n in self.ex.layout.sizes.items() if n > 1)
+        return f"{self.mesh.size} × {self.mesh.devices.flat[0].device_kind} {sizes} jax {jax.__version__}"
+
+
+def make_separate(saved: Saved, words: Sequence[str], command: str) -> SeparateSampler:
+    """Return a separate sampler for the run that saved these weights. words: keys of the command line. Raises:
+    ConfigError."""
+    sections = saved.run
+    run, given = trained.resolve({"model": {**sections["model"], "matmul_dtype": "auto"}, "lora": sections["lora"],
+                            "data": sections["data"]}, words, trained.KEYS, command)
+    found = devices.start(run)
+    model = transformer.build(run.model, run.lora)
+    spec = MeshSpec(trained.mesh_sizes(run, given, model, len(found)), run.mesh.placement)
+    with config.user_errors():
+        layout = placement.command(model, spec.sizes)
+    mesh = spec.build(found)
+    return SeparateSampler(sections, model, mesh, trained.execution(run, model, layout, mesh),
+                           Compiler(mesh, trained.decoding_options(mesh)))
