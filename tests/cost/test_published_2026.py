@@ -4,8 +4,9 @@ import statistics
 
 import pytest
 
-from benchmarks import published_2026
+from benchmarks import other_frameworks, published_2026
 from meshtrain.config.sections import Model
+from meshtrain.cost.formulas import assumptions
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,7 @@ def test_a_row_has_a_price_or_a_reason(compared):
 def test_a_run_file_cannot_ask_for_what_is_priced_for_comparison_alone():
     with pytest.raises(ValueError, match="matmul_dtype"):
         Model(matmul_dtype="mxfp8")
+    assert other_frameworks.OTHERS.keys() & assumptions.TABLE.keys() == {"overlap.reduced"}
 
 
 def test_experts_are_sharded_over_tensor_and_data_unless_their_width_is():

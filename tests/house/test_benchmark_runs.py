@@ -47,7 +47,9 @@ RUNS = {
         "gpu_steps": "test_one_device_compiles_one_program_for_all_rule_files",
         "grouped_tiles": "test_blocks_of_experts_kernels_are_timed_beside_those_in_use",
         "tiles": "test_tiles_are_timed_and_the_fastest_is_told_beside_those_in_use"},
-    "test_published_2026.py": {"published_2026": "compared"}}
+    "test_published_2026.py": {
+        "other_frameworks": "test_a_run_file_cannot_ask_for_what_is_priced_for_comparison_alone",
+        "published_2026": "compared"}}
 needs_gpu_compiler = pytest.mark.skipif(gpu_compile.missing_wheels(),
                                         reason=f"pip install -e '.[gpu-compile]': no {gpu_compile.missing_wheels()}")
 NARROW = tuple("--model.embed_dim 32 --model.num_heads 4 --model.num_kv_heads 2 --model.head_dim 16 --model.mlp_dim 64 "

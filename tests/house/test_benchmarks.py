@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 # of benchmarks, none themselves
 LIBRARIES = ("gpu_attention", "gpu_flags", "gpu_kernels", "gpu_record", "gpu_sampling", "gpu_speed", "gpu_steps", "grouped_tiles",
-             "machine", "published_2026", "words")
+             "machine", "other_frameworks", "published_2026", "words")
 BENCHMARKS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in LIBRARIES)
 
 
