@@ -384,7 +384,7 @@ def _steps(session: _Session, state: State, feed: Feed, start: resume.Start, spi
         return loop.Hook(due, lambda number, state: {"checkpoint_wait_s": saves.save(number, state, metadata(number))},
                          part="checkpoint")
 
-    validation = feed.validation(stop)
+    validation = feed.validation(made.program, stop)
     with (metrics.open_writers(run, directory, start.step, start.leaves_the_course,
                                made.mesh.local_devices) as writer,
           Progress(run.training.steps, _memory(made, session.step)) as progress,

@@ -97,7 +97,7 @@ class Rollouts:
         if self.orders:
             self.orders.stopping = stopping
 
-    def validation(self, stop: Stop) -> RewardValidation:
+    def validation(self, program: Program, stop: Stop) -> RewardValidation:
         return RewardValidation(self.run, self, stop)
 
     def close(self) -> None:

@@ -33,8 +33,8 @@ class BatchFeed:
     def position(self, steps: int) -> dict:
         return self.data.position(steps)
 
-    def validation(self, stop: Stop) -> ValidationHook:
-        return ValidationHook(self.run, self.program, self.data, stop)
+    def validation(self, program: Program, stop: Stop) -> ValidationHook:
+        return ValidationHook(self.run, program, self.data, stop)
 
     def close(self) -> None:
         self._batches.close()

@@ -64,8 +64,8 @@ class Feed(Protocol):
     def position(self, steps: int) -> dict:
         """Return the position after the run's first `steps` batches: JSON for the checkpoint, used on a resume."""
 
-    def validation(self, stop: Stop) -> Validator:
-        """Return the validation of the run."""
+    def validation(self, program: Program, stop: Stop) -> Validator:
+        """Return the validation of the run. program: with a compiled evaluation if the feed evaluates."""
 
     def close(self) -> None:
         """Release threads and processes. The loop calls it at its end."""
