@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"        # kernels carry the lines of their callers
 os.environ["XLA_FLAGS"] = ("--xla_force_host_platform_device_count=8 "
                            "--xla_cpu_enable_concurrency_optimized_scheduler=false")
 HERE = Path(__file__).resolve().parent
