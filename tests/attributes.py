@@ -150,8 +150,8 @@ def _assigned(cls: type) -> set[str]:
 def _hints(thing) -> dict:
     try:
         return typing.get_type_hints(thing) if thing is not None else {}
-    except Exception:       # of a name that is imported for type checkers alone
-        return {}
+    except Exception:       # of a name that is imported for type checkers alone, or of a type within itself
+        return {name: None for base in getattr(thing, "__mro__", [thing]) for name in getattr(base, "__annotations__", ())}
 
 
 def _check_call(node: ast.Call, known: dict, found: list) -> None:
