@@ -13,6 +13,7 @@ from meshtrain import assembly, config, jax_private
 from meshtrain.cost.program import compile
 from meshtrain.kernels import cudnn
 from meshtrain.kernels.engine import Mask
+from meshtrain.choices import attention as attention_choice
 from meshtrain.parallel.context import attention
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout, parse
@@ -79,7 +80,7 @@ def test_a_missing_private_api_is_told_and_not_an_error(monkeypatch):
 @pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
 def test_under_selective_remat_a_layer_calls_cudnns_forward_once(monkeypatch):
     """Its o and lse are kept: the backward's scan over the layers has no forward kernel of its own."""
-    monkeypatch.setattr(attention, "_has_cudnn", lambda: True)
+    monkeypatch.setattr(attention_choice, "_has_cudnn", lambda: True)
     run = config.Run(mesh=dict(fsdp=2), sharding=dict(rules="sharding_rules/zero3.toml"),
                      training=dict(remat="selective"),
                      model=dict(embed_dim=128, num_layers=2, num_heads=2, head_dim=64, mlp_dim=128),
