@@ -143,11 +143,14 @@ def memory_table(step: Inspected) -> str:
     made, held, ruled = step.made, step.held, memory.formula(step.made)
     priced = step.formulas.memory_bytes if step.formulas else ruled
     show = lambda value: "–" if value is None else size(value)
+    if held["grads"] is None:       # by formulas, too, those of embedding and head have no accumulator
+        lives = priced["activations"]
+        priced = priced | {"grads": None, "activations": lives if lives is None else lives + priced["grads"]}
     keys = [key for key in ("params", "grads", "optimizer", "activations", "total", "host") if key in held]
     rows = [(LABELS.get(key, key), show(priced[key]), show(held[key])) for key in keys]
     lines = [columns([("memory per device", "formulas", "compiled"), *rows])]
     if held["grads"] is None:
-        lines += ["compiled gradients are included in the activations, because there is one microbatch"]
+        lines += ["gradients are included in the activations, because there is one microbatch"]
     if gpu := roofline.gpu_of(made):
         usable = hardware.usable_bytes(gpu)
         lines += [f"of {size(usable)} usable on {gpu.name}, {hardware.memory_share():g} of its {size(gpu.hbm_bytes)}: "

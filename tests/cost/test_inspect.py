@@ -1,5 +1,6 @@
 """inspect as a stranger meets it: tables, the JSON of the contract, topologies that cannot be compiled."""
 import json
+import re
 
 import pytest
 from commands import ROOT, call, home, in_a_directory_of_its_own, process, refused, tiny  # noqa: F401
@@ -56,6 +57,12 @@ def test_inspect_json_is_the_contract(tiny, microbatches):
     for row in told["collectives"]["compiled"] + told["collectives"]["formula"]:
         assert {key: type(value) for key, value in row.items()} == ROW
         assert set(row["axes"]) <= {"data"} and row["count"] > 0 and row["bytes"] > 0
+
+
+def test_gradients_of_one_microbatch_are_part_of_the_activations_by_formulas_too(tiny, capsys):
+    assert inspect.main([*map(str, tiny), "--data.global_batch", "16", "--training.microbatches", "1"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^gradients +– +–$", out, re.MULTILINE) and not re.search(r"^activations +-", out, re.MULTILINE), out
 
 
 @pytest.mark.parametrize("words", [(), ("--topology", "h100:8"), ("--schedule",)])
