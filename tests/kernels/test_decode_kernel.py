@@ -169,7 +169,7 @@ def test_on_gpus_a_layer_reads_its_cache_in_one_kernel_and_its_weights_where_the
     sampler = samplers.Sampler(made, ex, 64, 512)
     with jax.set_mesh(made.mesh):
         shapes = sampler.sync.abstract()
-        decoded = Generator(made.model, ex, shapes, sampler._compiled, 64, 512).programs(100)["decode"]
+        decoded = Generator(made.model, ex, shapes, sampler.compile, 64, 512).programs(100)["decode"]
     text = decoded.as_text()
     assert len(re.findall(rf"{decode.NAME}/pallas_call", text)) and text.count('"__gpu$xla.gpu.triton"') == 1
     loops = [one for body in hlo.parse(text).computations.values() for one in body.values() if one.op == "while"]
