@@ -54,7 +54,7 @@ def placed(name: str, devices) -> trained.LoadedModel:
     mesh, layout = spec.build(devices), placement.command(model, spec.sizes)
     with jax.set_mesh(mesh):
         return trained.LoadedModel(model, mesh, trained.execution(run, model, layout, mesh),
-                                   jax.jit(model.init)(jax.random.key(0)), {})
+                                   jax.jit(model.init)(jax.random.key(0)), trained.Compiler(mesh, {}))
 
 
 def whole_passes(made: trained.LoadedModel, prompts: np.ndarray, seq_len: int):

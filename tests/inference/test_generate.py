@@ -120,7 +120,7 @@ def test_on_gpus_no_table_moves_for_a_token():
     placed = trained.wrap(made, made.program.step.state.abstract.params)
 
     def compiled(name, jitted, *args):
-        executable = placed.compiled(name, jitted, *args)
+        executable = placed.compile(name, jitted, *args)
         programs.append(audit.read(executable.as_text(), made.mesh))
         if name == "the generation of tokens":
             raise Enough

@@ -36,7 +36,8 @@ def loaded(experts: bool = False, dtype: str = "float32", **sizes) -> trained.Lo
     with jax.set_mesh(mesh):
         params = jax.jit(model.init)(jax.random.key(0))
         params["head"] = jax.tree.map(lambda w: 3 * w, params["head"])
-        return trained.LoadedModel(model, mesh, trained.execution(run, model, layout, mesh), params, {})
+        return trained.LoadedModel(model, mesh, trained.execution(run, model, layout, mesh), params,
+                                   trained.Compiler(mesh, {}))
 
 
 def complete(on: trained.LoadedModel, prompts, most: int, seed: int = 3, slots: int = 8, how=Picking(TAU), **more):
