@@ -22,11 +22,11 @@ with say.without_noise():       # of a CUDA plugin without a GPU
     import jax
 import numpy as np
 
-from meshtrain import assembly, config, elastic, given, parity, scratch, shown, starts, train, trained
+from meshtrain import assembly, config, elastic, given, parity, scratch, shown, starts, trained
 from meshtrain import devices as local_devices
 from meshtrain.checkpoint import ends, pretrained, resume
-from meshtrain.commands import inspect as inspect_command, plan as plan_command
 from meshtrain.checkpoint.saved import Saved
+from meshtrain.commands import inspect as inspect_command, plan as plan_command
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import simulate as pipeline_times
 from meshtrain.data import sources
@@ -36,7 +36,7 @@ from meshtrain.exercise import check_answer
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
-from meshtrain.inspection import report, summary, topologies
+from meshtrain.inspection import report, step_costs, summary, topologies
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.names import AXES, PRNG
 from meshtrain.parallel.pipeline import schedules
@@ -193,7 +193,7 @@ class Experiment:
         0
         """
         if self._state is None:
-            train.check_memory(self.made)
+            step_costs.check_memory(self.made)
             with jax.set_mesh(self.made.mesh), config.user_errors():
                 given = pretrained.open_folder(self.run, self.made.model)
                 self._state = starts.with_weights(self.made, given, assembly.initialize(self.made))

@@ -1,14 +1,87 @@
-"""The state that a run starts from: a checkpoint's, another run's, a model folder's, or random weights."""
+"""Finds where a run starts, and makes its state: a checkpoint's, another run's, a model folder's, or random weights."""
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from meshtrain import assembly, config
-from meshtrain.checkpoint import init_from, pretrained, resume
+from meshtrain import assembly, config, shipped
+from meshtrain.assembly import Assembly
+from meshtrain.checkpoint import ends, init_from, pretrained, resume
 from meshtrain.checkpoint.local import LocalCheckpoints
-from meshtrain.run import say
+from meshtrain.checkpoint.places import Places
+from meshtrain.checkpoint.saved import Saved
+from meshtrain.cluster import agree, watch
+from meshtrain.config import Run
+from meshtrain.journal import goodput
+from meshtrain.rl.rewards import workers
+from meshtrain.run import phases, say
+from meshtrain.sharding import rules
 from meshtrain.training.state import State
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Beginning:
+    """Where a run starts.
+
+    made: the run, with its data.eos. origin: the checkpoint that the run resumes from, or the one of another run whose
+    weights it loads. named: key that names a file -> content of the file, because a file may change under its name.
+    """
+    made: Assembly
+    start: resume.Start
+    origin: Saved | None
+    named: dict[str, str]
+
+    def describe(self) -> dict:
+        """Return the fields of the history's line for this start."""
+        made = self.made
+        return {"on": f"{made.mesh_spec}: {made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
+                "processes": jax.process_count(), "cause": self.start.cause}
+
+
+def find(made: Assembly, here: Places) -> Beginning:
+    """Find the newest checkpoint of a run, or that of checkpoint.step. All processes call it. Raises: ConfigError if
+    the run cannot continue from there."""
+    with watch.phase("looking for a checkpoint", "restore"):
+        named = _named_files(made)
+        start = resume.find(made.run, here.checkpoints, here.local, made.state_shapes, named)
+    run, origin = _resolve_eos(made.run, start)
+    return Beginning(dataclasses.replace(made, run=run), start, origin, named)
+
+
+def _resolve_eos(run: Run, start: resume.Start) -> tuple[Run, Saved | None]:
+    """Return (the run with data.eos, the checkpoint that it comes from, if any). That is the checkpoint that the run
+    resumes from, or the one whose weights it loads."""
+    if start.saved:
+        return resume.in_force(run, start), start.saved
+    with watch.phase("opening the data", watch.UNLIMITED), config.user_errors():      # may copy remote files
+        origin = resume.origin(run)
+        eos, line = agree.on_first(lambda: ends.default(run, origin))
+    if line:
+        say.out(line)
+    return run.replaced(data={"eos": eos}), origin
+
+
+def _named_files(made: Assembly) -> dict[str, str]:
+    rl, named = made.run.rl, {"sharding.rules": made.layout.rules.text}
+    if rl.rules:
+        with config.user_errors():
+            named["rl.rules"] = rules.load(shipped.rule_file(rl.rules), "rl.rules").text
+    if digest := workers.digest(rl.reward):
+        named["rl.reward"] = f"{digest} {rl.reward.rpartition(':')[2]}"
+    return agree.on_first(lambda: named)
+
+
+def begin_state(made: Assembly, start: resume.Start, model_folder: Any, account: goodput.Account) -> State:
+    """Return the state as `start_state`, and show what is done meanwhile. All processes call it together."""
+    fresh = start.saved is None and not model_folder and not made.run.checkpoint.init_from
+    with account.count_as("start" if fresh else "restore"), \
+            watch.phase("restore" if start.saved else "initialization", "restore"), \
+            phases.phase(f"restoring step {start.step}" if start.saved else "initializing the weights" if fresh else
+                         "loading the weights"):
+        return agree.everywhere(lambda: start_state(made, start, model_folder))
 
 
 def start_state(made: assembly.Assembly, start: resume.Start, given) -> State:

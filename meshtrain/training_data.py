@@ -7,10 +7,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from meshtrain import assembly, config
-from meshtrain.checkpoint import resume
+from meshtrain.checkpoint import ends, pretrained, resume
 from meshtrain.checkpoint.ends import Ends
+from meshtrain.checkpoint.places import Places
 from meshtrain.cluster import agree, watch
 from meshtrain.config import ConfigError, Run
 from meshtrain.data import sources
@@ -18,6 +20,7 @@ from meshtrain.data.batches import opened, packing, preferences
 from meshtrain.data.batches.preferences import Pairs
 from meshtrain.data.cache import parts
 from meshtrain.data.documents.contracts import Batches
+from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.huggingface import folder
 from meshtrain.journal import goodput
 from meshtrain.rl import prepare
@@ -25,6 +28,8 @@ from meshtrain.rl.prompts import Prompts
 from meshtrain.run import dpo_reference, phases, say
 from meshtrain.run.feeds import BatchFeed
 from meshtrain.run.loop import Feed
+from meshtrain.starts import Beginning
+from meshtrain.storage import copies
 from meshtrain.training import objective
 from meshtrain.training.state import State
 
@@ -59,6 +64,38 @@ def check_source(run: Run) -> None:
     if run.data.source == "preferences" and objective.of_run(run).data != "pairs":
         raise ConfigError('data.source="preferences" has pairs of answers, which only training.objective="dpo" '
                           'supports; use this objective, or another source')
+
+
+def open_run(beginning: Beginning, here: Places, account: goodput.Account) -> tuple[Any, Opened]:
+    """Open the data of a run, and tokenize them if needed. Return (the model folder that a new run starts from, see
+    `pretrained.open_folder`, or None; the opened data).
+
+    All processes call this together. Raises: ConfigError.
+    """
+    made, start, run = beginning.made, beginning.start, beginning.made.run
+    # tokenizing may take hours
+    with account.count_as("data"), watch.phase("opening the data", watch.UNLIMITED), phases.phase("opening the data"):
+        model_folder = None if start.saved else agree.everywhere(lambda: pretrained.open_folder(run, made.model))
+        corpus, data = agree.everywhere(lambda: of_run(run).open(run, here.directory, start))
+        with config.user_errors():
+            of_answers = ends.agree_on(lambda: ends.of_run(run, beginning.origin))
+            sample_prompt(run, corpus.tokenizer)        # reports a mistake before the first step
+    say.out(f"answers end with {of_answers.shown(corpus.tokenizer)}")
+    if of_answers.note:
+        say.out(f"note: {of_answers.note}")
+    agree.same_everywhere("the data", corpus.fingerprint)
+    agree.same_everywhere("the content of addresses", copies.identities())
+    return model_folder, Opened(made, corpus, data, of_answers, here.directory, here.checkpoints.check_claim, account)
+
+
+def sample_prompt(run: Run, tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids of the prompt of the run's sample. Raises: ValueError if there are too many."""
+    text = run.run.sample_prompt if run.run.sample_tokens else ""
+    ids = [tokenizer.bos, *(map(int, tokenizer.encode([text])[0]) if text else ())]
+    if len(ids) >= run.data.seq_len:
+        raise ValueError(f"run.sample_prompt has {len(ids)} tokens, but data.seq_len={run.data.seq_len} limits the "
+                         "length of prompt and sample; shorten it")
+    return ids
 
 
 def batches_from(run: Run, corpus: sources.Corpus, start: resume.Start) -> Batches:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from kept_programs import programs_in
 
-from meshtrain import train
+from meshtrain.commands import train
 
 ROOT = Path(__file__).resolve().parent.parent
 RULES = '# my own\n[activations]\nbatch = ["data", "fsdp"]\n'

@@ -40,8 +40,10 @@ import numpy as np  # noqa: E402
 import grain  # noqa: E402, F401  here, and not in each child; so is the next
 import grain.experimental  # noqa: E402, F401
 
-from meshtrain import config, elastic, files, train  # noqa: E402
+from meshtrain import assembly, config, elastic, files  # noqa: E402
 from meshtrain.checkpoint import export
+from meshtrain.commands import train  # noqa: E402
+from meshtrain.inspection import step_costs  # noqa: E402
 from meshtrain.journal import metrics, spikes
 from meshtrain.run import dpo_reference, say, stops
 from meshtrain.checkpoint.checkpoint import Checkpoints  # noqa: E402
@@ -187,10 +189,10 @@ def stand_in(home: pathlib.Path, words: list[str]) -> None:
     """Nothing of jax is traced or compiled, but for what an export gathers; pauses are short."""
     zeros = lambda form: jax.device_put(np.full(form.shape, 0.5, form.dtype) if form.shape else
                                         np.zeros((), form.dtype), form.sharding)
-    train.assembly.initialize = lambda made: jax.tree.map(zeros, made.program.step.state.abstract)
-    train.assembly.compile_step = lambda made: Step(home, "rollback" in words)
-    train._price = lambda *_: None
-    train._memory = lambda *_: lambda: 0
+    assembly.initialize = lambda made: jax.tree.map(zeros, made.program.step.state.abstract)
+    assembly.compile_step = lambda made: Step(home, "rollback" in words)
+    step_costs.write_cost = lambda *_: None
+    step_costs.memory_reader = lambda *_: lambda: 0
     dpo_reference._computed = lambda program, pairs, count, params: np.arange(count, dtype=np.float32)
     dpo_reference._key = lambda *_: "key"
     export._program = lambda row, leaves, dtype: lambda leaves, layer, expert: _gathered(row, leaves, layer, dtype)

@@ -2,9 +2,10 @@
 
 FAULT="PROCESS WHERE KIND" in the environment, and `sitecustomize` of a directory on PYTHONPATH: no code of the project
 knows of it. WHERE: step:N (its beginning), compile, save (the writing thread), commit (process 0, a checkpoint is whole
-but for its name), restore, agree (an agreement of the start). KIND: sleep, lock (the interpreter's lock is held and
-nothing of Python runs any more), raise, mistake (a ConfigError), small (files of this process can have no more than a
-kilobyte), clock (it is set five minutes ahead, for this process), or a signal's name.
+but for its name), restore, agree (an agreement of the start), price (the costs of the step, before the loop). KIND:
+sleep, lock (the interpreter's lock is held and nothing of Python runs any more), raise, mistake (a ConfigError), small
+(files of this process can have no more than a kilobyte), clock (it is set five minutes ahead, for this process), or a
+signal's name.
 """
 import dataclasses
 import os
@@ -55,14 +56,15 @@ def at(module, name, kind, when=lambda *args: True, after=False):
     setattr(module, name, faulty)
 
 def inject(process, where, kind):
-    while not hasattr(sys.modules.get("meshtrain.train"), "main") and not hasattr(sys.modules["__main__"], "_train"):
+    while not hasattr(sys.modules.get("meshtrain.commands.train"), "main"):
         time.sleep(0.002)
     if index() != int(process):
         return
     place, _, number = where.partition(":")
     modules = {"step": ("meshtrain.cluster.watch", "step"), "compile": ("meshtrain.assembly", "compile_step"),
                "save": ("meshtrain.checkpoint.checkpoint", "Checkpoints"), "restore": ("meshtrain.assembly", "initialize"),
-               "agree": ("meshtrain.assembly", "assemble"), "commit": ("meshtrain.checkpoint.commit", "commit")}
+               "agree": ("meshtrain.assembly", "assemble"), "price": ("meshtrain.inspection.step_costs", "write_cost"),
+               "commit": ("meshtrain.checkpoint.commit", "commit")}
     name, function = modules[place]
     if place == "save":
         checkpoints = sys.modules[name].Checkpoints

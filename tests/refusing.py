@@ -11,7 +11,7 @@ import random
 import re
 import shutil
 
-from meshtrain import train
+from meshtrain.commands import train
 from meshtrain.run import say, stops
 from meshtrain.storage import retries
 from tests import disturbed, soak, syscalls

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 from typing import NoReturn
 
-from meshtrain.run import command, say
+from meshtrain.run import phases, say, stops
 
 
 def start(name: str, level: int = 2, platform: str = "", jax: bool = True) -> NoReturn:
@@ -17,7 +18,20 @@ def start(name: str, level: int = 2, platform: str = "", jax: bool = True) -> No
     level: see `say.begin`. platform: see `command.begin`. jax: whether the command needs jax.
     """
     if jax:
+        from meshtrain.run import command       # here: it imports the configuration; `start_training` listens before
         command.begin(level, platform)      # before other modules import jax, to silence messages of its C++
     else:
         say.begin(level)
     sys.exit(importlib.import_module(f"meshtrain.commands.{name}").main(sys.argv[1:]))
+
+
+def start_training() -> NoReturn:
+    """Run the command train as `start`. Its account of time begins here, and stop signals are handled while jax is
+    imported, which takes seconds."""
+    began = time.perf_counter()
+    say.begin()
+    stops.listen()
+    phases.begin("starting")
+    with say.without_noise():
+        importlib.import_module("jax")
+    sys.exit(importlib.import_module("meshtrain.commands.train").main(sys.argv[1:], began))

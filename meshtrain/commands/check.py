@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from meshtrain import config, design, devices, files, hardware, train, training_data
+from meshtrain import config, design, devices, files, hardware, training_data
 from meshtrain.design import Design
 from meshtrain.checkpoint import pretrained, resume
 from meshtrain.config import ConfigError, Run
@@ -191,7 +191,7 @@ def _data(run: Run, offline: bool) -> Iterator[Finding]:
         return
     described = sources.describe(data, vocab_size=vocab, folders=folders)
     yield from _tokenizer(described.tokenizer, vocab)
-    train.sample_prompt(run, described.tokenizer)
+    training_data.sample_prompt(run, described.tokenizer)
     for one in described.components:
         ids, of = sources.sample(described, one), f"{one.where}: {one.source}, {counted(len(one.paths), 'file')}"
         if not len(ids):

@@ -7,7 +7,7 @@ from meshtrain.config import Run
 from meshtrain.data.documents import contracts
 from meshtrain.data.documents.contracts import Batches
 from meshtrain.journal.journal import Journal
-from meshtrain.run.hooks import ValidationHook
+from meshtrain.run.hooks import LossValidation
 from meshtrain.run.loop import StepBatch, Stop
 from meshtrain.training.state import State
 from meshtrain.training.step import Program
@@ -33,8 +33,8 @@ class BatchFeed:
     def position(self, steps: int) -> dict:
         return self.data.position(steps)
 
-    def validation(self, program: Program, stop: Stop) -> ValidationHook:
-        return ValidationHook(self.run, program, self.data, stop)
+    def validation(self, program: Program, stop: Stop) -> LossValidation:
+        return LossValidation(self.run, program, self.data, stop)
 
     def close(self) -> None:
         self._batches.close()

@@ -1,4 +1,4 @@
-"""Hooks of the loop between two steps: the validation loss, and a profiler trace of some steps.
+"""Hooks of the loop between two steps: validation, traces, saving, exports, the check of replicas.
 
 The validation loss is the mean of nats per target token over a fixed number of held-out batches. With several sources,
 each is measured separately, and the total is their mean, weighted as in the mixture. The trace is written where
@@ -7,8 +7,9 @@ failed trace never stops the run.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import jax
 
@@ -16,16 +17,19 @@ from meshtrain.config import Run
 from meshtrain.data.documents.contracts import Batches, ValidationSet
 from meshtrain.run import say
 from meshtrain.run.loop import Hook, NoBatch, Stop
+from meshtrain.run.replicas import Replicas
 from meshtrain.training import objective
 from meshtrain.training.state import State
 from meshtrain.training.step import Program
 
 
-class ValidationHook:
+class LossValidation(Hook):
     """Measures the validation loss every validation.every steps and after the last step.
 
     loss: the last value; None before the first. In a run of one process, a failed validation is reported and skipped.
     """
+
+    after_row, part = False, "validation"
 
     def __init__(self, run: Run, program: Program, data: Batches, stop: Stop):
         self.program, self.sets, self.stop = program, data.validation, stop
@@ -33,14 +37,11 @@ class ValidationHook:
         self.unit = objective.of_run(run).unit
         self.loss: float | None = None
 
-    def hook(self) -> Hook:
-        return Hook(self._due, self._act, after_row=False, part="validation")
-
-    def _due(self, step: int, ending: bool) -> bool:
+    def due(self, step: int, ending: bool) -> bool:
         regular = step == self.last or self.every > 0 and step % self.every == 0
         return regular and len(self.sets) > 0 and not self.stop.agreed
 
-    def _act(self, step: int, state: State) -> dict[str, float]:
+    def act(self, step: int, state: State) -> dict[str, float]:
         try:
             losses = [self._measure(state, held) for held in self.sets]
         except Exception as error:
@@ -68,7 +69,7 @@ class ValidationHook:
         return total / max(count, 1)
 
 
-class RewardValidation(ValidationHook):
+class RewardValidation(LossValidation):
     """Measures the mean reward of one answer to each held-out prompt. rollouts: `rl.rollouts.Rollouts`. loss: the last
     mean reward."""
 
@@ -76,7 +77,7 @@ class RewardValidation(ValidationHook):
         self.rollouts, self.sets, self.stop, self.loss = rollouts, rollouts.prompts.held, stop, None
         self.every, self.last = run.validation.every, run.training.steps
 
-    def _act(self, step: int, state: State) -> dict[str, float]:
+    def act(self, step: int, state: State) -> dict[str, float]:
         try:
             numbers, count = self.rollouts.validate(state)
         except NoBatch:
@@ -88,8 +89,8 @@ class RewardValidation(ValidationHook):
         return numbers
 
 
-class Trace:
-    """Context: writes a profiler trace of `steps` in a run that resumes after step `after`.
+class Trace(Hook):
+    """Hook and context: writes a profiler trace of `steps` in a run that resumes after step `after`.
 
     steps: (first, last), counted from 1, both included; empty: no trace. Process 0 writes the trace of its own devices
     to directory/plugins/profile. A run that resumes between first and last traces the remaining steps. If the run ends
@@ -102,10 +103,10 @@ class Trace:
         if self.last < self.first or jax.process_index():
             self.first = self.last = 0
 
-    def hook(self) -> Hook:
-        return Hook(lambda step, ending: self.first > 0 and step in (self.first - 1, self.last), self._act)
+    def due(self, step: int, ending: bool) -> bool:
+        return self.first > 0 and step in (self.first - 1, self.last)
 
-    def _act(self, step: int, state: State) -> dict:
+    def act(self, step: int, state: State) -> dict:
         jax.block_until_ready(state)
         (self._stop if step == self.last else self._start)()
         return {}
@@ -139,3 +140,72 @@ class Trace:
 
     def __exit__(self, *_):
         self._stop()
+
+
+class StateSaver(Protocol):
+    """See `checkpoint.saved.BackgroundSaves`."""
+
+    def due(self, step: int) -> bool: ...
+
+    def save(self, step: int, state: State, metadata: dict) -> float: ...
+
+
+class SaveInRunDir(Hook):
+    """Saves the state in run.dir, regularly and at the end. metadata: step -> the metadata of its checkpoint."""
+    part = "checkpoint"
+
+    def __init__(self, checkpoints: StateSaver, metadata: Callable[[int], dict]):
+        self.checkpoints, self.metadata = checkpoints, metadata
+
+    def due(self, step: int, ending: bool) -> bool:
+        return ending or self.checkpoints.due(step)
+
+    def act(self, step: int, state: State) -> dict[str, float]:
+        return {"checkpoint_wait_s": self.checkpoints.save(step, state, self.metadata(step))}
+
+
+class SaveOnHosts(SaveInRunDir):
+    """Saves the state on the hosts, at steps that `shared` does not save."""
+
+    def __init__(self, checkpoints: StateSaver, metadata: Callable[[int], dict], shared: SaveInRunDir):
+        super().__init__(checkpoints, metadata)
+        self.shared = shared
+
+    def due(self, step: int, ending: bool) -> bool:
+        return self.checkpoints.due(step) and not self.shared.due(step, ending)
+
+
+class CheckReplicas(Hook):
+    """Checks that replicas are equal, every `every` steps and before each hook of `saving`, so that no detectable fault
+    is saved. Raises: ReplicasDiffer."""
+
+    def __init__(self, replicas: Replicas, every: int, saving: Sequence[Hook]):
+        self.replicas, self.every, self.saving = replicas, every, saving
+
+    def due(self, step: int, ending: bool) -> bool:
+        return step % self.every == 0 or any(hook.due(step, ending) for hook in self.saving)
+
+    def act(self, step: int, state: State) -> dict:
+        self.replicas.check(step, state)
+        return {}
+
+
+class Exporter(Protocol):
+    """See `checkpoint.exports.Exports`."""
+
+    def due(self, step: int, ending: bool) -> bool: ...
+
+    def make(self, step: int, params: dict, of: Any) -> dict: ...
+
+
+class Export(Hook):
+    """Exports weights as model folders. ends: the ends of answers, written there."""
+
+    def __init__(self, exporter: Exporter, ends: Any):
+        self.exporter, self.ends = exporter, ends
+
+    def due(self, step: int, ending: bool) -> bool:
+        return self.exporter.due(step, ending)
+
+    def act(self, step: int, state: State) -> dict:
+        return self.exporter.make(step, state.params, self.ends)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -23,20 +22,21 @@ from meshtrain.training.state import State
 from meshtrain.training.step import Program
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Hook:
-    """A callback between two steps. All processes run it together, with the device idle; its time is not counted as
-    step time.
+class Hook(Protocol):
+    """Acts between two steps. All processes run it together, with the device idle; its time is not counted as step
+    time.
 
-    due: (step just taken, whether the loop ends after it) -> whether to act. act: (step, state) -> numbers for the
-    metrics row of this step, or of the next step if this row is already written. after_row: write this step's row
-    first, which may end the run (too many skipped steps). part: the part of the goodput account that counts its time,
-    see `goodput.PARTS`. The watchdog's limit for a hook is that of a save.
+    after_row: write this step's row first, which may end the run (too many skipped steps). part: the part of the
+    goodput account that counts its time, see `goodput.PARTS`. The watchdog's limit for a hook is that of a save.
     """
-    due: Callable[[int, bool], bool]
-    act: Callable[[int, State], Mapping[str, float]]
     after_row: bool = True
     part: str = "rest"
+
+    def due(self, step: int, ending: bool) -> bool:
+        """Return whether to act. step: just taken. ending: whether the loop ends after it."""
+
+    def act(self, step: int, state: State) -> Mapping[str, float]:
+        """Return numbers for the metrics row of this step, or of the next step if this row is already written."""
 
 
 class StepBatch(NamedTuple):
@@ -74,11 +74,9 @@ class Feed(Protocol):
         """Called after `close` if the run has taken all its steps."""
 
 
-class Validator(Protocol):
+class Validator(Hook, Protocol):
     """loss: the last value; None before the first."""
     loss: float | None
-
-    def hook(self) -> Hook: ...
 
 
 # Time between two looks of the clock at a step: this share of the step before, within these bounds in seconds.
@@ -170,6 +168,10 @@ def train(program: Program, step: Callable, state: State, feed: Feed, last: int,
                     journal.add(hook.act(done, state))
         return acted
 
+    def only_at_the_end(hook: Hook) -> bool:
+        """The hooks of a loop that ends here, but for those that acted after this step already."""
+        return done > first and hook.due(done, True) and not hook.due(done, False)
+
     with contextlib.closing(feed), StepClock() as clock, garbage.by_step() as collect:
         ended = clock.observe({})       # the end of the step before
         paused = True       # whether there was a pause before this step: lateness after a pause is not measured
@@ -179,7 +181,7 @@ def train(program: Program, step: Callable, state: State, feed: Feed, last: int,
             try:
                 batch, tokens, waited = feed.next(done, state)
             except NoBatch:
-                act(lambda hook: done > first and hook.due(done, True) and not hook.due(done, False))
+                act(only_at_the_end)
                 break
             paused |= waited
             # If the step before still runs, the device does not wait for this batch.

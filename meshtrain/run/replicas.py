@@ -20,8 +20,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from meshtrain.cluster import agree
-from meshtrain.run import trees
-from meshtrain.run.loop import Hook
+from meshtrain.config import Run
+from meshtrain.run import say, trees
 
 MOST_NAMED = 3      # arrays named in a message
 # bytes of an element -> dtype of its words; an element of 8 bytes has two words
@@ -56,12 +56,6 @@ class Replicas:
         self._sums = self._sums.lower(*self._abstract).compile()
         return self
 
-    def hook(self, every: int, saving: Sequence[Hook]) -> Hook:
-        """Return a hook that checks every `every` steps, and before each hook of `saving`, so that no detectable fault
-        is saved. It raises ReplicasDiffer."""
-        return Hook(lambda step, ending: step % every == 0 or any(hook.due(step, ending) for hook in saving),
-                    lambda step, state: self.check(step, state) or {})
-
     def check(self, step: int, state) -> None:
         """Compare the replicas of a state. Raises: ReplicasDiffer in all processes, with the names of arrays and
         devices."""
@@ -95,6 +89,20 @@ class Replicas:
                     groups[int(held)].append(device)
                 found.append((name, sorted(groups.values(), key=len, reverse=True)))
         return found
+
+
+def of_run(run: Run, state, mesh: Mesh) -> Replicas | None:
+    """Return the compiled check of a run; None if it is not configured, or the state has no replicas. state: see
+    `Replicas`."""
+    every = run.training.check_replicas_every
+    if not every:
+        return None
+    replicas = Replicas(state, mesh)
+    if not replicas.any:
+        say.out(f"training.check_replicas_every={every}: only scalars are replicated on this mesh, so the check "
+                f"is off")
+        return None
+    return replicas.compile()
 
 
 def _replicated(leaf, mesh: Mesh) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain import train
+from meshtrain.commands import train
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.run import contents as run_contents

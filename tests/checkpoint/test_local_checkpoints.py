@@ -14,7 +14,7 @@ import pytest
 import xxhash
 from jax.sharding import PartitionSpec as P
 
-from meshtrain import train
+from meshtrain.commands import train
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.checkpoint.local import LocalCheckpoints

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 import test_commands
 
-from meshtrain import train
-from meshtrain.commands import inspect
+from meshtrain.commands import inspect, train
 from meshtrain.parallel.context import attention
 
 RULES = Path(__file__).resolve().parent.parent.parent / "sharding_rules"

@@ -22,8 +22,7 @@ from folders import GOLDENS
 from meshtrain.launch import elastic as launch_elastic
 from meshtrain.launch import local, pod, restart
 from meshtrain.launch import ray as launch_ray
-from meshtrain import train
-from meshtrain.commands import check, convert, evaluate, generate, inspect, plan, report, tokenize
+from meshtrain.commands import check, convert, evaluate, generate, inspect, plan, report, tokenize, train
 
 LIMIT_S = 20        # a mistake is told within milliseconds, on a loaded machine within a second or two
 MAINS = {"train": train.main, "generate": generate.main, "evaluate": evaluate.main, "convert": convert.main,

@@ -12,8 +12,8 @@ import parity
 import pytest
 import sampling
 
-from meshtrain import assembly, config, design, train
-from meshtrain.commands import inspect
+from meshtrain import assembly, config, design
+from meshtrain.commands import inspect, train
 from meshtrain import hardware
 from meshtrain.cost.formulas import footprint
 from meshtrain.cost.formulas.options import Options

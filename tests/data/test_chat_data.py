@@ -12,7 +12,8 @@ from corpora import Opened, fault, write_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshtrain import assembly, config, train
+from meshtrain import assembly, config
+from meshtrain.commands import train
 from meshtrain.data import sources
 from meshtrain.data.batches import packing
 from meshtrain.data.documents import chat, conversations

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain import assembly, config, flags, train, trained
-from meshtrain.commands import inspect, plan
+from meshtrain import assembly, config, flags, trained
+from meshtrain.commands import inspect, plan, train
 from meshtrain.cost.program import audit, compile
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import tiny_run
 
-from meshtrain import train
+from meshtrain.commands import train
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))       # benchmarks is installed nowhere

@@ -160,7 +160,7 @@ def test_the_page_of_the_code_leads_to_the_scores_by_the_files_that_the_call_pas
     passed = dict.fromkeys(str(Path(frame.filename).relative_to(package))
                            for frame in stacks[0] if frame.filename.startswith(f"{package}/"))
     listed = re.findall(r"^\d+\. \[meshtrain/(\S+)\]", (ROOT / "docs" / "code.md").read_text(), re.MULTILINE)
-    assert listed == ["train.py", *passed] and len(listed) <= 8
+    assert listed == ["commands/train.py", *passed] and len(listed) <= 8
 
 
 def test_the_page_of_the_code_names_functions_that_its_files_have():

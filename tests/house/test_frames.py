@@ -12,10 +12,10 @@ MOST_FRAMES, MOST_FILES = 31, 10
 SPY = """
 import json, sys, traceback
 from pathlib import Path
-from meshtrain import train
+from meshtrain.commands import train
 from meshtrain.kernels import blockwise
 
-scores, out, root = blockwise._scores, Path(sys.argv[1]), Path(train.__file__).resolve().parent
+scores, out, root = blockwise._scores, Path(sys.argv[1]), Path(train.__file__).resolve().parent.parent
 
 def spy(*args):
     if not out.exists():
@@ -38,6 +38,7 @@ def test_few_functions_of_few_files_lie_between_the_command_and_the_scores(tmp_p
     assert (tmp_path / "frames.json").exists(), done.stdout + done.stderr
     frames = json.loads((tmp_path / "frames.json").read_text())
     told = "\n".join(f"{file} {name}" for file, name in frames)
-    assert frames[0][0] in ("train.py", "commands/train.py") and frames[-1][0] == "kernels/blockwise.py", told
-    assert not any(file.startswith("parallel/pipeline") or file in ("training/executor.py", "training/shard.py") for file, _ in frames), told
+    assert frames[0][0] == "commands/train.py" and frames[-1][0] == "kernels/blockwise.py", told
+    assert not any(file.startswith("parallel/pipeline") or file in ("training/executor.py", "training/shard.py")
+                   for file, _ in frames), told
     assert len(frames) <= MOST_FRAMES and len({file for file, _ in frames}) <= MOST_FILES, f"{len(frames)}\n{told}"

@@ -13,8 +13,8 @@ from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noq
 from corpora import write_tokenizer
 from folders import EIGHT, GOLDENS, NAMES, ONE, ROOT, Loaded, contents
 
-from meshtrain import config, files, train
-from meshtrain.commands import convert
+from meshtrain import config, files
+from meshtrain.commands import convert, train
 from meshtrain.checkpoint import checkpoint, export, pretrained
 from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.checkpoint.ends import Ends

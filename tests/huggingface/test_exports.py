@@ -9,8 +9,8 @@ import pytest
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
 from folders import contents
 
-from meshtrain import config, files, train
-from meshtrain.commands import convert
+from meshtrain import config, files
+from meshtrain.commands import convert, train
 from meshtrain.checkpoint import checkpoint, export, exports, new_folder, pretrained
 from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.checkpoint.store import Save

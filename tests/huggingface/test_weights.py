@@ -13,7 +13,8 @@ from checkpoints import assert_same_bits
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
 from folders import EIGHT, GOLDENS, NAMES, ONE, Loaded
 
-from meshtrain import config, train
+from meshtrain import config
+from meshtrain.commands import train
 from meshtrain.checkpoint import pretrained
 from meshtrain.huggingface import families, folder, safetensors, settings
 from meshtrain.model import transformer

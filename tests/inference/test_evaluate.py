@@ -11,8 +11,8 @@ from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noq
 from corpora import Opened, section, write
 from folders import GOLDENS
 
-from meshtrain import config, train, trained
-from meshtrain.commands import evaluate
+from meshtrain import config, trained
+from meshtrain.commands import evaluate, train
 from meshtrain.data.batches import packing
 from meshtrain.data.cache import token_cache
 from meshtrain.data.documents import text_bytes, tokenizer

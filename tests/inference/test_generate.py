@@ -17,8 +17,8 @@ import sampling
 from commands import call, home, in_a_directory_of_its_own, process, refused, tiny  # noqa: F401
 from folders import GOLDENS, NAMES, ROOT
 
-from meshtrain import assembly, config, devices, train, trained
-from meshtrain.commands import generate
+from meshtrain import assembly, config, devices, trained
+from meshtrain.commands import generate, train
 from meshtrain.cost.program import audit, compile
 from meshtrain.inference import generate as inference
 from meshtrain.inference import detokenizer

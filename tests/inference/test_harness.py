@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
 
-from meshtrain import train, trained
-from meshtrain.commands import evaluate
+from meshtrain import trained
+from meshtrain.commands import evaluate, train
 from meshtrain.inference.detokenizer import Words
 
 pytest.importorskip("lm_eval", reason="install the extra eval")

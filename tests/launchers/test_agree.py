@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from meshtrain import train
+from meshtrain.commands import train
 from meshtrain.cluster import agree, meet
 
 ROOT = Path(__file__).resolve().parent.parent.parent

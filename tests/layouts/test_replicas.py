@@ -14,10 +14,11 @@ from jax.sharding import PartitionSpec as P
 from commands import call, home, in_a_directory_of_its_own, tiny  # noqa: F401
 from test_layouts import run_of
 
-from meshtrain import assembly, train
+from meshtrain import assembly
+from meshtrain.commands import train
 from meshtrain.inspection import measured
 from meshtrain.journal import metrics
-from meshtrain.run import loop, replicas
+from meshtrain.run import hooks, replicas
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +111,8 @@ def test_of_a_state_that_is_all_split_nothing_can_be_checked(mesh):
 
 
 def test_the_hook_checks_at_its_steps_and_before_every_save(checked):
-    hook = checked.hook(3, [loop.Hook(due, lambda step, state: {})
-                            for due in (lambda step, ending: ending, lambda step, ending: step % 5 == 0)])
+    hook = hooks.CheckReplicas(checked, 3, [types.SimpleNamespace(due=due)
+                               for due in (lambda step, ending: ending, lambda step, ending: step % 5 == 0)])
     assert [step for step in range(1, 12) if hook.due(step, step == 11)] == [3, 5, 6, 9, 10, 11] and hook.after_row
 
 
@@ -179,17 +180,18 @@ def test_a_run_with_a_flipped_bit_ends_with_1_and_goes_on_from_the_last_good_che
 
 def test_where_nothing_is_replicated_that_is_said_and_nothing_is_checked(capsys):
     run = run_of("zero3", dict(fsdp=8), training=dict(check_replicas_every=5))
-    assert train._replicas(assembly.assemble(run, jax.devices()[:8])) is None
+    made = assembly.assemble(run, jax.devices()[:8])
+    assert replicas.of_run(run, made.state_shapes, made.mesh) is None
     assert capsys.readouterr().out.count("training.check_replicas_every=5: only scalars are replicated on this "
                                          "mesh") == 1
-    assert train._replicas(types.SimpleNamespace(run=run_of("ddp",
-                                                            dict(fsdp=8)))) is None and capsys.readouterr().out == "", "off by default"
+    assert replicas.of_run(run_of("ddp", dict(fsdp=8)), made.state_shapes, made.mesh) is None
+    assert capsys.readouterr().out == "", "off by default"
 
 
 FLIP = '''
 import sys, threading, time
 def flip():
-    while not hasattr(sys.modules.get("meshtrain.train"), "main") and not hasattr(sys.modules["__main__"], "_train"):
+    while not hasattr(sys.modules.get("meshtrain.commands.train"), "main"):
         time.sleep(0.002)
     sys.path[:0] = ["tests", "tests/layouts"]
     import jax

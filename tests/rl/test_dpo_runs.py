@@ -9,8 +9,8 @@ from checkpoints import assert_same_bits
 from commands import call, home, in_a_directory_of_its_own, ran, rows  # noqa: F401
 from test_lora_runs import saved
 
-from meshtrain import config, train
-from meshtrain.commands import evaluate, generate
+from meshtrain import config
+from meshtrain.commands import evaluate, generate, train
 from meshtrain.data import sources
 from meshtrain.data.batches import preferences
 from meshtrain.data.documents import conversations

@@ -18,8 +18,8 @@ from commands import (answers, call, check_sums_of_answers, home, in_a_directory
 from commands import ROOT
 from test_lora_runs import saved
 
-from meshtrain import files, train
-from meshtrain.commands import evaluate, report
+from meshtrain import files
+from meshtrain.commands import evaluate, report, train
 from meshtrain.inference.generate import Generator
 from meshtrain.inspection import measured
 from meshtrain.journal.journal import Journal

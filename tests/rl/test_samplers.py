@@ -18,7 +18,8 @@ from commands import ROOT, call, home, in_a_directory_of_its_own, refused  # noq
 from test_lora_runs import saved
 from test_rl import drawn, killed_at, place, ran, rows, timeless, words  # noqa: F401
 
-from meshtrain import config, files, sample, train
+from meshtrain import config, files, sample
+from meshtrain.commands import train
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.inference.generate import Completion

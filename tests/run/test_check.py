@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from commands import call, home, tiny  # noqa: F401
 
-from meshtrain import config, train
-from meshtrain.commands import check, plan
+from meshtrain import config
+from meshtrain.commands import check, plan, train
 from meshtrain.storage import buckets, web
 from meshtrain.units import size
 

@@ -12,10 +12,10 @@ import jax
 import pytest
 
 import meshtrain as mt
-from meshtrain import assembly, config, devices, flags, train
-from meshtrain.commands import inspect, plan
+from meshtrain import assembly, config, devices, flags
+from meshtrain.commands import inspect, plan, train
 from meshtrain.cluster import watch
-from meshtrain.inspection import memory
+from meshtrain.inspection import memory, step_costs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FLAGS = [one for one in devices.ON_GPUS if one.name.startswith("--")]
@@ -323,16 +323,16 @@ def test_without_a_home_no_directory_of_that_name_is_made(tmp_path, monkeypatch)
 
 def test_a_model_beyond_the_memory_of_the_machine_is_refused_before_it_is_made(monkeypatch):
     made = assembly.assemble(config.load(["--mesh.simulated_devices", "8"]), jax.devices()[:8])
-    train.check_memory(made)
+    step_costs.check_memory(made)
     monkeypatch.setattr(devices, "memory_bytes", lambda found: 1 << 20)
     with pytest.raises(config.ConfigError,
                        match="the weights and the optimizer's state take .* on 8 simulated devices of this machine, "
                              "which has 1.0 MiB"):
-        train.check_memory(made)
+        step_costs.check_memory(made)
     weights = 8 * memory.formula(made)["params"]        # which fit, and the optimizer's state beside them does not
     monkeypatch.setattr(devices, "memory_bytes", lambda found: weights + 1)
     with pytest.raises(config.ConfigError, match="the weights and the optimizer's state take"):
-        train.check_memory(made)
+        step_costs.check_memory(made)
 
 
 @pytest.mark.parametrize("driver, text, shown", [

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import time
 import weakref
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -15,12 +16,21 @@ from meshtrain.journal.journal import Flops, Journal
 from meshtrain.journal.progress import Progress
 from meshtrain.run import garbage, loop
 from meshtrain.run.feeds import BatchFeed
-from meshtrain.run.hooks import ValidationHook
+from meshtrain.run.hooks import LossValidation
 
 
 @dataclasses.dataclass
 class State:
     step: int
+
+
+@dataclasses.dataclass
+class Acting:
+    """A hook of two functions."""
+    due: Callable[[int, bool], bool]
+    act: Callable[[int, State], Mapping[str, float]]
+    after_row: bool = True
+    part: str = "rest"
 
 
 class Bench:
@@ -72,8 +82,8 @@ def test_a_run_that_goes_on_begins_behind_its_step():
 def test_a_hook_acts_after_its_steps_row_and_one_that_measures_before():
     bench = Bench()
     act = lambda name, numbers: lambda step, state: (bench.events.append((name, step)), numbers)[1]
-    bench.train(loop.Hook(at(3), act("measure", {"val_loss": 7.0}), after_row=False),
-                loop.Hook(at(3), act("save", {"checkpoint_wait_s": 5.0})))
+    bench.train(Acting(at(3), act("measure", {"val_loss": 7.0}), after_row=False),
+                Acting(at(3), act("save", {"checkpoint_wait_s": 5.0})))
     assert bench.events[4:9] == [("row", 2), ("measure", 3), ("row", 3), ("save", 3), ("step", 4)]
     assert [row.get("val_loss") for row in bench.rows] == [None, None, 7.0, None, None, None]
     assert [row["checkpoint_wait_s"] for row in bench.rows] == [0, 0, 0, 5.0, 0, 0], "waited since the row before"
@@ -81,14 +91,14 @@ def test_a_hook_acts_after_its_steps_row_and_one_that_measures_before():
 
 def test_waits_add_up_over_the_rows_that_are_not_written():
     bench = Bench("--metrics.every", "3")
-    bench.train(loop.Hook(at(1, 2, 4), lambda step, state: {"checkpoint_wait_s": 1.0}))
+    bench.train(Acting(at(1, 2, 4), lambda step, state: {"checkpoint_wait_s": 1.0}))
     assert [(row["step"], row["checkpoint_wait_s"]) for row in bench.rows] == [(3, 2.0), (6, 1.0)]
 
 
 def test_what_a_hook_takes_is_in_no_steps_time():
     bench = Bench()
-    bench.train(loop.Hook(at(2, 4), lambda step, state: time.sleep(0.3) or {}),
-                loop.Hook(at(4), lambda step, state: time.sleep(0.3) or {}, after_row=False))
+    bench.train(Acting(at(2, 4), lambda step, state: time.sleep(0.3) or {}),
+                Acting(at(4), lambda step, state: time.sleep(0.3) or {}, after_row=False))
     last = bench.rows[-1]
     assert (1 - last["goodput"]) * last["elapsed_s"] >= 0.9
 
@@ -101,8 +111,8 @@ def test_the_last_hooks_are_told_that_the_loop_ends():
             bench.listener.number = 15 if step == stop_at else bench.listener.number
             return bool(told.append((step, ending)))
 
-        done = bench.train(loop.Hook(lambda step, ending: due(step, ending), lambda step, state: {}),
-                           loop.Hook(lambda step, ending: ending,
+        done = bench.train(Acting(lambda step, ending: due(step, ending), lambda step, state: {}),
+                           Acting(lambda step, ending: ending,
                                      lambda step, state: bench.events.append("saved") or {}))
         # A request is noted while step 3 is looked at, so that the step after it is the last.
         assert done == ends + (stop_at is not None) and told[-1] == (done, True) and not any(e for _, e in told[:-1])
@@ -112,7 +122,7 @@ def test_the_last_hooks_are_told_that_the_loop_ends():
 def test_steps_that_are_skipped_in_a_row_stop_the_run_before_anything_is_saved():
     bench, saved = Bench("--training.max_skipped_steps", "2", broken=(2, 4, 5)), []
     with pytest.raises(TooManySkippedSteps) as stopped:
-        bench.train(loop.Hook(at(3, 5), lambda step, state: saved.append(step) or {}))
+        bench.train(Acting(at(3, 5), lambda step, state: saved.append(step) or {}))
     assert saved == [3], "one that is followed by a good step is none in a row"
     assert [row["step"] for row in bench.rows] == [1, 2, 3, 4, 5]
     for key in ("optimizer.learning_rate=0.", "optimizer.warmup_steps=", "data.skip_batches", "checkpoint.step"):
@@ -125,8 +135,8 @@ def held(name, weight, *sums):
 
 def validated(bench, *sets):
     bench.data.validation = sets
-    validation = ValidationHook(bench.run, bench.program, bench.data, bench.stop)
-    return validation, validation.hook().act(3, SimpleNamespace(params=None))
+    validation = LossValidation(bench.run, bench.program, bench.data, bench.stop)
+    return validation, validation.act(3, SimpleNamespace(params=None))
 
 
 def test_a_validation_loss_weighs_batches_by_their_targets_and_sources_by_their_weights(capsys):
@@ -188,7 +198,7 @@ def test_garbage_is_collected_at_the_same_steps_and_never_else(collected):
     bench, found = collected
     kept, step = [], bench._step
     bench._step = lambda *args: (kept.extend([] for _ in range(20_000)), step(*args))[1]   # many automatic collections
-    assert gc.isenabled() and bench.train(loop.Hook(at(7), lambda step, state: {})) == 12
+    assert gc.isenabled() and bench.train(Acting(at(7), lambda step, state: {})) == 12
     assert found == [0, 5, 7, 10], "before the first step, every fifth one, and where all wait for a hook"
     assert gc.isenabled() and gc.get_freeze_count() == 0
 

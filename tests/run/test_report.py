@@ -16,8 +16,7 @@ import pytest
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
 from test_pages import Read, embedded, standing_alone
 
-from meshtrain import train
-from meshtrain.commands import report
+from meshtrain.commands import report, train
 from meshtrain.inspection import compared, measured
 from meshtrain.journal import goodput, history, metrics, rows
 from meshtrain.pages import compared as compared_pages

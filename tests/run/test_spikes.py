@@ -7,9 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshtrain import config, train
+from meshtrain import config
+from meshtrain.commands import train
 from meshtrain.journal import trackers
 from meshtrain.journal.spikes import FEWEST, LAG, WINDOW, Spikes
+from meshtrain.run import loop
+from meshtrain.trainer import Trainer
 from meshtrain.training.step import Program
 from checkpoints import assert_same_bits, names
 from test_commands import call, home, in_a_directory_of_its_own, lasting, refused, rows, tiny  # noqa: F401
@@ -98,12 +101,12 @@ def test_a_run_goes_back_before_a_spike_and_leaves_its_batches_out(command, cras
 
 
 def test_a_stop_in_the_step_of_a_spike_saves_what_only_the_fast_tier_had(command, tmp_path, monkeypatch):
-    real, calls = train.loop.Stop.reached, []
+    real, calls = loop.Stop.reached, []
     def stopped_in_step_20(self, *late):
         calls.append(late)
         self.agreed = len(calls) >= 20
         return real(self, *late)
-    monkeypatch.setattr(train.loop.Stop, "reached", stopped_in_step_20)
+    monkeypatch.setattr(loop.Stop, "reached", stopped_in_step_20)
     ran = call(train.main, *command, "--run.dir", "back", "--training.loss_spike", "rollback",
                "--checkpoint.every", 1000,
                "--checkpoint.local_dir", tmp_path / "near", "--checkpoint.local_every", 6)
@@ -117,17 +120,17 @@ def test_a_stop_in_the_step_of_a_spike_saves_what_only_the_fast_tier_had(command
 def test_a_run_that_is_killed_after_it_went_back_ends_as_the_undisturbed_one(command, crashing):  # noqa: F811
     back = (*command, "--training.loss_spike", "rollback")
     assert call(train.main, *back, "--run.dir", "plain").code == 0
-    real = train._back_before
+    real = Trainer._rewind
     def armed(*args):
         crashing(at)
         return real(*args)
     for at in (18, 22):         # before, and with --training.steps 24 after, the spike's number
-        train._back_before = armed
+        Trainer._rewind = armed
         try:
             with pytest.raises(RuntimeError, match="as if killed"):
                 call(train.main, *back, "--run.dir", f"killed{at}")
         finally:
-            train._back_before = real
+            Trainer._rewind = real
             crashing(0)
         assert call(train.main, *back, "--run.dir", f"killed{at}").code == 0
         assert_same_bits(state_of(f"killed{at}", 24), state_of("plain", 24))

@@ -18,7 +18,7 @@ import pytest
 
 from meshtrain.journal import metrics
 from meshtrain.run import stops
-from tests import tiny_run
+from tests import injected, tiny_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -153,6 +153,20 @@ def test_a_process_that_is_stopped_alone_before_the_first_step_leaves_none_hangi
     finally:
         child.kill()
     assert "the processes ended in different ways" in said(directory) or "failed first" in said(directory)
+
+
+def test_a_signal_while_process_0_prices_the_step_ends_all_processes_with_75(tmp_path):
+    injected.prepare(tmp_path)
+    directory = tmp_path / "run"
+    child = injected.launched(tmp_path, directory, 2, fault="0 price sleep")
+    try:
+        meet(child, lambda directory: Path(f"{directory}.fault").exists(), directory)
+        time.sleep(3)       # a process that does not wait is in the loop by then, where its stop is deferred
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(60) == 75, said(directory)
+    finally:
+        child.kill()
+    assert "stopped before the first step" in said(directory) and "Traceback" not in said(directory)
 
 
 # ---- readers that die, disks that are full, streams that are closed --------------------------------------------------

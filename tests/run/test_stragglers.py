@@ -45,7 +45,7 @@ def test_nobody_is_named_for_little_or_for_now_and_then(steps):
 SLOW = '''
 import os, sys, threading, time
 def slow():
-    while not hasattr(sys.modules.get("meshtrain.train"), "main") and not hasattr(sys.modules["__main__"], "_train"):
+    while not hasattr(sys.modules.get("meshtrain.commands.train"), "main"):
         time.sleep(0.002)
     module = sys.modules["meshtrain.cluster.watch"]
     real = module.step

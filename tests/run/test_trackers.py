@@ -19,7 +19,8 @@ import wandb_service
 from tensorboard.backend.event_processing import event_accumulator
 from test_metrics import disk_of, run_file
 
-from meshtrain import config, train
+from meshtrain import config
+from meshtrain.commands import train
 from meshtrain.journal import metrics, trackers
 from meshtrain.journal.spikes import LossSpike
 from meshtrain.run import hooks

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from kept_programs import programs_in
 
-from meshtrain import assembly, train
+from meshtrain import assembly
+from meshtrain.commands import train
 from meshtrain.checkpoint import checkpoint
 from meshtrain.data.batches import packing
 from meshtrain.data.documents import contracts

@@ -25,10 +25,10 @@ pytest.importorskip("moto", reason="the S3 server on loopback needs pip install 
 from stores import BUCKET, Fault, environment as stores_environment, server, surroundings  # noqa: E402, F401
 
 from meshtrain.launch import restart, supervise  # noqa: E402
-from meshtrain import config, files, train  # noqa: E402
-from meshtrain.commands import convert, generate, report  # noqa: E402
+from meshtrain import config, files  # noqa: E402
+from meshtrain.commands import convert, generate, report, train  # noqa: E402
 from meshtrain.run import bucket, contents  # noqa: E402
-from meshtrain.storage import addresses, buckets, copies, messages, mirror, retries# noqa: E402
+from meshtrain.storage import addresses, buckets, copies, messages, mirror, retries  # noqa: E402
 
 SIX = ("--training.steps", "6", "--checkpoint.every", "2", "--run.sample_tokens", "0")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain import train
+from meshtrain.commands import train
 from meshtrain.cluster import find, gpus
 from meshtrain.cluster.find import Cluster
 from meshtrain.config import ConfigError, Distributed

@@ -19,8 +19,8 @@ pytest.importorskip("moto", reason="the S3 server on loopback needs pip install 
 
 from stores import BUCKET, SECRET, TOKEN, Fault, server, surroundings  # noqa: E402, F401
 
-from meshtrain import config, train  # noqa: E402
-from meshtrain.commands import convert, generate, plan  # noqa: E402
+from meshtrain import config  # noqa: E402
+from meshtrain.commands import convert, generate, plan, train  # noqa: E402
 from meshtrain.checkpoint import peft  # noqa: E402
 from meshtrain.data.documents import chat, tokenizer  # noqa: E402
 from meshtrain.huggingface import folder, safetensors  # noqa: E402

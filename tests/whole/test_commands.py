@@ -17,9 +17,10 @@ from commands import (  # noqa: F401
     ROOT, RULES, SIX, Ran, call, home, in_a_directory_of_its_own, process, ran, refused, tiny,
 )
 
-from meshtrain import train
-from meshtrain.commands import inspect
+from meshtrain import devices, process as joining
+from meshtrain.commands import inspect, train
 from meshtrain.journal import metrics
+from meshtrain.run import rundir
 
 TIMES = ("step_time_s", "tokens_per_s", "mfu", "data_wait_s", "checkpoint_wait_s", "time", "elapsed_s", "goodput")
 
@@ -157,7 +158,7 @@ def test_init_from_other_shapes_is_refused_and_the_directory_stays_usable(tiny, 
     command = (*tiny, *SIX, "--run.dir", tmp_path / "wide", "--model.mlp_dim", 32)
     refused(call(train.main, *command, "--checkpoint.init_from", finished), "init_from", "mlp")
     refused(call(train.main, *command, "--checkpoint.init_from", tmp_path), "init_from", "no complete checkpoint")
-    with train.rundir.claim(train.config.load([str(word) for word in command])):
+    with rundir.claim(train.config.load([str(word) for word in command])):
         pass
 
 
@@ -233,13 +234,13 @@ def test_a_typo_on_the_command_line_is_exit_2(tmp_path):
 
 
 def test_options_before_the_run_file_keep_its_mesh_where_there_are_gpus(monkeypatch):
-    monkeypatch.setattr(train.devices, "gpus_expected", lambda: True)
-    monkeypatch.setattr(train.devices, "start", lambda run, cluster: jax.devices())
+    monkeypatch.setattr(devices, "gpus_expected", lambda: True)
+    monkeypatch.setattr(devices, "start", lambda run, cluster: jax.devices())
     for argv, own in ((["--training.steps", "5", str(ROOT / "configs/llama3.2-1b.toml")], True),
                       (["--training.steps", "5"], False),
                       (["--training.steps", "5", "--mesh.data=2"], True)):
         run = train.config.load(argv)
-        found, chosen = train._devices(run, argv, None)
+        found, chosen = joining.start_devices(run, argv, None)
         assert len(found) == 8 and (chosen.mesh == run.mesh) is own, argv
     assert chosen == run
 

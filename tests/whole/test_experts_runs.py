@@ -9,7 +9,8 @@ import pytest
 from commands import call, home, in_a_directory_of_its_own, tiny  # noqa: F401
 from test_lora_runs import paths, ran, saved
 
-from meshtrain import assembly, config, train
+from meshtrain import assembly, config
+from meshtrain.commands import train
 from meshtrain.checkpoint import adapters, init_from
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.directory import DirectoryStore

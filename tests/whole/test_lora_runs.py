@@ -8,8 +8,7 @@ import pytest
 from commands import call, home, in_a_directory_of_its_own, tiny  # noqa: F401
 from folders import contents
 
-from meshtrain import train
-from meshtrain.commands import convert
+from meshtrain.commands import convert, train
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.directory import DirectoryStore
 

@@ -1,0 +1,48 @@
+"""The places of a run's state: its claimed directory, the checkpoints there, and those on the hosts."""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshtrain.checkpoint import resume
+from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.checkpoint.local import LocalCheckpoints
+from meshtrain.cluster.watch import Watchdog
+from meshtrain.config import Run
+from meshtrain.run import bucket, contents, rundir
+from meshtrain.storage import addresses, copies, mirror
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Places:
+    """claim: of run.dir. checkpoints: in run.dir. local: on the hosts of the processes."""
+    claim: rundir.Claim
+    checkpoints: Checkpoints
+    local: LocalCheckpoints
+
+    @property
+    def directory(self) -> Path:
+        return self.claim.directory
+
+    def begin(self, run: Run, start: resume.Start, rules_text: str) -> None:
+        """Bring run.dir to the state of `start`, see `resume.begin`."""
+        resume.begin(run, start, self.checkpoints, self.local, rules_text)
+
+
+@contextlib.contextmanager
+def claim(run: Run, watchdog: Watchdog) -> Iterator[Places]:
+    """Context: this start alone writes to run.dir, where the watchdog keeps stacks. All processes call it.
+
+    Raises: ConfigError if another start has claimed it.
+    """
+    directory, remote = mirror.directory(run.run.dir), addresses.is_remote(run.run.dir)
+    claiming = bucket.claim if remote else rundir.claim
+    with claiming(run) as held, watchdog.kept_in(directory / contents.STACKS, apart=remote), resume.checkpoints_of(
+            run.run.dir, held, every=run.checkpoint.every, keep=run.checkpoint.keep,
+            keep_every=run.checkpoint.keep_every) as checkpoints:
+        fallback = copies.named_home("states", addresses.parse(run.run.dir)) if remote else None
+        local = LocalCheckpoints(run.checkpoint.local_dir, run.checkpoint.local_every, directory, fallback=fallback)
+        checkpoints.fallback = local if remote else None
+        yield Places(held, checkpoints, local)

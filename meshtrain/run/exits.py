@@ -1,0 +1,76 @@
+"""The exit code of a command of several processes: every failure becomes one message and a code."""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import traceback
+from collections.abc import Iterator
+
+import jax
+
+from meshtrain import files
+from meshtrain.cluster import agree, meet
+from meshtrain.cluster.lost import PeerError
+from meshtrain.config import ConfigError
+from meshtrain.files import FileSystemError
+from meshtrain.journal.guards import Halt
+from meshtrain.run import say
+from meshtrain.run.stops import DONE, FAILED, USER_ERROR
+
+PEERS_STOP_S = 3.0      # a stop signal for a run reaches all its processes within this time
+
+
+@dataclasses.dataclass
+class Ending:
+    """code: the exit code of a command."""
+    code: int = DONE
+
+
+@contextlib.contextmanager
+def code_of(failures: tuple[type[Exception], ...]) -> Iterator[Ending]:
+    """Context of a command: an exception that leaves it becomes a message and the code of the ending.
+
+    One process prints the message of an exception that all raise. failures: exceptions with a message for users,
+    besides those of configuration, file system and peers. Raises: any other exception, for its traceback.
+    """
+    expected: tuple[type[Exception], ...] = (PeerError, FileSystemError, *failures)
+    ending = Ending()
+    try:
+        yield ending
+    except ConfigError as error:
+        ending.code = _fail(USER_ERROR, f"error: {error}", error)
+    except Halt as error:
+        if jax.process_index() == 0:
+            say.err(f"stopped: {error}")
+        ending.code = FAILED
+    except expected as error:
+        ending.code = _fail(FAILED, f"error: {error}", error)
+    except Exception as error:
+        if files.is_moment(error):      # a failure of the file system outside the places that handle it
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            ending.code = _fail(FAILED,
+                                f"error: {files.said(error)}, in {where.name} of {where.filename}; check the file "
+                                "system (free space, mounts, server) and start again", error)
+        elif agree.told_by_first(error):      # process 0 prints the traceback
+            ending.code = _fail(FAILED, "", error)
+        else:
+            _wait_for_stop(error)
+            raise
+    finally:
+        say.format_lines("plain")
+
+
+def _fail(code: int, message: str, error: Exception) -> int:
+    if code == FAILED:
+        _wait_for_stop(error)
+    if not agree.told_by_first(error):
+        say.err(message)
+    meet.leave(code, error)
+    return code
+
+
+def _wait_for_stop(error: Exception) -> None:
+    """After a peer is lost, wait for a stop signal: the signal that ended the peer may also reach this process."""
+    if jax.distributed.is_initialized() and not getattr(error, "agreed", False):
+        time.sleep(PEERS_STOP_S)
