@@ -141,11 +141,11 @@ def differences(step: Inspected) -> str:
 def memory_table(step: Inspected) -> str:
     """Return a table that compares memory by formulas with memory of the compiled step."""
     made, held, ruled = step.made, step.held, memory.formula(step.made)
-    priced = step.formulas.memory_bytes if step.formulas else ruled
+    priced: dict[str, int | None] = dict(step.formulas.memory_bytes if step.formulas else ruled)
     show = lambda value: "–" if value is None else size(value)
     if held["grads"] is None:       # by formulas, too, those of embedding and head have no accumulator
-        lives = priced["activations"]
-        priced = priced | {"grads": None, "activations": lives if lives is None else lives + priced["grads"]}
+        grads, lives = priced["grads"], priced["activations"]
+        priced |= {"grads": None, "activations": None if lives is None else lives + (grads or 0)}
     keys = [key for key in ("params", "grads", "optimizer", "activations", "total", "host") if key in held]
     rows = [(LABELS.get(key, key), show(priced[key]), show(held[key])) for key in keys]
     lines = [columns([("memory per device", "formulas", "compiled"), *rows])]
