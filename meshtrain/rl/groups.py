@@ -82,7 +82,8 @@ class AnswerBatch:
             return {"equal_groups": self.equal}
         there = [one.reward for one in every if not np.isnan(one.reward)]
         lengths = [len(one.drawn.tokens) for one in every]
-        mean = lambda values: float(np.mean(values)) if len(values) else 0.0
+        def mean(values) -> float:
+            return float(np.mean(values)) if len(values) else 0.0
         failures = [one.failure for one in every if one.failure]
         return {"reward": mean(there), "reward_std": float(np.std(there)) if len(there) else 0.0,
                 **{f"reward/{name}": value for name, value in means(every).items()},
@@ -200,7 +201,8 @@ class HeldFirst:
 
 def flat(answers: Sequence[Completion]) -> tuple[dict, dict]:
     """Convert answers, without their prompts, to (a JSON object, arrays)."""
-    values = lambda name, dtype: np.array([value for one in answers for value in getattr(one, name)], dtype)
+    def values(name: str, dtype) -> np.ndarray:
+        return np.array([value for one in answers for value in getattr(one, name)], dtype)
     return ({"stopped": [one.stopped for one in answers], "lengths": [len(one.tokens) for one in answers]},
             {"tokens": values("tokens", np.int32), "logprobs": values("logprobs", np.float32),
              "margins": values("margins", np.float32)})

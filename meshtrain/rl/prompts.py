@@ -81,10 +81,9 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
     if isinstance(reader, Ids):
         raise ValueError('data.source="prompts" needs a tokenizer of text; set data.tokenizer')
     template = functools.cache(lambda: chat.open_template(reader, data.chat_template, folders))
-    read = lambda patterns, key: [
-        prompt for path in sources.on_this_host(globs.match_globs(patterns, "prompts", key=key), "prompts",
-                                                data.cache)
-        for prompt in _read(path, reader, template)]
+    def read(patterns, key: str) -> list[Prompt]:
+        paths = sources.on_this_host(globs.match_globs(patterns, "prompts", key=key), "prompts", data.cache)
+        return [prompt for path in paths for prompt in _read(path, reader, template)]
     prompts = read(data.paths, "paths")
     held = read(data.validation_paths, "validation_paths") if data.validation_paths else []
     if both := sorted({one.place for one in prompts} & {one.place for one in held}):

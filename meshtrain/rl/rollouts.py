@@ -233,7 +233,8 @@ class Rollouts:
         repeatedly while scores are missing; may raise NoBatch. Raises: RolloutError.
         """
         text: dict[int, str] = {}
-        own = lambda i: i % jax.process_count() == jax.process_index()
+        def own(i: int) -> bool:
+            return i % jax.process_count() == jax.process_index()
 
         def ended(i: int, answer: Completion) -> None:
             watch.progress()

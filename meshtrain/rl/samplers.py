@@ -131,9 +131,10 @@ class SeparateSampler:
     def restore(self, saved: Saved, frozen: bool = False) -> dict:
         """Return the trained (or the frozen) weights of a checkpoint that `sync.cast` wrote, with the sharding that
         matmuls read. Raises: CheckpointError."""
-        placed = lambda info: jax.sharding.NamedSharding(self.mesh, self.ex.layout.spec("params", info.axes))
+        def sharding_of(info: params.ParamInfo) -> jax.sharding.NamedSharding:
+            return jax.sharding.NamedSharding(self.mesh, self.ex.layout.spec("params", info.axes))
         wanted = params.tree(self.model.parameters(), lambda info: jax.ShapeDtypeStruct(
-            info.shape, sync.read_dtype(info, self.ex.numerics.dtype), sharding=placed(info)))
+            info.shape, sync.read_dtype(info, self.ex.numerics.dtype), sharding=sharding_of(info)))
         return saved.restore({"params": self.model.divided(wanted)[1 if frozen else 0]}, part=True)["params"]
 
     def generator(self, weights: dict, slots: int, room: int) -> Generator:
