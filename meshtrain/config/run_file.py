@@ -208,7 +208,7 @@ def _read_extended(file: str | Path, base: tuple[str, Path] | None, extending: t
     if faults or named == "":
         return tables, {}, faults
     chain = (*extending, os.path.realpath(local))
-    if not isinstance(named, str):
+    if not isinstance(named, str) or "\0" in named:      # no file's name has a null character
         return tables, {}, [f'{file}: {EXTENDS}={toml(named)} is not the name of one run file; use e.g. "base.toml"']
     other = _beside(named, beside)
     if (there := os.path.realpath(_local(other))) in chain:
@@ -237,7 +237,7 @@ def _beside(named: str, file: str | Path) -> str | Path:
     path = Path(os.path.normpath(Path(file).parent / named))
     if os.path.exists(path):
         return path
-    return names("configs").get(named) or (shipped(named) if shipped(named).is_file() else path)
+    return names("configs").get(named) or (shipped(named) if os.path.isfile(shipped(named)) else path)
 
 
 def _with_origins(message: str, origins: typing.Mapping[str, str]) -> str:

@@ -149,6 +149,21 @@ def check_many(numbers, directory: Path):
     assert 0.05 * len(outcomes) < sound < 0.7 * len(outcomes), f"{sound} of {len(outcomes)} sound: the generator finds too little"
 
 
+@pytest.mark.parametrize("key", ["run.extends", "sharding.rules", "extends of a rule file"])
+def test_no_name_of_a_file_to_read_ends_in_a_traceback(key, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rules, run = tmp_path / "own.toml", tmp_path / "run.toml"
+    for odd in ODD:
+        tables = {"data": {"source": "stdlib"}, "mesh": {"data": 8, "simulated_devices": 8}}
+        if key == "run.extends":
+            tables["run"] = {"extends": odd}
+        else:
+            tables["sharding"] = {"rules": odd if key == "sharding.rules" else "own.toml"}
+            rules.write_text(f"extends = {toml(odd)}\n", encoding="utf-8")
+        run.write_text(written(tables), encoding="utf-8")
+        judged([str(run)])
+
+
 def test_generated_run_files_are_sound_or_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "files").mkdir()
