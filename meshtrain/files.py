@@ -38,8 +38,31 @@ LOCK_WAIT_S, TELL_AGAIN_S = 300.0, 60.0
 CHUNK_BYTES = 4 << 20  # bytes of a read: enough to keep a disk busy, less than a core's share of the cache
 Value = TypeVar("Value")
 
-tell: Callable[[str], None] = lambda line: None     # receives lines about retries; commands print them
-_told_at: dict[str, float] = {}     # reason -> time of its last message
+
+class Notices:
+    """Lines for the user about failures that may pass.
+
+    The process has one, `notices`: calls are retried in all threads and below functions that know no command, and the
+    lines go to the stderr of the process. `run.command.print_notices` sets `write`; without a command (notebook, test)
+    the lines are dropped.
+    """
+
+    def __init__(self) -> None:
+        self.write: Callable[[str], object] | None = None
+        self._written_at: dict[str, float] = {}     # reason -> time of its last line
+
+    def tell(self, line: str) -> None:
+        if self.write is not None:
+            self.write(line)
+
+    def tell_reason(self, reason: str, line: str) -> None:
+        """Tell a line, each reason once in TELL_AGAIN_S."""
+        if time.monotonic() - self._written_at.get(reason, -float("inf")) >= TELL_AGAIN_S:
+            self._written_at[reason] = time.monotonic()
+            self.tell(line)
+
+
+notices = Notices()
 
 
 class FileSystemError(OSError):
@@ -82,9 +105,7 @@ def patiently(act: Callable[[], Value], *, missing: bool = False) -> Value:
 def pause(seconds: float, place: str, reason: str) -> None:
     """Wait before a retry and report the reason, each reason once in TELL_AGAIN_S. place: the file or server that
     failed, for the message."""
-    if time.monotonic() - _told_at.get(reason, -float("inf")) >= TELL_AGAIN_S:
-        _told_at[reason] = time.monotonic()
-        tell(f"{place}: {reason}; retrying")
+    notices.tell_reason(reason, f"{place}: {reason}; retrying")
     time.sleep(seconds)
 
 
@@ -296,7 +317,7 @@ class Beat:
                 pass
             except BaseException as error:      # panics of libraries in Rust are no Exception
                 if not told:
-                    tell(f"{getattr(self._write, '__qualname__', self._write)}: {said(error)}; retrying")
+                    notices.tell(f"{getattr(self._write, '__qualname__', self._write)}: {said(error)}; retrying")
                 told = True
 
     def close(self) -> None:

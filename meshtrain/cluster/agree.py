@@ -3,9 +3,10 @@ With one process, each is a plain call. This module knows no run, model or data.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -118,21 +119,33 @@ def agreed(error: Exception) -> Exception:
     return error
 
 
-# Timeout of an agreement in seconds; the watchdog sets it to the time left in the phase.
-patience_s: Callable[[], float] = lambda: MOST_PATIENCE_S
 MOST_PATIENCE_S = 7 * 24 * 3600.0
-_gathered = 0
+# Of the process, as the keys of jax's coordination service are: the limits of the open `wait_at_most`, and the number
+# of each barrier.
+_limits_s: list[Callable[[], float]] = []
+_barriers = itertools.count(1)
+
+
+@contextlib.contextmanager
+def wait_at_most(limit_s: Callable[[], float]) -> Iterator[None]:
+    """Context: an agreement waits for missing processes at most limit_s() seconds, which is called at its begin;
+    outside, MOST_PATIENCE_S."""
+    _limits_s.append(limit_s)
+    try:
+        yield
+    finally:
+        _limits_s.remove(limit_s)
 
 
 def _gather() -> None:
     """Wait for all processes before a collective, which would wait forever and name no process. Raises: PeerError that
     names the missing processes."""
-    global _gathered
-    _gathered, client, limit_s = _gathered + 1, jax_private.coordination_client(), min(patience_s(), MOST_PATIENCE_S)
+    number, client = next(_barriers), jax_private.coordination_client()
+    limit_s = min([MOST_PATIENCE_S, *(limit() for limit in _limits_s[-1:])])
     if client is None:
         return
     try:
-        client.wait_at_barrier(f"meshtrain agreement {_gathered}", int(limit_s * 1000))
+        client.wait_at_barrier(f"meshtrain agreement {number}", int(limit_s * 1000))
     except Exception as error:
         gone = lost.others(error)
         if not gone:

@@ -344,19 +344,19 @@ def _window_s(now: _Now) -> float:
 
 # ---- of a command ----------------------------------------------------------------------------------------------------
 
-_watchdog: Watchdog | None = None       # None outside a command (notebook, test)
+# Of the process, which it ends: only `on` sets it, and every thread may begin a phase. None outside a command.
+_watchdog: Watchdog | None = None
 
 
 @contextlib.contextmanager
 def on(limits: PhaseLimits, index: int, count: int, tell: Callable[[str], None]) -> Iterator[Watchdog]:
     """Watch the phases of a command while it runs."""
     global _watchdog
-    _watchdog, before = Watchdog(limits, index, count, tell), agree.patience_s
-    agree.patience_s = _watchdog.patience_s
+    _watchdog = Watchdog(limits, index, count, tell)
     try:
-        yield _watchdog
+        with agree.wait_at_most(_watchdog.patience_s):
+            yield _watchdog
     finally:
-        agree.patience_s = before
         _watchdog.close()
         _watchdog = None
 

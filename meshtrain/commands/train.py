@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import jax
 
-from meshtrain import assembly, closing, config, files, process, starts, trainer, training_data
+from meshtrain import assembly, closing, config, process, starts, trainer, training_data
 from meshtrain.assembly import Assembly, BrokenProgramError
 from meshtrain.checkpoint import exports, places, pretrained
 from meshtrain.checkpoint.exports import Exports
@@ -19,7 +19,7 @@ from meshtrain.journal import goodput, history, trackers
 from meshtrain.journal.history import Attempt
 from meshtrain.process import Joined
 from meshtrain.rl.rollouts import RolloutError
-from meshtrain.run import exits, loop, phases, replicas, say, stops
+from meshtrain.run import command, exits, loop, phases, replicas, say, stops
 from meshtrain.run.loop import Feed
 from meshtrain.run.replicas import ReplicasDiffer
 from meshtrain.run.stops import DONE, FAILED, STOPPED
@@ -29,7 +29,8 @@ from meshtrain.trainer import CompiledRun, Trainer
 
 def main(argv: Sequence[str], began: float | None = None) -> int:
     """Run the command. Return its exit code. began: time.perf_counter when its process began; None: now."""
-    account, files.tell = goodput.Account(began), say.err
+    account = goodput.Account(began)
+    command.print_notices()
     with exits.code_of(failures=(BrokenProgramError, ReplicasDiffer, RolloutError)) as ending:
         try:
             run = config.load(argv)

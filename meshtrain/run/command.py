@@ -32,6 +32,11 @@ def begin(level: int = 2, platform: str = "") -> None:
         importlib.import_module("jax")
 
 
+def print_notices() -> None:
+    """Print the lines of `files.notices` on stderr. Every command calls it."""
+    files.notices.write = say.err
+
+
 def entry(command: Command, about: str | None, failures: tuple[type[Exception], ...] = (),
           reported: Callable[[Exception], bool] = lambda error: False):
     """Return a decorator that turns `body(arguments)` into `main(argv)`, which parses argv and returns the exit code.
@@ -48,7 +53,7 @@ def entry(command: Command, about: str | None, failures: tuple[type[Exception], 
             if {"--help", "-h"} & set(own):
                 say.answer(command.help(about or ""))
                 return DONE
-            files.tell = say.err
+            print_notices()
             try:
                 with say.kept_stdout(JSON in own):
                     return body(command.read(words)) or DONE

@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import TextIO
 
 # Lines that C++ logs if a CUDA plugin is installed without a GPU, and their header.
 NOISE = re.compile(rb"cudart_stub|absl::InitializeLog\(\)")
@@ -51,21 +52,31 @@ class LineFormat:
         return "\n".join(f"{lead}{'' if LEVEL.match(line) else level + ': '}{line}" for line in text.split("\n"))
 
 
-_answers = None     # the stream of `answer` while stdout is reserved for it; None: `answer` prints on sys.stdout
-_live = 0   # length of the unfinished live line on the terminal
-_drawn_at = 0.0
-_passing = False    # whether the live line is erased, not left behind, once another line is printed
-_ended = False      # the command is ending: no more live lines
-_format: LineFormat | None = None
+@dataclasses.dataclass
+class _Output:
+    """The state of the standard streams. The process has one, as it has one stdout, and all threads print there.
+
+    answers: the stream of `answer` while stdout is reserved for it; None: `answer` prints on sys.stdout. live: length
+    of the unfinished live line on the terminal. drawn_at: when it was printed, by the monotonic clock. passing: whether
+    it is erased, not left behind, once another line is printed. ended: the command is ending, so no live line follows.
+    """
+    answers: TextIO | None = None
+    live: int = 0
+    drawn_at: float = 0.0
+    passing: bool = False
+    ended: bool = False
+    format: LineFormat | None = None
+
+
+_output = _Output()
 _lock = threading.RLock()
 
 
 def format_lines(form: str, process: int = 0, count: int = 1) -> None:
     """Set the format of all further lines. form: `run.log_format`. process: index of this process. count: number of
     processes."""
-    global _format
     kind = form if form != "auto" else "time" if count > 1 and not on_terminal() else "plain"
-    _format = None if kind == "plain" else LineFormat(kind, process)
+    _output.format = None if kind == "plain" else LineFormat(kind, process)
 
 
 def out(text: str) -> None:
@@ -81,11 +92,11 @@ def answer(text: str) -> None:
     read what it wanted.
     """
     with _in_turn():
-        if _answers is None:
+        if _output.answers is None:
             error = _send(sys.stdout, _over_live(_shown(sys.stdout, text)) + "\n")
         else:
             end_live()
-            error = _send(_answers, _shown(_answers, text) + "\n")
+            error = _send(_output.answers, _shown(_output.answers, text) + "\n")
     if error is not None and error.errno in UNWRITTEN:
         err(f"error: the result cannot be written to stdout ({error.strerror}); write it to another file or disk")
         raise SystemExit(1)
@@ -96,10 +107,9 @@ def keep_stdout() -> None:
 
     Used for `--json`: stdout then has the JSON result or nothing. Raises: OSError if no descriptor is left.
     """
-    global _answers
-    if _answers is None:
+    if _output.answers is None:
         sys.stdout.flush()
-        _answers = open(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+        _output.answers = open(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
         os.dup2(2, 1)
 
 
@@ -107,23 +117,22 @@ def keep_stdout() -> None:
 def kept_stdout(kept: bool = True):
     """Context: reserve Python's stdout for `answer` of a command that is called in this process. It does nothing if
     `kept` is False, or after `keep_stdout`."""
-    global _answers
-    if not kept or _answers is not None:
+    if not kept or _output.answers is not None:
         yield
         return
-    _answers = sys.stdout
+    _output.answers = sys.stdout
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        _answers = None
+        _output.answers = None
 
 
 def err(text: str) -> None:
     """Print lines on stderr, below the live line if there is one."""
     with _in_turn():
         erase_passing()
-        below = "\n" if _live else ""
+        below = "\n" if _output.live else ""
         _over_live("")
         _send(sys.stderr, f"{below}{_color(sys.stderr, _shown(sys.stderr, _add_prefix(text, 'warning')))}\n")
 
@@ -137,18 +146,17 @@ def part(text: str) -> None:
 def live(text: str, passing: bool = False) -> None:
     """Print a live line on a terminal, cut to its width. The next line on stdout replaces it. passing: it is also
     erased before a line on stderr and at the end of the command."""
-    global _live, _passing, _drawn_at
     with _in_turn():
-        if _ended:
+        if _output.ended:
             return
         text = text[:width()]
-        _send(sys.stdout, "\r" + _color(sys.stdout, text.ljust(_live)))
-        _live, _passing, _drawn_at = len(text), passing, time.monotonic()
+        _send(sys.stdout, "\r" + _color(sys.stdout, text.ljust(_output.live)))
+        _output.live, _output.passing, _output.drawn_at = len(text), passing, time.monotonic()
 
 
 def has_live(within_s: float) -> bool:
     """Return whether a live line that is not a passing one was printed less than `within_s` ago and is still shown."""
-    return bool(_live) and not _passing and time.monotonic() - _drawn_at < within_s
+    return bool(_output.live) and not _output.passing and time.monotonic() - _output.drawn_at < within_s
 
 
 def width() -> int:
@@ -158,16 +166,15 @@ def width() -> int:
 
 def is_live() -> bool:
     """Return whether live lines may be printed: stdout is a terminal, and lines have no prefix."""
-    return _format is None and on_terminal()
+    return _output.format is None and on_terminal()
 
 
 def erase_passing() -> None:
     """Erase the live line if it is a passing one."""
-    global _live
     with _in_turn():
-        if _live and _passing:
-            _send(sys.stdout, "\r" + " " * _live + "\r")
-            _live = 0
+        if _output.live and _output.passing:
+            _send(sys.stdout, "\r" + " " * _output.live + "\r")
+            _output.live = 0
 
 
 def on_terminal(stream=None) -> bool:
@@ -185,8 +192,7 @@ def begin(level: int = 2) -> None:
     A closed standard stream is opened on /dev/null. Otherwise the next opened file, possibly a checkpoint, would get
     its descriptor and receive C++ logs.
     """
-    global _ended
-    _ended = False
+    _output.ended = False
     # jax's C++ reads it when it is loaded
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", str(level))
     for number in (0, 1, 2):
@@ -274,16 +280,15 @@ def end_live() -> None:
     """End the live line, if there is one."""
     with _in_turn():
         erase_passing()
-        if _live:
+        if _output.live:
             _send(sys.stdout, _over_live("") + "\n")
 
 
 def end() -> None:
     """End the live line, allow no further one, and flush both streams."""
-    global _ended
     with _in_turn():
         end_live()
-        _ended = True
+        _output.ended = True
     for stream in (sys.stdout, sys.stderr):
         _send(stream, "")
 
@@ -300,7 +305,7 @@ def _in_turn():
 
 
 def _add_prefix(text: str, level: str) -> str:
-    return _format.dress(text, level) if _format else text
+    return _output.format.dress(text, level) if _output.format else text
 
 
 def _color(stream, text: str) -> str:
@@ -334,10 +339,9 @@ def escape(text: str) -> str:
 def _over_live(text: str, colour: Callable[[object, str], str] = lambda stream, text: text) -> str:
     """Return the text to write over the live line: padded to cover it. colour: function (stream, text) -> coloured
     text."""
-    global _live
-    was, _live = _live, 0
+    was, _output.live = _output.live, 0
     first, *rest = text.split("\n")
-    lead, first = ("\r", first.ljust(was)) if was and (first or _passing) else ("", first)
+    lead, first = ("\r", first.ljust(was)) if was and (first or _output.passing) else ("", first)
     return lead + colour(sys.stdout, "\n".join([first, *rest]))
 
 

@@ -113,7 +113,8 @@ class Listener:
         os._exit(self._code)
 
 
-_listener: Listener | None = None      # of a command; None outside commands
+# Of the process, as signal handlers are: only `listen` sets it. None outside commands.
+_listener: Listener | None = None
 
 
 def listen(words: str = BEFORE_THE_LOOP) -> None:

@@ -44,13 +44,15 @@ class _Seen:
     remote: dict[Path, RemoteFile] = dataclasses.field(default_factory=dict)
 
 
+# Of the process: a run sees one state of each address, whichever thread or room asks. Only `forget` sets it.
 _seen = _Seen()
 
 
 def forget() -> None:
     """Forget the files that this process found: a run begins."""
     global _seen
-    _seen = _Seen()
+    # Of the process: a run sees one state of each address, whichever thread or room asks. Only `forget` sets it.
+_seen = _Seen()
 
 
 def identities() -> str:

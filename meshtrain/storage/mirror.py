@@ -90,7 +90,7 @@ def fetch(source: Address, target: Path, wanted: Callable[[str], bool], within: 
                 (target / name).unlink(missing_ok=True)
         list(pool.map(copy, filter(wanted, there)))
         if is_newest and (unsent := [name for name in sorted(here) if not is_sent(name)]):
-            files.tell(f"{source} did not get the end of {_list(unsent)}: this host has kept it, and sends it")
+            files.notices.tell(f"{source} did not get the end of {_list(unsent)}: this host has kept it, and sends it")
         if needed:
             _write_sent(target, {name: sent[name] for name in there if name in sent and wanted(name)})
 
@@ -138,6 +138,8 @@ class _Gone(Exception):
     """A file that was sent is no longer in the directory."""
 
 
+# Of the process: the mirrors that are sending. Each enters itself here and leaves at `stop`. `remove` looks for the one
+# of a file, so that its callers know no bucket.
 _at_work: list[Mirror] = []
 
 

@@ -66,11 +66,11 @@ from meshtrain.run import loop, rundir
 lost = rundir.LostClaimError("another start has it") if index == 1 else None
 stop = loop.Stop(Any(number=15 if index == 2 else None), Any(lost=lost))
 raised("lost", lambda: [stop.reached(), stop.reached()])
-agree.patience_s = lambda: 2.0
 if index == 2:
     time.sleep(4)       # it does not come
 else:
-    raised("missing", lambda: agree.exchange(index))
+    with agree.wait_at_most(lambda: 2.0):
+        raised("missing", lambda: agree.exchange(index))
 print("SAID " + json.dumps(said), flush=True)
 if index == 1:
     raise RuntimeError("alone")     # the others wait for it in jax's orderly end

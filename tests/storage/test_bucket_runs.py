@@ -178,7 +178,7 @@ def test_a_bucket_that_fails_is_told_and_ends_no_run(server, tiny, monkeypatch):
     there = f"s3://{BUCKET}/failing"
     monkeypatch.setattr(retries, "PATIENT_PAUSES_S", (0.01,) * 2)
     monkeypatch.setattr(mirror, "EVERY_S", 0.05)
-    monkeypatch.setattr(files, "_told_at", {})
+    monkeypatch.setattr(files.notices, "_written_at", {})
     lasts = lambda: any("metrics" in line for line in server.asked("PUT", "failing/metrics"))
     server.faults += [Fault("failing/metrics", 4, 503), Fault("failing/checkpoints/2.", 30, 503),
                       Fault("failing/checkpoints/4.", 1, 500)]

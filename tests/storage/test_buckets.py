@@ -218,7 +218,7 @@ UNSENT = FOUR | {"rows": b"rows and more", "sub/new": b"new"}
 
 def test_what_the_bucket_refused_is_kept_and_sent_by_the_next_start(mirrored, server, monkeypatch):
     told = []
-    monkeypatch.setattr(files, "tell", told.append)
+    monkeypatch.setattr(files.notices, "write", told.append)
     refused_at_the_end(mirrored, server)
     assert fetch(mirrored) == UNSENT and sent(mirrored.target) == FOUR
     assert told == [f"{mirrored.target} did not get the end of rows, sub/new: this host has kept it, and sends it"]

@@ -51,8 +51,8 @@ def test_a_moment_of_the_file_system_is_waited_for_and_then_no_mistake(code):
 
 def test_what_is_asked_again_is_told_and_each_reason_once_in_a_while(monkeypatch):
     said = []
-    monkeypatch.setattr(files, "tell", said.append)
-    monkeypatch.setattr(files, "_told_at", {})
+    monkeypatch.setattr(files.notices, "write", said.append)
+    monkeypatch.setattr(files.notices, "_written_at", {})
     for code in (errno.ESTALE, errno.ESTALE, errno.EIO):
         files.attempted(refusing(code, times=2)[0], "x", "y")
     with pytest.raises(FileNotFoundError):      # another host's new file may not be seen yet: nothing has failed
@@ -77,7 +77,7 @@ def test_a_directory_is_removed_although_the_file_system_refuses_once(times, tmp
 @pytest.mark.parametrize("error, told", [(OSError("no room"), 0), (ValueError("of a library"), 1), (SystemExit(1), 1)])
 def test_a_beat_goes_on_whatever_fails_and_that_is_told_once(error, told, monkeypatch):
     lines, calls = [], []
-    monkeypatch.setattr(files, "tell", lines.append)
+    monkeypatch.setattr(files.notices, "write", lines.append)
 
     def write():
         calls.append(1)
