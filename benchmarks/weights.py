@@ -58,8 +58,8 @@ def measure(dtype: str, count: int, place: Path) -> str:
     from meshtrain.sharding import rules
     from meshtrain.sharding.mesh import MeshSpec
     from meshtrain.model import params, transformer
-    from meshtrain.checkpoint import export, pretrained
-    from meshtrain.checkpoint.ends import Ends
+    from meshtrain.huggingface.weights import export, pretrained
+    from meshtrain.huggingface.weights.ends import Ends
     from meshtrain.run import trees
     from meshtrain.huggingface import folder
 

@@ -9,10 +9,11 @@ import jax
 
 from meshtrain import starts, trained, training_data
 from meshtrain.assembly import Assembly
-from meshtrain.checkpoint import exports, resume
+from meshtrain.checkpoint import resume
 from meshtrain.checkpoint.places import Places
 from meshtrain.cluster import watch
 from meshtrain.data.documents import tokenizer as tokenizers
+from meshtrain.huggingface.weights import exports
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking

@@ -24,7 +24,7 @@ import numpy as np
 
 from meshtrain import assembly, config, elastic, given, parity, scratch, shown, starts, trained
 from meshtrain import devices as local_devices
-from meshtrain.checkpoint import ends, pretrained, resume
+from meshtrain.checkpoint import resume
 from meshtrain.checkpoint.saved import Saved
 from meshtrain.commands import inspect as inspect_command, plan as plan_command
 from meshtrain.config import ConfigError, Run
@@ -33,6 +33,7 @@ from meshtrain.data import sources
 from meshtrain.data.documents import contracts
 from meshtrain.drawn import bars, curves, mesh, shards
 from meshtrain.exercise import check_answer
+from meshtrain.huggingface.weights import ends, pretrained
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking

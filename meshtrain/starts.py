@@ -9,12 +9,13 @@ import jax.numpy as jnp
 
 from meshtrain import assembly, config, shipped
 from meshtrain.assembly import Assembly
-from meshtrain.checkpoint import ends, init_from, pretrained, resume
+from meshtrain.checkpoint import init_from, resume
 from meshtrain.checkpoint.local import LocalCheckpoints
 from meshtrain.checkpoint.places import Places
 from meshtrain.checkpoint.saved import Saved
 from meshtrain.cluster import agree, watch
 from meshtrain.config import Run
+from meshtrain.huggingface.weights import ends, pretrained
 from meshtrain.journal import goodput
 from meshtrain.rl.rewards import workers
 from meshtrain.run import phases, say
@@ -74,14 +75,14 @@ def _named_files(made: Assembly) -> dict[str, str]:
     return agree.on_first(lambda: named)
 
 
-def begin_state(made: Assembly, start: resume.Start, model_folder: Any, account: goodput.Account) -> State:
+def begin_state(made: Assembly, start: resume.Start, folder: Any, account: goodput.Account) -> State:
     """Return the state as `start_state`, and show what is done meanwhile. All processes call it together."""
-    fresh = start.saved is None and not model_folder and not made.run.checkpoint.init_from
+    fresh = start.saved is None and not folder and not made.run.checkpoint.init_from
     with account.count_as("start" if fresh else "restore"), \
             watch.phase("restore" if start.saved else "initialization", "restore"), \
             phases.phase(f"restoring step {start.step}" if start.saved else "initializing the weights" if fresh else
                          "loading the weights"):
-        return agree.everywhere(lambda: start_state(made, start, model_folder))
+        return agree.everywhere(lambda: start_state(made, start, folder))
 
 
 def start_state(made: assembly.Assembly, start: resume.Start, given) -> State:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain import assembly, config, devices, files, flags, hardware
-from meshtrain.checkpoint import adapters, ends, pretrained, resume
+from meshtrain.checkpoint import adapters, resume
 from meshtrain.checkpoint.saved import Saved
 from meshtrain.choices import attention, experts, recurrence
 from meshtrain.choices.setting import Setting
@@ -24,6 +24,7 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.data import sources
 from meshtrain.data.documents import tokenizer
 from meshtrain.huggingface import folder, settings
+from meshtrain.huggingface.weights import ends, pretrained
 from meshtrain.inference import placement
 from meshtrain.inference.generate import Generator
 from meshtrain.inference.score import Scorer
@@ -33,7 +34,7 @@ from meshtrain.names import AXES
 from meshtrain.run import say
 from meshtrain.sharding.mesh import MeshSpec, by_gloo
 from meshtrain.sharding.rules import Layout
-from meshtrain.storage import addresses, copies
+from meshtrain.storage import addresses, copies, model_folder
 
 KEYS = ("mesh.", "model.compute_dtype", "run.compilation_cache")      # keys that all commands on trained models accept
 TOKENIZER = tokenizer.FILE
@@ -235,15 +236,15 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
     allowed = (*KEYS, *keys)
     copies.forget()
     with config.user_errors():
-        path = folder.local(directory, weights="copied", tell=say.err)
+        path = model_folder.local_path(directory, weights="copied", tell=say.err)
         there = files.is_dir(path)
         of_run = copies.is_run(directory) if addresses.is_remote(directory) else files.is_dir(path / "checkpoints")
     if not there:
         raise ConfigError(f"{directory} is not a directory; give a run directory or a Hugging Face model folder")
-    if not folder.is_one(path) and not of_run:
+    if not model_folder.is_at(path) and not of_run:
         raise ConfigError(f"{directory} has neither config.json nor checkpoints/: it is neither a Hugging "
                           f"Face model folder nor the directory of a run with a checkpoint; give one of them")
-    if folder.is_one(path):
+    if model_folder.is_at(path):
         if step:
             raise ConfigError(f"--step {step}: {directory} is a model folder, which has no steps; leave it out")
         with config.user_errors():
@@ -267,7 +268,7 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
     run, given = resolve({"model": {**saved.run["model"], "matmul_dtype": "auto"}, "data": saved.run["data"]},
                            words, allowed, command)
     kept = path / pretrained.KEPT
-    return Trained(path, run, given, saved, kept if folder.is_one(kept) else None)
+    return Trained(path, run, given, saved, kept if model_folder.is_at(kept) else None)
 
 
 def resolve(tables: Mapping, words: Sequence[str], allowed: Sequence[str],

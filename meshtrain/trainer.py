@@ -9,9 +9,9 @@ from typing import NamedTuple
 from meshtrain import assembly, starts, training_data
 from meshtrain.assembly import Assembly
 from meshtrain.checkpoint import resume
-from meshtrain.checkpoint.exports import Exports
 from meshtrain.checkpoint.places import Places
 from meshtrain.cluster import agree, watch
+from meshtrain.huggingface.weights.exports import Exports
 from meshtrain.journal import goodput, metrics
 from meshtrain.journal.guards import TooManyRollbacks
 from meshtrain.journal.history import Attempt
@@ -94,7 +94,7 @@ class Trainer:
         run, directory = made.run, places.directory
 
         def metadata(step: int) -> dict:
-            data = resume.data_metadata(self.opened.corpus, feed, step, self.opened.ends)
+            data = resume.data_metadata(self.opened.corpus, feed, step, self.opened.ends.as_saved())
             return {**rundir.metadata(run, made.layout.rules.text, data, self.named), "spikes": spikes.as_saved()}
 
         validation = feed.validation(made.program, self.stop)
@@ -137,5 +137,6 @@ class Trainer:
             self.attempt.go_back(new.step)
             state, batches = agree.everywhere(lambda: (starts.start_state(made, new, None),
                                                        training_data.batches_from(made.run, self.opened.corpus, new)))
+            self.exporting.set_aside_after(new.step)
             places.begin(made.run, new, made.layout.rules.text)
         return new, state, BatchFeed(made.run, self.compiled.made.program, batches, new.step)

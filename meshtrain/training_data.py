@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain import assembly, config
-from meshtrain.checkpoint import ends, pretrained, resume
-from meshtrain.checkpoint.ends import Ends
+from meshtrain.checkpoint import resume
 from meshtrain.checkpoint.places import Places
 from meshtrain.cluster import agree, watch
 from meshtrain.config import ConfigError, Run
@@ -21,7 +20,8 @@ from meshtrain.data.batches.preferences import Pairs
 from meshtrain.data.cache import parts
 from meshtrain.data.documents.contracts import Batches
 from meshtrain.data.documents.tokenizer import Tokenizer
-from meshtrain.huggingface import folder
+from meshtrain.huggingface.weights import ends, pretrained
+from meshtrain.huggingface.weights.ends import Ends
 from meshtrain.journal import goodput
 from meshtrain.rl import prepare
 from meshtrain.rl.prompts import Prompts
@@ -29,7 +29,7 @@ from meshtrain.run import dpo_reference, phases, say
 from meshtrain.run.feeds import BatchFeed
 from meshtrain.run.loop import Feed
 from meshtrain.starts import Beginning
-from meshtrain.storage import copies
+from meshtrain.storage import copies, model_folder
 from meshtrain.training import objective
 from meshtrain.training.state import State
 
@@ -75,7 +75,7 @@ def open_run(beginning: Beginning, here: Places, account: goodput.Account) -> tu
     made, start, run = beginning.made, beginning.start, beginning.made.run
     # tokenizing may take hours
     with account.count_as("data"), watch.phase("opening the data", watch.UNLIMITED), phases.phase("opening the data"):
-        model_folder = None if start.saved else agree.everywhere(lambda: pretrained.open_folder(run, made.model))
+        folder = None if start.saved else agree.everywhere(lambda: pretrained.open_folder(run, made.model))
         corpus, data = agree.everywhere(lambda: of_run(run).open(run, here.directory, start))
         with config.user_errors():
             of_answers = ends.agree_on(lambda: ends.of_run(run, beginning.origin))
@@ -85,7 +85,7 @@ def open_run(beginning: Beginning, here: Places, account: goodput.Account) -> tu
         say.out(f"note: {of_answers.note}")
     agree.same_everywhere("the data", corpus.fingerprint)
     agree.same_everywhere("the content of addresses", copies.identities())
-    return model_folder, Opened(made, corpus, data, of_answers, here.directory, here.checkpoints.check_claim, account)
+    return folder, Opened(made, corpus, data, of_answers, here.directory, here.checkpoints.check_claim, account)
 
 
 def sample_prompt(run: Run, tokenizer: Tokenizer) -> list[int]:
@@ -109,7 +109,7 @@ def _open_documents(run: Run, directory: Path, start: resume.Start) -> tuple[sou
     d = run.data
     with config.user_errors():
         described = sources.describe(d, vocab_size=run.model.vocab_size,
-                                     folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
+                                     folders=model_folder.companion_folders(run.run.dir, run.checkpoint.init_from))
         resume.check_tokenizer(run, start, described.tokenizer)     # checked before hours of tokenizing
         corpus = sources.corpus_of(described, described.open(directory / sources.CACHE, parts.Job(
             say.out, show=say.live if say.is_live() else None)))

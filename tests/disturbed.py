@@ -41,13 +41,13 @@ import grain  # noqa: E402, F401  here, and not in each child; so is the next
 import grain.experimental  # noqa: E402, F401
 
 from meshtrain import assembly, config, elastic, files  # noqa: E402
-from meshtrain.checkpoint import export
+from meshtrain.checkpoint.checkpoint import Checkpoints  # noqa: E402
+from meshtrain.checkpoint.directory import DirectoryStore  # noqa: E402
 from meshtrain.commands import train  # noqa: E402
+from meshtrain.huggingface.weights import export
 from meshtrain.inspection import step_costs  # noqa: E402
 from meshtrain.journal import metrics, spikes
 from meshtrain.run import dpo_reference, say, stops
-from meshtrain.checkpoint.checkpoint import Checkpoints  # noqa: E402
-from meshtrain.checkpoint.directory import DirectoryStore  # noqa: E402
 from meshtrain.training.state import State  # noqa: E402
 from tests import syscalls, tiny_run  # noqa: E402
 

@@ -8,8 +8,8 @@ import numpy as np
 import safetensors as published
 
 from meshtrain import assembly, config
-from meshtrain.checkpoint import pretrained
 from meshtrain.huggingface import safetensors
+from meshtrain.huggingface.weights import pretrained
 
 ROOT = Path(__file__).resolve().parent
 GOLDENS = ROOT / "goldens"

@@ -34,8 +34,8 @@ def write_model() -> None:
     import parity
     from test_layouts import ONE, run_of
 
-    from meshtrain.checkpoint import export
-    from meshtrain.checkpoint.ends import Ends
+    from meshtrain.huggingface.weights import export
+    from meshtrain.huggingface.weights.ends import Ends
     from meshtrain.run import trees
     made = parity.assembled(run_of("ddp", ONE, MODEL))
     grown = jax.tree.map(lambda w: 2 * w, parity.drawn_parameters(made, 0))     # so that ratios and temperatures show

@@ -18,11 +18,9 @@ from pathlib import Path
 import jax
 
 from meshtrain import files
-from meshtrain.checkpoint import exports
 from meshtrain.checkpoint.bucket import BucketStore
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.directory import DirectoryStore
-from meshtrain.checkpoint.ends import Ends
 from meshtrain.checkpoint.local import LocalCheckpoints
 from meshtrain.checkpoint.saved import BackgroundSaves, Saved
 from meshtrain.checkpoint.store import CheckpointError, Store
@@ -32,10 +30,9 @@ from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.data.documents.contracts import Batches
 from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.data.sources import Corpus
-from meshtrain.huggingface import folder
 from meshtrain.journal import rows
 from meshtrain.run import contents, rundir, say
-from meshtrain.storage import addresses, mirror
+from meshtrain.storage import addresses, mirror, model_folder
 
 STAYS = "stays"             # a change is refused
 CONTENT = "content"         # the content read is compared, not the spelling
@@ -154,7 +151,7 @@ def origin(run: Run) -> Saved | None:
     are read. All processes call it."""
     where = run.checkpoint.init_from
     with user_errors():
-        if not where or folder.is_one(where):
+        if not where or model_folder.is_at(where):
             return None
     if (checkpoints := _checkpoints_there(where)) is None:
         return None
@@ -215,20 +212,19 @@ def position(start: Start, pack: Callable[[dict | None], Batches]) -> Batches:
     return pack(skipped | {"batches": start.step, "phase": phase})
 
 
-def data_metadata(corpus: Corpus, data: Batches, step: int, ends: Ends) -> dict:
-    """Return the entry "data" of a checkpoint's metadata."""
+def data_metadata(corpus: Corpus, data: Batches, step: int, ends: Mapping[str, object]) -> dict:
+    """Return the entry "data" of a checkpoint's metadata. ends: the stop tokens to save, which this room does not read.
+    """
     return {"fingerprint": corpus.fingerprint, "tokenizer": [corpus.tokenizer.key, corpus.tokenizer.bos],
-            "position": data.position(step), "ends": ends.as_saved()}
+            "position": data.position(step), "ends": dict(ends)}
 
 
 def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalCheckpoints | None,
           rules_text: str) -> None:
-    """Set aside checkpoints and exports after `start`, report and record changed settings, and drop metrics of steps
-    that will be repeated. This is the last action before the first step. Raises: ConfigError or FileSystemError if
+    """Set aside checkpoints after `start`, report and record changed settings, and drop metrics of steps that will be
+    repeated. This is the last action before the first step. Raises: ConfigError or FileSystemError if
     run.dir cannot be written."""
     directory, messages = mirror.directory(run.run.dir), []
-    if aside := _written(directory, lambda: exports.set_aside_after(run.run.dir, start.step)):
-        messages = [f"exports of later steps are kept as {', '.join(f'{contents.EXPORT}/{name}' for name in aside)}"]
     if start.back:
         kept_rows = _written(directory, lambda: rows.set_aside_after(directory / rows.NAME, start.step))
         later = checkpoints.set_aside_after(start.step)

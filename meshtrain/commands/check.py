@@ -17,20 +17,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from meshtrain import config, design, devices, files, hardware, training_data
-from meshtrain.design import Design
-from meshtrain.checkpoint import pretrained, resume
+from meshtrain.checkpoint import resume
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import footprint, price
 from meshtrain.data import sources
+from meshtrain.design import Design
 from meshtrain.files import FileSystemError
-from meshtrain.huggingface import folder
+from meshtrain.huggingface.weights import pretrained
 from meshtrain.inspection import fitting, topologies
 from meshtrain.journal import trackers
 from meshtrain.rl import prompts
 from meshtrain.rl.rewards import workers
 from meshtrain.run import command, contents, rundir, say
 from meshtrain.run.stops import DOES_NOT_FIT, DONE, FAILED, USER_ERROR
-from meshtrain.storage import addresses, buckets
+from meshtrain.storage import addresses, buckets, model_folder
 from meshtrain.units import counted, size
 
 OK, NOTE, WRONG, UNFIT, FAULT, LEFT = "ok", "note", "wrong", "does not fit", "failed", "not checked"
@@ -160,7 +160,7 @@ def _weights(run: Run, made: Design) -> Iterator[Finding]:
         yield Finding("weights", OK, "random (no checkpoint.init_from)")
     elif addresses.is_remote(source):       # not downloaded: it may have gigabytes
         yield Finding("weights", LEFT, f"{source}: read when the run starts")
-    elif folder.is_one(source):
+    elif model_folder.is_at(source):
         _, rows = pretrained.open_folder(run, made.model)
         yield Finding("weights", OK, f"{source}: a model folder with the {counted(len(rows), 'tensor')} of the model")
     else:
@@ -180,7 +180,7 @@ def _data(run: Run, offline: bool) -> Iterator[Finding]:
     if offline and (asked := [name for name in _names(data) if addresses.is_remote(name) and not _on_hub(name)]):
         yield Finding("data", LEFT, f"{asked[0]}: --offline")
         return
-    folders = [] if offline and addresses.is_remote(run.run.dir) else folder.companions_of(
+    folders = [] if offline and addresses.is_remote(run.run.dir) else model_folder.companion_folders(
         run.run.dir, "" if offline and addresses.is_remote(run.checkpoint.init_from) else run.checkpoint.init_from)
     if data.source == "prompts":
         corpus, found = prompts.open_prompts(data, vocab_size=vocab, seed=run.run.seed,

@@ -16,16 +16,17 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from meshtrain import config, devices, files
-from meshtrain.checkpoint import adapters, ends, export, exports, new_folder, peft, pretrained, resume
+from meshtrain.checkpoint import adapters, resume
 from meshtrain.checkpoint.saved import Saved
 from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.cluster import agree, find
 from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError
 from meshtrain.huggingface import folder
+from meshtrain.huggingface.weights import ends, export, exports, new_folder, peft, pretrained
 from meshtrain.model import transformer
 from meshtrain.run import command, say
-from meshtrain.storage import addresses, copies
+from meshtrain.storage import addresses, copies, model_folder
 
 COMMAND = config.Command("meshtrain.convert", {
     "step": config.Option("the step of a checkpoint; 0: the newest", "N", "100", config.whole(), 0),
@@ -42,7 +43,7 @@ def main(asked: config.Arguments) -> None:
     if len(asked.names) == 1:
         copies.forget()
         with config.user_errors():
-            directory = folder.local(asked.names[0], weights="copied", tell=say.err)
+            directory = model_folder.local_path(asked.names[0], weights="copied", tell=say.err)
         say.out(_table(directory))
         return
     copies.forget()
@@ -69,7 +70,7 @@ def _out(name: str) -> new_folder.Target:
 
 def _table(directory: Path) -> str:
     """Return the [model] section of a model folder as text. Raises: ConfigError with every fault of the folder."""
-    if not folder.is_one(directory) and os.path.isdir(directory / "checkpoints"):
+    if not model_folder.is_at(directory) and os.path.isdir(directory / "checkpoints"):
         raise ConfigError(f"{directory} is a run directory; also give the model folder to write its weights to: "
                           f"python -m meshtrain.convert {directory} OUT")
     with config.user_errors():
@@ -98,7 +99,7 @@ def _export(found: Sequence[jax.Device], saved: Saved, run_dir: str, out: new_fo
     with config.user_errors():
         size = export.write(out, model, adapters.leaf_of_saved(saved, wanted, merge=True), dtype=dtype,
                             shard_bytes=shard_bytes, data=saved.run["data"], ends=_ends(saved, run_dir),
-                            source=exports.find_companions(folder.local(run_dir)))
+                            source=exports.find_companions(model_folder.local_path(run_dir)))
     return f"{out}: the weights of step {saved.step} of {run_dir}, {size / 1e9:.2f} GB in {dtype}"
 
 
@@ -116,12 +117,12 @@ def _export_adapters(found: Sequence[jax.Device], saved: Saved, run_dir: str, ou
     with config.user_errors():
         size = peft.write(out, model, adapters.leaf_of_saved(saved, wanted, merge=False), dtype=dtype,
                           base=saved.run["checkpoint"]["init_from"], data=saved.run["data"],
-                          source=exports.find_companions(folder.local(run_dir)), ends=_ends(saved, run_dir))
+                          source=exports.find_companions(model_folder.local_path(run_dir)), ends=_ends(saved, run_dir))
     return f"{out}: the adapters of step {saved.step} of {run_dir}, {size / 1e6:.2f} MB in {dtype}"
 
 
 def _ends(saved: Saved, run_dir: str) -> ends.Ends:
-    companions = exports.find_companions(folder.local(run_dir))
+    companions = exports.find_companions(model_folder.local_path(run_dir))
     found = ends.agree_on(lambda: ends.of_saved(saved, companions))
     if found.note and jax.process_index() == 0:
         say.err(f"note: {found.note}")

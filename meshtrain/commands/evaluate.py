@@ -23,12 +23,12 @@ import jax
 import numpy as np
 
 from meshtrain import assembly, config, trained
-from meshtrain.checkpoint import ends
 from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.config import ConfigError
 from meshtrain.data import sources
 from meshtrain.data.batches import packing
 from meshtrain.data.documents import text_bytes, tokenizer
+from meshtrain.huggingface.weights import ends
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.score import Scorer
 from meshtrain.names import NO_TARGET

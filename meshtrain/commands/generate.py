@@ -18,10 +18,10 @@ import jax
 import pydantic
 
 from meshtrain import assembly, config, devices, trained
-from meshtrain.checkpoint import ends
 from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.config import ConfigError
 from meshtrain.data.documents import chat, conversations, tokenizer
+from meshtrain.huggingface.weights import ends
 from meshtrain.inference import cache
 from meshtrain.inference.detokenizer import TextStream, Words
 from meshtrain.inference.generate import SLOTS, GenerationLimits

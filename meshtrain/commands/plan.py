@@ -25,7 +25,6 @@ from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.place import place
 from meshtrain.cost.planner import gap, search
 from meshtrain.cost.program import compile as gpu_compile
-from meshtrain.huggingface import folder as model_folder
 from meshtrain.inference import cache, placement
 from meshtrain.inspection import plans as texts
 from meshtrain.inspection import summary, topologies
@@ -40,6 +39,7 @@ from meshtrain.run.stops import DOES_NOT_FIT, DONE
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.shipped import names, rule_file
+from meshtrain.storage import model_folder
 from meshtrain.training import objective, state
 
 MOST_GPUS = 1 << 17
@@ -209,7 +209,7 @@ def asked(options: config.Arguments) -> Run:
         given["model.compute_dtype"] = options["compute-dtype"]
     preset = name in config.presets() and not os.path.exists(name)
     with config.user_errors():
-        folder = not preset and not name.endswith(".toml") and model_folder.is_one(name)
+        folder = not preset and not name.endswith(".toml") and model_folder.is_at(name)
     if preset or folder:
         stem = name.rstrip("/").rpartition("/")[2]
         given |= {"checkpoint.init_from" if folder else "model.preset": name,

@@ -16,9 +16,8 @@ from meshtrain.data import sources
 from meshtrain.data.cache import parts
 from meshtrain.data.files import token_files
 from meshtrain.files import FileSystemError
-from meshtrain.huggingface import folder
 from meshtrain.run import command, say, stops
-from meshtrain.storage import mirror
+from meshtrain.storage import mirror, model_folder
 from meshtrain.units import counted
 
 
@@ -47,7 +46,7 @@ def main(asked: config.Arguments) -> int:
             share = (cluster.index, cluster.count) if cluster else (0, 1)
         with config.user_errors():
             described = sources.describe(run.data, vocab_size=run.model.vocab_size,
-                                         folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
+                                         folders=model_folder.companion_folders(run.run.dir, run.checkpoint.init_from))
             job = parts.Job(say.out, lambda: bool(stop), asked["verify"], share,
                             say.live if say.is_live() else None)
             opened = described.open(mirror.directory(run.run.dir) / sources.CACHE, job)

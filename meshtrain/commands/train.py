@@ -10,10 +10,11 @@ import jax
 
 from meshtrain import assembly, closing, config, process, starts, trainer, training_data
 from meshtrain.assembly import Assembly, BrokenProgramError
-from meshtrain.checkpoint import exports, places, pretrained
-from meshtrain.checkpoint.exports import Exports
+from meshtrain.checkpoint import places
 from meshtrain.checkpoint.places import Places
 from meshtrain.cluster import agree, watch
+from meshtrain.huggingface.weights import exports, pretrained
+from meshtrain.huggingface.weights.exports import Exports
 from meshtrain.inspection import measured, report, step_costs
 from meshtrain.journal import goodput, history, trackers
 from meshtrain.journal.history import Attempt
@@ -66,7 +67,8 @@ def _train_from(beginning: Beginning, here: Places, exporting: Exports, attempt:
     state = starts.begin_state(made, start, folder, account)        # restored, loaded or initialized
     feed = training_data.of_run(run).feed(opened, start, state)
     compiled = _compile(made, feed, account)                        # refuses programs known to be wrong
-    here.begin(run, start, made.layout.rules.text)                  # the first change in the run directory
+    exporting.set_aside_after(start.step)                           # the first change in the run directory
+    here.begin(run, start, made.layout.rules.text)
     if start.saved is None:
         pretrained.keep_companions(run, here.directory)
     # Process 0 prices the step, and all wait: before the loop a stop signal ends a process at once, within it a stop is

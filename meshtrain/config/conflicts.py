@@ -13,7 +13,7 @@ from pathlib import Path
 from meshtrain.config.messages import SECTIONS, next_multiple, toml
 from meshtrain.config.sections import Run
 from meshtrain.huggingface import folder
-from meshtrain.storage import addresses
+from meshtrain.storage import addresses, model_folder
 
 Check = Callable[[Run], Iterable[str]]
 PLACEHOLDER = re.compile(r"\{([a-z_]+)\.([a-z_]+)(:g)?\}")
@@ -70,7 +70,8 @@ def _starts_without_choice_bias(run: Run) -> bool:
     """
     source = run.checkpoint.init_from
     try:
-        return folder.is_one(source) and folder.settings_of(folder.local(source)).get("router_bias") != "choice"
+        return model_folder.is_at(source) and folder.settings_of(
+            model_folder.local_path(source)).get("router_bias") != "choice"
     except ValueError:
         return False
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from meshtrain.config.messages import toml
 from meshtrain.config.sections import Component, Run
-from meshtrain.huggingface import folder
-from meshtrain.storage import addresses, copies
+from meshtrain.storage import addresses, copies, model_folder
 
 # Keys that name files and directories.
 PATHS = ("run.dir", "run.compilation_cache", "sharding.rules", "data.paths", "data.validation_paths", "data.tokenizer",
@@ -90,7 +89,7 @@ def check_init_from(run: Run) -> Iterator[str]:
                    f"leave init_from out to resume the old run")
         elif copies.is_run(source):
             return
-        elif not folder.is_one(source):
+        elif not model_folder.is_at(source):
             yield (f"checkpoint.init_from={toml(source)} has neither config.json nor config.toml: it is neither a "
                    f"model folder nor a run directory; give one of them")
         elif run.checkpoint.init_optimizer:
@@ -101,7 +100,7 @@ def check_init_from(run: Run) -> Iterator[str]:
             return
         yield (f"checkpoint.init_from={toml(source)} is not a directory; give the run.dir or the model folder to "
                f"start from")
-    elif run.checkpoint.init_optimizer and folder.is_one(source):
+    elif run.checkpoint.init_optimizer and model_folder.is_at(source):
         yield (f"checkpoint.init_optimizer=true: checkpoint.init_from={toml(source)} is a model folder, which has no "
                f"optimizer's state; leave init_optimizer out")
     elif Path(source).resolve() == Path(run.run.dir).resolve():

@@ -31,7 +31,7 @@ from meshtrain.config.messages import (
 from meshtrain.config.sections import Model, Run, at_home, filled
 from meshtrain.huggingface import folder, weight_files
 from meshtrain.shipped import found, names, rule_file, shipped
-from meshtrain.storage import addresses, copies
+from meshtrain.storage import addresses, copies, model_folder
 from meshtrain.storage.addresses import StorageError
 
 QUICKSTART = shipped("configs/quickstart.toml")
@@ -264,7 +264,7 @@ def _override(tables: dict, overrides, default: bool) -> None:
     # A preset on the command line replaces the file's model shape; only keys on the command line are added to it. A
     # model folder replaces the quickstart's shape, which the user did not write. In the same way data.paths replaces
     # the quickstart's source.
-    if given.get("model.preset") or default and folder.is_one(at_home(given.get("checkpoint.init_from", ""))):
+    if given.get("model.preset") or default and model_folder.is_at(at_home(given.get("checkpoint.init_from", ""))):
         _drop_shape(tables)
     if default and {"data.paths", "data.mixture"} & given.keys() and isinstance(tables.get("data"), dict):
         tables["data"].pop("source", None)
@@ -333,10 +333,10 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
 def _with_folder(table: dict, checkpoint) -> tuple[dict, list[str]]:
     """Return (the keys of [model], faults). If checkpoint.init_from is a model folder, the shape is taken from it."""
     source = checkpoint.get("init_from") if isinstance(checkpoint, dict) else None
-    if not isinstance(source, str) or not folder.is_one(source := at_home(source)):
+    if not isinstance(source, str) or not model_folder.is_at(source := at_home(source)):
         return table, []
     try:
-        keys = folder.settings_of(folder.local(source))
+        keys = folder.settings_of(model_folder.local_path(source))
     except ValueError as error:
         return table, [f"checkpoint.init_from: {fault}" for fault in str(error).splitlines()]
     free = {key: value for key, value in table.items() if key.endswith(NOT_SHAPE)
@@ -349,7 +349,8 @@ def _with_folder(table: dict, checkpoint) -> tuple[dict, list[str]]:
     if not pattern.share(decided, mlps="d"):
         free |= {key: table[key] for key in ("mlp_dim",) if key in table}
     # Whether the folder has an untied head is known only when its weights are read at the start.
-    if decided.tie_embeddings and "tie_embeddings" in table and not weight_files.at_hand(folder.local(source)):
+    if decided.tie_embeddings and "tie_embeddings" in table and not weight_files.at_hand(
+            model_folder.local_path(source)):
         free |= {"tie_embeddings": table["tie_embeddings"]}
     wrong = [key for key in table if key not in free and getattr(given, key) != getattr(decided, key)]
     return keys | free, [

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from meshtrain.config.messages import SECTIONS, join, toml
 from meshtrain.config.sections import Run
-from meshtrain.huggingface import folder
-from meshtrain.storage import addresses
+from meshtrain.storage import addresses, model_folder
 
 
 TEXTS = ("text", "jsonl", "parquet", "arrow")       # sources whose documents are divided at data.split_at
@@ -65,7 +64,7 @@ EFFECTS = (
 
 def messages(run: Run) -> list[str]:
     """Return one message for each key that has no effect and does not have its default."""
-    by_folder = folder.is_one(run.checkpoint.init_from)
+    by_folder = model_folder.is_at(run.checkpoint.init_from)
     found = []
     for effect in EFFECTS:
         section, key = effect.key.split(".")

@@ -9,27 +9,21 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from meshtrain import files, pattern
 from meshtrain.huggingface import forms, safetensors, settings, spellings, weight_files
 from meshtrain.huggingface.families import MTP, TEXT_PREFIXES, Family
-from meshtrain.huggingface.weight_files import INDEX, SINGLE, TOLD, and_more
+from meshtrain.huggingface.weight_files import SINGLE, TOLD, and_more
 from meshtrain.names import LAYERS, LORA
-from meshtrain.storage import addresses, copies, mirror
+from meshtrain.storage import model_folder
+from meshtrain.storage.model_folder import CARRIED, COMPANIONS, INDEX
 
-KEPT = "hf"     # in run.dir: companion files of the initial weights
-CARRIED = "carried.safetensors"     # a companion file: tensors that are not part of the text model
 BLOCKS, SCALES, BLOCK = "_blocks", "_scales", 32    # MXFP4: suffixes of names; numbers of a row that share a scale
 # Buffers that some writers save; not parameters.
 BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias|.*\.activation_scale")
-# Companion files, copied along with the weights.
-OF_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-                "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json")
-COMPANIONS = ("config.json", "generation_config.json", *OF_TOKENIZER, "preprocessor_config.json",
-              "processor_config.json", CARRIED)
 
 
 class Paths(NamedTuple):
@@ -149,27 +143,6 @@ class Folder:
     notes: tuple[str, ...] = ()
 
 
-def companions_of(run_dir: str, init_from: str) -> list[Path]:
-    """Return folders that may have companion files of a run's model: the run's own, and init_from (a model folder or a
-    run)."""
-    return [mirror.directory(run_dir) / KEPT, *([local(init_from), local(init_from) / KEPT] if init_from else [])]
-
-
-def local(source: str | os.PathLike, *, weights: copies.Weights = "",
-          tell: Callable[[str], None] = lambda line: None) -> Path:
-    """Return the directory of a model folder or a run: the path itself, or this host's copy for an address.
-
-    weights: how weights of a model folder are read, see `copies.Weights`; "": only its companion files are copied.
-    tell: receives a line if copying takes long. Raises: StorageError, a ValueError, if it cannot be read;
-    FileSystemError.
-    """
-    if not addresses.is_remote(source):
-        return Path(source)
-    if copies.is_run(source):
-        return mirror.read(addresses.parse(source), lambda name: name.startswith(f"{KEPT}/"), within=KEPT)
-    return copies.folder(source, (*COMPANIONS, INDEX), INDEX, ".safetensors", weights=weights, tell=tell)
-
-
 def companions(directory: Path) -> list[Path]:
     """Return the companion files of a folder's weights. Raises: ValueError if one is a link out of the folder, which
     might expose e.g. a private key. Links to the blobs of the hub's cache are allowed."""
@@ -184,14 +157,6 @@ def companions(directory: Path) -> list[Path]:
     if faults:
         raise _at(directory, faults)
     return found
-
-
-def is_one(directory: str | os.PathLike) -> bool:
-    """Return whether a directory or an address is a model folder: it has a config.json, which our runs do not have.
-    False for "". Raises: as `local`."""
-    if directory == "" or addresses.is_remote(directory) and copies.is_run(directory):
-        return False
-    return os.path.isfile(os.path.join(local(directory), settings.CONFIG))
 
 
 def settings_of(directory: Path) -> dict:
@@ -259,7 +224,7 @@ def _untied(family: Family, model: dict, entries: Mapping[str, safetensors.Entry
 def carried(directory: Path) -> Mapping[str, safetensors.Entry]:
     """Return the tensors of a folder that are not part of its text model; none if it has no weights. Raises:
     ValueError."""
-    if not is_one(directory) or not any(os.path.lexists(directory / name) for name in (INDEX, SINGLE)):
+    if not model_folder.is_at(directory) or not any(os.path.lexists(directory / name) for name in (INDEX, SINGLE)):
         return {}
     return open_folder(directory).carried
 

@@ -18,8 +18,9 @@ from meshtrain import files, pattern
 from meshtrain.huggingface import safetensors, spellings
 from meshtrain.huggingface.families import FAMILIES, HARMLESS, LACKING, MULTIMODAL, Family
 from meshtrain.huggingface.spellings import EVERY_KEYS, IDLE_ROPE_KEYS, LAYER_NAMES
+from meshtrain.storage.model_folder import CONFIG
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+GENERATION = "generation_config.json"
 _KNOWN = ", ".join([*FAMILIES, *MULTIMODAL])
 MOST_BYTES = 1 << 24    # of a config.json
 MOST_LAYERS = 10_000

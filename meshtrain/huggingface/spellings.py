@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 
 from meshtrain.huggingface.families import Family
+from meshtrain.storage.model_folder import CONFIG
 
-CONFIG = "config.json"
 # Groups of names for one number; a family may read several names of a group.
 NAMES = (("num_experts", "num_local_experts"), ("num_experts_per_tok", "experts_per_token", "num_experts_per_token"),
          ("first_k_dense_replace", "num_dense_layers"))

@@ -16,8 +16,9 @@ import numpy as np
 from meshtrain import files
 from meshtrain.huggingface import safetensors
 from meshtrain.storage import copies
+from meshtrain.storage.model_folder import INDEX
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SINGLE = "model.safetensors"
 MOST_INDEX_BYTES = 100_000_000
 TOLD = 8        # faults of one kind reported individually
 CHUNK = 1 << 22     # numbers compared at a time

@@ -14,11 +14,10 @@ from meshtrain import assembly, starts
 from meshtrain.checkpoint import resume
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.directory import DirectoryStore
-from meshtrain.checkpoint.ends import Ends
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.data import sources
 from meshtrain.data.documents.tokenizer import Tokenizer
-from meshtrain.huggingface import folder
+from meshtrain.huggingface.weights.ends import Ends
 from meshtrain.inference.detokenizer import Words
 from meshtrain.model import params as model_params
 from meshtrain.rl import exchange, prompts, rollouts, samplers, sync
@@ -26,6 +25,7 @@ from meshtrain.rl.orders import Orders, SentWeights
 from meshtrain.rl.prompts import Prompts
 from meshtrain.rl.rollouts import Rollouts
 from meshtrain.run import replicas, rundir, say
+from meshtrain.storage import model_folder
 from meshtrain.training.state import State
 from meshtrain.units import counted
 
@@ -36,7 +36,7 @@ def open_prompts(run: Run, directory: Path, start: resume.Start) -> tuple[source
     with user_errors():
         corpus, found = prompts.open_prompts(
             data, vocab_size=run.model.vocab_size, seed=run.run.seed, longest=data.seq_len - run.rl.max_tokens + 1,
-            folders=folder.companions_of(run.run.dir, run.checkpoint.init_from))
+            folders=model_folder.companion_folders(run.run.dir, run.checkpoint.init_from))
     resume.check_tokenizer(run, start, corpus.tokenizer)
     resume.check_data(run, start, corpus.fingerprint)
     resume.check_prompts(run, start, found.digest)

@@ -191,7 +191,7 @@ class CheckReplicas(Hook):
 
 
 class Exporter(Protocol):
-    """See `checkpoint.exports.Exports`."""
+    """See `huggingface.weights.exports.Exports`."""
 
     def due(self, step: int, ending: bool) -> bool: ...
 

@@ -18,11 +18,12 @@ pytest.importorskip("moto", reason="the S3 server on loopback needs pip install 
 from stores import BUCKET, Fault, server, surroundings  # noqa: E402, F401
 from test_buckets import sent  # noqa: E402
 
-from meshtrain.checkpoint import new_folder, pieces  # noqa: E402
+from meshtrain.checkpoint import pieces  # noqa: E402
 from meshtrain.checkpoint.bucket import BucketStore  # noqa: E402
 from meshtrain.checkpoint.checkpoint import Checkpoints  # noqa: E402
 from meshtrain.checkpoint.store import CheckpointError, Save  # noqa: E402
 from meshtrain.config import ConfigError  # noqa: E402
+from meshtrain.huggingface.weights import new_folder  # noqa: E402
 from meshtrain.run.rundir import LostClaimError  # noqa: E402
 from meshtrain.storage import addresses, buckets, copies, retries# noqa: E402
 from meshtrain.storage.addresses import Address  # noqa: E402

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshtrain import config, files
-from meshtrain.checkpoint import checkpoint, exports, resume
+from meshtrain.checkpoint import checkpoint, resume
 from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.checkpoint.saved import Saved
 from meshtrain.config import ConfigError
@@ -276,8 +276,7 @@ def test_the_same_command_goes_on_and_another_answer_goes_back_again(two):
     assert (start.step, start.skip_batches) == (5, 0), "the settings that were written are those in force"
 
 
-@pytest.mark.parametrize("place, call", [(files, "replace"), (os, "truncate"), (exports, "set_aside_after"),
-                                         (rows, "set_aside_after")])
+@pytest.mark.parametrize("place, call", [(files, "replace"), (os, "truncate"), (rows, "set_aside_after")])
 @pytest.mark.parametrize("code, raised", [(errno.ENOSPC, files.FileSystemError), (errno.ESTALE, files.FileSystemError),
                                           (errno.EACCES, ConfigError)])
 def test_a_directory_that_cannot_be_written_before_the_first_step_is_one_message(

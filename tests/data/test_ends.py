@@ -10,10 +10,11 @@ from commands import call, in_a_directory_of_its_own, ran  # noqa: F401
 from safetensors.numpy import save_file
 
 from meshtrain import config, trained
+from meshtrain.checkpoint import resume
 from meshtrain.commands import generate
-from meshtrain.checkpoint import ends, resume
-from meshtrain.checkpoint.ends import Ends
 from meshtrain.data.documents import chat, tokenizer
+from meshtrain.huggingface.weights import ends
+from meshtrain.huggingface.weights.ends import Ends
 
 # Ids of tests/goldens/chat/bytes.json.
 BOS, EOS, START, TURN, HEADER, EOT = range(6)

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file, save_file
 
 from meshtrain import config
 from meshtrain.commands import convert
-from meshtrain.checkpoint import export, pretrained
 from meshtrain.data.documents import tokenizer
 from meshtrain.huggingface import families, folder, settings, spellings
+from meshtrain.huggingface.weights import export, pretrained
 from meshtrain.model import transformer
 
 TIED, HEAD = GOLDENS / "qwen2_tied", "lm_head.weight"

@@ -14,12 +14,14 @@ from corpora import write_tokenizer
 from folders import EIGHT, GOLDENS, NAMES, ONE, ROOT, Loaded, contents
 
 from meshtrain import config, files
-from meshtrain.commands import convert, train
-from meshtrain.checkpoint import checkpoint, export, pretrained
+from meshtrain.checkpoint import checkpoint
 from meshtrain.checkpoint.directory import DirectoryStore
-from meshtrain.checkpoint.ends import Ends
+from meshtrain.commands import convert, train
 from meshtrain.huggingface import folder, safetensors, settings
+from meshtrain.huggingface.weights import export, pretrained
+from meshtrain.huggingface.weights.ends import Ends
 from meshtrain.run import trees
+from meshtrain.storage import model_folder
 
 # Quantized, or stored as transformers 5.23 alone does.
 WRITTEN_OTHERWISE = ("deepseek_v3_fp8", "gpt_oss_mxfp4", "kimi_linear", "olmo_hybrid")
@@ -75,11 +77,11 @@ def test_tensors_beside_a_multimodal_folders_text_are_carried_to_the_run_and_its
     loaded, expected = Loaded(source, *ONE), contents(source)
     pretrained.keep_companions(loaded.run, run_dir)
     shutil.rmtree(source)
-    write(loaded, out, source=run_dir / folder.KEPT)
+    write(loaded, out, source=run_dir / model_folder.KEPT)
     assert contents(out) == expected and any("vision" in name for name in expected)
     weight_map = json.loads((out / folder.INDEX).read_text())["weight_map"]
     assert weight_map.keys() == expected.keys()
-    assert {name for name, file in weight_map.items() if file == folder.CARRIED} == {
+    assert {name for name, file in weight_map.items() if file == model_folder.CARRIED} == {
         name for name in expected if not name.startswith(prefix)}
     # and from there to the next run
     write(Loaded(out, *ONE), tmp_path / "again", source=out)

@@ -10,11 +10,12 @@ from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noq
 from folders import contents
 
 from meshtrain import config, files
-from meshtrain.commands import convert, train
-from meshtrain.checkpoint import checkpoint, export, exports, new_folder, pretrained
+from meshtrain.checkpoint import checkpoint
 from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.checkpoint.store import Save
+from meshtrain.commands import convert, train
 from meshtrain.config import ConfigError
+from meshtrain.huggingface.weights import export, exports, new_folder, pretrained
 from meshtrain.storage import addresses
 
 
@@ -130,6 +131,22 @@ def test_exports_later_than_a_step_are_renamed_and_none_is_overwritten(tmp_path)
     assert sorted(path.name for path in (tmp_path / "export").iterdir()) == [
         ".6.saving", "10.aside", "2", "4.aside", "4.aside-2"]
     assert exports.set_aside_after(str(tmp_path / "none"), 0) == []
+
+
+@pytest.mark.parametrize("code, raised", [(errno.ENOSPC, files.FileSystemError), (errno.ESTALE, files.FileSystemError),
+                                          (errno.EACCES, ConfigError)])
+def test_exports_that_cannot_be_renamed_are_one_message(tmp_path, monkeypatch, code, raised):
+    monkeypatch.setattr(files, "PAUSES_S", (0.0,))
+    tries = []
+
+    def refuse(*_):
+        tries.append(code)
+        raise OSError(code, os.strerror(code))
+    monkeypatch.setattr(new_folder, "set_aside", refuse)
+    (tmp_path / "export" / "4").mkdir(parents=True)
+    with pytest.raises(raised, match=f"exports in {tmp_path / 'export'} cannot be set aside: {os.strerror(code)}; "):
+        exports.set_aside_after(str(tmp_path), 2)
+    assert len(tries) == (2 if raised is files.FileSystemError else 1)
 
 
 def test_checkpoints_whose_exports_are_missing_stay_for_a_while_and_make_room_where_a_save_fails(tmp_path):

@@ -9,8 +9,8 @@ from folders import GOLDENS, NAMES
 
 from meshtrain import config
 from meshtrain import pattern as pattern_module
-from meshtrain.checkpoint import pretrained
 from meshtrain.huggingface import families, folder, forms, safetensors, settings
+from meshtrain.huggingface.weights import pretrained
 from meshtrain.model import transformer
 
 

@@ -8,8 +8,9 @@ import pytest
 import sampling
 from folders import EIGHT, GOLDENS, ONE, Loaded, contents
 
-from meshtrain.checkpoint import adapters, export, peft
-from meshtrain.checkpoint.ends import Ends
+from meshtrain.checkpoint import adapters
+from meshtrain.huggingface.weights import export, peft
+from meshtrain.huggingface.weights.ends import Ends
 from meshtrain.model import params
 from meshtrain.run import trees
 

@@ -15,9 +15,10 @@ from folders import EIGHT, GOLDENS, NAMES, ONE, Loaded
 
 from meshtrain import config
 from meshtrain.commands import train
-from meshtrain.checkpoint import pretrained
 from meshtrain.huggingface import families, folder, safetensors, settings
+from meshtrain.huggingface.weights import pretrained
 from meshtrain.model import transformer
+from meshtrain.storage import model_folder
 
 FAST = ("phi3", "llama3.1", "llama_yarn", "gemma", "olmo2", "olmo3_yarn", "deepseek_v3_fp8", "gemma4_text", "glm4",
         "gpt_oss_mxfp4", "nemotron_h", "olmo_hybrid", "qwen3_5_wrapped", "qwen3_next")
@@ -230,7 +231,7 @@ def test_a_run_is_the_same_in_a_directory_that_has_a_config_json(tmp_path):
     run = config.load([])
     # the current directory
     (tmp_path / "config.json").write_bytes((GOLDENS / "mixtral" / "config.json").read_bytes())
-    assert folder.is_one(".") and config.load([]) == run == config.load(["--checkpoint.init_from="])
+    assert model_folder.is_at(".") and config.load([]) == run == config.load(["--checkpoint.init_from="])
 
 
 def test_lacking_families_are_not_known_ones():

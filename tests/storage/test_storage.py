@@ -26,7 +26,7 @@ from stores import BUCKET, COMMIT, SECRET, TOKEN, Fault, SlowLine, server, surro
 from meshtrain import files  # noqa: E402
 from meshtrain.data.documents import tokenizer  # noqa: E402
 from meshtrain.huggingface import folder  # noqa: E402
-from meshtrain.storage import addresses, buckets, copies, retries# noqa: E402
+from meshtrain.storage import addresses, buckets, copies, model_folder, retries  # noqa: E402
 from meshtrain.storage.addresses import StorageError  # noqa: E402
 
 TREE = ("a.txt", "b.TXT", "sub/a.txt", "sub/deep/c.txt", ".hidden.txt", "sub/.dot/d.txt", "x[1].txt", "x1.txt",
@@ -322,7 +322,7 @@ def test_an_address_that_is_none_or_holds_a_secret_is_refused(text, part):
 
 def test_a_model_folder_comes_from_the_hub_and_the_token_goes_nowhere_else(server):
     server.hub["models/owner/name"], server.private = GOLDENS / "qwen3", True
-    found = folder.open_folder(folder.local("hf://owner/name", weights="copied"))
+    found = folder.open_folder(model_folder.local_path("hf://owner/name", weights="copied"))
     assert found.model == folder.open_folder(GOLDENS / "qwen3").model
     asked = {one.path.split("/")[1]: one.headers.get("Authorization") for one in server.log}
     assert asked["api"] == asked["owner"] == f"Bearer {TOKEN}" and asked["cdn"] is None
@@ -362,9 +362,9 @@ def test_the_same_bucket_at_another_endpoint_has_other_directories(monkeypatch):
 
 def test_only_what_accompanies_weights_is_copied_until_they_are_wanted(server):
     server.hub["models/owner/name"] = GOLDENS / "qwen3"
-    assert folder.is_one("hf://owner/name") and not server.asked(path=".safetensors")
-    first = folder.local("hf://owner/name")
-    assert folder.local("hf://owner/name", weights="copied") == first and server.asked(path=".safetensors")
+    assert model_folder.is_at("hf://owner/name") and not server.asked(path=".safetensors")
+    first = model_folder.local_path("hf://owner/name")
+    assert model_folder.local_path("hf://owner/name", weights="copied") == first and server.asked(path=".safetensors")
 
 
 @pytest.mark.parametrize("scheme", ["s3", "http"])
@@ -374,13 +374,13 @@ def test_a_model_folder_of_several_files_comes_from_a_bucket_and_the_web(scheme,
     header = folder.open_folder(home)
     names = [*header.entries]
     (home / "model.safetensors").rename(home / "model-00001.safetensors")
-    (home / folder.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-00001.safetensors")}))
+    (home / model_folder.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-00001.safetensors")}))
     for path in home.iterdir():
         server.put(f"model/{path.name}", path)
     name = f"s3://{BUCKET}/model" if scheme == "s3" else f"{server.url}/web/model"
-    assert folder.open_folder(folder.local(name, weights="copied")).entries.keys() == header.entries.keys()
+    assert folder.open_folder(model_folder.local_path(name, weights="copied")).entries.keys() == header.entries.keys()
     with pytest.raises(StorageError, match="has no config.json"):
-        folder.local(f"{name}/none")
+        model_folder.local_path(f"{name}/none")
 
 
 def test_the_hub_is_not_asked_offline_nor_for_a_commit_that_is_known(server, tmp_path, monkeypatch, bpe):

@@ -21,10 +21,10 @@ from stores import BUCKET, SECRET, TOKEN, Fault, server, surroundings  # noqa: E
 
 from meshtrain import config  # noqa: E402
 from meshtrain.commands import convert, generate, plan, train  # noqa: E402
-from meshtrain.checkpoint import peft  # noqa: E402
 from meshtrain.data.documents import chat, tokenizer  # noqa: E402
 from meshtrain.huggingface import folder, safetensors  # noqa: E402
-from meshtrain.storage import addresses, buckets, copies# noqa: E402
+from meshtrain.huggingface.weights import peft  # noqa: E402
+from meshtrain.storage import addresses, buckets, copies, model_folder  # noqa: E402
 
 TWO = ("--training.steps", "2", "--run.sample_tokens", "0")
 
@@ -91,7 +91,7 @@ def model_in_bucket(server, name: str) -> str:
 def test_tensors_of_a_bucket_are_read_by_ranges(server, tmp_path, monkeypatch):
     monkeypatch.setattr(buckets, "RANGE_BYTES", 1000)
     there = model_in_bucket(server, "ranges")
-    directory = folder.local(there, weights="ranges")
+    directory = model_folder.local_path(there, weights="ranges")
     found, wanted = folder.open_folder(directory), folder.open_folder(GOLDENS / "qwen3")
     assert not list(directory.glob("*.safetensors")) and found.entries.keys() == wanted.entries.keys()
     for name, entry in found.entries.items():
@@ -108,7 +108,7 @@ def test_tensors_of_a_bucket_are_read_by_ranges(server, tmp_path, monkeypatch):
         safetensors.read(largest, 0, int(np.prod(largest.shape)))
     copies.forget()
     with pytest.raises(ValueError, match="its header|less than any header|says that"):
-        folder.open_folder(folder.local(there, weights="ranges"))
+        folder.open_folder(model_folder.local_path(there, weights="ranges"))
 
 
 def test_of_several_processes_each_reads_its_shares_of_the_weights(server, tiny, tokens, tmp_path):

@@ -18,7 +18,8 @@ from meshtrain.config import Data, Run
 from meshtrain.data import sources
 from meshtrain.data.documents import chat, tokenizer
 from meshtrain.data.documents.tokenizer import Tokenizer
-from meshtrain.huggingface import folder, settings
+from meshtrain.huggingface import settings
+from meshtrain.storage import model_folder
 
 CHATS = (*sources.CHATS, "prompts")     # sources that use a chat template; prompts may be plain texts instead
 ANSWER = "zebra"        # the answer in PROBE; a template may change its case, but no more
@@ -88,7 +89,7 @@ def of_template(template: chat.Template) -> Ends:
 
 def of_folder(directory: Path | None) -> Ends:
     """Return the stop tokens in a model folder's files; none if `directory` is None. Raises: ValueError."""
-    return Ends(settings.stop_ids(directory) if directory and folder.is_one(directory) else ())
+    return Ends(settings.stop_ids(directory) if directory and model_folder.is_at(directory) else ())
 
 
 def of_data(data: Data, vocab_size: int, before: Ends, folders: Sequence[Path]) -> Ends:
@@ -158,8 +159,8 @@ def of_saved(saved: Saved, companions: Path | None) -> Ends:
 def of_run(run: Run, saved: Saved | None) -> Ends:
     """Return the stop tokens of a run that begins or resumes. saved: the checkpoint that the run resumes from, or the
     one that checkpoint.init_from names; None: neither. Raises: ValueError."""
-    folders = folder.companions_of(run.run.dir, run.checkpoint.init_from)
-    there = next(filter(folder.is_one, folders), None)
+    folders = model_folder.companion_folders(run.run.dir, run.checkpoint.init_from)
+    there = next(filter(model_folder.is_at, folders), None)
     return of_data(run.data, run.model.vocab_size, of_saved(saved, there) if saved else of_folder(there), folders)
 
 
@@ -199,7 +200,7 @@ def _default(run: Run, origin: Saved | None) -> tuple[str, str]:
         except ValueError:      # this run has another tokenizer
             return "", ""
         return name, f"documents end with {shown(reader, id)}, data.eos of {source}; set data.eos to use another"
-    directory = next(filter(folder.is_one, folder.companions_of("", source)), None)
+    directory = next(filter(model_folder.is_at, model_folder.companion_folders("", source)), None)
     id = of_documents(directory, separator) if directory else None
     if id is None:
         return "", ""

@@ -19,16 +19,16 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import files
-from meshtrain.checkpoint import export, new_folder
-from meshtrain.checkpoint.ends import Ends, write_ends
-from meshtrain.checkpoint.pretrained import parameter_paths, paths_of
 from meshtrain.cluster import agree
 from meshtrain.config import user_errors
 from meshtrain.huggingface import folder, safetensors, settings
 from meshtrain.huggingface.families import TEXT_PREFIXES
+from meshtrain.huggingface.weights import export, new_folder
+from meshtrain.huggingface.weights.ends import Ends, write_ends
+from meshtrain.huggingface.weights.pretrained import parameter_paths, paths_of
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import LORA
-from meshtrain.storage import addresses
+from meshtrain.storage import addresses, model_folder
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", new_folder.ADAPTERS
 PREFIX = "base_model.model."
@@ -70,7 +70,7 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
 
         def finish() -> None:
             files.write(place / CONFIG, json.dumps(config, indent=1))
-            export.write_companions(place, source, data, folder.OF_TOKENIZER)
+            export.write_companions(place, source, data, model_folder.OF_TOKENIZER)
             write_ends(place, source, ends)
         new_folder.on_first(target, finish)
     return written.size

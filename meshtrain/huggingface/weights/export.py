@@ -20,15 +20,16 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import files
-from meshtrain.checkpoint import new_folder
-from meshtrain.checkpoint.ends import Ends, write_ends
 from meshtrain.checkpoint.store import CheckpointError
-from meshtrain.checkpoint.pretrained import copy_companions, parameter_paths, paths_of
 from meshtrain.cluster import agree
 from meshtrain.config import user_errors
 from meshtrain.data.documents import chat, tokenizer
 from meshtrain.huggingface import folder, safetensors, settings
+from meshtrain.huggingface.weights import new_folder
+from meshtrain.huggingface.weights.ends import Ends, write_ends
+from meshtrain.huggingface.weights.pretrained import copy_companions, parameter_paths, paths_of
 from meshtrain.model.transformer import Transformer
+from meshtrain.storage import model_folder
 
 DTYPES = ("float32", "bfloat16", "float16")
 SHARD_BYTES = 5_000_000_000     # size of one file
@@ -215,12 +216,12 @@ def write_companions(place: Path, source: Path | None, data: Mapping, names: Seq
 
 def _complete(place: Path, parts, size: int, config: dict, source: Path | None, data: Mapping) -> None:
     """Write the files that accompany the weights."""
-    write_companions(place, source, data, folder.COMPANIONS)
+    write_companions(place, source, data, model_folder.COMPANIONS)
     if folder.SINGLE not in parts:
         weight_map = {tensor: name for name, tensors in parts.items() for tensor in tensors}
-        if files.is_file(carried := place / folder.CARRIED):
+        if files.is_file(carried := place / model_folder.CARRIED):
             found = safetensors.read_header(carried)
-            weight_map |= dict.fromkeys(found, folder.CARRIED)
+            weight_map |= dict.fromkeys(found, model_folder.CARRIED)
             size += sum(entry.stop - entry.start for entry in found.values())
         files.write(place / folder.INDEX,
                     json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))

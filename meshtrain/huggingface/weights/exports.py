@@ -14,20 +14,22 @@ from pathlib import Path
 import jax
 
 from meshtrain import files
-from meshtrain.checkpoint import adapters, ends, export, new_folder, peft
-from meshtrain.checkpoint.ends import Ends
+from meshtrain.checkpoint import adapters
 from meshtrain.checkpoint.checkpoint import Checkpoints
-from meshtrain.checkpoint.pretrained import parameter_paths
 from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.cluster import agree
 from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.huggingface import folder, settings
+from meshtrain.huggingface.weights import ends, export, new_folder, peft
+from meshtrain.huggingface.weights.ends import Ends
+from meshtrain.huggingface.weights.pretrained import parameter_paths
 from meshtrain.model.transformer import Transformer
 from meshtrain.run import contents, say
 from meshtrain.run.trees import leaves_of
-from meshtrain.storage import addresses, buckets, mirror
+from meshtrain.storage import addresses, buckets, mirror, model_folder
 from meshtrain.storage.addresses import Address, StorageError
+
 
 class Exports:
     """The exports of one run. All processes make the same calls. wanted: the run's parameters as jax.ShapeDtypeStruct
@@ -64,6 +66,13 @@ class Exports:
             self._try(step, lambda: self._write(step, leaf, self.run.data.model_dump(), of))
         self._make_saved({one for one in (*self.failed, *self._due()) if one < step})
         return {}
+
+    def set_aside_after(self, step: int) -> None:
+        """Rename the exports of steps later than `step`, after which the run goes on, and report their new names.
+        All processes call it. Raises: ConfigError, files.FileSystemError."""
+        renamed = agree.on_first(lambda: set_aside_after(self.run.run.dir, step))
+        if renamed and jax.process_index() == 0:
+            say.out(f"exports of later steps are kept as {', '.join(f'{contents.EXPORT}/{name}' for name in renamed)}")
 
     def finish(self) -> str:
         """Make missing exports of saved steps at the end of the run. Return why others could not be made; empty: none.
@@ -150,8 +159,8 @@ class Exports:
 
     def _check(self) -> None:
         """Check before training that a Hugging Face family computes the model. Raises: ValueError if none does."""
-        source = next(filter(folder.is_one,
-                             folder.companions_of(self.run.run.dir, self.run.checkpoint.init_from)), None)
+        source = next(filter(model_folder.is_at,
+                             model_folder.companion_folders(self.run.run.dir, self.run.checkpoint.init_from)), None)
         model = self.transformer.cfg
         family = settings.family_of(settings.read(source)) if source else settings.family_for(model)
         folder.rows(family, model, parameter_paths(self.transformer))
@@ -162,7 +171,7 @@ GONE = "; and its checkpoint is no longer there"
 
 def find_companions(run_dir: Path) -> Path | None:
     """Return the directory of companion files of the weights that a run started from; None if there is none."""
-    companions = run_dir / folder.KEPT
+    companions = run_dir / model_folder.KEPT
     return companions if agree.on_first(lambda: files.is_file(companions / settings.CONFIG)) else None
 
 

@@ -25,10 +25,11 @@ from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.huggingface import folder, safetensors, settings
 from meshtrain.huggingface.families import MTP
-from meshtrain.huggingface.folder import KEPT
 from meshtrain.names import LAYERS
 from meshtrain.run import say, trees
+from meshtrain.storage import model_folder
 from meshtrain.storage.addresses import StorageError
+from meshtrain.storage.model_folder import KEPT
 from meshtrain.units import counted
 
 E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6], np.float32)    # code -> value
@@ -43,14 +44,15 @@ def open_folder(run: Run, transformer) -> tuple[folder.Folder, list[folder.Weigh
     """Return the model folder of checkpoint.init_from and its rows; None if it is not a model folder. Raises:
     ConfigError that lists every fault of the folder."""
     source = run.checkpoint.init_from
-    if not source or not folder.is_one(source):
+    if not source or not model_folder.is_at(source):
         return None
     if run.checkpoint.step:
         raise ConfigError(f"checkpoint.step={run.checkpoint.step}: checkpoint.init_from={source} is a model folder, "
                           f"which has no steps; leave checkpoint.step out")
     with user_errors("checkpoint.init_from: "):
         # Each of several processes reads its shares of every tensor, so no host copies the whole folder of a bucket.
-        directory = folder.local(source, weights="copied" if jax.process_count() == 1 else "ranges", tell=say.out)
+        directory = model_folder.local_path(source, weights="copied" if jax.process_count() == 1 else "ranges",
+                                            tell=say.out)
         found = folder.open_folder(directory)
         folder.companions(directory)        # checked now rather than after the compile
         return found, folder.match(found, run.model, parameter_paths(transformer))
@@ -90,20 +92,20 @@ def paths_of(row: folder.WeightRow, stack: str) -> list[str]:
 def keep_companions(run: Run, directory: Path) -> None:
     """Copy config, tokenizer and templates of the initial weights (of a model folder or another run) to run.dir/hf.
     Process 0 copies."""
-    source = folder.local(run.checkpoint.init_from)
-    source = source if folder.is_one(source) else source / KEPT
+    source = model_folder.local_path(run.checkpoint.init_from)
+    source = source if model_folder.is_at(source) else source / KEPT
     if run.checkpoint.init_from and source.is_dir():
         agree.on_first(lambda: copy_companions(source, directory / KEPT))
 
 
-def copy_companions(source: Path, target: Path, names: Sequence[str] = folder.COMPANIONS) -> None:
+def copy_companions(source: Path, target: Path, names: Sequence[str] = model_folder.COMPANIONS) -> None:
     """Copy a folder's companion files of these names to `target`, made if needed. Raises: ValueError.
 
-    Tensors of the folder that the text model does not use are copied to one more file, folder.CARRIED.
+    Tensors of the folder that the text model does not use are copied to one more file, model_folder.CARRIED.
     """
     found = {path.name: partial(shutil.copyfile, path) for path in folder.companions(source) if path.name in names}
-    if folder.CARRIED in {*names} - found.keys() and (carried := folder.carried(source)):
-        found[folder.CARRIED] = partial(safetensors.copy, carried)
+    if model_folder.CARRIED in {*names} - found.keys() and (carried := folder.carried(source)):
+        found[model_folder.CARRIED] = partial(safetensors.copy, carried)
     target.mkdir(exist_ok=True)
     for name, copy in found.items():
         copy(target / f"{name}.tmp")
