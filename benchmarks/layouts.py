@@ -65,7 +65,7 @@ class Case:
         options = plan.COMMAND.read(f"{self.model} --gpus {self.gpus} --gpu {GPU} --global-batch {self.batch} --seq-len "
                                    f"{SEQ_LEN}".split())
         pipeline = {"schedule": self.schedule, "chunks": self.chunks} if self.schedule else {}
-        return plan.asked(options).replaced(mesh=self.mesh,
+        return plan.run_of(options).replaced(mesh=self.mesh,
                           sharding={"rules": str(shipped(f"sharding_rules/{self.rule}.toml"))},
                           model={"attention": "pallas"},        # which every jax takes
                           training={"microbatches": self.microbatches, "remat": self.remat}, pipeline=pipeline)

@@ -48,7 +48,7 @@ def searched(model: str, gpus: int, batch: int, length: int) -> tuple[float, sea
     """(CPU seconds, the answer)."""
     begin = time.process_time()
     options = plan.COMMAND.read(f"{model} --gpus {gpus} --gpu h100 --global-batch {batch} --seq-len {length}".split())
-    answer = search.search(plan.question_of(plan.asked(options), options, gpus))
+    answer = search.search(plan.question_of(plan.run_of(options), options, gpus))
     return time.process_time() - begin, answer
 
 

@@ -44,7 +44,7 @@ def cpu_s(call, calls: int = CALLS) -> tuple[float, float]:
 def watched() -> dict[str, tuple[float, float]]:
     from meshtrain.cluster import watch
     from meshtrain.run import contents
-    with tempfile.TemporaryDirectory() as home, watch.on(watch.PhaseLimits(), 0, 1, print) as dog, dog.kept_in(
+    with tempfile.TemporaryDirectory() as home, watch.on(watch.PhaseLimits(), 0, 1, print) as dog, dog.keep_in(
             Path(home) / contents.STACKS):
         step = cpu_s(lambda number: (watch.step(number), watch.progress()))
         start = time.process_time()
@@ -72,9 +72,9 @@ def agreeing(address: str, index: int) -> dict[str, tuple[float, float]]:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     meet.start(find.Cluster(address, PROCESSES, index), 120, 100)
     agreement = agree.StopAgreement()
-    return {"agreement: nobody is late": cpu_s(lambda number: agreement.reached(False, 0.0), 300),
+    return {"agreement: nobody is late": cpu_s(lambda number: agreement.ask(False, 0.0), 300),
             "agreement: each tells how late it is": cpu_s(
-                lambda number: agreement.reached(False, 1e-3 * (1 + number % 50)), 300)}
+                lambda number: agreement.ask(False, 1e-3 * (1 + number % 50)), 300)}
 
 
 def checked() -> dict[str, tuple[float, float]]:

@@ -33,8 +33,8 @@ def main(given: config.Arguments) -> int:
         raise ConfigError("--min-processes needs --max-restarts of at least 2: a process is left out after it has "
                           "failed twice")
     run, rest, count = elastic.run_of(given), given.run, given["processes"]
-    drawing, each = samplers.asked(run, given)
-    environ, theirs = samplers.divided(run, drawing, each, os.environ)
+    drawing, each = samplers.read_options(run, given)
+    environ, theirs = samplers.divide_gpus(run, drawing, each, os.environ)
     environs, simulated = environments(run, count, environ), run.mesh.simulated_devices
     slots = Slots(rest, count, given["min-processes"], simulated or len(gpus.visible(environ)), bool(simulated),
                   run.mesh.full_devices)
@@ -43,11 +43,11 @@ def main(given: config.Arguments) -> int:
         if drawing:
             beside = supervise.begin([sys.executable, *samplers.words(drawing, each, rest)], theirs)
             stack.callback(samplers.end, [beside], 2 * samplers.ENDS_S)
-        return _supervised(run, rest, slots, environs, failures)
+        return _keep_running(run, rest, slots, environs, failures)
 
 
-def _supervised(run: Run, rest: Sequence[str], slots: Slots, environs: Sequence[Mapping[str, str]],
-                failures: restart.Failures) -> int:
+def _keep_running(run: Run, rest: Sequence[str], slots: Slots, environs: Sequence[Mapping[str, str]],
+                  failures: restart.Failures) -> int:
     """Start the processes, and start them again after a failure. Return the exit code."""
     for start in itertools.count():     # each start takes a new port: an old process may still hold the last one
         words = commands([*rest, *slots.overrides()], len(slots.taken), supervise.free_port())
@@ -137,7 +137,7 @@ def environments(run: Run, count: int, environ: Mapping[str, str]) -> list[dict[
         return [common | {"CUDA_VISIBLE_DEVICES": ""}] * count
     if count == 1:
         return [common]
-    return [common | {"CUDA_VISIBLE_DEVICES": ",".join(own)} for own in gpus.divided(gpus.visible(environ), count)]
+    return [common | {"CUDA_VISIBLE_DEVICES": ",".join(own)} for own in gpus.divide(gpus.visible(environ), count)]
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def main(given: config.Arguments) -> int:
         run = config.load(given.run)
         place = find.cluster(run.distributed, os.environ)
         index = place.index if place else 0
-        begins = _judged(run, attempt, given["max-restarts"]) if index == 0 else _decided(run, attempt)
+        begins = _decide_start(run, attempt, given["max-restarts"]) if index == 0 else _await_start(run, attempt)
     if begins is None:
         return stops.USER_ERROR
     # Bounded, in case a clock is wrong.
@@ -53,7 +53,7 @@ def main(given: config.Arguments) -> int:
     return outcome.code
 
 
-def _judged(run: Run, attempt: int, max_restarts: int) -> float | None:
+def _decide_start(run: Run, attempt: int, max_restarts: int) -> float | None:
     """Return the wall-clock time of this start; None: give up, after a message. Process 0 calls it. Raises:
     ConfigError, FileSystemError."""
     if attempt == 0:        # restarts.json and last words are those of another JobSet
@@ -68,7 +68,7 @@ def _judged(run: Run, attempt: int, max_restarts: int) -> float | None:
     return None if wait_s is None else time.time() + wait_s
 
 
-def _decided(run: Run, attempt: int) -> float:
+def _await_start(run: Run, attempt: int) -> float:
     """Return when process 0 starts; 0 if it does not decide in time: the run itself then meets process 0 or times out.
     Every other process calls it. Raises: ConfigError."""
     until = time.monotonic() + run.distributed.timeout_s
@@ -94,7 +94,7 @@ def _leave_words(run: Run, attempt: int, index: int, outcome: supervise.LaunchOu
     try:
         messages.write(run.run.dir, f"{LAST_WORDS}/{attempt}-{index}", json.dumps(left))
     except (OSError, ValueError) as error:
-        say.err(f"{run.run.dir}/{LAST_WORDS} cannot be written: {files.said(error)}")
+        say.err(f"{run.run.dir}/{LAST_WORDS} cannot be written: {files.describe(error)}")
 
 
 def _last_words(run: Run, attempt: int) -> tuple[int, str]:

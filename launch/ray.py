@@ -175,7 +175,7 @@ class Beside:
 @command.entry(COMMAND, __doc__)
 def main(given: config.Arguments) -> int:
     run, rest = elastic.run_of(given), given.run
-    bundle, drawing = bundle_of(run, given), samplers.asked(run, given)
+    bundle, drawing = bundle_of(run, given), samplers.read_options(run, given)
     if ray is None:
         raise ConfigError("ray is not installed here; run pip install '.[ray]' in the checkout of meshtrain")
     asked: list[int] = []
@@ -193,7 +193,7 @@ def main(given: config.Arguments) -> int:
     except Exception as error:
         say.err(f"error: Ray does not start: {_first_line(error)}")
         return stops.FAILED
-    for number in stops.heeded():       # after Ray has set its own handlers
+    for number in stops.stop_signals():       # after Ray has set its own handlers
         signal.signal(number, lambda number, frame: asked.append(number))
     room = Room(run, given, rest, bundle, asked)
     failures = restart.Failures(run, given["max-restarts"], restart.newest(run))
@@ -332,7 +332,7 @@ def life(room: Room, rest: Sequence[str], left: Path) -> supervise.LaunchOutcome
         place = []
         if count > 1:
             port = ray.get(members[0].actor.port.remote(), timeout=ANSWER_S)
-            place = [f"--distributed.coordinator_address={find.joined(members[0].host, port)}",
+            place = [f"--distributed.coordinator_address={find.join_address(members[0].host, port)}",
                      f"--distributed.num_processes={count}"]
         environ = {"PYTHONUNBUFFERED": "1", "MESHTRAIN_START": str(room.starts)} | (
             {} if "GPU" in bundle else {"CUDA_VISIBLE_DEVICES": ""})

@@ -60,13 +60,14 @@ def newest(run: Run) -> int:
             if run.checkpoint.local_dir and (text := messages.read(run.run.dir, LINEAGE)):
                 with contextlib.suppress(ValueError, KeyError, TypeError):      # truncated: no local checkpoint yet
                     lineage = json.loads(text)
-                    steps += _kept(Path(run.checkpoint.local_dir) / lineage["run"], lineage)
+                    steps += _usable_steps(Path(run.checkpoint.local_dir) / lineage["run"], lineage)
         except OSError as error:
-            raise files.judged(error, f"{run.run.dir}'s checkpoints cannot be listed", messages.REMEDY) from None
+            raise files.error_to_raise(error, f"{run.run.dir}'s checkpoints cannot be listed",
+                                       messages.REMEDY) from None
     return max(steps)
 
 
-def _kept(home: Path, lineage: dict) -> Iterator[int]:
+def _usable_steps(home: Path, lineage: dict) -> Iterator[int]:
     """Yield the steps of this host's local checkpoints that the next start may use. Those of a start that was rolled
     back are left out."""
     for place in home.glob("process-*/*"):
@@ -236,7 +237,7 @@ def wait(seconds: float) -> None:
 
 def leave_on_request() -> None:
     """Make each stop signal end this process at once, with exit code 75. It has no child that needs the signal."""
-    for number in stops.heeded():
+    for number in stops.stop_signals():
         signal.signal(number, _leave)
 
 

@@ -30,7 +30,7 @@ COMMAND = config.Command("meshtrain.launch.samplers", {**OPTIONS, "first": confi
 LOOK_S, ENDS_S, LASTED_S = 0.2, 10.0, 600.0
 
 
-def asked(run: Run, given: config.Arguments) -> tuple[int, int]:
+def read_options(run: Run, given: config.Arguments) -> tuple[int, int]:
     """Return (number of samplers, GPUs of each). Raises: ConfigError if they do not fit the run."""
     count, simulated = given["samplers"], run.mesh.simulated_devices
     each = given["sampler-gpus"] if "sampler-gpus" in given else 0 if simulated else 1
@@ -51,7 +51,7 @@ def words(count: int, each: int, rest: Sequence[str], first: int = 0) -> list[st
             "--", *rest]
 
 
-def divided(run: Run, count: int, each: int, environ: Mapping[str, str]) -> tuple[dict, dict]:
+def divide_gpus(run: Run, count: int, each: int, environ: Mapping[str, str]) -> tuple[dict, dict]:
     """Return (environment of the trainer, environment of the samplers). The samplers get the last GPUs. Raises:
     ConfigError."""
     if not count or not each:
@@ -71,7 +71,7 @@ def divided(run: Run, count: int, each: int, environ: Mapping[str, str]) -> tupl
 @command.entry(COMMAND, __doc__)
 def main(given: config.Arguments) -> int:
     run = config.load(given.run)
-    count, each = asked(run, given)
+    count, each = read_options(run, given)
     if not count:
         raise ConfigError("--samplers is missing: nothing says how many; add e.g. --samplers 2")
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"} | ({} if each else {"CUDA_VISIBLE_DEVICES": ""})
@@ -90,7 +90,7 @@ def _run(argv: Sequence[str], environs: Sequence[Mapping[str, str]], first: int)
     """Run the samplers until all have ended for good; return the exit code. It uses no threads, because it forks
     repeatedly."""
     asked_by: list[int] = []
-    for number in stops.heeded():
+    for number in stops.stop_signals():
         signal.signal(number, lambda number, frame: asked_by.append(number))
     running: dict[int, subprocess.Popen] = {}
     starts, began, failures, codes = [-1] * len(environs), [0.0] * len(environs), [0] * len(environs), {}

@@ -162,7 +162,7 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
         for child in children:
             child.send(number)
 
-    old = {number: signal.signal(number, forward) for number in stops.heeded()}
+    old = {number: signal.signal(number, forward) for number in stops.stop_signals()}
     start, since = time.monotonic(), time.time()
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: [signal.signal(number, handler) for number, handler in old.items()])
@@ -287,7 +287,7 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
     elif first.out_of_time:
         words = (f"{first.name} failed first: its clock was set, or its machine was suspended, and jax declares every "
                  f"process dead that is silent for so long by this clock")
-    elif first.forced or first in _waited_for(ended):
+    elif first.forced or first in _find_awaited(ended):
         words = f"{first.name} failed first: the others lost contact with it"
     else:
         words = f"{first.name} failed first, {first.ended_s:.1f} s after the start: {first.ending}"
@@ -328,11 +328,11 @@ def _culprit(ended: Sequence[Child], stuck: int | None) -> Child | None:
         (child for child in failed if not child.secondary),
         (child for child in ended if child.stopped),
         (child for child in ended if child.forced and child.index in unheard),
-        _waited_for(ended),
+        _find_awaited(ended),
         failed) for child in candidates), None)
 
 
-def _waited_for(ended: Sequence[Child]) -> list[Child]:
+def _find_awaited(ended: Sequence[Child]) -> list[Child]:
     """Return the only process without Gloo messages, if Gloo timed out in others; else no process."""
     late = any(lost.LATE.search(line) for child in ended for line in child.lines)
     quiet = [child for child in ended if not any(b"Gloo" in line for line in child.lines)]

@@ -60,7 +60,7 @@ def compile_unchecked(made: Assembly):
     lowered = made.program.lowered()
     first = _compiled(made, lowered)
     profile = agree.on_first(lambda: _profile(made, first))
-    path = profile and programs.kept_profile(profile)
+    path = profile and programs.keep_profile(profile)
     if not path or not (options := flags.profiled(path)):
         return first
     second = _compiled(made, lowered, options)
@@ -85,7 +85,7 @@ def compile_evaluation(made: Assembly) -> Assembly:
 
 def _compiled(made: Assembly, lowered: jax.stages.Lowered, more: Mapping = MappingProxyType({})):
     """Return the compiled program, from the cache of an earlier start if possible. more: further XLA options."""
-    return programs.compiled(lowered, {**made.program.compiler_options, **more}, list(made.mesh.devices.flat))
+    return programs.compile(lowered, {**made.program.compiler_options, **more}, list(made.mesh.devices.flat))
 
 
 def initialize(made: Assembly) -> state.State:

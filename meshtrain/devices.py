@@ -265,7 +265,7 @@ def compare_settings(overruled: Sequence[str]) -> None:
         for line in lines:
             told.setdefault(line, []).append(index)
     for line, indices in told.items() if jax.process_index() == 0 else ():
-        say.err(f"warning: {f'{meet.named(indices)}: ' if len(indices) < jax.process_count() else ''}{line}")
+        say.err(f"warning: {f'{meet.name_processes(indices)}: ' if len(indices) < jax.process_count() else ''}{line}")
     agree.same_everywhere("jax's settings", "\n".join(_settings(os.environ)))
 
 

@@ -14,7 +14,7 @@ from meshtrain.sharding import rules
 from meshtrain.sharding.rules import Layout
 
 
-def fitted(run: Run, num_devices: int) -> tuple[Run, str]:
+def fit(run: Run, num_devices: int) -> tuple[Run, str]:
     """Return (the run adapted to these devices, with its layout and mesh.full_devices resolved; a note for the user, ""
     if no device is missing).
 
@@ -54,7 +54,7 @@ def fitted(run: Run, num_devices: int) -> tuple[Run, str]:
 
 def check(run: Run, num_devices: int) -> None:
     """Check that the run has a layout on this number of devices, without starting a backend. Raises: ConfigError."""
-    run, _ = fitted(run, num_devices)
+    run, _ = fit(run, num_devices)
     with config.user_errors():
         loaded, model = rules.load(run.sharding.rules), transformer.build(run.model, run.lora)
     if faults := design.lay_out(run, config.mesh_sizes(run, num_devices), loaded, model).faults:

@@ -116,7 +116,8 @@ def status(path: str | os.PathLike) -> os.stat_result | None:
         return patiently(lambda: os.stat(path))
     except OSError as error:
         if isinstance(error, PermissionError) or not is_mistake(error):
-            raise judged(error, f"{path} cannot be accessed", "grant the permission, or give another path") from None
+            raise error_to_raise(error, f"{path} cannot be accessed",
+                                 "grant the permission, or give another path") from None
         return None
     except ValueError:      # a null byte in the name
         return None
@@ -135,7 +136,7 @@ def is_dir(path: str | os.PathLike) -> bool:
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
-def judged(error: OSError, what: str, remedy: str, mistake: type[Exception] = ValueError) -> Exception:
+def error_to_raise(error: OSError, what: str, remedy: str, mistake: type[Exception] = ValueError) -> Exception:
     """Return the exception to raise for `error` after retries: a `mistake` with the remedy, or FileSystemError, which
     gives exit code 1.
 
@@ -149,12 +150,12 @@ def judged(error: OSError, what: str, remedy: str, mistake: type[Exception] = Va
     return FileSystemError(f"{what}: {reason}; check the file system (free space, mounts, server) and start again")
 
 
-def attempted(act: Callable[[], Value], what: str, remedy: str, mistake: type[Exception] = ValueError) -> Value:
-    """Return act(), with retries. Raises: see `judged`."""
+def attempt(act: Callable[[], Value], what: str, remedy: str, mistake: type[Exception] = ValueError) -> Value:
+    """Return act(), with retries. Raises: see `error_to_raise`."""
     try:
         return patiently(act)
     except OSError as error:
-        raise judged(error, what, remedy, mistake) from None
+        raise error_to_raise(error, what, remedy, mistake) from None
 
 
 class Waiting:
@@ -287,7 +288,7 @@ def sync(directory: Path) -> None:
         os.close(descriptor)
 
 
-def said(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Return an error as one line of text: the message of the system, and the file."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
@@ -317,7 +318,7 @@ class Beat:
                 pass
             except BaseException as error:      # panics of libraries in Rust are no Exception
                 if not told:
-                    notices.tell(f"{getattr(self._write, '__qualname__', self._write)}: {said(error)}; retrying")
+                    notices.tell(f"{getattr(self._write, '__qualname__', self._write)}: {describe(error)}; retrying")
                 told = True
 
     def close(self) -> None:

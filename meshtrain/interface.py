@@ -155,7 +155,7 @@ class Experiment:
         run = self.run.replaced(mesh={"simulated_devices": 0})
         with _told_as_python():
             devices = topologies.find_devices(run, topology)
-        return StepCosts(inspect_command.inspected(assembly.assemble(elastic.fitted(run, len(devices))[0], devices)))
+        return StepCosts(inspect_command.inspect_step(assembly.assemble(elastic.fit(run, len(devices))[0], devices)))
 
     def parameters(self) -> Rows:
         """Return a row for each parameter: name, shape, mesh axes that shard it when read and when stored, bytes per
@@ -296,7 +296,7 @@ class Experiment:
 
     @functools.cached_property
     def _inspected(self) -> Inspected:
-        return inspect_command.inspected(self.made)
+        return inspect_command.inspect_step(self.made)
 
     @functools.cached_property
     def _batches(self) -> contracts.Batches:
@@ -399,7 +399,7 @@ def plan(model: str | Path, gpus: int | Sequence[int], gpu: str, settings: Mappi
                           f"Python, write the result of plan to a file yourself")
     with _told_as_python():
         read = plan_command.COMMAND.of([str(model)], given_options, config.words({} if settings is None else settings))
-        return shown.planned(plan_command.planned(read))
+        return shown.planned(plan_command.make_plans(read))
 
 
 def schedule(table: str, stages: int = 0, microbatches: int = 0, chunks: int = 1) -> DrawnSchedule:

@@ -42,7 +42,7 @@ def join(run: Run, argv: Sequence[str]) -> Iterator[Joined]:
     with watch.on(limits, index, count, say.err) as watchdog:
         with phases.phase(f"meeting {count} processes" if count > 1 else "starting the devices"):
             found, run = start_devices(run, argv, cluster)
-        run, fewer = elastic.fitted(run, len(found))
+        run, fewer = elastic.fit(run, len(found))
         stops.end_together(agree.part)
         if fewer:
             say.out(fewer)

@@ -61,7 +61,7 @@ def serve(run_dir: Path, words: Sequence[str]) -> int:
     except OSError as error:
         if isinstance(error, FileSystemError):
             raise
-        raise FileSystemError(f"{place.directory} cannot be used: {files.said(error)}; check the file system and "
+        raise FileSystemError(f"{place.directory} cannot be used: {files.describe(error)}; check the file system and "
                               f"start again") from error
     finally:
         queue.leave()

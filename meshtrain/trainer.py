@@ -46,7 +46,7 @@ def warm_up_biases(compiled: CompiledRun, start: resume.Start, state: State, fee
     assert isinstance(feed, BatchFeed)
     with account.count_as("start"), watch.phase("evening out the experts", watch.UNLIMITED), \
             phases.phase("evening out the experts"):
-        return agree.everywhere(lambda: bias_warmup.balanced(
+        return agree.everywhere(lambda: bias_warmup.balance(
             made.program, compiled.step, state, feed.data, passes, lambda: assembly.initialize(made)))
 
 
@@ -104,7 +104,7 @@ class Trainer:
               hooks.Trace(run.metrics.profile_steps, directory / contents.TENSORBOARD, start.step) as trace,
               account.count_as(goodput.LOOP)):
             journal = Journal(run, writers, progress, self.flops, account, spikes, agree.exchange(socket.gethostname()))
-            feed.begin(journal, self.stop.reached)
+            feed.begin(journal, self.stop.must_stop)
             if start.rollbacks:
                 journal.add({"rollbacks": start.rollbacks, "skipped_batches": start.skip_batches})
             shared = hooks.SaveInRunDir(places.checkpoints, metadata)

@@ -193,7 +193,7 @@ def stand_in(home: pathlib.Path, words: list[str]) -> None:
     assembly.compile_step = lambda made: Step(home, "rollback" in words)
     step_costs.write_cost = lambda *_: None
     step_costs.memory_reader = lambda *_: lambda: 0
-    dpo_reference._computed = lambda program, pairs, count, params: np.arange(count, dtype=np.float32)
+    dpo_reference._compute = lambda program, pairs, count, params: np.arange(count, dtype=np.float32)
     dpo_reference._key = lambda *_: "key"
     export._program = lambda row, leaves, dtype: lambda leaves, layer, expert: _gathered(row, leaves, layer, dtype)
     spikes.FEWEST = FEWEST

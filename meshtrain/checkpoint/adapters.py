@@ -14,7 +14,7 @@ from meshtrain.model import lora
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import LORA
 from meshtrain.run import say
-from meshtrain.run.trees import leaves_of, nested
+from meshtrain.run.trees import leaves_of, nest
 
 KERNEL = "kernel"
 
@@ -46,10 +46,10 @@ def restore(saved: Saved, wanted: dict, dtype=None) -> dict:
             for one in "ab":
                 adapter = _adapter_path(path, one)
                 kernels[adapter] = _abstract(stored[adapter], kernels[path], one)
-    taken = saved.restore({"params": nested(kernels)}, part=True)
+    taken = saved.restore({"params": nest(kernels)}, part=True)
     if not found:
         return taken["params"]
-    return nested(_merged(leaves_of(taken["params"]), found["alpha"] / found["rank"], dtype))
+    return nest(_merged(leaves_of(taken["params"]), found["alpha"] / found["rank"], dtype))
 
 
 def warn_left_out(saved: Saved, params: dict) -> None:
@@ -82,7 +82,7 @@ def leaf_of_saved(saved: Saved, wanted: Mapping[str, jax.ShapeDtypeStruct], *,
     def read(path: str) -> jax.Array | None:
         if path not in wanted:
             return None
-        tree = nested({path: wanted[path]})
+        tree = nest({path: wanted[path]})
         return leaves_of(agree.everywhere(lambda: restore(saved, tree, jnp.float32) if merge
                                           else saved.restore({"params": tree}, part=True)["params"]))[path]
     return read

@@ -149,7 +149,7 @@ class BucketStep:
                     raise CheckpointError(f"{self.address} was removed while it was read: the run that writes "
                                           f"there keeps only checkpoint.keep checkpoints; start again") from None
                 except _BROKEN as error:
-                    raise CheckpointError(f"{self.address} is damaged: {files.said(error)}") from None
+                    raise CheckpointError(f"{self.address} is damaged: {files.describe(error)}") from None
         return known[1]
 
     def metadata(self) -> dict:
@@ -183,7 +183,7 @@ class BucketStep:
                 own = names[jax.process_index()::jax.process_count()]
                 return next(filter(None, _all_at_once(check, own)), "")
             except (*_BROKEN, AttributeError) as error:
-                return files.said(error)
+                return files.describe(error)
             except addresses.Missing:
                 return "it does not exist"
 
@@ -207,7 +207,7 @@ class BucketStep:
             except StorageError:
                 raise
             except (pieces.DamagedPiece, ValueError) as error:
-                raise CheckpointError(f"{self.address} is damaged ({files.said(error)}); start again: if it "
+                raise CheckpointError(f"{self.address} is damaged ({files.describe(error)}); start again: if it "
                                       f"is still damaged, the run resumes from the checkpoint before it") from None
 
 

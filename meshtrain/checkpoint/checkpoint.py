@@ -97,12 +97,12 @@ class Checkpoints(BackgroundSaves):
         self._last = (state, metadata) if self.fallback else None
         self._current = Save(step, self._current.number + 1, after_failure=bool(failed))
         copied = threading.Event()
-        self._start(self._save, self._current, trees.nested(trees.leaves_of(state)), document, copied)
+        self._start(self._save, self._current, trees.nest(trees.leaves_of(state)), document, copied)
         copied.wait()
         if failed + 1 >= MOST_FAILED and (overdue or not any(passing for *_, passing in states)):
             self._join()
             if failure := agree.exchange(self._failure)[0]:
-                raise agree.agreed(CheckpointError(
+                raise agree.mark_agreed(CheckpointError(
                     f"{failure}; {failed + 1} saves in a row have failed, so the run stops: check {self.place} and "
                     f"start again; the run resumes from {self._resumed_from()}"))
         return time.perf_counter() - start
@@ -125,7 +125,7 @@ class Checkpoints(BackgroundSaves):
             write()
         except Exception as caught:     # tensorstore reports a full disk as ValueError
             error = caught
-            agree.leave_word(f"{key} {index}", files.said(error))
+            agree.leave_word(f"{key} {index}", files.describe(error))
         finally:
             copied.set()
         try:
@@ -141,7 +141,7 @@ class Checkpoints(BackgroundSaves):
             self._saved, self._saved_s = step if index == 0 else self._saved, time.monotonic()
         else:
             since = f"nothing is saved since step {self._saved}" if self._saved else "nothing is saved yet"
-            self._failure = f"checkpoint of step {step} not saved in {self.place}: {files.said(error)}; {since}"
+            self._failure = f"checkpoint of step {step} not saved in {self.place}: {files.describe(error)}; {since}"
         if error is not None or index == 0:
             self._clean_after(save, index)
         if error is not None:       # after the removal: the log may be on the same full disk
@@ -182,7 +182,7 @@ class Checkpoints(BackgroundSaves):
         return self._promised[step] > 0 and step % self._promised[step] == 0
 
     def _report_leftovers(self, error: Exception) -> None:
-        self.tell(f"files of old checkpoints in {self.place} cannot be removed: {files.said(error)}")
+        self.tell(f"files of old checkpoints in {self.place} cannot be removed: {files.describe(error)}")
 
     def settle(self) -> None:
         """Wait until no process is writing. A failed save raises nothing here: it was reported."""
@@ -207,7 +207,7 @@ class Checkpoints(BackgroundSaves):
                     kept < self._current.step):
                 self.fallback.save(self._current.step, *self._last)
                 kept = self.fallback.last()
-            raise agree.agreed(CheckpointError(
+            raise agree.mark_agreed(CheckpointError(
                 f"{failure}; a start on these hosts resumes from {self._resumed_from()}" if kept else failure))
 
     def __enter__(self) -> Self:
@@ -253,7 +253,7 @@ class Checkpoints(BackgroundSaves):
         damaged = agree.on_first(lambda: sorted(name for name in self.store.names()
                                                 if name.isdecimal() or ".damaged" in name))
         if damaged:
-            raise agree.agreed(ConfigError(
+            raise agree.mark_agreed(ConfigError(
                 f"{self.place} has no intact checkpoint, only damaged ones ({', '.join(damaged)}); restore the files "
                 f"of one and rename it to its step number, or remove them all to start from step 1"))
         return None
@@ -263,7 +263,7 @@ class Checkpoints(BackgroundSaves):
         try:
             return "" if self.read_only else f", kept as {self._set_aside(step, 'damaged')}"
         except (OSError, ValueError) as error:
-            return f", cannot be set aside: {files.said(error)}"
+            return f", cannot be set aside: {files.describe(error)}"
 
     def steps(self) -> list[int]:
         """Return all saved steps in order, complete or damaged. Process 0 lists them for all processes: renames on a
@@ -285,8 +285,8 @@ class Checkpoints(BackgroundSaves):
         self._saved = step
         def set_aside():
             later = [one for one in self._steps() if one > step]
-            return [files.attempted(lambda: self._set_aside(one, "aside"), f"{self.named(one)} cannot be set aside",
-                                    "give a directory that can be written", ConfigError) for one in later]
+            return [files.attempt(lambda: self._set_aside(one, "aside"), f"{self.named(one)} cannot be set aside",
+                                  "give a directory that can be written", ConfigError) for one in later]
         return agree.on_first(set_aside)
 
     def open(self, step: int) -> Saved:
@@ -310,7 +310,7 @@ class Checkpoints(BackgroundSaves):
         return self.store.open(step).forms(only_params=only_params)
 
     def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
-        stored, asked = self.store.open(step), trees.nested(trees.leaves_of(wanted)).keys()
+        stored, asked = self.store.open(step), trees.nest(trees.leaves_of(wanted)).keys()
         wider = check_fit(self.named(step), stored.forms(only_params=part and asked <= {PARAMS}), wanted, part)
         if wider and step not in self._told_wider:
             self._told_wider.add(step)

@@ -71,8 +71,8 @@ class DirectoryStore:
         def make_and_clean() -> None:
             self.place.mkdir(parents=True, exist_ok=True)
             self._clean(None, report)       # the next save would write into leftovers that cannot be renamed
-        files.attempted(make_and_clean, f"{self.place} cannot hold checkpoints",
-                        "give a directory that can be written", ConfigError)
+        files.attempt(make_and_clean, f"{self.place} cannot hold checkpoints",
+                      "give a directory that can be written", ConfigError)
 
     def names(self) -> list[str]:
         try:
@@ -80,7 +80,7 @@ class DirectoryStore:
         except FileNotFoundError:
             return []
         except OSError as error:  # an unreadable directory may have checkpoints
-            raise CheckpointError(f"{self.place} cannot be read: {files.said(error)}") from error
+            raise CheckpointError(f"{self.place} cannot be read: {files.describe(error)}") from error
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class DirectoryStep:
         return self._forms[only_params]
 
     def restore(self, wanted: Any, *, part: bool) -> Any:
-        nested = trees.nested(trees.leaves_of(wanted))
+        nested = trees.nest(trees.leaves_of(wanted))
         leaves: dict[str, jax.Array] = {}
         for folder, forms in self._forms_of_folders(part and nested.keys() <= {PARAMS}).items():
             keys = {name.partition("/")[0] for name in forms}
@@ -212,7 +212,7 @@ class DirectoryStep:
                    for index, fault in enumerate(faults)
                    if fault.kind == REFUSED or fault.kind == MISSING and fault.file in visible]
         if refused:
-            raise agree.agreed(CheckpointError(
+            raise agree.mark_agreed(CheckpointError(
                 f"{self.place} cannot be read, and nothing was changed: {'; '.join(refused)}. Check that every host "
                 f"has mounted the file system and may read it, and start again"))
         return next((f"{fault.file}{fault.text}" for kind in (DAMAGED, MISSING) for fault in faults
@@ -273,7 +273,7 @@ def _reading(place: pathlib.Path):
         if not place.exists():
             raise CheckpointError(f"{place} was removed while it was read: the run that writes there keeps only "
                                   f"checkpoint.keep checkpoints; start again") from error
-        raise CheckpointError(f"{place} cannot be read, and nothing was changed: {files.said(error)}") from error
+        raise CheckpointError(f"{place} cannot be read, and nothing was changed: {files.describe(error)}") from error
 
 
 def _is_visible(path: pathlib.Path) -> bool:

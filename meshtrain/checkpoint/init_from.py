@@ -16,7 +16,7 @@ from meshtrain.config import Run
 from meshtrain.model import params, transformer
 from meshtrain.names import LAYERS
 from meshtrain.run import say
-from meshtrain.run.trees import leaves_of, nested
+from meshtrain.run.trees import leaves_of, nest
 from meshtrain.training import state
 from meshtrain.training.state import State
 
@@ -98,5 +98,5 @@ def upcycled(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
                 made[path] = jnp.broadcast_to(restored[expert][first:, None], leaf.shape).astype(leaf.dtype)
             else:
                 made[path] = restored[name][layers] if name in restored else leaf
-        return nested(made)
+        return nest(made)
     return jax.jit(expanded, out_shardings=jax.tree.map(lambda a: a.sharding, fresh))(restored, fresh)

@@ -127,7 +127,7 @@ class LocalCheckpoints(BackgroundSaves):
                       f"host kept a copy")
         except OSError as error:
             self.tell(f"{self.name}: the copy of step {step} that process {other} keeps cannot be fetched "
-                      f"({files.said(error)})")
+                      f"({files.describe(error)})")
 
     def forms(self, step: int, *, only_params: bool = False) -> dict[str, ArrayForm]:
         return {name: form for name, form in self._used[step][1].items()
@@ -160,9 +160,9 @@ class LocalCheckpoints(BackgroundSaves):
             if since and lineage["from"] and lineage["from"][1] == step:
                 since = lineage["from"]
             new = {"run": run, "at": at, "start": secrets.token_hex(8), "from": since}
-            files.attempted(lambda: files.replace(self._lineage_file, json.dumps(new)),
-                            f"{self._lineage_file} cannot be written",
-                            "give a run.dir that can", ConfigError)
+            files.attempt(lambda: files.replace(self._lineage_file, json.dumps(new)),
+                          f"{self._lineage_file} cannot be written",
+                          "give a run.dir that can", ConfigError)
             return new
 
         self._lineage = agree.on_first(write)
@@ -232,13 +232,13 @@ class LocalCheckpoints(BackgroundSaves):
             place.rename(self._own() / str(step))
         except Exception as error:
             files.remove(place)
-            self._failure = files.said(error)
+            self._failure = files.describe(error)
             return
         if self._partner is not None and not self._without:
             try:
                 self._exchange.send(self._at[self._partner], jax.process_index(), step)
             except OSError as error:
-                self._without = files.said(error)
+                self._without = files.describe(error)
                 self.tell(f"{self.name}: process {jax.process_index()} cannot send copies to process "
                           f"{self._partner} ({self._without}); training continues without them")
 
@@ -260,7 +260,7 @@ class LocalCheckpoints(BackgroundSaves):
             return lineage if here and lineage["start"] and "from" in lineage else None
         except OSError as error:
             if not files.is_mistake(error):     # falling back here would repeat steps that are saved
-                raise files.judged(error, f"{self._lineage_file} cannot be read", "") from None
+                raise files.error_to_raise(error, f"{self._lineage_file} cannot be read", "") from None
             return None
         except (ValueError, KeyError, TypeError):
             return None
@@ -273,9 +273,9 @@ class LocalCheckpoints(BackgroundSaves):
             self._root.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self._root).close()      # unnamed: a kill leaves nothing
 
-        files.attempted(write, f"checkpoint.local_dir={self._root} cannot be written",
-                        "give a directory that every host has and can write, e.g. below /dev/shm or on its own disk",
-                        ConfigError)
+        files.attempt(write, f"checkpoint.local_dir={self._root} cannot be written",
+                      "give a directory that every host has and can write, e.g. below /dev/shm or on its own disk",
+                      ConfigError)
 
     def _places(self, pattern: str) -> Iterator[Path]:
         """Return the paths that match `pattern` in the run's directory of each process on this host."""
@@ -320,7 +320,7 @@ class LocalCheckpoints(BackgroundSaves):
                             pieces.fetch(piece, stored[name][1], self._read)
                             of[piece.region] = piece
                         except (OSError, DamagedPiece) as error:
-                            damaged = damaged or files.said(error)
+                            damaged = damaged or files.describe(error)
         for name, leaf in trees.leaves_of(wanted).items():
             for asked in pieces.asked_of(leaf):
                 if sum(pieces.volume(pieces.intersection(one, asked)) for one in used[name]) != pieces.volume(asked):

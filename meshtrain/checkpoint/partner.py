@@ -138,12 +138,12 @@ class Exchange:
                     try:
                         yield link
                     except OSError as error:
-                        raise TransferError(f"{address}:{port}: {files.said(error)}") from None
+                        raise TransferError(f"{address}:{port}: {files.describe(error)}") from None
                     return
             except TransferError:
                 raise
             except OSError as error:
-                reasons.append(f"{address}:{port}: {files.said(error)}")
+                reasons.append(f"{address}:{port}: {files.describe(error)}")
         raise TransferError("; ".join(reasons))
 
     # ---- server ------------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class Exchange:
 
     def _report(self, error: Exception) -> None:
         """Report a reason once; report nothing after `close`."""
-        if (reason := files.said(error)) not in self._told and self._listening.fileno() >= 0:
+        if (reason := files.describe(error)) not in self._told and self._listening.fileno() >= 0:
             self._told.add(reason)
             self.tell(f"a copy of a local checkpoint is not exchanged with another host: {reason}; training continues")
 

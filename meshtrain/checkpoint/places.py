@@ -39,10 +39,10 @@ def claim(run: Run, watchdog: Watchdog) -> Iterator[Places]:
     """
     directory, remote = mirror.directory(run.run.dir), addresses.is_remote(run.run.dir)
     claiming = bucket.claim if remote else rundir.claim
-    with claiming(run) as held, watchdog.kept_in(directory / contents.STACKS, apart=remote), resume.checkpoints_of(
+    with claiming(run) as held, watchdog.keep_in(directory / contents.STACKS, apart=remote), resume.checkpoints_of(
             run.run.dir, held, every=run.checkpoint.every, keep=run.checkpoint.keep,
             keep_every=run.checkpoint.keep_every) as checkpoints:
-        fallback = copies.named_home("states", addresses.parse(run.run.dir)) if remote else None
+        fallback = copies.home_of("states", addresses.parse(run.run.dir)) if remote else None
         local = LocalCheckpoints(run.checkpoint.local_dir, run.checkpoint.local_every, directory, fallback=fallback)
         checkpoints.fallback = local if remote else None
         yield Places(held, checkpoints, local)

@@ -250,8 +250,8 @@ def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalCheckpoi
 
 def _written(directory: Path, write: Callable):
     """Call write() in process 0, with retries; return its value in every process."""
-    return agree.on_first(lambda: files.attempted(write, f"run.dir={directory} cannot be written",
-                                                  "give a directory that can", ConfigError))
+    return agree.on_first(lambda: files.attempt(write, f"run.dir={directory} cannot be written",
+                                                "give a directory that can", ConfigError))
 
 
 def checkpoints_of(run_dir: str, claim: rundir.Claim | None = None, **keys) -> Checkpoints:
@@ -302,11 +302,11 @@ def _verified(checkpoints: Checkpoints, step: int, option: str = "checkpoint.ste
     steps = checkpoints.steps()
     if step not in steps:
         there = f"has steps {', '.join(map(str, steps))}" if steps else "has none"
-        raise agree.agreed(ConfigError(f"{option}{step} is not saved: {checkpoints.place} {there}; give a saved step, "
-                                       "or 0 for the newest"))
+        raise agree.mark_agreed(ConfigError(f"{option}{step} is not saved: {checkpoints.place} {there}; give a saved "
+                                            "step, or 0 for the newest"))
     if fault := checkpoints.fault(step, only_params=only_params):
-        raise agree.agreed(ConfigError(f"{option}{step}: {checkpoints.named(step)} is damaged ({fault}); "
-                                       "name another"))
+        raise agree.mark_agreed(ConfigError(f"{option}{step}: {checkpoints.named(step)} is damaged ({fault}); "
+                                            "name another"))
     return checkpoints.open(step)
 
 
@@ -334,7 +334,7 @@ def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple
             elif rule(name) == RECORDED:
                 recorded.append((name, was, new))
     if refused:
-        raise agree.agreed(ConfigError(*refused))
+        raise agree.mark_agreed(ConfigError(*refused))
     return tuple(recorded)
 
 

@@ -55,7 +55,7 @@ class BackgroundSaves(abc.ABC):
         """Return shapes and dtypes of a saved step, or of its params: nested dicts of jax.ShapeDtypeStruct without
         shardings."""
         forms = self.forms(step, only_params=only_params)
-        return trees.nested({name: jax.ShapeDtypeStruct(*form) for name, form in forms.items()})
+        return trees.nest({name: jax.ShapeDtypeStruct(*form) for name, form in forms.items()})
 
     def _start(self, act: Callable[..., None], *args: Any) -> None:
         self._thread = threading.Thread(target=act, args=args)

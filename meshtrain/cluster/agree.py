@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from meshtrain import jax_private
 from meshtrain.cluster import lost
 from meshtrain.cluster.lost import PeerError
-from meshtrain.cluster.meet import named
+from meshtrain.cluster.meet import name_processes
 from meshtrain.config import ConfigError
 
 INDEX_BITS, MOST_LATE_MS = 15, 65_535      # process and milliseconds packed into 31 bits
@@ -28,7 +28,7 @@ def on_first(function: Callable):
     """Call function() in process 0 only and return its JSON-able value in every process.
 
     Raises: a ConfigError or ValueError of process 0, in every process (use `user_errors` if the ValueError is a mistake
-    of the user's). Any other error is raised unchanged in process 0, and as PeerError in the others. `told_by_first`
+    of the user's). Any other error is raised unchanged in process 0, and as PeerError in the others. `first_reports`
     and `leave` recognize these errors.
     """
     if jax.process_count() == 1:
@@ -43,7 +43,7 @@ def on_first(function: Callable):
             raised, outcome = error, {"kind": "ValueError", "messages": [str(error)]} if value else _outcome(error)
     outcome = _broadcast(outcome)
     if raised is not None:
-        raise agreed(raised)
+        raise mark_agreed(raised)
     if "kind" in outcome:
         first = "process 0: " * (outcome["kind"] == "PeerError")
         raise _again(outcome | {"messages": [f"{first}{message}" for message in outcome["messages"]]})
@@ -71,12 +71,12 @@ def everywhere(function: Callable):
     mistake = len(failed) == len(outcomes) and all(outcome["kind"] == "ConfigError" for outcome in failed.values())
     own = next((index for index, outcome in failed.items() if outcome["kind"] != "ConfigError"), None)
     if raised is not None and jax.process_index() == own:
-        raise agreed(raised)
+        raise mark_agreed(raised)
     texts: dict[tuple, list[int]] = {}
     for index, outcome in failed.items():
         texts.setdefault(tuple(outcome["messages"]), []).append(index)
     unanimous = len(texts) == 1 and len(failed) == len(outcomes)
-    messages = [message if unanimous else f"{named(indices)}: {message}"
+    messages = [message if unanimous else f"{name_processes(indices)}: {message}"
                 for text, indices in texts.items() for message in text]
     raise _again({"kind": "ConfigError" if mistake else "PeerError", "messages": messages}) from raised
 
@@ -90,14 +90,14 @@ def same_everywhere(name: str, text: str) -> None:
     if len(holders) > 1:
         common = set.intersection(*(set(other.splitlines()) for other in holders))
         differing = "; ".join(
-            f"{named(indices)}: {', '.join(line for line in other.splitlines() if line not in common)}"
+            f"{name_processes(indices)}: {', '.join(line for line in other.splitlines() if line not in common)}"
             for other, indices in holders.items())
         raise _again({"kind": "ConfigError", "messages": [
             f"{name} is not the same in every process ({differing}); give all of them the same files, flags and "
             f"environment"]})
 
 
-def told_by_first(error: BaseException) -> bool:
+def first_reports(error: BaseException) -> bool:
     """Return whether process 0 raised the same error, so that this other process need not report it."""
     return getattr(error, "agreed", False) and jax.process_index() != 0
 
@@ -109,11 +109,11 @@ def exchange(value) -> list:
     _gather()
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = np.ravel(multihost_utils.process_allgather(np.int32(len(text))))
-    rows = multihost_utils.process_allgather(_padded(text, max(sizes)))
+    rows = multihost_utils.process_allgather(_pad(text, max(sizes)))
     return [json.loads(row.tobytes()[:size]) for row, size in zip(rows, sizes, strict=True)]
 
 
-def agreed(error: Exception) -> Exception:
+def mark_agreed(error: Exception) -> Exception:
     """Mark an error as raised by every process: process 0 reports it, and all exit in order."""
     error.agreed = True
     return error
@@ -150,7 +150,7 @@ def _gather() -> None:
         gone = lost.others(error)
         if not gone:
             raise
-        raise PeerError(f"{named(gone)} of {jax.process_count()} did not answer within {limit_s:.0f} s; "
+        raise PeerError(f"{name_processes(gone)} of {jax.process_count()} did not answer within {limit_s:.0f} s; "
                         f"read {'its' if len(gone) == 1 else 'their'} output") from None
 
 
@@ -193,18 +193,18 @@ class StopAgreement:
         devices = np.array(jax.devices())
         mesh = Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))
         self._shape, self._split = (len(devices), 3), NamedSharding(mesh, PartitionSpec("devices"))
-        self._on_time = {wish: self._placed(wish, 0) for wish in range(3)}
+        self._on_time = {wish: self._place(wish, 0) for wish in range(3)}
         with jax.set_mesh(mesh):        # the run's own mesh may order the devices differently
             most = jax.jit(lambda rows: jnp.max(rows, 0), out_shardings=NamedSharding(mesh, PartitionSpec()))
             self._most = most.lower(self._on_time[0]).compile()
 
-    def _placed(self, wish: int, late_ms: int) -> jax.Array:
+    def _place(self, wish: int, late_ms: int) -> jax.Array:
         """Place a request and a delay on this process's devices. The maximum over all devices has the request, the
         latest process and its delay."""
         row = np.array([[wish, late_ms << INDEX_BITS | jax.process_index() % (1 << INDEX_BITS), -late_ms]], np.int32)
         return jax.make_array_from_callback(self._shape, self._split, lambda index: row)
 
-    def reached(self, wish: int, late_s: float | None = None) -> int:
+    def ask(self, wish: int, late_s: float | None = None) -> int:
         """Return the largest wish of all processes at the previous step, with which all stop now; 0: go on. Every
         process calls it once per step. One process alone gets its own wish. wish: 0, or the reason why this process
         should stop, up to 2.
@@ -215,7 +215,7 @@ class StopAgreement:
             return wish
         late_ms = min(int(1e3 * (late_s or 0.0)), MOST_LATE_MS)
         before, known = self._before, self._known
-        self._before = self._most(self._placed(wish, late_ms) if late_ms else self._on_time[wish])
+        self._before = self._most(self._place(wish, late_ms) if late_ms else self._on_time[wish])
         self._known = late_s is not None
         if before is None:
             return False
@@ -234,8 +234,8 @@ def _outcome(error: Exception) -> dict:
 
 def _again(outcome: dict) -> Exception:
     kinds = {"ConfigError": ConfigError, "ValueError": ValueError, "PeerError": PeerError}
-    messages = outcome["messages"]
-    return agreed(kinds[outcome["kind"]](*(messages if outcome["kind"] == "ConfigError" else ["\n".join(messages)])))
+    kind, messages = outcome["kind"], outcome["messages"]
+    return mark_agreed(kinds[kind](*(messages if kind == "ConfigError" else ["\n".join(messages)])))
 
 
 def _broadcast(value):
@@ -243,10 +243,10 @@ def _broadcast(value):
     _gather()
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    return json.loads(multihost_utils.broadcast_one_to_all(_padded(text[:size], size)).tobytes()[:size])
+    return json.loads(multihost_utils.broadcast_one_to_all(_pad(text[:size], size)).tobytes()[:size])
 
 
-def _padded(text: np.ndarray, size: int) -> np.ndarray:
+def _pad(text: np.ndarray, size: int) -> np.ndarray:
     """Pad to at least `size` bytes. The size is a power of two, so that few programs are compiled."""
     padded = np.zeros(max(64, 1 << (int(size) - 1).bit_length()), np.uint8)
     padded[:len(text)] = text

@@ -114,13 +114,13 @@ def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
     launched = srun or ranks is not None
     named = [(words, found) for words, find in ((JAX, _jax), (TORCH, _torch))
              if (found := find(environ, address, launched))]
-    places = [(_said(environ, words[:2]), found.count, found.index) for words, found in named]
+    places = [(_join(environ, words[:2]), found.count, found.index) for words, found in named]
     if launched and "TORCHELASTIC_RUN_ID" not in environ:
         step = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
         for keys in [*[(step, "SLURM_PROCID")] * srun, *((ranks.size, ranks.rank) for ranks in numbered)]:
             count, index = (_whole(environ, key) for key in keys)
             if count > 1:       # a single task may start several processes itself
-                places.append((_said(environ, keys), count, index))
+                places.append((_join(environ, keys), count, index))
     if len({place[1:] for place in places}) > 1:
         raise ConfigError(f"the environment describes this process in {len(places)} ways that contradict each other: "
                           f"{'; '.join(said for said, _, _ in places)}; unset the variables that are not meant "
@@ -134,7 +134,7 @@ def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
         return _slurm(environ, address) if srun else _mpiexec(environ, address, ranks)
     alone = [name for name in (*(ranks.rank for ranks in RANKS), *RANK_ALONE) if name in environ]
     if alone and "SLURM_PROCID" not in environ:       # salloc's shell may have one
-        raise ConfigError(f"{_said(environ, alone)} is one process of a launcher, but no variable has their number; "
+        raise ConfigError(f"{_join(environ, alone)} is one process of a launcher, but no variable has their number; "
                           f"give --distributed.coordinator_address HOST:PORT, --distributed.num_processes and "
                           f"--distributed.process_id, or unset {', '.join(alone)} for a single process")
     return None
@@ -184,7 +184,7 @@ def _torch(environ: Mapping[str, str], address: str, launched: bool) -> Cluster 
         raise ConfigError(f"MASTER_PORT={port} is no port; use one from 1 to 65535 that is free on {host}")
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":   # torchrun itself listens there
         port = _port(f"{host}:{port} {environ.get('TORCHELASTIC_RUN_ID')} {environ.get('TORCHELASTIC_RESTART_COUNT')}")
-    return Cluster(joined(host, port), count, index, own)
+    return Cluster(join_address(host, port), count, index, own)
 
 
 def _local_rank(environ: Mapping[str, str]) -> tuple[int, ...] | None:
@@ -216,7 +216,7 @@ def _whole_or_nothing(environ: Mapping[str, str], names: Sequence[str], address:
     if address:     # it replaces these variables
         missing = [name for name in missing if name not in ("JAX_COORDINATOR_ADDRESS", "MASTER_ADDR", "MASTER_PORT")]
     if missing:
-        raise ConfigError(f"{_said(environ, names)} describe a process only together with {', '.join(missing)}, which "
+        raise ConfigError(f"{_join(environ, names)} describe a process only together with {', '.join(missing)}, which "
                           f"{'is' if len(missing) == 1 else 'are'} not set; set all of {', '.join(names)}, or none for "
                           f"a single process")
 
@@ -236,13 +236,13 @@ def _whole(environ: Mapping[str, str], name: str) -> int:
     return int(environ[name])
 
 
-def _said(environ: Mapping[str, str], names: Sequence[str]) -> str:
+def _join(environ: Mapping[str, str], names: Sequence[str]) -> str:
     return " ".join(f"{name}={environ[name]}" for name in names if name in environ)
 
 
 def _token(environ: Mapping[str, str], names: Sequence[str]) -> str:
     """Return NAME=VALUE of the variables that are set and not empty."""
-    return _said({name: value for name, value in environ.items() if value}, names)
+    return _join({name: value for name, value in environ.items() if value}, names)
 
 
 def _slurm(environ: Mapping[str, str], address: str) -> Cluster:
@@ -271,9 +271,9 @@ def _mpiexec(environ: Mapping[str, str], address: str, ranks: Ranks) -> Cluster:
     if not address:
         host, job = _of_mpirun(environ) if ranks is OPEN_MPI else ("", f"{ranks.rank} {_token(environ, MPI_JOBS)}")
         host = "127.0.0.1" if here == count else host
-        address = joined(host, _port(job)) if host else ""
+        address = join_address(host, _port(job)) if host else ""
     if not address and count > 1:
-        raise ConfigError(f"{_said(environ, (ranks.size, ranks.rank))}: a launcher started {count} processes and does "
+        raise ConfigError(f"{_join(environ, (ranks.size, ranks.rank))}: a launcher started {count} processes and does "
                           f"not give the host of process 0; give --distributed.coordinator_address HOST:PORT, with the "
                           f"host of rank 0 and a free port (or also --distributed.num_processes and "
                           f"--distributed.process_id, which take precedence)")
@@ -291,7 +291,7 @@ def _of_mpirun(environ: Mapping[str, str]) -> tuple[str, str]:
     return host, uri.split(";")[0] or (named[0] if named else "".join(jobs[:1]))
 
 
-def joined(host: str, port: int) -> str:
+def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -24,7 +24,7 @@ def own(local_index: int, local_count: int, environ: Mapping[str, str]) -> tuple
     """Return the indices, among the visible GPUs, of the GPUs of process `local_index` of `local_count`; None: all.
     Raises: ConfigError if they do not divide evenly."""
     seen = len(visible(environ))
-    if local_count == 1 or _bound(seen, local_count, environ):
+    if local_count == 1 or _is_bound(seen, local_count, environ):
         return None
     if not seen:    # unknown: one process per GPU, as jax assumes
         return (local_index,)
@@ -36,7 +36,7 @@ def own(local_index: int, local_count: int, environ: Mapping[str, str]) -> tuple
     return tuple(range(local_index * each, (local_index + 1) * each))
 
 
-def divided(gpus: Sequence[str], count: int) -> list[list[str]]:
+def divide(gpus: Sequence[str], count: int) -> list[list[str]]:
     """Return the GPUs of each of `count` processes. Raises: ConfigError if they do not divide evenly."""
     if not gpus or len(gpus) % count:
         remedy = f"use {_divisors(len(gpus))}" if gpus else "use one process"
@@ -66,7 +66,7 @@ def _share(ones: tuple[tuple[int, int], ...], hosts: list[str]) -> str:
             f"{plural(1 if each == '1' else 2, 'GPU')} each{idle}")
 
 
-def _bound(seen: int, local_count: int, environ: Mapping[str, str]) -> bool:
+def _is_bound(seen: int, local_count: int, environ: Mapping[str, str]) -> bool:
     """Return whether a launcher restricted this process to its own GPUs."""
     # the value may be a100:4
     numbers = (re.search(r"\d+$", environ.get(name, "")) for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPUS_ON_NODE"))

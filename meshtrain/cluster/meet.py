@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from meshtrain.cluster.find import Cluster, joined
+from meshtrain.cluster.find import Cluster, join_address
 from meshtrain.cluster.lost import PeerError
 from meshtrain.units import plural
 
@@ -52,7 +52,7 @@ def start(cluster: Cluster, timeout_s: float, heartbeat_timeout_s: int) -> None:
         jax.distributed.initialize(
             cluster.coordinator, cluster.count, cluster.index, cluster.local_devices,
             cluster_detection_method="deactivate",      # else Slurm's local rank replaces local_devices=None
-            coordinator_bind_address=joined(cluster.loopback, cluster.port) if cluster.loopback else None,
+            coordinator_bind_address=join_address(cluster.loopback, cluster.port) if cluster.loopback else None,
             initialization_timeout=max(10, int(timeout_s)),
             heartbeat_timeout_seconds=heartbeat_timeout_s, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S)
     sys.excepthook = _end_alone
@@ -111,7 +111,7 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
             elif now >= tell_at:
                 tell_at = now + TELL_AGAIN_S
                 missing = sorted(set(range(1, cluster.count)) - arrived.keys())
-                _tell(f"still waiting, up to {deadline - now:.0f} s more: {named(missing)} of {cluster.count} "
+                _tell(f"still waiting, up to {deadline - now:.0f} s more: {name_processes(missing)} of {cluster.count} "
                       f"{'has' if len(missing) == 1 else 'have'} not come to {cluster.coordinator} within "
                       f"{now - began:.0f} s")
             for connection in [key.fileobj for key, _ in selector.select(max(min(deadline, tell_at) - now, 0))]:
@@ -128,7 +128,7 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
                 unread[connection] += received
                 about = _hello(unread[connection])
                 if about is not None and about["token"] != cluster.token:
-                    _turned_away(cluster, about, strangers)
+                    _report_stranger(cluster, about, strangers)
                     about = None
                 if about is not None and received:
                     before = arrived.get(about["index"], (None, None))[1]
@@ -148,7 +148,7 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
         raise PeerError(fault)
 
 
-def _turned_away(cluster: Cluster, about: dict, strangers: dict[str, str]) -> None:
+def _report_stranger(cluster: Cluster, about: dict, strangers: dict[str, str]) -> None:
     """Report a process of another run, or of another start of this run. Each process is reported once, and only the
     first MOST_LISTED of them."""
     if _where(about) not in strangers and len(strangers) < MOST_LISTED:
@@ -270,18 +270,18 @@ def _tell(words: str) -> None:
 def _missing(cluster: Cluster, here: list[dict], timeout_s: float, strangers: list[str]) -> str:
     came = {about["index"]: f"{about['index']} ({_where(about)})" for about in here}
     missing = [str(index) for index in range(cluster.count) if index not in came]
-    return (f"{named(missing)} of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:g} s; "
-            f"there {'is' if len(came) == 1 else 'are'} {_listed([came[index] for index in sorted(came)])}. "
+    return (f"{name_processes(missing)} of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:g} "
+            f"s; there {'is' if len(came) == 1 else 'are'} {_enumerate([came[index] for index in sorted(came)])}. "
             "Read the output of the missing processes, and check that their hosts reach that address"
-            + (f". Turned away, because this is {cluster.token or 'no job'}: {_listed(strangers)}"
+            + (f". Turned away, because this is {cluster.token or 'no job'}: {_enumerate(strangers)}"
                if strangers else ""))
 
 
-def named(indices: Sequence[int | str]) -> str:
-    return f"{plural(len(indices), 'process')} {_listed([str(index) for index in indices])}"
+def name_processes(indices: Sequence[int | str]) -> str:
+    return f"{plural(len(indices), 'process')} {_enumerate([str(index) for index in indices])}"
 
 
-def _listed(words: list[str]) -> str:
+def _enumerate(words: list[str]) -> str:
     if len(words) > MOST_LISTED:
         words = [*words[:MOST_LISTED], f"{len(words) - MOST_LISTED} more"]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -44,7 +44,7 @@ def bind(local_devices: Sequence[int] | None, environ: Mapping[str, str], root: 
 
 def _addresses(local_devices: Sequence[int] | None, environ: Mapping[str, str], root: Path) -> list[str]:
     """Return the PCI addresses of the process's GPUs; empty if one of them is unknown."""
-    there = _found(root)
+    there = _find_gpus(root)
     names = gpus.visible(environ)
     if "CUDA_VISIBLE_DEVICES" not in environ:
         names = [str(index) for index in range(len(there))]
@@ -66,7 +66,7 @@ def _is_prefix(name: str, uuid: str) -> bool:
     return name.startswith("GPU-") and uuid.startswith(name)
 
 
-def _found(root: Path) -> list[tuple[str, str, str]]:
+def _find_gpus(root: Path) -> list[tuple[str, str, str]]:
     """Return (PCI address, model, UUID) of the GPUs that CUDA would find, sorted by address."""
     found = []
     for folder in (root / "proc/driver/nvidia/gpus").iterdir():

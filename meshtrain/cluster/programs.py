@@ -42,7 +42,7 @@ def distrust(directory: Path) -> str:
     return ""
 
 
-def compiled(lowered: jax.stages.Lowered, options: dict, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
+def compile(lowered: jax.stages.Lowered, options: dict, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
     """Return `lowered.compile(options)`, or the same program from an earlier start. devices: the devices that run it.
     All processes call it."""
     directory = jax.config.jax_compilation_cache_dir
@@ -74,7 +74,7 @@ def _is_whole(place: Path) -> bool:
     return False
 
 
-def kept_profile(content: str) -> Path | None:
+def keep_profile(content: str) -> Path | None:
     """Write a profile that XLA reads; return its path, or None if any process cannot write the file. All processes call
     it.
 

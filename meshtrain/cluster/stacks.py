@@ -30,7 +30,7 @@ HEAD = 1024         # bytes: words and JSON, rewritten in place before the stack
 KEPT_TRIES = 5
 # Functions in which a thread waits for other processes: (end of the file's path, function; "": any function).
 WAITING = [
-    *(("meshtrain/cluster/agree.py", name) for name in ("exchange", "_broadcast", "part", "reached", "_gather")),
+    *(("meshtrain/cluster/agree.py", name) for name in ("exchange", "_broadcast", "part", "ask", "_gather")),
     ("meshtrain/cluster/meet.py", ""), ("jax/experimental/multihost_utils.py", ""),
     ("orbax/checkpoint/_src/multihost/multihost.py", ""),
     ("jax/_src/array.py", "_value"), ("jax/_src/array.py", "block_until_ready"), ("jax/_src/array.py", "__array__"),
@@ -188,7 +188,7 @@ def _report_in(path: Path, since: float = 0.0) -> Report | None:
     return None
 
 
-def died(directory: Path) -> tuple[int, str] | None:
+def find_dead(directory: Path) -> tuple[int, str] | None:
     """Return (process, how) of a process on this host that died without a report, usually by kill -9; None if there is
     none.
 
@@ -229,7 +229,7 @@ def _in(functions: Sequence[tuple[str, str]], *frames: StackFrame) -> bool:
                for frame in frames for file, function in functions)
 
 
-def written(threads: Sequence[tuple[int, str, object]]) -> str:
+def format_stacks(threads: Sequence[tuple[int, str, object]]) -> str:
     """Return stacks in faulthandler's format, without its limit on the number of threads. threads: (ident, name,
     innermost frame) of each."""
     lines = []

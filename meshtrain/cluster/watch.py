@@ -28,7 +28,7 @@ from pathlib import Path
 
 from meshtrain import files
 from meshtrain.cluster import agree, lost, stacks
-from meshtrain.cluster.meet import named
+from meshtrain.cluster.meet import name_processes
 from meshtrain.cluster.monitor import STUCK_S, Clock, Monitor, within
 from meshtrain.cluster.stacks import ProcessState
 from meshtrain.config import ConfigError
@@ -129,7 +129,7 @@ class Watchdog:
         return float("inf") if limit_s < 0 else limit_s
 
     @contextlib.contextmanager
-    def kept_in(self, directory: Path, *, apart: bool = False) -> Iterator[None]:
+    def keep_in(self, directory: Path, *, apart: bool = False) -> Iterator[None]:
         """Write stacks to this directory during the block. Every process calls it. The file of a process that hangs,
         crashes or fails alone is kept. apart: each host has a directory of its own; jax's service then carries the
         stacks to other hosts."""
@@ -140,7 +140,7 @@ class Watchdog:
         with open(path, "wb+", buffering=0) as file:
             file.seek(stacks.HEAD)      # where faulthandler writes
             with contextlib.suppress(OSError):      # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)        # until this process is gone, see `stacks.died`
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)    # until this process is gone: `stacks.find_dead`
             self._directory, self._file, self._noted = directory, file, None
             self._note()
             if apart:
@@ -196,10 +196,10 @@ class Watchdog:
             return False
         gone = lost.others(error)
         words = (f"{type(error).__name__}: {error}" if gone is None else
-                 f"lost {named(gone) if gone else 'other processes'}")
+                 f"lost {name_processes(gone) if gone else 'other processes'}")
         with contextlib.suppress(OSError):
             os.pwrite(self._file.fileno(), self._state("failed" if gone is None else "lost", words).head(), 0)
-            found = stacks.culprit(self._directory) or stacks.died(self._directory) if gone == [] else None
+            found = stacks.culprit(self._directory) or stacks.find_dead(self._directory) if gone == [] else None
             if found:
                 self.tell(f"error: process {self.index} of {self.count} has lost process {found[0]}: it {found[1]}")
         return True
@@ -211,12 +211,12 @@ class Watchdog:
             self._monitor.close()
         self._beat.close()
 
-    def _left_s(self) -> float:
+    def _time_left_s(self) -> float:
         return self._now.began + self._now.limit_s - self._clock.now()
 
     def patience_s(self) -> float:
         """Return the timeout in seconds of an agreement in this phase. All watchdogs have reported by then."""
-        return max(self._left_s(), 0) + AFTER_WATCHDOGS_S
+        return max(self._time_left_s(), 0) + AFTER_WATCHDOGS_S
 
     # ---- the thread --------------------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class Watchdog:
     def _arm(self) -> None:
         """Send the monitor the time left in this phase, and the message that it prints if this thread cannot run."""
         now = self._now
-        self._await(self._left_s() + LOCK_HELD_S,
+        self._await(self._time_left_s() + LOCK_HELD_S,
                     f"hangs in {now.phase} since {stacks.at(now.since)}, and holds the interpreter's lock: "
                     f"{KEYS.get(now.kind)} allows {now.limit_s:g} s")
 
@@ -307,7 +307,7 @@ class Watchdog:
         frames = sys._current_frames()
         del frames[threading.get_ident()]
         in_order = sorted(frames, key=lambda ident: ident != threading.main_thread().ident)
-        return stacks.written([(ident, names.get(ident, ""), frames[ident]) for ident in in_order])
+        return stacks.format_stacks([(ident, names.get(ident, ""), frames[ident]) for ident in in_order])
 
     def _leave(self, state: ProcessState, text: str) -> None:
         if self._others:

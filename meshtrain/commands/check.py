@@ -267,7 +267,7 @@ def _check_writable(key: str, directory: Path) -> None:
         existing = next(path for path in (directory, *directory.absolute().parents) if files.status(path))
         with tempfile.TemporaryDirectory(prefix=".check-", dir=existing):
             pass
-    files.attempted(attempt, f"{key}={directory} cannot be written", "give a writable directory", ConfigError)
+    files.attempt(attempt, f"{key}={directory} cannot be written", "give a writable directory", ConfigError)
 
 
 def _extras(run: Run) -> Iterator[Finding]:

@@ -38,7 +38,7 @@ COMMAND = config.Command("meshtrain.convert", {
 }, "HF_DIR | RUN_DIR OUT", (1, 2), keys=False)
 
 
-@command.entry(COMMAND, __doc__, (CheckpointError, PeerError), agree.told_by_first)
+@command.entry(COMMAND, __doc__, (CheckpointError, PeerError), agree.first_reports)
 def main(asked: config.Arguments) -> None:
     if len(asked.names) == 1:
         copies.forget()
@@ -63,8 +63,8 @@ def _out(name: str) -> new_folder.Target:
     with config.user_errors():
         address = addresses.parse(name)
     if address.scheme not in addresses.BUCKETS or not address.path:
-        raise ConfigError(f"{addresses.shown(name)} cannot be written; give a directory, or a folder in a bucket, "
-                          f"s3://BUCKET/… or gs://BUCKET/…")
+        raise ConfigError(f"{addresses.hide_secrets(name)} cannot be written; give a directory, or a folder in a "
+                          f"bucket, s3://BUCKET/… or gs://BUCKET/…")
     return address
 
 

@@ -96,11 +96,11 @@ def main(options: config.Arguments) -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         stops.end_together(lambda: shutil.rmtree(scratch, ignore_errors=True))      # a stop request skips __exit__
         corpus, sets = _open_data(found, bool(options["tasks"]), Path(scratch))
-        asked = _asked(found, options) if options["tasks"] else None
+        asked = _open_tasks(found, options) if options["tasks"] else None
         placed = found.place()
         with jax.set_mesh(placed.mesh):
             scorer = placed.scorer()
-            each = {held.name or found.run.data.source: _measured(scorer, corpus, held) for held in sets}
+            each = {held.name or found.run.data.source: _measure(scorer, corpus, held) for held in sets}
             tasks = asked(scorer, placed.generator()) if asked else {}
     scores = sum(each.values(), Sums()).as_json() | {
         "sources": {name: sums.as_json() for name, sums in each.items()}, "tasks": tasks}
@@ -178,7 +178,7 @@ def _open_data(found: trained.Trained, may_be_none: bool, scratch: Path) -> tupl
     return corpus, sets
 
 
-def _measured(scorer: Scorer, corpus: sources.Corpus, held: packing.PackedValidation) -> Sums:
+def _measure(scorer: Scorer, corpus: sources.Corpus, held: packing.PackedValidation) -> Sums:
     """Return the sums over all targets of a set. Bytes are those of its documents if known, else those of its tokens
     if each token has a known number of bytes."""
     lengths, total, counted = text_bytes.lengths(corpus.tokenizer), Sums(), held.text_bytes
@@ -218,7 +218,7 @@ def _batches(held: packing.PackedValidation, scorer: Scorer) -> Iterator[dict[st
             yield {name: np.stack([row[name] for row in taken]) for name in taken[0]}
 
 
-def _asked(found: trained.Trained, options: dict):
+def _open_tasks(found: trained.Trained, options: dict):
     """Return a function (scorer, generator) -> {task: metrics} that runs the harness. Raises: ConfigError if the
     harness is not installed, or the model has no tokenizer."""
     with config.user_errors():
@@ -241,12 +241,12 @@ def _asked(found: trained.Trained, options: dict):
         say.err(f"note: the maximum length of sequences is unknown (max_position_embeddings); contexts of tasks are "
                 f"cut to data.seq_len={length} tokens")
 
-    def answered(scorer, generator) -> dict:
+    def run_tasks(scorer, generator) -> dict:
         words = Words(text.decode, found.ends.stops, stop_ids)
         model = harness.HarnessModel(scorer, generator, text.encode, words, prefix, length, lead)
         with config.user_errors(), contextlib.redirect_stdout(sys.stderr):
             return harness.results(model, options["tasks"], options["num-fewshot"], options["limit"])
-    return answered
+    return run_tasks
 
 
 def _table(scores: dict) -> str:

@@ -142,7 +142,7 @@ def _answer(generator, prompts: list[list[int]], limits: GenerationLimits, words
         for one in ask():
             say.out(" ".join(map(str, one.tokens)))
     elif len(prompts) * samples == 1:
-        _streamed(words, ask)
+        _stream(words, ask)
     else:
         for number, one in enumerate(ask()):
             prompt = json.dumps(words.decode(one.prompt), ensure_ascii=False)
@@ -156,7 +156,7 @@ def _picking(options: config.Arguments) -> Picking:
                    options["top-k"], options["top-p"], options["min-p"])
 
 
-def _streamed(words: Words, ask) -> str:
+def _stream(words: Words, ask) -> str:
     """Print the text of the only answer of `ask` while it is generated. Return the text."""
     stream = TextStream(words)
     (one,) = ask(lambda _, tokens: say.part(stream.more(tokens)))
@@ -189,8 +189,8 @@ def _converse(generator, found: trained.Trained, talking: Talk, limits: Generati
         except ConfigError as error:        # concerns only this question
             say.err(f"error: {error}")
             continue
-        answer = _streamed(words,
-                           lambda tell: generator.complete([prompt], limits, _picking(options), options["seed"], tell))
+        answer = _stream(words,
+                         lambda tell: generator.complete([prompt], limits, _picking(options), options["seed"], tell))
         messages = [*asked, {"role": "assistant", "content": answer}]
 
 

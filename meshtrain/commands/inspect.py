@@ -61,7 +61,7 @@ def main(own: config.Arguments) -> int:
         if not as_json:
             return 0
     devices = _devices(run, own["topology"])
-    run, fewer = elastic.fitted(run, len(devices))
+    run, fewer = elastic.fit(run, len(devices))
     if fewer:
         say.out(fewer)
     made = assembly.assemble(run, devices)
@@ -69,7 +69,7 @@ def main(own: config.Arguments) -> int:
         made = dataclasses.replace(made, notes=(*made.notes, note))
     if given and not roofline.gpu_of(made):
         raise ConfigError("--assume changes the roofline, which needs a GPU of known speed; add e.g. --topology h100:8")
-    step = inspected(made, given)
+    step = inspect_step(made, given)
     now = expect.of(made, step.program, step.held)
     if own["update"]:
         _write(own["expect"], expect.dumps(
@@ -87,7 +87,7 @@ def main(own: config.Arguments) -> int:
     return DOES_NOT_FIT
 
 
-def inspected(made: assembly.Assembly, given: Mapping[str, float] = MappingProxyType({})) -> Inspected:
+def inspect_step(made: assembly.Assembly, given: Mapping[str, float] = MappingProxyType({})) -> Inspected:
     """Compile the step of a run and, with [rl], the programs of its sampler. given: values that replace assumptions of
     the roofline, by name.
 

@@ -50,7 +50,7 @@ def _gpus(text: str) -> list[int]:
     return [config.whole(1, MOST_GPUS)(part) for part in text.split(",")]
 
 
-def _fixed(help: str) -> config.Option:
+def _fix_option(help: str) -> config.Option:
     return config.Option(help, "N", "8", config.whole(1))
 
 
@@ -61,16 +61,16 @@ COMMAND = config.Command("meshtrain.plan", {
                          config.one_of(*hardware.priced()), required="which layout is best depends on it"),
     "seq-len": config.Option("tokens per sequence", "S", "8192", config.whole(1)),
     "global-batch": config.Option("sequences per step (default: about 4 million tokens)", "B", "512", config.whole(1)),
-    **{axis: _fixed(f"fix mesh.{axis}") for axis in AXES},
+    **{axis: _fix_option(f"fix mesh.{axis}") for axis in AXES},
     "schedule": config.Option("fix the pipeline schedule", "NAME", "1f1b", config.one_of(*NAMES)),
-    "chunks": _fixed("fix the chunks per stage"),
-    "microbatches": _fixed("fix the number of microbatches"),
+    "chunks": _fix_option("fix the chunks per stage"),
+    "microbatches": _fix_option("fix the number of microbatches"),
     "remat": config.Option("fix training.remat", "POLICY", "selective",
                            config.one_of(*search.REMAT, search.OFFLOAD)),
     "compute-dtype": config.Option("fix model.compute_dtype", "D", "bfloat16", config.one_of("bfloat16", "float32")),
     "rules": config.Option("also try your own rule file", "FILE", "my_rules.toml", many=True),
     "max-memory": config.Option("memory limit of a GPU", "GiB", "70", config.number("a number of GiB", positive=True)),
-    "gpus-per-host": _fixed("GPUs per host (default: that of the type of GPU)"),
+    "gpus-per-host": _fix_option("GPUs per host (default: that of the type of GPU)"),
     "tokens": config.Option("print how many days the run trains for these tokens", "T", "1e12",
                             config.number("a number of tokens", positive=True)),
     "budget-hours": config.Option("print how many tokens these GPU hours train", "H", "100000",
@@ -94,7 +94,7 @@ def main(options: config.Arguments) -> int:
         for option in ("html", "write"):
             if option in options:
                 skin.check_free(f"--{option}", options[option])
-    found = planned(options)
+    found = make_plans(options)
     with config.user_errors():
         if "html" in options:
             skin.write("--html", options["html"], plans.page(found.as_json()))
@@ -110,7 +110,7 @@ def main(options: config.Arguments) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Planned:
-    """The result of a command line. answers: for each number of GPUs. compiled: with --verify, from `verified`, for the
+    """The result of a command line. answers: for each number of GPUs. compiled: with --verify, from `verify`, for the
     best plans. behind: how much slower the fixed layout is than the best one; None if nothing is fixed. unopened: the
     files of the run that were not read."""
     run: Run
@@ -130,7 +130,7 @@ class Planned:
         parts = [texts.scaling(self.answers, self.length) if several else
                  texts.page(question, answer, TOLD, self.length, self.behind)]
         if objective.of_run(self.run).samples and not several and answer.plans:
-            parts.append(texts.sampling(sampled(self.run, question, answer.plans[0])))
+            parts.append(texts.sampling(price_sampling(self.run, question, answer.plans[0])))
         if self.compiled:
             parts.append(texts.verified_table(question, answer.plans, self.compiled))
         if self.unopened:
@@ -145,7 +145,7 @@ class Planned:
                    for plan in (a.plans[:1] if several else [*a.plans[:TOLD], *a.misses])]
         samples = objective.of_run(self.run).samples
         found = [plan.as_json() | ({"gpus": q.num_gpus} if several else {}) | length.as_json(q, plan)
-                 | ({"sampling": sampled(self.run, q, plan)} if samples else {})
+                 | ({"sampling": price_sampling(self.run, q, plan)} if samples else {})
                  | ({"compiled": self.compiled[k]} if k < len(self.compiled) else {})
                  for k, (q, plan) in enumerate(of_each)]
         others = [] if several else answer.plans[TOLD:][:OTHERS]
@@ -164,22 +164,22 @@ class Planned:
                 "reasons": question.rated.assumed.reasons(formula=True), "median_error": assumptions.MEDIAN_ERROR}
 
 
-def planned(options: config.Arguments) -> Planned:
+def make_plans(options: config.Arguments) -> Planned:
     """Return the plans for a command line. Raises: ConfigError if no layout is allowed, or options contradict each
     other."""
     if alone := [option for option in ("write", "verify") if option in options and len(options["gpus"]) > 1]:
         raise ConfigError(f"--{alone[0]} takes the best plans of one number of GPUs; give a single number with --gpus")
-    run = asked(options)
-    answers = [answered(run, options, count) for count in options["gpus"]]
+    run = run_of(options)
+    answers = [answer_for(run, options, count) for count in options["gpus"]]
     question, answer = answers[0]
     free = search.search(dataclasses.replace(question, fixed={})) if question.fixed and answer.plans else None
     return Planned(run, answers, texts.Length(options["tokens"], options["budget-hours"]),
-                   [verified(run, question, plan) for plan in answer.plans[:options["verify"]]],
+                   [verify(run, question, plan) for plan in answer.plans[:options["verify"]]],
                    gap.of(question, answer.plans[0], free) if free else None,
                    summary.note_unopened(run) if options.names[0].endswith(".toml") else "")
 
 
-def answered(run: Run, options: config.Arguments, num_gpus: int) -> tuple[search.Question, search.Answer]:
+def answer_for(run: Run, options: config.Arguments, num_gpus: int) -> tuple[search.Question, search.Answer]:
     """Search the layouts for one number of GPUs, and return (question, answer). Raises: ConfigError if no layout is
     allowed."""
     question = question_of(run, options, num_gpus)
@@ -197,7 +197,7 @@ def answered(run: Run, options: config.Arguments, num_gpus: int) -> tuple[search
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 
-def asked(options: config.Arguments) -> Run:
+def run_of(options: config.Arguments) -> Run:
     """Return the run to plan for, without a layout. Raises: ConfigError."""
     given = {"training.microbatches": 1, "pipeline.schedule": "auto", "pipeline.chunks": 1, "mesh.simulated_devices": 0,
              "mesh.full_devices": 0}
@@ -271,7 +271,7 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
     with config.user_errors():
         model = transformer.build(run.model, run.lora)
 
-    def checked(asked: Run, sizes, loaded: rules.Rules):
+    def check(asked: Run, sizes, loaded: rules.Rules):
         faults = config.problems(asked.replaced(sharding={"rules": str(rule_file(loaded.path))}))
         laid = design.lay_out(asked, sizes, loaded, model)
         if not faults + laid.faults:
@@ -279,24 +279,24 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
         return laid.layout, faults or laid.faults
 
     def lay(sizes, loaded: rules.Rules, method: str):
-        return checked(run.replaced(
+        return check(run.replaced(
             mesh=sizes, context={"method": method}, pipeline={"schedule": "1f1b"},
             training={"remat": options["remat"] or "none", "microbatches": options["microbatches"] or 1}),
             sizes, loaded)
 
-    def refused(plan: search.Plan) -> list[str]:
-        return checked(laid_out(run, plan), plan.sizes, plan.rules)[1]
+    def faults_of(plan: search.Plan) -> list[str]:
+        return check(with_layout(run, plan), plan.sizes, plan.rules)[1]
 
-    def attended(layout: rules.Layout, method: str) -> rates.Attended:
+    def rate_attention(layout: rules.Layout, method: str) -> rates.Attended:
         return rates.attended(run.replaced(context={"method": method}), layout, rated.assumed)
     fixed = {name: options[name] for name in search.FIXABLE if name in options}
     optimizer_bytes = state.optimizer_bytes(model, run.optimizer, run.training.steps)
     options_of_run = Options.of(run, gpu.name, optimizer_bytes=optimizer_bytes)
     return search.Question(run.model, model.parameters(), num_gpus, options_of_run, rated, usable, rule_files, fixed,
-                           attended, lay, refused)
+                           rate_attention, lay, faults_of)
 
 
-def laid_out(run: Run, plan: search.Plan) -> Run:
+def with_layout(run: Run, plan: search.Plan) -> Run:
     """Return the run with a plan's layout."""
     options, pipelined, split = plan.options, plan.sizes["stage"] > 1, plan.sizes["context"] > 1
     return run.replaced(
@@ -306,7 +306,7 @@ def laid_out(run: Run, plan: search.Plan) -> Run:
         pipeline={"schedule": options.schedule if pipelined else "auto", "chunks": options.chunks})
 
 
-def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
+def verify(run: Run, question: search.Question, plan: search.Plan) -> dict:
     """Compile a plan's program. Return its costs per GPU and step: memory_bytes, traffic_bytes (sent, by mesh axes) and
     step_time_s (by the roofline).
 
@@ -314,7 +314,7 @@ def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
     assembly.BrokenProgramError.
     """
     gpu, given = question.rated.gpu, question.rated.assumed.given
-    run = laid_out(run, plan).replaced(sharding={"rules": str(rule_file(plan.rules.path))})
+    run = with_layout(run, plan).replaced(sharding={"rules": str(rule_file(plan.rules.path))})
     made = assembly.assemble(run, topologies.find_devices(run, f"{gpu.name}:{question.num_gpus}"))
     with gpu_compile.naming_faults("a plan's step"):
         executable = assembly.compile_step(made)
@@ -327,9 +327,9 @@ def verified(run: Run, question: search.Question, plan: search.Plan) -> dict:
     return {"memory_bytes": step.held, "traffic_bytes": sent, "step_time_s": step.roofline.step_s}
 
 
-def sampled_apart(run: Run, question: search.Question) -> dict:
-    """Return the costs of a separate sampler (rl.lag) on the GPUs of one host, with the keys of `sampled` and others.
-    weights_bytes: per GPU. file_bytes: of each version of the weights, which goes through the file system."""
+def price_sampler(run: Run, question: search.Question) -> dict:
+    """Return the costs of a separate sampler (rl.lag) on the GPUs of one host, with the keys of `price_sampling` and
+    others. weights_bytes: per GPU. file_bytes: of each version of the weights, which goes through the file system."""
     rl, model, gpus = run.rl, transformer.build(run.model, run.lora), question.rated.gpu.gpus_per_host
     for tensor in (n for n in range(gpus, 0, -1) if gpus % n == 0):
         sizes = {axis: {"tensor": tensor, "data": gpus // tensor}.get(axis, 1) for axis in AXES}
@@ -351,11 +351,11 @@ def sampled_apart(run: Run, question: search.Question) -> dict:
             "batch_s_at_most": -(-rl.prompts * rl.samples // asked) * rl.max_tokens * token_s}
 
 
-def sampled(run: Run, question: search.Question, plan: search.Plan) -> dict:
+def price_sampling(run: Run, question: search.Question, plan: search.Plan) -> dict:
     """Return the costs of sampling in a run with [rl] under a plan: times in seconds, bytes per GPU, and slots of
     data.seq_len tokens. Raises: ConfigError if rl.rules cannot be read."""
     if run.rl.lag:
-        return sampled_apart(run, question)
+        return price_sampler(run, question)
     rl, model, layout = run.rl, transformer.build(run.model, run.lora), plan.placed.layout
     with config.user_errors():
         given = rules.load(rule_file(rl.rules)) if rl.rules else None
@@ -378,5 +378,5 @@ def sampled(run: Run, question: search.Question, plan: search.Plan) -> dict:
 
 def run_file(run: Run, plan: search.Plan, path: str) -> str:
     """Return the text of a plan's run file, with the model's settings written out. path: where it will be written."""
-    _, *lines = config.dump(laid_out(run, plan)).splitlines()
+    _, *lines = config.dump(with_layout(run, plan)).splitlines()
     return "\n".join([f"# python -m meshtrain.train {shlex.quote(path)}", *lines]) + "\n"

@@ -38,7 +38,7 @@ def main(own: config.Arguments) -> int:
     with say.without_noise([]):     # XLA's warnings about programs for CPUs do not matter here
         begun = say.live if say.on_terminal() and not own["json"] else lambda line: None
         proof = parity.prove(run, own["rules"], devices, own["cells"], say.out, begun)
-        file = _written(proof, run, devices)
+        file = _write_smallest(proof, run, devices)
     data = proof.as_json() | {"smallest": file}
     if own["html"]:
         with config.user_errors():
@@ -53,7 +53,7 @@ def main(own: config.Arguments) -> int:
     return 1 if proof.failed else 0
 
 
-def _written(proof: parity.Proof, run: config.Run, devices) -> str | None:
+def _write_smallest(proof: parity.Proof, run: config.Run, devices) -> str | None:
     """Write the smallest run file that shows the first difference. Return its path; None if nothing differs, or if the
     run file is already the smallest."""
     if (cell := proof.first_wrong) is None:

@@ -55,9 +55,9 @@ def main(own: config.Arguments) -> None:
     config.mesh_sizes(run, num_gpus, enough="--nodes and --gpus-per-node whose product is {}")
     elastic.check(run, num_gpus)
     here = Path.cwd()
-    files.attempted(lambda: (here / OUTPUT).mkdir(exist_ok=True),
-                    f"{here / OUTPUT}, for the job's output, cannot be created",
-                    "run the command in a writable directory", ConfigError)
+    files.attempt(lambda: (here / OUTPUT).mkdir(exist_ok=True),
+                  f"{here / OUTPUT}, for the job's output, cannot be created",
+                  "run the command in a writable directory", ConfigError)
     say.answer(job(own, run.run.name, here).rstrip("\n"))
 
 
@@ -77,17 +77,17 @@ def job(own: config.Arguments, name: str, here: Path) -> str:
                **{option: own[option] for option in ("nodes", "gpus-per-node", "cpus-per-task", "time", "partition",
                                                      "account", "qos") if own[option]}}
     for option, value in options.items():
-        text = _replaced(text, rf"#+SBATCH --{option}=.*", f"#SBATCH --{option}={value}")
-    text = _replaced(text, r"\[ -n \"\$VIRTUAL_ENV.*", f"export PATH={python}:$PATH      # what printed this")
+        text = _replace_line(text, rf"#+SBATCH --{option}=.*", f"#SBATCH --{option}={value}")
+    text = _replace_line(text, r"\[ -n \"\$VIRTUAL_ENV.*", f"export PATH={python}:$PATH      # what printed this")
     given = "[ $# -gt 0 ] || set --"
-    text = _replaced(text, f"{re.escape(given)} .*", f"{given} {shlex.join([*own.names, *own.keys])}")
+    text = _replace_line(text, f"{re.escape(given)} .*", f"{given} {shlex.join([*own.names, *own.keys])}")
     if own["container"]:
-        text = _replaced(text, "container=.*", f'container="--container-image={own["container"]} '
+        text = _replace_line(text, "container=.*", f'container="--container-image={own["container"]} '
                                                f'--container-mounts={here}:{here} --container-workdir={here}"')
     return text + "\n"
 
 
-def _replaced(text: str, line: str, by: str) -> str:
+def _replace_line(text: str, line: str, by: str) -> str:
     """Return the text with the only line that matches `line` (a pattern) replaced."""
     found, count = re.subn(f"^{line}$", lambda _: by, text, flags=re.MULTILINE)
     assert count == 1, f"{SCRIPT} has {count} lines {line}"

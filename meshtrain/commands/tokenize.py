@@ -80,6 +80,6 @@ def _listen() -> list[int]:
         heard.append(number)
         signal.signal(number, signal.SIG_DFL)
 
-    for number in stops.heeded():
+    for number in stops.stop_signals():
         signal.signal(number, note)
     return heard

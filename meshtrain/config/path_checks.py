@@ -67,13 +67,13 @@ def check_addresses(run: Run) -> Iterator[str]:
             name = f"{section}.{key}"
             for text in filter(addresses.is_remote, _strings(value) if name in READ + WRITTEN else ()):
                 if name in WRITTEN:
-                    yield (f"{name}={toml(addresses.shown(text))} is an address, but must be a directory; "
+                    yield (f"{name}={toml(addresses.hide_secrets(text))} is an address, but must be a directory; "
                            f"mount it, or name a directory that all hosts have")
                     continue
                 try:
                     if addresses.parse(text).scheme not in addresses.BUCKETS and name == "run.dir":
-                        yield (f"run.dir={toml(addresses.shown(text))} cannot be written; give a directory, or an "
-                               f"address in a bucket, s3://BUCKET/… or gs://BUCKET/…")
+                        yield (f"run.dir={toml(addresses.hide_secrets(text))} cannot be written; give a directory, or "
+                               f"an address in a bucket, s3://BUCKET/… or gs://BUCKET/…")
                 except addresses.StorageError as error:
                     yield f"{name}: {error}"
 

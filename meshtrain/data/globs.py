@@ -39,8 +39,8 @@ def file_sizes(paths: Sequence[str], where: str) -> np.ndarray:
     faults, sizes = [], []
     for path in paths:
         try:
-            sizes.append(files.attempted(lambda: _readable_size(path), f"{path} cannot be read",
-                                         f"fix it or take it out of {where}.paths"))
+            sizes.append(files.attempt(lambda: _readable_size(path), f"{path} cannot be read",
+                                       f"fix it or take it out of {where}.paths"))
         except ValueError as error:
             faults.append(str(error))
     if faults:
@@ -154,7 +154,7 @@ def list_stdlib(root: str) -> list[str]:
     """Return the .py files under `root`, sorted, without tests and without files that differ between installs of one
     version."""
     def refuse(error: OSError):
-        raise files.judged(error, f"{error.filename} cannot be read", "use data.source='text' with data.paths")
+        raise files.error_to_raise(error, f"{error.filename} cannot be read", "use data.source='text' with data.paths")
 
     def belongs(name: str) -> bool:
         return name not in NOT_STDLIB and not name.startswith(NOT_STDLIB_PREFIXES)

@@ -67,7 +67,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise ValueError(f"says that its header has {length:,} bytes, but the file has {size:,}")
         return size, length, _bytes(path, 8, 8 + length)
 
-    size, length, text = files.attempted(load, f"{path} cannot be read", "make it readable")
+    size, length, text = files.attempt(load, f"{path} cannot be read", "make it readable")
     header = parse_json(text, "its header")
     header.pop("__metadata__", None)
     first = 8 + length

@@ -68,7 +68,7 @@ def read(directory: Path, name: str = CONFIG) -> dict:
         with open(path, "rb") as file:
             return file.read(MOST_BYTES + 1)
 
-    text = files.attempted(load, f"{path} cannot be read", "make it readable")
+    text = files.attempt(load, f"{path} cannot be read", "make it readable")
     if len(text) > MOST_BYTES:
         raise ValueError(f"{name} is larger than {MOST_BYTES:,} bytes, the limit for such a file")
     return safetensors.parse_json(text, name)

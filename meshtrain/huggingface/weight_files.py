@@ -61,7 +61,7 @@ def entries(directory: Path) -> tuple[dict[str, safetensors.Entry], list[str]]:
 def _weight_map(index: Path) -> dict[str, str]:
     if not files.is_file(index) or os.path.getsize(index) > MOST_INDEX_BYTES:
         raise ValueError(f"{INDEX} is not a file, or is larger than {MOST_INDEX_BYTES:,} bytes")
-    text = files.attempted(index.read_bytes, f"{index} cannot be read", "make it readable")
+    text = files.attempt(index.read_bytes, f"{index} cannot be read", "make it readable")
     weight_map = safetensors.parse_json(text, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(
             isinstance(file, str) for file in weight_map.values()):
@@ -87,7 +87,7 @@ def are_equal(one: safetensors.Entry, other: safetensors.Entry) -> bool:
     if one.shape != other.shape or not {one.dtype, other.dtype} <= safetensors.DTYPES.keys():
         return False
     stamps = [0 if copies.remote(entry.path) else os.stat(entry.path).st_mtime_ns for entry in (one, other)]
-    return files.attempted(lambda: _are_equal(one, other, *stamps), f"{one.path} cannot be read", "make it readable")
+    return files.attempt(lambda: _are_equal(one, other, *stamps), f"{one.path} cannot be read", "make it readable")
 
 
 @functools.lru_cache(maxsize=8)

@@ -161,7 +161,7 @@ def _state(directory: Path, attempts: list[dict], done: int, steps: int) -> str:
 def _spent(metrics: _Metrics, attempts: list[dict]) -> dict[str, float]:
     """Return seconds by purpose. If the run has a history, they cover all the time since the first attempt began."""
     if attempts:
-        return goodput.spent_s(attempts)
+        return goodput.sum_parts_s(attempts)
     steps, times_s = np.asarray(metrics.columns["step"]), np.asarray(metrics.columns["step_time_s"])
     taken = float(np.nansum(times_s * np.diff(steps, prepend=0)))
     waited = {key: float(metrics.known(f"{key}_wait_s")[1].sum()) for key in ("data", "checkpoint")}
@@ -171,7 +171,7 @@ def _spent(metrics: _Metrics, attempts: list[dict]) -> dict[str, float]:
 
 def _goodput(attempts: list[dict]) -> float | None:
     """Return the fraction of all time that was spent in steps that count; None if unknown."""
-    spent = goodput.spent_s(attempts)
+    spent = goodput.sum_parts_s(attempts)
     return spent[goodput.PARTS["steps"]] / total if (total := sum(spent.values())) else None
 
 

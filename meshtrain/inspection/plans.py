@@ -146,7 +146,7 @@ def first(question: Question, answer: Answer, gap: Gap | None = None) -> dict | 
 
 
 def sampling(found: dict) -> str:
-    """Return a text about the cost of sampling under the first plan. found: from `meshtrain.plan.sampled`."""
+    """Return a text about the cost of sampling under the first plan. found: from `commands.plan.price_sampling`."""
     if "file_bytes" in found:
         fits = found["slots_that_fit"]
         return (f"A separate sampler with the {found['gpus']} GPUs of a host (tensor {found['tensor']}): "
@@ -174,7 +174,7 @@ def _short(plan: Plan) -> str:
 
 def verified_table(question: Question, plans: list[Plan], compiled: list[dict]) -> str:
     """Return a table that compares formulas with the compiled programs of the best plans. compiled: from
-    `meshtrain.plan.verified`."""
+    `commands.plan.verify`."""
     rows = [("", "memory", "compiled", "step", "roofline", "sent per GPU, by formulas", "compiled")]
     by_axes = lambda traffic: ", ".join(
         f"{axes} {size(sent)}" for axes, sent in sorted(traffic.items()) if sent >= 2**20) or "–"

@@ -46,8 +46,8 @@ def write_cost(made: Assembly, step: Callable, directory: Path) -> None:
             costs = report.as_json(priced)
         files.replace(directory / measured.COST, json.dumps(costs))
     except Exception as error:      # a run must not fail because its costs are unknown
-        say.err(f"{directory / measured.COST} is not written ({files.said(error)}); training continues, and the report "
-                f"will have no predictions")
+        say.err(f"{directory / measured.COST} is not written ({files.describe(error)}); training continues, and the "
+                f"report will have no predictions")
 
 
 def memory_reader(made: Assembly, step: Callable) -> Callable[[], int]:

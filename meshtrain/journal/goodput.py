@@ -103,13 +103,13 @@ def end_line(state: Mapping, how: str, *, stuck: bool = False, **more) -> dict:
             "spent_s": spent, **more}
 
 
-def counted_s(rows: Reversible[Mapping], step: int, unwritten: Sequence[Mapping] = ()) -> float:
+def sum_steps_s(rows: Reversible[Mapping], step: int, unwritten: Sequence[Mapping] = ()) -> float:
     """Return the seconds of the steps up to `step`, without their waits for data.
 
     rows: metrics rows, read from the last one back to the step. unwritten: at most one row that follows them. A step
     without a row is taken to be as long as its neighbours.
     """
-    def counted(row: Mapping) -> float:
+    def productive_s(row: Mapping) -> float:
         return row["goodput"] * row["elapsed_s"]
 
     before = after = None
@@ -120,9 +120,9 @@ def counted_s(rows: Reversible[Mapping], step: int, unwritten: Sequence[Mapping]
             before = row
             break
         after = row
-    first, until_s = (before["step"], counted(before)) if before else (0, 0.0)
+    first, until_s = (before["step"], productive_s(before)) if before else (0, 0.0)
     if after:
-        return until_s + (counted(after) - until_s) * (step - first) / (after["step"] - first)
+        return until_s + (productive_s(after) - until_s) * (step - first) / (after["step"] - first)
     return until_s * step / first if first else 0.0
 
 
@@ -159,13 +159,13 @@ def derive_start(attempts: Sequence[Mapping], start: Mapping, lines: Sequence[Ma
     metrics.
     """
     if not attempts:
-        return {"elapsed_s": 0.0, "down_s": 0.0, "counted_s": counted_s(rows, start["step"]),
+        return {"elapsed_s": 0.0, "down_s": 0.0, "counted_s": sum_steps_s(rows, start["step"]),
                 "steps_again": 0, "again_s": 0.0}
     last, line = attempts[-1], next(line for line in reversed(lines) if line["event"] == "start")
     done = last["to_step"] or last["from_step"]
     written = next((row["step"] for row in reversed(rows)), -1)
     unwritten = [{"step": done, "goodput": 1.0, "elapsed_s": last["counted_s"]}] if written < done else []
-    counts_s = counted_s(rows, start["step"], unwritten)
+    counts_s = sum_steps_s(rows, start["step"], unwritten)
     down_s = start["time"] - last["ended"]
     if start["boot"] and line.get("boot") == start["boot"]:
         down_s = start["uptime_s"] - line["uptime_s"] - last["run_s"]
@@ -174,7 +174,7 @@ def derive_start(attempts: Sequence[Mapping], start: Mapping, lines: Sequence[Ma
             "steps_again": max(0, done - start["step"]), "again_s": max(0.0, last["counted_s"] - counts_s)}
 
 
-def spent_s(attempts: Sequence[Mapping]) -> dict[str, float]:
+def sum_parts_s(attempts: Sequence[Mapping]) -> dict[str, float]:
     """Return name of a part (a value of PARTS) -> its seconds over all attempts. Their sum is the time since the first
     attempt began."""
     total = {part: sum(attempt["spent_s"].get(part, 0.0) for attempt in attempts) for part in PARTS}

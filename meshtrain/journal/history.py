@@ -70,7 +70,7 @@ class Attempt:
 
     def go_back(self, step: int) -> None:
         """Record that this attempt goes back to `step`. Called before the rows after it are cut from metrics.jsonl."""
-        self.account.go_back(step, goodput.counted_s(_read_metrics(self.path.parent), step))
+        self.account.go_back(step, goodput.sum_steps_s(_read_metrics(self.path.parent), step))
 
     def end(self, how: str, **more) -> None:
         """Record the end of this attempt. Only the first call has an effect."""
@@ -95,7 +95,7 @@ class Attempt:
     def describe(self) -> str:
         """Return the goodput of the run so far as a line of text; "" if the history cannot be read."""
         with contextlib.suppress(OSError):
-            return goodput.describe(goodput.spent_s(goodput.list_attempts(list(_open_log(self.path.parent)))))
+            return goodput.describe(goodput.sum_parts_s(goodput.list_attempts(list(_open_log(self.path.parent)))))
         return ""
 
     def beat(self) -> None:
@@ -149,7 +149,7 @@ def record_attempt(directory: Path, step: int, account: goodput.Account, more: M
         attempt.abandon()
         raise
     except BaseException as error:
-        attempt.end(f"failed: {files.said(error)[:300]}", code=stops.FAILED)
+        attempt.end(f"failed: {files.describe(error)[:300]}", code=stops.FAILED)
         raise
     finally:
         stops.record_endings(lambda words, code: None)

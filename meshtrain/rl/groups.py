@@ -256,4 +256,4 @@ def _quietly(write: Callable[[], None]) -> None:
     try:
         write()
     except OSError as error:
-        say.err(f"the answers could not be saved ({files.said(error)}); the run continues without them")
+        say.err(f"the answers could not be saved ({files.describe(error)}); the run continues without them")

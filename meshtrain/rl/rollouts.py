@@ -258,7 +258,7 @@ class Rollouts:
             assert ended if one.stopped == "stop" else len(one.tokens) == limits.tokens, one
         wrong = [i for i, one in enumerate(found) if not np.isfinite(one.logprobs).all()]
         if wrong:
-            raise agree.agreed(RolloutError(
+            raise agree.mark_agreed(RolloutError(
                 f"the logits are not finite in {len(wrong)} of {len(found)} answers, first in an answer to "
                 f"{prompts[wrong[0] // samples].place}: the run did not train on this batch; continue "
                 f"from an earlier checkpoint (checkpoint.step) with a lower optimizer.learning_rate"))
@@ -276,7 +276,7 @@ class Rollouts:
         failed = {i: one.failure for i, one in sorted(outcomes.items()) if one.failure}
         most = 0 if self.rl.reward_failures == "stop" else MOST_FAILURES * len(outcomes)
         if len(failed) > most:
-            raise agree.agreed(RolloutError(
+            raise agree.mark_agreed(RolloutError(
                 f"{len(failed)} of {len(outcomes)} answers have no reward, because rl.reward={self.rl.reward} failed: "
                 f"{'; '.join(list(dict.fromkeys(failed.values()))[:3])}; fix the function, or the lines that it "
                 f"cannot score, and start again"))

@@ -20,8 +20,8 @@ from meshtrain.training.state import State
 from meshtrain.training.step import Program
 
 
-def balanced(program: Program, step: Callable, state: State, data: Batches, passes: int,
-             fresh: Callable[[], State]) -> State:
+def balance(program: Program, step: Callable, state: State, data: Batches, passes: int,
+            fresh: Callable[[], State]) -> State:
     """Return the state before the first step, with biases adjusted on the first `passes` batches.
 
     step: the compiled training step; it donates the state. fresh: returns a state with a new optimizer state.

@@ -45,7 +45,7 @@ def entry(command: Command, about: str | None, failures: tuple[type[Exception], 
     message is printed without a traceback, with exit code 1. reported: returns whether another process prints this
     exception.
     """
-    def decorated(body: Callable[[Arguments], int | None]) -> Callable[[Sequence[str]], int]:
+    def decorate(body: Callable[[Arguments], int | None]) -> Callable[[Sequence[str]], int]:
         @functools.wraps(body)
         def main(argv: Sequence[str]) -> int:
             words = [str(word) for word in argv]
@@ -55,7 +55,7 @@ def entry(command: Command, about: str | None, failures: tuple[type[Exception], 
                 return DONE
             print_notices()
             try:
-                with say.kept_stdout(JSON in own):
+                with say.reserve_stdout(JSON in own):
                     return body(command.read(words)) or DONE
             except ConfigError as error:
                 if not reported(error):
@@ -65,4 +65,4 @@ def entry(command: Command, about: str | None, failures: tuple[type[Exception], 
                 say.err(f"error: {error}")
                 return FAILED
         return main
-    return decorated
+    return decorate

@@ -35,11 +35,11 @@ TEMPORARY = re.compile(r"(.+?)(\.\d+)?\.tmp")               # NAME.tmp or NAME.P
 
 def are_left_by_starts(names: set[str], has_checkpoints: bool) -> bool:
     """Return whether a directory without config.toml holds only files of starts that ended before their first step."""
-    left = {_written(name) for name in names if not name.startswith(".nfs")}      # .nfs*: deleted, but still open
+    left = {_final_name(name) for name in names if not name.startswith(".nfs")}      # .nfs*: deleted, but still open
     return left <= BEFORE_THE_CLAIM or (LOCK in left and left <= BEFORE_THE_FIRST_STEP and not has_checkpoints)
 
 
-def _written(name: str) -> str:
+def _final_name(name: str) -> str:
     """Return the final name of a temporary file; any other name unchanged."""
     found = TEMPORARY.fullmatch(name)
     return found[1] if found else name
@@ -78,7 +78,7 @@ def steps(name: str) -> list[int]:
     return sorted(int(one) for one in names if one.isdecimal())
 
 
-def saved_run_file(name: str) -> str:
+def read_run_file(name: str) -> str:
     """Return the run file saved in the newest readable checkpoint of a run; "" if none has one. name: run.dir.
 
     Raises: as `open_run`; OSError.

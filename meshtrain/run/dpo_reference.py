@@ -46,7 +46,7 @@ def with_references(run: Run, program: Program, pairs: Pairs, corpus: Corpus, di
     shared = Path(corpus.sources[0].pairs[0].path).parent / f"reference-{key}.npy"
     values, began = _read(shared, count), time.perf_counter()
     if any(agree.exchange(values is None)):     # caches of hosts may differ, and all processes compute together
-        values = _computed(program, pairs, count, params)
+        values = _compute(program, pairs, count, params)
         say.out(f"computed the reference's log-probabilities of {len(pairs.all_pairs)} pairs in "
                 f"{time.perf_counter() - began:.1f} s, saved as {shared}")
     else:
@@ -55,7 +55,7 @@ def with_references(run: Run, program: Program, pairs: Pairs, corpus: Corpus, di
     return pairs.with_references(values)
 
 
-def _computed(program: Program, pairs: Pairs, count: int, params: dict) -> np.ndarray:
+def _compute(program: Program, pairs: Pairs, count: int, params: dict) -> np.ndarray:
     scores = program.compiled(program.scores, program.step.state.abstract.params, program.step.batch)
     every = PairValidation(pairs.source, pairs.all_pairs, pairs.seq_len, pairs.global_batch)
     found = [np.asarray(scores(params, program.place(every.batch(i, program.rows)))).reshape(-1)
@@ -81,7 +81,7 @@ def _read(path: Path, count: int) -> np.ndarray | None:
             found = files.patiently(lambda: np.load(path, allow_pickle=False))
         except OSError as error:
             if path.name == FILE and not files.is_mistake(error):       # it exists, and a resumed run has no other copy
-                raise files.judged(error, f"{path} cannot be read", "") from None
+                raise files.error_to_raise(error, f"{path} cannot be read", "") from None
             return None
         except (ValueError, EOFError):
             return None
@@ -93,7 +93,7 @@ def _read(path: Path, count: int) -> np.ndarray | None:
 def _write(values: np.ndarray, own: Path, shared: Path) -> None:
     content = io.BytesIO()
     np.save(content, values, allow_pickle=False)
-    files.attempted(lambda: files.replace(own, content.getvalue()), f"{own} cannot be written", "give another run.dir",
-                    ConfigError)
+    files.attempt(lambda: files.replace(own, content.getvalue()), f"{own} cannot be written", "give another run.dir",
+                  ConfigError)
     with contextlib.suppress(OSError):
         files.replace(shared, content.getvalue(), shared=True)

@@ -50,9 +50,9 @@ def code_of(failures: tuple[type[Exception], ...]) -> Iterator[Ending]:
         if files.is_moment(error):      # a failure of the file system outside the places that handle it
             where = traceback.extract_tb(error.__traceback__)[-1]
             ending.code = _fail(FAILED,
-                                f"error: {files.said(error)}, in {where.name} of {where.filename}; check the file "
+                                f"error: {files.describe(error)}, in {where.name} of {where.filename}; check the file "
                                 "system (free space, mounts, server) and start again", error)
-        elif agree.told_by_first(error):      # process 0 prints the traceback
+        elif agree.first_reports(error):      # process 0 prints the traceback
             ending.code = _fail(FAILED, "", error)
         else:
             _wait_for_stop(error)
@@ -64,7 +64,7 @@ def code_of(failures: tuple[type[Exception], ...]) -> Iterator[Ending]:
 def _fail(code: int, message: str, error: Exception) -> int:
     if code == FAILED:
         _wait_for_stop(error)
-    if not agree.told_by_first(error):
+    if not agree.first_reports(error):
         say.err(message)
     meet.leave(code, error)
     return code

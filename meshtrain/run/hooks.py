@@ -62,7 +62,7 @@ class LossValidation(Hook):
         """Return the loss on one held-out set; None if the run has to stop before the measurement is complete."""
         total = count = 0.0
         for i in range(min(self.batches, held.num_batches)):
-            if self.stop.reached():
+            if self.stop.must_stop():
                 return None
             nll, targets = self.program.evaluate(state.params, self.program.place(held.batch(i, self.program.rows)))
             total, count = total + float(nll), count + int(targets)

@@ -95,13 +95,13 @@ class Stop:
     def __init__(self, listener: Listener, claim: rundir.Claim | None = None):
         self.listener, self.claim, self.agreement, self.agreed = listener, claim, agree.StopAgreement(), False
 
-    def reached(self, late_s: float | None = None) -> bool:
+    def must_stop(self, late_s: float | None = None) -> bool:
         """Return whether to stop now. All processes call it at the same steps. late_s: see `agree.StopAgreement`.
         Raises: LostClaimError, in all processes."""
         lost = self.claim and self.claim.lost
-        wish = self.agreed or self.agreement.reached(LOST if lost else self.listener.number is not None, late_s)
+        wish = self.agreed or self.agreement.ask(LOST if lost else self.listener.number is not None, late_s)
         if wish == LOST:
-            raise agree.agreed(lost or rundir.LostClaimError("run.dir was taken over by another start"))
+            raise agree.mark_agreed(lost or rundir.LostClaimError("run.dir was taken over by another start"))
         self.agreed = bool(wish)
         watch.progress()
         return self.agreed
@@ -195,7 +195,7 @@ def train(program: Program, step: Callable, state: State, feed: Feed, last: int,
             ended = clock.observe(metrics)
             journal.add_step(done, feed.tokens(done), tokens, metrics, ended)
             journal.add({"data_wait_s": data_wait_s})
-            stop.reached(None if paused else _late_s(before, came))
+            stop.must_stop(None if paused else _late_s(before, came))
             journal.add_lateness(stop.agreement.late)
             paused = act(lambda hook: hook.due(done, done == last or stop.agreed))
             # Collects while the device runs the step. The pause is noted, so a long collection names no straggler.

@@ -37,7 +37,7 @@ class Replicas:
 
     def __init__(self, state, mesh: Mesh):
         self.mesh = mesh
-        self.leaves = [(name, leaf, _replicated(leaf, mesh)) for name, leaf in trees.leaves_of(state).items()]
+        self.leaves = [(name, leaf, _replica_axes(leaf, mesh)) for name, leaf in trees.leaves_of(state).items()]
         specs = tuple(leaf.sharding.spec for _, leaf, axes in self.leaves if axes)
         self._abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
                           for _, leaf, axes in self.leaves if axes]
@@ -63,7 +63,7 @@ class Replicas:
             hosts = agree.exchange(socket.gethostname())
             named = "; ".join(f"{name}: {_words(groups, hosts)}" for name, groups in faults[:MOST_NAMED])
             more = f"; and {len(faults) - MOST_NAMED} more arrays" if len(faults) > MOST_NAMED else ""
-            raise agree.agreed(ReplicasDiffer(
+            raise agree.mark_agreed(ReplicasDiffer(
                 f"step {step}: replicas that must have the same bits differ in {named}{more}. A device computed "
                 f"wrongly or lost a bit: this state is not saved. Run the same command again to resume from the last "
                 f"checkpoint. Test these devices, or run without them"))
@@ -105,7 +105,7 @@ def of_run(run: Run, state, mesh: Mesh) -> Replicas | None:
     return replicas.compile()
 
 
-def _replicated(leaf, mesh: Mesh) -> tuple[str, ...]:
+def _replica_axes(leaf, mesh: Mesh) -> tuple[str, ...]:
     """Return the mesh axes over which an array has replicas."""
     split = jax.tree.leaves(tuple(leaf.sharding.spec)) if leaf.size else mesh.axis_names
     return tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis not in split)

@@ -117,24 +117,24 @@ def _claim_directory(run: Run) -> Iterator[str]:
     if existing and not stat.S_ISDIR(existing.st_mode):
         raise ConfigError(f"run.dir={directory} is a file; give a directory that does not exist yet, or an empty one")
     refusal, saved = f"run.dir={directory} cannot be written", directory / contents.CHECKPOINTS
-    names = files.attempted(lambda: set(os.listdir(directory)), refusal, REMEDY, ConfigError) if existing else set()
-    has_checkpoints = contents.CHECKPOINTS in names and files.attempted(
+    names = files.attempt(lambda: set(os.listdir(directory)), refusal, REMEDY, ConfigError) if existing else set()
+    has_checkpoints = contents.CHECKPOINTS in names and files.attempt(
         lambda: any(saved.iterdir()), refusal, REMEDY, ConfigError)
     run_file = check_contents(run, str(directory), names, has_checkpoints=has_checkpoints)
     locked_before = files.status(directory / LOCK) is not None
 
-    def opened():
+    def open_lock():
         directory.mkdir(parents=True, exist_ok=True)
         # not "w": until the file is locked, its content may be that of another run
         return open(directory / LOCK, "a+", encoding="utf-8")
 
-    with files.attempted(opened, refusal, REMEDY, ConfigError) as lock:
+    with files.attempt(open_lock, refusal, REMEDY, ConfigError) as lock:
         _lock(lock, directory)
         owner = this_process()
-        files.attempted(lambda: _put(lock, json.dumps(owner)), refusal, REMEDY, ConfigError)
+        files.attempt(lambda: _put(lock, json.dumps(owner)), refusal, REMEDY, ConfigError)
         if run_file:
             say.err(NO_CONFIG.format(directory))
-            files.attempted(lambda: files.replace(directory / contents.CONFIG, run_file), refusal, REMEDY, ConfigError)
+            files.attempt(lambda: files.replace(directory / contents.CONFIG, run_file), refusal, REMEDY, ConfigError)
         try:
             yield owner["nonce"]
         except ConfigError:     # a mistake that is found late, e.g. in the data, leaves nothing behind
@@ -160,8 +160,8 @@ def check_contents(run: Run, name: str, names: set[str], *, has_checkpoints: boo
     checkpoint.resume is "never".
     """
     has_config = contents.CONFIG in names
-    saved = files.attempted(lambda: contents.saved_run_file(name), f"run.dir={name} cannot be read", REMEDY, ConfigError
-                            ) if has_checkpoints and not has_config else ""
+    saved = files.attempt(lambda: contents.read_run_file(name), f"run.dir={name} cannot be read", REMEDY, ConfigError
+                          ) if has_checkpoints and not has_config else ""
     if not has_config and not saved and not contents.are_left_by_starts(names, has_checkpoints):
         raise ConfigError(f"run.dir={name} has files but is not the directory of a run (it has no config.toml); give "
                           f"an empty directory or another run.name")
@@ -199,8 +199,8 @@ def _lock(lock, directory: Path) -> None:
                 return "no locks"
             raise
 
-    found = files.attempted(flock, f"run.dir={directory} cannot be locked", "give a directory on another file system",
-                            ConfigError)
+    found = files.attempt(flock, f"run.dir={directory} cannot be locked", "give a directory on another file system",
+                          ConfigError)
     if found == "ours":
         return
     owner = _owner(directory)
@@ -293,7 +293,7 @@ def _check_shared(directory: Path, nonce: str) -> None:
     if blind:
         they = (f"{', '.join(blind[:8])}{f' and {len(blind) - 8} more' if len(blind) > 8 else ''} cannot see what "
                 f"process 0 on {found[0][0]} wrote there")
-        raise agree.agreed(
+        raise agree.mark_agreed(
             ConfigError(f"run.dir={directory} is not one directory for all processes: {they}; "
                         "give a directory on a file system that all hosts have mounted")
             if any(lasts for *_, lasts in found) else files.FileSystemError(

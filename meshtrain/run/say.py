@@ -82,7 +82,7 @@ def format_lines(form: str, process: int = 0, count: int = 1) -> None:
 def out(text: str) -> None:
     """Print lines on stdout. They replace the live line, if there is one."""
     with _in_turn():
-        _send(sys.stdout, _over_live(_shown(sys.stdout, _add_prefix(text, "info")), _color) + "\n")
+        _send(sys.stdout, _over_live(_escape_for(sys.stdout, _add_prefix(text, "info")), _color) + "\n")
 
 
 def answer(text: str) -> None:
@@ -93,10 +93,10 @@ def answer(text: str) -> None:
     """
     with _in_turn():
         if _output.answers is None:
-            error = _send(sys.stdout, _over_live(_shown(sys.stdout, text)) + "\n")
+            error = _send(sys.stdout, _over_live(_escape_for(sys.stdout, text)) + "\n")
         else:
             end_live()
-            error = _send(_output.answers, _shown(_output.answers, text) + "\n")
+            error = _send(_output.answers, _escape_for(_output.answers, text) + "\n")
     if error is not None and error.errno in UNWRITTEN:
         err(f"error: the result cannot be written to stdout ({error.strerror}); write it to another file or disk")
         raise SystemExit(1)
@@ -114,7 +114,7 @@ def keep_stdout() -> None:
 
 
 @contextlib.contextmanager
-def kept_stdout(kept: bool = True):
+def reserve_stdout(kept: bool = True):
     """Context: reserve Python's stdout for `answer` of a command that is called in this process. It does nothing if
     `kept` is False, or after `keep_stdout`."""
     if not kept or _output.answers is not None:
@@ -134,13 +134,13 @@ def err(text: str) -> None:
         erase_passing()
         below = "\n" if _output.live else ""
         _over_live("")
-        _send(sys.stderr, f"{below}{_color(sys.stderr, _shown(sys.stderr, _add_prefix(text, 'warning')))}\n")
+        _send(sys.stderr, f"{below}{_color(sys.stderr, _escape_for(sys.stderr, _add_prefix(text, 'warning')))}\n")
 
 
 def part(text: str) -> None:
     """Print text on stdout without ending the line."""
     with _in_turn():
-        _send(sys.stdout, _over_live(_shown(sys.stdout, text)))
+        _send(sys.stdout, _over_live(_escape_for(sys.stdout, text)))
 
 
 def live(text: str, passing: bool = False) -> None:
@@ -325,7 +325,7 @@ def _color(stream, text: str) -> str:
     return text
 
 
-def _shown(stream, text: str) -> str:
+def _escape_for(stream, text: str) -> str:
     """Return the text with control characters escaped if the stream is a terminal; else unchanged."""
     return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text) if on_terminal(stream) else text
 

@@ -25,7 +25,7 @@ LAST_WORDS_S = 2.0      # longest wait for a message to be printed, in case the 
 BEFORE_THE_LOOP = "stopped before the first step; run the same command again to start"
 
 
-def heeded() -> tuple[int, ...]:
+def stop_signals() -> tuple[int, ...]:
     """Return the signals that stop this process. Under nohup, SIGHUP is not one of them."""
     return tuple(number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN)
 
@@ -50,7 +50,7 @@ class Listener:
         if threading.current_thread() is not threading.main_thread():
             return      # e.g. a notebook's worker thread: Python allows signal handlers only in the main thread
         self._old_wake = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        self._old = {number: signal.signal(number, lambda number, frame: None) for number in heeded()}
+        self._old = {number: signal.signal(number, lambda number, frame: None) for number in stop_signals()}
 
     def close(self) -> None:
         """Restore the previous signal handlers."""

@@ -18,7 +18,7 @@ def leaves_of(tree: Any) -> dict[str, Any]:
     return {name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def nested(leaves: Mapping[str, Any]) -> dict:
+def nest(leaves: Mapping[str, Any]) -> dict:
     """Return nested dicts with the leaves at their paths."""
     tree: dict = {}
     for path, leaf in leaves.items():

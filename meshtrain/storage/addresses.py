@@ -72,7 +72,7 @@ def is_remote(text: object) -> bool:
     return isinstance(text, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
 
 
-def shown(text: str) -> str:
+def hide_secrets(text: str) -> str:
     """Return an address without the parts that may be secret: everything before an @ in its host, and its query."""
     scheme, _, rest = text.partition("://")
     host, slash, path = rest.partition("/")
@@ -86,15 +86,15 @@ def parse(text: str) -> Address:
     scheme, _, rest = text.partition("://")
     home, _, path = rest.partition("/")
     if scheme not in (*BUCKETS, *WEB, HUB):
-        raise StorageError(f"{shown(text)} is an address of {scheme}://, which cannot be read; use {EXAMPLES}")
+        raise StorageError(f"{hide_secrets(text)} is an address of {scheme}://, which cannot be read; use {EXAMPLES}")
     if "@" in home:
-        raise StorageError(f"{shown(text)} has a name or password before the host, which would be written to "
+        raise StorageError(f"{hide_secrets(text)} has a name or password before the host, which would be written to "
                            f"config.toml; leave it out: credentials come from the environment")
     if scheme in WEB and re.search(r"[?#]", path):
-        raise StorageError(f"{shown(text)} has a query, which may hold a secret and would be written to config.toml; "
-                           f"name the file without it")
+        raise StorageError(f"{hide_secrets(text)} has a query, which may hold a secret and would be written to "
+                           f"config.toml; name the file without it")
     if re.search(r"[\0-\x1f\x7f]", text):
-        raise StorageError(f"{shown(text)!r} has a control character; take it out")
+        raise StorageError(f"{hide_secrets(text)!r} has a control character; take it out")
     if {".", ".."} & set(path.split("/")):
         raise StorageError(f"{text} has . or .. among its folders; name the file itself")
     if scheme == HUB:

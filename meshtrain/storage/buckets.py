@@ -254,13 +254,13 @@ def _ask(address: Address, act: Callable[[Any], Value], verb: str = "read", *, p
         raise StorageError(f"{address}: the environment has credentials or an endpoint that cannot be used; check "
                            f"{retries.CREDENTIALS[address.scheme]}") from None
 
-    def judged():
+    def judge():
         try:
             with panics.caught():
                 return act(store)
         except (exceptions.BaseError, FileNotFoundError, panics.LibraryPanic) as error:
             raise _of_obstore(address, error, verb) from None
-    return retries.patiently(address, judged, verb=verb, patient=patient)
+    return retries.patiently(address, judge, verb=verb, patient=patient)
 
 
 def _of_obstore(address: Address, error: Exception, verb: str) -> Exception:
@@ -271,7 +271,7 @@ def _of_obstore(address: Address, error: Exception, verb: str) -> Exception:
                             f"set {retries.CREDENTIALS[address.scheme]}")
     if status := re.search(r"status code: (\d{3}) ?([A-Za-z ]*)", text):
         code = re.search(r"<Code>([A-Za-z.]+)</Code>", text)
-        return retries.refused(address, int(status[1]), code[1] if code else status[2].strip(), verb)
+        return retries.error_of_status(address, int(status[1]), code[1] if code else status[2].strip(), verb)
     if "kind: Timeout" in text:
         return _Silence() if verb == "written" else retries.Moment("the server did not answer in time")
     first = re.sub(r"//[^/\s]*@", "//…@", re.sub(r"\?\S+", "?…", text.partition("\n")[0]))[:300]

@@ -76,7 +76,7 @@ def is_run(name: str) -> bool:
     return place.scheme in BUCKETS and _file(place.below(RUN_MARK)) is not None
 
 
-def named_home(kind: str, address: Address) -> Path:
+def home_of(kind: str, address: Address) -> Path:
     """Return a directory of this host for files of an address. kind: what they are for, a folder in `home`."""
     name = os.path.basename(address.path.rstrip("/") or address.home)[:60]
     return home() / kind / f"{_digest([str(address), *buckets.endpoints(address)])}-{name}"
@@ -342,6 +342,6 @@ def writing(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise files.judged(error, f"copies of files at addresses cannot be written to {directory}",
-                           "set data.cache, or XDG_CACHE_HOME, to a directory of this host with room",
-                           StorageError) from None
+        raise files.error_to_raise(error, f"copies of files at addresses cannot be written to {directory}",
+                                   "set data.cache, or XDG_CACHE_HOME, to a directory of this host with room",
+                                   StorageError) from None

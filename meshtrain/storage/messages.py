@@ -25,7 +25,7 @@ def read(run_dir: str, name: str) -> str | None:
     except (addresses.Missing, FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise files.judged(error, f"{path} cannot be read", REMEDY, StorageError) from None
+        raise files.error_to_raise(error, f"{path} cannot be read", REMEDY, StorageError) from None
 
 
 def write(run_dir: str, name: str, text: str) -> None:
@@ -36,14 +36,14 @@ def write(run_dir: str, name: str, text: str) -> None:
     def act():
         path.parent.mkdir(parents=True, exist_ok=True)
         files.replace(path, text)
-    files.attempted(act, f"{path} cannot be written", REMEDY, StorageError)
+    files.attempt(act, f"{path} cannot be written", REMEDY, StorageError)
 
 
 def remove(run_dir: str, name: str) -> None:
     if addresses.is_remote(run_dir):
         return buckets.remove([addresses.parse(run_dir).below(name)])
     path = Path(run_dir) / name
-    files.attempted(lambda: path.unlink(missing_ok=True), f"{path} cannot be removed", REMEDY, StorageError)
+    files.attempt(lambda: path.unlink(missing_ok=True), f"{path} cannot be removed", REMEDY, StorageError)
 
 
 def names(run_dir: str, folder: str) -> list[str]:
@@ -55,5 +55,5 @@ def names(run_dir: str, folder: str) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise files.judged(error, f"{path} cannot be listed", REMEDY, StorageError) from None
+        raise files.error_to_raise(error, f"{path} cannot be listed", REMEDY, StorageError) from None
     return [f"{folder}/{name}" for name in found]

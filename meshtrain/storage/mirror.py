@@ -35,13 +35,13 @@ def directory(name: str) -> Path:
     """Return the local directory of a run: the path itself, or this host's directory for an address."""
     if not addresses.is_remote(name):
         return Path(name)
-    return copies.named_home(RUNS, addresses.parse(name))
+    return copies.home_of(RUNS, addresses.parse(name))
 
 
 def read(address: Address, wanted: Callable[[str], bool], within: str = "") -> Path:
     """Return the local directory of a run that this process only reads, after a fetch from the bucket. wanted, within:
     as in `fetch`. Raises: StorageError, FileSystemError."""
-    directory = copies.named_home(READ, address)
+    directory = copies.home_of(READ, address)
     fetch(address, directory, wanted, within)
     return directory
 
@@ -255,7 +255,7 @@ class Mirror(contextlib.AbstractContextManager):
         return {name: state for name, state in found.items() if name not in self._gone}
 
     def _tell(self, failed: dict[str, Exception]) -> None:
-        for why, some in itertools.groupby(failed, lambda name: files.said(failed[name])):
+        for why, some in itertools.groupby(failed, lambda name: files.describe(failed[name])):
             names = list(some)
             self.tell(f"{self.target} does not get {_list(names)} of {self.source}: {why}")
 
@@ -291,8 +291,8 @@ class Mirror(contextlib.AbstractContextManager):
                  or isinstance(error, (StorageError, files.FileSystemError))]
         if lacks and kind is None:
             raise files.FileSystemError(
-                f"{self.target} does not have the end of {_list(lacks)}: {files.said(failed[lacks[0]])}. The files in "
-                f"{self.source} are kept, and the next start on this host sends them")
+                f"{self.target} does not have the end of {_list(lacks)}: {files.describe(failed[lacks[0]])}. The files "
+                f"in {self.source} are kept, and the next start on this host sends them")
 
 
 def _list(names: Sequence[str]) -> str:
@@ -311,7 +311,7 @@ def _collect(failed: dict[str, Exception], name: str) -> Iterator[None]:
     except Exception as error:
         failed[name] = error
     except BaseException as error:
-        failed[name] = files.FileSystemError(files.said(error))
+        failed[name] = files.FileSystemError(files.describe(error))
 
 
 class LeaseHeld(Exception):
@@ -369,7 +369,7 @@ class Lease:
             if (taken_by := self._renew()) is not None and not self._done.is_set():
                 self._done.set()
                 self.lost(taken_by)
-        why = files.said(failed[""]) if failed else ""
+        why = files.describe(failed[""]) if failed else ""
         if why and why != self._told:
             self.tell(f"{self.address} cannot be renewed: {why}; after {LEASE_S:g} s another start may take it over")
         self._told = why

@@ -45,7 +45,7 @@ def patiently(address: Address, act: Callable[[], Value], done: Callable[[], int
             tries += 1
 
 
-def refused(address: Address, code: int, what: str, verb: str = "read") -> Exception:
+def error_of_status(address: Address, code: int, what: str, verb: str = "read") -> Exception:
     """Return the error for an HTTP status. what: the status in words."""
     if code in (408, 409, 425, 429) or code >= 500:     # 409: S3 rejects one of two concurrent writes
         return Moment(f"the server answers {code} ({what})")

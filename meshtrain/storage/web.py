@@ -24,7 +24,7 @@ MOST_LISTING_BYTES = 1 << 28        # of the hub's answer
 def look_up(address: Address) -> RemoteFile | None:
     """Return a file of the web; None if there is none. Raises: StorageError."""
     def ask(method: str):
-        with _opened(address, _url(address), method=method) as reply:
+        with _send_request(address, _url(address), method=method) as reply:
             size = reply.headers.get("Content-Length", "")
             etag = reply.headers.get("ETag") or reply.headers.get("Last-Modified") or ""
             packed = reply.headers.get("Content-Encoding", "identity") != "identity"
@@ -57,10 +57,10 @@ def read_into(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) ->
     def act():
         nonlocal reached
         headers = {"Range": f"bytes={reached}-"} if reached else {}
-        with _opened(found.address, _url(found.address, found.commit), headers) as reply:
+        with _send_request(found.address, _url(found.address, found.commit), headers) as reply:
             if found.address.scheme != HUB and found.etag not in ("", reply.headers.get("ETag"),
                                                                   reply.headers.get("Last-Modified")):
-                raise retries.refused(found.address, 412, "")
+                raise retries.error_of_status(found.address, 412, "")
             if reply.status != 206:
                 reached = 0
                 file.truncate(0)
@@ -101,8 +101,8 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(_Redirects)
 
 
-def _opened(address: Address, url: str, headers: dict[str, str] | None = None, *,
-            method: str = "GET") -> http.client.HTTPResponse:
+def _send_request(address: Address, url: str, headers: dict[str, str] | None = None, *,
+                  method: str = "GET") -> http.client.HTTPResponse:
     """Send a request; return the open response. Raises: retries.Moment, StorageError."""
     try:
         request = urllib.request.Request(url, headers={"User-Agent": "meshtrain", **(headers or {})}, method=method)
@@ -115,7 +115,7 @@ def _opened(address: Address, url: str, headers: dict[str, str] | None = None, *
         raise StorageError(f"{address} cannot be requested: it gives no valid URL or header; {remedy}") from None
     except urllib.error.HTTPError as error:
         error.close()
-        raise retries.refused(address, error.code, http.client.responses.get(error.code, "")) from None
+        raise retries.error_of_status(address, error.code, http.client.responses.get(error.code, "")) from None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise retries.Moment(str(reason) if isinstance(reason, (str, OSError)) else type(error).__name__) from None
@@ -139,7 +139,7 @@ def list_files(folder: Address) -> list[RemoteFile]:
     revision = urllib.parse.quote(folder.revision or "main", safe="")
 
     def act():
-        with _opened(folder, f"{hub()}/api/{name}/revision/{revision}?blobs=true") as reply:
+        with _send_request(folder, f"{hub()}/api/{name}/revision/{revision}?blobs=true") as reply:
             return _receive(reply.read, MOST_LISTING_BYTES + 1)
     text = retries.patiently(folder, act)
     if len(text) > MOST_LISTING_BYTES:

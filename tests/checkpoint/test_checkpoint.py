@@ -84,7 +84,7 @@ def test_a_checkpoint_of_format_3_that_has_all_arrays_in_one_folder_comes_back(t
     old, place = make_state(mesh(4, 2), P("a", "b")), tmp_path / "7"
     (place / "state").mkdir(parents=True)
     handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-    handler.save(epath.Path(place / "state"), args=ocp.args.PyTreeSave(trees.nested(trees.leaves_of(old))))
+    handler.save(epath.Path(place / "state"), args=ocp.args.PyTreeSave(trees.nest(trees.leaves_of(old))))
     handler.finalize(epath.Path(place / "state"))
     (place / "metadata.json").write_text('{"format": 3}')
     sums = files.checksums(place, [path for path in place.rglob("*") if path.is_file()])

@@ -90,7 +90,7 @@ def test_megatrons_name_without_bin_names_its_files(tmp_path, monkeypatch):
 
 def layout(run: config.Run, num_devices: int) -> tuple[dict[str, int], str, int]:
     """(mesh axes larger than 1, the rules, notes that tell a default of the layout)."""
-    fitted, _ = elastic.fitted(run, num_devices)
+    fitted, _ = elastic.fit(run, num_devices)
     sizes = {axis: n for axis, n in config.mesh_sizes(fitted, num_devices).items() if n > 1}
     return sizes, Path(fitted.sharding.rules).stem, len(layouts.notes(fitted))
 
@@ -108,7 +108,7 @@ def test_a_run_that_names_no_layout_takes_all_devices_by_zero3(tmp_path, text, n
 
 
 def test_a_layout_that_was_left_open_is_written_with_its_sizes(tmp_path):
-    run, _ = elastic.fitted(config.load([str(write(tmp_path, run=DATA) / "run.toml")]), 8)
+    run, _ = elastic.fit(config.load([str(write(tmp_path, run=DATA) / "run.toml")]), 8)
     again = config.load([str(write(tmp_path, again=config.dump(run)) / "again.toml")])
     assert again == run and "\nfsdp = 8\n" in config.dump(run) and "zero3.toml" in config.dump(run)
     assert layout(again, 8) == ({"fsdp": 8}, "zero3", 0)       # given now

@@ -27,7 +27,7 @@ def in_a_directory_of_its_own(tmp_path, monkeypatch):
 
 def question(words: str):
     options = plan.COMMAND.read(words.split())
-    run = plan.asked(options)
+    run = plan.run_of(options)
     return run, plan.question_of(run, options, *options["gpus"])
 
 
@@ -292,8 +292,8 @@ ASKED = {
 
 def shown(words: str):
     options = plan.COMMAND.read(words.split())
-    run = plan.asked(options)
-    asked, answer = plan.answered(run, options, *options["gpus"])
+    run = plan.run_of(options)
+    asked, answer = plan.answer_for(run, options, *options["gpus"])
     return run, asked, answer, [*answer.plans[:plan.TOLD], *answer.misses]
 
 

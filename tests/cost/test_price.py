@@ -137,9 +137,9 @@ def test_what_auto_weighs_are_the_parts_of_the_price():
 def test_auto_takes_the_schedule_that_the_planner_prices_lowest():
     words = "llama3-8b --gpus 8 --gpu h200 --global-batch 16 --stage 4 --tensor 2 --microbatches 8 --remat full"
     options = plan.COMMAND.read(words.split())
-    run = plan.asked(options)
+    run = plan.run_of(options)
     best = search.search(plan.question_of(run, options, 8)).plans[0]
-    open_run = plan.laid_out(run, best)
+    open_run = plan.with_layout(run, best)
     open_run = open_run.model_copy(update={"pipeline": open_run.pipeline.model_copy(update={"schedule": "auto"}),
                                            "sharding": open_run.sharding.model_copy(
                                                update={"rules": str(shipped(best.rules.path))})})

@@ -99,7 +99,7 @@ def test_without_stages_a_step_works_through_leading_dense_layers_like_through_o
 
 def asked(words: str) -> tuple[config.Run, search.Question]:
     options = plan.COMMAND.read(words.split())
-    run = plan.asked(options)
+    run = plan.run_of(options)
     return run, plan.question_of(run, options, *options["gpus"])
 
 

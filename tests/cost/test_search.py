@@ -28,7 +28,7 @@ MOST = 16                   # chunks of a stage
 
 def question(words: str) -> search.Question:
     options = plan.COMMAND.read(words.split())
-    return plan.question_of(plan.asked(options), options, *options["gpus"])
+    return plan.question_of(plan.run_of(options), options, *options["gpus"])
 
 
 def divisors(n: int) -> list[int]:
@@ -213,7 +213,7 @@ def test_a_plan_taken_at_random_compiles(number, tmp_path):
              "--model.num_layers 4 --model.num_heads 8 --model.num_kv_heads 8 --model.head_dim 64 "
              "--model.embed_dim 512")
     options = plan.COMMAND.read(words.split())
-    run = plan.asked(options)
+    run = plan.run_of(options)
     asked = plan.question_of(run, options, 16)
     one = sampling.generator(f"a plan {number}").choice(search.search(asked).plans)
     (tmp_path / "run.toml").write_text(plan.run_file(run, one, "run.toml"))

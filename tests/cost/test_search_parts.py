@@ -19,7 +19,7 @@ from meshtrain.sharding.mesh import MeshSpec
 @functools.cache
 def question() -> search.Question:
     options = plan.COMMAND.read("llama3-8b --gpus 16 --gpu h100 --global-batch 64".split())
-    return plan.question_of(plan.asked(options), options, *options["gpus"])
+    return plan.question_of(plan.run_of(options), options, *options["gpus"])
 
 
 def file_of(rules: str):

@@ -21,7 +21,7 @@ def compiled(factor, seed=0):
     hits.clear()
     with jax.set_mesh(mesh):
         arguments = {key: x for key, x in state(seed).items() if key != "whole"}
-        program = programs.compiled(step(factor).lower(arguments), {}, list(mesh.devices.flat))
+        program = programs.compile(step(factor).lower(arguments), {}, list(mesh.devices.flat))
         how = "loaded" if hits else "compiled"
         out = program(arguments)
     bits = b"".join(np.asarray(shard.data).tobytes() for key in sorted(out) for shard in out[key].addressable_shards)
@@ -65,4 +65,4 @@ def test_one_process_leaves_it_to_jax(monkeypatch):
         def compile(self, compiler_options):
             return compiler_options
     monkeypatch.setattr(programs, "_key", None)
-    assert programs.compiled(Lowered(), {"an": "option"}, []) == {"an": "option"}
+    assert programs.compile(Lowered(), {"an": "option"}, []) == {"an": "option"}

@@ -119,11 +119,11 @@ def test_a_profile_of_the_user_s_own_is_not_replaced():
 def test_a_profile_has_the_same_path_at_every_start(tmp_path, monkeypatch, cached):
     monkeypatch.setattr(programs.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
     with programs_in(str(tmp_path / "cache") if cached else None):
-        one, other, same = map(programs.kept_profile, ("a", "b", "a"))
+        one, other, same = map(programs.keep_profile, ("a", "b", "a"))
         assert one == same != other and one.read_text() == "a"
         assert tmp_path / ("cache" if cached else "temporary") in one.parents
         for number in range(programs.MOST_KEPT + 5):
-            newest = programs.kept_profile(str(number))
+            newest = programs.keep_profile(str(number))
     assert len(list(one.parent.iterdir())) == programs.MOST_KEPT and newest.exists()
 
 
@@ -133,10 +133,10 @@ def test_a_profile_is_not_put_where_others_may_write(tmp_path, monkeypatch):
     (tmp_path / f"meshtrain-{os.getuid()}").mkdir()
     (tmp_path / f"meshtrain-{os.getuid()}").chmod(0o777)
     with programs_in(None):
-        assert programs.kept_profile("a") is None
+        assert programs.keep_profile("a") is None
 
 
 def test_a_profile_that_cannot_be_written_leaves_xla_s_order(tmp_path):
     (tmp_path / "file").write_text("")
     with programs_in(str(tmp_path / "file")):
-        assert programs.kept_profile("a") is None
+        assert programs.keep_profile("a") is None

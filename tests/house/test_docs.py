@@ -75,7 +75,7 @@ def test_commands_have_options_that_are_there_and_files_that_exist(page, as_a_us
         if module in COMMANDS and argv and "--help" not in argv:
             asked = COMMANDS[module].COMMAND.read(argv)
             if module == "meshtrain.plan":
-                assert plan.asked(asked).mesh.data == 1
+                assert plan.run_of(asked).mesh.data == 1
             elif module in ("meshtrain.check", "meshtrain.inspect", "meshtrain.prove", "meshtrain.slurm", "meshtrain.tokenize") or module.startswith("meshtrain.launch."):
                 config.load([*asked.names, *asked.keys, *asked.run])
             if asked.values.get("topology"):

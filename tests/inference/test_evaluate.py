@@ -232,7 +232,7 @@ def test_where_tokens_do_not_tell_the_bytes_of_a_document_they_are_counted(kind,
             opened = Opened(section([path], tokenizer=reader.path, seq_len=16, global_batch=1), tmp_path)
             (held,) = packing.open_whole(opened.data, opened.corpus, 0)
             wanted = sum(len(text.encode()) for text in (texts if path in paths else texts[4:5]))
-            assert evaluate._measured(Guessing(), opened.corpus, held).num_bytes == wanted
+            assert evaluate._measure(Guessing(), opened.corpus, held).num_bytes == wanted
         assert not opened.built
 
 
@@ -250,7 +250,7 @@ def test_bytes_of_the_tails_of_documents_are_told_where_tokens_tell_them(kind, t
                    validation_fraction=0.2)
     opened = Opened(data, tmp_path)
     (tail,) = packing.open_batches(data, opened.corpus, 0).validation
-    (ids,), found = opened.ids(), evaluate._measured(Guessing(), opened.corpus, tail)
+    (ids,), found = opened.ids(), evaluate._measure(Guessing(), opened.corpus, tail)
     assert not tail.begins and tail.text_bytes is None
     pieces = [reader.library.id_to_token(one).replace("▁", " ") for one in ids[-(found.tokens - 1):]]
     assert found.num_bytes == (len("".join(pieces).encode()) if told else None)

@@ -29,7 +29,7 @@ def raised(name, call):
     try:
         said[name] = ["returned", call()]
     except Exception as error:
-        said[name] = [type(error).__name__, str(error), agree.told_by_first(error)]
+        said[name] = [type(error).__name__, str(error), agree.first_reports(error)]
 
 def fail(error):
     raise error
@@ -51,21 +51,21 @@ raised("differ", lambda: agree.same_everywhere("data", "a\\nsteps = 6\\nb" if in
 agreement, late = agree.StopAgreement(), []
 #              on time, one late, all late, far too late, not known, a step later
 for lates in [(0, 0, 0), (0, 0, 0.25), (0.5, 0.1, 0.2), (0, 1e6, 0), (None,) * 3, (0, 0, 0), (0, 0, 0)]:
-    assert not agreement.reached(False, lates[index])
+    assert not agreement.ask(False, lates[index])
     late.append(agreement.late)
-agreement.reached(index == 1, 0.125 * (index == 2))
-assert agreement.reached(False, 0.0) and agreement.late[1] == 0.125
+agreement.ask(index == 1, 0.125 * (index == 2))
+assert agreement.ask(False, 0.0) and agreement.late[1] == 0.125
 said["late"] = late
 agreement = agree.StopAgreement()
 for step in range(1, 1000):
-    if agreement.reached(index == 2 and step == 20):
+    if agreement.ask(index == 2 and step == 20):
         break
 said["stopped"] = step
 from types import SimpleNamespace as Any
 from meshtrain.run import loop, rundir
 lost = rundir.LostClaimError("another start has it") if index == 1 else None
 stop = loop.Stop(Any(number=15 if index == 2 else None), Any(lost=lost))
-raised("lost", lambda: [stop.reached(), stop.reached()])
+raised("lost", lambda: [stop.must_stop(), stop.must_stop()])
 if index == 2:
     time.sleep(4)       # it does not come
 else:
@@ -170,7 +170,7 @@ def test_a_process_that_fails_alone_ends_at_once(children, said):
 @pytest.mark.parametrize("index", [0, 1])
 def test_an_internal_error_that_all_raise_has_its_traceback_in_process_0_alone(index, monkeypatch, capfd):
     def load(argv):
-        raise agree.agreed(ValueError("a bug in process 0"))
+        raise agree.mark_agreed(ValueError("a bug in process 0"))
     monkeypatch.setattr(train.config, "load", load)
     monkeypatch.setattr(jax, "process_index", lambda: index)
     if index:
@@ -185,6 +185,6 @@ def test_one_process_decides_alone():
     with pytest.raises(KeyError):
         agree.on_first(lambda: {}["k"])
     agree.same_everywhere("data", "abc")
-    assert agree.StopAgreement().reached(True) and not agree.StopAgreement().reached(False)
-    assert not agree.told_by_first(ValueError())
+    assert agree.StopAgreement().ask(True) and not agree.StopAgreement().ask(False)
+    assert not agree.first_reports(ValueError())
     meet.leave(1, ValueError())

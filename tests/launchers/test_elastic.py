@@ -34,7 +34,7 @@ def run_of(**keys):
     (8, 16, 1, 1), (4, 16, 1, 2), (2, 16, 1, 4), (1, 16, 1, 8), (4, 32, 2, 4), (1, 8, 1, 8),
     (4, 24, 3, 6), (6, 24, 1, 2), (3, 24, 1, 4)])
 def test_no_device_holds_more_sequences_at_a_time_than_on_all_devices(there, batch, before, after):
-    run, told = elastic.fitted(run_of(data__global_batch=batch, training__microbatches=before), there)
+    run, told = elastic.fit(run_of(data__global_batch=batch, training__microbatches=before), there)
     assert run.training.microbatches == after and run.data.global_batch == batch and run.mesh.full_devices == 0
     assert batch % (after * there) == 0 and batch // after // there <= max(1, batch // before // 8)
     assert bool(told) == (there < 8)
@@ -44,12 +44,12 @@ def test_no_device_holds_more_sequences_at_a_time_than_on_all_devices(there, bat
 
 
 def test_more_devices_than_it_is_meant_for_change_nothing():
-    run, told = elastic.fitted(run_of(mesh__full_devices=4), 8)
+    run, told = elastic.fit(run_of(mesh__full_devices=4), 8)
     assert (run.training.microbatches, told) == (1, "")
 
 
 def test_fixed_axes_keep_their_size_and_only_the_open_one_shrinks():
-    run, told = elastic.fitted(run_of(mesh__fsdp=2, sharding__rules=ROOT / "sharding_rules/hsdp.toml"), 4)
+    run, told = elastic.fit(run_of(mesh__fsdp=2, sharding__rules=ROOT / "sharding_rules/hsdp.toml"), 4)
     assert config.mesh_sizes(run, 4)["fsdp"] == 2 and "mesh.data=2 (of 4)" in told and run.training.microbatches == 2
 
 
@@ -61,7 +61,7 @@ def test_fixed_axes_keep_their_size_and_only_the_open_one_shrinks():
 ])
 def test_what_cannot_shrink_is_refused_with_its_remedy(keys, there, parts):
     with pytest.raises(ConfigError) as refused:
-        elastic.fitted(run_of(**keys), there)
+        elastic.fit(run_of(**keys), there)
     for part in parts:
         assert part in str(refused.value)
 

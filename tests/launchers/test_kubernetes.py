@@ -152,8 +152,8 @@ def test_the_command_at_its_top_for_fewer_hosts_changes_all_that_counts_them(job
     run = config.load(words[words.index("--") + 1:])
     assert find.cluster(run.distributed, {}).count == 4
     assert [line for line in said.splitlines() if line not in PATH.read_text()] != []
-    shrunk, told = elastic.fitted(run,
-                                  4 * job["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+    shrunk, told = elastic.fit(run,
+                               4 * job["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
     assert shrunk.training.microbatches == 2 * run.training.microbatches and "32 of 64 devices" in told
 
 

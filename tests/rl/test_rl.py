@@ -174,7 +174,7 @@ def test_a_run_that_is_to_stop_draws_no_more_answers(place, undisturbed, monkeyp
         stop.agreed = stop.agreed or not late and next(asked) == 5
         return stop.agreed
     with monkeypatch.context() as patched:
-        patched.setattr(loop.Stop, "reached", reached)
+        patched.setattr(loop.Stop, "must_stop", reached)
         done = call(train.main, *words(place, "stopping", "--checkpoint.every=0"))
     assert done.code == 75 and "stopped after step 2, saved" in done.out, done.out
     ran(*words(place, "stopping", "--checkpoint.every=0"))
@@ -200,7 +200,7 @@ def test_a_run_that_is_to_stop_waits_for_no_scores_and_keeps_its_answers(place, 
         return real(self, *args, **keys)
     with monkeypatch.context() as patched:
         patched.setattr(Generator, "complete", complete)
-        patched.setattr(loop.Stop, "reached", lambda stop, *_: setattr(
+        patched.setattr(loop.Stop, "must_stop", lambda stop, *_: setattr(
             stop, "agreed", (directory / "waits").exists()) or stop.agreed)
         begun = time.monotonic()
         done = call(train.main, *words(place, f"scores{behind}/run", *more))

@@ -215,7 +215,7 @@ def test_a_run_with_several_updates_of_a_batch_counts_batches_and_not_steps(plac
 def test_a_run_that_is_asked_to_stop_while_it_waits_saves_and_ends(place, home, monkeypatch):  # noqa: F811
     """There is no sampler for its second batch."""
     asked, real = [], ArrivingAnswers._arrived
-    monkeypatch.setattr(loop.Stop, "reached", lambda self, late_s=None: bool(asked))
+    monkeypatch.setattr(loop.Stop, "must_stop", lambda self, late_s=None: bool(asked))
 
     def waiting(self, missing):
         if self.order.batch == 1:
@@ -486,13 +486,13 @@ def test_a_sampler_tells_a_mistake_before_it_waits(tmp_path):
 def test_launchers_give_samplers_gpus_of_their_own(monkeypatch):
     run = config.load(["--mesh.simulated_devices=0"]).replaced(rl={"lag": 1})
     given = samplers.COMMAND.read(["--samplers=2", "--sampler-gpus=2"])
-    assert samplers.asked(run, given) == (2, 2)
-    mine, theirs = samplers.divided(run, 2, 2, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"})
+    assert samplers.read_options(run, given) == (2, 2)
+    mine, theirs = samplers.divide_gpus(run, 2, 2, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"})
     assert mine["CUDA_VISIBLE_DEVICES"] == "0,1" and theirs["CUDA_VISIBLE_DEVICES"] == "2,3,4,5"
     with pytest.raises(config.ConfigError, match="leave none of 4 GPUs to the trainer"):
-        samplers.divided(run, 2, 2, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+        samplers.divide_gpus(run, 2, 2, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     with pytest.raises(config.ConfigError, match="with rl.lag=0 the trainer generates"):
-        samplers.asked(run.replaced(rl={"lag": 0}), given)
+        samplers.read_options(run.replaced(rl={"lag": 0}), given)
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def test_a_directory_that_cannot_be_written_is_a_mistake_and_stays_as_it_was(tmp
 
 
 def test_its_price_is_the_planners(tmp_path):
-    found = plan.planned(plan.COMMAND.read(["llama3-8b", "--gpus", "8", "--gpu", "h100"]))
+    found = plan.make_plans(plan.COMMAND.read(["llama3-8b", "--gpus", "8", "--gpu", "h100"]))
     (tmp_path / "best.toml").write_text(plan.run_file(found.run, found.best, "best.toml"))
     code, told = rows(tmp_path / "best.toml", *KEYS, "--data.paths", "[]", "--topology", "h100:8")
     texts = {row["part"]: row["text"] for row in told}

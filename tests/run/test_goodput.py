@@ -388,7 +388,7 @@ def test_a_report_reads_and_touches_nothing(life, tmp_path):
 
 
 def summed_from_the_beginning(rows, step):
-    """What `counted_s` says, by reading all rows forward."""
+    """What `sum_steps_s` says, by reading all rows forward."""
     total, before = 0.0, 0
     for row in rows:
         if "goodput" not in row:
@@ -408,5 +408,5 @@ def test_seconds_up_to_a_step_are_the_same_read_from_either_end(gaps, step, one_
         number, elapsed_s = number + gap, elapsed_s + 2 * time_s
         rows.append({"step": number} | ({"goodput": 0.5, "elapsed_s": elapsed_s} if accounted else {}))
     unwritten = [{"step": number + 1, "goodput": 1.0, "elapsed_s": elapsed_s}] * one_more
-    assert goodput.counted_s(rows, step, unwritten) == pytest.approx(
+    assert goodput.sum_steps_s(rows, step, unwritten) == pytest.approx(
         summed_from_the_beginning([*rows, *unwritten], step), abs=1e-9)

@@ -119,7 +119,7 @@ def test_a_million_rows_are_cut_and_told_in_bounded_memory(tmp_path):
     tracemalloc.start()
     try:
         rows.cut_after(path, 9_000)
-        assert goodput.counted_s(rows.MetricRows(path), 8_999) == pytest.approx(
+        assert goodput.sum_steps_s(rows.MetricRows(path), 8_999) == pytest.approx(
             numbers["goodput"] * numbers["elapsed_s"])
         assert rows.set_aside_after(path, 6_000) == "m.aside.jsonl"
         held = tracemalloc.get_traced_memory()[1]

@@ -406,7 +406,7 @@ def test_every_command_with_json_prints_it_by_answer_alone():
 
 
 def test_in_a_process_that_calls_a_command_stdout_is_kept_while_it_runs(capsys):
-    with say.kept_stdout():
+    with say.reserve_stdout():
         say.out("a note")
         print("a reward function of the user's")
         say.answer("{}")

@@ -101,12 +101,12 @@ def test_a_run_goes_back_before_a_spike_and_leaves_its_batches_out(command, cras
 
 
 def test_a_stop_in_the_step_of_a_spike_saves_what_only_the_fast_tier_had(command, tmp_path, monkeypatch):
-    real, calls = loop.Stop.reached, []
+    real, calls = loop.Stop.must_stop, []
     def stopped_in_step_20(self, *late):
         calls.append(late)
         self.agreed = len(calls) >= 20
         return real(self, *late)
-    monkeypatch.setattr(loop.Stop, "reached", stopped_in_step_20)
+    monkeypatch.setattr(loop.Stop, "must_stop", stopped_in_step_20)
     ran = call(train.main, *command, "--run.dir", "back", "--training.loss_spike", "rollback",
                "--checkpoint.every", 1000,
                "--checkpoint.local_dir", tmp_path / "near", "--checkpoint.local_every", 6)

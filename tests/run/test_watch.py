@@ -119,9 +119,9 @@ def test_of_this_host_the_one_that_has_gone_without_a_word_is_known_by_the_lock_
             fcntl.flock(held, fcntl.LOCK_EX)
         left(tmp_path, 3, state="runs", host="another")
         left(tmp_path, 4, state="lost", host=socket.gethostname())
-        assert stacks.died(tmp_path) is None
+        assert stacks.find_dead(tmp_path) is None
         held.close()
-        assert stacks.died(tmp_path) == (2, "died in step 5 without a word (pid 102): it was killed")
+        assert stacks.find_dead(tmp_path) == (2, "died in step 5 without a word (pid 102): it was killed")
 
 
 def test_a_torn_file_is_nobodys(tmp_path):
@@ -193,7 +193,7 @@ from pathlib import Path
 from meshtrain.cluster import watch
 watch.LOOK_S = 0.1
 with watch.on(watch.PhaseLimits(save=0.5), 0, 1, lambda text: print(text, file=sys.stderr, flush=True)) as watchdog:
-  with watchdog.kept_in(Path(sys.argv[1])):
+  with watchdog.keep_in(Path(sys.argv[1])):
     with watch.phase("save after step 3", "save"):
         {body}
 """
@@ -223,7 +223,7 @@ from pathlib import Path
 from meshtrain.cluster import stacks, watch
 watch.LOOK_S, watch.WINDOW_S = 0.1, 1000
 stacks.begin = lambda directory: "a"
-with watch.on(watch.PhaseLimits(save=0.5), {index}, 2, lambda text: None) as watchdog, watchdog.kept_in(Path({directory!r})):
+with watch.on(watch.PhaseLimits(save=0.5), {index}, 2, lambda text: None) as watchdog, watchdog.keep_in(Path({directory!r})):
     with watch.phase("save after step 3", "save"):
         time.sleep(100)
 """
@@ -243,7 +243,7 @@ import time
 from meshtrain.cluster import stacks, watch
 watch.LOOK_S, watch.WINDOW_S, watch.NOTED_S = 0.1, 4, 2
 stacks.begin = lambda directory: "a"
-with watch.on(watch.PhaseLimits(save=0.5), 1, 2, lambda text: None) as watchdog, watchdog.kept_in(Path({directory!r})):
+with watch.on(watch.PhaseLimits(save=0.5), 1, 2, lambda text: None) as watchdog, watchdog.keep_in(Path({directory!r})):
     with watch.phase("save after step 3", "save"):
         watch.progress()
         time.sleep(100)
@@ -350,10 +350,10 @@ def test_a_command_that_ends_takes_its_monitor_along():
     assert not Path(f"/proc/{pid}").exists()
 
 
-@pytest.mark.parametrize("error", [None, ConfigError("a mistake"), agree.agreed(ValueError("of all"))])
+@pytest.mark.parametrize("error", [None, ConfigError("a mistake"), agree.mark_agreed(ValueError("of all"))])
 def test_a_command_that_ends_leaves_no_files(error, tmp_path):
     with contextlib.suppress(type(error or ())), watch.on(watch.PhaseLimits(), 0, 1, print) as watchdog:
-        with watchdog.kept_in(tmp_path / "stacks"):
+        with watchdog.keep_in(tmp_path / "stacks"):
             assert [path.name for path in (tmp_path / "stacks").iterdir()] == ["process-0.txt"]
             if error:
                 raise error
@@ -379,7 +379,7 @@ BARRIER = ("DEADLINE_EXCEEDED: Barrier timed out. Id: two::0.\n# of tasks that r
 def test_who_has_lost_others_is_a_victim_and_who_fails_alone_is_the_culprit(error, gone, tmp_path):
     assert lost.others(error) == gone
     left(tmp_path / "stacks", 1, state="runs")
-    with contextlib.suppress(Exception), watch.on(watch.PhaseLimits(), 0, 2, print) as watchdog, watchdog.kept_in(
+    with contextlib.suppress(Exception), watch.on(watch.PhaseLimits(), 0, 2, print) as watchdog, watchdog.keep_in(
             tmp_path / "stacks"):
         with watch.phase("save after step 3", "save"):
             raise error

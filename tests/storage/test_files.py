@@ -41,11 +41,11 @@ def refusing(code, times=10**6):
 @pytest.mark.parametrize("code", MOMENTS)
 def test_a_moment_of_the_file_system_is_waited_for_and_then_no_mistake(code):
     act, calls = refusing(code, times=2)
-    assert files.attempted(act, "x", "y") == "there" and len(calls) == 3
+    assert files.attempt(act, "x", "y") == "there" and len(calls) == 3
     act, calls = refusing(code)
     with pytest.raises(files.FileSystemError,
                        match=f"data.paths: a: {os.strerror(code)}; .*start again"), user_errors():
-        files.attempted(act, "data.paths: a", "name another")
+        files.attempt(act, "data.paths: a", "name another")
     assert len(calls) == 3
 
 
@@ -54,12 +54,12 @@ def test_what_is_asked_again_is_told_and_each_reason_once_in_a_while(monkeypatch
     monkeypatch.setattr(files.notices, "write", said.append)
     monkeypatch.setattr(files.notices, "_written_at", {})
     for code in (errno.ESTALE, errno.ESTALE, errno.EIO):
-        files.attempted(refusing(code, times=2)[0], "x", "y")
+        files.attempt(refusing(code, times=2)[0], "x", "y")
     with pytest.raises(FileNotFoundError):      # another host's new file may not be seen yet: nothing has failed
         files.patiently(lambda: os.stat("nowhere"), missing=True)
     assert said == [f"the file system: {os.strerror(code)}; retrying" for code in (errno.ESTALE, errno.EIO)]
     monkeypatch.setattr(files, "TELL_AGAIN_S", 0.0)
-    files.attempted(refusing(errno.EIO, times=1)[0], "x", "y")
+    files.attempt(refusing(errno.EIO, times=1)[0], "x", "y")
     assert len(said) == 3
 
 
@@ -101,13 +101,13 @@ def test_only_what_the_kernel_says_of_files_is_a_moment():
 def test_a_mistake_is_told_at_once_with_its_remedy(code):
     act, calls = refusing(code)
     with pytest.raises(ConfigError, match=f"data.paths: a: {os.strerror(code)}; name another"), user_errors():
-        files.attempted(act, "data.paths: a", "name another")
+        files.attempt(act, "data.paths: a", "name another")
     assert len(calls) == 1
 
 
 def test_what_has_been_judged_is_not_judged_again():
-    told = files.judged(OSError(errno.ESTALE, "stale"), "inner", "")
-    assert files.judged(told, "outer", "remedy") is told and not files.is_mistake(told)
+    told = files.error_to_raise(OSError(errno.ESTALE, "stale"), "inner", "")
+    assert files.error_to_raise(told, "outer", "remedy") is told and not files.is_mistake(told)
 
 
 def test_what_a_library_says_of_a_content_is_a_mistake():

@@ -354,10 +354,10 @@ def test_a_list_of_files_that_somebody_changed_sends_the_token_nowhere_else(line
 
 def test_the_same_bucket_at_another_endpoint_has_other_directories(monkeypatch):
     place = addresses.parse(f"s3://{BUCKET}/run")
-    first = copies.named_home("runs", place)
-    assert copies.named_home("runs", place) == first
+    first = copies.home_of("runs", place)
+    assert copies.home_of("runs", place) == first
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://another")
-    assert copies.named_home("runs", place) != first
+    assert copies.home_of("runs", place) != first
 
 
 def test_only_what_accompanies_weights_is_copied_until_they_are_wanted(server):

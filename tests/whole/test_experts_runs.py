@@ -71,8 +71,8 @@ def test_before_the_first_step_batches_move_the_biases_and_nothing_else(tiny, tm
     with jax.set_mesh(made.mesh):
         fresh, step = assembly.initialize(made), made.program.compile()
         load = lambda state: float(step(state, made.program.place(batches.batch(0)))[1]["expert_load_max"])
-        once, often = (bias_warmup.balanced(made.program, step, assembly.initialize(made),
-                                            batches, passes, lambda: assembly.initialize(made))
+        once, often = (bias_warmup.balance(made.program, step, assembly.initialize(made),
+                                           batches, passes, lambda: assembly.initialize(made))
                        for passes in (1, 30))
         assert once.step == 0 and jax.tree.structure(once) == jax.tree.structure(fresh)
         same = lambda a, b: jax.tree.map(lambda a, b: bool((a == b).all()), a, b)

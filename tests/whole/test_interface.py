@@ -127,7 +127,7 @@ def test_without_a_run_file_axes_that_are_not_named_are_1_and_with_one_they_stay
 def test_what_names_no_optimizer_has_adamw():
     """The quickstart takes what learns most in its minutes."""
     words = plan.COMMAND.of(["llama3-8b"], {"gpus": 8, "gpu": "h100"})
-    assert mt.Experiment().run.optimizer.name == plan.asked(words).optimizer.name == "adamw"
+    assert mt.Experiment().run.optimizer.name == plan.run_of(words).optimizer.name == "adamw"
     assert mt.Experiment(settings={"optimizer.name": "muon"}).run.optimizer.name == "muon"
     assert mt.Experiment(config.QUICKSTART).run.optimizer == config.load([]).optimizer
 

@@ -452,7 +452,7 @@ def test_a_layout_that_is_fixed_stands_on_the_page_with_its_distance_to_the_best
 
 def test_plan_overwrites_no_page(tmp_path, monkeypatch):
     (tmp_path / "there.html").write_text("mine")
-    monkeypatch.setattr(plan, "answered", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(plan, "answer_for", lambda *_: pytest.fail("searched"))
     refused(call(plan.main, *PLAN, "--gpus", 8, "--html", "there.html"), "--html=there.html", "there already")
     assert (tmp_path / "there.html").read_text() == "mine"
 

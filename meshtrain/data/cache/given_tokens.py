@@ -127,8 +127,9 @@ class Given(parts.Part):
             files.replace(self.manifest, json.dumps(note), shared=True)
             return self._open(note)
         except OSError as error:
-            raise files.judged(error, f"token cache: {self.home} cannot be written, or {path} cannot be read",
-                               "make room (8 bytes a document), or set data.cache to another directory") from None
+            raise files.error_to_raise(error, f"token cache: {self.home} cannot be written, or {path} cannot be read",
+                                       "make room (8 bytes a document), or set data.cache to another "
+                                       "directory") from None
 
     def _scan(self, tokens: np.ndarray, job: Job, progress: FileProgress) -> tuple[int, int]:
         """Return (largest id, checksum). Raises: ValueError for a negative id."""

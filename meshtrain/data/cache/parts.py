@@ -191,8 +191,8 @@ class _Building:
                 if part.home.parent not in self.refused and part is not parts[-1]:
                     self.refused.add(part.home.parent)
                     self.job.tell(f"token cache: {refused}; using {parts[-1].home.parent}")
-        raise files.judged(last, f"token cache: {parts[-1].home.parent} cannot be written",
-                           "set data.cache to a writable directory")
+        raise files.error_to_raise(last, f"token cache: {parts[-1].home.parent} cannot be written",
+                                   "set data.cache to a writable directory")
 
     def _build_all(self, missing: dict[int, Part]) -> None:
         total = sum(_size(path) for part in missing.values() for path in part.inputs)
@@ -236,7 +236,7 @@ def read_entry(home: Path, look: Callable[[], Value]) -> Value | None:
         return files.patiently(look)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if files.is_moment(error):
-            raise files.judged(error, f"token cache: {home} cannot be read", "") from None
+            raise files.error_to_raise(error, f"token cache: {home} cannot be read", "") from None
         return None
 
 
@@ -294,8 +294,8 @@ class _Locks:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 yield False
                 return
-            raise files.judged(error, f"token cache: {part.home} cannot be locked",
-                               "set data.cache to a directory on another file system") from None
+            raise files.error_to_raise(error, f"token cache: {part.home} cannot be locked",
+                                       "set data.cache to a directory on another file system") from None
         try:
             yield True
         finally:

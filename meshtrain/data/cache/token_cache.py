@@ -114,8 +114,8 @@ class Tokenized(parts.Part):
     def check(self, job: Job) -> tuple[token_files.IndexedTokens | None, str]:
         """See `parts.Part`. Reads cache files that have changed since the note, or all of them with `verify`. Raises:
         FileSystemError if they cannot be read, because hours of tokenizing are not repeated for that."""
-        return files.attempted(lambda: self._check(job), f"token cache: {self.home} cannot be read",
-                               "set data.cache to another directory")
+        return files.attempt(lambda: self._check(job), f"token cache: {self.home} cannot be read",
+                             "set data.cache to another directory")
 
     def _check(self, job: Job) -> tuple[token_files.IndexedTokens | None, str]:
         """As `check`. Raises: OSError on a transient error of the file system."""
@@ -187,8 +187,8 @@ class Tokenized(parts.Part):
             files.replace(self.manifest, json.dumps(manifest), shared=True)
             return self._open(manifest)
         except OSError as error:
-            raise files.judged(error, f"token cache: {self.home} cannot be written; finished parts are kept",
-                               "set data.cache to another directory") from None
+            raise files.error_to_raise(error, f"token cache: {self.home} cannot be written; finished parts are kept",
+                                       "set data.cache to another directory") from None
         finally:
             for writer in writers:
                 writer.abandon()
@@ -338,5 +338,5 @@ def _identify(home: Path, path: str, job: Job) -> dict:
 
 
 def _identify_input(home: Path, path: str, job: Job) -> dict:
-    return files.attempted(lambda: _identify(home, path, job), f"{path} cannot be read",
-                           "fix it or take it out of data.paths")
+    return files.attempt(lambda: _identify(home, path, job), f"{path} cannot be read",
+                         "fix it or take it out of data.paths")

@@ -154,7 +154,7 @@ def _of_templates(folder: Path, config: Mapping) -> list[str]:
                       None)
     if not isinstance(inside, str) or not path.is_file():
         return []
-    text = files.attempted(path.read_bytes, f"{path} cannot be read", "let it be read")
+    text = files.attempt(path.read_bytes, f"{path} cannot be read", "let it be read")
     return [] if text.strip() == inside.encode(errors="surrogatepass").strip() else [
         f"{TEMPLATE} is another chat template than that of {CONFIG}; the first is used, as in transformers"]
 
@@ -207,7 +207,7 @@ def _read(path: Path) -> dict:
     """Return the object of a JSON file; empty if there is no file."""
     if not path.is_file():
         return {}
-    text = files.attempted(path.read_bytes, f"{path} cannot be read", "let it be read")
+    text = files.attempt(path.read_bytes, f"{path} cannot be read", "let it be read")
     try:
         return _object(path, json.loads(text))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:

@@ -241,8 +241,8 @@ def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
         if (place / TEMPLATE_FILE).is_file():
             return (place / TEMPLATE_FILE).read_text(encoding="utf-8"), place / TEMPLATE_FILE
     except OSError as error:
-        raise files.judged(error, f"the chat template of {place} cannot be read",
-                           "fix it, or name another file as data.chat_template") from None
+        raise files.error_to_raise(error, f"the chat template of {place} cannot be read",
+                                   "fix it, or name another file as data.chat_template") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"the chat template of {place} cannot be read: {error}; fix it, or name another as "
                          "data.chat_template") from None
@@ -278,8 +278,8 @@ def _config(path: Path) -> dict:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise files.judged(error, f"{path} cannot be read",
-                           "fix it, or name a template as data.chat_template") from None
+        raise files.error_to_raise(error, f"{path} cannot be read",
+                                   "fix it, or name a template as data.chat_template") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON ({error}); fix it, or name a template as "
                          f"data.chat_template") from None
@@ -299,7 +299,7 @@ class _Renderer:
         # -P: do not import from the script's folder.
         self._process = subprocess.Popen([sys.executable, "-P", str(script)], stdin=subprocess.PIPE,
                                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                                         env=environment.kept(os.environ))
+                                         env=environment.select(os.environ))
         self._unread, self._late, self._long = bytearray(), False, False
         tokens = {name: token for name, token in self.template.tokens.items() if token is not None}
         self._write({"template": self.template.text, "tokens": tokens, "today": self.template.today,

@@ -69,7 +69,7 @@ def reading(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise files.judged(error, f"{path} cannot be read", "fix it or take it out of data.paths") from None
+        raise files.error_to_raise(error, f"{path} cannot be read", "fix it or take it out of data.paths") from None
 
 
 def read_text(path: str) -> Iterator[TextPiece]:

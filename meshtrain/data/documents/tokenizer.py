@@ -235,8 +235,8 @@ def _library(path: str | os.PathLike, name: str) -> _Opened:
     """Open a tokenizer.json with the tokens that the files next to it add: without truncation and padding, and with ids
     that are a function of the text alone. name: for errors."""
     tokenizers = import_extra("tokenizers", name)
-    content = files.attempted(Path(path).read_bytes, f"{name} cannot be read",
-                              'name a tokenizer.json of the tokenizers library, or "bytes"')
+    content = files.attempt(Path(path).read_bytes, f"{name} cannot be read",
+                            'name a tokenizer.json of the tokenizers library, or "bytes"')
     try:
         with panics.caught():
             library = tokenizers.Tokenizer.from_buffer(content)

@@ -69,8 +69,8 @@ def _open_ids(path: str) -> IdFile:
         index = path.removesuffix(".bin") + ".idx"
         return _open_megatron(path, index) if os.path.exists(index) else _open_bare(path)
     except OSError as error:
-        raise files.judged(error, f"{error.filename or path} cannot be read",
-                           "fix it or take it out of data.paths") from None
+        raise files.error_to_raise(error, f"{error.filename or path} cannot be read",
+                                   "fix it or take it out of data.paths") from None
 
 
 def _open_bare(path: str) -> IdFile:

@@ -356,7 +356,7 @@ def open_checked(path: str, open_file: Callable):
     """Return open_file(path). Raises: ValueError that names the file, for any fault of an .npy file."""
     what, remedy = f"{path} cannot be read as an .npy file", "write it again with np.save"
     try:
-        return files.attempted(lambda: open_file(path), what, remedy)
+        return files.attempt(lambda: open_file(path), what, remedy)
     except ValueError as error:
         raise ValueError(str(error) if str(error).startswith(what) else f"{what}: {error}; {remedy}") from None
 

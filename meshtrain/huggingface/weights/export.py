@@ -176,10 +176,10 @@ class Files:
         for file in self.open.values():
             self._try(lambda: os.fsync(file.fileno()))
             self._try(file.close)
-        found = agree.exchange(files.said(self.failed) if self.failed else "")
+        found = agree.exchange(files.describe(self.failed) if self.failed else "")
         if faults := list(dict.fromkeys(filter(None, found))):
             message = f"the weights could not be written: {'; '.join(faults)}"
-            raise agree.agreed(CheckpointError(message)) from self.failed
+            raise agree.mark_agreed(CheckpointError(message)) from self.failed
 
 
 def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_bytes: int,

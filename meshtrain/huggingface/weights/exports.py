@@ -101,7 +101,7 @@ class Exports:
 
     def _write_saved(self, step: int) -> None:
         if fault := self.checkpoints.fault(step, only_params=True):
-            raise agree.agreed(CheckpointError(f"its checkpoint is damaged ({fault})"))
+            raise agree.mark_agreed(CheckpointError(f"its checkpoint is damaged ({fault})"))
         saved = self.checkpoints.open(step)
         companions = find_companions(self.directory)
         with user_errors():
@@ -128,7 +128,7 @@ class Exports:
         except (CheckpointError, ConfigError, PeerError, files.FileSystemError) as error:
             if jax.process_count() > 1 and not getattr(error, "agreed", False):
                 raise       # a process is lost, or the others do not know of the error
-            self.failed[step] = files.said(error)
+            self.failed[step] = files.describe(error)
             if jax.process_index() == 0:
                 say.err(f"export of step {step} failed: {self.failed[step]}; training continues, and "
                         "the export is tried again")
@@ -194,6 +194,6 @@ def set_aside_after(run_dir: str, step: int) -> list[str]:
     from `step`. Raises: ConfigError, files.FileSystemError."""
     place = place_of(run_dir)
     with user_errors():
-        return files.attempted(
+        return files.attempt(
             lambda: [new_folder.set_aside(place / str(later)) for later in _steps(place) if later > step],
             f"exports in {place} cannot be set aside", "check its permissions", ConfigError)

@@ -61,7 +61,7 @@ def _in_directory(directory: Path) -> Iterator[Path]:
 def _in_bucket(target: Address) -> Iterator[Path]:
     """Write into a local directory and upload its files at the end of the block. Process 0 claims the folder, each
     process creates its objects, then process 0 creates the mark."""
-    scratch = copies.named_home(SCRATCH, target) / f"process-{jax.process_index()}"
+    scratch = copies.home_of(SCRATCH, target) / f"process-{jax.process_index()}"
     nonce = agree.on_first(lambda: uuid.uuid4().hex)
 
     def claim() -> None:
@@ -165,7 +165,7 @@ def _judge(target: Target, act: Callable[[], Value]) -> Value:
     try:
         return act()
     except OSError as error:
-        raise CheckpointError(f"{target} could not be written: {files.said(error)}") from error
+        raise CheckpointError(f"{target} could not be written: {files.describe(error)}") from error
     except StorageError as error:
         with user_errors():     # except credentials that are refused at a restart, which have expired
             raise error
@@ -187,7 +187,7 @@ def _locked_place(directory: Path, place: Path) -> Iterator[None]:
         except OSError as error:
             if not files.is_mistake(error):
                 raise
-            message = f"{directory} cannot be written: {files.said(error)}; name a directory that can"
+            message = f"{directory} cannot be written: {files.describe(error)}; name a directory that can"
             raise ConfigError(message) from None
         yield
 

@@ -81,7 +81,7 @@ def load(found: folder.Folder, rows: Sequence[folder.WeightRow], places: Sequenc
             # Wait for the previous tensor, to bound memory and order the collectives.
             stacks = jax.block_until_ready([leaves[path] for path in paths])
             leaves |= zip(paths, place(stacks, flat, np.array(row.at(index), np.int32), whole), strict=True)
-    return trees.nested(jax.block_until_ready(leaves))
+    return trees.nest(jax.block_until_ready(leaves))
 
 
 def paths_of(row: folder.WeightRow, stack: str) -> list[str]:
@@ -157,7 +157,7 @@ def _read(entry: safetensors.Entry, start: int, stop: int) -> np.ndarray:
     try:
         return files.patiently(lambda: safetensors.read(entry, start, stop))
     except (OSError, StorageError) as error:
-        raise CheckpointError(f"{entry.path} cannot be read: {files.said(error)}") from error
+        raise CheckpointError(f"{entry.path} cannot be read: {files.describe(error)}") from error
 
 
 def _program(row: folder.WeightRow, stacks, mesh, block: tuple[int, int] | None):

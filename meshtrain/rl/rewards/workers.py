@@ -179,7 +179,7 @@ class _Process:
         path, _, name = reward.rpartition(":")
         reward = f"{Path(path).expanduser().resolve()}:{name}" if path else name
         # sets of strings in the same order in every run; one thread, as there are processes enough
-        environ = environment.kept(os.environ) | {
+        environ = environment.select(os.environ) | {
             "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         source, self._requests = os.pipe()
         self._replies, target = os.pipe()
