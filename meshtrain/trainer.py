@@ -51,11 +51,10 @@ def warm_up_biases(compiled: CompiledRun, start: resume.Start, state: State, fee
 
 
 class End(NamedTuple):
-    """The end of training, at the last step or after a stop request. feed: the last one, which is closed. val_loss: the
-    last validation loss; None: there was none."""
+    """The end of training, at the last step or after a stop request. val_loss: the last validation loss; None: there
+    was none."""
     step: int
     state: State
-    feed: Feed
     val_loss: float | None
 
 
@@ -104,7 +103,6 @@ class Trainer:
               hooks.Trace(run.metrics.profile_steps, directory / contents.TENSORBOARD, start.step) as trace,
               account.count_as(goodput.LOOP)):
             journal = Journal(run, writers, progress, self.flops, account, spikes, agree.exchange(socket.gethostname()))
-            feed.begin(journal, self.stop.must_stop)
             if start.rollbacks:
                 journal.add({"rollbacks": start.rollbacks, "skipped_batches": start.skip_batches})
             shared = hooks.SaveInRunDir(places.checkpoints, metadata)
@@ -118,7 +116,7 @@ class Trainer:
         if start.is_of(places.local) and done == start.step < run.training.steps:
             with watch.phase(f"checkpoint after step {done}", "save"):
                 places.checkpoints.save(done, state, metadata(done))
-        return End(done, state, feed, validation.loss)
+        return End(done, state, validation.loss)
 
     def _rewind(self, start: resume.Start, spikes: Spikes, spiked: int, why: str) -> tuple[resume.Start, State, Feed]:
         """Return the start after the newest checkpoint before the spike, its state, and the feed without the batches

@@ -50,13 +50,21 @@ class Opened:
 @dataclasses.dataclass(frozen=True)
 class DataKind:
     """A kind of data. open: (run, run.dir, start) -> (corpus, batches from `start` on, or prompts). feed: (opened data,
-    start, state at `start`) -> the feed of the training loop. All processes call both together."""
+    start, state at `start`) -> the feed of the training loop. finish: (run, run.dir), called when the run has taken and
+    saved all its steps; None: nothing is to do. All processes call each together."""
     open: Callable[[Run, Path, resume.Start], tuple[sources.Corpus, Batches | Prompts]]
     feed: Callable[[Opened, resume.Start, State], Feed]
+    finish: Callable[[Run, Path], None] | None = None
 
 
 def of_run(run: Run) -> DataKind:
     return KINDS[objective.of_run(run).data]
+
+
+def finish(run: Run, directory: Path) -> None:
+    """End what the run's data needs until its last step. All processes call it together. directory: run.dir."""
+    if end := of_run(run).finish:
+        end(run, directory)
 
 
 def check_source(run: Run) -> None:
@@ -146,4 +154,4 @@ def _feed_of_answers(opened: Opened, start: resume.Start, state: State) -> Feed:
 KINDS = {
     "documents": DataKind(_open_documents, _feed_of_documents),
     "pairs": DataKind(_open_documents, _feed_of_pairs),
-    "answers": DataKind(prepare.open_prompts, _feed_of_answers)}
+    "answers": DataKind(prepare.open_prompts, _feed_of_answers, prepare.finish)}

@@ -82,7 +82,7 @@ def _train_from(beginning: Beginning, here: Places, exporting: Exports, attempt:
         finished = end.step == run.training.steps
         missing = closing.finish_saves(here, exporting, account, finished)
         if finished:
-            end.feed.finish()
+            training_data.finish(run, here.directory)
         attempt.end(listener.ending(finished), code=STOPPED if not finished else FAILED if missing else DONE)
     if not finished:
         say.out(attempt.describe())

@@ -11,11 +11,12 @@ BROKEN = "\ufffd"       # the decoder's output for bytes that do not form a char
 class Words:
     """Turns the tokens of an answer into text.
 
-    decode: ids -> text. stops: stop strings. stop_ids: stop tokens.
+    decode: ids -> text. stops: stop strings. stop_ids: stop tokens. ends: both as text, for messages.
     """
     decode: Callable[[Sequence[int]], str]
     stops: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
+    ends: str = ""
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of an answer up to its stop."""

@@ -6,26 +6,32 @@ resumes. Each file is complete or absent. A failed write does not stop the run.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import itertools
 import json
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import jax
 import numpy as np
 
 from meshtrain import files
 from meshtrain.cluster import agree
+from meshtrain.config import Run
 from meshtrain.inference.detokenizer import Words
-from meshtrain.inference.generate import Completion
+from meshtrain.inference.generate import Completion, GenerationLimits
+from meshtrain.inference.sampling import Picking
 from meshtrain.rl.prompts import Prompt, Prompts
 from meshtrain.rl.rewards import workers
-from meshtrain.run import say
+from meshtrain.run import contents, say
 from meshtrain.storage import mirror
 
 ARRAYS = {"tokens", "logprobs", "margins", "rewards"}       # arrays of N.npz that are not scores
+# Keys of [rl] that change neither the answers nor their rewards.
+FREE = ("slots", "rules", "reward_workers", "reward_timeout_s", "reward_memory_gb", "reward_check", "keep")
 
 
 class RolloutError(RuntimeError):
@@ -98,6 +104,27 @@ def means(answers: Sequence[ScoredAnswer]) -> dict[str, float]:
     """Return the mean of each part of the reward, by name, over the answers that have the part."""
     return {name: float(np.mean([one.parts[name] for one in answers if name in one.parts]))
             for name in sorted({name for one in answers for name in one.parts})}
+
+
+class KeptBatches:
+    """The files in run.dir/rollouts that keep the newest batches of a run. directory: run.dir."""
+
+    def __init__(self, run: Run, prompts: Prompts, directory: Path):
+        self.run, self.prompts, self.directory = run, prompts, directory / contents.ROLLOUTS
+        self._of_reward = workers.digest(run.rl.reward)     # of the file before the workers start; it may be edited
+
+    def of(self, number: int) -> Kept:
+        """Return the file of batch `number`."""
+        return Kept(self.directory, number, self._key(number))
+
+    def _key(self, number: int) -> str:
+        """Return a hash of everything that determines batch `number`, except the weights. It includes the text of the
+        reward function's file."""
+        run = self.run
+        identity = [number, run.run.seed, run.rl.model_dump(exclude=set(FREE)), run.data.seq_len,
+                    run.data.global_batch, run.model.model_dump(), run.lora.model_dump(), self.prompts.digest,
+                    self._of_reward]
+        return hashlib.blake2b(json.dumps(identity).encode(), digest_size=10).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,18 +205,27 @@ class Kept:
                 and found[0].get("held", False) == held)
 
 
+class Completer(Protocol):
+    """Completes the prompts of a batch: a `Generator`, or what stands for one."""
+
+    def complete(self, prompts: Sequence[Sequence[int]], limits: GenerationLimits, how: Picking, seed: int, *,
+                 samples: Sequence[int], counters: Sequence[tuple[int, int]],
+                 each: Callable[[int, Completion], None]) -> list[Completion]:
+        """Return answers; see `Generator.complete`."""
+
+
 @dataclasses.dataclass(eq=False)
 class HeldFirst:
-    """A `Generator` that first returns the answers that `Kept.hold` saved of an interrupted batch."""
+    """A `Completer` that first returns the answers that `Kept.hold` saved of an interrupted batch."""
     held: list[Completion]
-    generator: object
+    generator: Completer
 
-    def complete(self, prompts: Sequence[Sequence[int]], *how, samples: Sequence[int],
-                 each: Callable[[int, Completion], None], **more) -> list[Completion]:
-        """Return answers; see `Generator.complete`."""
+    def complete(self, prompts: Sequence[Sequence[int]], limits: GenerationLimits, how: Picking, seed: int, *,
+                 samples: Sequence[int], counters: Sequence[tuple[int, int]],
+                 each: Callable[[int, Completion], None]) -> list[Completion]:
         count = sum(samples)
         if len(self.held) < count:
-            return self.generator.complete(prompts, *how, samples=samples, each=each, **more)
+            return self.generator.complete(prompts, limits, how, seed, samples=samples, counters=counters, each=each)
         of = [prompt for prompt, n in zip(prompts, samples, strict=True) for _ in range(n)]
         found = [dataclasses.replace(one, prompt=list(prompt))
                  for one, prompt in zip(self.held[:count], of, strict=True)]

@@ -9,19 +9,21 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from meshtrain import files
+from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.cluster import agree, watch
 from meshtrain.config import Run
 from meshtrain.inference.detokenizer import Words
-from meshtrain.inference.generate import Completion
+from meshtrain.inference.generate import Completion, GenerationLimits
+from meshtrain.inference.sampling import Picking
 from meshtrain.rl import exchange, groups
 from meshtrain.rl.exchange import (
     FROZEN, Heartbeats, Order, OtherVersionError, SamplerFiles, checksum, has_answers, pack_answers, prompts_of_part,
 )
-from meshtrain.rl.groups import Kept, RolloutError
+from meshtrain.rl.groups import Completer, Kept, KeptBatches, RolloutError
 from meshtrain.rl.prompts import Prompts
+from meshtrain.rl.samplers import LocalSampler, Pause, SamplingWeights
 from meshtrain.run import contents, replicas, say
 from meshtrain.run.loop import NoBatch
 
@@ -33,63 +35,77 @@ SAMPLE = "python -m meshtrain.sample"
 class SentWeights:
     """A part of the weights (trained or untrained) that the trainer saves for samplers.
 
-    store: the `Checkpoints` that saves it. cast: function from all weights of the trainer to this part, in the layout
-    and dtype that samplers read.
+    store: saves it. cast: function from all weights of the trainer to this part, in the layout and dtype that samplers
+    read. document: metadata of the checkpoints.
     """
-    store: Any
+    store: Checkpoints
     cast: Callable[[dict], dict]
+    document: dict
+
+    def save(self, step: int, params: dict, digest: str) -> None:
+        """Save the result of `cast`. Returns before it is on disk. digest: checksum, which samplers compare. Raises:
+        FileSystemError."""
+        self.store.save(step, {"params": params}, self.document | {"weights": digest})
 
 
 class Orders:
-    """The trainer's side of the exchange: writes orders and reads answers. All processes call its methods together, and
-    process 0 writes.
+    """The trainer's side of the exchange: writes orders and reads answers (samplers.Sampler). All processes call its
+    methods together, and process 0 writes.
 
-    words: the tokens and strings that end an answer. sent: the trained weights. document: metadata of their
-    checkpoints. queue: the result of `queue` that was saved in the checkpoint that the run resumes from. frozen: the
-    untrained weights, if there are any.
+    words: the tokens and strings that end an answer. kept: the files of the run's batches. local: samples on the run's
+    mesh what is no batch. sent: the trained weights. frozen: the untrained weights, if there are any. queue: the result
+    of `queue` that was saved in the checkpoint that the run resumes from.
     """
+    saves = True
 
-    def __init__(self, run: Run, prompts: Prompts, words: Words, sent: SentWeights, document: dict,
-                 queue: Sequence[Sequence] = (), frozen: SentWeights | None = None):
-        self.run, self.rl, self.prompts, self.cast, self.frozen = run, run.rl, prompts, sent.cast, frozen
-        self.store, self.document = sent.store, document
-        self.directory = Path(run.run.dir)
+    def __init__(self, run: Run, prompts: Prompts, words: Words, kept: KeptBatches, local: LocalSampler,
+                 sent: SentWeights, frozen: SentWeights | None = None, queue: Sequence[Sequence] = ()):
+        self.run, self.rl, self.prompts, self.kept, self.local = run, run.rl, prompts, kept, local
+        self.sent, self.frozen, self.directory = sent, frozen, Path(run.run.dir)
         self.place, self.batches = SamplerFiles(self.directory), -(-run.training.steps // run.rl.updates)
         self.draws = {"seed": run.run.seed, "temperature": self.rl.temperature, "max_tokens": self.rl.max_tokens,
                       "samples": self.rl.samples, "stop": list(words.stops), "stop_ids": list(words.stop_ids)}
-        self.stopping: Callable[[], bool] = lambda: False       # whether to stop; set by `Rollouts.begin`
         self.checksums = {version: weights for _, version, weights in queue}
         self.given: dict[int, Order] = {}       # by batch
         self._versions = {batch: version for batch, version, _ in queue}
-        self._begun, self._of_frozen = False, ""
-        agree.on_first(self._open)
+        self._has_begun, self._of_frozen = False, ""
+        agree.on_first(self._make_folders)
         self.heartbeats = Heartbeats(self.place)
 
-    def _open(self) -> None:
+    def _make_folders(self) -> None:
         for place in (self.place.drawn, self.place.heartbeats, self.place.orders):      # samplers wait for `orders`
             place.mkdir(parents=True, exist_ok=True)
         self.place.finished.unlink(missing_ok=True)
+
+    def generator(self, params: dict) -> Completer:
+        return self.local.generator(params)
+
+    def position(self, steps: int) -> dict:
+        return {"queue": self.queue(steps)}
 
     def queue(self, steps: int) -> list:
         """Return [batch, version, checksum of the weights] for the requested batches that are trained on after `steps`
         and sampled with weights from before. A checkpoint saves this list. Waits until these weights are on disk.
         Raises: FileSystemError."""
-        self.store.wait()
+        self.sent.store.wait()
         updates = self.rl.updates
         return [[batch, one.version, one.weights] for batch, one in sorted(self.given.items())
                 if batch >= steps // updates and one.version * updates < steps]
 
-    def offer(self, number: int, part: int, first: int, params: dict, key_of: Callable[[int], str]) -> None:
-        """Write the orders of batch `number` and of the rl.lag batches after it, except those already written.
+    def request(self, number: int, part: int, first: int, params: dict, pause: Pause) -> SamplingWeights:
+        """Request batch `number` as in samplers.Sampler; it also orders the rl.lag batches after it. Raises:
+        FileSystemError."""
+        with pause.time("sync", "sync_s"):
+            self.offer(number, part, first, params)
+        return SamplingWeights(self.given[number].weights, self.given[number].version)
 
-        The weights are saved if an order needs them. part: the update of the batch that comes next. params: the weights
-        before that update. first: number of prompts drawn for earlier batches. key_of: returns the key of a batch, see
-        `Kept`. Raises: FileSystemError.
-        """
-        begins, self._begun = not self._begun, True
+    def offer(self, number: int, part: int, first: int, params: dict) -> None:
+        """Write the orders of batch `number` and of the rl.lag batches after it, except those already written. The
+        weights are saved if an order needs them. The parameters are those of `request`. Raises: FileSystemError."""
+        begins, self._has_begun = not self._has_begun, True
         if begins and self.frozen:
-            self._of_frozen = self._save_frozen(self.frozen.cast(params))
-        params = self.cast(params)
+            self._of_frozen = self._save_frozen(self.frozen, self.frozen.cast(params))
+        params = self.sent.cast(params)
         digest = checksum(params, self._of_frozen)
         if part == 0:
             self.checksums[number] = digest
@@ -101,8 +117,8 @@ class Orders:
             self.checksums[number] = digest
         self.given |= {batch: self._order(batch, version, first + (batch - number) * self.rl.prompts)
                        for batch, version in chosen["versions"]}
-        if agree.on_first(lambda: self._write_orders(wanted, number, key_of, is_saved)) and not is_saved:
-            self.store.save(number, {"params": params}, self.document | {"weights": digest})
+        if agree.on_first(lambda: self._write_orders(wanted, number, is_saved)) and not is_saved:
+            self.sent.save(number, params, digest)
 
     def _choose_versions(self, wanted: Sequence[int], number: int, part: int, first: int, begins: bool) -> dict:
         """In process 0: choose the version of the weights for each batch of `wanted`.
@@ -126,28 +142,28 @@ class Orders:
             lost = lost or not exists
         return {"versions": versions, "lost": lost, "saved": self.place.checksum_of(number)}
 
-    def _write_orders(self, wanted: Sequence[int], number: int, key_of: Callable[[int], str], is_saved: bool) -> bool:
+    def _write_orders(self, wanted: Sequence[int], number: int, is_saved: bool) -> bool:
         """In process 0: write the orders of `wanted` that have no answers. Return whether one of them needs the weights
         of version `number`. is_saved: whether these weights are on disk; if not, remove others of this version."""
         for batch in wanted:
             if not self._answered(self.given[batch]):
                 self._write_order(self.given[batch])
-                self._copy_kept_answers(self.given[batch], key_of(batch))
+                self._copy_kept_answers(self.given[batch])
         self._drop_before(number)
         needed = any(self.given[batch].version == number and not self._answered(self.given[batch]) for batch in wanted)
         if needed and not is_saved:
             _remove(self.place.weights / str(number))
         return needed
 
-    def _save_frozen(self, params: dict) -> str:
+    def _save_frozen(self, frozen: SentWeights, params: dict) -> str:
         """Save the untrained weights unless they are already saved, and wait until they are on disk. Return their
         digest. Raises: FileSystemError."""
-        found, store = replicas.digest(params), self.frozen.store
-        if not agree.on_first(lambda: self.place.checksum_of_frozen() == found):
+        digest = replicas.digest(params)
+        if not agree.on_first(lambda: self.place.checksum_of_frozen() == digest):
             agree.on_first(lambda: _remove(self.place.frozen / str(FROZEN)))
-            store.save(FROZEN, {"params": params}, self.document | {"weights": found})
-            store.wait()
-        return found
+            frozen.save(FROZEN, params, digest)
+            frozen.store.wait()
+        return digest
 
     def _order(self, batch: int, version: int, first: int) -> Order:
         """Return the order of a batch. first: number of prompts drawn for earlier batches."""
@@ -174,10 +190,9 @@ class Orders:
         if is_new:
             files.replace(self.place.order(order.batch), order.text)
 
-    def _copy_kept_answers(self, order: Order, key: str) -> None:
+    def _copy_kept_answers(self, order: Order) -> None:
         """Copy the answers that an earlier attempt saved in run.dir/rollouts, so that they are not sampled again."""
-        kept = Kept(self.directory / contents.ROLLOUTS, order.batch, key)
-        if (found := kept.found(order.weights)) is None:
+        if (found := self.kept.of(order.batch).found(order.weights)) is None:
             return
         every, samples = groups.unflat(*found), order.draws["samples"]
         for part in order.parts:
@@ -205,52 +220,50 @@ class Orders:
                 if (batch := int(re.match(r"\d*", name)[0] or number)) not in kept and batch < number:
                     (directory / name).unlink(missing_ok=True)
 
-    def answers(self, number: int) -> ArrivingAnswers:
-        """Return the answers of batch `number`, to be read while they arrive from the samplers."""
-        order = self.given[number]
+    def open(self, kept: Kept, weights: SamplingWeights, params: dict, pause: Pause) -> ArrivingAnswers:
+        """Return the answers of a requested batch, to be read while they arrive from the samplers."""
+        order = self.given[kept.number]
         agree.on_first(lambda: self.place.has(order) or self._write_order(order))
-        return ArrivingAnswers(self, order)
-
-    def finish(self) -> None:
-        """Tell samplers that no further batch is requested."""
-        agree.on_first(lambda: files.replace(self.place.finished, ""))
+        return ArrivingAnswers(self, order, pause.stopping)
 
 
 @dataclasses.dataclass(eq=False)
 class ArrivingAnswers:
-    """The answers to an order, read part by part as samplers deliver them."""
+    """The answers to an order, read part by part as samplers deliver them. stopping: see `Pause`."""
     orders: Orders
     order: Order
+    stopping: Callable[[], bool] = lambda: False
 
     def __post_init__(self):
         self._told = self._seen = time.monotonic()      # times of the last message, and of the last live sampler
 
-    def complete(self, prompts: Sequence[Sequence[int]], *_, each: Callable[[int, Completion], None],
-                 **__) -> list[Completion]:
-        """Return the answers, with the interface of `Generator.complete`; sampling settings come from the order.
+    def complete(self, prompts: Sequence[Sequence[int]], limits: GenerationLimits, how: Picking, seed: int, *,
+                 samples: Sequence[int], counters: Sequence[tuple[int, int]],
+                 each: Callable[[int, Completion], None]) -> list[Completion]:
+        """Return the answers (groups.Completer). The order, not the parameters, has the sampling settings.
 
         Raises: RolloutError if no sampler is alive for LOST_S; NoBatch if the run has to stop (answers on disk stay).
         """
-        found, missing = {}, list(self.order.parts)
+        answers, missing = {}, list(self.order.parts)
         while missing:
             there = agree.on_first(lambda: self._arrived(missing))
-            if not there and self.orders.stopping():
+            if not there and self.stopping():
                 raise NoBatch
             for part in there:
-                samples = self.order.draws["samples"]
-                for i, one in enumerate(self._read(part), self.order.rows(part)[0] * samples):
-                    found[i] = dataclasses.replace(one, prompt=list(prompts[i // samples]))
-                    each(i, found[i])
+                count = self.order.draws["samples"]
+                for i, answer in enumerate(self._read(part), self.order.rows(part)[0] * count):
+                    answers[i] = dataclasses.replace(answer, prompt=list(prompts[i // count]))
+                    each(i, answers[i])
                 missing.remove(part)
             watch.progress()
-        return [found[i] for i in sorted(found)]
+        return [answers[i] for i in sorted(answers)]
 
     def _arrived(self, missing: Sequence[int]) -> list[int]:
         """In process 0: wait up to WAITS_S for answers and return the parts that have arrived. Every TOLD_EVERY_S a
         message says what is missing."""
         until, batch = time.monotonic() + WAITS_S, self.order.batch
         while time.monotonic() < until:
-            if failure := self.orders.store.failure:
+            if failure := self.orders.sent.store.failure:
                 raise files.FileSystemError(f"the weights for the samplers could not be saved: {failure}")
             if there := [part for part in missing if self.orders.place.answers(batch, part).exists()]:
                 return there

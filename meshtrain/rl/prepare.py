@@ -10,10 +10,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from meshtrain import assembly, starts
+from meshtrain import assembly, files, starts
 from meshtrain.checkpoint import resume
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.directory import DirectoryStore
+from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.data import sources
 from meshtrain.data.documents.tokenizer import Tokenizer
@@ -21,9 +22,12 @@ from meshtrain.huggingface.weights.ends import Ends
 from meshtrain.inference.detokenizer import Words
 from meshtrain.model import params as model_params
 from meshtrain.rl import exchange, prompts, rollouts, samplers, sync
+from meshtrain.rl.groups import KeptBatches
 from meshtrain.rl.orders import Orders, SentWeights
 from meshtrain.rl.prompts import Prompts
-from meshtrain.rl.rollouts import Rollouts
+from meshtrain.rl.rewards.workers import RewardWorkers
+from meshtrain.rl.rollouts import Reference, Rollouts
+from meshtrain.rl.samplers import Sampler
 from meshtrain.run import replicas, rundir, say
 from meshtrain.storage import model_folder
 from meshtrain.training.state import State
@@ -55,50 +59,59 @@ def feed_of(made: assembly.Assembly, start: resume.Start, state: State, asked: P
     asked: the prompts. state: the state at `start`. ends: the ends of answers, to which rl.stop is added. directory:
     run.dir. check_claim: raises an error if another start has taken over run.dir. Raises: ConfigError.
     """
-    run = made.run
-    words = Words(tokenizer.decode, tuple(dict.fromkeys((*run.rl.stop, *ends.stops))), ends.ids)
-    sampler = samplers.make(made, asked.longest_with_answer(run.rl.max_tokens))
+    run, rl = made.run, made.run.rl
+    words = Words(tokenizer.decode, tuple(dict.fromkeys((*rl.stop, *ends.stops))), ends.ids, ends.shown(tokenizer))
+    local = samplers.make(made, asked.longest_with_answer(rl.max_tokens))
     position = start.saved.metadata["data"]["position"] if start.saved else None
-    feed = Rollouts(run, made.program, asked, words, sampler, directory, position)
-    feed.ends = ends.shown(tokenizer)
-    _set_reference(feed, made, start, state, (position or {}).get("origin"))
+    kept = KeptBatches(run, asked, directory)
+    rewards = RewardWorkers(rl.reward, rl.reward_workers, rl.reward_timeout_s, rl.reward_memory_gb, rl.reward_check)
+    reference = _find_reference(made, start, state, (position or {}).get("origin"))
+    sampler: Sampler = local
+    if rl.lag:
+        sent, frozen = _sent_weights(made, directory, check_claim)
+        sampler = Orders(run, asked, words, kept, local, sent, frozen, (position or {}).get("queue", ()))
+    return Rollouts(made, asked, words, sampler, rewards, reference, kept, position)
+
+
+def finish(run: Run, directory: Path) -> None:
+    """Tell separate samplers that the run has all its steps and requests no further batch."""
     if run.rl.lag:
-        feed.orders = _orders(made, asked, words, (position or {}).get("queue", ()), directory, check_claim)
-    return feed
+        agree.on_first(lambda: files.replace(exchange.SamplerFiles(directory).finished, ""))
 
 
-def _set_reference(feed: Rollouts, made: assembly.Assembly, start: resume.Start, state: State,
-                   saved: list | None) -> None:
-    """Give the feed the reference of rl.kl and its origin. saved: the origin in the checkpoint that the run resumes
-    from. Raises: ConfigError if the weights that the run started from no longer exist."""
+def _find_reference(made: assembly.Assembly, start: resume.Start, state: State, saved: list | None) -> Reference:
+    """Return the reference of rl.kl. saved: the origin in the checkpoint that the run resumes from. Raises: ConfigError
+    if the weights that the run started from no longer exist."""
     run, divided = made.run, made.model.divided
     if run.lora.rank:
-        if run.rl.kl:       # each step donates the base model's buffers to the next one, so read them from the state
-            zeros = jax.tree.map(jnp.zeros_like, divided(state.params)[0])
-            feed.reference = lambda params: model_params.joined(zeros, divided(params)[1])
-        return
+        if not run.rl.kl:
+            return Reference(None, [])
+        # each step donates the base model's buffers to the next one, so read them from the state
+        zeros = jax.tree.map(jnp.zeros_like, divided(state.params)[0])
+        return Reference(lambda params: model_params.joined(zeros, divided(params)[1]), [])
     # Every checkpoint names the origin, because rl.kl may be set in a later start.
-    feed.origin = [replicas.digest(state.params), run.checkpoint.step] if start.saved is None else saved or []
+    origin: list = [replicas.digest(state.params), run.checkpoint.step] if start.saved is None else saved or []
     if run.rl.kl:
-        first = starts.copy_first_params(made, start, state, feed.origin[1] if feed.origin else 0)
+        first = starts.copy_first_params(made, start, state, origin[1] if origin else 0)
         digest = replicas.digest(first)
-        if feed.origin and feed.origin[0] != digest:
+        if origin and origin[0] != digest:
             raise ConfigError(f"checkpoint.init_from={json.dumps(run.checkpoint.init_from)} has other weights than "
                               f"those that the run in {run.run.dir} started from, the reference of rl.kl; give "
                               f"the original weights, or another run.name")
-        feed.reference, feed.origin = lambda _: first, feed.origin or [digest, 0]
+        return Reference(lambda _: first, origin or [digest, 0])
+    return Reference(None, origin)
 
 
-def _orders(made: assembly.Assembly, asked: Prompts, words: Words, queue: list, directory: Path,
-            check_claim: Callable[[], None]) -> Orders:
-    """Return the exchange with separate samplers. queue: see `Orders`."""
+def _sent_weights(made: assembly.Assembly, directory: Path, check_claim: Callable[[], None]
+                  ) -> tuple[SentWeights, SentWeights | None]:
+    """Return (the trained weights, the untrained ones with adapters or None) that samplers read."""
     run = made.run
     place, document = exchange.SamplerFiles(directory), rundir.metadata(run, made.layout.rules.text, {})
     checkpoints = functools.partial(Checkpoints, check_claim=check_claim)
-    sent = SentWeights(checkpoints(DirectoryStore(place.weights), keep=run.rl.lag + 2), _cast(made))
-    frozen = SentWeights(checkpoints(DirectoryStore(place.frozen), keep=1),
-                         _cast(made, frozen=True)) if run.lora.rank else None
-    return Orders(run, asked, words, sent, document, queue, frozen)
+    sent = SentWeights(checkpoints(DirectoryStore(place.weights), keep=run.rl.lag + 2), _cast(made), document)
+    frozen = SentWeights(checkpoints(DirectoryStore(place.frozen), keep=1), _cast(made, frozen=True),
+                         document) if run.lora.rank else None
+    return sent, frozen
 
 
 def _cast(made: assembly.Assembly, frozen: bool = False) -> Callable[[dict], dict]:

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
+from meshtrain.assembly import Assembly
 from meshtrain.cluster import agree, watch
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.inference.detokenizer import Words
@@ -26,11 +23,11 @@ from meshtrain.inference.sampling import Picking
 from meshtrain.journal.journal import Journal
 from meshtrain.names import NO_TARGET
 from meshtrain.rl import answers
-from meshtrain.rl.orders import Orders
-from meshtrain.rl.groups import AnswerBatch, Group, HeldFirst, Kept, RolloutError, ScoredAnswer, means
+from meshtrain.rl.groups import AnswerBatch, Completer, Group, Kept, KeptBatches, RolloutError, ScoredAnswer, means
 from meshtrain.rl.prompts import Prompt, Prompts
 from meshtrain.rl.rewards import workers
-from meshtrain.run import contents, replicas, say
+from meshtrain.rl.samplers import Pause, Sampler, SamplingWeights
+from meshtrain.run import say
 from meshtrain.run.hooks import RewardValidation
 from meshtrain.run.loop import NoBatch, StepBatch, Stop
 from meshtrain.training.state import State
@@ -41,8 +38,6 @@ MOST_FAILURES = 0.1         # the run ends if scoring fails for a larger share o
 WAITS_S = 0.2               # seconds of waiting for scores between two checks for a stop request
 ROUNDS = 3                  # with rl.filter, prompts are drawn for a batch up to this many times
 SCORES = ("old", "reference")       # fields of a batch: log-probabilities from the trainer's forward pass
-# Keys of [rl] that change neither the answers nor their rewards.
-FREE = ("slots", "rules", "reward_workers", "reward_timeout_s", "reward_memory_gb", "reward_check", "keep")
 
 
 def check(run: Run, prompts: Prompts) -> None:
@@ -62,40 +57,33 @@ def check(run: Run, prompts: Prompts) -> None:
                       rl.reward_memory_gb)
 
 
-class Rollouts:
-    """Samples answers and makes the batches of steps (loop.Feed). Call `begin` before the first `next`.
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """The reference of rl.kl. weights: function from a step's weights to the reference weights; None without rl.kl.
+    origin: [digest of the reference weights, step of checkpoint.init_from]; [] if the reference is the base model of
+    adapters."""
+    weights: Callable[[dict], dict] | None
+    origin: list
 
-    words: detokenizer, with the tokens and strings that end an answer. ends: these ends as text, for messages. sampler:
-    `sampler.generator(params)` returns a Generator with these weights. directory: run.dir. position: saved in the
-    checkpoint that the run resumes from, see `position`. reference: function from a step's weights to the reference
-    weights of rl.kl. origin: [digest of the reference weights, step of checkpoint.init_from]; [] if the reference is
-    the base model of adapters. orders: with rl.lag, the exchange with separate samplers; else None.
+
+class Rollouts:
+    """Samples answers and makes the batches of steps (loop.Feed).
+
+    words: detokenizer, with the tokens and strings that end an answer. rewards: closed with the feed. kept: the files
+    of the run's batches. position: saved in the checkpoint that the run resumes from, see `position`.
     """
 
     evaluates = False
 
-    def __init__(self, run: Run, program: Program, prompts: Prompts, words: Words, sampler, directory: Path,
+    def __init__(self, made: Assembly, prompts: Prompts, words: Words, sampler: Sampler,
+                 rewards: workers.RewardWorkers, reference: Reference, kept: KeptBatches,
                  position: dict | None = None):
-        self.run, self.rl, self.program, self.prompts, self.words = run, run.rl, program, prompts, words
-        self.sampler, self.directory = sampler, directory / contents.ROLLOUTS
-        self.reference: Callable[[dict], dict] | None = None
-        self.origin: list = []
-        self.orders: Orders | None = None
-        self.ends = ""
+        self.run, self.rl, self.program, self.prompts, self.words = made.run, made.run.rl, made.program, prompts, words
+        self.sampler, self.rewards, self.reference, self.kept = sampler, rewards, reference, kept
         self._marks = [(position["batches"], position["tokens"], position["drawn"]) if position else (0, 0, 0)]
         # (number of the batch, its parts (one per update), number of prompts drawn up to it)
         self._held: tuple[int, list[dict], int] | None = None
         self._score: Callable | None = None
-        rl = self.rl
-        self._of_reward = workers.digest(rl.reward)     # digest of the file before the workers start; it may be edited
-        self.rewards = workers.RewardWorkers(rl.reward, rl.reward_workers, rl.reward_timeout_s, rl.reward_memory_gb,
-                                             rl.reward_check)
-
-    def begin(self, journal: Journal, stopping: Callable[[], bool]) -> None:
-        """Set the run's journal, and `stopping`: returns whether to stop; all processes call it together."""
-        self.journal, self.stopping = journal, stopping
-        if self.orders:
-            self.orders.stopping = stopping
 
     def validation(self, program: Program, stop: Stop) -> RewardValidation:
         return RewardValidation(self.run, self, stop)
@@ -103,31 +91,25 @@ class Rollouts:
     def close(self) -> None:
         self.rewards.close()
 
-    def finish(self) -> None:
-        """Tell separate samplers that no further batch is requested."""
-        if self.orders:
-            self.orders.finish()
-
     def tokens(self, steps: int) -> int:
         return self._mark(steps)[1]
 
     def position(self, steps: int) -> dict:
         _, tokens, drawn = self._mark(steps)
-        queue = {"queue": self.orders.queue(steps)} if self.orders else {}
-        origin = {"origin": self.origin} if self.origin else {}
+        origin = {"origin": self.reference.origin} if self.reference.origin else {}
         return {"batches": steps, "packing": "answers", "tokens": tokens, "drawn": drawn,
-                "prompts": self.prompts.digest, **queue, **origin}
+                "prompts": self.prompts.digest, **self.sampler.position(steps), **origin}
 
     def _mark(self, steps: int) -> tuple[int, int, int]:
         """Return (steps, number of tokens in their batches, number of prompts drawn for the answer batches that are
         completed by then)."""
         return next(mark for mark in reversed(self._marks) if mark[0] <= steps)
 
-    def next(self, done: int, state: State) -> StepBatch:
+    def next(self, done: int, state: State, journal: Journal, stop: Stop) -> StepBatch:
         number, part = divmod(done, self.rl.updates)
         if fresh := self._held is None or self._held[0] != number:
             self._held = None       # free the last batch before sampling
-            self._held = number, *self._batch(number, part, state)
+            self._held = number, *self._batch(number, part, state, Pause(journal, stop.must_stop))
         _, parts, drawn = self._held
         batch = parts[part]
         tokens = self._computed(batch)
@@ -139,98 +121,77 @@ class Rollouts:
 
     # ---- one batch of answers ----------------------------------------------------------------------------------------
 
-    def _batch(self, number: int, part: int, state: State) -> tuple[list[dict], int]:
+    def _batch(self, number: int, part: int, state: State, pause: Pause) -> tuple[list[dict], int]:
         """Return (the parts of batch `number`, one per update; number of prompts drawn up to it). part: the update that
         comes next. state: the state before it."""
-        self.journal.settle()        # write the row of the step before: later numbers belong to the next row
-        kept = Kept(self.directory, number, self._key(number))
+        pause.journal.settle()       # write the row of the step before: later numbers belong to the next row
+        kept = self.kept.of(number)
         first = self._mark(number * self.rl.updates + part)[2]
-        if self.orders:
-            with self._timed("sync", "sync_s"):
-                self.orders.offer(number, part, first, state.params, self._key)
-            weights = self.orders.given[number].weights
-        else:
-            weights = replicas.digest(state.params) if part == 0 else None
-        found = kept.read(weights, first, self.prompts, self.words)
+        weights = self.sampler.request(number, part, first, state.params, pause)
+        found = kept.read(weights.checksum, first, self.prompts, self.words)
         if found is None and part and jax.process_index() == 0:
             say.err(f"{kept.path} is missing or damaged. It had the answers that earlier steps trained on; "
                     f"they are sampled again, with the current weights")
         # Called twice: each call returns what the processes agreed on in the call before (agree.StopAgreement).
-        if found is None and part == 0 and (self.stopping() or self.stopping()):
+        if found is None and part == 0 and (pause.stopping() or pause.stopping()):
             raise NoBatch
-        drawn = found or self._drawn(kept, weights, first, state)
+        drawn = found or self._drawn(kept, weights, first, state, pause)
         if number == 0 and part == 0 and _stopped(drawn) == {"length"}:
             say.out(f"batch 0: no answer ended within rl.max_tokens={self.rl.max_tokens}. An answer ends with "
-                    f"{self.ends}. Set data.eos to the end token that the model was trained with, or add its text to "
-                    f"rl.stop, or raise rl.max_tokens")
+                    f"{self.words.ends}. Set data.eos to the end token that the model was trained with, or add its "
+                    f"text to rl.stop, or raise rl.max_tokens")
         parts = self._packed(drawn.groups, number * self.rl.updates)
         if part == 0 and not any((batch["targets"] != NO_TARGET).any() for batch in parts):
             why = self._why_nothing(drawn, drawn.drawn - first)
             say.out(f"batch {number}: the run does not train on it, because {why}")
         if missing := [name for name in SCORES if name in self.program.step.batch and name not in drawn.scores]:
-            with self._timed("sampling", "score_s"):
+            with pause.time("sampling", "score_s"):
                 for name in missing:
-                    params = state.params if name == "old" else self.reference(state.params)
+                    params = state.params if name == "old" else self.reference.weights(state.params)
                     drawn.scores[name] = np.stack([self._scored(params, batch) for batch in parts])
         for name, values in drawn.scores.items():
             for batch, values_BT in zip(parts, values, strict=True):
                 batch[name] = values_BT
         if found is None:
-            kept.write(drawn, weights or "", self.rl.keep)
+            kept.write(drawn, weights.checksum or "", self.rl.keep)
         if part == 0:
-            self.journal.add(drawn.numbers())
+            pause.journal.add(drawn.numbers())
         return parts, drawn.drawn
 
-    def _drawn(self, kept: Kept, weights: str | None, first: int, state: State) -> AnswerBatch:
+    def _drawn(self, kept: Kept, weights: SamplingWeights, first: int, state: State, pause: Pause) -> AnswerBatch:
         """Sample and score the batch of `kept`, and return it.
 
-        weights: checksum of the weights that sample it; None if unknown. first: number of prompts drawn for earlier
-        batches. Raises: NoBatch if the run has to stop.
+        weights: those that sample it. first: number of prompts drawn for earlier batches. Raises: NoBatch if the run
+        has to stop.
         """
         number, before = kept.number, []
-        if self.orders:
-            generator, version = self.orders.answers(number), self.orders.given[number].version
-        else:
-            version = number
-            with self._timed("sync", "sync_s"):
-                generator = self.sampler.generator(state.params)
-                jax.block_until_ready(generator.params)
-            if held := kept.held(weights):
-                generator = HeldFirst(held, generator)
+        generator = self.sampler.open(kept, weights, state.params, pause)
 
         def waits(found: list[Completion]) -> None:
-            if self.stopping():
-                if not self.orders:         # separate samplers have already written their answers to run.dir/samplers
-                    kept.hold([*before, *found], weights or "")
+            if pause.stopping():
+                if not self.sampler.saves:
+                    kept.hold([*before, *found], weights.checksum or "")
                 raise NoBatch
         groups, wanted, equal, row = [], self.rl.prompts, 0, 0
         for _ in range(ROUNDS if self.rl.filter == "equal" else 1):
             prompts = self.prompts.draw(first + row, wanted - len(groups))
             counters = [(number, row + i) for i in range(len(prompts))]
-            found = self._answered(generator, prompts, self.rl.samples, counters, self._timed, waits)
+            found = self._answered(generator, prompts, self.rl.samples, counters, pause.time, waits)
             before += [one.drawn for group in found for one in group.answers]
             row += len(prompts)
             equal += sum(group.equal for group in found)
             groups += found if self.rl.filter == "none" else [group for group in found if not group.equal]
             if len(groups) == wanted:
                 break
-        return AnswerBatch(groups, first + row, equal / row, version)
+        return AnswerBatch(groups, first + row, equal / row, weights.version)
 
-    @contextlib.contextmanager
-    def _timed(self, part: str, column: str) -> Iterator[None]:
-        """Context between two steps: count its seconds in a part of the goodput account and in a column of the metrics
-        row."""
-        begun = time.perf_counter()
-        with self.journal.pause(part), watch.phase(part, "save"):
-            yield
-        self.journal.add({column: time.perf_counter() - begun})
-
-    def _answered(self, generator, prompts: Sequence[Prompt], samples: int, counters: Sequence[tuple[int, int]],
-                  timed: Callable, waits: Callable[[list[Completion]], None]) -> list[Group]:
+    def _answered(self, generator: Completer, prompts: Sequence[Prompt], samples: int,
+                  counters: Sequence[tuple[int, int]], timed: Callable, waits: Callable[[list[Completion]], None]
+                  ) -> list[Group]:
         """Sample `samples` answers to each prompt, score them, and return a group for each prompt.
 
-        counters: (batch, row) of each prompt, for the random keys. timed: see `_timed`. waits: called with the answers
-        repeatedly while scores are missing; may raise NoBatch. Raises: RolloutError.
+        counters: (batch, row) of each prompt, for the random keys. timed: see `Pause.time`. waits: called with the
+        answers repeatedly while scores are missing; may raise NoBatch. Raises: RolloutError.
         """
         text: dict[int, str] = {}
         def own(i: int) -> bool:
@@ -313,7 +274,7 @@ class Rollouts:
                     f'answers out; raise rl.max_tokens, or set rl.truncated="keep"')
         if cut:
             return (f"no answer ended within rl.max_tokens={self.rl.max_tokens} and all rewards are equal; an answer "
-                    f"ends with {self.ends}")
+                    f"ends with {self.words.ends}")
         return (f"all rewards are equal in each of its {count} groups of answers; give easier or harder prompts, or "
                 f"another reward")
 
@@ -331,14 +292,14 @@ class Rollouts:
         rows = {name: x[self.program.rows] for name, x in batch.items()}
         return np.asarray(self._score(params, self.program.place(rows))).reshape(batch["tokens"].shape)
 
-    def validate(self, state: State) -> tuple[dict[str, float], int]:
-        """Sample and score one answer to each held-out prompt.
+    def validate(self, state: State, stopping: Callable[[], bool]) -> tuple[dict[str, float], int]:
+        """Sample and score one answer to each held-out prompt. stopping: see `Pause`.
 
         Return (columns of the metrics row, number of answers with a reward). The columns are the mean reward, its
         standard error, and the means of the reward's further values. Raises: NoBatch if the run has to stop.
         """
         def waits(_) -> None:
-            if self.stopping():
+            if stopping():
                 raise NoBatch
         prompts = self.prompts.held[:self.run.validation.batches * self.rl.prompts]
         generator = self.sampler.generator(state.params)
@@ -349,16 +310,6 @@ class Rollouts:
         return {"val_reward": float(found.mean()) if len(found) else 0.0,
                 "val_reward_error": float(found.std(ddof=1) / np.sqrt(len(found))) if len(found) > 1 else 0.0,
                 **{f"val_reward/{name}": mean for name, mean in means(scored).items()}}, len(found)
-
-    # ---- what is kept ------------------------------------------------------------------------------------------------
-
-    def _key(self, number: int) -> str:
-        """Return a hash of everything that determines batch `number`, except the weights. It includes the text of the
-        reward function's file."""
-        identity = [number, self.run.run.seed, self.rl.model_dump(exclude=set(FREE)), self.run.data.seq_len,
-                    self.run.data.global_batch, self.run.model.model_dump(), self.run.lora.model_dump(),
-                    self.prompts.digest, self._of_reward]
-        return hashlib.blake2b(json.dumps(identity).encode(), digest_size=10).hexdigest()
 
 
 def _stopped(drawn: AnswerBatch) -> set[str]:

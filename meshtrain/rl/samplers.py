@@ -1,16 +1,24 @@
-"""Samplers of a run's answers: on the mesh of the training run, between its steps, or in a process of their own."""
+"""Samplers of a run's answers: on the mesh of the training run, between its steps, or in a process of their own.
+
+The feed of a run holds a `Sampler`: a `LocalSampler`, or with rl.lag the `orders.Orders` of separate processes. Each of
+these runs a `SeparateSampler`.
+"""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import jax
 
 from meshtrain import assembly, config, devices, hardware, shipped, trained
 from meshtrain.checkpoint.saved import Saved
 from meshtrain.choices import experts
+from meshtrain.cluster import watch
 from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import decode
 from meshtrain.cost.formulas.place import place
@@ -18,17 +26,65 @@ from meshtrain.data import sources
 from meshtrain.inference import cache, placement
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import Generator
+from meshtrain.journal.journal import Journal
 from meshtrain.model import params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.rl import sync
+from meshtrain.rl.groups import Completer, HeldFirst, Kept
+from meshtrain.run import replicas
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.trained import Compiler
 from meshtrain.units import size
 
 
+class SamplingWeights(NamedTuple):
+    """The weights that sample a batch. checksum: None if it is unknown. version: the number of batches that they were
+    trained on."""
+    checksum: str | None
+    version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Pause:
+    """The time between two steps in which a batch is sampled. journal: of the run. stopping: returns whether to stop;
+    all processes call it together."""
+    journal: Journal
+    stopping: Callable[[], bool]
+
+    @contextlib.contextmanager
+    def time(self, part: str, column: str) -> Iterator[None]:
+        """Count the seconds of the context in a part of the goodput account and in a column of the metrics row."""
+        began = time.perf_counter()
+        with self.journal.pause(part), watch.phase(part, "save"):
+            yield
+        self.journal.add({column: time.perf_counter() - began})
+
+
+class Sampler(Protocol):
+    """Samples the answers of a run's batches. All processes call its methods together.
+
+    saves: whether answers that have arrived are on disk, so that a run that stops need not save them.
+    """
+    saves: bool
+
+    def request(self, number: int, part: int, first: int, params: dict, pause: Pause) -> SamplingWeights:
+        """Request batch `number`, and return the weights that sample it. part: the update of the batch that comes next.
+        params: the weights before that update. first: number of prompts drawn for earlier batches."""
+
+    def open(self, kept: Kept, weights: SamplingWeights, params: dict, pause: Pause) -> Completer:
+        """Return what completes the prompts of a requested batch. kept: its file. weights: from `request`. params: the
+        weights of the state."""
+
+    def generator(self, params: dict) -> Completer:
+        """Return what completes prompts of no batch, with the weights of the state, on the run's mesh."""
+
+    def position(self, steps: int) -> dict:
+        """Return what a checkpoint after `steps` saves: JSON, used on a resume."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class Sampler:
+class LocalSampler:
     """Samples answers between two steps of a training run, on the run's mesh. One sampler serves the whole run, because
     its programs are compiled with the first answers.
 
@@ -39,6 +95,7 @@ class Sampler:
     ex: Execution
     slots: int
     room: int
+    saves = False
 
     @functools.cached_property
     def compile(self) -> Compiler:
@@ -65,6 +122,20 @@ class Sampler:
         return Generator(self.made.model, self.ex, self.weights(params), self.compile, self.slots, self.room,
                          self._programs)
 
+    def request(self, number: int, part: int, first: int, params: dict, pause: Pause) -> SamplingWeights:
+        # Between two updates of a batch the weights are no longer those that sampled it.
+        return SamplingWeights(replicas.digest(params) if part == 0 else None, number)
+
+    def open(self, kept: Kept, weights: SamplingWeights, params: dict, pause: Pause) -> Completer:
+        with pause.time("sync", "sync_s"):
+            generator = self.generator(params)
+            jax.block_until_ready(generator.params)
+        held = kept.held(weights.checksum)
+        return HeldFirst(held, generator) if held else generator
+
+    def position(self, steps: int) -> dict:
+        return {}
+
     @functools.cached_property
     def costs(self) -> decode.Sampling:
         """The costs by formulas, for all slots, including those that fill up the last shard of the batch."""
@@ -73,7 +144,7 @@ class Sampler:
         slots = Generator(made.model, self.ex, {}, slots=self.slots).slots_for(self.slots)
         return decode.Sampling(placed, made.layout, slots, room, functools.partial(cache.places, room=room))
 
-    def fit_slots(self) -> Sampler:
+    def fit_slots(self) -> LocalSampler:
         """Return this sampler with as many slots as fit into memory together with the training state; unchanged if the
         GPU's memory is unknown. Raises: ConfigError if no slot fits."""
         gpu = hardware.from_device_kind(self.made.mesh.devices.flat[0].device_kind)
@@ -101,7 +172,7 @@ class Sampler:
             return ({"sync": moved} if moved else {}) | by_shapes.programs(prompt)
 
 
-def make(made: assembly.Assembly, longest: int = 0) -> Sampler:
+def make(made: assembly.Assembly, longest: int = 0) -> LocalSampler:
     """Return the sampler of a run with [rl] on the run's devices. longest: largest number of tokens of a prompt with
     its answer; 0: data.seq_len. Raises: ConfigError with every fault of rl.rules, or if no slot fits."""
     rl = made.run.rl
@@ -110,8 +181,8 @@ def make(made: assembly.Assembly, longest: int = 0) -> Sampler:
         layout = placement.beside(made.model, made.layout, given)
     if faults := experts.problems(made.run, layout):
         raise ConfigError(*faults)
-    sampler = Sampler(made, trained.execution(made.run, made.model, layout, made.mesh),
-                      rl.slots or rl.prompts * rl.samples, longest or made.run.data.seq_len)
+    sampler = LocalSampler(made, trained.execution(made.run, made.model, layout, made.mesh),
+                           rl.slots or rl.prompts * rl.samples, longest or made.run.data.seq_len)
     return sampler if rl.slots else sampler.fit_slots()
 
 

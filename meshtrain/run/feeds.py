@@ -1,8 +1,6 @@
 """The feed of batches that depend only on their number: documents, or pairs of answers."""
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from meshtrain.config import Run
 from meshtrain.data.documents import contracts
 from meshtrain.data.documents.contracts import Batches
@@ -21,10 +19,7 @@ class BatchFeed:
         self.evaluates = len(data.validation) > 0
         self._batches = contracts.iterate(data, start, rows=program.rows)
 
-    def begin(self, journal: Journal, stopping: Callable[[], bool]) -> None:
-        pass
-
-    def next(self, done: int, state: State) -> StepBatch:
+    def next(self, done: int, state: State, journal: Journal, stop: Stop) -> StepBatch:
         return StepBatch(self.program.place(next(self._batches)), self.data.tokens(done + 1) - self.data.tokens(done))
 
     def tokens(self, steps: int) -> int:
@@ -38,6 +33,3 @@ class BatchFeed:
 
     def close(self) -> None:
         self._batches.close()
-
-    def finish(self) -> None:
-        pass

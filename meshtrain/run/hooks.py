@@ -79,7 +79,7 @@ class RewardValidation(LossValidation):
 
     def act(self, step: int, state: State) -> dict[str, float]:
         try:
-            numbers, count = self.rollouts.validate(state)
+            numbers, count = self.rollouts.validate(state, self.stop.must_stop)
         except NoBatch:
             say.out(f"step {step}: the validation was interrupted, because the run is stopping")
             return {}

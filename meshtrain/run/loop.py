@@ -51,12 +51,9 @@ class Feed(Protocol):
     """The source of the loop's batches. evaluates: whether its validation computes losses."""
     evaluates: bool
 
-    def begin(self, journal: Journal, stopping: Callable[[], bool]) -> None:
-        """Called once before the first `next`. journal: of the run. stopping: returns whether to stop; all processes
-        call it together."""
-
-    def next(self, done: int, state: State) -> StepBatch:
-        """Return the batch of step `done` + 1. state: the state after `done` steps. Raises: NoBatch."""
+    def next(self, done: int, state: State, journal: Journal, stop: Stop) -> StepBatch:
+        """Return the batch of step `done` + 1. state: the state after `done` steps. journal: for numbers of the metrics
+        row, and for time between two steps. stop: asked by a feed that takes long. Raises: NoBatch."""
 
     def tokens(self, steps: int) -> int:
         """Return the number of tokens in the run's first `steps` batches."""
@@ -69,9 +66,6 @@ class Feed(Protocol):
 
     def close(self) -> None:
         """Release threads and processes. The loop calls it at its end."""
-
-    def finish(self) -> None:
-        """Called after `close` if the run has taken all its steps."""
 
 
 class Validator(Hook, Protocol):
@@ -179,7 +173,7 @@ def train(program: Program, step: Callable, state: State, feed: Feed, last: int,
             watch.step(done + 1)
             asked = time.perf_counter()
             try:
-                batch, tokens, waited = feed.next(done, state)
+                batch, tokens, waited = feed.next(done, state, journal, stop)
             except NoBatch:
                 act(only_at_the_end)
                 break

@@ -115,7 +115,7 @@ CASES = {
     "experts": (dict(data=2, fsdp=2, tensor=2), "zero3_experts_fsdp", "")}
 
 
-def made_for(case: str, tmp_path, devices, dtype: str) -> samplers.Sampler:
+def made_for(case: str, tmp_path, devices, dtype: str) -> samplers.LocalSampler:
     mesh, rule, text = CASES[case]
     (tmp_path / "rules.toml").write_text(text)
     model = (EXPERTS if case == "experts" else MODEL) | dict(compute_dtype=dtype)
@@ -123,7 +123,7 @@ def made_for(case: str, tmp_path, devices, dtype: str) -> samplers.Sampler:
         rules=str(tmp_path / "rules.toml") if text else "", prompts=8, samples=2)))
 
 
-def check_sync(sampler: samplers.Sampler, cast_in_float32: bool) -> None:
+def check_sync(sampler: samplers.LocalSampler, cast_in_float32: bool) -> None:
     """Kinds, axes (but behind a permute) and bytes; what lives beside arguments and results is at most the largest weight twice, and the cast
     shards."""
     made, costs = sampler.made, sampler.costs

@@ -166,7 +166,7 @@ def test_on_gpus_a_layer_reads_its_cache_in_one_kernel_and_its_weights_where_the
     made = assembly.assemble(run, compile.topology(gpus))
     layout = placement.beside(made.model, made.layout)
     ex = trained.execution(made.run, made.model, layout, made.mesh)
-    sampler = samplers.Sampler(made, ex, 64, 512)
+    sampler = samplers.LocalSampler(made, ex, 64, 512)
     with jax.set_mesh(made.mesh):
         shapes = sampler.sync.abstract()
         decoded = Generator(made.model, ex, shapes, sampler.compile, 64, 512).programs(100)["decode"]

@@ -396,12 +396,12 @@ def test_a_run_that_goes_on_measures_to_the_weights_that_it_started_from(place, 
 def test_a_sampler_with_old_weights_is_seen_in_the_row(place, home, monkeypatch):  # noqa: F811
     """The plant: weights that are laid out once, and never again."""
     from meshtrain.rl import samplers
-    real, kept = samplers.Sampler.generator, []
+    real, kept = samplers.LocalSampler.generator, []
 
     def stale(self, params):
         kept[:] = kept or [jax.tree.map(lambda x: x.copy(), params)]
         return real(self, kept[0])
-    monkeypatch.setattr(samplers.Sampler, "generator", stale)
+    monkeypatch.setattr(samplers.LocalSampler, "generator", stale)
     told = ran(*words(place, "stale", "--validation.every=0")).err
     found = [row["mismatch_max"] for row in rows(place / "stale")]
     assert found[0] < 1e-4 and min(found[1:]) > 1e-3

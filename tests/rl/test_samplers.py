@@ -164,11 +164,11 @@ def test_of_a_run_with_adapters_only_they_are_sent_with_each_version(place, two_
 
 def test_frozen_weights_are_written_once_and_again_where_they_are_others(tmp_path):
     orders = Orders.__new__(Orders)
-    orders.place, orders.document = exchange.SamplerFiles(tmp_path), {}
-    orders.frozen = SentWeights(Checkpoints(DirectoryStore(orders.place.frozen), keep=1), lambda params: params)
+    orders.place = exchange.SamplerFiles(tmp_path)
+    frozen = SentWeights(Checkpoints(DirectoryStore(orders.place.frozen), keep=1), lambda params: params, {})
     written = []
     for value in (1.0, 1.0, 2.0):
-        digest = orders._save_frozen({"w": jnp.full(3, value)})
+        digest = orders._save_frozen(frozen, {"w": jnp.full(3, value)})
         assert digest == orders.place.checksum_of_frozen()
         written.append((digest, (orders.place.frozen / "0" / "metadata.json").stat().st_ino))
     assert written[0] == written[1] and written[1][0] != written[2][0]
@@ -434,7 +434,7 @@ def test_a_sampler_that_waits_for_a_run_finds_all_of_its_directories(tmp_path, m
             assert queue.next() is None
             queue.leave()
     monkeypatch.setattr(Path, "mkdir", looked)
-    orders._open()
+    orders._make_folders()
     assert orders.place.orders.is_dir()
 
 
