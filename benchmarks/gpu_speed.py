@@ -29,7 +29,7 @@ from benchmarks import tiles as tile_timing
 from benchmarks.gpu_record import ROOT, Item, table
 from meshtrain import assembly, config
 from meshtrain import hardware
-from meshtrain.cost.formulas import assumptions, flops
+from meshtrain.cost.formulas import assumptions, attention_pairs, flops
 from meshtrain.cost.formulas import rates as formula_rates
 from meshtrain.cost.program import audit, roofline
 from meshtrain.cost.program.work import PRODUCTS
@@ -136,7 +136,7 @@ def visited(starts: np.ndarray) -> float:
     """Pairs that a block-skipping kernel visits in rows that begin documents here, as a share of length²/2."""
     rows, length = starts.shape
     begins = np.maximum.accumulate(np.where(starts, np.arange(length), 0), 1)
-    block = min(formula_rates.BLOCK, length)
+    block = min(attention_pairs.BLOCK, length)
     ends = np.minimum(np.arange(0, length, block) + block, length)
     first = begins[:, ::block] // block * block
     return float(((ends - first) * np.diff(ends, prepend=0)).sum() / rows / (length * length / 2))
@@ -145,7 +145,7 @@ def visited(starts: np.ndarray) -> float:
 def typical(rows: int, length: int, draws: int = 64) -> np.ndarray:
     """The draw of documents whose visited pairs are nearest to what the roofline expects: few rows have few documents,
     and one long one among them doubles the pairs."""
-    expected = formula_rates.visited_share(length, *(assumptions.TABLE[f"documents.{name}"].of("")
+    expected = attention_pairs.row_share(length, *(assumptions.TABLE[f"documents.{name}"].of("")
                                                      for name in ("mean", "sigma")))
     drawn = (documents(np.random.default_rng(seed), rows, length) for seed in range(draws))
     return min(drawn, key=lambda starts: abs(visited(starts) - expected))

@@ -21,7 +21,7 @@ from meshtrain import assembly
 from meshtrain.commands import plan
 from meshtrain import hardware
 from meshtrain.cost.formulas.assumptions import Assumptions
-from meshtrain.cost.formulas import rates
+from meshtrain.cost.formulas import attention_pairs, rates
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.place import place
 from meshtrain.cost.formulas.price import Price, price
@@ -91,7 +91,7 @@ def priced(case: Case) -> Price:
     run, spec = case.run(), MeshSpec(case.mesh)
     model, rated = transformer.build(run.model), rates.Rates(hardware.get(GPU), Assumptions(GPU))
     layout = Layout(rules.load(shipped(f"sharding_rules/{case.rule}.toml")), spec.sizes)
-    attended = rates.attended(run, layout, rated.assumed)
+    attended = attention_pairs.count(run, layout, rated.assumed)
     options = Options.of(run, rated.gpu.name, schedule=case.schedule, chunks=case.chunks, attended=attended)
     return price(place(model.parameters(), run.model, layout, spec), rated, options)
 

@@ -16,7 +16,7 @@ from meshtrain.cost.formulas.assumptions import NARROW, Assumption
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed, Recomputed
 from meshtrain.cost.formulas.rates import AttentionKernel, Matmul
-from meshtrain.cost.formulas.sizes import SUM, WeightMove
+from meshtrain.cost.formulas.sizes import MICROBATCH, SUM, Sent, WeightMove
 from meshtrain.parallel.experts import dispatch
 
 _GAP = ("microseconds, forward and backward, in which the kernels of other frameworks wait for each other and for the "
@@ -161,29 +161,29 @@ class OtherPlaced(Placed):
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
 
-def _tensor(placed: Placed, options: Options) -> Iterator[traffic.Sent]:
+def _tensor(placed: Placed, options: Options) -> Iterator[Sent]:
     """Yield the collectives around products. Others scale float8 by blocks, or by the last steps' maxima."""
     return (sent for sent in traffic.tensor(placed, options) if sent.label != traffic.SCALES)
 
 
-def _weights(placed: OtherPlaced, options: Options) -> Iterator[traffic.Sent]:
+def _weights(placed: OtherPlaced, options: Options) -> Iterator[Sent]:
     """Yield the gathers of weights and the reductions of gradients, in buckets."""
     for sent in traffic.weights(placed, options):
         if sent.kind != "all-gather" and placed.habits.grad_bytes == 2:
             sent = dataclasses.replace(sent, dtype="bf16", array_bytes=sent.array_bytes / 2)
-        overlaps = traffic.MICROBATCH if sent.label == traffic.UPDATE else sent.overlaps
+        overlaps = MICROBATCH if sent.label == traffic.UPDATE else sent.overlaps
         yield dataclasses.replace(sent, overlaps=overlaps, arrays=1)
 
 
-def _experts(placed: OtherPlaced, options: Options) -> Iterator[traffic.Sent]:
+def _experts(placed: OtherPlaced, options: Options) -> Iterator[Sent]:
     """Yield the exchange of tokens with experts and back, and that of their gradients."""
     if not (experts := placed.routed(options)):
         return
     forward, width = experts.share * placed.visits(options)[0], experts.sizes.embed_dim * placed.itemsize
     exchanged, _ = experts.axes
-    yield traffic.Sent("all-to-all", exchanged, placed.dtype, experts.seen * width, 4 * forward, traffic.ROUTED)
+    yield Sent("all-to-all", exchanged, placed.dtype, experts.seen * width, 4 * forward, traffic.ROUTED)
     for kind in ("all-gather", "reduce-scatter"):         # of an expert's parts
-        yield traffic.Sent(kind, experts.region.inner, placed.dtype, experts.rows.even * width, 2 * forward,
+        yield Sent(kind, experts.region.inner, placed.dtype, experts.rows.even * width, 2 * forward,
                            traffic.ROUTED)
 
 
@@ -254,7 +254,7 @@ class OtherPricing(price.Pricing):
     def time_layers(self, placed: Placed, options: Options) -> price.LayerTimes:
         return OtherLayerTimes(placed, self.rated, options)
 
-    def list_collectives(self) -> list[traffic.Sent]:
+    def list_collectives(self) -> list[Sent]:
         return traffic.of(self.placed, self.options, PARTS)
 
     def head_s(self) -> float:

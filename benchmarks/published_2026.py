@@ -22,7 +22,7 @@ from benchmarks.other_frameworks import TABLE, Habits, OtherAssumptions, OtherPl
 from meshtrain import hardware
 from meshtrain.config import run_file
 from meshtrain.config.sections import Model
-from meshtrain.cost.formulas import flops
+from meshtrain.cost.formulas import attention_pairs, flops
 from meshtrain.cost.formulas.options import Attended, Options
 from meshtrain.cost.formulas.place import place
 from meshtrain.cost.formulas.price import Price
@@ -288,7 +288,7 @@ def priced(row: Row, given: Mapping[str, float] | None = None) -> Price:
     placed = placed_as(row.shape, laid, habits, row.lora)
     length = row.count("seq_len")
     engine = "flash2" if row.gpu == "h100-96gb" else "triton" if "FlexAttention" in row.source else "cudnn"
-    visited = {mixer: flops.attended(cfg, mixer, length) for mixer in "FWNV" if mixer in cfg.mixers}
+    visited = {mixer: attention_pairs.causal_share(cfg, mixer, length) for mixer in "FWNV" if mixer in cfg.mixers}
     # Mamba-2's Triton kernels pass states through memory, as XLA's do.
     options = Options(length, batch, max(1, batch // (replicas * row.microbatch)), "none",
                       "interleaved" if chunks > 1 else "1f1b", chunks, attended=Attended(visited, engine),

@@ -11,7 +11,7 @@ from meshtrain import config, hardware
 from meshtrain.choices import attention, engines, experts, float8, recurrence, stages
 from meshtrain.choices.setting import Choice, Refusal, Setting
 from meshtrain.config import ConfigError, Run
-from meshtrain.cost.formulas import assumptions, footprint, price, rates, simulate
+from meshtrain.cost.formulas import assumptions, attention_pairs, footprint, price, rates, simulate
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.place import place
 from meshtrain.cost.formulas.placed import Placed
@@ -189,7 +189,7 @@ def _stage_costs(run: Run, placed: Placed, gpu: hardware.Gpu | None) -> Callable
     known = gpu is not None and gpu.hbm_bytes_per_s is not None
     priced = gpu if gpu is not None and known else hardware.get("h100")
     rated = rates.Rates(priced, assumptions.Assumptions(priced.name))
-    attended = rates.attended(run, placed.layout, rated.assumed)
+    attended = attention_pairs.count(run, placed.layout, rated.assumed)
 
     def costs_of(schedule: Schedule) -> simulate.Costs:
         options = Options.of(run, priced.name, schedule=schedule.name if known else "", chunks=schedule.num_chunks,

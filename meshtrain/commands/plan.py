@@ -20,8 +20,8 @@ from meshtrain import assembly, config, design
 from meshtrain import hardware
 from meshtrain.choices.setting import Setting
 from meshtrain.config import ConfigError, Run
-from meshtrain.cost.formulas import assumptions, calibrations, decode, rates
-from meshtrain.cost.formulas.options import Options
+from meshtrain.cost.formulas import assumptions, attention_pairs, calibrations, decode, rates
+from meshtrain.cost.formulas.options import Attended, Options
 from meshtrain.cost.formulas.place import place
 from meshtrain.cost.planner import gap, search
 from meshtrain.cost.program import compile as gpu_compile
@@ -287,8 +287,8 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
     def faults_of(plan: search.Plan) -> list[str]:
         return check(with_layout(run, plan), plan.sizes, plan.rules)[1]
 
-    def rate_attention(layout: rules.Layout, method: str) -> rates.Attended:
-        return rates.attended(run.replaced(context={"method": method}), layout, rated.assumed)
+    def rate_attention(layout: rules.Layout, method: str) -> Attended:
+        return attention_pairs.count(run.replaced(context={"method": method}), layout, rated.assumed)
     fixed = {name: options[name] for name in search.FIXABLE if name in options}
     optimizer_bytes = state.optimizer_bytes(model, run.optimizer, run.training.steps)
     options_of_run = Options.of(run, gpu.name, optimizer_bytes=optimizer_bytes)

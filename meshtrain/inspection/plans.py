@@ -12,7 +12,7 @@ from meshtrain.cost.formulas import traffic
 from meshtrain.cost.formulas.assumptions import MEDIAN_ERROR
 from meshtrain.cost.planner import search
 from meshtrain.cost.formulas.placed import RECOMPUTED
-from meshtrain.cost.formulas.rates import Attended
+from meshtrain.cost.formulas.options import Attended
 from meshtrain.inspection.report import columns
 from meshtrain.cost.planner.search import Answer, Plan, Question
 from meshtrain.inspection import summary

@@ -6,10 +6,11 @@ import math
 import pytest
 
 from meshtrain import config, hardware
-from meshtrain.cost.formulas import flops, footprint, price, rates, recurrences, traffic
+from meshtrain.cost.formulas import flops, footprint, mixers, price, rates, recurrences, traffic
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas.options import Attended, Options
 from meshtrain.cost.formulas.place import place
+from meshtrain.cost.formulas.sizes import RECURRENCE
 from meshtrain.model import transformer
 from meshtrain.names import LAYERS, LEADING
 from meshtrain.sharding import rules
@@ -51,12 +52,12 @@ def test_a_recurrence_counts_the_products_of_a_token_with_its_state(letter, prod
 
 def test_attention_counts_keys_and_values_by_their_widths_and_layers_by_their_kind():
     S = 4096
-    assert flops.mixer_flops(section("kda"), "N", S) == S * 4 * (14 + 10)   # latents' heads
+    assert mixers.flops(section("kda"), "N", S) == S * 4 * (14 + 10)   # latents' heads
     window = section("mamba")   # its window is 7 tokens
     seen = sum(min(t + 1, 7) for t in range(S)) / S
-    assert flops.mixer_flops(window, "W", S) == pytest.approx(2 * 4 * 2 * 12 * seen, rel=2e-3)
+    assert mixers.flops(window, "W", S) == pytest.approx(2 * 4 * 2 * 12 * seen, rel=2e-3)
     wider = config.Model(**MODELS["mamba"] | dict(kinds=dict(W=dict(num_heads=8, head_dim=16))))
-    assert flops.mixer_flops(wider, "W", S) / flops.mixer_flops(window, "W", S) == pytest.approx(8 * 16 / (4 * 12))
+    assert mixers.flops(wider, "W", S) / mixers.flops(window, "W", S) == pytest.approx(8 * 16 / (4 * 12))
 
 
 @pytest.mark.parametrize("name", [*MODELS, *PRESETS])
@@ -81,14 +82,8 @@ def test_a_recurrence_gathers_what_runs_do_to_its_states_whatever_their_length(c
     placed = placed_of("qwen3.5-9b", "zero3", dict(context=cp))
     for length in (8192, 65536):
         options = Options(length, 2, 1, "selective", method=method)
-        (gathered,) = [sent for sent in traffic._states(placed.mixers[1], placed, options, _sent)
-                       if sent[0] == "all-gather"]
-        kind, elements, itemsize, times = gathered
-        assert elements * itemsize * times == 24 * 2 * runs * cp * 2 * 32 * 128 * (128 + 128) * 4
-
-
-def _sent(kind, elements, itemsize, times, overlaps=""):
-    return kind, elements, itemsize, times
+        (gathered,) = [sent for sent in placed.mixers[1].exchanges(placed, options) if sent.kind == "all-gather"]
+        assert gathered.array_bytes * gathered.runs == 24 * 2 * runs * cp * 2 * 32 * 128 * (128 + 128) * 4
 
 
 @pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
@@ -122,8 +117,8 @@ def test_every_layout_of_every_kind_has_a_price(name, axis):
 
 
 def test_a_recurrences_time_is_that_of_its_bytes_and_of_the_kernels_that_follow_each_other():
-    mixer = next(mixer for mixer in placed_of("qwen3.5-9b").mixers if mixer.recurrent)
-    of = lambda tokens, length: recurrences.seconds(mixer, RATED, recurrences.Scan(tokens, length), 2, "xla")
+    mixer = next(mixer for mixer in placed_of("qwen3.5-9b").mixers if mixer.part == RECURRENCE)
+    of = lambda tokens, length: mixer.scan_s(RATED, recurrences.Scan(tokens, length), 2, "xla")
     one, rows, longer = of(8192, 8192), of(16384, 8192), of(16384, 16384)
     for direction in (0, 1):
         launches_s = 9 * 64 * RATED.launch_s            # 64 more chunks one after the other

@@ -16,7 +16,7 @@ import pytest
 from meshtrain import assembly, config
 from meshtrain import hardware
 from meshtrain.cost.formulas.assumptions import TABLE, Assumptions, parse
-from meshtrain.cost.formulas import price, rates
+from meshtrain.cost.formulas import attention_pairs, price, rates
 from meshtrain.cost.program import audit, compile, hlo, roofline, sources, work
 from meshtrain.sharding.mesh import MeshSpec
 
@@ -324,7 +324,7 @@ def test_packed_documents_cost_a_kernel_that_skips_blocks_what_it_visits_and_cud
     ours = 'metadata={op_name="jit(f)/attention/meshtrain_attention_forward_causal/pallas_call"}'
     flops = lambda text, packed: sum(kernel.flops for kernel in lined(text, packed=packed).kernels)
     text = attention("__gpu$xla.gpu.triton", ours)
-    assert flops(text, True) / flops(text, False) == pytest.approx(rates.visited_share(4096, 2000, 1.5))
+    assert flops(text, True) / flops(text, False) == pytest.approx(attention_pairs.row_share(4096, 2000, 1.5))
     text = attention("__cudnn$fmhaSoftmax")
     assert flops(text, True) == flops(text, False)
 
@@ -339,7 +339,7 @@ def test_the_visited_share_is_that_of_drawn_documents(length, mean, sigma):
     """Documents laid end to end, the row cut out of them anywhere; 300 rows: the mean's error is about 2%."""
     visited = [sum(first + block - begin for first, begin, block in row) * row[0][2]
                for row in drawn_rows(length, mean, sigma)]
-    assert rates.visited_share(length, mean, sigma) == pytest.approx(
+    assert attention_pairs.row_share(length, mean, sigma) == pytest.approx(
         statistics.mean(visited) / (length**2 / 2), rel=0.06)
 
 
@@ -374,14 +374,15 @@ def test_the_busiest_device_of_a_split_sequence_visits_what_drawn_documents_leav
             ends = [((i, i - t) if i >= t else (late - i, late - i + t - num_shards), (late - i, (i - t) % num_shards))
                     for i in range(num_shards)]
             expected += max(pairs[one] + pairs[other] for one, other in ends)
-    assert rates.split_share(length, num_shards, method, mean, sigma) == pytest.approx(
+    assert attention_pairs.split_share(length, num_shards, method, mean, sigma) == pytest.approx(
         expected * num_shards / (length**2 / 2), rel=.06)
-    assert rates.split_share(length, num_shards, "ulysses", mean, sigma) == rates.visited_share(length, mean, sigma)
+    whole = attention_pairs.row_share(length, mean, sigma)
+    assert attention_pairs.split_share(length, num_shards, "ulysses", mean, sigma) == whole
 
 
 def test_one_document_is_the_causal_square_and_the_diagonals_other_half():
-    assert rates.visited_share(8192, 1e9, 1.0) == pytest.approx(1 + 128 / 8192, rel=1e-3)
-    shares = [rates.visited_share(8192, mean, 1.5) for mean in (500, 1000, 2000, 8000, 32000)]
+    assert attention_pairs.row_share(8192, 1e9, 1.0) == pytest.approx(1 + 128 / 8192, rel=1e-3)
+    shares = [attention_pairs.row_share(8192, mean, 1.5) for mean in (500, 1000, 2000, 8000, 32000)]
     assert shares == sorted(shares) and shares[0] < 0.35 < 0.5 < shares[2] < 0.6
 
 
@@ -593,7 +594,7 @@ def test_a_real_step_has_the_matmul_flops_of_the_audit_and_lies_between_its_boun
     kernels = sum(kernel.flops for kernel in line.kernels if "pallas_call" in kernel.source)
     assert sum(kernel.flops for kernel in line.kernels) - kernels == sum(audit.read(text, made.mesh).flops.values())
     # Of 2 layers and 2 microbatches of one row on a GPU: two forwards (remat), dq and dkv.
-    pairs = rates.visited_share(256, 2000, 1.5) * 256**2 / 2
+    pairs = attention_pairs.row_share(256, 2000, 1.5) * 256**2 / 2
     assert kernels == pytest.approx(2 * 2 * (2 * 2 + 3 + 4) * 2 * 4 * 64 * pairs)
     linked_s = sum(row.seconds for row in line.traffic)
     assert line.compute_s <= line.step_s <= line.compute_s + linked_s

@@ -8,7 +8,8 @@ import test_roofline
 
 from meshtrain import config, design
 from meshtrain.cost.formulas.assumptions import Assumptions
-from meshtrain.cost.formulas import flops, rates
+from meshtrain.cost.formulas import attention_pairs, flops
+from meshtrain.cost.formulas.options import Attended
 from meshtrain.cost.formulas.place import place
 from meshtrain.model import transformer
 from meshtrain.names import AXES
@@ -41,8 +42,8 @@ def test_pairs_within_a_window_are_those_that_can_be_counted():
                                          (64, 64, 300, 200), (128, 512, 700, 5000)):
         apart = ahead + np.arange(queries)[:, None] - np.arange(keys)
         counted = ((apart >= 0) & (apart < window)).sum()
-        assert rates.banded_pairs(queries, keys, ahead, window) == pytest.approx(counted, rel=.03, abs=1)
-    near, far = (rates.banded_pairs(512, 512, ahead, 4096, 1000, 1.5) / 512**2 for ahead in (512, 2048))
+        assert attention_pairs.band_pairs(queries, keys, ahead, window) == pytest.approx(counted, rel=.03, abs=1)
+    near, far = (attention_pairs.band_pairs(512, 512, ahead, 4096, 1000, 1.5) / 512**2 for ahead in (512, 2048))
     assert 0 < far < near < 1, "few documents reach far"
 
 
@@ -58,7 +59,7 @@ def test_the_visited_share_of_a_window_is_that_of_drawn_documents(mean, window):
         for first in range(0, length, block):
             own = max(0, max(start for start in starts if start <= first), first - window + 1)
             visited += block * (first + block - own // block * block)
-    assert rates.visited_share(length, mean, 1.5, window=window) == pytest.approx(
+    assert attention_pairs.row_share(length, mean, 1.5, window=window) == pytest.approx(
         visited / num_rows / (length**2 / 2), rel=0.06)
 
 
@@ -90,12 +91,12 @@ def test_a_layer_of_a_period_has_the_products_of_one_layer():
     run = config.Run(model=dict(**GEMMA, window=1024, mixers="WWWF"),
                      data=dict(seq_len=8192, global_batch=1, document_mask=False))
     assumed = Assumptions("h100")
-    attended = lambda run: rates.attended(run, layout, assumed)
-    assert attended(run) == rates.Attended({"F": 1.0, "W": pytest.approx((2 - 1 / 8) / 8)}, "cudnn", documents=False)
+    attended = lambda run: attention_pairs.count(run, layout, assumed)
+    assert attended(run) == Attended({"F": 1.0, "W": pytest.approx((2 - 1 / 8) / 8)}, "cudnn", documents=False)
     packed = run.replaced(data={"document_mask": True})
-    whole = rates.visited_share(8192, 2000, 1.5)
-    near = rates.visited_share(8192, 2000, 1.5, window=1024)
-    assert attended(packed) == rates.Attended({"F": pytest.approx(whole), "W": pytest.approx(near)},
+    whole = attention_pairs.row_share(8192, 2000, 1.5)
+    near = attention_pairs.row_share(8192, 2000, 1.5, window=1024)
+    assert attended(packed) == Attended({"F": pytest.approx(whole), "W": pytest.approx(near)},
                                               "mosaic", documents=True) and near < whole / 2
     capped = run.replaced(model={"score_softcap": 50.0})
     assert attended(capped).engine == "mosaic"

@@ -16,7 +16,7 @@ from meshtrain import assembly, config, hardware
 from meshtrain.choices import attention as choices
 from meshtrain.choices.setting import Setting
 from meshtrain.cost.formulas.assumptions import Assumptions
-from meshtrain.cost.formulas import rates
+from meshtrain.cost.formulas import attention_pairs
 from meshtrain.cost.program import compile
 from meshtrain.inspection import report
 from meshtrain.kernels import blockwise, mosaic, pallas, tiles
@@ -89,8 +89,9 @@ def test_packed_rows_take_pallas_whole_rows_cudnn_and_others_blocks(expected, as
     platform, gpu = asked.get("platform", "gpu"), asked.get("gpu", "h100")
     if platform == "gpu" and gpu:
         run, layout = asked_for(**{key: value for key, value in asked.items() if key != "gpu"})
-        priced = rates.attended(run, layout, Assumptions(gpu))
-        assert priced.engine == expected and priced.documents == (run.data.document_mask and expected in rates.OURS)
+        priced = attention_pairs.count(run, layout, Assumptions(gpu))
+        assert priced.engine == expected
+        assert priced.documents == (run.data.document_mask and expected in attention_pairs.OURS)
 
 
 @pytest.mark.parametrize("expected, asked", [
@@ -108,7 +109,7 @@ def test_on_hopper_packed_rows_take_mosaic_where_a_gpu_has_compared_it(expected,
     assert chosen(**asked)[0] == expected
     run, layout = asked_for(**{key: value for key, value in asked.items() if key != "gpu"})
     monkeypatch.setattr(mosaic, "AUTO_SINCE", (9, 9))
-    assert rates.attended(run, layout, Assumptions(asked.get("gpu", "h100"))).engine == expected
+    assert attention_pairs.count(run, layout, Assumptions(asked.get("gpu", "h100"))).engine == expected
     assert chosen(**asked)[0] == (expected if asked.get("data") == WHOLE and not asked.get("training") and not asked.get(
         "model") else expected.replace("mosaic", "pallas"))
 

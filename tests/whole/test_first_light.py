@@ -23,7 +23,7 @@ from meshtrain import assembly, config  # noqa: E402
 from meshtrain import hardware
 from meshtrain.cost.program import compile, roofline
 from meshtrain.inspection import memory
-from meshtrain.cost.formulas import rates  # noqa: E402
+from meshtrain.cost.formulas import attention_pairs  # noqa: E402
 from meshtrain.kernels import blockwise, grouped, recurrence_pallas  # noqa: E402
 from meshtrain.kernels.engine import CAUSAL, WHOLE  # noqa: E402
 from meshtrain.kernels.tiles import Blocks, GroupedBlock, GroupedTiles, Tiles  # noqa: E402
@@ -420,7 +420,7 @@ def test_tiles_are_timed_and_the_fastest_is_told_beside_those_in_use(monkeypatch
 
 
 def test_typical_rows_are_visited_as_the_roofline_expects():
-    expected = rates.visited_share(8192, 2000, 1.5)
+    expected = attention_pairs.row_share(8192, 2000, 1.5)
     assert abs(gpu_speed.visited(gpu_speed.typical(4, 8192)) / expected - 1) < .05
     assert gpu_speed.visited(np.arange(256)[None] == 0) == 1.5         # three blocks of 128 × 128, of 256 × 256 / 2
 

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 
 from meshtrain import hardware
 from meshtrain.cost.formulas import calibrations
-from meshtrain.cost.formulas.mixers import Mixer
+from meshtrain.cost.formulas.mixers import MixerCost
 from meshtrain.cost.formulas.placed import Placed
-from meshtrain.cost.formulas.sizes import GATHER, SCATTER, SUM
+from meshtrain.cost.formulas.sizes import FLOAT32, GATHER, SCATTER, SUM, Sent
 from meshtrain.cost.formulas.price import Links
 from meshtrain.cost.formulas.rates import Rates
-from meshtrain.cost.formulas.traffic import FLOAT32, Sent
 from meshtrain.names import MATMUL_ROLES
 from meshtrain.parallel.experts.dispatch import ManualRegion
 from meshtrain.sharding import moves
@@ -69,8 +68,7 @@ class Sampling:
     @functools.cached_property
     def slot_bytes(self) -> float:
         """Return the cache bytes of one slot on its device."""
-        return sum(self._layers(mixer) * self._state_bytes(mixer) if mixer.recurrent else
-                   self._layers(mixer) * self._token_bytes(mixer) * self.places(mixer.window)
+        return sum(mixer.slot_bytes(self._layers(mixer), self.placed.itemsize, self.places)
                    for mixer in self.placed.mixers)
 
     @property
@@ -87,17 +85,8 @@ class Sampling:
         layout = self.placed.layout
         return max(0, int(free_bytes // self.slot_bytes)) * layout.num_shards(layout.batch_axes)
 
-    def _layers(self, mixer: Mixer) -> float:
+    def _layers(self, mixer: MixerCost) -> float:
         return mixer.share * self.placed.cfg.num_layers
-
-    def _token_bytes(self, mixer: Mixer) -> float:
-        """Return the cache bytes of one token in one layer: keys and values, or latents."""
-        return self.placed.itemsize * (mixer.latents or mixer.keys + mixer.values)
-
-    def _state_bytes(self, mixer: Mixer) -> float:
-        """Return the bytes of a slot's recurrence in one layer: its float32 state, and the last tokens before its
-        convolutions."""
-        return 4 * mixer.state + self.placed.itemsize * (mixer.width - 1) * (mixer.queries + mixer.keys + mixer.values)
 
     # ---- the sync ----------------------------------------------------------------------------------------------------
 
@@ -134,9 +123,7 @@ class Sampling:
         """Return the HBM bytes that one device reads in a decoding step if each slot has `length` tokens."""
         read = sum(self.read_bytes(info) * self._share_read(info) for info in self.placed.rows)
         for mixer in self.placed.mixers:
-            seen = 2 * self._state_bytes(mixer) if mixer.recurrent else self._token_bytes(mixer) * min(
-                length, mixer.window or length)
-            read += self.rows * self._layers(mixer) * seen
+            read += self.rows * self._layers(mixer) * mixer.read_bytes(self.placed.itemsize, length)
         return read
 
     def token_flops(self, length: float) -> float:
@@ -146,8 +133,7 @@ class Sampling:
         products += placed.head.k * placed.head.n + sum(
             info.size / self._moves(info).shards(self._moves(info).after) * self._visits(info)
             for info in placed.rows if _of_experts(info))
-        attended = sum(self._layers(mixer) * (mixer.queries + mixer.outputs) * min(length, mixer.window or length)
-                       for mixer in placed.mixers if not mixer.recurrent)
+        attended = sum(mixer.decode_products(self._layers(mixer), length) for mixer in placed.mixers)
         return 2 * self.rows * (products + attended)
 
     def token(self) -> list[Sent]:
@@ -162,8 +148,8 @@ class Sampling:
                    "FLOPs": self.token_flops(length) / (rated.peak(self.placed.cfg.compute_dtype) * share)}
         longest = max(seconds, key=seconds.__getitem__)
         links = Links(rated, self.placed.mesh)
-        looped = sum(self._layers(mixer) for mixer in self.placed.mixers if not mixer.recurrent
-                     and (mixer.latents or not hardware.runs_kernels(rated.gpu)))
+        looped = sum(self._layers(mixer) for mixer in self.placed.mixers
+                     if mixer.reads_in_a_loop(hardware.runs_kernels(rated.gpu)))
         gaps_s = 1e-6 * (rated.assumed["decode.gap_us"] * self.placed.cfg.num_layers
                          + rated.assumed["decode.loop_us"] * looped)
         return {longest: seconds[longest], "collectives": sum(one.runs * links.one_s(one) for one in self.token()),

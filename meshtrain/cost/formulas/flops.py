@@ -14,15 +14,15 @@ from collections.abc import Iterable
 
 from meshtrain import pattern
 from meshtrain.config.sections import Model
+from meshtrain.cost.formulas import mixers
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.formulas.sizes import Product
-from meshtrain.parallel.context.attention import value_dim
 
 
 def model_flops_per_token(table: Iterable, cfg: Model, seq_len: int) -> float:
     """Return the FLOPs of forward and backward per token, without recomputation: 6 per matrix element, 4 per frozen
-    matrix element, and three times the forward FLOPs of `mixer_flops`.
+    matrix element, and three times the forward FLOPs of `mixers.flops`.
 
     table: ParamInfo rows; cfg: the [model] section. Embedding look-ups count nothing, a tied head counts as a matrix,
     and only the experts that a token is routed to count.
@@ -30,36 +30,13 @@ def model_flops_per_token(table: Iterable, cfg: Model, seq_len: int) -> float:
     multiplied = [info for info in table if info.role in ("matrix", "head", "router")
                   or cfg.tie_embeddings and info.path[0] == "embedding"]
     matrices = sum((6.0 if info.trainable else 4.0) * active(info, cfg) for info in multiplied)
-    return matrices + sum(3.0 * count * mixer_flops(cfg, mixer, seq_len)
+    return matrices + sum(3.0 * count * mixers.flops(cfg, mixer, seq_len)
                           for mixer, count in Counter(kind.mixer for kind in pattern.kinds(cfg)).items())
-
-
-def mixer_flops(cfg: Model, mixer: str, seq_len: int) -> float:
-    """Return the forward FLOPs per token of one layer of this mixer, without its weight matrices."""
-    one = cfg.of(mixer)
-    if mixer in pattern.ATTENTION:
-        return attended(cfg, mixer, seq_len) * seq_len * one.num_heads * (one.head_dim + value_dim(one))
-    linear = one.linear
-    products = {"G": 3, "K": 3, "M": 2}.get(mixer, 0)
-    return products * 2.0 * linear.value_heads * linear.key_dim * linear.value_dim
 
 
 def active(info, cfg: Model) -> int:
     """Return the number of elements of a parameter that one token uses."""
     return info.size * cfg.experts_per_token // cfg.num_experts if "expert" in info.axes else info.size
-
-
-def window(cfg: Model, mixer: str, seq_len: int) -> int:
-    """Return how many tokens a token attends to in layers of this mixer; 0 means the whole sequence."""
-    within = cfg.of(mixer).window if mixer in pattern.WINDOWED else 0
-    return within if within < seq_len else 0
-
-
-def attended(cfg: Model, mixer: str, seq_len: int) -> float:
-    """Return how many pairs a token of a full row attends to in layers of this mixer, as a fraction of the causal half
-    S / 2."""
-    within = window(cfg, mixer, seq_len) / seq_len
-    return (2 - within) * within if within else 1.0
 
 
 def executed(placed: Placed, options: Options) -> float:

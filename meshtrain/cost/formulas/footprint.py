@@ -8,8 +8,7 @@ temporaries were read off the buffers of programs compiled for GPUs. A width is 
 from __future__ import annotations
 
 from meshtrain import pattern
-from meshtrain.cost.formulas import calibrations, recurrences
-from meshtrain.cost.formulas.mixers import Mixer
+from meshtrain.cost.formulas import calibrations
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.formulas.sizes import GATHER, SCATTER
@@ -85,7 +84,7 @@ def kept_width(placed: Placed, options: Options) -> float:
     cfg, h, size = placed.cfg, placed.cfg.embed_dim, placed.itemsize
     stream, f, blocks = h / placed.stream_shards, placed.mlp_width, placed.blocks
     gates, again = 1 + cfg.gated, _never_again(placed, options)
-    sums = placed.mean(lambda mixer: mixer.sums(size)) + _states_width(placed, options)
+    sums = placed.mean(lambda mixer: mixer.sums_width(size)) + _states_width(placed, options)
     if options.remat in ("full", "offload"):
         return stream + again if options.remat == "full" else again
     routing = _routing_width(placed) / placed.stream_shards
@@ -97,8 +96,8 @@ def kept_width(placed: Placed, options: Options) -> float:
         return blocks * stream + mixers + gates * f + routing / 2 + chosen
     # Without remat the inputs of matmuls are saved whole. The buffers of the microbatch loop hold attention's output
     # twice: in its own layout and in that of the matmul after it.
-    twice = placed.mean(lambda mixer: mixer.outputs * (not mixer.outward())) * (options.microbatches > 1)
-    mixers = placed.mean(lambda mixer: mixer.kept(size)) + sums
+    twice = placed.mean(lambda mixer: mixer.outputs * (not mixer.outward)) * (options.microbatches > 1)
+    mixers = placed.mean(lambda mixer: mixer.saved_width(size)) + sums
     return blocks * (stream + h) + mixers + twice + gates * f + routing + whole
 
 
@@ -111,9 +110,8 @@ def _never_again(placed: Placed, options: Options) -> float:
 
 
 def _states_width(placed: Placed, options: Options) -> float:
-    """Return the elements per token of the recurrences' saved states, one before each chunk, mean over layers."""
-    return sum(mixer.share * recurrences.states_width(mixer, options.recurrence)
-               for mixer in placed.mixers if mixer.recurrent)
+    """Return the elements per token of the recurrences' saved states, mean over layers."""
+    return placed.mean(lambda mixer: mixer.states_width(options))
 
 
 def _transposed_width(placed: Placed, options: Options) -> float:
@@ -144,11 +142,10 @@ def _working_width(placed: Placed, options: Options) -> float:
     h, f, context = placed.cfg.embed_dim, _widest_mlp(placed), placed.num_shards("seq")
     if context > 1:
         return 6 * h + 4 * f + _period_width(placed, options, 2) + max((
-            _split_width(mixer, placed, options) for mixer in placed.mixers), default=0)
+            mixer.split_backward_width(placed.itemsize, options, context) for mixer in placed.mixers), default=0)
     moving = any(placed.moving(kind, "layers") for kind in (GATHER, SCATTER)) or placed.num_shards("mlp") > 1
     times = 4 if moving else 3
-    mixers = max((recurrences.live_width(mixer, placed.itemsize, options.recurrence) if mixer.recurrent else times * (
-        _pair(mixer) + 2 * mixer.gates / 3) for mixer in placed.mixers), default=0)
+    mixers = max((mixer.backward_width(placed.itemsize, options, times) for mixer in placed.mixers), default=0)
     mlp = (4 if options.remat in ("full", "offload") else 3) if moving else 2
     return times * h + mixers + mlp * f + _others_width(placed, options, moving)
 
@@ -188,28 +185,9 @@ def _period_width(placed: Placed, options: Options, counted: int = 1) -> float:
 
 def _waiting_width(placed: Placed, options: Options, stretch) -> float:
     """Return the elements per token that live in a period's other recurrences during the first one's backward."""
-    recurrent = [mixer for mixer in placed.mixers for kind in stretch.period
-                 if kind.mixer == mixer.letter and mixer.recurrent]
-    return calibrations.WAITING_RECURRENCE.value * sum(
-        recurrences.live_width(mixer, placed.itemsize, options.recurrence) for mixer in recurrent[1:])
-
-
-def _pair(mixer: Mixer) -> float:
-    """Return the mean width of two of the four arrays queries, keys, values and outputs. Kernels pad keys that are
-    wider than values."""
-    padded = 1 << (mixer.key_dim - 1).bit_length() if mixer.latents else mixer.key_dim
-    return ((mixer.queries + mixer.keys) * padded / mixer.key_dim + mixer.values + mixer.outputs) / 2
-
-
-def _split_width(mixer: Mixer, placed: Placed, options: Options) -> float:
-    """Return what `_working_width` returns, for one mixer whose sequences are split."""
-    if mixer.recurrent:
-        return recurrences.live_width(mixer, placed.itemsize, options.recurrence)
-    q, kv = (mixer.queries + mixer.outputs) / 2, (mixer.keys + mixer.values) / 2
-    method, context = options.method, placed.num_shards("seq")
-    method = "gather" if mixer.latents and method == "ring" else method     # latents are gathered
-    return 2 * mixer.gates + {"ring": 12 * q + 8 * kv, "gather": 10 * q + (6 * context + 2) * kv,
-                              "ulysses": 6 * q + 6 * kv}[method]
+    waiting = [width for mixer in placed.mixers for kind in stretch.period if kind.mixer == mixer.letter
+               and (width := mixer.waiting_width(placed.itemsize, options))]
+    return calibrations.WAITING_RECURRENCE.value * sum(waiting[1:])
 
 
 def _widest_mlp(placed: Placed) -> float:
@@ -233,9 +211,8 @@ def _expert_backward_widths(placed: Placed, options: Options) -> tuple[float, fl
         remade = {"none": 0, "selective": mixer.queries / 2 + mixer.outputs / 2 + mixer.keys + mixer.values}.get(
             options.remat, h + mixer.outputs + inward)
         gathered = 2 * h if placed.stream_shards > 1 else 0
-        ring = mixer.queries + mixer.outputs + 2.5 * (mixer.keys + mixer.values) if placed.num_shards(
-            "seq") > 1 and options.method == "ring" and not mixer.recurrent else 0
-        beside = 2 * _pair(mixer) + gathered + (7 if placed.num_shards("residual_seq") > 1 else 3) * stream + ring
+        ring = mixer.ring_width if placed.num_shards("seq") > 1 and options.method == "ring" else 0
+        beside = 2 * mixer.pair_width + gathered + (7 if placed.num_shards("residual_seq") > 1 else 3) * stream + ring
         layers.append((remade + 3 * stream, beside))
     return tuple(map(max, zip(*layers))) if layers else (h, h)
 
@@ -293,7 +270,7 @@ def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
     placement, normed = placed.cfg.norm_placement, placed.mean(lambda mixer: mixer.norm_inputs)
     both, after, routing = placement == "both", placement != "before", _routing_width(placed) / placed.stream_shards
     kept, inward, outputs = (placed.mean(of) for of in (
-        lambda mixer: mixer.kept(size), lambda mixer: mixer.inward, lambda mixer: mixer.outputs))
+        lambda mixer: mixer.saved_width(size), lambda mixer: mixer.inward, lambda mixer: mixer.outputs))
     states = _states_width(placed, options)
     for_backward = {"none": 2 * blocks * h + stream + kept + states + gates * f + 2 * h * both + routing,
                     "selective": (blocks + after * (not placed.cfg.num_experts)) * stream
@@ -302,7 +279,7 @@ def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
     # Inputs of norms and their cotangents are always float32; some other float32 arrays are the same ones.
     biased = placed.cfg.norm == "layernorm"     # the bias has a gradient too
     apart = size == 2 or biased
-    again = placed.mean(lambda mixer: mixer.outward())      # recomputed from saved arrays
+    again = placed.mean(lambda mixer: mixer.outward)      # recomputed from saved arrays
     for_weights = 8 * (blocks * h * (1 + both) + normed) / size + blocks * h * biased + {
         "none": inward + (gates + 1) * f + (2 * h if apart else -normed - 2 * h * both),
         "selective": inward + again + (gates + 2) * f + (2 if apart else 1 + after) * h,

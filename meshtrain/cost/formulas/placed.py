@@ -190,11 +190,11 @@ class Placed:
         return stream_shards(self.layout)
 
     @functools.cached_property
-    def mixers(self) -> tuple[mixers.Mixer, ...]:
+    def mixers(self) -> tuple[mixers.MixerCost, ...]:
         """Return the kinds of mixers that the layers use."""
         return mixers.of(self.cfg, self.layout)
 
-    def mean(self, of: Callable[[mixers.Mixer], float]) -> float:
+    def mean(self, of: Callable[[mixers.MixerCost], float]) -> float:
         """Return the mean over layers of `of(mixer)`. Layers without a mixer count 0."""
         return sum(mixer.share * of(mixer) for mixer in self.mixers)
 

@@ -12,14 +12,14 @@ import functools
 from collections import defaultdict
 from collections.abc import Mapping
 
-from meshtrain import pattern
-from meshtrain.cost.formulas import calibrations, flops, footprint, rates, recurrences, traffic
-from meshtrain.cost.formulas.mixers import Mixer, RecurrenceSizes
+from meshtrain.cost.formulas import calibrations, flops, footprint, mixers, rates, traffic
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed
-from meshtrain.cost.formulas.rates import DeviceGroup, Matmul, Rates
+from meshtrain.cost.formulas.rates import DeviceGroup, Rates
 from meshtrain.cost.formulas.routed import Routed
 from meshtrain.cost.formulas.simulate import Costs
+from meshtrain.cost.formulas.sizes import (ATTENTION, ATTENTION_BACKWARD, BACKWARD, FORWARD, MICROBATCH, ONCE,
+                                           RECURRENCE, Sent)
 from meshtrain.kernels import mosaic, mosaic_grouped
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding.mesh import MeshSpec
@@ -34,7 +34,7 @@ class Price:
     counts the causal half of attention and no recomputation.
     """
     memory_bytes: Mapping[str, int]
-    collectives: tuple[traffic.Sent, ...]
+    collectives: tuple[Sent, ...]
     traffic_bytes: Mapping[str, float]
     links_s: Mapping[str, float]
     parts: Mapping[str, float]
@@ -67,7 +67,7 @@ class Links:
         axis."""
         return DeviceGroup(*self.mesh.in_domain(tuple(axis.partition(":")[0] for axis in axes), self.domain))
 
-    def one_s(self, sent: traffic.Sent) -> float:
+    def one_s(self, sent: Sent) -> float:
         return sent.arrays * self.rates.collective_s(sent.kind, sent.array_bytes / sent.arrays, self.group(sent.axes))
 
 
@@ -100,7 +100,7 @@ class Pricing:
         """Return the seconds of one layer and of the head."""
         return LayerTimes(placed, self.rated, options)
 
-    def list_collectives(self) -> list[traffic.Sent]:
+    def list_collectives(self) -> list[Sent]:
         """Return the collectives of a step."""
         return traffic.of(self.placed, self.options)
 
@@ -171,7 +171,7 @@ class _Waits:
     """Exposed seconds of a step by label. sents: the collectives of a step. layer_s: exposed seconds in layers;
     other_s: those outside layers; links_s: all seconds of collectives by mesh axes, hidden or not."""
 
-    def __init__(self, placed: Placed, rated: Rates, options: Options, work: LayerTimes, sents: list[traffic.Sent]):
+    def __init__(self, placed: Placed, rated: Rates, options: Options, work: LayerTimes, sents: list[Sent]):
         links, assumed, layers = Links(rated, placed.mesh), rated.assumed, placed.layers(options)
         m, p = options.microbatches, placed.mesh.sizes["stage"]
         self.sents, self.layer_s = sents, 0.0
@@ -186,18 +186,18 @@ class _Waits:
             # Sends between stages are hidden, except in the bubble.
             between = sent.label == "stage" and sent.kind == "collective-permute"
             together[key := (sent.label, sent.overlaps, sent.layer)] += (2 * (p - 1) if between else sent.runs) * one_s
-            if sent.layer and sent.kind == "reduce-scatter" and sent.overlaps == traffic.BACKWARD:
+            if sent.layer and sent.kind == "reduce-scatter" and sent.overlaps == BACKWARD:
                 reduced[key] += sent.runs * one_s
-            if sent.layer and sent.label == "fsdp" and sent.overlaps == traffic.BACKWARD:
+            if sent.layer and sent.label == "fsdp" and sent.overlaps == BACKWARD:
                 # The first layer's gather and the last one's reduction overlap nothing.
                 self.exposed["fsdp"] += m * one_s
         visits = placed.visits(options)[0]
-        compute = {"": 0.0, traffic.MICROBATCH: layers * (work.forward_s + work.backward_s)} | {
+        compute = {"": 0.0, MICROBATCH: layers * (work.forward_s + work.backward_s)} | {
             overlaps: visits * seconds for overlaps, seconds in work.compute_s.items()}
-        compute[traffic.ONCE] = sum(seconds for (_, of, _), seconds in together.items() if of == traffic.ONCE)
+        compute[ONCE] = sum(seconds for (_, of, _), seconds in together.items() if of == ONCE)
         for (name, overlaps, layer), seconds in together.items():
             near = "overlap.experts" if name == traffic.EXPERTS else "overlap.fsdp"
-            hide = assumed[{traffic.MICROBATCH: "overlap.data", traffic.ONCE: "overlap.once"}.get(overlaps, near)]
+            hide = assumed[{MICROBATCH: "overlap.data", ONCE: "overlap.once"}.get(overlaps, near)]
             alone = (1 - assumed["overlap.reduced"]) * reduced[name, overlaps, layer]
             exposed_s = (1 - (assumed["overlap.tensor"] if name == "tensor" else 0.0)) * _exposed_s(
                 seconds, alone, compute[overlaps], hide, assumed["link.contend"])
@@ -210,7 +210,7 @@ class _Waits:
             copy_s = copy_bytes / rated.host_bytes_per_s
             self.exposed["offload"] = m * layers * sum(
                 max(0.0, copy_s - assumed["overlap.fsdp"] * work.compute_s[kind])
-                for kind in (traffic.FORWARD, traffic.BACKWARD))
+                for kind in (FORWARD, BACKWARD))
             self.layer_s += self.exposed["offload"]
         self.other_s = sum(self.exposed.values()) - self.layer_s
 
@@ -226,23 +226,20 @@ class LayerTimes:
 
     def __init__(self, placed: Placed, rated: Rates, options: Options):
         cfg, tokens = placed.cfg, placed.tokens(options)
-        matmul = functools.partial(matmul_s, rated, placed.matmul_dtype, placed.itemsize)
+        matmul_s = functools.partial(rated.product_s, dtype=placed.matmul_dtype, itemsize=placed.itemsize)
         dense, routers = ([w for w in placed.layer.products if w.router == wanted and not w.expands]
                           for wanted in (False, True))
-        products = [w.share * matmul(tokens, w.n, w.k) for w in dense]
+        products = [w.share * matmul_s(tokens, w.n, w.k) for w in dense]
         forward = sum(products)
-        backward = sum(w.share * (matmul(tokens, w.k, w.n) + w.trained * matmul(w.k, w.n, tokens)) for w in dense)
+        backward = sum(w.share * (matmul_s(tokens, w.k, w.n) + w.trained * matmul_s(w.k, w.n, tokens)) for w in dense)
         self.placed, self.rated, self.options = placed, rated, options
         routing = placed.router_parts * sum(
-            w.share * matmul_s(rated, cfg.compute_dtype, placed.itemsize, tokens / placed.stream_shards, w.n, w.k)
+            w.share * rated.product_s(tokens / placed.stream_shards, w.n, w.k, cfg.compute_dtype, placed.itemsize)
             for w in routers)
         forward, backward = forward + routing, backward + 2 * routing
-        attention, attention_b = _attention_s(placed, rated, options)
-        expanded, expanded_b = _expansion_s(placed, rated, options)
-        attention, attention_b = attention + expanded, attention_b + expanded_b
-        recurrence, recurrence_b = (sum(mixer.share * seconds[i] for mixer, seconds in _recurrences_s(
-            placed, rated, options)) for i in (0, 1))
-        mixed, normed = placed.mean(lambda mixer: mixer.moved), placed.mean(lambda mixer: mixer.norm_inputs)
+        attention, attention_b = mixers.seconds(placed, rated, options, ATTENTION)
+        recurrence, recurrence_b = mixers.seconds(placed, rated, options, RECURRENCE)
+        mixed, normed = placed.mean(lambda mixer: mixer.stream_bytes), placed.mean(lambda mixer: mixer.norm_inputs)
         fixed_bytes = 8 * placed.blocks * cfg.embed_dim / placed.stream_shards + mixed
         moved = lambda times, norm: tokens * (fixed_bytes + times * placed.mlp_width + norm * normed)
         gated = cfg.gated
@@ -265,16 +262,16 @@ class LayerTimes:
         self.weight_grad_s = backward / 2 + stage_w + experts_w
         self.attention_s = attention, attention_b
         self.parts = {"matmul": forward + again_s + backward + experts + experts_b + experts_w,
-                      "attention": attention * (1 + again.attention) + attention_b,
+                      ATTENTION: attention * (1 + again.attention) + attention_b,
                       "elementwise": small * (1 + again.elementwise) + small_b + stage_f + stage_b + stage_w + moved_f
                       + moved_b}
         if recurrence:
-            self.parts["recurrence"] = recurrence * (1 + again.attention) + recurrence_b
-        matmul = functools.partial(matmul_s, rated, cfg.compute_dtype, placed.itemsize)
+            self.parts[RECURRENCE] = recurrence * (1 + again.attention) + recurrence_b
+        matmul_s = functools.partial(rated.product_s, dtype=cfg.compute_dtype, itemsize=placed.itemsize)
         n, k = placed.head.n, placed.head.k
-        self.head = {"matmul": matmul(tokens, n, k) + matmul(tokens, k, n) + placed.head.trained * matmul(k, n, tokens),
-                     "elementwise": fused * rated.stream_s(calibrations.LOGIT.value * tokens * n)} if n else {}
-
+        self.head = {} if not n else {
+            "matmul": matmul_s(tokens, n, k) + matmul_s(tokens, k, n) + placed.head.trained * matmul_s(k, n, tokens),
+            "elementwise": fused * rated.stream_s(calibrations.LOGIT.value * tokens * n)}
 
     @property
     def backward_s(self) -> float:
@@ -282,8 +279,8 @@ class LayerTimes:
 
     @property
     def compute_s(self) -> dict[str, float]:
-        return {traffic.FORWARD: self.forward_s, traffic.BACKWARD: self.backward_s,
-                traffic.ATTENTION: self.attention_s[0], traffic.ATTENTION_BACKWARD: self.attention_s[1]}
+        return {FORWARD: self.forward_s, BACKWARD: self.backward_s,
+                ATTENTION: self.attention_s[0], ATTENTION_BACKWARD: self.attention_s[1]}
 
     def scan_bytes(self) -> tuple[float, float, float]:
         """Return the HBM bytes that the loop over layers, or a pipeline's loop, adds to F, B and W of a layer."""
@@ -311,62 +308,6 @@ class LayerTimes:
         product = rates.GroupedMatmul(rows, sizes.num_experts, sizes.embed_dim, sizes.width, self.placed.experts_dtype,
                                       kernel)
         return max(rated.grouped_s(product), rated.stream_s(routed.moved_bytes(kernel == "outer")))
-
-
-def _attention_s(placed: Placed, rated: Rates, options: Options) -> tuple[float, float]:
-    """Return the seconds of a layer's attention (forward, backward), mean over layers."""
-    forward_s, backward_s, apart = 0.0, 0.0, options.attended.engine in rates.OURS
-    for mixer in placed.mixers:
-        if mixer.recurrent:
-            continue
-        pairs = mixer.share * placed.tokens(options) * options.seq_len * options.attended.visited.get(mixer.letter, 1.0)
-        wide = lambda n: 1 << (n - 1).bit_length() if apart else n          # our kernels pad heads
-        H, V = (mixer.heads * wide(n) for n in (mixer.key_dim, mixer.value_dim))
-        kernels = _kernels(mixer, placed, options)
-        attend = lambda direction, width, pairs=pairs, kernels=kernels, mixer=mixer: sum(rated.attention_s(
-            rates.AttentionKernel(options.attended.engine, direction, share * pairs * width, keys, mixer.key_dim))
-            for share, keys in kernels)
-        forward_s += attend("forward", H + V)
-        # One kernel recomputes the scores and has four products for two; our two kernels both recompute them.
-        backward_s += attend("backward", 4 * H + 3 * V if apart else 3 * H + 2 * V)
-    return forward_s, backward_s
-
-
-def _kernels(mixer: Mixer, placed: Placed, options: Options) -> tuple[tuple[float, float], ...]:
-    """Return (fraction of the pairs, keys) for each kernel of a layer's attention. With context parallelism each device
-    has two chunks of a sequence, and latents are gathered."""
-    num_shards, length = placed.num_shards("seq"), options.seq_len
-    if num_shards == 1 or options.method == "ulysses":
-        return ((1.0, length),)
-    chunk, ring = length / (2 * num_shards), options.method == "ring" and not mixer.latents
-    return ((1 / num_shards, 2 * chunk), (1 - 1 / num_shards, chunk)) if ring else ((1.0, chunk),)
-
-
-def _expansion_s(placed: Placed, rated: Rates, options: Options) -> tuple[float, float]:
-    """Return the seconds in which a layer's attention expands latents (forward, backward). The backward expands them
-    again. If sequences are split, each device expands the whole sequence, or with ulysses only its own heads."""
-    tokens, split = placed.tokens(options), placed.num_shards("seq")
-    tokens, heads = tokens * split, split if options.method == "ulysses" else 1
-    matmul = functools.partial(matmul_s, rated, placed.experts_dtype, placed.itemsize)
-    found = [(w, w.n / heads) for w in placed.layer.products if w.expands]
-    forward = sum(w.share * matmul(tokens, n, w.k) for w, n in found)
-    backward = forward + sum(w.share * (matmul(tokens, w.k, n) + w.trained * matmul(w.k, n, tokens)) for w, n in found)
-    moved = placed.mean(lambda mixer: tokens / heads * (mixer.keys + mixer.values) * bool(mixer.latents))
-    gathered = split > 1 and options.method != "ulysses"
-    each = (calibrations.GATHERED_LATENT if gathered else calibrations.EXPANDED_LATENT).value
-    return forward + rated.stream_s(each.forward * moved), backward + rated.stream_s(each.backward * moved)
-
-
-def _recurrences_s(placed: Placed, rated: Rates, options: Options) -> list[tuple[Mixer, tuple[float, float]]]:
-    """Return each recurrent mixer with the seconds of a layer's recurrence and convolution (forward, backward). If
-    sequences are split, the scan over chunks runs a second time to summarize each device's tokens."""
-    split, runs_of_device = placed.num_shards("seq"), 1 if options.method == "ulysses" else 2
-    experts = pattern.share(placed.cfg, mlps="e")       # their layers are not computed in parts
-    parts = experts + (1 - experts) * placed.row_parts(options)
-    num_runs = split * runs_of_device if split > 1 else 1
-    scan = recurrences.Scan(placed.tokens(options), options.seq_len / num_runs, parts, num_runs if split > 1 else 0)
-    return [(mixer, recurrences.seconds(mixer, rated, scan, placed.itemsize, options.recurrence))
-            for mixer in placed.mixers if isinstance(mixer, RecurrenceSizes)]
 
 
 def _scan_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
@@ -409,12 +350,6 @@ def _quantised_bytes(placed: Placed) -> tuple[float, float]:
     made = sum(product.share * (stream if product.outward else product.n) for product in products)
     gathered = 2 * placed.cfg.embed_dim * len(products) if placed.stream_shards > 1 else 0
     return calibrations.FLOAT8_CAST.value * read, (calibrations.FLOAT8_CAST.value + 1) * made + gathered
-
-
-def matmul_s(rated: Rates, dtype: str, size: int, m: float, n: float, k: float) -> float:
-    """Return the seconds of [m, k] × [k, n] with elements of `size` bytes: the longer of the times for its FLOPs and
-    its HBM bytes."""
-    return max(rated.matmul_s(Matmul(m, n, k, 1, dtype)), rated.stream_s(size * (m * n + n * k + m * k)))
 
 
 def _exposed_s(comm_s: float, alone_s: float, compute_s: float, hide: float, contend: float) -> float:

@@ -7,16 +7,10 @@ rings run it. They know neither a program nor a mesh; `roofline` applies them to
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
-from meshtrain import hardware, pattern
-from meshtrain.choices import attention
-from meshtrain.choices.setting import GPU_PLATFORMS, Setting
-from meshtrain.config.sections import Run
+from meshtrain import hardware
 from meshtrain.cost.formulas.assumptions import Assumptions
-from meshtrain.cost.formulas import flops
-from meshtrain.cost.formulas.options import Attended
 
 TILE = 128 * 256        # elements of the output that one multiprocessor makes at a time, in the largest tiles of cuBLAS
 US = 1e-6
@@ -97,6 +91,11 @@ class Rates:
         share = a["matmul.best"] * a["matmul.sustained"] * a["matmul.clock"] * self.narrow_share(matmul.dtype)
         return matmul.flops / (self.peak(matmul.dtype) * share * full)
 
+    def product_s(self, m: float, n: float, k: float, dtype: str, itemsize: int) -> float:
+        """Return the seconds of [m, k] × [k, n] with elements of `itemsize` bytes: the longer of the times for its
+        FLOPs and its HBM bytes."""
+        return max(self.matmul_s(Matmul(m, n, k, 1, dtype)), self.stream_s(itemsize * (m * n + n * k + m * k)))
+
     def narrow_share(self, dtype: str) -> float:
         """Return the fraction of its own peak that a narrow dtype reaches, divided by the fraction that bfloat16
         reaches of its peak."""
@@ -164,107 +163,3 @@ class Rates:
     @property
     def launch_s(self) -> float:
         return self.assumed["kernel.launch_us"] * US
-
-
-# ---- visited pairs of a packed row -----------------------------------------------------------------------------------
-
-OURS = ("pallas", "mosaic")
-BLOCK = 128     # assumption: tokens of a kernel's block of queries or keys; at 64 a row of 8,192 has 2% less to visit
-
-
-def attended(run: Run, layout, assumed: Assumptions) -> Attended:
-    """Return the attention engine of a run under this layout and the fraction of pairs that it visits. Raises:
-    ValueError if the requested engine cannot run here."""
-    cfg, length = run.model, run.data.seq_len
-    gpu = hardware.GPUS.get(assumed.gpu_name)
-    engine = attention.engine(Setting(run, layout, GPU_PLATFORMS[0], gpu, installed=False)).value
-    mixers = sorted({kind.mixer for kind in pattern.kinds(cfg)} & set(pattern.ATTENTION))
-    if not run.data.document_mask or engine not in OURS:        # the others mask what they have computed
-        return Attended({mixer: flops.attended(cfg, mixer, length) for mixer in mixers}, engine, False)
-    documents = assumed["documents.mean"], assumed["documents.sigma"]
-    num_shards = layout.num_shards(layout.all_axes("activations", "seq"))
-
-    def visited(mixer: str) -> float:
-        if within := flops.window(cfg, mixer, length):
-            return visited_share(length, *documents, window=within)
-        return split_share(length, num_shards, run.context.method, *documents)
-    return Attended({mixer: visited(mixer) for mixer in mixers}, engine, True)
-
-
-@functools.lru_cache(maxsize=64)
-def visited_share(length: int, mean: float, sigma: float, block: int = BLOCK, window: int = 0) -> float:
-    """Return the pairs that a kernel visits in a row of packed documents, as a fraction of length²/2.
-
-    Document lengths are log-normal. The row begins at a random token, so long documents hold a larger share of the
-    tokens than of the documents. A block of queries visits the blocks of keys that begin at or after the start of its
-    first query's document. P(that start is more than a tokens back) = E[max(L − a, 0)] / mean, which for a log-normal L
-    is the Black–Scholes formula. window: tokens that a query attends to; 0: all.
-    """
-    block, reach = min(block, length), window - 1 if window else length
-    visited, back, older = 0.0, 0.0, 1.0                # back: tokens between a query and the first one that it sees
-    for start in range(0, length, block):
-        rows = min(block, length - start)
-        # A start somewhere inside a block of keys, half a block in the mean; the row's own start is a block's, and
-        # where a window ends in its block is known.
-        ends = older * (-reach % block) if reach < start else 0.0
-        visited += rows * (back + rows + ends + (1 - older) * block / 2)
-        if start < reach:
-            further = min(rows, reach - start)
-            before, older = older, _older(start + further, mean, sigma)
-            back += further * (before + older) / 2
-    return visited / (length * length / 2)
-
-
-def split_share(length: int, num_shards: int, method: str, mean: float, sigma: float) -> float:
-    """Return `visited_share` as if each of `num_shards` devices visited as many pairs as the busiest one. Each has two
-    chunks of the row in zigzag order, except with ulysses, which splits heads."""
-    if num_shards == 1 or method == "ulysses":
-        return visited_share(length, mean, sigma)
-    chunk = length // (2 * num_shards)
-    own = lambda n: visited_share(n, mean, sigma) * n * n / 2
-    diagonal, blocks = (own(2 * chunk), 2 * num_shards - 2) if method == "ring" else (
-        2 * own(chunk), 2 * num_shards - 1)
-    return (diagonal + blocks * whole_pairs(chunk, num_shards, method, mean, sigma)) * num_shards / (
-        length * length / 2)
-
-
-@functools.lru_cache(maxsize=64)
-def whole_pairs(chunk: int, num_shards: int, method: str, mean: float, sigma: float) -> float:
-    """Return the pairs that a kernel visits between a chunk of queries and an earlier chunk of keys, mean over a
-    layer's kernels.
-
-    Distant chunks share few documents, so neighbouring chunks have the most pairs. The busiest device counts: in a ring
-    all devices wait for it in every step.
-    """
-    own = lambda n: visited_share(n, mean, sigma) * n * n / 2 if n else 0.0
-    apart = lambda n: min(chunk * chunk, own((n + 1) * chunk) - 2 * own(n * chunk) + own((n - 1) * chunk))
-    late = 2 * num_shards - 1         # device i has the chunks i and late - i
-    if method == "ring":        # at step t keys of device i - t, for its late queries and for those that they precede
-        steps = (max(apart(late - i - (i - t) % num_shards) + apart(t if i >= t else num_shards - t)
-                     for i in range(num_shards)) for t in range(1, num_shards))
-        return sum(steps) / (2 * num_shards - 2)
-    return max(sum(apart(n) for end in (i, late - i) for n in range(1, end + 1)) for i in range(num_shards)) / (
-        2 * num_shards - 1)
-
-
-def banded_pairs(queries: int, keys: int, ahead: int, window: int, mean: float = math.inf, sigma: float = 1.0) -> float:
-    """Return the number of causal pairs that are at most window - 1 tokens apart. The queries begin `ahead` tokens
-    after the keys.
-
-    mean: mean document length; if it is finite, pairs across documents are excluded.
-    """
-    pairs = 0.0
-    for first in range(max(0, ahead - keys + 1), min(window, ahead + queries), BLOCK):
-        # distances: pairs of each, from the mean of the ends
-        last = min(first + BLOCK, window, ahead + queries) - 1
-        count = lambda apart: max(0, min(queries, keys + apart - ahead) - max(0, apart - ahead))
-        alike = 1.0 if math.isinf(mean) else _older((first + last) / 2 or 1, mean, sigma)
-        pairs += (last - first + 1) * (count(first) + count(last)) / 2 * alike
-    return pairs
-
-
-def _older(age: float, mean: float, sigma: float) -> float:
-    """Return the probability that the document at some token began more than `age` tokens before the token."""
-    normal = lambda x: 0.5 * (1 + math.erf(x / math.sqrt(2)))
-    d = math.log(mean / age) / sigma + sigma / 2
-    return normal(d) - age / mean * normal(d - sigma)

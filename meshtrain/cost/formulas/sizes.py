@@ -1,13 +1,20 @@
 """Records of what one device holds, multiplies and moves, in elements. `place` fills them; they are independent of the
-batch."""
+batch. `Sent` is the record of a collective.
+"""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 
 from meshtrain.names import AXES
 
 Axes = tuple[str, ...]
+FORWARD, BACKWARD, MICROBATCH = "forward", "backward", "microbatch"             # what a collective overlaps
+ONCE = "the update of other parameters"
+ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
+RECURRENCE = "recurrence"       # a part of a step, as ATTENTION is
+FLOAT32 = "f32"
 GATHER, SCATTER, SUM, EXCHANGE = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
 
 
@@ -47,6 +54,32 @@ class WeightMove:
     part: str
     axes: Axes
     elements: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """`runs` equal collectives of a step.
+
+    kind, dtype: as HLO spells them; axes: as in `audit.Collective`. array_bytes: bytes of the whole array for an
+    all-gather, reduce-scatter or all-reduce; for other kinds, the bytes that one GPU sends. label: the name under which
+    exposed seconds are counted. overlaps: the compute that hides it; "" if the step waits for all of it. layer: whether
+    it belongs to a layer of a microbatch. arrays: number of equal arrays that are sent one by one.
+    """
+    kind: str
+    axes: Axes
+    dtype: str
+    array_bytes: float
+    runs: float
+    label: str
+    overlaps: str = ""
+    layer: bool = True
+    arrays: int = 1
+
+    def ring_bytes(self, sizes: Mapping[str, int]) -> float:
+        """Return the bytes that one GPU sends in a step, in a ring."""
+        n = math.prod(sizes.get(axis) or int(axis[axis.index(":") + 1:-1]) for axis in self.axes)
+        share = 1 if self.kind == "collective-permute" else (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
+        return self.runs * self.array_bytes * share
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,51 +6,21 @@ collectives of weights and gradients; those of activations follow from the sizes
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed
-from meshtrain.cost.formulas.sizes import GATHER, SUM, Axes, WeightMove
+from meshtrain.cost.formulas.sizes import BACKWARD, FLOAT32, FORWARD, GATHER, MICROBATCH, ONCE, SUM, Sent, WeightMove
 from meshtrain.names import AXES
 from meshtrain.sharding.rules import GATHERED
 
-FORWARD, BACKWARD, MICROBATCH = "forward", "backward", "microbatch"             # what a collective overlaps
-ONCE = "the update of other parameters"
-ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
 # exposed seconds of the exchange of tokens, and of experts' weights
 ROUTED, EXPERTS = "for experts", "for experts' weights"
-FLOAT32, E4M3 = "f32", "f8e4m3fn"
+E4M3 = "f8e4m3fn"
 UPDATE, SCALES = "once a step", "scales"        # labels
 # all-reduces of a float8 layer's maxima, forward and backward, one number each
 NUM_SCALES = 12
-
-
-@dataclasses.dataclass(frozen=True)
-class Sent:
-    """`runs` equal collectives of a step.
-
-    kind, dtype: as HLO spells them; axes: as in `audit.Collective`. array_bytes: bytes of the whole array for an
-    all-gather, reduce-scatter or all-reduce; for other kinds, the bytes that one GPU sends. label: the name under which
-    exposed seconds are counted. overlaps: the compute that hides it; "" if the step waits for all of it. layer: whether
-    it belongs to a layer of a microbatch. arrays: number of equal arrays that are sent one by one.
-    """
-    kind: str
-    axes: Axes
-    dtype: str
-    array_bytes: float
-    runs: float
-    label: str
-    overlaps: str = ""
-    layer: bool = True
-    arrays: int = 1
-
-    def ring_bytes(self, sizes: Mapping[str, int]) -> float:
-        """Return the bytes that one GPU sends in a step, in a ring."""
-        n = math.prod(sizes.get(axis) or int(axis[axis.index(":") + 1:-1]) for axis in self.axes)
-        share = 1 if self.kind == "collective-permute" else (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
-        return self.runs * self.array_bytes * share
 
 
 Part = Callable[[Placed, Options], Iterator[Sent]]
@@ -171,11 +141,8 @@ def tensor(placed: Placed, options: Options) -> Iterator[Sent]:
             yield send("reduce-scatter", product.row, summed, True)
         elif product.row:
             yield send("all-reduce", product.row, summed, True)
-    heads = tuple(placed.layout.mesh_axes("activations", "heads"))
-    for mixer in placed.mixers:         # cotangents of narrow arrays that all heads read
-        tokens, runs = placed.tokens(options), mixer.share * backward
-        yield Sent("all-reduce", heads, placed.dtype, tokens * mixer.narrow * placed.itemsize, runs, "tensor")
-        yield Sent("all-reduce", heads, FLOAT32, tokens * mixer.latents * 4, runs, "tensor")
+    for mixer in placed.mixers:
+        yield from mixer.reductions(placed, options)
     vocab = tuple(a for a in placed.layout.mesh_axes(GATHERED, "vocab") if a != "stage")
     # Looked-up rows are reduce-scattered, their cotangent all-gathered; the head does the reverse.
     if vocab and set(vocab) <= split:
@@ -211,65 +178,10 @@ def experts(placed: Placed, options: Options) -> Iterator[Sent]:
 
 
 def _context(placed: Placed, options: Options) -> Iterator[Sent]:
-    """Yield the collectives of context parallelism for each kind of mixer. A ring overlaps attention; other methods
-    overlap nothing. No remat policy repeats them."""
-    axes = tuple(placed.layout.mesh_axes("activations", "seq"))
-    if (c := placed.layout.num_shards(axes)) == 1:
-        return
-    tokens, size, dtype = placed.tokens(options), placed.itemsize, placed.dtype
-    send = lambda kind, elements, bytes_each, times, overlaps="": Sent(
-        kind, axes, FLOAT32 if bytes_each == 4 else dtype, elements * bytes_each, times, "context", overlaps)
-    for mixer in placed.mixers:
-        forward, backward = (mixer.share * visits for visits in placed.visits(options)[:2])
-        if mixer.recurrent:
-            yield from _states(mixer, placed, options, send)
-        elif mixer.latents:     # with any method, and again in the backward; their gradients are float32
-            yield send("all-gather", c * tokens * mixer.latents, size, forward + backward)
-            yield send("reduce-scatter", c * tokens * mixer.latents, 4, backward)
-            if options.method == "ulysses":     # q and o; q, o, do and dq
-                yield send("all-to-all", tokens * (mixer.queries + mixer.outputs), size, forward + 2 * backward)
-        elif options.method == "ring":
-            yield from _ring(mixer, placed, options, send)
-        elif options.method == "gather":        # at any window: whole keys and values, twice, and their gradients
-            yield send("all-gather", c * tokens * (mixer.keys + mixer.values), size, forward + backward)
-            yield send("reduce-scatter", c * tokens * (mixer.keys + mixer.values), 4, backward)
-        else:                                   # q, k, v and o, again in the backward; do, dq, dk and dv
-            both = mixer.queries + mixer.keys + mixer.values + mixer.outputs
-            yield send("all-to-all", tokens * both, size, forward + 2 * backward)
-
-
-def _states(mixer, placed: Placed, options: Options, send) -> Iterator[Sent]:
-    """Yield the collectives of recurrences whose sequences are split (`parallel.context.recurrence`). All devices
-    gather the effect of each device's tokens on a state, forward and backward, and the last tokens of each device for
-    the convolution."""
-    c, runs = placed.num_shards("seq"), 1 if options.method == "ulysses" else 2
-    forward, backward = (mixer.share * visits for visits in placed.visits(options)[:2])
-    rows = placed.tokens(options) * c / options.seq_len * runs
-    matrix = mixer.heads * (mixer.key_dim ** 2 if mixer.letter != "M" else 1)
-    yield send("all-gather", c * rows * (mixer.state + matrix), 4, forward + backward)
-    tails = rows * (mixer.width - 1) * (mixer.queries + mixer.keys + mixer.values)
-    yield send("collective-permute", tails / runs, placed.itemsize, runs * (forward + 2 * backward))
-
-
-def _ring(mixer, placed: Placed, options: Options, send) -> Iterator[Sent]:
-    """Yield the hops of K and V around the ring, and those of the float32 sums of their gradients."""
-    c, size = placed.num_shards("seq"), placed.itemsize
-    forward, backward = (mixer.share * visits for visits in placed.visits(options)[:2])
-    pairs = placed.tokens(options) * (mixer.keys + mixer.values)
-    if 0 < mixer.window < options.seq_len:
-        # `parallel.band`: hops within the window, and gradients back the shorter way
-        reach = min(-(-(mixer.window - 1) * 2 * c // options.seq_len), 2 * c - 1)
-        home = max(reach - 1, 0) + min(reach, 2 * c - reach)
-        yield send("collective-permute", pairs, size, forward * reach, ATTENTION)
-        yield send("collective-permute", pairs, size, backward * reach, ATTENTION_BACKWARD)
-        yield send("collective-permute", pairs, 4, backward * home, ATTENTION_BACKWARD)
-        return
-    yield send("collective-permute", pairs, size, forward * (c - 1), ATTENTION)
-    yield send("collective-permute", pairs, size, backward * (c - 1), ATTENTION_BACKWARD)
-    # The loop sends sums of dK and dV in float32, the last hop in the compute dtype (`parallel.ring`).
-    in_float32 = c - 1 if c > 2 or placed.masked(options) else 0
-    yield send("collective-permute", pairs, 4, backward * in_float32, ATTENTION_BACKWARD)
-    yield send("collective-permute", pairs, size, backward * (c - in_float32), ATTENTION_BACKWARD)
+    """Yield the collectives of context parallelism for each kind of mixer."""
+    if placed.num_shards("seq") > 1:
+        for mixer in placed.mixers:
+            yield from mixer.exchanges(placed, options)
 
 
 def _stages(placed: Placed, options: Options) -> Iterator[Sent]:

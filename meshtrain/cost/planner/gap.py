@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from meshtrain.cost.formulas.sizes import GATHER, SCATTER
 from meshtrain.cost.formulas.placed import RECOMPUTED
-from meshtrain.cost.formulas.price import Links, matmul_s
+from meshtrain.cost.formulas.price import Links
 from meshtrain.cost.planner.search import Answer, Plan, Question
 from meshtrain.names import AXES
 from meshtrain.units import counted, seconds
@@ -151,7 +151,7 @@ def _runs(plan: Plan) -> float:
 
 def _products_s(question: Question, plan: Plan) -> float:
     """Return the seconds of one layer's forward matmuls for one microbatch."""
-    return sum(matmul_s(question.rated, question.cfg.compute_dtype, plan.placed.itemsize, _tokens(plan), w.n, w.k)
+    return sum(question.rated.product_s(_tokens(plan), w.n, w.k, question.cfg.compute_dtype, plan.placed.itemsize)
                for w in plan.placed.layer.products)
 
 

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from meshtrain.config.sections import Model
 from meshtrain.cost.formulas import footprint, simulate
 from meshtrain.cost.formulas import price as prices
-from meshtrain.cost.formulas.options import Options
+from meshtrain.cost.formulas.options import Attended, Options
 from meshtrain.cost.formulas.place import place
 from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.formulas.price import Price
-from meshtrain.cost.formulas.rates import Attended, Rates
+from meshtrain.cost.formulas.rates import Rates
 from meshtrain.names import AXES, PLACEMENT
 from meshtrain.parallel.pipeline import schedules, stages
 from meshtrain.sharding.mesh import MeshSpec

@@ -17,7 +17,7 @@ import numpy as np
 
 from meshtrain import hardware
 from meshtrain.cost.formulas.assumptions import Assumptions
-from meshtrain.cost.formulas import flops, rates
+from meshtrain.cost.formulas import attention_pairs, flops, rates
 from meshtrain.cost.program import audit, hlo, timeline, work
 from meshtrain.cost.program.sources import ATTENTION, OPTIMIZER, RECURRENCE, Sources
 from meshtrain.names import AXES
@@ -250,12 +250,12 @@ class _Program:
         a = self.prices.assumed
         documents = a["documents.mean"], a["documents.sigma"]
         if window and (not self.packed or not causal):
-            return rates.banded_pairs(queries, keys, ahead, window, *documents if self.packed else ())
+            return attention_pairs.band_pairs(queries, keys, ahead, window, *documents if self.packed else ())
         if not self.packed:
             return queries * keys / (2 if causal else 1)
         if causal:
-            return rates.visited_share(queries, *documents, window=window) * queries * queries / 2
-        return rates.whole_pairs(queries, self.mesh_shape["context"], self.method, *documents)
+            return attention_pairs.row_share(queries, *documents, window=window) * queries * queries / 2
+        return attention_pairs.whole_pairs(queries, self.mesh_shape["context"], self.method, *documents)
 
     def _part(self, computation: str, ins: hlo.Instruction, found: work.Work) -> str:
         part = ATTENTION if found.attention else self.sources.part(self._origin(computation, ins))
