@@ -24,7 +24,7 @@ class Words:
         return whole[:min((at for stop in self.stops if (at := whole.find(stop)) >= 0), default=len(whole))]
 
     @property
-    def at_string(self) -> Callable[[list[int], list[int]], int | None] | None:
+    def at_string(self) -> Callable[[int, list[int]], int | None] | None:
         """`ended` as a function for `GenerationLimits.ended`; None without stop strings."""
         return (lambda _, tokens: self.ended(tokens)) if self.stops else None
 

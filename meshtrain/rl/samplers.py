@@ -1,7 +1,7 @@
-"""Samplers of a run's answers: on the mesh of the training run, between its steps, or in a process of their own.
+"""Samplers of a run's answers: on the mesh of the training run, between its steps, or in separate processes.
 
 The feed of a run holds a `Sampler`: a `LocalSampler`, or with rl.lag the `orders.Orders` of separate processes. Each of
-these runs a `SeparateSampler`.
+these runs a `separate.SeparateSampler`.
 """
 from __future__ import annotations
 
@@ -10,30 +10,25 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import jax
 
-from meshtrain import assembly, config, devices, hardware, shipped, trained
-from meshtrain.checkpoint.saved import Saved
+from meshtrain import assembly, config, hardware, shipped, trained
 from meshtrain.choices import experts
 from meshtrain.cluster import watch
 from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import decode
 from meshtrain.cost.formulas.place import place
-from meshtrain.data import sources
 from meshtrain.inference import cache, placement
-from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import Generator
 from meshtrain.journal.journal import Journal
-from meshtrain.model import params, transformer
 from meshtrain.model.layers import Execution
 from meshtrain.rl import sync
 from meshtrain.rl.groups import Completer, HeldFirst, Kept
 from meshtrain.run import replicas
 from meshtrain.sharding import rules
-from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.trained import Compiler
 from meshtrain.units import size
 
@@ -184,61 +179,3 @@ def make(made: assembly.Assembly, longest: int = 0) -> LocalSampler:
     sampler = LocalSampler(made, trained.execution(made.run, made.model, layout, made.mesh),
                            rl.slots or rl.prompts * rl.samples, longest or made.run.data.seq_len)
     return sampler if rl.slots else sampler.fit_slots()
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SeparateSampler:
-    """Samples answers in a separate process on its own mesh, with each version of the weights in turn.
-
-    sections: settings of the training run.
-    """
-    sections: dict
-    model: transformer.Transformer
-    mesh: jax.sharding.Mesh
-    ex: Execution
-    compile: Compiler
-    _programs: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
-
-    def restore(self, saved: Saved, frozen: bool = False) -> dict:
-        """Return the trained (or the frozen) weights of a checkpoint that `sync.cast` wrote, with the sharding that
-        matmuls read. Raises: CheckpointError."""
-        def sharding_of(info: params.ParamInfo) -> jax.sharding.NamedSharding:
-            return jax.sharding.NamedSharding(self.mesh, self.ex.layout.spec("params", info.axes))
-        wanted = params.tree(self.model.parameters(), lambda info: jax.ShapeDtypeStruct(
-            info.shape, sync.read_dtype(info, self.ex.numerics.dtype), sharding=sharding_of(info)))
-        return saved.restore({"params": self.model.divided(wanted)[1 if frozen else 0]}, part=True)["params"]
-
-    def generator(self, weights: dict, slots: int, room: int) -> Generator:
-        """Return a generator. weights: all weights, from `restore`. Call this and the generator inside
-        `jax.set_mesh(mesh)`."""
-        return Generator(self.model, self.ex, weights, self.compile, slots, room, self._programs)
-
-    def words(self, stops: Sequence[str], stop_ids: Sequence[int]) -> Words:
-        """Return the detokenizer with these ends of answers. Raises: ConfigError if the tokenizer cannot be opened."""
-        run, _ = trained.resolve({"data": self.sections["data"]}, (), trained.KEYS, "sample")
-        with config.user_errors():
-            reader, _ = sources.reader_of(run.data, vocab_size=self.sections["model"]["vocab_size"])
-        return Words(reader.decode, tuple(stops), tuple(stop_ids))
-
-    @property
-    def on(self) -> str:
-        """The sampler's mesh, devices and jax version, as text. Samplers with the same text give bit-identical answers.
-        """
-        sizes = " ".join(f"{axis}={n}" for axis, n in self.ex.layout.sizes.items() if n > 1)
-        return f"{self.mesh.size} × {self.mesh.devices.flat[0].device_kind} {sizes} jax {jax.__version__}"
-
-
-def make_separate(saved: Saved, words: Sequence[str], command: str) -> SeparateSampler:
-    """Return a separate sampler for the run that saved these weights. words: keys of the command line. Raises:
-    ConfigError."""
-    sections = saved.run
-    run, given = trained.resolve({"model": {**sections["model"], "matmul_dtype": "auto"}, "lora": sections["lora"],
-                            "data": sections["data"]}, words, trained.KEYS, command)
-    found = devices.start(run)
-    model = transformer.build(run.model, run.lora)
-    spec = MeshSpec(trained.mesh_sizes(run, given, model, len(found)), run.mesh.placement)
-    with config.user_errors():
-        layout = placement.command(model, spec.sizes)
-    mesh = spec.build(found)
-    return SeparateSampler(sections, model, mesh, trained.execution(run, model, layout, mesh),
-                           Compiler(mesh, trained.decoding_options(mesh)))

@@ -11,8 +11,10 @@ import jax
 import pytest
 
 from meshtrain.launch import elastic, local, pod, restart, samplers
-from meshtrain import assembly, config, sample
-from meshtrain.commands import check, convert, evaluate, generate, inspect, plan, prove, report, slurm, tokenize
+from meshtrain import assembly, config
+from meshtrain.commands import (
+    check, convert, evaluate, generate, inspect, plan, prove, report, sample, slurm, tokenize,
+)
 from meshtrain.checkpoint import resume
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.kernels import blockwise

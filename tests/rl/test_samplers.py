@@ -18,14 +18,14 @@ from commands import ROOT, call, home, in_a_directory_of_its_own, refused  # noq
 from test_lora_runs import saved
 from test_rl import drawn, killed_at, place, ran, rows, timeless, words  # noqa: F401
 
-from meshtrain import config, files, sample
-from meshtrain.commands import train
+from meshtrain import config, files
+from meshtrain.commands import sample, train
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.inference.generate import Completion
 from meshtrain.journal.journal import Journal
 from meshtrain.launch import samplers
-from meshtrain.rl import exchange, groups, work_queue
+from meshtrain.rl import exchange, groups, separate, work_queue
 from meshtrain.rl.orders import ArrivingAnswers, Orders, SentWeights
 from meshtrain.run import loop, stops, trees
 
@@ -304,9 +304,9 @@ def test_a_sampler_that_hangs_is_named_and_its_part_drawn_by_another_and_counted
 
 HANGS = """
 import sys, time
-from meshtrain import sample
+from meshtrain.commands import sample
 from meshtrain.cluster import watch
-from meshtrain.rl import exchange, work_queue
+from meshtrain.rl import exchange, separate, work_queue
 watch.LOOK_S, exchange.LAPSED_S, work_queue.FIRST_S, exchange.LOOK_S = 0.1, {lapsed_s}, {first_s}, 0.02
 real = work_queue.WorkQueue.__init__
 
@@ -320,8 +320,8 @@ sys.exit(sample.main([sys.argv[1]]))
 
 
 @pytest.mark.parametrize("where, lapsed_s, first_s, parts_s, phase", [
-    ("sample._Drawing.answers", 2, 100, [0.1], "part 0 of batch 3"),
-    ("sample._Drawing.answers", 100, 2, [], "part 0 of batch 3"),
+    ("separate.OrderSampler.answers", 2, 100, [0.1], "part 0 of batch 3"),
+    ("separate.OrderSampler.answers", 100, 2, [], "part 0 of batch 3"),
     ("work_queue.WorkQueue.next", 100, 2, [0.1], "waiting for orders")])
 def test_a_sampler_that_hangs_is_ended_within_the_limit_of_the_others(where, lapsed_s, first_s, parts_s, phase, desk):
     code = HANGS.format(where=where, lapsed_s=lapsed_s, first_s=first_s, parts_s=parts_s)
@@ -420,7 +420,7 @@ def test_weights_that_are_not_those_of_the_order_draw_nothing(place, two_behind,
     there = exchange.SamplerFiles(tmp_path)
     order = dataclasses.replace(there.read(4), weights="another sum")
     with pytest.raises(groups.RolloutError, match="has other weights .* nothing is sampled"):
-        sample._Drawing(tmp_path, ALONE, work_queue.WorkQueue(tmp_path)).answers(order, 0)
+        separate.OrderSampler(tmp_path, ALONE, work_queue.WorkQueue(tmp_path)).answers(order, 0)
 
 
 def test_a_sampler_that_waits_for_a_run_finds_all_of_its_directories(tmp_path, monkeypatch):
@@ -507,14 +507,14 @@ def deliver(self, *given):
         os.kill(os.getpid(), signal.SIGKILL)
     real(self, *given)
 work_queue.WorkQueue.deliver = deliver
-from meshtrain import sample
+from meshtrain.commands import sample
 sys.exit(sample.main(sys.argv[1:]))
 """
 OTHER = """
 import sys
 from meshtrain.rl import exchange, work_queue
 exchange.LAPSED_S, exchange.MISSING_S = 3.0, 1.0
-from meshtrain import sample
+from meshtrain.commands import sample
 sys.exit(sample.main(sys.argv[1:]))
 """
 
