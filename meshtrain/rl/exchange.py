@@ -8,9 +8,9 @@
     heartbeats/NAME     the heartbeat of sampler NAME: a time, a progress counter, the longest time without progress
     finished            exists if the run has taken all its steps
 
-Every file is complete or absent. Batch N is sampled with weights of version N - rl.lag. Every token is a function of
-the order, so two samplers generate equal answers, and no locks are needed. Clocks of hosts differ; therefore a reader
-measures on its own clock how long a file has not changed.
+Every file is complete or absent, but a claim is empty for a moment. Batch N is sampled with weights of version
+N - rl.lag. Every token is a function of the order, so two samplers generate equal answers, and no locks are needed.
+Clocks of hosts differ; therefore a reader measures on its own clock how long a file has not changed.
 """
 from __future__ import annotations
 

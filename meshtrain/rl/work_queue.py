@@ -111,14 +111,23 @@ class WorkQueue:
             with open(path, "x", encoding="utf-8") as file:
                 file.write(self.name)
         except FileExistsError:
-            if self.heartbeats.alive(files.patiently(lambda: path.read_text(encoding="utf-8"), missing=True)):
-                return False
-            # If several samplers take over a claim, the last one has it. The others generate equal answers.
-            files.replace(path, self.name, shared=True)
-            if path.read_text(encoding="utf-8") != self.name:
+            if not self._take_over(path):
                 return False
         self._claimed, self._began = path, time.monotonic()
         return True
+
+    def _take_over(self, path: Path) -> bool:
+        """Return whether this sampler has the claim now, because the one that had it is dead or hangs."""
+        try:
+            holder = files.patiently(lambda: path.read_text(encoding="utf-8"))
+            # A claim is empty until its sampler has written its name. It then has the grace of a missing heartbeat.
+            if self.heartbeats.alive(holder or path.name):
+                return False
+            # If several samplers take over a claim, the last one has it. The others generate equal answers.
+            files.replace(path, self.name, shared=True)
+            return path.read_text(encoding="utf-8") == self.name
+        except FileNotFoundError:       # it was released meanwhile: the next look finds the part answered or free
+            return False
 
     def release(self) -> None:
         """Give up the claimed part, so that other samplers can claim it."""

@@ -280,6 +280,23 @@ def test_each_part_is_taken_once_and_that_of_a_dead_sampler_again(desk):
     first.deliver(ORDER, 0, answers(0), "cpu")      # it was only slow: the same answers
 
 
+def test_a_claim_is_left_alone_while_its_name_is_written_or_it_is_released(desk):
+    one = taker(desk)
+    claim = one.place.answers(3, 0).with_suffix(".claim")
+    claim.touch()
+    assert one.next() == (ORDER, 1), "of part 0 somebody is writing a name"
+    deadline = time.monotonic() + 20
+    while (taken := one.next()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert taken == (ORDER, 0), "its sampler died before it wrote a name"
+    one.release()
+    claim.symlink_to("gone")        # it exists, and when it is read it does not
+    assert one.next() is None
+    claim.unlink()
+    assert one.next() == (ORDER, 0)
+
+
 def test_a_sampler_that_hangs_is_named_and_its_part_drawn_by_another_and_counted_once(desk, capfd):
     """Its heartbeat goes on, because its main thread alone sleeps."""
     first, second = taker(desk), taker(desk)
