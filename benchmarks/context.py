@@ -69,7 +69,7 @@ class Contestant:
 
         # Two programs: in one, XLA would share what forward and backward both send. A training step keeps them apart.
         def forward(q, k, v, segments):
-            return jax.vjp(lambda q, k, v: attend(layout, q, k, v, segments), q, k, v)
+            return jax.vjp(lambda q, k, v: attend(layout, q, k, v, segments)[0], q, k, v)
 
         rng = np.random.default_rng(0)
         natural = [rng.standard_normal((1, S, n, H), np.float32).astype(self.dtype) for n in (N, K, K)]

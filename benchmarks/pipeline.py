@@ -69,7 +69,8 @@ def autodiff_gpipe(made):
             inputs = model.inputs(jax.tree.map(lambda a: at(a, t - stage), batch))
 
             def layer(x, scanned):
-                return transformer.block(ex, model.period[0], scanned[0], x, inputs, scanned[1])[0], None
+                apply = transformer.build_block(ex, model.period[0], x.shape, False)
+                return apply(scanned[0], x, inputs, scanned[1])[0], None
             x = jnp.where(stage == 0, at(x_MBTD, t), x)
             y, _ = lax.scan(layer, x, (ws, stage * depth + jnp.arange(depth)))
             return lax.ppermute(y, "stage", [(i, (i + 1) % num_stages) for i in range(num_stages)]), y
@@ -187,7 +188,8 @@ def layer_flops(made, params) -> tuple[float, float]:
     x = jax.ShapeDtypeStruct((*shape, run.model.embed_dim), ex.numerics.dtype)
 
     def forward(w, x, inputs):
-        return jax.vjp(lambda w, x: transformer.block(ex, model.period[0], w, x, inputs, 0)[0], w, x)
+        apply = transformer.build_block(ex, model.period[0], x.shape, False)
+        return jax.vjp(lambda w, x: apply(w, x, inputs, 0)[0], w, x)
     _, vjp = jax.eval_shape(forward, w, x, inputs)
     count = lambda f, *args: sum(audit.read(jax.jit(f).lower(*args).compile().as_text(), made.mesh).flops.values())
     return count(forward, w, x, inputs), count(lambda vjp, dy: vjp(dy), vjp, x)

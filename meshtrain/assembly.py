@@ -46,25 +46,21 @@ class BrokenProgramError(RuntimeError):
     """A compiled program would compute wrong numbers without an error."""
 
 
-def compile_step(made: Assembly):
-    """Return the compiled training step of the run. Raises: as `checked_program`."""
-    return checked_program(made.mesh, "the training step", compile_unchecked(made))
-
-
-def compile_unchecked(made: Assembly):
-    """Compile the training step without the check of `checked_program`. All processes call it together.
+def compile_step(made: Assembly, refuse_broken: bool = True):
+    """Return the compiled training step of the run. All processes call it together. Raises: as `checked_program`, if
+    refuse_broken.
 
     If much of the step waits for communication, it is compiled again with a profile (see `cost.program.scheduling`),
     and the better of the two programs is returned.
     """
     lowered = made.program.lowered()
-    first = _compiled(made, lowered)
+    step = first = _compiled(made, lowered)
     profile = agree.on_first(lambda: _profile(made, first))
     path = profile and programs.keep_profile(profile)
-    if not path or not (options := flags.profiled(path)):
-        return first
-    second = _compiled(made, lowered, options)
-    return second if agree.on_first(lambda: scheduling.is_better(made, second, first)) else first
+    if path and (options := flags.profiled(path)):
+        second = _compiled(made, lowered, options)
+        step = second if agree.on_first(lambda: scheduling.is_better(made, second, first)) else first
+    return checked_program(made.mesh, "the training step", step) if refuse_broken else step
 
 
 def _profile(made: Assembly, executable) -> str:

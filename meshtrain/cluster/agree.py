@@ -51,23 +51,31 @@ def on_first(function: Callable):
 
 
 def everywhere(function: Callable):
-    """Call function() in every process; each returns its own value, of any type.
+    """Call function() in every process; each returns its own value, of any type. Raises: as `on_errors`."""
+    with on_errors():
+        return function()
 
-    Raises an error in every process if any call raised one. ConfigError: every call raised one, so the mistake is in
-    the shared run file. PeerError that names the processes: only some raised it (a missing mount, an unwritable
-    directory). Any other error is raised unchanged in the first process that met it, and as PeerError in the others.
+
+@contextlib.contextmanager
+def on_errors() -> Iterator[None]:
+    """Run a block in every process. Raise an error in every process if the block of any process raised one.
+
+    ConfigError: every block raised one, so the mistake is in the shared run file. PeerError that names the processes:
+    only some raised it (a missing mount, an unwritable directory). Any other error is raised unchanged in the first
+    process that met it, and as PeerError in the others.
     """
     if jax.process_count() == 1:
-        return function()
-    value, raised = None, None
+        yield
+        return
+    raised = None
     try:
-        value = function()
+        yield
     except Exception as error:
         raised = error
     outcomes = exchange(None if raised is None else _outcome(raised))
     failed = {index: outcome for index, outcome in enumerate(outcomes) if outcome is not None}
     if not failed:
-        return value
+        return
     mistake = len(failed) == len(outcomes) and all(outcome["kind"] == "ConfigError" for outcome in failed.values())
     own = next((index for index, outcome in failed.items() if outcome["kind"] != "ConfigError"), None)
     if raised is not None and jax.process_index() == own:

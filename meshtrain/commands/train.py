@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 
 from meshtrain import assembly, closing, config, process, starts, trainer, training_data
-from meshtrain.assembly import Assembly, BrokenProgramError
+from meshtrain.assembly import BrokenProgramError
 from meshtrain.checkpoint import places
 from meshtrain.checkpoint.places import Places
 from meshtrain.cluster import agree, watch
@@ -21,7 +21,6 @@ from meshtrain.journal.history import Attempt
 from meshtrain.process import Joined
 from meshtrain.rl.rollouts import RolloutError
 from meshtrain.run import command, exits, loop, phases, replicas, say, stops
-from meshtrain.run.loop import Feed
 from meshtrain.run.replicas import ReplicasDiffer
 from meshtrain.run.stops import DONE, FAILED, STOPPED
 from meshtrain.starts import Beginning
@@ -66,7 +65,13 @@ def _train_from(beginning: Beginning, here: Places, exporting: Exports, attempt:
     say.out(report.before(made))
     state = starts.begin_state(made, start, folder, account)        # restored, loaded or initialized
     feed = training_data.of_run(run).feed(opened, start, state)
-    compiled = _compile(made, feed, account)                        # refuses programs known to be wrong
+    with account.count_as("compile"), watch.phase("compile", "compile"), phases.phase("compiling", "compiled in"):
+        if feed.evaluates:
+            with agree.on_errors():
+                made = assembly.compile_evaluation(made)
+        with agree.on_errors():
+            step = assembly.compile_step(made)                      # refuses programs known to be wrong
+        compiled = CompiledRun(made, step, replicas.of_run(run, made.state_shapes, made.mesh))
     exporting.set_aside_after(start.step)                           # the first change in the run directory
     here.begin(run, start, made.layout.rules.text)
     if start.saved is None:
@@ -93,12 +98,3 @@ def _train_from(beginning: Beginning, here: Places, exporting: Exports, attempt:
     if jax.process_index() == 0:
         say.out(closing.summarize(opened, end.val_loss, attempt.describe(), measured.COST))
     return closing.exit_code(missing)
-
-
-def _compile(made: Assembly, feed: Feed, account: goodput.Account) -> CompiledRun:
-    """Compile the step, the evaluation if there are held-out documents, and the check of replicas."""
-    with account.count_as("compile"), watch.phase("compile", "compile"), phases.phase("compiling", "compiled in"):
-        if feed.evaluates:
-            made = agree.everywhere(lambda: assembly.compile_evaluation(made))
-        step = agree.everywhere(lambda: assembly.compile_step(made))
-        return CompiledRun(made, step, replicas.of_run(made.run, made.state_shapes, made.mesh))

@@ -266,12 +266,15 @@ class _Reading:
     def _replaced(self, stack, new):
         return lax.dynamic_update_index_in_dim(stack, new.astype(stack.dtype), self.index, 0)
 
-    def attend(self, layout: Layout, q_BTNH, *others, mask, scores, sinks_N=None, expansion: Expansion | None = None):
-        """Attend to the cache. others: the arrays that the cache stores for these tokens, and their segments."""
+    def attend(self, layout: Layout, q_BTNH, *others, mask, scores, sinks_N=None, expansion: Expansion | None = None,
+               bounded: bool = False):
+        """Return (attention to the cache, None). others: the arrays that the cache stores for these tokens, and their
+        segments. Scores in generation are not bounded."""
+        assert not bounded
         B, T, N, H = q_BTNH.shape
         if expansion is None and self.reach.live_S is not None and _in_one_kernel(layout, N, *self.cache):
             k_BTKH, v_BTKV = others[:2]
-            return self._by_kernel(layout, q_BTNH, k_BTKH, v_BTKV, mask, scores, sinks_N)
+            return self._by_kernel(layout, q_BTNH, k_BTKH, v_BTKV, mask, scores, sinks_N), None
         self.cache = tuple(self._written(layout, *pair) for pair in zip(self.cache, others[:2], strict=True))
         if expansion is None:
             q_BKGH = q_BTNH.reshape(B, self.cache[0].shape[2], -1, H)
@@ -290,7 +293,7 @@ class _Reading:
         if expansion is not None:
             value_CNV = expansion.gather(expansion.value_CNV)
             o_BTNV = products.einsum("BTNC,CNV->BTNV", o_BTNV.astype(value_CNV.dtype), value_CNV)
-        return o_BTNV.astype(q_BTNH.dtype)
+        return o_BTNV.astype(q_BTNH.dtype), None
 
     def _by_kernel(self, layout: Layout, q_BTNH, k_BTKH, v_BTKV, mask: Mask, scores, sinks_N):
         def spec(*logical):

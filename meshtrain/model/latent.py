@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -17,7 +18,7 @@ from meshtrain import pattern
 from meshtrain.config.sections import Model
 from meshtrain.kernels.engine import Expansion, Mask, Scores
 from meshtrain.model import lora, rope
-from meshtrain.model.layers import Execution, Linear, Norm, attend, gathered, together
+from meshtrain.model.layers import Execution, Linear, Norm, gathered, together
 
 NORM_EPS = 1e-6         # of the norms of latents in all published models; other norms may have another eps
 
@@ -58,8 +59,10 @@ class LatentAttention(nnx.Module):
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
             r_BTR = rope.rotate(r_BTR[:, :, None], turning)[:, :, 0]
         r_BTR = act(r_BTR, "batch", "seq", None)
-        o_BTNV, bound_N = attend(ex, q_BTNH, c_BTC, r_BTR, inputs.segments_BT, mask=self.mask, scores=self.scores,
-                                 expansion=self._expansion(ex))
+        with jax.named_scope("attention"):      # as in `layers.Attention`
+            o_BTNV, bound_N = ex.engines.attention(
+                ex.layout, q_BTNH, c_BTC, r_BTR, inputs.segments_BT, mask=self.mask, scores=self.scores,
+                expansion=self._expansion(ex), bounded=ex.bounds is not None)
         o_BTNV = act(o_BTNV, "batch", "seq", "heads", "head_dim")
         return self.out(ex, o_BTNV, out_axes=("batch", "seq", None)), bound_N
 

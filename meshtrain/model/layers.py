@@ -75,8 +75,9 @@ class RecurrenceEngine(Protocol):
 class Engines:
     """The functions that depend on devices and on how sequences and experts are split.
 
-    attention: (layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask=, scores=, sinks_N=) -> o_BTNV. by_kernels: queries
-    and keys are normed and rotated by `kernels.rotation`, and attend to their cache by `kernels.decode`.
+    attention: (layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask=, scores=, sinks_N=, bounded=) -> (o_BTNV, an upper
+    bound of each head's scores [N] if bounded, else None). by_kernels: queries and keys are normed and rotated by
+    `kernels.rotation`, and attend to their cache by `kernels.decode`.
     """
     attention: Callable
     experts: ExpertEngine | None = None          # None: no experts
@@ -486,21 +487,15 @@ class Attention(nnx.Module):
             if self.query_norm is None:     # with a norm, remat would also keep the norm's input
                 q_BTNH, k_BTKH = (checkpoint_name(x, "attention_rotated") for x in (q_BTNH, k_BTKH))
         sinks_N = None if self.sinks is None else small(ex, self.sinks[...], ("heads",)).astype(jnp.float32)
-        o_BTNH, bound_N = attend(ex, q_BTNH, k_BTKH, v_BTKH, inputs.segments_BT, mask=self.mask, scores=self.scores,
-                                 sinks_N=sinks_N)
+        with jax.named_scope("attention"):      # kernels of attention are found by this name in the compiled program
+            o_BTNH, bound_N = ex.engines.attention(
+                ex.layout, q_BTNH, k_BTKH, v_BTKH, inputs.segments_BT, mask=self.mask, scores=self.scores,
+                sinks_N=sinks_N, bounded=ex.bounds is not None)
         o_BTNH = act(o_BTNH, "batch", "seq", "heads", "head_dim")
         if gate_BTNH is not None:
             gate_BTNH = act(gate_BTNH, "batch", "seq", "heads", "head_dim")
             o_BTNH = recomputed(ex, gated)(o_BTNH, gate_BTNH)
         return self.out(ex, o_BTNH, out_axes=("batch", "seq", None)), bound_N
-
-
-def attend(ex: Execution, *operands, **kind):
-    """Return (attention's output, the bound of each head's scores [N]). Without ex.bounds the bound is None."""
-    with jax.named_scope("attention"):      # kernels of attention are found by this name in the compiled program
-        if ex.bounds:
-            return ex.engines.attention(ex.layout, *operands, **kind, bounded=True)
-        return ex.engines.attention(ex.layout, *operands, **kind), None
 
 
 def gated(o, gate):

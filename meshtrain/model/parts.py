@@ -96,8 +96,9 @@ def tokens_first(ex: Execution) -> Execution:
     keys and values are smaller by the size of the tensor axis.
     """
     def attend(layout, q, k, v, segments_BT, **kind):
-        found = ex.engines.attention(ex.layout, *turned((q, k, v)), segments_BT, **kind)
-        return (turned(found[0]), found[1]) if kind.get("bounded") else turned(found)
+        o_BTNV, bound_N = ex.engines.attention(ex.layout, *turned((q, k, v)), segments_BT, **kind)
+        return turned(o_BTNV), bound_N
+
     def convolve(layout, xs, ws, segments_BT):
         return turned(ex.engines.recurrence.convolve(ex.layout, turned(xs), ws, segments_BT))
 

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,8 @@ class LayerGroup:
         # reduce-scatters were exposed. The peak memory did not change, because it is that of the loss.
         stats = LayerStats()
         for i, (layer, layer_weights) in enumerate(zip(self.period, weights, strict=True)):
-            x_BTD, of_layer = block(ex, layer, layer_weights, x_BTD, inputs, number + i)
+            apply = build_block(ex, layer, x_BTD.shape, inputs.dropout_key is not None)
+            x_BTD, of_layer = apply(layer_weights, x_BTD, inputs, number + i)
             stats += of_layer
         return x_BTD, stats
 
@@ -446,14 +447,17 @@ def without_layers(tree: dict) -> dict:
     return {name: subtree for name, subtree in tree.items() if name != LAYERS}
 
 
-def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, number):
-    """Apply layer `number` with these weights. Return (output, stats). ex.numerics.remat decides what is saved."""
+def build_block(ex: Execution, layer: params.Module, shape: tuple[int, ...], drops: bool) -> Callable:
+    """Return a layer's function: (weights, x_BTD, inputs, its number) -> (output, stats).
+
+    shape: of x_BTD. drops: whether the inputs have a key of dropout. ex.numerics.remat decides what is saved.
+    """
     infos = params.infos(layer)
     has_experts = any("expert" in info.axes for info in infos)
     can_share = not has_experts and _can_share(ex, infos)
-    shards, num_parts = parts.of_rows(ex.layout, x_BTD.shape) if can_share else (1, 1)
-    many_rows = x_BTD.shape[0] > num_parts * ex.layout.num_shards(ex.layout.batch_axes)
-    tokens_first = ex.layout.sequence_parallel and many_rows and not has_experts and inputs.dropout_key is None
+    shards, num_parts = parts.of_rows(ex.layout, shape) if can_share else (1, 1)
+    many_rows = shape[0] > num_parts * ex.layout.num_shards(ex.layout.batch_axes)
+    tokens_first = ex.layout.sequence_parallel and many_rows and not has_experts and not drops
 
     def apply(weights, x_BTD, inputs, number):
         x_BTD, part_ex = checkpoint_name(x_BTD, LAYER_INPUT), parts.tokens_first(ex) if tokens_first else ex
@@ -472,7 +476,7 @@ def block(ex: Execution, layer: params.Module, weights, x_BTD, inputs: Inputs, n
             stats.append(of_part)
         y_BTD = parts.join(outputs, shards)
         return ex.layout.act(y_BTD, "batch", "residual_seq", None), functools.reduce(operator.add, stats)
-    return rematerialized(apply, ex)(weights, x_BTD, inputs, number)
+    return rematerialize(apply, ex)
 
 
 def _can_share(ex: Execution, infos) -> bool:
@@ -495,7 +499,7 @@ def _matmul_output(primitive, *operands, **params) -> bool:
         operands[0].dtype, params["preferred_element_type"]) != (jnp.bfloat16, jnp.float32)
 
 
-def rematerialized(layer, ex: Execution):
+def rematerialize(layer: Callable, ex: Execution) -> Callable:
     """Return the layer with the remat of `ex.numerics.remat`.
 
     none saves the inputs of matmuls, norms and attention. selective saves matmul outputs, queries and keys as attention

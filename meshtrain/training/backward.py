@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from meshtrain.training import equations
 
@@ -56,8 +56,14 @@ class SplitLayer:
 
     def __init__(self, f: Callable, weights: Weights, x, inputs):
         """Trace f for these shapes (arrays or ShapeDtypeStructs)."""
-        weights, x, inputs = jax.tree.map(_aval, (_widened(weights), x, inputs))
-        self._forward = _Forward(f, weights, x, inputs)
+        weights, x, inputs = jax.tree.map(_aval, (_widen(weights), x, inputs))
+
+        def linearize(weights, x, inputs):
+            """Return y, its VJP (a pytree whose leaves are the residuals) and stats."""
+            return jax.vjp(lambda trained, x: f(weights._replace(trained=trained), x, inputs),
+                           weights.trained, x, has_aux=True)
+        given = weights, x, inputs
+        self._forward = _Forward(*jax.make_jaxpr(linearize, return_shape=True)(*given), given)
         self._backward = _Backward(self._forward, weights, inputs)
         self.stats = self._forward.stats_avals
         self.residuals = self._split([_aval(v.aval) for v in self._forward.saved])
@@ -70,53 +76,50 @@ class SplitLayer:
 
     def forward(self, weights: Weights, x, inputs):
         """Return y, stats, residuals."""
-        y, stats, saved = self._forward.apply(_widened(weights), x, inputs)
+        y, stats, saved = self._forward.apply(_widen(weights), x, inputs)
         return y, stats, self._split(saved)
 
     def forward_into(self, buffers: Residuals, entry: StackEntry, weights: Weights, x, inputs):
         """Return y, stats, and the stacked `buffers` with the residuals written at `entry`."""
-        y, stats, filled = self._forward.apply_into(self._merged(buffers), entry, _widened(weights), x, inputs)
+        y, stats, filled = self._forward.apply_into(self._merge(buffers), entry, _widen(weights), x, inputs)
         return y, stats, self._split(filled)
 
     def input_gradient(self, weights: Weights, inputs, saved: Residuals, dy):
         """Return dx, and the values that W needs."""
-        return self._backward.input_half(_widened(weights), inputs, self._merged(saved), dy)
+        return self._backward.input_half(_widen(weights), inputs, self._merge(saved), dy)
 
     def weight_gradient(self, weights: Weights, inputs, saved_for_weights: list, passed: list):
         """Return the gradient of weights.trained."""
-        return self._backward.weight_half(_widened(weights), inputs, saved_for_weights, passed)
+        return self._backward.weight_half(_widen(weights), inputs, saved_for_weights, passed)
 
     def backward(self, weights: Weights, inputs, saved: Residuals, dy):
         """Return dx and the gradient of weights.trained: both halves at once."""
-        return self._forward.backward(_widened(weights), inputs, self._merged(saved), dy)
+        return self._forward.backward(_widen(weights), inputs, self._merge(saved), dy)
 
     def _split(self, saved: list) -> Residuals:
         return Residuals(*([a for a, read in zip(saved, self._backward.saved_for_w) if read == by_weights]
                            for by_weights in (False, True)))
 
-    def _merged(self, saved: Residuals) -> list:
+    def _merge(self, saved: Residuals) -> list:
         for_inputs, for_weights = map(iter, saved)
         return [next(for_weights if read else for_inputs) for read in self._backward.saved_for_w]
 
 
 class _Forward:
-    """The traced forward of f under `jax.vjp`: the equations of y, and which residuals are saved or recomputed."""
+    """The traced forward of a layer under `jax.vjp`: the equations of y, and which residuals are saved or recomputed.
 
-    def __init__(self, f: Callable, weights: Weights, x, inputs):
-        def with_residuals(weights, x, inputs):
-            y, vjp, stats = jax.vjp(lambda trained, x: f(weights._replace(trained=trained), x, inputs),
-                                    weights.trained, x, has_aux=True)
-            stats, self.stats_tree = jax.tree.flatten(stats)
-            leaves, self.vjp_tree = jax.tree.flatten(vjp)       # a VJP is a pytree whose leaves are the residuals
-            return y, stats, leaves
+    closed: the traced function. outputs: the ShapeDtypeStructs that it returns (y, its VJP, stats). given: those of its
+    arguments (weights, x, inputs). A VJP is a pytree whose leaves are the residuals.
+    """
 
-        given = weights, x, inputs
-        self.traced = equations.inline(jax.make_jaxpr(with_residuals)(*given), given)
-        jaxpr, num_weights = self.traced.jaxpr, len(jax.tree.leaves(weights))
-        num_stats = self.stats_tree.num_leaves
-        self.x, self.y, self.stats = jaxpr.invars[num_weights], jaxpr.outvars[0], jaxpr.outvars[1:1 + num_stats]
-        self.residuals = jaxpr.outvars[1 + num_stats:]
-        self.stats_avals = jax.tree.unflatten(self.stats_tree, [_aval(v.aval) for v in self.stats])
+    def __init__(self, closed: ClosedJaxpr, outputs: tuple, given: tuple):
+        self.traced = equations.inline(closed, given)
+        _, self.vjp_tree, self.stats_tree = map(jax.tree.structure, outputs)
+        jaxpr, num_weights = self.traced.jaxpr, len(jax.tree.leaves(given[0]))
+        first_stat = 1 + self.vjp_tree.num_leaves
+        self.x, self.y = jaxpr.invars[num_weights], jaxpr.outvars[0]
+        self.residuals, self.stats = jaxpr.outvars[1:first_stat], jaxpr.outvars[first_stat:]
+        self.stats_avals = outputs[2]
         of_x = equations.find_dependents(jaxpr.eqns, {self.x})
         self.saved = list(dict.fromkeys(v for v in self.residuals if not isinstance(v, Literal) and v in of_x))
         self.eqns = equations.slice_for(jaxpr.eqns, [self.y, *self.stats, *self.saved])
@@ -260,7 +263,7 @@ class LayerStack:
 
     @property
     def residuals(self) -> Residuals:
-        return Residuals(*(self._stacked(avals) for avals in self.layer.residuals))
+        return Residuals(*(self._stack(avals) for avals in self.layer.residuals))
 
     def forward(self, weights: Weights, x, inputs, buffers: Residuals | None = None):
         """Return y, stats, residuals.
@@ -326,7 +329,7 @@ class LayerStack:
         # made on use: these functions may be called in another trace than the one in which the stack was made
         return jnp.arange(self.depth)
 
-    def _stacked(self, avals: list) -> list:
+    def _stack(self, avals: list) -> list:
         return [jax.ShapeDtypeStruct((self.depth, *a.shape), a.dtype) for a in avals]
 
 
@@ -388,7 +391,7 @@ def wide(w):
     return jax.tree.map(widen, w)
 
 
-def _widened(weights: Weights) -> Weights:
+def _widen(weights: Weights) -> Weights:
     return weights._replace(trained=wide(weights.trained))
 
 

@@ -99,7 +99,8 @@ def _functions(step: StepSpec, virtual_stages: int) -> ModelFunctions:
         return model.embed(ex, params.joined(ends, frozen), microbatch, extra.get("key"))
 
     def layer(module, weights, x, number, given):
-        y, stats = transformer.block(ex, module, weights, x, given.inputs, number)
+        apply = transformer.build_block(ex, module, x.shape, given.inputs.dropout_key is not None)
+        y, stats = apply(weights, x, given.inputs, number)
         if uneven:
             stats = stats.where(number < num_layers)
         y = with_balance_loss(y, stats, given.tokens)

@@ -54,7 +54,7 @@ def plain_bounds(run, params):
     ex = made.program.step.ex
 
     def attend(layout, q, k, v, segments, mask, scores, sinks_N=None, expansion=None, bounded=False):
-        o = ex.engines.attention(layout, q, k, v, segments, mask=mask, scores=scores, sinks_N=sinks_N, expansion=expansion)
+        o, _ = ex.engines.attention(layout, q, k, v, segments, mask=mask, scores=scores, sinks_N=sinks_N, expansion=expansion)
         if expansion:
             shared = jnp.broadcast_to(v[:, :, None], (*q.shape[:3], v.shape[-1]))
             k = jnp.concatenate([jnp.einsum("bsc,cnh->bsnh", k, expansion.key_CNH), shared], -1)
@@ -64,7 +64,7 @@ def plain_bounds(run, params):
         seen = (near >= 0) & (near < (mask.window or T)) & (segments[:, :, None] == segments[:, None])[:, None]
         lse = jax.scipy.special.logsumexp(jnp.where(seen, s, -jnp.inf), -1)
         found.append(np.maximum(np.where(segments[:, None] > 0, lse, 0), 0).max((0, 2)))
-        return (o, None) if bounded else o
+        return o, None
     batch = {name: jnp.asarray(a) for name, a in parity.batch_of(run, 0).items()}
     with jax.disable_jit(), jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
         engines = dataclasses.replace(ex.engines, attention=attend)

@@ -34,7 +34,8 @@ def layer_case(remat: str, dtype: str = "float32", **model):
     weights = jax.tree.map(lambda a: a.astype(dtype), model.init(jax.random.key(0))["layers"])
 
     def layer(w, x, inputs):
-        return transformer.block(ex, model.period[0], w.trained, x, inputs, w.numbers)
+        apply = transformer.build_block(ex, model.period[0], x.shape, inputs.dropout_key is not None)
+        return apply(w.trained, x, inputs, w.numbers)
     return layer, weights, x, e, dy
 
 

@@ -35,12 +35,12 @@ def attend(method, layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask: Mask = CAU
     method: forward(layout, mask, q, k, v, segments) -> o, lse and backward(layout, mask, q, k, v, segments, o, lse, do)
     -> dq, dk, dv. sinks_N: one score per head that takes part in the softmax and has no value.
     """
-    return _attend(method, layout, mask, False, (q_BTNH, k_BSKH, v_BSKV, segments_BT), sinks_N)
+    return _attend(method, layout, mask, False, (q_BTNH, k_BSKH, v_BSKV, segments_BT), sinks_N)[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _attend(method, layout, mask, bounded, operands, sinks_N):
-    """Return the output; if `bounded`, (the output, an upper bound of each head's scores [N]).
+    """Return (the output, an upper bound of each head's scores [N]). The bound is None if not `bounded`.
 
     operands: queries first, segments last. The bound of a head is the largest log-sum-exp, without sinks, of its real
     tokens, but at least 0. It is an upper bound, because a token's log-sum-exp is at least its largest score. It is not
@@ -51,6 +51,7 @@ def _attend(method, layout, mask, bounded, operands, sinks_N):
 
 def _attend_forward(method, layout, mask, bounded, operands, sinks_N):
     o_BTNV, lse_BTN = method.forward(layout, mask, *operands)
+    bound_N = None
     if bounded:     # over devices, an all-reduce of N numbers
         real_BT1 = operands[-1][..., None] != PADDING
         bound_N = jnp.max(jnp.where(real_BT1, lse_BTN, 0.0), (0, 1), initial=0.0)
@@ -63,12 +64,11 @@ def _attend_forward(method, layout, mask, bounded, operands, sinks_N):
     # Named, so that selective remat saves o and lse and the backward does not repeat the forward.
     o_BTNV = checkpoint_name(o_BTNV.astype(operands[0].dtype), "attention_o")
     lse_BTN = checkpoint_name(lse_BTN, "attention_lse")
-    return (o_BTNV, bound_N) if bounded else o_BTNV, (operands, sinks_N, o_BTNV, lse_BTN)
+    return (o_BTNV, bound_N), (operands, sinks_N, o_BTNV, lse_BTN)
 
 
-def _attend_backward(method, layout, mask, bounded, saved, do_BTNV):
-    operands, sinks_N, o_BTNV, lse_BTN = saved
-    do_BTNV = do_BTNV[0] if bounded else do_BTNV
+def _attend_backward(method, layout, mask, bounded, saved, cotangents):
+    (operands, sinks_N, o_BTNV, lse_BTN), (do_BTNV, _) = saved, cotangents
     grads = method.backward(layout, mask, *operands, o_BTNV, lse_BTN, do_BTNV)
     dsinks_N = None
     if sinks_N is not None:
@@ -95,7 +95,7 @@ class RunAttention:
 
     def __call__(self, layout, *operands, mask: Mask = CAUSAL, scores: Scores = Scores(), sinks_N=None,
                  expansion: Expansion | None = None, bounded: bool = False):
-        """Return the same as `attend`; with `bounded`, the same as `_attend`.
+        """Return the same as `_attend`.
 
         operands: q_BTNH, k_BSKH, v_BSKV, segments_BT. With an expansion: q_BTNH, latents [B, T, C], rotated keys [B, T,
         R], segments_BT.
@@ -115,14 +115,15 @@ class Local(NamedTuple):
     """The method without context parallelism: one engine on whole sequences."""
     engine: Engine
 
-    def forward(self, layout, mask, *args):
-        local = lambda q, k, v, segments: self.engine.forward(q, k, v, segments, segments, mask.within(q.shape[1]))
-        return _on_shards(local, not self.engine.partitions, layout, args)
+    def forward(self, layout, mask, q, k, v, segments):
+        if self.engine.partitions or not automatic_axes():
+            return self.engine.forward(q, k, v, segments, segments, mask.within(q.shape[1]))
+        return _over_shards(partial(self.forward, layout, mask), layout, (q, k, v, segments))
 
-    def backward(self, layout, mask, *args):
-        local = lambda q, k, v, segments, *rest: self.engine.backward(
-            q, k, v, segments, segments, *rest, mask.within(q.shape[1]))
-        return _on_shards(local, not self.engine.partitions, layout, args)
+    def backward(self, layout, mask, q, k, v, segments, *output):
+        if self.engine.partitions or not automatic_axes():
+            return self.engine.backward(q, k, v, segments, segments, *output, mask.within(q.shape[1]))
+        return _over_shards(partial(self.backward, layout, mask), layout, (q, k, v, segments, *output))
 
 
 class ContextParallel(NamedTuple):
@@ -134,25 +135,27 @@ class ContextParallel(NamedTuple):
     engine: Engine
 
     def forward(self, layout, mask, *args):
-        return _on_shards(partial(self.method.forward, self.engine, mask), self._needs_manual(), layout, args)
+        if self._is_manual():
+            return self.method.forward(self.engine, mask, *args)
+        return _over_shards(partial(self.forward, layout, mask), layout, args)
 
-    def backward(self, layout, mask, *args):
-        local = lambda q, k, v, segments, *out: self.method.backward(
-            self.engine, mask, q, k, v, segments, Output(*out))
-        return _on_shards(local, self._needs_manual(), layout, args)
+    def backward(self, layout, mask, q, k, v, segments, *output):
+        if self._is_manual():
+            return self.method.backward(self.engine, mask, q, k, v, segments, Output(*output))
+        return _over_shards(partial(self.backward, layout, mask), layout, (q, k, v, segments, *output))
 
-    def _needs_manual(self) -> bool:
-        return not self.engine.partitions or AXIS in automatic_axes()
+    def _is_manual(self) -> bool:
+        """Return whether the arrays are this device's shards, or the engine may see whole arrays over other axes."""
+        axes = automatic_axes()
+        return not axes or self.engine.partitions and AXIS not in axes
 
 
-def _on_shards(local, needs_manual: bool, layout, args):
-    """Call `local` in a shard_map over the layout's specs if axes must be manual, else directly.
+def _over_shards(local, layout, args):
+    """Call `local` in a shard_map over the layout's specs.
 
     `local` is (q, k, v, segments) -> o, lse or (q, k, v, segments, o, lse, do) -> dq, dk, dv.
     """
     axes = automatic_axes()     # inside a pipeline: tensor, and all of size 1
-    if not axes or not needs_manual:
-        return local(*args)
     rows, heads, kv = (layout.spec("activations", ("batch", "seq", *axis)) for axis in ((), ("heads",), ("kv_heads",)))
     in_specs = heads, kv, kv, rows, *[heads] * len(args[4:])
     # All automatic axes become manual, including those of size 1. In a partially manual region cuDNN does not compile,
