@@ -35,7 +35,7 @@ from meshtrain import assembly, config
 from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
 from meshtrain.cost.program import audit
-from meshtrain.model import transformer
+from meshtrain.model import block, transformer
 from meshtrain.names import NO_TARGET
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding import rules
@@ -69,7 +69,7 @@ def autodiff_gpipe(made):
             inputs = model.inputs(jax.tree.map(lambda a: at(a, t - stage), batch))
 
             def layer(x, scanned):
-                apply = transformer.build_block(ex, model.period[0], x.shape, False)
+                apply = block.build_block(ex, model.period[0], x.shape, False)
                 return apply(scanned[0], x, inputs, scanned[1])[0], None
             x = jnp.where(stage == 0, at(x_MBTD, t), x)
             y, _ = lax.scan(layer, x, (ws, stage * depth + jnp.arange(depth)))
@@ -188,7 +188,7 @@ def layer_flops(made, params) -> tuple[float, float]:
     x = jax.ShapeDtypeStruct((*shape, run.model.embed_dim), ex.numerics.dtype)
 
     def forward(w, x, inputs):
-        apply = transformer.build_block(ex, model.period[0], x.shape, False)
+        apply = block.build_block(ex, model.period[0], x.shape, False)
         return jax.vjp(lambda w, x: apply(w, x, inputs, 0)[0], w, x)
     _, vjp = jax.eval_shape(forward, w, x, inputs)
     count = lambda f, *args: sum(audit.read(jax.jit(f).lower(*args).compile().as_text(), made.mesh).flops.values())

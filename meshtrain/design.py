@@ -17,7 +17,7 @@ from meshtrain.cost.formulas.place import place
 from meshtrain.cost.formulas.placed import Placed
 from meshtrain.inference import placement
 from meshtrain.model import transformer
-from meshtrain.model.layers import Engines
+from meshtrain.model.execution import Engines
 from meshtrain.names import AXES
 from meshtrain.parallel.pipeline.schedules import Schedule
 from meshtrain.sharding import rules

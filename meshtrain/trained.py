@@ -29,7 +29,7 @@ from meshtrain.inference import placement
 from meshtrain.inference.generate import Generator
 from meshtrain.inference.score import Scorer
 from meshtrain.model import params, transformer
-from meshtrain.model.layers import Engines, Execution, Numerics
+from meshtrain.model.execution import Engines, Execution, Numerics
 from meshtrain.names import AXES
 from meshtrain.run import say
 from meshtrain.sharding.mesh import MeshSpec, by_gloo

@@ -16,9 +16,10 @@ import parity
 import pytest
 
 from meshtrain import config, trained
+from meshtrain.choices import engines
 from meshtrain.kernels import rotation
 from meshtrain.model import parts
-from meshtrain.model.layers import Engines
+from meshtrain.model.execution import Engines
 from meshtrain.names import AXES
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.training import accumulate
@@ -122,7 +123,7 @@ def compiling(cell: Cell) -> Iterator[None]:
             for name in ("forward", "backward"):
                 patch.setattr(rotation, name, lambda *args, of=getattr(rotation, name), **more: (
                     used.add(of), of(*args, **more, interpret=True))[1])
-            patch.setattr(accumulate, "Engines",
+            patch.setattr(engines, "Engines",
                           lambda *args, **given: Engines(*args, **given | {"by_kernels": True}))
         yield
     assert "halves" not in cell.words or used == {2}

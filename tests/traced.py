@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.model import float8, params
-from meshtrain.model.layers import Engines, Execution, Numerics
+from meshtrain.model.execution import Engines, Execution, Numerics
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import LAYERS
 from meshtrain.sharding.rules import GATHERED, Layout

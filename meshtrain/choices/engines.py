@@ -4,7 +4,7 @@ from __future__ import annotations
 from meshtrain import hardware
 from meshtrain.choices import attention, experts, mlp, recurrence
 from meshtrain.choices.setting import Choice, Refusal, Setting
-from meshtrain.model.layers import Engines
+from meshtrain.model.execution import Engines
 
 # field of Engines -> module with its `choose`, in the order in which their lines are shown
 CHOICES = {"attention": attention, "recurrence": recurrence, "mlp": mlp, "experts": experts}

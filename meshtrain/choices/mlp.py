@@ -5,7 +5,7 @@ from meshtrain import pattern
 from meshtrain.choices.setting import Choice, Refusal, Setting
 from meshtrain.kernels import mosaic, mosaic_mlp
 from meshtrain.kernels.activations import SLOPES
-from meshtrain.model.mlp import FusedMLP
+from meshtrain.model.fused_mlp import FusedMLP
 from meshtrain.sharding.rules import GATHERED
 
 AUTO = "xla"        # what model.mlp = "auto" selects until both are compared on a GPU (`python -m benchmarks.gpu`)

@@ -28,7 +28,7 @@ from meshtrain import pattern
 from meshtrain.config.sections import Model
 from meshtrain.kernels import convolution, decode, products, recurrence
 from meshtrain.kernels.engine import MASKED, Expansion, Mask
-from meshtrain.model.layers import Execution
+from meshtrain.model.execution import Execution
 from meshtrain.model.loss import capped
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import PADDING

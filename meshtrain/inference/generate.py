@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain.inference import cache, sampling
 from meshtrain.model import rope
-from meshtrain.model.layers import Execution
+from meshtrain.model.execution import Execution
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import PRNG
 

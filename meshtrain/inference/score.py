@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshtrain.model import rope
-from meshtrain.model.layers import Execution
+from meshtrain.model.execution import Execution
 from meshtrain.model.transformer import Transformer
 
 PLACES = 256        # positions of a row whose logits exist together

@@ -18,7 +18,8 @@ from meshtrain import pattern
 from meshtrain.config.sections import Model
 from meshtrain.kernels.engine import Expansion, Mask, Scores
 from meshtrain.model import lora, rope
-from meshtrain.model.layers import Execution, Linear, Norm, gathered, together
+from meshtrain.model.execution import Execution
+from meshtrain.model.layers import Linear, Norm, gathered, together
 
 NORM_EPS = 1e-6         # of the norms of latents in all published models; other norms may have another eps
 
@@ -59,7 +60,7 @@ class LatentAttention(nnx.Module):
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
             r_BTR = rope.rotate(r_BTR[:, :, None], turning)[:, :, 0]
         r_BTR = act(r_BTR, "batch", "seq", None)
-        with jax.named_scope("attention"):      # as in `layers.Attention`
+        with jax.named_scope("attention"):      # as in `block.Attention`
             o_BTNV, bound_N = ex.engines.attention(
                 ex.layout, q_BTNH, c_BTC, r_BTR, inputs.segments_BT, mask=self.mask, scores=self.scores,
                 expansion=self._expansion(ex), bounded=ex.bounds is not None)

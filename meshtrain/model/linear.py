@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshtrain.config.sections import Model
-from meshtrain.model.layers import (
-    Execution, Linear, Norm, add_bias, kv_heads, recomputed, repeated, small, together, unit,
-)  # fmt: skip
+from meshtrain.model.execution import Execution, recomputed
+from meshtrain.model.layers import Linear, Norm, add_bias, kv_heads, repeated, small, together, unit
 from meshtrain.model.params import declare
 
 EPS = 1e-6      # added under the root in the norm of queries and keys

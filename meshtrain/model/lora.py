@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshtrain.model.layers import Execution, Linear, project, repeated
+from meshtrain.model.execution import Execution
+from meshtrain.model.layers import Linear, project, repeated
 from meshtrain.model.params import declare
 from meshtrain.names import LORA_TARGETS
 

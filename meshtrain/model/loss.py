@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.kernels import products
-from meshtrain.model.layers import Execution, gathered
+from meshtrain.model.execution import Execution
+from meshtrain.model.layers import gathered
 from meshtrain.model.stats import AUX_LOSS, LayerStats
 from meshtrain.names import NO_TARGET
 from meshtrain.sharding.mesh import psum

@@ -23,7 +23,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.config.sections import Model
-from meshtrain.model.layers import MLP, Execution, Linear, add_bias, gated, project, recomputed, with_numerics
+from meshtrain.model.execution import Execution, recomputed, with_numerics
+from meshtrain.model.layers import Linear, add_bias, gated, project
+from meshtrain.model.mlp import MLP
 from meshtrain.model.params import declare
 from meshtrain.model.parts import Inputs
 from meshtrain.model.stats import AUX_LOSS, EXPERT_LOAD, LayerStats

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.model import rope
-from meshtrain.model.layers import Execution, gathered
+from meshtrain.model.execution import Execution
+from meshtrain.model.layers import gathered
 from meshtrain.model.params import ParamInfo
 from meshtrain.sharding.rules import Layout
 

@@ -1,8 +1,7 @@
 """The decoder: tokens -> embedding -> layer groups -> norm -> head and loss.
 
-By default it has RMSNorm, rope and SwiGLU; fields of `[model]` select others. A group is a scan over a repeating period
-of layers, for example leading dense layers, then the others, or five layers with a window and one without. `pattern`
-divides the layers into groups. Most models have one group of equal layers.
+By default it has RMSNorm, rope and SwiGLU; fields of `[model]` select others. `pattern` divides the layers into groups
+(`block.LayerGroup`). Most models have one group of equal layers.
 
 Parameters are one nested dict: {"embedding", "position"?, LAYERS, "final_norm", "head"?}. LAYERS holds stacked weights
 [L, …] if all layers are equal, else {group: [repeats, …]}, or {group: {position in the period: [repeats, …]}}. Only
@@ -13,31 +12,31 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain import pattern
 from meshtrain.config.sections import Lora, Model
 from meshtrain.kernels import products
-from meshtrain.model import float8, lora, params, parts, rope
+from meshtrain.model import lora, params, rope
+from meshtrain.model.block import Attention, Layer, LayerGroup
+from meshtrain.model.dropout import dropout
+from meshtrain.model.execution import Execution
 from meshtrain.model.latent import LatentAttention
-from meshtrain.model.layers import (GATE_UP, MLP, Attention, Embedding, Execution, Layer, Linear, Norm, dropout,
-                                    kv_heads)
+from meshtrain.model.layers import Embedding, Linear, Norm, kv_heads
 from meshtrain.model.linear import RecurrentMixer
 from meshtrain.model.loss import LossSpec, capped, loss_sums, token_losses, token_nll
+from meshtrain.model.mlp import MLP
 from meshtrain.model.moe import MoE
 from meshtrain.model.parts import Inputs
 from meshtrain.model.stats import LayerStats
-from meshtrain.names import LAYERS, LEADING, LORA, MATMUL_ROLES
+from meshtrain.names import LAYERS, LORA, MATMUL_ROLES
 from meshtrain.sharding.rules import GATHERED, Layout, Rules, Tensor
 
 VOCAB_MULTIPLE = 256
-LAYER_INPUT = "layer_input"     # the activation that remat `offload` keeps on the host
 
 
 class EmbeddingAndHead(nnx.Module):
@@ -56,62 +55,6 @@ class EmbeddingAndHead(nnx.Module):
 def padded_vocab(cfg: Model) -> int:
     """Return the vocabulary size rounded up, the same on every layout. Padding ids have zero probability."""
     return -(-cfg.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LayerGroup:
-    """Consecutive layers: the layers of `period` in turn, `repeats` times.
-
-    The weights of each layer of the period are stacked, [repeats, …]. A period of one layer has no level of its own in
-    the parameter tree. leading: the layers run before the stages of a pipeline and are in none of them.
-    """
-    name: str
-    period: tuple[params.Module, ...]
-    repeats: int
-    leading: bool = False
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.period) * self.repeats
-
-    def parameters(self, path: tuple[str, ...]) -> list[params.ParamInfo]:
-        """Return the group's parameters. path: that of the group's subtree."""
-        axis, several = LEADING if self.leading else LAYERS, len(self.period) > 1
-        paths = [(*path, str(i)) for i in range(len(self.period))] if several else [path]
-        return [info for layer, path in zip(self.period, paths)
-                for info in params.infos(layer, path, self.repeats, axis)]
-
-    def init(self, keys: jax.Array) -> tuple:
-        """Return new stacked weights of each layer of the period, from one key per layer."""
-        return tuple(jax.vmap(layer.init)(keys[i::len(self.period)]) for i, layer in enumerate(self.period))
-
-    def weights(self, subtree) -> tuple:
-        """Return the stacked weights of each layer of the period. subtree: the group's part of the parameter tree."""
-        return (subtree,) if len(self.period) == 1 else tuple(subtree[str(i)] for i in range(len(self.period)))
-
-    def subtree(self, weights: tuple):
-        """Return the group's subtree of the parameter tree. weights: a tree for each layer of the period."""
-        return weights[0] if len(self.period) == 1 else {str(i): tree for i, tree in enumerate(weights)}
-
-    def numbers(self, first: int) -> jax.Array:
-        """Return [repeats]: the number of each repeat's first layer. first: the number of the group's first layer."""
-        return first + len(self.period) * jnp.arange(self.repeats)
-
-    def apply(self, ex: Execution, weights: tuple, x_BTD, inputs: Inputs, number):
-        """Return (output, stats) of one repeat.
-
-        weights: of each layer of the period. number: of the repeat's first layer.
-        """
-        # XLA delays weight gradients to the end of a period's backward. Tried and left out: a barrier that makes the
-        # cotangent wait for the weight gradients of the layer after it (all of them, or the MLP's; also one layer
-        # later). By the roofline qwen3.5-9b-continue on 8 H100 took 7.50 to 7.56 s instead of 7.48, because
-        # reduce-scatters were exposed. The peak memory did not change, because it is that of the loss.
-        stats = LayerStats()
-        for i, (layer, layer_weights) in enumerate(zip(self.period, weights, strict=True)):
-            apply = build_block(ex, layer, x_BTD.shape, inputs.dropout_key is not None)
-            x_BTD, of_layer = apply(layer_weights, x_BTD, inputs, number + i)
-            stats += of_layer
-        return x_BTD, stats
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -445,84 +388,3 @@ def _mixer(cfg: Model, mixer: str):
 
 def without_layers(tree: dict) -> dict:
     return {name: subtree for name, subtree in tree.items() if name != LAYERS}
-
-
-def build_block(ex: Execution, layer: params.Module, shape: tuple[int, ...], drops: bool) -> Callable:
-    """Return a layer's function: (weights, x_BTD, inputs, its number) -> (output, stats).
-
-    shape: of x_BTD. drops: whether the inputs have a key of dropout. ex.numerics.remat decides what is saved.
-    """
-    infos = params.infos(layer)
-    has_experts = any("expert" in info.axes for info in infos)
-    can_share = not has_experts and _can_share(ex, infos)
-    shards, num_parts = parts.of_rows(ex.layout, shape) if can_share else (1, 1)
-    many_rows = shape[0] > num_parts * ex.layout.num_shards(ex.layout.batch_axes)
-    tokens_first = ex.layout.sequence_parallel and many_rows and not has_experts and not drops
-
-    def apply(weights, x_BTD, inputs, number):
-        x_BTD, part_ex = checkpoint_name(x_BTD, LAYER_INPUT), parts.tokens_first(ex) if tokens_first else ex
-        pieces = [(x_BTD, inputs)]
-        if num_parts > 1:
-            weights = params.mapped(infos, lambda info, w: w if info.role == "norm" else
-                                    parts.shared(ex, info, w), weights)
-            part_ex = dataclasses.replace(part_ex, in_parts=True)
-            pieces = list(zip(parts.cut(x_BTD, shards, num_parts), inputs.cut(shards, num_parts), strict=True))
-        module, outputs, stats = layer.bind(weights), [], []
-        for part_BTD, part_inputs in pieces:
-            if tokens_first:
-                part_BTD, part_inputs = parts.turned(part_BTD), part_inputs.turned()
-            y_BTD, of_part = module(part_ex, part_BTD, part_inputs, number)
-            outputs.append(parts.turned(y_BTD) if tokens_first else y_BTD)
-            stats.append(of_part)
-        y_BTD = parts.join(outputs, shards)
-        return ex.layout.act(y_BTD, "batch", "residual_seq", None), functools.reduce(operator.add, stats)
-    return rematerialize(apply, ex)
-
-
-def _can_share(ex: Execution, infos) -> bool:
-    """Return whether parts of a microbatch can share a layer's weights.
-
-    They cannot in float8, whose scales are of the whole microbatch. They also cannot if every projection's backward
-    gathers its weight again (ZeRO-3 without remat).
-    """
-    kept = all(ex.layout.spec(GATHERED, info.axes) == ex.layout.spec("params", info.axes) for info in infos)
-    return not ex.numerics.float8 and (kept or ex.numerics.remat != "none")
-
-
-def _matmul_output(primitive, *operands, **params) -> bool:
-    """A remat policy: return whether this is the output of a matmul with weights.
-
-    Dots with a batch dim are attention scores. A float32 result of bfloat16 operands is one of several parts of a
-    matmul (`products.einsum`). Gathers of weights are no dots.
-    """
-    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params) and (
-        operands[0].dtype, params["preferred_element_type"]) != (jnp.bfloat16, jnp.float32)
-
-
-def rematerialize(layer: Callable, ex: Execution) -> Callable:
-    """Return the layer with the remat of `ex.numerics.remat`.
-
-    none saves the inputs of matmuls, norms and attention. selective saves matmul outputs, queries and keys as attention
-    reads them, and its o and lse. full saves only the layer's input. offload saves only the input, on the host (B·T·D
-    each way, overlapped with a layer's matmuls).
-
-    If sequences are split over devices, full and offload also save o and lse (B·T·N·H), so that the backward repeats no
-    ring. All save the float8 scales of the forward, because each costs a pass over a tensor and an all-reduce.
-    """
-    policies = jax.checkpoint_policies
-    if ex.numerics.remat == "none":
-        return layer
-    names = [float8.SCALE]
-    if ex.layout.sizes["context"] > 1 or ex.numerics.remat == "selective":
-        names += ["attention_o", "attention_lse", "linear_o", "linear_states"]
-        if ex.numerics.remat == "selective":
-            names += ["attention_stream", "attention_rotated", "router_logits", GATE_UP]
-    keep = policies.save_only_these_names(*names)
-    if ex.numerics.remat == "offload":
-        # The name must be the input's. A layer's output with this name silently stays on the device.
-        keep = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=names, names_which_can_be_offloaded=[LAYER_INPUT],
-            offload_src="device", offload_dst="pinned_host")
-    if ex.numerics.remat == "selective":
-        keep = policies.save_from_both_policies(_matmul_output, keep)
-    return jax.checkpoint(layer, policy=keep, prevent_cse=False)   # CSE cannot merge across a scan

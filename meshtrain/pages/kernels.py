@@ -26,6 +26,7 @@ OPERATIONS = {"dynamic_slice": "read of a slice", "dynamic_update_slice": "write
               "ppermute": "exchange with neighbours", "sharding_constraint": "change of sharding"}
 # Path prefix of a source file -> what it computes. The longest matching prefix applies.
 PLACES = {"model/loss.py": "head and loss", "model/rope.py": "rotary embedding", "model/layers.py": "layers",
+          "model/block.py": "layers", "model/mlp.py": "layers", "model/dropout.py": "layers",
           "model/": "model", "kernels/activations.py": "activation function", "kernels/": "kernels",
           "parallel/context/": "attention", "parallel/experts/": "experts", "training/executor.py": "pipeline",
           "training/shard.py": "pipeline", "training/backward.py": "pipeline", "training/optimizer.py": "optimizer",

@@ -24,7 +24,7 @@ from meshtrain.cost.formulas.place import place
 from meshtrain.inference import cache, placement
 from meshtrain.inference.generate import Generator
 from meshtrain.journal.journal import Journal
-from meshtrain.model.layers import Execution
+from meshtrain.model.execution import Execution
 from meshtrain.rl import sync
 from meshtrain.rl.groups import Completer, HeldFirst, Kept
 from meshtrain.run import replicas

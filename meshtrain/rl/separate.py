@@ -18,7 +18,7 @@ from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import Completion, GenerationLimits, Generator
 from meshtrain.inference.sampling import Picking
 from meshtrain.model import params, transformer
-from meshtrain.model.layers import Execution
+from meshtrain.model.execution import Execution
 from meshtrain.rl import exchange, sync
 from meshtrain.rl.exchange import Order, SamplerFiles
 from meshtrain.rl.groups import RolloutError

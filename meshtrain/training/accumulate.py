@@ -21,8 +21,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import scopes
 from meshtrain.config.sections import Run
-from meshtrain.model import float8, params, transformer
-from meshtrain.model.layers import Engines, Execution, Numerics
+from meshtrain.model import float8, params
+from meshtrain.model.block import LayerGroup
+from meshtrain.model.execution import Engines, Execution, Numerics
 from meshtrain.model.loss import with_balance_loss
 from meshtrain.model.parts import Inputs
 from meshtrain.model.stats import LayerStats, Normalizers
@@ -305,7 +306,7 @@ def _layer_stacks(step: StepSpec, weights: params.Divided, microbatch: dict, nor
     return stacks, [None if step.ex.numerics.remat == "offload" else stack.residuals for stack in stacks]
 
 
-def _apply_period(step: StepSpec, group: transformer.LayerGroup, weights: Weights, x_BTD, given: LayerInputs):
+def _apply_period(step: StepSpec, group: LayerGroup, weights: Weights, x_BTD, given: LayerInputs):
     """Return (output, stats) of one repeat of the group's period, with the gradient of its balance loss."""
     joined = tuple(map(params.joined, weights.trained, weights.frozen))
     y_BTD, stats = group.apply(step.ex, joined, x_BTD, given.inputs, weights.numbers)

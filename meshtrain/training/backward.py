@@ -63,7 +63,8 @@ class SplitLayer:
             return jax.vjp(lambda trained, x: f(weights._replace(trained=trained), x, inputs),
                            weights.trained, x, has_aux=True)
         given = weights, x, inputs
-        self._forward = _Forward(*jax.make_jaxpr(linearize, return_shape=True)(*given), given)
+        closed, outputs = jax.make_jaxpr(linearize, return_shape=True)(*given)
+        self._forward = _Forward(closed, outputs, given)
         self._backward = _Backward(self._forward, weights, inputs)
         self.stats = self._forward.stats_avals
         self.residuals = self._split([_aval(v.aval) for v in self._forward.saved])

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.config.sections import Run
-from meshtrain.model.layers import Execution
+from meshtrain.model.execution import Execution
 from meshtrain.model.stats import LayerStats
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import CHOSEN, MISMATCH_MAX, NO_TARGET, PADDING, REJECTED

@@ -14,7 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from meshtrain.model import params, transformer
+from meshtrain.model import block, params
 from meshtrain.model.loss import with_balance_loss
 from meshtrain.model.stats import LayerStats, Normalizers
 from meshtrain.model.transformer import without_layers
@@ -99,7 +99,7 @@ def _functions(step: StepSpec, virtual_stages: int) -> ModelFunctions:
         return model.embed(ex, params.joined(ends, frozen), microbatch, extra.get("key"))
 
     def layer(module, weights, x, number, given):
-        apply = transformer.build_block(ex, module, x.shape, given.inputs.dropout_key is not None)
+        apply = block.build_block(ex, module, x.shape, given.inputs.dropout_key is not None)
         y, stats = apply(weights, x, given.inputs, number)
         if uneven:
             stats = stats.where(number < num_layers)

@@ -12,13 +12,15 @@ import pytest
 from meshtrain import assembly, config
 from meshtrain import hardware
 from meshtrain.cost.formulas import flops
-from meshtrain.model import layers, transformer
+from meshtrain.model import transformer
+from meshtrain.model.dropout import dropout
+from meshtrain.model.execution import Engines, Execution, Numerics
 from meshtrain.names import AXES
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import Layout
 
-EXECUTION = layers.Execution(Layout(rules.parse(""), dict.fromkeys(AXES, 1)), layers.Numerics(jnp.float32),
-                             layers.Engines(None))
+EXECUTION = Execution(Layout(rules.parse(""), dict.fromkeys(AXES, 1)), Numerics(jnp.float32),
+                             Engines(None))
 
 
 @pytest.mark.parametrize("given, std", [({}, 0.02), (dict(embedding_std=1), 1)])
@@ -53,7 +55,7 @@ def test_dropout_drops_its_share_keeps_the_mean_and_draws_anew_at_every_site_and
     B, T, D = 4, 16, 256
     index = jnp.tile(jnp.arange(T), (B, 1))
     inputs = transformer.Inputs(index, index, jnp.arange(B), None, jax.random.key(0))
-    draw = jax.jit(lambda site: layers.dropout(EXECUTION, jnp.ones((B, T, D)), rate, inputs, site))
+    draw = jax.jit(lambda site: dropout(EXECUTION, jnp.ones((B, T, D)), rate, inputs, site))
     one, other = np.asarray(draw(0)), np.asarray(draw(1))
     kept = one != 0
     np.testing.assert_allclose(one[kept], 1 / (1 - rate), rtol=1e-6)

@@ -20,9 +20,10 @@ from meshtrain.choices.setting import Choice, Setting
 from meshtrain.cost.program import compile, hlo, work
 from meshtrain.kernels import mosaic_mlp
 from meshtrain.kernels.activations import ACTIVATIONS, SLOPES
-from meshtrain.model import layers, params
+from meshtrain.model import mlp, params
+from meshtrain.model.execution import Engines, Execution, Numerics
+from meshtrain.model.fused_mlp import FusedMLP
 from meshtrain.names import AXES
-from meshtrain.model import mlp
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import Layout
 from meshtrain.training import accumulate
@@ -90,14 +91,14 @@ def test_gradients_of_gate_and_up_without_a_race(R, K, F, programs, activation):
 def test_a_layer_has_the_loss_and_gradients_that_it_has_without_them():
     layout = Layout(rules.parse(""), dict.fromkeys(AXES, 1))
     cfg = config.Run(model=dict(vocab_size=256, embed_dim=64, num_layers=1, num_heads=2, mlp_dim=256)).model
-    module = params.Module(lambda rngs: layers.MLP(cfg, rngs))
+    module = params.Module(lambda rngs: mlp.MLP(cfg, rngs))
     weights, (x, dy) = module.init(jax.random.key(0)), drawn((2, 64, 64), (2, 64, 64))
 
     def both(kernels):
-        ex = layers.Execution(layout, layers.Numerics(jnp.dtype("bfloat16")), layers.Engines(None, mlp=kernels))
+        ex = Execution(layout, Numerics(jnp.dtype("bfloat16")), Engines(None, mlp=kernels))
         y, vjp = jax.vjp(lambda weights, x: module.bind(weights)(ex, x), weights, x)
         return y, *vjp(dy)
-    fused, plain = both(mlp.FusedMLP("swiglu", 3, plgpu.InterpretGPUParams(detect_races=True))), both(None)
+    fused, plain = both(FusedMLP("swiglu", 3, plgpu.InterpretGPUParams(detect_races=True))), both(None)
     assert jax.tree.structure(fused) == jax.tree.structure(plain)
     for found, expected in zip(jax.tree.leaves(fused), jax.tree.leaves(plain), strict=True):
         assert found.dtype == expected.dtype
@@ -133,7 +134,7 @@ def test_over_devices_a_step_computes_what_one_device_computes_without_them(layo
     calls = []
     for name, plain in (("forward", plain_forward), ("backward", plain_backward)):
         monkeypatch.setattr(mosaic_mlp, name, lambda *args, of=plain: calls.append(of) or of(*args))
-    monkeypatch.setattr(choices, "choose", lambda _: Choice(mlp.FusedMLP("swiglu", 1)))
+    monkeypatch.setattr(choices, "choose", lambda _: Choice(FusedMLP("swiglu", 1)))
     monkeypatch.setattr(accumulate, "StepSpec", lambda *args, **given: StepSpec(*args, **given | {"in_place": True}))
     parity.check_equal(parity.compiled(run))
     assert {*calls} == {plain_forward, plain_backward}
@@ -161,7 +162,7 @@ def test_what_they_cannot_serve_is_said(given, words):
 
 
 def test_they_are_taken_where_they_are_asked_for(monkeypatch):
-    assert chosen() == mlp.FusedMLP("swiglu", hardware.GPUS["h100"].num_sms)
+    assert chosen() == FusedMLP("swiglu", hardware.GPUS["h100"].num_sms)
     assert chosen(gpu="h200", activation="geglu").activation == "geglu"
     assert chosen(mlp="xla", gpu="a100-80gb") is None and chosen(mlp="auto") is None, "no GPU has compared them"
     monkeypatch.setattr(choices, "AUTO", "mosaic")

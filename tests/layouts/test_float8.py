@@ -18,6 +18,7 @@ from meshtrain.commands import inspect
 from meshtrain import hardware
 from meshtrain.cost.program import compile as gpu_compile, roofline
 from meshtrain.model import float8, layers
+from meshtrain.model.execution import Engines, Execution, Numerics
 from meshtrain.names import AXES
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
@@ -32,8 +33,8 @@ TO_RESIDUAL = ("batch", "seq", None)
 
 
 def execution(layout=Layout(rules.parse(""), dict.fromkeys(AXES, 1)), dtype=jnp.float32, remat="none"):
-    numerics = layers.Numerics(jnp.dtype(dtype), remat, float8.precision("cpu"))
-    return layers.Execution(layout, numerics, layers.Engines(None))
+    numerics = Numerics(jnp.dtype(dtype), remat, float8.precision("cpu"))
+    return Execution(layout, numerics, Engines(None))
 
 
 # ---- one projection, written out -------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ def test_float8_is_some_percent_off_and_not_more():
     """Else the comparison above could be of the plain product with itself."""
     x, ws, dys = drawn(QUERY_KEY)
     got = projected(execution(), QUERY_KEY, None, x, ws, dys)
-    ex = layers.Execution(execution().layout, layers.Numerics(jnp.dtype(jnp.float32)), layers.Engines(None))
+    ex = Execution(execution().layout, Numerics(jnp.dtype(jnp.float32)), Engines(None))
     plain = lambda x, ws: layers.project(ex, QUERY_KEY, None, False, x, ws)
     ys, back = jax.vjp(plain, x, ws)
     for g, e in zip(jax.tree.leaves(got), jax.tree.leaves((ys, *back(dys))), strict=True):

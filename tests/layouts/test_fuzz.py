@@ -29,13 +29,13 @@ def test_a_draw_is_the_same_again(tmp_path):
 
 
 def test_the_comparison_sees_a_wrong_gradient(tmp_path, monkeypatch):
-    from meshtrain.model import layers
-    right = layers.rotate
+    from meshtrain.model import block
+    right = block.rotate
     number = next(n for n in range(100) if (run := draws.run(n, tmp_path)[0]).model.position == "rope" and
                   run.model.qk_norm == "off" and math.prod(getattr(run.mesh, axis) for axis in AXES) == 2)
     run, _ = draws.run(number, tmp_path)
     plain = parity.compiled(parity.on_one_device(run))
-    monkeypatch.setattr(layers, "rotate", lambda x, rope: right(x, rope) * jnp.float32(1 + 1e-3))
+    monkeypatch.setattr(block, "rotate", lambda x, rope: right(x, rope) * jnp.float32(1 + 1e-3))
     wrong = parity.compiled(run)
     params = parity.drawn_parameters(plain.made, number)
     with pytest.raises(AssertionError):

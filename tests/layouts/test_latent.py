@@ -21,7 +21,8 @@ from meshtrain.inference import cache
 from meshtrain.kernels import blockwise, pallas
 from meshtrain.kernels.engine import CAUSAL, Scores
 from meshtrain.kernels.tiles import Blocks, Tiles
-from meshtrain.model import latent, layers, params, rope, transformer
+from meshtrain.model import latent, params, rope, transformer
+from meshtrain.model.execution import Engines, Execution, Numerics
 from meshtrain.model.parts import Inputs
 from meshtrain.parallel.context import attention
 
@@ -93,7 +94,7 @@ def check(sizes: dict, method: str = "", rule: str = "zero3", mixer: str = "F", 
     engine_of = lambda H, V, scores: pallas.engine(KERNELS, scores, interpret=True) if kernels else blockwise.engine(
         5, scores)
     attend = attention.RunAttention(engine_of, attention.METHODS.get(method))
-    ex = layers.Execution(layout, layers.Numerics(jnp.dtype(dtype), **more), layers.Engines(attend))
+    ex = Execution(layout, Numerics(jnp.dtype(dtype), **more), Engines(attend))
 
     def layer(weights, x, segments, positions):
         inputs = Inputs(segments, positions, jnp.arange(B), rope.of(cfg, positions), None)
@@ -201,7 +202,7 @@ def test_tokens_from_a_cache_are_those_without(keys):
     model = transformer.build(config.Model(**keys))
     draw = np.random.default_rng(0).standard_normal
     p = jax.tree.map(lambda w: w + 0.2 * draw(w.shape).astype(w.dtype), model.init(jax.random.key(0)))
-    ex = layers.Execution(laid_out({})[1], layers.Numerics(jnp.dtype("float32")), layers.Engines(
+    ex = Execution(laid_out({})[1], Numerics(jnp.dtype("float32")), Engines(
         attention.RunAttention(lambda H, V, scores: blockwise.engine(5, scores))))
     known_B, length, room = np.asarray([4, 7]), 12, cache.rounded_room(12)
     tokens_BT = np.random.default_rng(1).integers(0, 259, (2, length))
@@ -240,7 +241,7 @@ def test_devices_send_latents_and_no_heads():
     """Per token forward C + R numbers and a segment; N·(H + V) would be 108."""
     cfg, module, weights, x, _, segments = cell("F")
     mesh, layout = laid_out(dict(context=4), "ddp")
-    ex = layers.Execution(layout, layers.Numerics(jnp.dtype("float32")), layers.Engines(attention.RunAttention(
+    ex = Execution(layout, Numerics(jnp.dtype("float32")), Engines(attention.RunAttention(
         lambda H, V, scores: blockwise.engine(5, scores), attention.METHODS["ring"])))
     positions = np.tile(np.arange(T), (B, 1))
 

@@ -17,7 +17,9 @@ from meshtrain import pattern
 from meshtrain.choices import stages
 from meshtrain.kernels import blockwise
 from meshtrain.model import params, transformer
-from meshtrain.model.layers import MLP, Attention, Engines, Execution, Layer, Numerics
+from meshtrain.model.block import Attention, Layer, LayerGroup
+from meshtrain.model.execution import Engines, Execution, Numerics
+from meshtrain.model.mlp import MLP
 from meshtrain.model.stats import AUX_LOSS, LayerStats
 from meshtrain.names import AXES, LAYERS
 from meshtrain.parallel.context import attention
@@ -64,7 +66,7 @@ def model_of(*groups: tuple[str, tuple, int]) -> transformer.Transformer:
     cfg = config.Run(model=MODEL | dict(num_layers=sum(len(kinds) * n for _, kinds, n in groups))).model
     module = lambda kind: params.Module(lambda rngs: kind(cfg, rngs))
     return transformer.Transformer(cfg, params.Module(lambda rngs: transformer.EmbeddingAndHead(cfg, rngs)), tuple(
-        transformer.LayerGroup(name, tuple(map(module, kinds)), n) for name, kinds, n in groups))
+        LayerGroup(name, tuple(map(module, kinds)), n) for name, kinds, n in groups))
 
 
 def loss(model, ex, p, batch, dropout_key=None, **head):

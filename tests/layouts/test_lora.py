@@ -17,7 +17,7 @@ from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.place import place
 from meshtrain.inspection import memory
 from meshtrain.model import lora, transformer
-from meshtrain.model.layers import Engines, Execution, Numerics
+from meshtrain.model.execution import Engines, Execution, Numerics
 from meshtrain.names import AXES
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec

@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 
 from meshtrain import config
 from meshtrain.kernels import blockwise
-from meshtrain.model import transformer
-from meshtrain.model.layers import Engines, Execution, Numerics
+from meshtrain.model import block, transformer
+from meshtrain.model.execution import Engines, Execution, Numerics
 from meshtrain.parallel.context import attention
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import Layout
@@ -34,7 +34,7 @@ def layer_case(remat: str, dtype: str = "float32", **model):
     weights = jax.tree.map(lambda a: a.astype(dtype), model.init(jax.random.key(0))["layers"])
 
     def layer(w, x, inputs):
-        apply = transformer.build_block(ex, model.period[0], x.shape, inputs.dropout_key is not None)
+        apply = block.build_block(ex, model.period[0], x.shape, inputs.dropout_key is not None)
         return apply(w.trained, x, inputs, w.numbers)
     return layer, weights, x, e, dy
 

@@ -6,6 +6,7 @@ import pytest
 
 from meshtrain import config
 from meshtrain.model import layers, params
+from meshtrain.model.execution import Engines, Execution, Numerics
 from meshtrain.names import AXES
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import Layout
@@ -18,7 +19,7 @@ TOLERANCE = 1e-5
 
 
 def execution(dtype):
-    return layers.Execution(LAYOUT, layers.Numerics(jnp.dtype(dtype)), layers.Engines(None))
+    return Execution(LAYOUT, Numerics(jnp.dtype(dtype)), Engines(None))
 
 
 def relative_error(got, exact):

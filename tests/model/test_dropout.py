@@ -3,7 +3,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain.model import layers
+from meshtrain.model.dropout import dropout
+from meshtrain.model.execution import Engines, Execution, Numerics
 from meshtrain.model.parts import Inputs
 from meshtrain.names import AXES
 from meshtrain.sharding import rules
@@ -13,12 +14,12 @@ from meshtrain.training import step
 
 def test_the_expectation_is_kept_in_bfloat16():
     """What is kept is 1 / (1 - rate), rounded once: by a rounded 1 - rate it was 1.0017 times as large."""
-    ex = layers.Execution(Layout(rules.parse(""), dict.fromkeys(AXES, 1)), layers.Numerics(jnp.dtype("bfloat16")),
-                          layers.Engines(None))
+    ex = Execution(Layout(rules.parse(""), dict.fromkeys(AXES, 1)), Numerics(jnp.dtype("bfloat16")),
+                          Engines(None))
     index_BT = jnp.zeros((1, 8), jnp.int32) + jnp.arange(8)
     inputs = Inputs(jnp.ones_like(index_BT), index_BT, jnp.zeros(1, jnp.int32), None, jax.random.key(0))
     x_BTD = jnp.tile(jnp.linspace(1.0, 2.0, 256, dtype=jnp.float32).astype(jnp.bfloat16), (1, 8, 1))
-    y_BTD = np.asarray(layers.dropout(ex, x_BTD, 0.1, inputs, 0), np.float64)
+    y_BTD = np.asarray(dropout(ex, x_BTD, 0.1, inputs, 0), np.float64)
     kept = y_BTD != 0
     ratio = y_BTD[kept] / np.asarray(x_BTD, np.float64)[kept]
     assert 0.85 < kept.mean() < 0.95 and abs(ratio.mean() * 0.9 - 1) < 4e-4        # 1,800 roundings of at most 0.2%

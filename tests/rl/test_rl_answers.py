@@ -18,7 +18,7 @@ from tokenizers import decoders, models, normalizers
 
 from meshtrain.commands import generate, report
 from meshtrain.inference.generate import Generator
-from meshtrain.model.layers import with_numerics
+from meshtrain.model.execution import with_numerics
 from meshtrain.names import NO_TARGET
 from meshtrain.rl import groups, samplers
 from meshtrain.rl.rollouts import Rollouts

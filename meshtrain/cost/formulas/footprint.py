@@ -2,7 +2,7 @@
 temporaries of one layer.
 
 The peak is reached when all layers have saved their residuals: in the loss, which holds logits, or in the backward of
-the last layer. Which arrays are saved follows the rematerialization of `model.transformer`. The widths of other
+the last layer. Which arrays are saved follows the rematerialization of `model.block`. The widths of other
 temporaries were read off the buffers of programs compiled for GPUs. A width is a number of elements per token.
 """
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The mixers of a model on one device: attention, attention by latents, and the class of each letter.
 
 A new kind of mixer is a class here, and its place in `class_of`; a new recurrence is a row of `recurrences.KINDS`. The
-saved arrays follow `model.layers` and `model.latent` with the rematerialization of `model.transformer`.
+saved arrays follow `model.block` and `model.latent` with the rematerialization of `model.block`.
 """
 from __future__ import annotations
 

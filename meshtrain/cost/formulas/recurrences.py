@@ -4,7 +4,7 @@ The engine is `kernels.recurrence`, compiled by XLA, or its Pallas kernels. Few 
 step of its scan over chunks is several short kernels, with a gap after each. All other work passes float32 arrays
 through memory: pairs of a chunk's tokens [N, C, C], arrays of tokens [N, V + H] and the chunks' states [N, H, V].
 Pallas kernels are bound by their products, which `kernels.recurrence_pallas` lists. The saved arrays follow
-`model.linear` with the rematerialization of `model.transformer`.
+`model.linear` with the rematerialization of `model.block`.
 
 The bytes were read off programs compiled for H100 in bfloat16, with 4,096 and 8,192 tokens, head sizes of 64, 128 and
 256, and 16 to 128 heads. Nothing is measured.

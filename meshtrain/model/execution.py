@@ -1,0 +1,109 @@
+"""How layers are computed: in which numerics, by which engines, on which layout, and what they save for the backward.
+
+Layers read an `Execution`; it changes nothing in their formulas. This module knows no layer.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from meshtrain.model import float8
+from meshtrain.model.fused_mlp import FusedMLP
+from meshtrain.sharding import mesh
+from meshtrain.sharding.rules import Layout
+
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Numerics:
+    """In which dtypes layers compute, and what they save for the backward.
+
+    float8: the precision of float8 projections; None: projections use `dtype`.
+    """
+    dtype: jnp.dtype
+    remat: str = "none"     # none, selective, full, offload
+    float8: jax.lax.DotAlgorithmPreset | None = None
+
+
+class ExpertEngine(Protocol):
+    """Computes the experts of tokens, wherever they are. `parallel.experts.dispatch` has them.
+
+    aux_loss, z_loss: weights of the router's losses.
+    """
+    @property
+    def aux_loss(self) -> float: ...
+
+    @property
+    def z_loss(self) -> float: ...
+
+    def __call__(self, layout, x_BTD, chosen_BTK, weight_BTK, weights) -> jax.Array:
+        """Return y_BTD."""
+
+
+class RecurrenceEngine(Protocol):
+    """What recurrent mixers call. `parallel.context.recurrence.LinearAttention` is one."""
+    @property
+    def convolve(self) -> Callable: ...
+
+    @property
+    def recur(self) -> Callable: ...
+
+    def _replace(self, *, convolve: Callable = ..., recur: Callable = ...) -> RecurrenceEngine: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Engines:
+    """The functions that depend on devices and on how sequences and experts are split.
+
+    attention: (layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask=, scores=, sinks_N=, bounded=) -> (o_BTNV, an upper
+    bound of each head's scores [N] if bounded, else None). by_kernels: queries and keys are normed and rotated by
+    `kernels.rotation`, and attend to their cache by `kernels.decode`.
+    """
+    attention: Callable
+    experts: ExpertEngine | None = None          # None: no experts
+    mlp: FusedMLP | None = None             # None: XLA's matmuls
+    recurrence: RecurrenceEngine | None = None    # None: no recurrent mixers
+    by_kernels: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Execution:
+    """How the model is computed: where arrays lie, in which numerics, by which engines."""
+    layout: Layout
+    numerics: Numerics
+    engines: Engines
+    in_order: bool = False  # whether collectives outside a loop must not overlap with those in it (`mesh.after`)
+    in_parts: bool = False  # the layer sees one part of a microbatch, and its weights are `parts.shared`
+    # (number of layers, most heads of a layer): the stats of a layer have SCORE_BOUND; None: they do not
+    bounds: tuple[int, int] | None = None
+
+    @property
+    def early(self) -> bool:
+        """Return whether the MLP's down projection gets its gradient before the mixer's backward (`released`).
+
+        Pipelines may run all W later.
+        """
+        return self.layout.sizes["stage"] == 1
+
+    def after(self, values, done):
+        """Return `values`; if the order matters, they are made to depend on `done`. Both are pytrees."""
+        return mesh.after(values, done) if self.in_order else values
+
+
+def with_numerics(ex: Execution, **changed) -> Execution:
+    """Return `ex` with other fields of its numerics."""
+    return dataclasses.replace(ex, numerics=dataclasses.replace(ex.numerics, **changed))
+
+
+def recomputed(ex: Execution, f: Callable) -> Callable:
+    """Return f with only its inputs saved for the backward, which recomputes casts and elementwise ops, but no matmul.
+
+    Under remat f is unchanged: the policy decides what is saved.
+    """
+    keep = jax.checkpoint_policies.save_only_these_names(float8.SCALE)
+    # CSE cannot merge across a scan
+    return jax.checkpoint(f, policy=keep, prevent_cse=False) if ex.numerics.remat == "none" else f
