@@ -32,7 +32,8 @@ from meshtrain.model import params, transformer
 from meshtrain.model.execution import Engines, Execution, Numerics
 from meshtrain.names import AXES
 from meshtrain.run import say
-from meshtrain.sharding.mesh import MeshSpec, by_gloo
+from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.sharding.order import by_gloo
 from meshtrain.sharding.rules import Layout
 from meshtrain.storage import addresses, copies, model_folder
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from meshtrain.model import float8
 from meshtrain.model.fused_mlp import FusedMLP
-from meshtrain.sharding import mesh
+from meshtrain.sharding import order
 from meshtrain.sharding.rules import Layout
 
 
@@ -76,7 +76,7 @@ class Execution:
     layout: Layout
     numerics: Numerics
     engines: Engines
-    in_order: bool = False  # whether collectives outside a loop must not overlap with those in it (`mesh.after`)
+    in_order: bool = False  # whether collectives outside a loop must not overlap with those in it (`sharding.order`)
     in_parts: bool = False  # the layer sees one part of a microbatch, and its weights are `parts.shared`
     # (number of layers, most heads of a layer): the stats of a layer have SCORE_BOUND; None: they do not
     bounds: tuple[int, int] | None = None
@@ -91,7 +91,7 @@ class Execution:
 
     def after(self, values, done):
         """Return `values`; if the order matters, they are made to depend on `done`. Both are pytrees."""
-        return mesh.after(values, done) if self.in_order else values
+        return order.after(values, done) if self.in_order else values
 
 
 def with_numerics(ex: Execution, **changed) -> Execution:

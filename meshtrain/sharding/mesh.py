@@ -144,28 +144,3 @@ def on_shards(local, in_specs, out_specs):
     if all(shape[a] == 1 for a in axes):
         return local
     return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)
-
-
-# --- order of collectives on CPUs ----------------------------------------------------------------------------------
-#
-# XLA's CPU backend starts an op after a loop while the loop still runs, unless the op reads a result of the loop.
-# Collectives in the loop then run concurrently with those after it. In one process this breaks only permutes
-# (`parallel.pipeline`). In several processes it breaks all collectives: Gloo pairs the collectives of a group by the
-# order in which each device starts them.
-
-
-def by_gloo(mesh: Mesh) -> bool:
-    """Return whether collectives of this mesh use Gloo: simulated devices in several processes."""
-    devices = mesh.devices.flat
-    return devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
-
-
-def after(values, done):
-    """Make `values` depend on all arrays of `done` (both are pytrees), without changing them.
-
-    This is for CPUs. XLA removes an optimization_barrier before it orders its kernels, so this adds a real data
-    dependence. It reads one element of each array of `done`, which may be non-finite.
-    """
-    read = sum(leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in jax.tree.leaves(done))
-    zero = jnp.minimum(lax.bitcast_convert_type(read, jnp.int32) & 1, 0)
-    return jax.tree.map(lambda value: value + zero.astype(value.dtype), values)

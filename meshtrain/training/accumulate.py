@@ -32,7 +32,8 @@ from meshtrain.names import NO_TARGET
 from meshtrain.parallel.context import attention
 from meshtrain.parallel.pipeline.schedules import Schedule
 from meshtrain.sharding import rules
-from meshtrain.sharding.mesh import automatic_axes, by_gloo, on_shards
+from meshtrain.sharding.mesh import automatic_axes, on_shards
+from meshtrain.sharding.order import by_gloo
 from meshtrain.sharding.rules import Layout
 from meshtrain.training import backward, objective, qk_clip, state
 from meshtrain.training.backward import LayerStack, Residuals, SplitLayer, Weights

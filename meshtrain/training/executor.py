@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.parallel.pipeline.schedules import Schedule, TickRange
 from meshtrain.scopes import TAKEN
-from meshtrain.sharding.mesh import after, psum
+from meshtrain.sharding import order
+from meshtrain.sharding.mesh import psum
 from meshtrain.training import backward
 from meshtrain.training.backward import Residuals, add_at, put, take
 from meshtrain.training.shard import Carry, ModelFunctions, Shard, make_shard
@@ -64,7 +65,7 @@ def gradients(schedule: Schedule, model: ModelFunctions, split: Split, weights, 
     replicated. R: the product of the sizes of the deferred axes, and sharded over them. For a leaf that some of these
     axes shard already, R leaves those axes out.
     """
-    return _over_stages(partial(_execute, schedule, model, _needs_order(split.mesh), True),
+    return _over_stages(partial(_execute, schedule, model, order.on_cpus(split.mesh), True),
                         True, split, weights, batch, extra)
 
 
@@ -75,13 +76,8 @@ def evaluate(model: ModelFunctions, split: Split, weights, batch, extra):
     """
     microbatches, stages = jax.tree.leaves(batch)[0].shape[0], jax.tree.leaves(weights[0])[0].shape[1]
     schedule = schedules.make("gpipe", stages, microbatches)
-    return _over_stages(partial(_execute, schedule, model, _needs_order(split.mesh), False),
+    return _over_stages(partial(_execute, schedule, model, order.on_cpus(split.mesh), False),
                         False, split, weights, batch, extra)[0]
-
-
-def _needs_order(mesh) -> bool:
-    """Return whether permutes must be ordered by `after`."""
-    return mesh.devices.flat[0].platform == "cpu"
 
 
 def _over_stages(execute, differentiate: bool, split: Split, weights, batch, extra):
@@ -338,7 +334,7 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
 def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differentiate: bool,
              stage, weights, batch, extra):
     this, c, following = make_shard(schedule, model, differentiate, stage, weights, batch, extra)
-    wait = _make_dependent if in_order else _leave
+    wait = order.after_row if in_order else order.leave
     if model.leading:
         c, saved = _leading_forward(this, c)
     for phase in _phases(schedule, bool(jax.tree.leaves(this.ends[0]) or model.leading)):
@@ -386,26 +382,6 @@ def _share(x, here):
     """Broadcast x from the stage where `here` is set: an all-reduce over stage. It is exact, because all others add 0.
     """
     return psum(jnp.where(here > 0, x, 0), STAGE)
-
-
-def _leave(values, done):
-    return values
-
-
-def _make_dependent(values, done):
-    """Make `values` depend on the array `done` (`mesh.after`).
-
-    In a tree, only the integers are made dependent. CPUs only.
-
-    On CPUs all permutes of one device share a rendezvous, and XLA may start one permute during another in an
-    independent loop. They then pair up wrongly, and about one program in a hundred gives wrong numbers or hangs. Only
-    the sum of one row of `done` is read, because `done` may be sharded over an automatic axis. Floats in a tree are not
-    sent directly.
-    """
-    line = done[0, :, 0].sum() if done.ndim == 3 else done
-    if isinstance(values, jax.Array):
-        return after(values, line)
-    return jax.tree.map(lambda a: after(a, line) if jnp.issubdtype(a.dtype, jnp.integer) else a, values)
 
 
 def _add(total, new, on):

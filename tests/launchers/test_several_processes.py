@@ -77,7 +77,7 @@ def test_two_processes_repeat_bit_for_bit_and_four_equal_them(processes, trained
 
 @pytest.mark.long
 def test_two_processes_train_the_quickstarts_layout(home):
-    """Wide enough that collectives would meet in Gloo without the order of `mesh.after`: without it this aborts every
+    """Wide enough that collectives would meet in Gloo without the order of `order.after`: without it this aborts every
     time."""
     more = ("--mesh.simulated_devices", "8", "--mesh.tensor", "2", "--sharding.rules", "sharding_rules/zero3.toml",
             "--model.embed_dim", "192", "--model.num_layers", "5", "--model.num_heads",
