@@ -1,5 +1,5 @@
-"""Order of collectives on CPUs: simulated devices need it, GPUs do not. A reader of the model may skip every `after`: it
-changes no value.
+"""Order of collectives on CPUs: simulated devices need it, GPUs do not. A reader of the model may skip every `after`:
+it changes no value.
 
 XLA's CPU backend starts an op after a loop while the loop still runs, unless the op reads a result of the loop.
 Collectives in the loop then run concurrently with those after it. In one process this breaks only permutes (`on_cpus`:
