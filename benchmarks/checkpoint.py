@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import machine, words
-from meshtrain import assembly, config
+from meshtrain import assembly, config, run_files
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.directory import DirectoryStore
 
@@ -102,7 +102,7 @@ def measure(directory: Path, state) -> dict[str, float]:
 
 def model() -> tuple[object, float]:
     """The state of the model in benchmarks/step.toml, random, and the seconds of its training step."""
-    run = config.load([str(ROOT / "benchmarks/step.toml"), "--sharding.rules", str(ROOT / "sharding_rules/ddp.toml")])
+    run = run_files.load([str(ROOT / "benchmarks/step.toml"), "--sharding.rules", str(ROOT / "sharding_rules/ddp.toml")])
     made = assembly.assemble(run, jax.devices()[:1])
     rng = np.random.default_rng(0)
     with jax.set_mesh(made.mesh):

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import gpu_speed, machine, step, words
 from benchmarks.gpu_record import table
-from meshtrain import assembly, config
+from meshtrain import assembly, config, run_files
 from meshtrain import devices as local_devices
 from meshtrain.cost.formulas import flops
 from meshtrain.cost.program import audit
@@ -63,7 +63,7 @@ def step_section() -> list[str]:
 def narrow(*overrides: str) -> config.Run:
     given = ["--run.compilation_cache", "", "--data.validation_fraction", "0", "--model.mlp_dim",
              str(MLP_DIM), *overrides]
-    return config.load([str(ROOT / "benchmarks" / "step.toml"), *given])
+    return run_files.load([str(ROOT / "benchmarks" / "step.toml"), *given])
 
 
 def with_experts(E: int, K: int, width: int) -> tuple[str, ...]:
@@ -267,7 +267,7 @@ def balance_section() -> list[str]:
 
 
 def balanced(name: str) -> list[str]:
-    made = assembly.assemble(config.load([str(ROOT / "configs" / f"{name}.toml")]), gpu_compile.topology("h100:64"))
+    made = assembly.assemble(run_files.load([str(ROOT / "configs" / f"{name}.toml")]), gpu_compile.topology("h100:64"))
     text = assembly.compile_step(made, refuse_broken=False).as_text()
     priced = [roofline.of_run(made, text)]
     if dispatch.ManualRegion.of(made.layout).own:

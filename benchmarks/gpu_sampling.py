@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks import gpu_speed
 from benchmarks.gpu_record import ROOT, Item
-from meshtrain import assembly, config, hardware
+from meshtrain import assembly, config, hardware, run_files
 from meshtrain.cost.formulas import assumptions
 from meshtrain.cost.formulas.rates import Rates
 from meshtrain.inference.generate import GenerationLimits
@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
 
 def run_of(slots: int, count: int, sizes: Sizes) -> config.Run:
     given = "--mesh.fsdp", count, "--rl.slots", slots, "--rl.prompts", max(slots // 8, 1), *sizes.overrides
-    return config.load([str(ROOT / "configs/llama3.2-1b-rl.toml"), *map(str, given)])
+    return run_files.load([str(ROOT / "configs/llama3.2-1b-rl.toml"), *map(str, given)])
 
 
 def median_s(call: Callable, rounds: int) -> float:

@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks import gpu_attention, grouped_tiles
 from benchmarks import tiles as tile_timing
 from benchmarks.gpu_record import ROOT, Item, table
-from meshtrain import assembly, config
+from meshtrain import assembly, config, run_files
 from meshtrain import hardware
 from meshtrain.cost.formulas import assumptions, attention_pairs, flops
 from meshtrain.cost.formulas import rates as formula_rates
@@ -93,7 +93,7 @@ def run_of(plan: Plan, count: int, microbatches: int, layers: int = 0) -> config
              "--data.global_batch", count * plan.rows * microbatches, "--training.microbatches", microbatches,
              "--optimizer.warmup_steps", 20, *plan.overrides]
     given += ["--model.num_layers", layers] if layers else []
-    return config.load([str(ROOT / plan.run_file), *map(str, given)])
+    return run_files.load([str(ROOT / plan.run_file), *map(str, given)])
 
 
 def layers_that_fit(run: config.Run, devices) -> int:

@@ -31,7 +31,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import machine
-from meshtrain import assembly, config
+from meshtrain import assembly, config, run_files
 from meshtrain import devices as local_devices
 from meshtrain.config import ConfigError
 from meshtrain.cost.program import audit
@@ -213,7 +213,7 @@ def main(argv) -> int:
     if not argv or argv[0].startswith("-"):
         argv = [str(ROOT / "benchmarks" / "pipeline.toml"), *argv]
     try:
-        run = config.load([*argv, "--run.compilation_cache", ""], __doc__)
+        run = run_files.load([*argv, "--run.compilation_cache", ""], __doc__)
         if lacking := no_baseline(run):
             raise ConfigError(f"the baseline has stages only, no {', '.join(lacking)}; take another run file, or drop "
                               f"it")

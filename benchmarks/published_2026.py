@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from benchmarks.other_frameworks import TABLE, Habits, OtherAssumptions, OtherPlaced, OtherPricing, OtherRates
-from meshtrain import hardware
-from meshtrain.config import run_file
+from meshtrain import hardware, run_files
 from meshtrain.config.sections import Model
 from meshtrain.cost.formulas import attention_pairs, flops
 from meshtrain.cost.formulas.options import Attended, Options
@@ -174,9 +173,9 @@ def model(name: str):
         raise NotPriced(reason)
     keys.pop("heads", None)
     if preset := keys.pop("preset", None):
-        if preset not in run_file.presets():
+        if preset not in run_files.presets():
             raise NotPriced("the model's shape is not published")
-        keys = tomllib.loads(run_file.presets()[preset].read_text())["model"] | keys
+        keys = tomllib.loads(run_files.presets()[preset].read_text())["model"] | keys
     cfg = Model(**keys)
     return cfg, transformer.build(cfg).parameters()
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import words
-from meshtrain import config
+from meshtrain import config, run_files
 
 PHASES = (      # (name, what a line says when it is over)
     ("noticing it, ending the others", r"starting again"),
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5)
     given, run_words = parser.parse_known_args()
     try:
-        config.load(run_words)
+        run_files.load(run_words)
     except config.ConfigError as error:
         parser.error(str(error))
     taken = measure(given.processes, given.kills, run_words)

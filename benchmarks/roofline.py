@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from benchmarks import machine, words
-from meshtrain import assembly, config
+from meshtrain import assembly, run_files
 from meshtrain import hardware
 from meshtrain.cost.formulas import flops
 from meshtrain.cost.program import compile as gpu_compile
@@ -104,7 +104,7 @@ PUBLISHED = (
 @functools.cache
 def program(gpu: str, case: Case):
     """(assembled run, its compiled step, the text of it)."""
-    run = config.load([str(ROOT / "configs" / case.run_file), *case.words.split()])
+    run = run_files.load([str(ROOT / "configs" / case.run_file), *case.words.split()])
     made = assembly.assemble(run, gpu_compile.topology(f"{gpu}:{case.num_gpus}"))
     executable = assembly.compile_step(made, refuse_broken=False)
     return made, executable, executable.as_text()

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks import machine
-from meshtrain import assembly, config
+from meshtrain import assembly, config, run_files
 from meshtrain import devices as local_devices
 from meshtrain import hardware
 from meshtrain.config import ConfigError
@@ -221,7 +221,7 @@ def peak_bytes(compiled) -> int:
     return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
 
 
-def first_step_s(directory: Path, cache: Path, run_file: Path = config.QUICKSTART) -> float:
+def first_step_s(directory: Path, cache: Path, run_file: Path = run_files.QUICKSTART) -> float:
     """Seconds from starting `python -m meshtrain.train` to the first row of its metrics."""
     command = [sys.executable, "-m", "meshtrain.train", str(run_file), "--training.steps", "2", "--run.dir",
                str(directory), "--run.compilation_cache", str(cache), "--run.sample_tokens", "0"]
@@ -245,7 +245,7 @@ def main(argv) -> int:
     if not [arg for arg in argv if not arg.startswith("-")][:1] or argv[0].startswith("-"):
         argv = [str(ROOT / "benchmarks" / "step.toml"), *argv]
     try:
-        run = config.load([*argv, "--run.compilation_cache", "", "--data.validation_fraction", "0"], __doc__)
+        run = run_files.load([*argv, "--run.compilation_cache", "", "--data.validation_fraction", "0"], __doc__)
         one = {axis: 1 for axis in config.AXES} | {"simulated_devices": 0}
         run = run.replaced(mesh=one)
         with tempfile.TemporaryDirectory() as scratch:

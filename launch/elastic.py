@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from meshtrain import config
+from meshtrain import config, run_files
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import command, say
 
@@ -44,7 +44,7 @@ def run_of(given: config.Arguments) -> Run:
     count, least = given["processes"], given["min-processes"]
     if least > count:
         raise ConfigError(f"--min-processes {least} must be from 1 to --processes {count}")
-    run = config.load(given.run)
+    run = run_files.load(given.run)
     if run.distributed != run.distributed.without_place():
         raise ConfigError("[distributed] is set here by the launcher; leave it out of the run file and the command "
                           "line")
@@ -73,7 +73,7 @@ def most(words: Sequence[str], processes: int, least: int, devices: int, full: i
 def main(given: config.Arguments) -> None:
     """Print the number and its options. Raises: ConfigError if no number of processes can train the run."""
     words, processes, least, devices = given.run, given["processes"], given["min-processes"], given["devices"]
-    run = config.load(words)
+    run = run_files.load(words)
     full = given["full"] or run.mesh.full_devices
 
     def tell(count: int) -> None:
@@ -86,7 +86,7 @@ def main(given: config.Arguments) -> None:
     fault = "none was tried"
     for count in range(processes, least - 1, -1):
         try:
-            elastic.check(config.load([*words, f"--mesh.full_devices={full}"]), count * devices)
+            elastic.check(run_files.load([*words, f"--mesh.full_devices={full}"]), count * devices)
         except ConfigError as error:
             fault = str(error)
             continue

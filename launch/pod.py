@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 from meshtrain.launch import restart, supervise
-from meshtrain import config, files
+from meshtrain import config, files, run_files
 from meshtrain.cluster import find
 from meshtrain.config import Run
 from meshtrain.run import command, say, stops
@@ -36,7 +36,7 @@ LOOK_S = 1.0        # between polls for the decision of process 0
 def main(given: config.Arguments) -> int:
     attempt = given["attempt"]
     with config.restarting(attempt > 0):
-        run = config.load(given.run)
+        run = run_files.load(given.run)
         place = find.cluster(run.distributed, os.environ)
         index = place.index if place else 0
         begins = _decide_start(run, attempt, given["max-restarts"]) if index == 0 else _await_start(run, attempt)

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshtrain.launch import supervise
-from meshtrain import config, files
+from meshtrain import config, files, run_files
 from meshtrain.cluster import lost
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import command, contents, say, stops
@@ -147,7 +147,7 @@ def main(given: config.Arguments) -> int:
         code = int(*given.names)
     except ValueError:
         raise ConfigError(f"{given.names[0]} is not an exit code; give that of the run, e.g. 1") from None
-    run, most, scheduled = config.load(given.run), given["max-restarts"], bool(given["scheduled"])
+    run, most, scheduled = run_files.load(given.run), given["max-restarts"], bool(given["scheduled"])
     # Slurm sets it from the first restart on.
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + 1 if "SLURM_JOB_ID" in os.environ else None
     for tries in itertools.count(1):

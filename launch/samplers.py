@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 
 from meshtrain.launch import restart, supervise
-from meshtrain import config
+from meshtrain import config, run_files
 from meshtrain.cluster import gpus
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import command, say, stops
@@ -70,7 +70,7 @@ def divide_gpus(run: Run, count: int, each: int, environ: Mapping[str, str]) -> 
 
 @command.entry(COMMAND, __doc__)
 def main(given: config.Arguments) -> int:
-    run = config.load(given.run)
+    run = run_files.load(given.run)
     count, each = read_options(run, given)
     if not count:
         raise ConfigError("--samplers is missing: nothing says how many; add e.g. --samplers 2")

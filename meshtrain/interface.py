@@ -22,7 +22,7 @@ with say.without_noise():       # of a CUDA plugin without a GPU
     import jax
 import numpy as np
 
-from meshtrain import assembly, config, elastic, given, parity, scratch, shown, starts, trained
+from meshtrain import assembly, config, elastic, given, parity, run_files, scratch, shown, starts, trained
 from meshtrain import devices as local_devices
 from meshtrain.checkpoint import resume
 from meshtrain.checkpoint.saved import Saved
@@ -126,7 +126,7 @@ class Experiment:
             words += config.words({"sharding.rules": scratch.rule_file(rules)})
         count = local_devices.num_simulated() if simulated_devices is None else simulated_devices
         first = [str(run_file)] if run_file else config.words(WITHOUT_A_FILE)
-        self.run = config.load([*first, *words, *config.words({"mesh.simulated_devices": count})])
+        self.run = run_files.load([*first, *words, *config.words({"mesh.simulated_devices": count})])
         self._state, self.history = None, shown.history([])
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from meshtrain import config, devices, elastic
+from meshtrain import devices, elastic, run_files
 from meshtrain.cluster import agree, find, watch
 from meshtrain.cluster.watch import Watchdog
 from meshtrain.config import Run
@@ -52,7 +52,7 @@ def join(run: Run, argv: Sequence[str]) -> Iterator[Joined]:
 def start_devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -> tuple[Sequence[jax.Device], Run]:
     """Start the devices. Return (devices to use, run). Without a run file or a mesh, the quickstart uses GPUs if there
     are any."""
-    if not config.names_mesh(argv) and devices.gpus_expected():
+    if not run_files.names_mesh(argv) and devices.gpus_expected():
         run = run.replaced(mesh={"simulated_devices": 0})
         found = devices.start(run, cluster)
         run = devices.on_gpus(run, len(found))

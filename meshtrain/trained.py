@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from meshtrain import assembly, config, devices, files, flags, hardware
+from meshtrain import assembly, config, devices, files, flags, hardware, run_files
 from meshtrain.checkpoint import adapters, resume
 from meshtrain.checkpoint.saved import Saved
 from meshtrain.choices import attention, experts, recurrence
@@ -232,7 +232,7 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
 
     directory: a run directory or a model folder, or its address. step: of a run's checkpoint; 0: the newest. words:
     keys of the command line. command: for messages. keys: keys that the command accepts besides KEYS, see
-    `config.resolve`. Raises: ConfigError.
+    `run_files.resolve`. Raises: ConfigError.
     """
     allowed = (*KEYS, *keys)
     copies.forget()
@@ -275,8 +275,8 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
 def resolve(tables: Mapping, words: Sequence[str], allowed: Sequence[str],
             command: str) -> tuple[Run, frozenset[str]]:
     """Return (the run with these tables and the keys of the command line, the keys that the command line gives). The
-    axis tensor takes the devices that no other axis names. See `config.resolve`."""
-    run, given = config.resolve(tables, words, allowed, command)
+    axis tensor takes the devices that no other axis names. See `run_files.resolve`."""
+    run, given = run_files.resolve(tables, words, allowed, command)
     sized = {axis for axis in AXES if f"mesh.{axis}" in given}
     if "tensor" not in sized and not any(getattr(run.mesh, axis) == -1 for axis in sized):
         run = run.replaced(mesh={"tensor": -1})

@@ -40,7 +40,7 @@ import numpy as np  # noqa: E402
 import grain  # noqa: E402, F401  here, and not in each child; so is the next
 import grain.experimental  # noqa: E402, F401
 
-from meshtrain import assembly, config, elastic, files  # noqa: E402
+from meshtrain import assembly, elastic, files, run_files  # noqa: E402
 from meshtrain.checkpoint.checkpoint import Checkpoints  # noqa: E402
 from meshtrain.checkpoint.directory import DirectoryStore  # noqa: E402
 from meshtrain.commands import train  # noqa: E402
@@ -267,7 +267,7 @@ class Harness:
         if name not in self.calls:
             home = self.home(name)
             # the model is traced here, and not in each child
-            elastic.check(config.load(self.words(home, PLACES[name])), 1)
+            elastic.check(run_files.load(self.words(home, PLACES[name])), 1)
             ran = self.run(home, name)
             assert ran.code == 0, f"undisturbed: {ran.code}\n{ran.said}"
             self.calls[name], self.wanted[name] = ran.calls, outcome(home)

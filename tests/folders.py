@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors as published
 
-from meshtrain import assembly, config
+from meshtrain import assembly, config, run_files
 from meshtrain.huggingface import safetensors
 from meshtrain.huggingface.weights import pretrained
 
@@ -27,7 +27,7 @@ def run_of(source: Path, rule: str, mesh: dict, *words: str) -> config.Run:
               "data.global_batch": B, "training.microbatches": 1, "model.compute_dtype": "float32",
               "checkpoint.init_from": source}
     values |= {f"mesh.{axis}": size for axis, size in mesh.items()}
-    return config.load([f"--{key}={value}" for key, value in values.items()] + list(words))
+    return run_files.load([f"--{key}={value}" for key, value in values.items()] + list(words))
 
 
 class Loaded:

@@ -144,10 +144,10 @@ SHRUNK = ("early_chunks_see_those_at_the_end", "replicas_are_averaged", "stages_
 # Runs in the copy: the layouts in their order up to the first that differs, and what else is found.
 PROVE = """
 import json, sys
-from meshtrain import config, devices, parity
+from meshtrain import devices, parity, run_files
 from meshtrain.parity import program, proof, shrink, smallest
 words, reads, smaller = json.loads(sys.argv[1]), sys.argv[2] == "reads", sys.argv[3] == "smaller"
-run = config.load(words)
+run = run_files.load(words)
 found = devices.start(run.replaced(mesh={"simulated_devices": 8}), cheaply=True)
 small, _ = shrink.shrunk(run, 8)
 cells, wrong, keys = proof.layouts(small, (), 8), None, None

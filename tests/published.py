@@ -7,8 +7,7 @@ import tomllib
 from pathlib import Path
 
 from benchmarks.other_frameworks import TABLE, Habits, OtherAssumptions, OtherPlaced, OtherPricing, OtherRates
-from meshtrain import hardware
-from meshtrain.config import run_file
+from meshtrain import hardware, run_files
 from meshtrain.config.sections import Model
 from meshtrain.cost.formulas.options import Attended, Options
 from meshtrain.cost.formulas.place import place
@@ -54,7 +53,7 @@ def shape(model: str | None, gpt: tuple, tied: bool):
     else:
         keys = dict(FILE["models"].get(model) or {"preset": model})
         if preset := keys.pop("preset", None):
-            keys = tomllib.loads(run_file.presets()[preset].read_text())["model"] | keys
+            keys = tomllib.loads(run_files.presets()[preset].read_text())["model"] | keys
     cfg = Model(**keys)
     return cfg, transformer.build(cfg).parameters()
 

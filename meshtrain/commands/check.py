@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from meshtrain import config, design, devices, files, hardware, training_data
+from meshtrain import config, design, devices, files, hardware, run_files, training_data
 from meshtrain.checkpoint import resume
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import footprint, price
@@ -41,7 +41,7 @@ COMMAND = config.Command("meshtrain.check", {
     "offline": config.Option("contact no server: use this host's copies of files at addresses, or skip them"),
     "print-config": config.Option("also print the resolved run file"),
     "json": config.Option("print only JSON"),
-}, "[RUN.toml]", (0, 8))        # config.load reports a second run file with its own message
+}, "[RUN.toml]", (0, 8))        # run_files.load reports a second run file with its own message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def main(own: config.Arguments) -> int:
 def look_at_file(own: config.Arguments) -> tuple[list[Finding], Run | None]:
     """Return (findings about the run file, the run; None if the file has mistakes)."""
     try:
-        run = config.load(own.names + own.keys)
+        run = run_files.load(own.names + own.keys)
     except ConfigError as error:
         return [Finding("run file", WRONG, message) for message in error.messages], None
     return [Finding("run file", OK, f"{own.names[0] if own.names else 'the quickstart'}, run.name {run.run.name}")], run

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from meshtrain import assembly, config, design, elastic
+from meshtrain import assembly, config, design, elastic, run_files
 from meshtrain import devices as local_devices
 from meshtrain import hardware
 from meshtrain.config import ConfigError
@@ -49,7 +49,7 @@ def main(own: config.Arguments) -> int:
     with config.user_errors():
         hardware.memory_share()         # check the environment variable before anything is compiled
     as_json, given = own["json"], _read_assumptions(own)
-    run = config.load(own.names + own.keys)
+    run = run_files.load(own.names + own.keys)
     if own["html"]:
         with config.user_errors():
             skin.check_free("--html", own["html"])

@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 
-from meshtrain import assembly, config, design
+from meshtrain import assembly, config, design, run_files
 from meshtrain import hardware
 from meshtrain.choices.setting import Setting
 from meshtrain.config import ConfigError, Run
@@ -203,11 +203,11 @@ def run_of(options: config.Arguments) -> Run:
              "mesh.full_devices": 0}
     given |= {f"mesh.{axis}": 1 for axis in AXES} | {"sharding.rules": "sharding_rules/ddp.toml"}
     if not options.names:
-        raise ConfigError(f"the model is missing; give a run file or a model: {', '.join(config.presets())}")
+        raise ConfigError(f"the model is missing; give a run file or a model: {', '.join(run_files.presets())}")
     (name,) = options.names
     if "compute-dtype" in options:
         given["model.compute_dtype"] = options["compute-dtype"]
-    preset = name in config.presets() and not os.path.exists(name)
+    preset = name in run_files.presets() and not os.path.exists(name)
     with config.user_errors():
         folder = not preset and not name.endswith(".toml") and model_folder.is_at(name)
     if preset or folder:
@@ -224,14 +224,14 @@ def run_of(options: config.Arguments) -> Run:
         raise ConfigError(f"{name} is not a run file; for the model with this name on the Hugging Face hub, give "
                           f"hf://{name}")
     elif not os.path.exists(name) and "." not in name:
-        raise ConfigError(f"{name} is neither a run file nor a model; models: {', '.join(config.presets())}")
+        raise ConfigError(f"{name} is neither a run file nor a model; models: {', '.join(run_files.presets())}")
     if "seq-len" in options:
         given["data.seq_len"] = options["seq-len"]
     elif preset or folder:
         given["data.seq_len"] = 2048 if name.startswith("gpt") else 4096 if name.startswith("llama2") else 8192
     if "global-batch" in options:
         given["data.global_batch"] = options["global-batch"]
-    run = config.load([*([] if preset or folder else [name]), *options.keys], settings=given)
+    run = run_files.load([*([] if preset or folder else [name]), *options.keys], settings=given)
     batch_is_given = "global-batch" in options or any("data.global_batch" in word for word in options.keys)
     if (preset or folder) and not batch_is_given:
         batch = max(1, TOKENS // run.data.seq_len, max(options["gpus"]) // 8)

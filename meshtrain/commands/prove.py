@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 
-from meshtrain import config, parity
+from meshtrain import config, parity, run_files
 from meshtrain.pages import proofs, skin
 from meshtrain.parity import smallest
 from meshtrain import devices as local_devices
@@ -30,7 +30,7 @@ COMMAND = config.Command("meshtrain.prove", {
 
 @command.entry(COMMAND, __doc__)
 def main(own: config.Arguments) -> int:
-    run = config.load(own.names + own.keys)
+    run = run_files.load(own.names + own.keys)
     if own["html"]:
         with config.user_errors():
             skin.check_free("--html", own["html"])

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain import assembly, config, files, trained
+from meshtrain import assembly, config, files, run_files, trained
 from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.cluster import watch
 from meshtrain.files import FileSystemError
@@ -26,7 +26,7 @@ COMMAND = config.Command("meshtrain.sample", {}, "RUN_DIR", (1, 1))
 @command.entry(COMMAND, __doc__, (assembly.BrokenProgramError, RolloutError))
 def main(given: config.Arguments) -> int:
     directory = Path(given.names[0])
-    config.resolve({}, given.keys, trained.KEYS, separate.COMMAND)      # reports mistakes before the run has begun
+    run_files.resolve({}, given.keys, trained.KEYS, separate.COMMAND)      # reports mistakes before the run has begun
     with watch.on(watch.PhaseLimits(), 0, 1, say.err):
         with watch.phase("waiting for orders", watch.UNLIMITED):
             return serve(directory, given.keys)

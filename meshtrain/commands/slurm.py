@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from meshtrain import config, elastic, files
+from meshtrain import config, elastic, files, run_files
 from meshtrain.config import ConfigError
 from meshtrain.run import command, say
 from meshtrain.shipped import shipped
@@ -42,13 +42,13 @@ COMMAND = config.Command("meshtrain.slurm", {
                           _word("a time of Slurm", r"(\d+-)?\d+(:\d+){0,2}"), "24:00:00"),
     "container": config.Option("image that the tasks run in (pyxis)", "IMAGE", "registry/meshtrain:1",
                                _word("the name of an image", r"[\w./:@#+-]+")),
-}, "RUN.toml", (1, 8))      # config.load reports a second run file with its own message
+}, "RUN.toml", (1, 8))      # run_files.load reports a second run file with its own message
 
 
 @command.entry(COMMAND, __doc__)
 def main(own: config.Arguments) -> None:
     """Print the job. Raises: ConfigError if the run has no layout on these GPUs."""
-    run, num_gpus = config.load(own.names + own.keys), own["nodes"] * own["gpus-per-node"]
+    run, num_gpus = run_files.load(own.names + own.keys), own["nodes"] * own["gpus-per-node"]
     if run.mesh.simulated_devices:
         raise ConfigError(f"mesh.simulated_devices={run.mesh.simulated_devices} requests CPU devices, but the job has "
                           f"{num_gpus} GPUs; add --mesh.simulated_devices 0")

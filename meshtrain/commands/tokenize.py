@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 
-from meshtrain import config
+from meshtrain import config, run_files
 from meshtrain.cluster import find
 from meshtrain.data import sources
 from meshtrain.data.cache import parts
@@ -39,7 +39,7 @@ COMMAND = config.Command("meshtrain.tokenize", {
 def main(asked: config.Arguments) -> int:
     stop = _listen()
     try:
-        share, run = asked["processes"], config.load(asked.names + asked.keys)
+        share, run = asked["processes"], run_files.load(asked.names + asked.keys)
         if share is None:
             # GPUs are hidden, so that their number need not be divisible by the number of processes.
             cluster = find.cluster(run.distributed, os.environ | {"CUDA_VISIBLE_DEVICES": ""})

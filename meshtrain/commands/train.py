@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import jax
 
-from meshtrain import assembly, closing, config, process, starts, trainer, training_data
+from meshtrain import assembly, closing, config, process, run_files, starts, trainer, training_data
 from meshtrain.assembly import BrokenProgramError
 from meshtrain.checkpoint import places
 from meshtrain.checkpoint.places import Places
@@ -33,7 +33,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     command.print_notices()
     with exits.code_of(failures=(BrokenProgramError, ReplicasDiffer, RolloutError)) as ending:
         try:
-            run = config.load(argv)
+            run = run_files.load(argv)
         finally:
             phases.end()
         trackers.check(run)

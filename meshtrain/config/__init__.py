@@ -6,21 +6,18 @@ from meshtrain.config.command_line import Command, Arguments, Option, number, on
 from meshtrain.config.from_python import words
 from meshtrain.config.layouts import on_devices
 from meshtrain.config.messages import SECTIONS, ConfigError, restarting, user_errors
-from meshtrain.config.run_file import (
-    QUICKSTART, dump, help_text, load, names_mesh, presets, resolve, shape_table,
-)  # fmt: skip
 from meshtrain.config.sections import (
     Checkpoint, Component, Context, Data, Distributed, Identity, Lora, Mesh, Metrics,
     Model, Optimizer, Pipeline, Run, Sharding,
     Training, Validation,
 )  # fmt: skip
+from meshtrain.config.to_toml import dump, shape_table
 from meshtrain.shipped import shipped
 from meshtrain.names import AXES
 
 __all__ = [
-    "AXES", "ConfigError", "QUICKSTART", "SECTIONS", "SIZE_KEYS", "dump", "help_text",
-    "is_address", "load", "mesh_sizes", "names_mesh",
-    "notes", "on_devices", "presets", "problems", "resolve", "restarting", "shape_table", "shipped", "user_errors",
+    "AXES", "ConfigError", "SECTIONS", "SIZE_KEYS", "dump", "is_address", "mesh_sizes",
+    "notes", "on_devices", "problems", "restarting", "shape_table", "shipped", "user_errors",
     "words", "Command", "Arguments", "Option", "number", "one_of", "whole",
     "Checkpoint", "Component", "Context", "Data", "Distributed", "Identity", "Lora",
     "Mesh", "Metrics", "Model", "Optimizer",

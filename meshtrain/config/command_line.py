@@ -71,7 +71,7 @@ class Arguments:
     """A parsed command line.
 
     values: of all options, with defaults. given: the options on the command line. names: positional arguments. keys:
-    `--section.key value …`, for `config.load` and `config.resolve`. run: a launcher's arguments after --. words: all
+    `--section.key value …`, for `run_files.load` and `resolve`. run: a launcher's arguments after --. words: all
     arguments, unchanged.
     """
     values: dict[str, object]

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from meshtrain.config.messages import SECTIONS, next_multiple, toml
 from meshtrain.config.sections import Run
-from meshtrain.huggingface import folder
-from meshtrain.storage import addresses, model_folder
+from meshtrain.storage import addresses
 
 Check = Callable[[Run], Iterable[str]]
 PLACEHOLDER = re.compile(r"\{([a-z_]+)\.([a-z_]+)(:g)?\}")
@@ -63,19 +62,6 @@ def _has_local_dir_in_run_dir(run: Run) -> bool:
                 and Path(local_dir).resolve().is_relative_to(Path(run.run.dir).resolve()))
 
 
-def _starts_without_choice_bias(run: Run) -> bool:
-    """Return whether the run starts from a model folder whose routers have no biases of the choice.
-
-    False if the folder cannot be read, which is reported elsewhere.
-    """
-    source = run.checkpoint.init_from
-    try:
-        return model_folder.is_at(source) and folder.settings_of(
-            model_folder.local_path(source)).get("router_bias") != "choice"
-    except ValueError:
-        return False
-
-
 def _has_validation_data(run: Run) -> bool:
     data = run.data
     return bool(data.validation_fraction or data.validation_sources
@@ -110,9 +96,6 @@ EXPERTS: tuple[Check, ...] = (
              "leave one out"),
     Conflict(lambda run: run.experts.bias_rule != "sign" and not run.experts.bias_rate,
              "{experts.bias_rule}: no bias moves with experts.bias_rate=0", "give it, e.g. 0.02, or leave this out"),
-    Conflict(lambda run: run.experts.bias_rate and _starts_without_choice_bias(run),
-             "{experts.bias_rate} moves biases of the routers, but {checkpoint.init_from}, a model folder, has none",
-             "leave it out"),
     Conflict(lambda run: run.experts.bias_warmup and not run.experts.bias_rate,
              "{experts.bias_warmup}: no bias moves with experts.bias_rate=0", "give it, e.g. 0.001, or leave this out"),
     Conflict(lambda run: run.experts.bias_warmup and run.lora.rank,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from meshtrain import config, devices, trained
+from meshtrain import config, devices, run_files, trained
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.checkpoint.saved import Saved
@@ -105,7 +105,7 @@ class OrderSampler:
         """Sample the answers to a part of an order. Return (answers, `SeparateSampler.on`). Raises: CheckpointError if
         the weights cannot be read; RolloutError if their checksum is not that of the order."""
         if self._store is None:
-            devices.start(config.resolve({}, self.words, trained.KEYS, COMMAND)[0])
+            devices.start(run_files.resolve({}, self.words, trained.KEYS, COMMAND)[0])
             self._store = Checkpoints(DirectoryStore(SamplerFiles(self.run_dir).weights), read_only=True)
         saved = self._store.open(order.version)
         if self._sampler is None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain import config, files
+from meshtrain import config, files, run_files
 from meshtrain.checkpoint import checkpoint, resume
 from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.checkpoint.saved import Saved
@@ -32,7 +32,7 @@ def at_the_root(monkeypatch):
 
 
 def run_in(directory, *more):
-    return config.load(["--run.dir", str(directory), "--data.seq_len", "32", "--data.global_batch",
+    return run_files.load(["--run.dir", str(directory), "--data.seq_len", "32", "--data.global_batch",
                         "16", *map(str, more)])
 
 
@@ -272,7 +272,7 @@ def test_the_same_command_goes_on_and_another_answer_goes_back_again(two):
     start = found(two, *back[:2], "--data.skip_batches", 9, *back[4:])
     assert (start.step, start.back, start.skip_batches) == (2, True, 9)
     settings = two / "config.toml"
-    start = resume.find(config.load([str(settings)]), checkpoint.Checkpoints(DirectoryStore(two / "checkpoints")))
+    start = resume.find(run_files.load([str(settings)]), checkpoint.Checkpoints(DirectoryStore(two / "checkpoints")))
     assert (start.step, start.skip_batches) == (5, 0), "the settings that were written are those in force"
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshtrain import config
+from meshtrain import config, run_files
 from meshtrain.config import elsewhere, sections
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -28,7 +28,7 @@ def at_the_root(monkeypatch):
 
 def faults(*argv: str) -> list[str]:
     with pytest.raises(config.ConfigError) as caught:
-        config.load(list(argv))
+        run_files.load(list(argv))
     return caught.value.messages
 
 
@@ -46,23 +46,23 @@ def write(tmp_path, text: str, encoding: str = "utf-8", name: str = "run.toml") 
 
 
 def test_without_a_file_the_quickstart_runs_with_overrides():
-    run = config.load(["--training.steps", "6"])
+    run = run_files.load(["--training.steps", "6"])
     assert (run.run.name, run.run.dir, run.training.steps) == ("quickstart", "runs/quickstart", 6)
     assert run.optimizer.name == "muon"
 
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.stem)
 def test_every_shipped_run_file_loads_with_steps_alone(path):
-    run = config.load([str(path), "--training.steps", "6"])
+    run = run_files.load([str(path), "--training.steps", "6"])
     assert run.training.steps == 6
     assert path.read_text().splitlines()[0] == f"# python -m meshtrain.train configs/{path.name}"
 
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.stem)
 def test_dump_stands_alone_and_loads_to_the_same_run(path, tmp_path):
-    run = config.load([str(path)])
+    run = run_files.load([str(path)])
     text = config.dump(run)
-    assert config.load([write(tmp_path, text)]) == run
+    assert run_files.load([write(tmp_path, text)]) == run
     assert set(tomllib.loads(text)) == set(config.Run.model_fields)
     assert tomllib.loads(text)["model"]["preset"] == ""
 
@@ -86,7 +86,7 @@ def test_dump_keeps_every_bit_of_a_number(learning_rate, steps):
 
 
 def test_overrides_take_every_type_in_both_spellings():
-    run = config.load(
+    run = run_files.load(
         "--run.name=8 --mesh.fsdp -1 --data.document_mask false --optimizer.learning_rate=1e-3 --training.grad_clip 1 "
         "--optimizer.schedule linear --training.steps=5".split() + ["--data.source", "text", "--data.paths", '["a b", "c=d.txt"]']
     )
@@ -110,12 +110,12 @@ def test_a_mixture_is_the_same_from_a_file_the_command_line_and_a_dump(mixture):
     assert config.Data(**dumped) == run.data
     (line,) = [line for line in config.dump(run).split("\n") if line.startswith("mixture = ")]
     os.chdir(ROOT)
-    loaded = config.load(["--data.source", "mixture", "--data.mixture", line.removeprefix("mixture = ")])
+    loaded = run_files.load(["--data.source", "mixture", "--data.mixture", line.removeprefix("mixture = ")])
     assert loaded.data.mixture == run.data.mixture
 
 
 def test_the_last_of_two_overrides_wins_and_the_file_may_stand_last():
-    run = config.load(["--training.steps", "5", "--training.steps", "7", "configs/llama3-8b.toml"])
+    run = run_files.load(["--training.steps", "5", "--training.steps", "7", "configs/llama3-8b.toml"])
     assert (run.training.steps, run.run.name) == (7, "llama3-8b")
 
 
@@ -128,32 +128,32 @@ def test_derived_sizes_are_filled_in_and_frozen():
 
 def test_a_key_beside_a_preset_wins(tmp_path):
     path = write(tmp_path, '[model]\npreset = "llama3-8b"\nnum_layers = 2\ncompute_dtype = "float32"\n')
-    model = config.load([path, "--model.num_heads", "16"]).model
+    model = run_files.load([path, "--model.num_heads", "16"]).model
     assert (model.num_layers, model.num_heads, model.num_kv_heads, model.embed_dim) == (2, 16, 8, 4096)
 
 
 def test_a_preset_on_the_command_line_replaces_the_shape_of_the_file():
-    model = config.load(["--model.preset", "llama3-8b", "--model.num_layers", "2"]).model
+    model = run_files.load(["--model.preset", "llama3-8b", "--model.num_layers", "2"]).model
     assert (model.embed_dim, model.num_layers, model.vocab_size) == (4096, 2, 128256)
     assert model.compute_dtype == "float32"  # the quickstart's: no preset says anything about dtypes
 
 
 def test_shipped_files_are_found_from_any_directory_and_paths_mean_the_current_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run = config.load(["--model.preset", "qwen3-8b"])
+    run = run_files.load(["--model.preset", "qwen3-8b"])
     assert run.model.qk_norm == "head"
     assert Path(run.sharding.rules) == ROOT / "sharding_rules" / "zero3.toml"
     (tmp_path / "sharding_rules").mkdir()
     (tmp_path / "sharding_rules" / "ddp.toml").write_text("")
-    assert config.load(["--sharding.rules", "sharding_rules/ddp.toml"]).sharding.rules == "sharding_rules/ddp.toml"
-    assert config.load(["--sharding.rules", "ddp"]).sharding.rules == "sharding_rules/ddp.toml"
-    assert Path(config.load(["--sharding.rules", "zero3"]).sharding.rules) == ROOT / "sharding_rules" / "zero3.toml"
+    assert run_files.load(["--sharding.rules", "sharding_rules/ddp.toml"]).sharding.rules == "sharding_rules/ddp.toml"
+    assert run_files.load(["--sharding.rules", "ddp"]).sharding.rules == "sharding_rules/ddp.toml"
+    assert Path(run_files.load(["--sharding.rules", "zero3"]).sharding.rules) == ROOT / "sharding_rules" / "zero3.toml"
     (tmp_path / "zero3").write_text("")
-    assert config.load(["--sharding.rules", "zero3"]).sharding.rules == "zero3", "a file of one's own comes first"
+    assert run_files.load(["--sharding.rules", "zero3"]).sharding.rules == "zero3", "a file of one's own comes first"
 
 
-def test_importing_config_imports_no_jax():
-    code = "import sys; from meshtrain import config; sys.exit('jax' in sys.modules)"
+def test_loading_a_run_file_imports_no_jax():
+    code = "import sys; from meshtrain import run_files; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
 
 
@@ -223,12 +223,12 @@ PUBLISHED = {
 
 
 def test_presets_are_the_published_ones():
-    assert set(config.presets()) == set(PUBLISHED)
+    assert set(run_files.presets()) == set(PUBLISHED)
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_a_preset_has_the_published_parameter_count(preset):
-    model = config.load(["--model.preset", preset]).model
+    model = run_files.load(["--model.preset", preset]).model
     assert count_params(model) == pytest.approx(PUBLISHED[preset], rel=0.005)  # published to three digits
     assert model.num_heads % 4 == model.num_kv_heads % 4 == model.vocab_size % 8 == model.embed_dim % 64 == 0
 
@@ -410,7 +410,7 @@ NAMES = st.sampled_from([f"--{section}.{key}" for section, cls in config.SECTION
 def test_no_command_line_fails_in_another_way_than_config_error(argv):
     os.chdir(ROOT)
     try:
-        run = config.load([arg for arg in argv if arg not in ("-h", "--help")])
+        run = run_files.load([arg for arg in argv if arg not in ("-h", "--help")])
     except config.ConfigError as error:
         assert error.messages and all(re.search(r"; |\?$", message) for message in error.messages)
     else:
@@ -419,7 +419,7 @@ def test_no_command_line_fails_in_another_way_than_config_error(argv):
 
 def test_help_names_every_key_with_the_files_value(capsys):
     with pytest.raises(SystemExit) as stop:
-        config.load(["configs/llama3-8b.toml", "--help"])
+        run_files.load(["configs/llama3-8b.toml", "--help"])
     out = capsys.readouterr().out
     assert stop.value.code == 0
     for section, cls in config.SECTIONS.items():
@@ -460,23 +460,23 @@ def test_a_mesh_that_does_not_fit_is_refused_with_the_remedy(sizes, devices, par
 
 
 def test_bytes_under_a_large_vocabulary_are_told():
-    (told,) = config.notes(config.load(["configs/llama3-8b.toml"]))
+    (told,) = config.notes(run_files.load(["configs/llama3-8b.toml"]))
     assert 'data.tokenizer="bytes" uses 257 of model.vocab_size=128256' in told and "tokenizer.json" in told
     for sound in ([], ["--model.preset", "llama3-8b", "--data.tokenizer", "tokenizer.json"],
                   ["--model.preset", "llama3-8b", "--data.source", "tokens", "--data.paths", '["a.tokens.npy"]']):
-        assert config.notes(config.load(sound)) == []
-    (unread,) = config.notes(config.load(["--data.cache", "elsewhere"]))
+        assert config.notes(run_files.load(sound)) == []
+    (unread,) = config.notes(run_files.load(["--data.cache", "elsewhere"]))
     assert unread.startswith('data.cache="elsewhere" has no effect here')
     from meshtrain import design
     from meshtrain.sharding.mesh import MeshSpec
 
-    assert told in design.make(config.load(["configs/llama3-8b.toml"]), MeshSpec({"fsdp": 8}), "gpu", None).notes
+    assert told in design.make(run_files.load(["configs/llama3-8b.toml"]), MeshSpec({"fsdp": 8}), "gpu", None).notes
 
 
 @pytest.mark.parametrize("path", [path for path in RUN_FILES if path.stem.startswith("llama")],
                          ids=lambda path: path.stem)
 def test_a_run_of_many_gpus_draws_no_sample_and_shows_where_its_tokenizer_goes(path):
-    assert config.load([str(path)]).run.sample_tokens == 0
+    assert run_files.load([str(path)]).run.sample_tokens == 0
     assert '\n# tokenizer = "tokenizer.json"' in path.read_text()
 
 
@@ -489,7 +489,7 @@ def test_a_home_is_expanded_in_every_key_that_is_a_path(key, tmp_path, monkeypat
     monkeypatch.setenv("HOME", str(tmp_path))
     more = ["--checkpoint.local_every", "5"] if key == "checkpoint.local_dir" else [
         "--data.source", "chat", "--data.paths", '["~/a.jsonl"]']
-    run = config.load([f"--{key}=~/x", *more])
+    run = run_files.load([f"--{key}=~/x", *more])
     section, name = key.split(".")
     assert getattr(getattr(run, section), name) == f"{tmp_path}/x"
     assert "~" not in config.dump(run).replace("~/.cache", "")
@@ -499,7 +499,7 @@ def test_a_home_is_expanded_in_lists_rules_and_weights(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.toml").write_text("")
     (tmp_path / "old").mkdir()
-    run = config.load(["--sharding.rules", "~/mine.toml", "--checkpoint.init_from", "~/old", "--data.source", "mixture",
+    run = run_files.load(["--sharding.rules", "~/mine.toml", "--checkpoint.init_from", "~/old", "--data.source", "mixture",
                        "--data.mixture", '[{source="text", paths=["~/a.txt"], validation_paths=["~/b.txt"]}]'])
     assert (run.sharding.rules, run.checkpoint.init_from) == (f"{tmp_path}/mine.toml", f"{tmp_path}/old")
     assert (run.data.mixture[0].paths, run.data.mixture[0].validation_paths) == (
@@ -509,20 +509,20 @@ def test_a_home_is_expanded_in_lists_rules_and_weights(tmp_path, monkeypatch):
 def test_a_home_that_is_not_known_is_refused():
     with pytest.raises(config.ConfigError,
                        match='run.dir="~nobody-of-this-name/x" has an unknown home directory'):
-        config.load(["--run.dir", "~nobody-of-this-name/x"])
+        run_files.load(["--run.dir", "~nobody-of-this-name/x"])
 
 
 def test_a_name_that_is_not_utf8_is_refused_at_once():
     name = os.fsdecode(b"/tmp/\xff.txt")
     with pytest.raises(config.ConfigError, match=r"data.paths='/tmp/.udcff.txt' is not UTF-8"):
-        config.load(["--data.source", "text", "--data.paths", f'["{name}"]'])
+        run_files.load(["--data.source", "text", "--data.paths", f'["{name}"]'])
     with pytest.raises(config.ConfigError, match="run.dir=.* is not UTF-8"):
-        config.load(["--run.dir", name])
+        run_files.load(["--run.dir", name])
 
 
 def test_a_locale_without_utf8_is_told_with_its_remedy(tmp_path):
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("LC_", "LANG"))}
-    code = ("import sys\nfrom meshtrain import config\ntry: config.load(sys.argv[1:])\nexcept config.ConfigError as "
+    code = ("import sys\nfrom meshtrain import config, run_files\ntry: run_files.load(sys.argv[1:])\nexcept config.ConfigError as "
             "error: print(ascii(str(error)))")
     (tmp_path / "run.toml").write_text('[data]\nsource = "text"\npaths = ["donn\u00e9es/a.txt"]\n', encoding="utf-8")
     for words in ([str(tmp_path / "run.toml")], ["--run.dir", "donn\u00e9es"]):
@@ -532,12 +532,12 @@ def test_a_locale_without_utf8_is_told_with_its_remedy(tmp_path):
 
 
 def test_a_byte_order_mark_is_no_part_of_a_run_file(tmp_path):
-    assert config.load([write(tmp_path, "[training]\nsteps = 7\n", "utf-8-sig")]).training.steps == 7
+    assert run_files.load([write(tmp_path, "[training]\nsteps = 7\n", "utf-8-sig")]).training.steps == 7
 
 
 def test_a_vocabulary_beyond_the_indices_is_refused():
     with pytest.raises(config.ConfigError, match="model.vocab_size=3000000000 is out of range; use at most 1073741824"):
-        config.load(["--model.vocab_size", "3000000000"])
+        run_files.load(["--model.vocab_size", "3000000000"])
 
 
 # ---- what has no effect ----------------------------------------------------------------------------------------------
@@ -550,9 +550,9 @@ def test_a_vocabulary_beyond_the_indices_is_refused():
     ("model.rope_theta", "5.0", ["--model.position", "learned"]),
     ("model.rope_scaling", '{rope_type="linear", factor=4.0}', ["--model.position", "learned"])])
 def test_a_key_without_effect_is_told(key, value, also):
-    told = [note for note in config.notes(config.load([f"--{key}", value, *also])) if note.startswith(key)]
+    told = [note for note in config.notes(run_files.load([f"--{key}", value, *also])) if note.startswith(key)]
     assert len(told) == 1 and f"{key}=" in told[0] and "has no effect here; it needs " in told[0]
-    assert not [note for note in config.notes(config.load(also)) if note.startswith(key + "=")]
+    assert not [note for note in config.notes(run_files.load(also)) if note.startswith(key + "=")]
 
 
 @pytest.mark.parametrize("more", [
@@ -563,7 +563,7 @@ def test_a_key_without_effect_is_told(key, value, also):
     ["--data.source", "text", "--data.paths", '["a.gz"]', "--data.cache", "x"],
     ["--model.rope_scaling", '{rope_type="yarn", factor=4.0, original_max_position_embeddings=64}']])
 def test_a_key_with_effect_is_not_told(more):
-    assert not [note for note in config.notes(config.load(more)) if "has no effect" in note]
+    assert not [note for note in config.notes(run_files.load(more)) if "has no effect" in note]
 
 
 def test_no_shipped_file_has_a_key_without_effect():
@@ -572,7 +572,7 @@ def test_no_shipped_file_has_a_key_without_effect():
     told = {}
     for path in files:
         try:
-            run = config.load([str(path)])
+            run = run_files.load([str(path)])
         except config.ConfigError:      # of another run, or data, that is not there
             continue
         told[path.name] = [note for note in config.notes(run) if "has no effect" in note or "has no key" in note]
@@ -581,8 +581,8 @@ def test_no_shipped_file_has_a_key_without_effect():
 
 def test_a_file_without_a_key_is_told(tmp_path):
     empty = write(tmp_path, "")
-    assert any("the run file has no key" in note for note in config.notes(config.load([empty])))
-    assert not any("has no key" in note for note in config.notes(config.load([empty, "--model.num_layers", "2"])))
+    assert any("the run file has no key" in note for note in config.notes(run_files.load([empty])))
+    assert not any("has no key" in note for note in config.notes(run_files.load([empty, "--model.num_layers", "2"])))
 
 
 # ---- keys that there are not ----------------------------------------------------------------------------------------
@@ -597,7 +597,7 @@ def test_a_file_without_a_key_is_told(tmp_path):
 def test_keys_and_values_that_an_earlier_version_had_are_refused_by_name(tmp_path, old, said):
     (tmp_path / "run.toml").write_text(old)
     with pytest.raises(config.ConfigError, match=said):
-        config.load([str(tmp_path / "run.toml")])
+        run_files.load([str(tmp_path / "run.toml")])
 
 
 def test_words_of_other_trainers_mean_keys_that_there_are_and_none_of_ours():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain import config, elastic
+from meshtrain import config, elastic, run_files
 from meshtrain.config import layouts
 from meshtrain.data import globs
 
@@ -22,7 +22,7 @@ def write(directory: Path, **files: str) -> Path:
 
 def refused(*argv) -> str:
     with pytest.raises(config.ConfigError) as caught:
-        config.load([str(word) for word in argv])
+        run_files.load([str(word) for word in argv])
     return str(caught.value)
 
 
@@ -38,14 +38,14 @@ def test_a_source_is_that_of_its_files_suffix(tmp_path, monkeypatch, paths, sour
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "train.v1_text_document.bin").touch()
     words = config.words({"data.paths": paths})
-    assert config.load(["run.toml", *words]).data.source == source
-    assert config.load(words).data.source == source      # in place of the quickstart's own
-    mixed = config.load(["run.toml", *config.words({"data.mixture": [{"paths": paths}]})])
+    assert run_files.load(["run.toml", *words]).data.source == source
+    assert run_files.load(words).data.source == source      # in place of the quickstart's own
+    mixed = run_files.load(["run.toml", *config.words({"data.mixture": [{"paths": paths}]})])
     assert (mixed.data.source, mixed.data.mixture[0].source) == ("mixture", source)
 
 
 def test_only_the_quickstarts_own_data_have_its_prompt():
-    prompt = lambda **keys: config.load(config.words({key.replace("_", ".", 1): value for key, value in keys.items()})
+    prompt = lambda **keys: run_files.load(config.words({key.replace("_", ".", 1): value for key, value in keys.items()})
                                         ).run.sample_prompt
     assert prompt() == prompt(data_source="stdlib") == "def "
     tokens = dict(data_source="tokens", data_bos_token="0", data_paths=["a.tokens.npy"])
@@ -54,7 +54,7 @@ def test_only_the_quickstarts_own_data_have_its_prompt():
 
 def test_lines_of_json_are_pairs_or_prompts_by_the_objective(tmp_path):
     run = write(tmp_path, run='[data]\npaths = ["a.jsonl"]\n') / "run.toml"
-    of = lambda *words: config.load([str(run), *words]).data.source
+    of = lambda *words: run_files.load([str(run), *words]).data.source
     assert of("--training.objective", "dpo") == "preferences" and of() == "jsonl"
     assert of("--training.objective", "rl", "--rl.reward", "exact", "--rl.max_tokens", "8") == "prompts"
 
@@ -103,19 +103,19 @@ def layout(run: config.Run, num_devices: int) -> tuple[dict[str, int], str, int]
     ("[mesh]\nfull_devices = 16\n", 8, ({"fsdp": 8}, "zero3", 1)),
     ("[mesh]\ndata = 8\n", 8, ({"data": 8}, "ddp", 0)), ("[mesh]\ndata = 1\n", 1, ({}, "ddp", 0))])
 def test_a_run_that_names_no_layout_takes_all_devices_by_zero3(tmp_path, text, num_devices, wanted):
-    run = config.load([str(write(tmp_path, run=text + DATA) / "run.toml")])
+    run = run_files.load([str(write(tmp_path, run=text + DATA) / "run.toml")])
     assert layout(run, num_devices) == wanted
 
 
 def test_a_layout_that_was_left_open_is_written_with_its_sizes(tmp_path):
-    run, _ = elastic.fit(config.load([str(write(tmp_path, run=DATA) / "run.toml")]), 8)
-    again = config.load([str(write(tmp_path, again=config.dump(run)) / "again.toml")])
+    run, _ = elastic.fit(run_files.load([str(write(tmp_path, run=DATA) / "run.toml")]), 8)
+    again = run_files.load([str(write(tmp_path, again=config.dump(run)) / "again.toml")])
     assert again == run and "\nfsdp = 8\n" in config.dump(run) and "zero3.toml" in config.dump(run)
     assert layout(again, 8) == ({"fsdp": 8}, "zero3", 0)       # given now
 
 
 def test_an_axis_that_is_given_leaves_the_others_at_one(tmp_path):
-    run = config.load([str(write(tmp_path, run=DATA) / "run.toml"), "--mesh.tensor", "2"])
+    run = run_files.load([str(write(tmp_path, run=DATA) / "run.toml"), "--mesh.tensor", "2"])
     with pytest.raises(config.ConfigError, match="mesh.tensor=2 takes 2 devices, and there are 8"):
         elastic.check(run, 8)
 
@@ -131,23 +131,23 @@ def test_a_run_file_takes_from_the_one_that_it_extends_the_keys_that_it_leaves_o
           sub_leaf='[run]\nextends = "../mid.toml"\nname = "leaf"\n[model]\nnum_layers = 5\n')
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")       # a name is relative to its file
-    run = config.load(["../sub/leaf.toml"])
+    run = run_files.load(["../sub/leaf.toml"])
     assert (run.run.name, run.model.num_layers, run.model.embed_dim, run.training.steps, run.data.source) == (
         "leaf", 5, 128, 7, "stdlib")
-    assert run.run.extends == "" and config.load([str(write(tmp_path, again=config.dump(run)) / "again.toml")]) == run
-    assert config.load(["../sub/leaf.toml", "--run.extends", "../base.toml"]).training.steps == 9
+    assert run.run.extends == "" and run_files.load([str(write(tmp_path, again=config.dump(run)) / "again.toml")]) == run
+    assert run_files.load(["../sub/leaf.toml", "--run.extends", "../base.toml"]).training.steps == 9
 
 
 @pytest.mark.parametrize("name", ["quickstart", "configs/quickstart.toml"])
 def test_a_run_file_may_extend_a_shipped_one(tmp_path, monkeypatch, name):
     monkeypatch.chdir(write(tmp_path, run=f'[run]\nextends = "{name}"\nname = "mine"\n'))
-    run, shipped = config.load(["run.toml"]), config.load([])
+    run, shipped = run_files.load(["run.toml"]), run_files.load([])
     assert run.model == shipped.model and run.run.name == "mine"
 
 
 def test_a_preset_replaces_the_shape_of_the_extended_file(tmp_path):
     write(tmp_path, base=BASE, run='[run]\nextends = "base.toml"\n[model]\npreset = "llama3-8b"\n')
-    assert config.load([str(tmp_path / "run.toml")]).model.embed_dim == 4096
+    assert run_files.load([str(tmp_path / "run.toml")]).model.embed_dim == 4096
 
 
 def test_a_mistake_names_the_file_that_gives_the_key(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import sampling
 from commands import limited
 
-from meshtrain import config, design
+from meshtrain import config, design, run_files
 from meshtrain.config.messages import toml
 from meshtrain.sharding.mesh import MeshSpec
 
@@ -110,7 +110,7 @@ def a_rule_file(rng: random.Random, directory: Path) -> Path:
 def judged(argv) -> str:
     """"sound", or the messages of the refusal: what the doors do before they start a device."""
     try:
-        run = config.load(argv)
+        run = run_files.load(argv)
         count = run.mesh.simulated_devices or math.prod(max(1, getattr(run.mesh, axis)) for axis in config.AXES)
         if count > 4096:        # no machine has them: the doors refuse by the devices that there are
             config.mesh_sizes(run, 8)

@@ -1,7 +1,7 @@
 """What does not fit: exit code 3, and the change with which it fits."""
 import pytest
 
-from meshtrain import config, design, hardware
+from meshtrain import design, hardware, run_files
 from meshtrain.commands import inspect, plan
 from meshtrain.inspection import fitting, topologies
 from meshtrain.cost.formulas import footprint
@@ -11,7 +11,7 @@ LLAMA = "configs/llama3-8b.toml"
 
 def designed(topology: str, *words: str) -> tuple[design.Design, hardware.Gpu, int]:
     """(design, GPU, bytes of a GPU by the formulas)."""
-    run, spec, platform, gpu = topologies.resolve_layout(config.load([LLAMA, *words]), topology)
+    run, spec, platform, gpu = topologies.resolve_layout(run_files.load([LLAMA, *words]), topology)
     made = design.make(run, spec, platform, gpu)
     return made, gpu, footprint.memory(made.placed, fitting.options_of(made, gpu, fitting.rates_of(gpu)))["total"]
 

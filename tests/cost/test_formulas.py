@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain import assembly, config
+from meshtrain import assembly, config, run_files
 from meshtrain import hardware
 from meshtrain.cost.formulas import flops
 from meshtrain.model import transformer
@@ -69,7 +69,7 @@ def test_dropout_drops_its_share_keeps_the_mean_and_draws_anew_at_every_site_and
 
 def test_flops_per_token_are_those_counted_by_hand():
     """Llama 3 8B at 8,192 tokens: 6 FLOPs for every weight that is multiplied, and half of 12·L·D·S for the scores."""
-    cfg = config.load(["--model.preset", "llama3-8b"]).model
+    cfg = run_files.load(["--model.preset", "llama3-8b"]).model
     D, L, F, V, S = 4096, 32, 14336, 128256, 8192
     V = math.ceil(V / 256) * 256
     weights = L * (2 * D * D + 2 * D * 1024 + 3 * D * F) + D * V

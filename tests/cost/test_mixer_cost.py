@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from meshtrain import config, hardware
+from meshtrain import config, hardware, run_files
 from meshtrain.cost.formulas import flops, footprint, mixers, price, rates, recurrences, traffic
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas.options import Attended, Options
@@ -26,7 +26,7 @@ LAYOUTS = {"fsdp": ("zero3", dict(fsdp=8)), "tensor": ("ddp", dict(data=4, tenso
 
 def section(name: str, **more) -> config.Model:
     if name in PRESETS:
-        return config.load(["--model.preset", name, "--data.source", "tokens", "--data.paths", '["a.tokens.npy"]']
+        return run_files.load(["--model.preset", name, "--data.source", "tokens", "--data.paths", '["a.tokens.npy"]']
                            ).model.model_copy(update=dict(compute_dtype="bfloat16") | more)
     return config.Model(**MODELS[name] | dict(compute_dtype="bfloat16") | more)
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshtrain import config, design
+from meshtrain import config, design, run_files
 from meshtrain.commands import plan
 from meshtrain import hardware
 from meshtrain.cost.formulas import footprint
@@ -50,7 +50,7 @@ def test_every_plan_is_a_run_file_that_loads(words, tmp_path):
     for k, one in enumerate(plans):
         path = tmp_path / f"{k}.toml"
         path.write_text(plan.run_file(run, one, str(path)))
-        again = config.load([str(path)])
+        again = run_files.load([str(path)])
         sizes = config.mesh_sizes(again, asked.num_gpus)
         assert sizes == dict(one.sizes) and again.training.microbatches == one.options.microbatches
         laid = design.lay_out(again, sizes, one.rules, model)
@@ -63,7 +63,7 @@ def test_a_run_that_is_meant_for_more_devices_is_planned_for_those_that_are_aske
                      "'stdlib'\nglobal_batch = 64\ntokenizer = 'nowhere.json'\n")
     code, said, error = call(given, "--gpus", 16, "--gpu", "h100", "--write", planned)
     assert said.endswith("note: the files of data.tokenizer are not opened; `meshtrain check` opens them\n")
-    assert code == 0 and config.mesh_sizes(config.load([str(planned)]), 16), error
+    assert code == 0 and config.mesh_sizes(run_files.load([str(planned)]), 16), error
 
 
 def test_the_best_pipeline_is_designed_as_it_was_priced(tmp_path):
@@ -71,7 +71,7 @@ def test_the_best_pipeline_is_designed_as_it_was_priced(tmp_path):
                         128, "--stage", 4, "--tensor", 8, "--json",
                         "--write", "best.toml")
     assert (code, err) == (0, "written: best.toml\n")
-    run = config.load(["best.toml"])
+    run = run_files.load(["best.toml"])
     mesh = MeshSpec(config.mesh_sizes(run, 64), run.mesh.placement)
     made = design.make(run, mesh, "gpu", hardware.get("h100"))
     assert made.choice.fits and made.choice.schedule.name == run.pipeline.schedule
@@ -87,7 +87,7 @@ def test_a_plan_keeps_in_its_slots_what_training_would(remat, schedule, tmp_path
     best = search.search(asked).plans[0]
     slots = footprint.slot_bytes(best.placed, best.options)
     (tmp_path / "best.toml").write_text(plan.run_file(run, best, "best.toml"))
-    made = design.make(config.load(["best.toml"]), best.placed.mesh, "gpu", asked.rated.gpu)
+    made = design.make(run_files.load(["best.toml"]), best.placed.mesh, "gpu", asked.rated.gpu)
     assert slots == pytest.approx(made.choice.memory_bytes, rel=.01)
 
 
@@ -129,7 +129,7 @@ def test_float8_is_priced_and_refused_where_a_gpu_has_none(tmp_path):
     plain, fast = (json.loads(call(*some, "--gpu", "h100", "--json")[1])["plans"][0] for some in (words[:5], words))
     assert fast["step_time_s"] < 0.85 * plain["step_time_s"]
     assert call(*words, "--gpu", "h100", "--write", "fast.toml")[0] == 0
-    assert config.load(["fast.toml"]).model.matmul_dtype == "float8"
+    assert run_files.load(["fast.toml"]).model.matmul_dtype == "float8"
     code, _, err = call(*words, "--gpu", "a100-80gb")
     assert code == 2 and "a100-80gb has no float8 matmuls" in err
 
@@ -301,7 +301,7 @@ def taken(run, one: search.Plan, gpu) -> None:
     """As `train` and `inspect` begin with a plan's run file. Raises: ConfigError."""
     with open("written.toml", "w") as file:
         file.write(plan.run_file(run, one, "written.toml"))
-    again = config.load(["written.toml"])
+    again = run_files.load(["written.toml"])
     design.make(again, MeshSpec(config.mesh_sizes(again, one.placed.mesh.num_devices), again.mesh.placement),
                     "gpu", gpu)
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import published
-from meshtrain import design
+from meshtrain import design, run_files
 from meshtrain.commands import plan
 from meshtrain import hardware
-from meshtrain.config import run_file, shipped
+from meshtrain.config import shipped
 from meshtrain.config.sections import Model
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import simulate
@@ -31,7 +31,7 @@ GIB = 2**30
 
 
 def model(preset="llama3-8b", **keys):
-    cfg = Model(**tomllib.loads(run_file.presets()[preset].read_text())["model"] | keys)
+    cfg = Model(**tomllib.loads(run_files.presets()[preset].read_text())["model"] | keys)
     return cfg, transformer.build(cfg).parameters()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshtrain import assembly, config
+from meshtrain import assembly, config, run_files
 from meshtrain import hardware
 from meshtrain.cost.formulas.assumptions import TABLE, Assumptions, parse
 from meshtrain.cost.formulas import attention_pairs, price, rates
@@ -572,7 +572,7 @@ def test_assumptions_differ_by_generation_and_give_way_to_what_is_given():
 def test_the_runs_of_the_benchmark_are_valid():
     from benchmarks import roofline as benchmark
     for case in (*benchmark.SHIPPED, *(run.case for run in benchmark.PUBLISHED)):
-        assert config.load([str(benchmark.ROOT / "configs" / case.run_file),
+        assert run_files.load([str(benchmark.ROOT / "configs" / case.run_file),
                             *case.words.split()]).model.embed_dim >= 4096
     assert all(name in TABLE for given in (benchmark.FLAT, *(run.given for run in benchmark.PUBLISHED))
                for name in given)
@@ -615,7 +615,7 @@ def test_a_real_step_has_the_matmul_flops_of_the_audit_and_lies_between_its_boun
 def test_the_shipped_8b_run_keeps_the_time_that_the_roofline_predicts_for_it():
     """Packed documents on 8 H100, what is recomputed by `selective`: 44.1% MFU, of it attention 17%, when this was
     written."""
-    made = assembly.assemble(config.load([str(CHECKOUT / "configs/llama3-8b.toml"), "--training.remat", "selective"]),
+    made = assembly.assemble(run_files.load([str(CHECKOUT / "configs/llama3-8b.toml"), "--training.remat", "selective"]),
                              compile.topology("h100:8"))
     text = made.program.compile().as_text()
     line = roofline.of_run(made, text)

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from meshtrain import config, design
+from meshtrain import config, design, run_files
 from meshtrain.commands import plan
 from meshtrain.cost.formulas import traffic
 from meshtrain.cost.formulas.options import Options
@@ -28,7 +28,7 @@ QWEN, MIXTRAL = "qwen3-30b-a3b", "mixtral-8x7b"
 
 @functools.cache
 def table(preset: str):
-    cfg = config.load(["configs/quickstart.toml", "--model.preset", preset, "--model.compute_dtype", "bfloat16"]).model
+    cfg = run_files.load(["configs/quickstart.toml", "--model.preset", preset, "--model.compute_dtype", "bfloat16"]).model
     return cfg, transformer.build(cfg).parameters()
 
 
@@ -87,7 +87,7 @@ def test_all_layouts_multiply_the_same_rows_but_for_those_that_fill_up_blocks(ru
 
 def test_without_stages_a_step_works_through_leading_dense_layers_like_through_others():
     """Formulas of a layer are then of the mean of both kinds."""
-    cfg = config.load(["configs/quickstart.toml", "--model.preset", QWEN, "--model.mlps", "dddddddde*"]).model
+    cfg = run_files.load(["configs/quickstart.toml", "--model.preset", QWEN, "--model.mlps", "dddddddde*"]).model
     spec, options = MeshSpec(dict(fsdp=4, tensor=2)), Options(4096, 8, microbatches=2)
     layout = rules.Layout(rules.load(shipped("sharding_rules/zero3_experts_tensor.toml")), spec.sizes)
     found = place(transformer.build(cfg).parameters(), cfg, layout, spec)
@@ -114,7 +114,7 @@ def test_plans_of_experts_are_run_files_that_load_with_every_kind_of_layout_amon
     for k, one in enumerate(plans[:30]):
         path = tmp_path / f"{k}.toml"
         path.write_text(plan.run_file(run, one, str(path)))
-        again = config.load([str(path)])
+        again = run_files.load([str(path)])
         assert design.lay_out(again, config.mesh_sizes(again, 16), one.rules, model).faults == []
 
 

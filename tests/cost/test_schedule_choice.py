@@ -12,7 +12,7 @@ import parity
 import pytest
 import sampling
 
-from meshtrain import assembly, config, design
+from meshtrain import assembly, config, design, run_files
 from meshtrain.commands import inspect, train
 from meshtrain import hardware
 from meshtrain.cost.formulas import footprint
@@ -204,7 +204,7 @@ def told_by_the_run_file() -> tuple[int, int]:
 
 
 def test_the_shipped_pipeline_fits_and_its_model_says_what_its_run_file_says():
-    run = config.load(["configs/llama3-70b-pipeline.toml"])
+    run = run_files.load(["configs/llama3-70b-pipeline.toml"])
     mesh_spec = MeshSpec(config.mesh_sizes(run, 64), run.mesh.placement)
     choice = design.make(run, mesh_spec, "gpu", hardware.get("h100")).choice
     assert choice.fits and round(choice.memory_bytes / 2**30) == told_by_the_run_file()[1], choice.why
@@ -214,7 +214,7 @@ def test_the_shipped_pipeline_fits_and_its_model_says_what_its_run_file_says():
 @pytest.mark.skipif(compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
 def test_the_shipped_pipeline_is_compiled_to_what_its_run_file_says():
     """Versions of XLA differ by some hundred MiB of temporaries."""
-    made = assembly.assemble(config.load(["configs/llama3-70b-pipeline.toml"]), compile.topology("h100:64"))
+    made = assembly.assemble(run_files.load(["configs/llama3-70b-pipeline.toml"]), compile.topology("h100:64"))
     held = memory.held_by_program(made, assembly.compile_step(made))
     assert held["total"] / 2**30 == pytest.approx(told_by_the_run_file()[0], abs=1)
 

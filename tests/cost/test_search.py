@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sampling
-from meshtrain import assembly, config
+from meshtrain import assembly, run_files
 from meshtrain.commands import plan
 from meshtrain.cost.formulas import footprint
 from meshtrain.cost.formulas.options import Options
@@ -217,5 +217,5 @@ def test_a_plan_taken_at_random_compiles(number, tmp_path):
     asked = plan.question_of(run, options, 16)
     one = sampling.generator(f"a plan {number}").choice(search.search(asked).plans)
     (tmp_path / "run.toml").write_text(plan.run_file(run, one, "run.toml"))
-    made = assembly.assemble(config.load([str(tmp_path / "run.toml")]), compile.topology("h100:16"))
+    made = assembly.assemble(run_files.load([str(tmp_path / "run.toml")]), compile.topology("h100:16"))
     assert assembly.compile_step(made).memory_analysis().temp_size_in_bytes > 0

@@ -9,7 +9,7 @@ import pytest
 from commands import call, in_a_directory_of_its_own, ran  # noqa: F401
 from safetensors.numpy import save_file
 
-from meshtrain import config, trained
+from meshtrain import config, run_files, trained
 from meshtrain.checkpoint import resume
 from meshtrain.commands import generate
 from meshtrain.data.documents import chat, tokenizer
@@ -279,7 +279,7 @@ def test_documents_are_taught_the_folders_end_and_a_run_that_goes_on_keeps_its_o
     texts = words(place, "documents", "text", f"{place}/*.txt", checkpoint__init_from=place / "base")
     said = ran(*texts).out
     assert "documents end with </s> (1), the eos_token_id of" in said and "answers end with </s> (1)\n" in said
-    assert config.load([str(place / "documents/config.toml")]).data.eos == "</s>"
+    assert run_files.load([str(place / "documents/config.toml")]).data.eos == "</s>"
     said = ran(*texts, "--training.steps=2").out
     assert "data.eos" not in said and "answers end with </s> (1)\n" in said
     saved = resume.checkpoints_of(str(place / "documents")).open(2)

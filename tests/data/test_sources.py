@@ -11,7 +11,7 @@ from corpora import TEXTS, UNICODE, WRITERS, Opened, bpe, fault, section, write,
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshtrain import config
+from meshtrain import config, run_files
 from meshtrain.data import globs, sources
 from meshtrain.data.documents import formats
 
@@ -86,7 +86,7 @@ def test_every_kind_of_string_column_is_read(kind, tmp_path):
 def test_a_mixture_opens_every_source_with_its_weight(tmp_path, bpe):
     texts, lines = write(tmp_path / "a.txt", ["plain"]), write(tmp_path / "b.jsonl", TEXTS, field="body")
     ids = write_tokens(tmp_path / "c.tokens.npy", [[5, 6], [7]])
-    run = config.load(["--data.source", "mixture", "--data.tokenizer", bpe, "--data.mixture",
+    run = run_files.load(["--data.source", "mixture", "--data.tokenizer", bpe, "--data.mixture",
                        f'[{{source="text", paths=["{texts}"], weight=2}}, {{source="tokens", paths=["{ids}"]}},'
                        f' {{source="jsonl", paths=["{lines}"], field="body", weight=0.5}}]'])
     opened = Opened(run.data, tmp_path)

@@ -16,7 +16,7 @@ import pytest
 from gpu_programs import ATTENTION, EXACT_COUNTS, RULES, Step, assembled, needs_compiler, rows, step
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from meshtrain import assembly, config, hardware
+from meshtrain import assembly, hardware, run_files
 from meshtrain.cost.program import audit, compile, hlo, memory, roofline
 from meshtrain.inspection import formula_vs_compiled, unexpected
 from meshtrain.inspection import memory as held_memory
@@ -304,7 +304,7 @@ def test_a_stream_gathered_from_several_rows_is_not_copied(name):
 def test_the_shipped_70b_run_hides_its_tensor_axis_under_the_matmuls_of_its_parts():
     """20.6 s a step, 6.1% of it exposed and 4.3% on tensor, when this was written; with whole microbatches 21.6 s and
     15.6%."""
-    made = assembly.assemble(config.load([str(RULES.parent / "configs/llama3-70b.toml")]), compile.topology("h100:64"))
+    made = assembly.assemble(run_files.load([str(RULES.parent / "configs/llama3-70b.toml")]), compile.topology("h100:64"))
     line = roofline.of_run(made, made.program.compile().as_text())
     assert line.mfu > 0.35 and line.exposed_s < 0.1 * line.step_s
     assert line.exposed_by_axes["tensor"] < 0.05 * line.step_s

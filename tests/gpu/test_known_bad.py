@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain import config, devices, known_bad
+from meshtrain import config, devices, known_bad, run_files
 from meshtrain.config import ConfigError
 from meshtrain.known_bad import GPUS, MOSAIC, PROCESSES
 
@@ -44,7 +44,7 @@ def test_a_hang_is_told_with_the_remedy():
 
 def test_packed_documents_may_mean_mosaics_kernels(monkeypatch):
     monkeypatch.setattr(known_bad.mosaic, "AUTO_SINCE", (0, 0))
-    of = lambda *words: MOSAIC in known_bad.facts_of(config.load(list(words)), 1)
+    of = lambda *words: MOSAIC in known_bad.facts_of(run_files.load(list(words)), 1)
     assert of() and of("--model.attention", "mosaic", "--data.document_mask", "false")
     assert not of("--model.attention", "pallas") and not of("--data.document_mask", "false")
     monkeypatch.setattr(known_bad.mosaic, "AUTO_SINCE", (9, 9))
@@ -77,7 +77,7 @@ def test_a_run_on_gpus_is_told_before_they_are_started(monkeypatch, capsys):
     monkeypatch.setattr(known_bad.platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(known_bad, "installed", versions(jax="0.12.0", NCCL="2.28.9"))
     monkeypatch.setattr(devices, "prepare_gpus", lambda environ: (_ for _ in ()).throw(ConfigError("no further")))
-    run = config.load([]).model_copy(update={"mesh": config.Run().mesh.model_copy(update={"simulated_devices": 0})})
+    run = run_files.load([]).model_copy(update={"mesh": config.Run().mesh.model_copy(update={"simulated_devices": 0})})
     with pytest.raises(ConfigError, match="no further"):
         devices.start(run, devices.find.Cluster("a:1", 2, 0))
     assert capsys.readouterr().err.startswith("warning: NCCL 2.28.9: ")

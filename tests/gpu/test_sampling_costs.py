@@ -10,7 +10,7 @@ from commands import call, home, in_a_directory_of_its_own  # noqa: F401
 from jax.sharding import PartitionSpec as P
 from test_weight_sync import BY_FSDP, EXPERTS, MODEL, assembled
 
-from meshtrain import config, design, hardware
+from meshtrain import config, design, hardware, run_files
 from meshtrain.commands import inspect, plan
 from meshtrain.cost.formulas import decode, traffic
 from meshtrain.cost.formulas.assumptions import Assumptions
@@ -33,7 +33,7 @@ FULL = Rates(hardware.get("h100"), Assumptions("h100", {
 
 def priced(preset: str, slots: int, room: int, **mesh) -> decode.Sampling:
     """Stored by ZeRO-3, on H100s."""
-    run, _ = config.resolve({"model": {"preset": preset}}, [], ("model.",), "")
+    run, _ = run_files.resolve({"model": {"preset": preset}}, [], ("model.",), "")
     run = run.replaced(mesh=mesh, data=dict(global_batch=64, seq_len=room),
                        sharding=dict(rules=str(shipped("sharding_rules/zero3.toml"))))
     made = design.make(run, MeshSpec(mesh), "gpu", hardware.get("h100"))

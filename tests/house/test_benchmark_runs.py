@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshtrain import config
+from meshtrain import run_files
 from meshtrain.cost.program import compile as gpu_compile
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -199,7 +199,7 @@ def test_a_schedule_is_measured_beside_the_baseline(monkeypatch):
     from benchmarks import pipeline
     for name, value in dict(REMATS=("none",), SCHEDULES=[("1f1b", 1)], ROUNDS=1, COMPILES=1).items():
         monkeypatch.setattr(pipeline, name, value)
-    run = config.load([str(ROOT / "benchmarks/pipeline.toml"), *NARROW, *(
+    run = run_files.load([str(ROOT / "benchmarks/pipeline.toml"), *NARROW, *(
         "--mesh.stage 2 --mesh.simulated_devices 2 --model.num_layers 4 --data.seq_len 16 --data.global_batch 8 "
         "--training.microbatches 4".split())])
     page = pipeline.measure(run, jax.devices()[:2])
@@ -231,7 +231,7 @@ def test_the_page_of_the_roofline_is_written(monkeypatch):
 def test_a_step_is_measured_beside_plain_jax(tmp_path, monkeypatch):
     """Loss and gradient norm agree: `measure` compares them."""
     from benchmarks import step
-    run = config.load([str(ROOT / "benchmarks/step.toml"), *NARROW, "--data.seq_len", "32", "--data.global_batch", "8",
+    run = run_files.load([str(ROOT / "benchmarks/step.toml"), *NARROW, "--data.seq_len", "32", "--data.global_batch", "8",
                        "--run.compilation_cache", "", "--data.validation_fraction", "0"])
     monkeypatch.setattr(step, "ROUNDS", 1)
     monkeypatch.setattr(step, "STEPS", 1)

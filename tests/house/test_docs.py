@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from meshtrain.launch import elastic, local, pod, restart, samplers
-from meshtrain import assembly, config
+from meshtrain import assembly, config, run_files
 from meshtrain.commands import (
     check, convert, evaluate, generate, inspect, plan, prove, report, sample, slurm, tokenize,
 )
@@ -50,7 +50,7 @@ def commands(page: Path) -> list[str]:
             for line in lines if line]
 
 
-def run_files(page: Path) -> dict[str, str]:
+def find_run_files(page: Path) -> dict[str, str]:
     """Name -> text of the run files that a page shows whole: blocks of TOML that begin with their name."""
     return dict(re.findall(r"```toml\n# ([\w-]+\.toml)\n(.*?)```", page.read_text(), re.DOTALL))
 
@@ -60,7 +60,7 @@ def as_a_user(tmp_path, monkeypatch):
     """A directory with what the pages take for given: a finished run, a rule file of one's own, a model folder, the run
     files that a page shows."""
     monkeypatch.chdir(tmp_path)
-    for name, text in {name: text for page in PAGES for name, text in run_files(page).items()}.items():
+    for name, text in {name: text for page in PAGES for name, text in find_run_files(page).items()}.items():
         (tmp_path / name).write_text(text)
     for run in ("quickstart", "sft", "quickstart-rl-sft"):
         (tmp_path / "runs" / run).mkdir(parents=True)
@@ -79,12 +79,12 @@ def test_commands_have_options_that_are_there_and_files_that_exist(page, as_a_us
             if module == "meshtrain.plan":
                 assert plan.run_of(asked).mesh.data == 1
             elif module in ("meshtrain.check", "meshtrain.inspect", "meshtrain.prove", "meshtrain.slurm", "meshtrain.tokenize") or module.startswith("meshtrain.launch."):
-                config.load([*asked.names, *asked.keys, *asked.run])
+                run_files.load([*asked.names, *asked.keys, *asked.run])
             if asked.values.get("topology"):
                 assert gpu_compile.parse_topology(asked["topology"])
         elif module == "meshtrain.train" and "--help" not in argv:
             if not (argv and argv[0].startswith("s3://")):      # a run's own file in its bucket
-                config.load(argv)
+                run_files.load(argv)
         else:
             assert module in ("", "pytest") or (
                 ROOT / f"{module.replace('meshtrain.launch', 'launch').replace('.', '/')}.py").is_file(), line

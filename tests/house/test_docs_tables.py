@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain import config
+from meshtrain import run_files
 from meshtrain.config import elsewhere
 from meshtrain.huggingface import families
 from meshtrain.model import transformer
@@ -108,7 +108,7 @@ def test_shapes_are_those_that_are_shipped_with_their_sizes_and_run_files():
     written = {path.stem: path.read_text() for path in (ROOT / "configs").glob("*.toml")}
 
     def row(name: str) -> tuple[str, str, list[str]]:
-        model = config.load([f"--model.preset={name}", "--data.source=tokens", '--data.paths=["none.tokens.npy"]',
+        model = run_files.load([f"--model.preset={name}", "--data.source=tokens", '--data.paths=["none.tokens.npy"]',
                              "--data.bos_token=1"]).model
         size = sum(info.size for info in transformer.build(model).parameters())
         runs = sorted(stem for stem, text in written.items() if f'preset = "{name}"' in text)
@@ -116,7 +116,7 @@ def test_shapes_are_those_that_are_shipped_with_their_sizes_and_run_files():
 
     told = {code(each["preset"])[0]: (each["parameters, billions"], each["layers"],
                                       re.findall(r"\[([^]]+)\]", each["run files"])) for each in shapes}
-    assert told == {name: row(name) for name in config.presets()}
+    assert told == {name: row(name) for name in run_files.presets()}
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # everything; names, units and jax_private belong to all.
 OPEN_TO = {
     "sharding": set(), "storage": set(), "huggingface": {"storage"}, "kernels": set(), "pages": set(),
-    "config": {"huggingface", "storage"},
+    "config": {"storage"},
     "cluster": {"config"},
     "data/documents": {"storage"},
     "data/files": {"data/documents"},
@@ -49,7 +49,7 @@ OPEN_TO = {
     "rl/rewards": set(),
     "rl": {"assembly", "checkpoint", "choices", "cluster", "config", "cost/formulas", "data", "data/batches",
            "data/documents", "devices", "huggingface/weights", "inference", "journal", "model", "rl/rewards", "run",
-           "sharding", "starts", "storage", "trained", "training"},
+           "run_files", "sharding", "starts", "storage", "trained", "training"},
 }
 UNBOUND = {"commands", "launch"}
 # The sections of a run file are data, and what a process says, which signals it gets and what its directory contains

@@ -22,11 +22,11 @@ PACKAGES = ("meshtrain", "launch", "configs", "sharding_rules")
 FROM_AN_EMPTY_DIRECTORY = """
 import json, pathlib
 import meshtrain.launch.local
-from meshtrain import config
-runs = [config.load([])] + [config.load(["configs/" + path.name]) for path in config.shipped("configs").glob("*.toml")]
+from meshtrain import config, run_files
+runs = [run_files.load([])] + [run_files.load(["configs/" + path.name]) for path in config.shipped("configs").glob("*.toml")]
 print(json.dumps({"home": meshtrain.__path__[0], "runs": sorted(run.run.name for run in runs),
-                  "rules": [run.sharding.rules for run in runs], "presets": sorted(config.presets()),
-                  "layers": config.load(["--model.preset", "llama3-8b"]).model.num_layers}))
+                  "rules": [run.sharding.rules for run in runs], "presets": sorted(run_files.presets()),
+                  "layers": run_files.load(["--model.preset", "llama3-8b"]).model.num_layers}))
 """
 
 

@@ -13,7 +13,7 @@ from checkpoints import assert_same_bits
 from commands import call, home, in_a_directory_of_its_own, refused, tiny  # noqa: F401
 from folders import EIGHT, GOLDENS, NAMES, ONE, Loaded
 
-from meshtrain import config
+from meshtrain import config, run_files
 from meshtrain.commands import train
 from meshtrain.huggingface import families, folder, safetensors, settings
 from meshtrain.huggingface.weights import pretrained
@@ -118,9 +118,9 @@ def test_a_folder_in_another_dtype_and_several_files_is_the_same_model(kind, tmp
                  got, plain("gpt2"))
 
 
-@pytest.mark.parametrize("preset", sorted(config.presets()))
+@pytest.mark.parametrize("preset", sorted(run_files.presets()))
 def test_names_and_parameters_of_every_preset_cover_each_other(preset):
-    run = config.load([f"--model.preset={preset}"])
+    run = run_files.load([f"--model.preset={preset}"])
     infos = transformer.build(run.model).parameters()
     try:
         family = settings.family_for(run.model)
@@ -217,21 +217,21 @@ def test_a_folder_of_experts_is_contradicted_only_by_keys_that_it_knows():
     shape = [f"--model.{key}={value}" for key, value in folder.settings_of(GOLDENS / "mixtral").items()
              if isinstance(value, int)
              and not isinstance(value, bool)]
-    run = config.load([*words, *shape, "--experts.bias_rate=0", "--experts.bias_rule=sign", "--experts.bias_warmup=0"])
+    run = run_files.load([*words, *shape, "--experts.bias_rate=0", "--experts.bias_rule=sign", "--experts.bias_warmup=0"])
     assert run.model.num_experts == folder.settings_of(GOLDENS
                                                        / "mixtral")["num_experts"] and run.model.embedding_std == 1
     with pytest.raises(config.ConfigError) as told:
-        config.load([*words, *shape, "--model.num_experts=3"])
+        run_files.load([*words, *shape, "--model.num_experts=3"])
     for part in ("model.num_experts=3 contradicts", "experts.bias_rate=0.02 moves biases of the routers"):
         assert part in str(told.value)
     assert "mlp_dim" not in str(told.value)
 
 
 def test_a_run_is_the_same_in_a_directory_that_has_a_config_json(tmp_path):
-    run = config.load([])
+    run = run_files.load([])
     # the current directory
     (tmp_path / "config.json").write_bytes((GOLDENS / "mixtral" / "config.json").read_bytes())
-    assert model_folder.is_at(".") and config.load([]) == run == config.load(["--checkpoint.init_from="])
+    assert model_folder.is_at(".") and run_files.load([]) == run == run_files.load(["--checkpoint.init_from="])
 
 
 def test_lacking_families_are_not_known_ones():

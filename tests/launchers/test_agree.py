@@ -171,7 +171,7 @@ def test_a_process_that_fails_alone_ends_at_once(children, said):
 def test_an_internal_error_that_all_raise_has_its_traceback_in_process_0_alone(index, monkeypatch, capfd):
     def load(argv):
         raise agree.mark_agreed(ValueError("a bug in process 0"))
-    monkeypatch.setattr(train.config, "load", load)
+    monkeypatch.setattr(train.run_files, "load", load)
     monkeypatch.setattr(jax, "process_index", lambda: index)
     if index:
         assert train.main([]) == 1 and capfd.readouterr() == ("", "")

@@ -9,7 +9,7 @@ import yaml
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
-from meshtrain import config
+from meshtrain import run_files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXTRAS = ("gpu", "data", "storage")
@@ -67,6 +67,6 @@ def test_a_job_of_skypilot_is_a_run_that_can_be(tmp_path):
     subprocess.run(["bash", "-ec", job["run"]], check=True, cwd=tmp_path, env={
         **{name: str(value) for name, value in job["envs"].items()}, "PATH": "/usr/bin:/bin",
         "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"})
-    run = config.load((tmp_path / "words").read_text().partition("meshtrain.train ")[2].split())
+    run = run_files.load((tmp_path / "words").read_text().partition("meshtrain.train ")[2].split())
     assert run.run.dir == "s3://BUCKET/runs/llama3-8b" and run.distributed.process_id == 1
     assert run.distributed.coordinator_address == "10.0.0.1:29400" and run.mesh.fsdp == -1

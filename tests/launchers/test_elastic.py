@@ -11,7 +11,7 @@ import pytest
 
 from meshtrain.launch import elastic as fewer
 from meshtrain.launch import local
-from meshtrain import config, elastic
+from meshtrain import config, elastic, run_files
 from meshtrain.config import ConfigError
 
 from tests import soak
@@ -24,7 +24,7 @@ def run_of(**keys):
     words = {"mesh.data": -1, "mesh.fsdp": 1, "mesh.tensor": 1, "sharding.rules": ROOT / "sharding_rules/ddp.toml",
              "mesh.full_devices": 8, "data.global_batch": 16, "training.microbatches": 1}
     words |= {key.replace("__", "."): value for key, value in keys.items()}
-    return config.load([f"--{key}={value}" for key, value in words.items()])
+    return run_files.load([f"--{key}={value}" for key, value in words.items()])
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import yaml
 
 from meshtrain.launch import pod as pods
 from meshtrain.launch import restart, supervise
-from meshtrain import config, elastic
+from meshtrain import config, elastic, run_files
 from meshtrain.cluster import find
 from meshtrain.cluster.lost import LOST_PEERS
 from meshtrain.run import contents, stops
@@ -76,7 +76,7 @@ def test_every_host_gets_a_command_line_of_ours_and_they_are_one_cluster(jobset,
         at, ours = words.index("-m"), words.index("--")
         assert python == "python" and words[at + 1] == "meshtrain.launch.pod" and not any("$" in word for word in words)
         assert pods.COMMAND.read(words[at + 2:ours])["attempt"] == 0
-        run = config.load(words[ours + 1:])
+        run = run_files.load(words[ours + 1:])
         found.append(find.cluster(run.distributed, {}))
     assert [one.index for one in found] == list(range(hosts)) and {one.count for one in found} == {hosts}
     assert {one.host for one in found} == {"meshtrain-host-0-0.meshtrain"} and {one.local_devices for one in found} == {
@@ -129,7 +129,7 @@ def test_the_images_user_may_write_a_cache_that_outlives_a_pod(parts):
     assert {pod["securityContext"][name] for name in ("runAsUser", "runAsGroup", "fsGroup")} == {int(uid)}
     assert f"USER {home}\n" in image
     cache = re.search(r"^ENV XDG_CACHE_HOME=(\S+)$", image, re.MULTILINE)[1]
-    programs = config.load([]).run.compilation_cache.removeprefix("~/")
+    programs = run_files.load([]).run.compilation_cache.removeprefix("~/")
     assert programs.startswith(".cache/") and f"ln -s {cache} /home/{home}/.cache" in image
     (mount,) = (mount for mount in container["volumeMounts"] if mount["mountPath"] == cache)
     (volume,) = (volume for volume in pod["volumes"] if volume["name"] == mount["name"])
@@ -149,7 +149,7 @@ def test_the_command_at_its_top_for_fewer_hosts_changes_all_that_counts_them(job
     job = fewer["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert (job["completions"], job["parallelism"]) == (4, 4)
     words = arguments(fewer, 3)
-    run = config.load(words[words.index("--") + 1:])
+    run = run_files.load(words[words.index("--") + 1:])
     assert find.cluster(run.distributed, {}).count == 4
     assert [line for line in said.splitlines() if line not in PATH.read_text()] != []
     shrunk, told = elastic.fit(run,
@@ -227,7 +227,7 @@ def test_pods_that_fail_start_again_after_doubled_waits_and_are_given_up_with_th
     codes, begins = [], []
     for number in range(4):
         codes.append(ours.attempt(number))
-        begins.append(restart.read(config.load([f"--run.dir={tmp_path / 'run'}"])).get("begins", 0))
+        begins.append(restart.read(run_files.load([f"--run.dir={tmp_path / 'run'}"])).get("begins", 0))
     *failed, (judge, other) = codes
     assert failed == [[1, 1]] * 3 and judge == 2, "--max-restarts=2: the third failure is the last"
     assert other in (75, -signal.SIGTERM), "ended by the Job, while it waits or before it can take a signal"
@@ -252,7 +252,7 @@ def test_a_newer_checkpoint_or_another_jobset_counts_anew(jobset, tmp_path):
     assert [ours.attempt(number) for number in range(3)] == [[1]] * 3
     assert all(f"starting again from step {step}\n" in log for step, (log,) in enumerate(ours.logs[1:], 1))
     assert ours.attempt(0) == [1] and "starting again" not in ours.logs[-1][0]
-    assert restart.read(config.load([f"--run.dir={tmp_path / 'run'}"])) == {}
+    assert restart.read(run_files.load([f"--run.dir={tmp_path / 'run'}"])) == {}
 
 
 def test_a_drained_host_is_no_failure_where_all_is_saved(jobset, tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshtrain.launch import local
-from meshtrain import config
+from meshtrain import config, run_files
 from meshtrain.config import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -28,7 +28,7 @@ def test_every_process_gets_the_run_and_its_place():
     lines = local.commands(rest, 4, 12345)
     for index, line in enumerate(lines):
         assert line[:3] == [sys.executable, "-m", "meshtrain.train"]
-        run = config.load(line[3:])
+        run = run_files.load(line[3:])
         assert run.training.steps == 6
         assert run.distributed == config.Distributed(
             coordinator_address="127.0.0.1:12345", num_processes=4, process_id=index)
@@ -36,7 +36,7 @@ def test_every_process_gets_the_run_and_its_place():
 
 
 def test_the_gpus_that_the_launcher_sees_are_divided_evenly():
-    run = config.load(["--mesh.simulated_devices", "0"])
+    run = run_files.load(["--mesh.simulated_devices", "0"])
     seen = {"CUDA_VISIBLE_DEVICES": "4,GPU-x,7,0", "HOME": "/h"}
     for count, own in ((4, ["4", "GPU-x", "7", "0"]), (2, ["4,GPU-x", "7,0"]), (1, ["4,GPU-x,7,0"])):
         given = local.environments(run, count, seen)
@@ -51,10 +51,10 @@ def test_the_gpus_that_the_launcher_sees_are_divided_evenly():
 
 
 def test_a_longer_meeting_may_be_asked_for_under_the_launcher():
-    run = config.load(["--distributed.timeout_s", "900"])
+    run = run_files.load(["--distributed.timeout_s", "900"])
     assert len(local.environments(run, 2, {})) == 2
 
 
 def test_simulated_devices_leave_the_gpus_alone():
-    for environ in local.environments(config.load([]), 4, {"CUDA_VISIBLE_DEVICES": "0,1"}):
+    for environ in local.environments(run_files.load([]), 4, {"CUDA_VISIBLE_DEVICES": "0,1"}):
         assert environ["CUDA_VISIBLE_DEVICES"] == ""

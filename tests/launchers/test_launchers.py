@@ -15,7 +15,7 @@ import yaml
 from commands import Ran, call
 
 from meshtrain.launch import local, pod, ray, restart, supervise
-from meshtrain import config, files
+from meshtrain import config, files, run_files
 from meshtrain.run import stops
 from meshtrain.storage import messages, retries
 
@@ -247,7 +247,7 @@ def test_a_scheduler_without_a_count_is_asked_to_wait_for_the_bucket(answers_aft
 
 def test_a_launcher_goes_on_while_the_newest_checkpoint_is_not_known_and_does_not_give_up(
         absent_bucket, monkeypatch, capfd):
-    failures = restart.Failures(config.load(["--run.dir", absent_bucket[0]]), 2, step=20)
+    failures = restart.Failures(run_files.load(["--run.dir", absent_bucket[0]]), 2, step=20)
     assert [failures.wait_s(1), failures.wait_s(1)] == [5, 10] and failures.step == 20
     with pytest.raises(files.FileSystemError):
         failures.wait_s(1)
@@ -258,7 +258,7 @@ def test_a_launcher_goes_on_while_the_newest_checkpoint_is_not_known_and_does_no
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
 def test_a_directory_that_cannot_be_listed_is_not_step_0(number, tmp_path, monkeypatch):
     saved(tmp_path, 20)
-    run = config.load(["--run.dir", str(tmp_path)])
+    run = run_files.load(["--run.dir", str(tmp_path)])
     monkeypatch.setattr(files, "PAUSES_S", ())
 
     def refuse(*_):

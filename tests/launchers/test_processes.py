@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshtrain import config, devices
+from meshtrain import config, devices, run_files
 from meshtrain.cluster import find, gpus, meet
 from meshtrain.cluster.find import Cluster
 from meshtrain.cluster.lost import PeerError
@@ -239,7 +239,7 @@ def test_contradicting_flags_are_told_by_name(address, count, index, parts, monk
     argv = ["--distributed.coordinator_address", address, f"--distributed.num_processes={count}",
             f"--distributed.process_id={index}"]
     with pytest.raises(ConfigError) as raised:
-        config.load(argv)
+        run_files.load(argv)
     for part in parts:
         assert part in str(raised.value)
 
@@ -247,7 +247,7 @@ def test_contradicting_flags_are_told_by_name(address, count, index, parts, monk
 @pytest.mark.parametrize("address", ["node1:12345", "10.0.0.1:12345", "[fe80::1]:12345", "localhost:1"])
 def test_addresses_of_all_kinds_are_taken(address, monkeypatch):
     monkeypatch.chdir(ROOT)
-    given_ = config.load([f"--distributed.coordinator_address={address}", "--distributed.num_processes=2",
+    given_ = run_files.load([f"--distributed.coordinator_address={address}", "--distributed.num_processes=2",
                           "--distributed.process_id=1"]).distributed
     found = find.cluster(given_, {})
     assert found.port == int(address.rpartition(":")[2]) and "[" not in found.host
@@ -257,7 +257,7 @@ def test_addresses_of_all_kinds_are_taken(address, monkeypatch):
 def test_the_time_to_meet_is_a_key_that_reaches_the_meeting_and_jax(monkeypatch):
     monkeypatch.chdir(ROOT)
     assert config.Distributed().timeout_s == 300
-    run = config.load(["--distributed.timeout_s", "900", "--distributed.heartbeat_timeout_s",
+    run = run_files.load(["--distributed.timeout_s", "900", "--distributed.heartbeat_timeout_s",
                        "60", "--mesh.simulated_devices", "0"])
     asked = []
     monkeypatch.setattr(meet, "start", lambda cluster, *seconds: asked.extend(seconds))

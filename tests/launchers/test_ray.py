@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from meshtrain import run_files
 from meshtrain.launch import ray as launcher
 from slurm import rows, wait
 
@@ -60,7 +61,7 @@ def test_a_cluster_that_does_not_come_is_told_without_a_traceback(error, code, s
 def test_a_bundle_holds_what_a_process_takes(words, bundle, monkeypatch):
     monkeypatch.setattr(launcher, "ray", object())
     own, _, rest = f"--processes 2 {words}".partition(" -- ")
-    run = launcher.config.load(rest.split())
+    run = run_files.load(rest.split())
     assert launcher.bundle_of(run, launcher.COMMAND.read(own.split())) == bundle
 
 
@@ -103,7 +104,7 @@ def test_where_there_is_no_room_for_all_fewer_start_that_can_train_it(
     words = ["--mesh.data", "-1", "--mesh.fsdp", "1", "--mesh.tensor", "1", "--training.microbatches",
              "1", "--data.global_batch", "8"]
     options = launcher.COMMAND.read(["--processes", "4", "--min-processes", str(least), "--max-restarts", "2"])
-    run = launcher.config.load([*words, "--distributed.timeout_s", "1"])
+    run = run_files.load([*words, "--distributed.timeout_s", "1"])
     room = launcher.Room(run, options, words, launcher.bundle_of(run, options), [])
     assert room.reserve() == bool(started)
     assert said in capsys.readouterr().err

@@ -13,7 +13,7 @@ import pytest
 from commands import Ran, call
 
 from meshtrain.launch import restart
-from meshtrain import config
+from meshtrain import config, run_files
 from meshtrain.run import rundir, stops
 
 from tests import soak
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def run_in(directory: Path, *words: str) -> config.Run:
-    return config.load(["--run.dir", str(directory), *words])
+    return run_files.load(["--run.dir", str(directory), *words])
 
 
 def saved(directory: Path, *steps: int | str) -> None:
@@ -255,7 +255,7 @@ def test_a_script_gives_the_last_words_of_who_was_no_victim(tmp_path):
 
 def test_a_run_whose_first_start_failed_is_still_begun_in_its_directory(tmp_path):
     assert asked(tmp_path / "run", 1).code == 0
-    with rundir.claim(config.load(["--run.dir", str(tmp_path / "run")])):
+    with rundir.claim(run_files.load(["--run.dir", str(tmp_path / "run")])):
         pass
 
 

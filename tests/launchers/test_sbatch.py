@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain import config
+from meshtrain import config, run_files
 from meshtrain.commands import slurm
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -46,7 +46,7 @@ sys.exit(int(os.environ["CODE"]))
 PLACE = '''
 import json, os
 from pathlib import Path
-from meshtrain import config
+from meshtrain import config, run_files
 from meshtrain.commands import slurm
 from meshtrain.cluster import find, meet
 cluster = find.cluster(config.Distributed(), os.environ)
@@ -89,7 +89,7 @@ def test_the_batch_script_is_bash_and_names_what_exists():
     assert text.rfind("#SBATCH") < first_command, "sbatch reads no options after the first command"
     gpus = int(re.search(r"--nodes=(\d+)", text)[1]) * int(re.search(r"--gpus-per-node=(\d+)", text)[1])
     assert not re.search("^#SBATCH --ntasks", text, re.MULTILINE), "a job with a range of nodes would not shrink"
-    assert config.mesh_sizes(config.load([files[0]]), gpus)
+    assert config.mesh_sizes(run_files.load([files[0]]), gpus)
 
 
 def test_the_tasks_of_a_batch_script_find_each_other(tmp_path):

@@ -24,9 +24,9 @@ AGENT = {
 # A process of a run up to its devices: those of both are there once they have met.
 MEETS = """
 import json, os
-from meshtrain import config, devices
+from meshtrain import devices, run_files
 from meshtrain.cluster import find
-run = config.load(["--distributed.timeout_s", "100", "--mesh.simulated_devices", "2", "--mesh.fsdp", "2", "--mesh.tensor", "1"])
+run = run_files.load(["--distributed.timeout_s", "100", "--mesh.simulated_devices", "2", "--mesh.fsdp", "2", "--mesh.tensor", "1"])
 found = devices.start(run, find.cluster(run.distributed, os.environ))
 import jax
 print(json.dumps([jax.process_index(), jax.process_count(), len(found)]))

@@ -6,7 +6,7 @@ from corpora import Opened, bpe, section, write, write_tokenizer  # noqa: F401 (
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from meshtrain import config
+from meshtrain import config, run_files
 from meshtrain.config import unused
 from meshtrain.data.documents import dividing, formats
 from meshtrain.data.documents.formats import TextPiece
@@ -109,6 +109,6 @@ def test_a_mixture_divides_its_texts_and_leaves_token_files_alone(tmp_path, bpe)
     (["--data.source=chat", "--data.paths=a.jsonl", "--data.packing=whole"], False)])
 def test_a_marker_without_a_text_to_divide_has_no_effect_and_is_told(words, has):
     words = [word.replace("=a", '=["a').replace("txt", 'txt"]').replace("jsonl", 'jsonl"]') for word in words]
-    run = config.load([*words, "--data.split_at", END])
+    run = run_files.load([*words, "--data.split_at", END])
     assert [line for line in unused.messages(run) if "data.split_at" in line] == [] if has else [
         f'data.split_at="{END}" has no effect here; it needs data.source="text", "jsonl", "parquet" or "arrow"']

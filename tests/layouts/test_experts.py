@@ -9,7 +9,7 @@ import pytest
 from sampling import GRID
 
 import experts
-from meshtrain import assembly, config
+from meshtrain import assembly, config, run_files
 from meshtrain.choices import experts as choices
 from meshtrain.choices.setting import Choice, Setting
 from meshtrain.cost.formulas import flops
@@ -374,7 +374,7 @@ def mixer_flops(preset: str, cfg, S: int) -> float:
 
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_presets_have_the_published_total_and_active_parameters(preset):
-    run = config.load(["--model.preset", preset, "--data.source", "tokens", "--data.paths", '["a.tokens.npy"]'])
+    run = run_files.load(["--model.preset", preset, "--data.source", "tokens", "--data.paths", '["a.tokens.npy"]'])
     model, cfg = transformer.build(run.model), run.model
     padding = 2 * (transformer.padded_vocab(cfg) - cfg.vocab_size) * cfg.embed_dim
     total, active = (sum(of(info) for info in model.parameters()) - padding

@@ -13,7 +13,7 @@ import pytest
 import sampling
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from meshtrain import assembly, config
+from meshtrain import assembly, config, run_files
 from meshtrain.commands import inspect
 from meshtrain import hardware
 from meshtrain.cost.program import compile as gpu_compile, roofline
@@ -344,7 +344,7 @@ def test_a_layer_of_8b_takes_two_thirds_of_its_time_in_bfloat16():
     kernels."""
     def seconds(matmul_dtype, num_layers):
         asked = ["configs/llama3-8b.toml", "--model.num_layers", str(num_layers), "--model.matmul_dtype", matmul_dtype]
-        made = assembly.assemble(config.load(asked), gpu_compile.topology("h100:8"))
+        made = assembly.assemble(run_files.load(asked), gpu_compile.topology("h100:8"))
         line = roofline.of_run(made, made.program.compile().as_text())
         assert not line.uncounted and line.mfu_dtype == "bfloat16"
         return line.parts["matmul"] + line.parts["elementwise"]

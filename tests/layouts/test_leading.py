@@ -9,7 +9,7 @@ import pytest
 from sampling import GRID
 
 from checkpoints import assert_same_bits
-from meshtrain import assembly, config
+from meshtrain import assembly, config, run_files
 from meshtrain import hardware
 from meshtrain.checkpoint import checkpoint
 from meshtrain.checkpoint.directory import DirectoryStore
@@ -162,7 +162,7 @@ def test_what_does_not_fit_behind_leading_layers_is_refused(tmp_path, model, pip
 
 def test_formulas_count_the_rounds_of_leading_layers_and_those_in_which_stages_idle():
     """What the compiled program holds, sends and multiplies beside them: `test_gpu_programs`."""
-    cfg = config.load(["configs/quickstart.toml", "--model.preset", "qwen3-30b-a3b",
+    cfg = run_files.load(["configs/quickstart.toml", "--model.preset", "qwen3-30b-a3b",
                        "--model.mlps", "dde*", "--model.mlp_dim", "6144",
                        "--model.compute_dtype", "bfloat16"]).model
     sizes = MeshSpec(dict(stage=4, fsdp=8))

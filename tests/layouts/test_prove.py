@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import pages_samples
 import planted
-from meshtrain import assembly, config, parity
+from meshtrain import assembly, config, parity, run_files
 from meshtrain.commands import prove
 from meshtrain.cost.program.audit import Collective, ProgramAudit
 from meshtrain.pages import proofs
@@ -33,7 +33,7 @@ TINY = ("--mesh.data", 2, "--mesh.fsdp", 1, "--mesh.tensor", 1)
 
 
 def small_of(*words) -> config.Run:
-    return shrink.shrunk(config.load([str(word) for word in words]), 8)[0]
+    return shrink.shrunk(run_files.load([str(word) for word in words]), 8)[0]
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def averaged(monkeypatch):
 @pytest.mark.parametrize("words", [[str(path)] for path in CONFIGS] + [
     ["--model.preset", path.stem] for path in PRESETS], ids=lambda words: Path(words[-1]).stem)
 def test_a_shrunk_run_is_one_that_the_program_takes_and_is_its_own_shrunk_run(words):
-    run = config.load(words)
+    run = run_files.load(words)
     small, _ = shrink.shrunk(run, 8)
     assert shrink.shrunk(small, 8)[0] == small and config.problems(small) == []
     assert compare.num_devices(small) <= 8 and small.model.embed_dim == 32 and small.model.compute_dtype == "float32"
@@ -74,7 +74,7 @@ def test_a_shrunk_run_is_one_that_the_program_takes_and_is_its_own_shrunk_run(wo
     (("--model.mixers", "GGGF", "--model.num_layers", 8, "--model.linear", "{key_heads = 2, value_heads = 4}"), "GGGF"),
     (("--model.mixers", "WFFWFFFWFFFFWFFFFFWFFFFFFWFFFFFFFW", "--model.num_layers", 34, "--model.window", 4), "WF")])
 def test_every_kind_of_layer_is_kept_and_what_has_no_period_gets_one(words, mixers):
-    run = config.load([str(word) for word in words])
+    run = run_files.load([str(word) for word in words])
     small, told = shrink.shrunk(run, 8)
     assert small.model.mixers == mixers and any("no period" in line for line in told) == (mixers == "WF")
 
@@ -242,7 +242,7 @@ def test_gradients_that_are_summed_in_bfloat16_are_named_and_activations_are_not
 @pytest.mark.parametrize("words, gpus", [((), "h100:8"), (("--mesh.fsdp", -1), "h100:8"), (("--mesh.tensor", 8), "h100:32"),
                                          (("--mesh.data", -1, "--mesh.fsdp", 8, "--mesh.tensor", 1), "h100:16")])
 def test_the_gpus_are_those_of_the_runs_own_mesh(words, gpus):
-    assert program.target(config.load([str(word) for word in words])) == gpus
+    assert program.target(run_files.load([str(word) for word in words])) == gpus
 
 
 # ---- a layer of one's own --------------------------------------------------------------------------------------------

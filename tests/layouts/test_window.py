@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_context import laid_out, with_gradients
 
-from meshtrain import config
+from meshtrain import config, run_files
 from meshtrain.cost.program import audit
 from meshtrain.kernels import blockwise
 from meshtrain.kernels.engine import CAUSAL, Mask
@@ -105,7 +105,7 @@ def test_places_name_every_stack_once():
         assert {name for name in expected if any(path.startswith(f"{name}/attention/") for path in layers)} == set(
             expected) and all(path.startswith(tuple(f"{name}/" for name in expected)) for path in layers)
     with pytest.raises(config.ConfigError, match="and no model.window"):
-        config.load(["--model.mixers=WF"])
+        run_files.load(["--model.mixers=WF"])
 
 
 @pytest.mark.parametrize(("num_layers", "stages", "chunks", "padded"),

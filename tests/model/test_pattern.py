@@ -1,7 +1,7 @@
 """Which layers a model has: patterns and groups."""
 import pytest
 
-from meshtrain import config, pattern
+from meshtrain import config, pattern, run_files
 
 
 def cfg(mixers: str, mlps: str = "d", num_layers: int = 0, **more):
@@ -46,11 +46,11 @@ def test_layers_without_a_period_are_cut_into_few_parts():
 
 
 def test_a_run_file_with_patterns_is_written_and_read_again(tmp_path):
-    run = config.load(["--model.mixers", "GWF", "--model.window", "8", "--model.linear",
+    run = run_files.load(["--model.mixers", "GWF", "--model.window", "8", "--model.linear",
                        "{key_heads = 2, value_heads = 4}", "--model.kinds", "{W = {rope_theta = 10.0}}"])
     path = tmp_path / "config.toml"
     path.write_text(config.dump(run), encoding="utf-8")
-    assert config.load([str(path)]) == run
+    assert run_files.load([str(path)]) == run
 
 
 @pytest.mark.parametrize(("words", "said"), [
@@ -70,5 +70,5 @@ def test_a_run_file_with_patterns_is_written_and_read_again(tmp_path):
 ])
 def test_what_makes_no_model_is_refused(words, said):
     with pytest.raises(config.ConfigError) as refusal:
-        config.load(words)
+        run_files.load(words)
     assert said in str(refusal.value)

@@ -9,7 +9,7 @@ from checkpoints import assert_same_bits
 from commands import call, home, in_a_directory_of_its_own, ran, rows  # noqa: F401
 from test_lora_runs import saved
 
-from meshtrain import config
+from meshtrain import run_files
 from meshtrain.commands import evaluate, generate, train
 from meshtrain.data import sources
 from meshtrain.data.batches import preferences
@@ -125,7 +125,7 @@ def test_pairs_are_told_apart_by_their_keys():
 
 
 def test_a_sequence_holds_both_answers_behind_their_prompts_and_learns_them_alone(place):
-    run = config.load(words(place, "rows"))
+    run = run_files.load(words(place, "rows"))
     corpus = sources.open_corpus(run.data, vocab_size=1024, cache_dir=place, tell=lambda line: None)
     pairs = preferences.open_pairs(run.data, corpus, 0)
     template = sources.describe(run.data, vocab_size=1024).chats.template

@@ -18,7 +18,7 @@ from commands import ROOT, call, home, in_a_directory_of_its_own, refused  # noq
 from test_lora_runs import saved
 from test_rl import drawn, killed_at, place, ran, rows, timeless, words  # noqa: F401
 
-from meshtrain import config, files
+from meshtrain import config, files, run_files
 from meshtrain.commands import sample, train
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.directory import DirectoryStore
@@ -501,7 +501,7 @@ def test_a_sampler_tells_a_mistake_before_it_waits(tmp_path):
 
 
 def test_launchers_give_samplers_gpus_of_their_own(monkeypatch):
-    run = config.load(["--mesh.simulated_devices=0"]).replaced(rl={"lag": 1})
+    run = run_files.load(["--mesh.simulated_devices=0"]).replaced(rl={"lag": 1})
     given = samplers.COMMAND.read(["--samplers=2", "--sampler-gpus=2"])
     assert samplers.read_options(run, given) == (2, 2)
     mine, theirs = samplers.divide_gpus(run, 2, 2, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"})

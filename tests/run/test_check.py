@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from commands import call, home, tiny  # noqa: F401
 
-from meshtrain import config
+from meshtrain import config, run_files
 from meshtrain.commands import check, plan, train
 from meshtrain.storage import buckets, web
 from meshtrain.units import size
@@ -37,7 +37,7 @@ def test_the_quickstart_is_in_order_and_nothing_is_written(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("*.toml")))
 def test_the_layout_of_every_shipped_file_fits_the_gpus_that_it_names(name, tmp_path, monkeypatch):
-    run = config.load([f"configs/{name}"])
+    run = run_files.load([f"configs/{name}"])
     fixed = [getattr(run.mesh, axis) for axis in config.AXES]
     if run.mesh.simulated_devices:
         pytest.skip("it is for simulated devices")

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 import meshtrain as mt
-from meshtrain import assembly, config, devices, flags
+from meshtrain import assembly, config, devices, flags, run_files
 from meshtrain.commands import inspect, plan, train
 from meshtrain.cluster import watch
 from meshtrain.inspection import memory, step_costs
@@ -57,8 +57,8 @@ def test_a_share_of_memory_that_is_none_is_a_mistake():
 
 def test_simulated_devices_keep_the_users_flags_and_their_own_count(monkeypatch):
     """In a process of its own: XLA reads its flags once, and takes these."""
-    code = ("import os\nfrom meshtrain import config, devices\n"
-            "run = config.load(['--mesh.simulated_devices', '4', '--mesh.fsdp', '-1', '--mesh.data', '1', "
+    code = ("import os\nfrom meshtrain import devices, run_files\n"
+            "run = run_files.load(['--mesh.simulated_devices', '4', '--mesh.fsdp', '-1', '--mesh.data', '1', "
             "'--mesh.tensor', '1'])\nprint(len(devices.start(run)), os.environ['XLA_FLAGS'])")
     given = " ".join(f"{one.name}={one.value}" for one in FLAGS)        # of GPUs: known to the CPU's XLA as well
     environ = {"PATH": "/usr/bin", "PYTHONPATH": str(ROOT), "XLA_FLAGS": f"{devices.DEVICE_COUNT_FLAG}=2 {given}"}
@@ -69,8 +69,8 @@ def test_simulated_devices_keep_the_users_flags_and_their_own_count(monkeypatch)
 
 
 def test_a_count_of_devices_in_jaxs_own_variable_is_told_and_not_taken():
-    code = ("from meshtrain import config, devices\n"
-            "run = config.load(['--mesh.simulated_devices', '4', '--mesh.fsdp', '-1', '--mesh.data', '1', "
+    code = ("from meshtrain import devices, run_files\n"
+            "run = run_files.load(['--mesh.simulated_devices', '4', '--mesh.fsdp', '-1', '--mesh.data', '1', "
             "'--mesh.tensor', '1'])\nprint(len(devices.start(run)))")
     environ = {"PATH": "/usr/bin", "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "2"}
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, text=True, capture_output=True,
@@ -140,9 +140,9 @@ import os, sys
 index = int(sys.argv[2])
 os.environ |= [{}, {"JAX_DEFAULT_PRNG_IMPL": "rbg", "JAX_DEBUG_NANS": "1"}][index]
 import jax
-from meshtrain import config, devices
+from meshtrain import config, devices, run_files
 from meshtrain.cluster import agree, find
-run = config.load(["--mesh.simulated_devices", "2", "--mesh.fsdp", "-1", "--mesh.data", "1", "--mesh.tensor", "1"])
+run = run_files.load(["--mesh.simulated_devices", "2", "--mesh.fsdp", "-1", "--mesh.data", "1", "--mesh.tensor", "1"])
 devices.start(run, find.Cluster(sys.argv[1], 2, index))
 print(jax.random.bits(jax.random.key(0)))
 jax.config.update("jax_compilation_cache_dir", f"/of/host{index}")      # may differ
@@ -180,8 +180,8 @@ def test_processes_with_other_environments_have_the_same_settings_or_are_refused
 
 def test_sums_in_many_dimensions_are_right_on_cpus():
     """As XLA fuses them unless told: https://github.com/jax-ml/jax/issues/39257."""
-    code = ("import numpy as np, jax\nfrom meshtrain import config, devices\n"
-            "devices.start(config.load(['--mesh.simulated_devices', '0']))\n"
+    code = ("import numpy as np, jax\nfrom meshtrain import devices, run_files\n"
+            "devices.start(run_files.load(['--mesh.simulated_devices', '0']))\n"
             "a, b = np.random.default_rng(0).standard_normal((2, 1, 4, 1, 1, 16, 4, 4, 8)).astype(np.float32)\n"
             "for axis in (-1, -2, -3):\n"
             "    found = jax.jit(lambda a, b: (a * b).sum(axis))(a, b)\n"
@@ -322,7 +322,7 @@ def test_without_a_home_no_directory_of_that_name_is_made(tmp_path, monkeypatch)
 
 
 def test_a_model_beyond_the_memory_of_the_machine_is_refused_before_it_is_made(monkeypatch):
-    made = assembly.assemble(config.load(["--mesh.simulated_devices", "8"]), jax.devices()[:8])
+    made = assembly.assemble(run_files.load(["--mesh.simulated_devices", "8"]), jax.devices()[:8])
     step_costs.check_memory(made)
     monkeypatch.setattr(devices, "memory_bytes", lambda found: 1 << 20)
     with pytest.raises(config.ConfigError,

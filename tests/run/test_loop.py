@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from meshtrain import config
+from meshtrain import run_files
 from meshtrain.journal.guards import TooManySkippedSteps
 from meshtrain.journal.journal import Flops, Journal
 from meshtrain.journal.progress import Progress
@@ -38,7 +38,7 @@ class Bench:
     row is written. rows: what was written."""
 
     def __init__(self, *words, broken=()):
-        self.run = config.load(["--training.steps", "6", *words])
+        self.run = run_files.load(["--training.steps", "6", *words])
         self.broken, self.events, self.rows = broken, [], []
         self.program = SimpleNamespace(rows=None, place=lambda batch: batch, limit=lambda loss: (),
                                        evaluate=lambda p, batch: batch)

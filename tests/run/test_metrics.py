@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshtrain import config
+from meshtrain import run_files
 from meshtrain.journal import goodput, metrics, rows
 
 
 def run_file(directory, *overrides):
     directory.mkdir(exist_ok=True)
-    return config.load(["--run.dir", str(directory), "--run.name", "mine", *overrides])
+    return run_files.load(["--run.dir", str(directory), "--run.name", "mine", *overrides])
 
 
 def test_rows_are_readable_while_the_run_goes_on(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain import config, files
+from meshtrain import files, run_files
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
 from meshtrain.launch import restart
@@ -29,7 +29,7 @@ def hurried(monkeypatch):
 
 
 def run_in(directory, *more):
-    return config.load(["--run.dir", str(directory), *more])
+    return run_files.load(["--run.dir", str(directory), *more])
 
 
 def left(directory) -> list[str]:
@@ -38,9 +38,9 @@ def left(directory) -> list[str]:
 
 HOLD = """
 import sys
-from meshtrain import config
+from meshtrain import config, run_files
 from meshtrain.run import rundir
-run = config.load(["--run.dir", sys.argv[1]])
+run = run_files.load(["--run.dir", sys.argv[1]])
 if len(sys.argv) > 2:
     import errno, fcntl, os
     def no_locks(*_):
@@ -128,7 +128,7 @@ def test_a_lock_that_fails_otherwise_is_not_called_in_use(tmp_path, monkeypatch)
 
 KILLED = """
 import os, pathlib, sys
-from meshtrain import config
+from meshtrain import config, run_files
 from meshtrain.run import rundir
 
 def begin(run, kill_at):
@@ -146,7 +146,7 @@ def begin(run, kill_at):
         rundir.write_settings(run, claim.directory, "# rules")
 
 for kill_at in range(1, 9):
-    run = config.load(["--run.dir", f"{sys.argv[1]}/{kill_at}"])
+    run = run_files.load(["--run.dir", f"{sys.argv[1]}/{kill_at}"])
     if os.fork() == 0:      # no backend runs yet
         begin(run, kill_at)
         os._exit(0)
@@ -269,7 +269,7 @@ def test_a_file_that_is_seen_late_is_waited_for(tmp_path, monkeypatch):
 
 TWO = """
 import os, sys
-from meshtrain import config
+from meshtrain import config, run_files
 from meshtrain import files
 from meshtrain.cluster import find, meet
 from meshtrain.config import ConfigError

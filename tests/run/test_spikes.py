@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshtrain import config
+from meshtrain import run_files
 from meshtrain.commands import train
 from meshtrain.journal import trackers
 from meshtrain.journal.spikes import FEWEST, LAG, WINDOW, Spikes
@@ -20,7 +20,7 @@ from test_local_checkpoints import crashing, state_of  # noqa: F401
 
 
 def spikes(*words, losses=(), saved=None):
-    made = Spikes(config.load(list(words)), saved)
+    made = Spikes(run_files.load(list(words)), saved)
     for number, loss in enumerate(losses, 1):
         made.add(number, loss)
     return made

@@ -25,7 +25,7 @@ pytest.importorskip("moto", reason="the S3 server on loopback needs pip install 
 from stores import BUCKET, Fault, environment as stores_environment, server, surroundings  # noqa: E402, F401
 
 from meshtrain.launch import restart, supervise  # noqa: E402
-from meshtrain import config, files  # noqa: E402
+from meshtrain import config, files, run_files  # noqa: E402
 from meshtrain.commands import convert, generate, report, train  # noqa: E402
 from meshtrain.run import bucket, contents  # noqa: E402
 from meshtrain.storage import addresses, buckets, copies, messages, mirror, retries  # noqa: E402
@@ -530,7 +530,7 @@ def test_credentials_that_are_refused_are_a_mistake_at_the_first_start_alone(
 def test_launchers_count_failures_and_leave_words_in_the_bucket(server, tmp_path, monkeypatch):
     monkeypatch.setattr(retries, "PAUSES_S", (0.01,))
     there = f"s3://{BUCKET}/launched"
-    run = config.load([f"--run.dir={there}"])
+    run = run_files.load([f"--run.dir={there}"])
     assert restart.newest(run) == 0 and restart.read(run) == {}
     assert restart.count(restart.Failures(run, 2), 1, "a device failed") == restart.FIRST_S
     assert restart.count(restart.Failures(run, 2), 1) == 2 * restart.FIRST_S

@@ -158,7 +158,7 @@ def test_init_from_other_shapes_is_refused_and_the_directory_stays_usable(tiny, 
     command = (*tiny, *SIX, "--run.dir", tmp_path / "wide", "--model.mlp_dim", 32)
     refused(call(train.main, *command, "--checkpoint.init_from", finished), "init_from", "mlp")
     refused(call(train.main, *command, "--checkpoint.init_from", tmp_path), "init_from", "no complete checkpoint")
-    with rundir.claim(train.config.load([str(word) for word in command])):
+    with rundir.claim(train.run_files.load([str(word) for word in command])):
         pass
 
 
@@ -194,8 +194,8 @@ def test_a_rule_file_that_changes_under_its_name_is_told_and_recorded(tiny, tmp_
 
 def test_booleans_are_true_or_false(tiny):
     for word, value in (("true", True), ("false", False)):
-        assert train.config.load([*tiny, "--model.tie_embeddings", word]).model.tie_embeddings is value
-        assert train.config.load([*tiny, f"--model.tie_embeddings={word}"]).model.tie_embeddings is value
+        assert train.run_files.load([*tiny, "--model.tie_embeddings", word]).model.tie_embeddings is value
+        assert train.run_files.load([*tiny, f"--model.tie_embeddings={word}"]).model.tie_embeddings is value
 
 
 @pytest.mark.parametrize("every", [0, 1], ids=["", "validated each step"])
@@ -239,7 +239,7 @@ def test_options_before_the_run_file_keep_its_mesh_where_there_are_gpus(monkeypa
     for argv, own in ((["--training.steps", "5", str(ROOT / "configs/llama3.2-1b.toml")], True),
                       (["--training.steps", "5"], False),
                       (["--training.steps", "5", "--mesh.data=2"], True)):
-        run = train.config.load(argv)
+        run = train.run_files.load(argv)
         found, chosen = joining.start_devices(run, argv, None)
         assert len(found) == 8 and (chosen.mesh == run.mesh) is own, argv
     assert chosen == run

@@ -9,7 +9,7 @@ import pytest
 from commands import call, home, in_a_directory_of_its_own, tiny  # noqa: F401
 from test_lora_runs import paths, ran, saved
 
-from meshtrain import assembly, config
+from meshtrain import assembly, config, run_files
 from meshtrain.commands import train
 from meshtrain.checkpoint import adapters, init_from
 from meshtrain.checkpoint.checkpoint import Checkpoints
@@ -64,7 +64,7 @@ def test_the_norm_of_the_gradient_has_no_counts(runs):
 
 def test_before_the_first_step_batches_move_the_biases_and_nothing_else(tiny, tmp_path):
     """By rate × error, as steps would; weights, optimizer, count of steps and data are those of a run without."""
-    made = assembly.assemble(config.load([*tiny, *EXPERTS, "--experts.bias_rule", "error",
+    made = assembly.assemble(run_files.load([*tiny, *EXPERTS, "--experts.bias_rule", "error",
                                           "--optimizer.weight_decay", "0.5"]), jax.devices())
     corpus = sources.open_corpus(made.run.data, vocab_size=made.run.model.vocab_size, cache_dir=tmp_path)
     batches = packing.open_batches(made.run.data, corpus, made.run.run.seed)
@@ -114,7 +114,7 @@ def test_a_run_goes_on_with_its_experts_on_another_layout(runs, tiny, tmp_path):
     ("--model.num_experts 8 --model.experts_per_token 6 --model.router_groups [4,2]", "use a limit of at least 3")])
 def test_contradictions_are_told_with_a_remedy(words, said):
     with pytest.raises(config.ConfigError, match=re.escape(said)):
-        config.load(["configs/quickstart.toml", *words.split()])
+        run_files.load(["configs/quickstart.toml", *words.split()])
 
 
 @pytest.mark.parametrize("source, words, said", [
@@ -133,7 +133,7 @@ def test_a_dense_run_with_biases_in_its_mlps_is_refused(runs):
     saved = source.open(2)
     saved.metadata["run"]["model"]["mlp_bias"] = True
     with pytest.raises(ValueError, match="the MLPs of the dense run have biases"):
-        init_from.upcycled(config.load(["configs/quickstart.toml", "--model.num_experts",
+        init_from.upcycled(run_files.load(["configs/quickstart.toml", "--model.num_experts",
                                         "4", "--model.expert_mlp_dim", "64"]),
                            None, None, saved, {})
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import meshtrain as mt
-from meshtrain import config, drawn, exercise, interface, shown
+from meshtrain import config, drawn, exercise, interface, run_files, shown
 from meshtrain.commands import plan
 from meshtrain.config import ConfigError
 from meshtrain.names import NO_TARGET
@@ -111,12 +111,12 @@ def test_settings_are_keys_or_dicts_of_sections_and_a_string_stands_for_a_list_o
               "data": {"paths": Path("a.txt"), "seq_len": 32}}
     flat = {"model.num_layers": 2, "model.compute_dtype": "bfloat16", "data.source": "text", "data.paths": ["a.txt"],
             "data.seq_len": 32}
-    assert config.load(config.words(nested)) == config.load(config.words(flat))
-    assert config.load(config.words(flat)).data.paths == ("a.txt",)
+    assert run_files.load(config.words(nested)) == run_files.load(config.words(flat))
+    assert run_files.load(config.words(flat)).data.paths == ("a.txt",)
 
 
 def test_without_a_run_file_axes_that_are_not_named_are_1_and_with_one_they_stay():
-    quickstart = str(config.QUICKSTART)
+    quickstart = str(run_files.QUICKSTART)
     for given, layout in (({}, "one device"), ({"mesh": {"fsdp": 8}}, "fsdp=8"),
                           ({"settings": {"mesh": {"fsdp": 8}}}, "fsdp=8"), ({"settings": {"mesh.tensor": 2}}, "tensor=2"),
                           ({"run_file": quickstart}, "data=2 fsdp=2 tensor=2"),
@@ -129,7 +129,7 @@ def test_what_names_no_optimizer_has_adamw():
     words = plan.COMMAND.of(["llama3-8b"], {"gpus": 8, "gpu": "h100"})
     assert mt.Experiment().run.optimizer.name == plan.run_of(words).optimizer.name == "adamw"
     assert mt.Experiment(settings={"optimizer.name": "muon"}).run.optimizer.name == "muon"
-    assert mt.Experiment(config.QUICKSTART).run.optimizer == config.load([]).optimizer
+    assert mt.Experiment(run_files.QUICKSTART).run.optimizer == run_files.load([]).optimizer
 
 
 def test_rules_as_a_dict_are_those_of_their_text():

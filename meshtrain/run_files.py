@@ -1,7 +1,8 @@
-"""Reads and writes run files: TOML and `--section.key value` become one frozen `Run`.
+"""Loads run files: TOML and `--section.key value` become one frozen `Run`.
 
-`load` collects every fault (unknown names, types, ranges, contradicting keys) and raises once. `dump` writes a run as a
-file that needs no preset. `design`, which knows the rules, checks whether the layout fits its rule file.
+`load` collects every fault (unknown names, types, ranges, contradicting keys) and raises once. If the run starts from a
+model folder, the folder's config.json gives the keys of [model]. `design`, which knows the rules, checks whether the
+layout fits its rule file.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import contextlib
 import difflib
 import os
 import re
-import shlex
 import tomllib
 import types
 import typing
@@ -18,10 +18,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from meshtrain import files
-from meshtrain import pattern
+from meshtrain import files, pattern
 from meshtrain.config import layouts
 from meshtrain.config.checks import problems
+from meshtrain.config.conflicts import Check, Conflict
 from meshtrain.config.data_checks import check_for_source
 from meshtrain.config.elsewhere import OPTIONS
 from meshtrain.config.messages import (
@@ -29,6 +29,7 @@ from meshtrain.config.messages import (
     user_errors, wrong_value,
 )  # fmt: skip
 from meshtrain.config.sections import Model, Run, at_home, filled
+from meshtrain.config.to_toml import ENGINES, NOT_SHAPE
 from meshtrain.huggingface import folder, weight_files
 from meshtrain.shipped import found, names, rule_file, shipped
 from meshtrain.storage import addresses, copies, model_folder
@@ -38,9 +39,7 @@ QUICKSTART = shipped("configs/quickstart.toml")
 USAGE = "python -m meshtrain.train [RUN.toml] [--section.key value ...]"
 EXTENDS = "run.extends"
 MOST_BYTES = 1 << 24  # limit of a run file's size; /dev/zero, for example, never ends
-NOT_SHAPE = ("_dtype", "_dropout")  # suffixes of model keys that presets do not set
 NO_SETTINGS: typing.Mapping[str, object] = types.MappingProxyType({})
-ENGINES = ("attention", "mlp")      # keys of [model] that say how it is computed
 
 
 def load(argv: typing.Sequence[str], usage: str = USAGE, settings: typing.Mapping[str, object] = NO_SETTINGS) -> Run:
@@ -66,8 +65,9 @@ def load(argv: typing.Sequence[str], usage: str = USAGE, settings: typing.Mappin
         raise SystemExit(0)
     # If a file is unreadable or a key faulty, defaults replace them. Contradictions with these defaults are not
     # reported.
-    contradictions = [] if unreadable else [message for message in problems(run) + check_for_source(run)
-                                            if not reported.search(message)]
+    contradictions = [] if unreadable else [
+        message for message in [*problems(run), *check_for_source(run), *BIASES_OF_FOLDER(run)]
+        if not reported.search(message)]
     origins = {name: file for name, file in origins.items() if name not in dict(overrides)}
     if faults + unreadable + wrong + contradictions:
         raise ConfigError(*faults, *unreadable, *(_with_origins(one, origins) for one in wrong + contradictions))
@@ -358,30 +358,28 @@ def _with_folder(table: dict, checkpoint) -> tuple[dict, list[str]]:
         f"to {toml(getattr(decided, key))}; leave the key out" for key in wrong]
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+def _starts_without_choice_bias(run: Run) -> bool:
+    """Return whether the run starts from a model folder whose routers have no biases of the choice.
+
+    False if the folder cannot be read, which is reported elsewhere.
+    """
+    source = run.checkpoint.init_from
+    try:
+        return model_folder.is_at(source) and folder.settings_of(
+            model_folder.local_path(source)).get("router_bias") != "choice"
+    except ValueError:
+        return False
+
+
+BIASES_OF_FOLDER: Check = Conflict(
+    lambda run: run.model.num_experts and run.experts.bias_rate and _starts_without_choice_bias(run),
+    "{experts.bias_rate} moves biases of the routers, but {checkpoint.init_from}, a model folder, has none",
+    "leave it out")
 
 
 def presets() -> dict[str, Path]:
     """Return the files of the shipped model shapes by name."""
     return names("configs/models")
-
-
-def dump(run: Run) -> str:
-    """Format the run as TOML that loads to the same run and needs no preset."""
-    path = f"{run.run.dir}/config.toml"
-    lines = [f"# python -m meshtrain.train {shlex.quote(path) if path.isprintable() else toml(path)}"]
-    for name, section in run:
-        lines += ["", f"[{name}]", *(f"{key} = {toml(value)}" for key, value in section)]
-    return "\n".join(lines) + "\n"
-
-
-def shape_table(model: Model) -> str:
-    """Format the keys of [model] that set its shape as TOML: all sizes, and other keys only if they are not defaults.
-    """
-    default = Model()
-    keys = [key for key, value in model if not (key.endswith(NOT_SHAPE) or key in ("preset", *ENGINES))
-            and (type(value) is int and value or value != getattr(default, key))]
-    return "\n".join(["[model]", *(f"{key} = {toml(getattr(model, key))}" for key in keys)])
 
 
 def help_text(run: Run, usage: str = USAGE) -> str:

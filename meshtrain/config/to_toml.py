@@ -1,0 +1,28 @@
+"""Writes a run, or the shape of a model, as TOML that a run file may have."""
+from __future__ import annotations
+
+import shlex
+
+from meshtrain.config.messages import toml
+from meshtrain.config.sections import Model, Run
+
+NOT_SHAPE = ("_dtype", "_dropout")  # suffixes of model keys that presets do not set
+ENGINES = ("attention", "mlp")      # keys of [model] that say how it is computed
+
+
+def dump(run: Run) -> str:
+    """Format the run as TOML that loads to the same run and needs no preset."""
+    path = f"{run.run.dir}/config.toml"
+    lines = [f"# python -m meshtrain.train {shlex.quote(path) if path.isprintable() else toml(path)}"]
+    for name, section in run:
+        lines += ["", f"[{name}]", *(f"{key} = {toml(value)}" for key, value in section)]
+    return "\n".join(lines) + "\n"
+
+
+def shape_table(model: Model) -> str:
+    """Format the keys of [model] that set its shape as TOML: all sizes, and other keys only if they are not defaults.
+    """
+    default = Model()
+    keys = [key for key, value in model if not (key.endswith(NOT_SHAPE) or key in ("preset", *ENGINES))
+            and (type(value) is int and value or value != getattr(default, key))]
+    return "\n".join(["[model]", *(f"{key} = {toml(getattr(model, key))}" for key in keys)])
