@@ -3,8 +3,10 @@ import ast
 import collections
 import re
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 
+import rooms
 from meshtrain import config, units
 from meshtrain.training import objective
 
@@ -82,10 +84,10 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def test_imports_point_downward():
-    rooms = {path: path.parent.relative_to(ROOT / "meshtrain").as_posix()
+    homes = {path: path.parent.relative_to(ROOT / "meshtrain").as_posix()
              for path in (ROOT / "meshtrain").glob("*/**/*.py")}
-    assert set(rooms.values()) - {"cost", "parallel"} == {*OPEN_TO, *UNBOUND}, "a new room needs its line in OPEN_TO"
-    wrong = {str(path.relative_to(ROOT)): extra for path, here in sorted(rooms.items())
+    assert set(homes.values()) - {"cost", "parallel"} == {*OPEN_TO, *UNBOUND}, "a new room needs its line in OPEN_TO"
+    wrong = {str(path.relative_to(ROOT)): extra for path, here in sorted(homes.items())
              if here not in UNBOUND and (extra := imported(path) - OPEN_TO.get(here, set()) - {here} - EVERYONE)}
     assert wrong == {}
 
@@ -100,6 +102,49 @@ def test_rooms_that_need_no_jax_import_none():
 def test_the_import_test_sees_an_import(tmp_path):
     (tmp_path / "a.py").write_text("from meshtrain import cost\ndef f():\n    import meshtrain.training.step\n")
     assert imported(tmp_path / "a.py") == {"cost", "training"}
+
+
+# The two lines. The trainer imports, also inside functions and by way of other files, neither what accounts for a run nor
+# what comes after pretraining: a command hands it what it needs of them. No import is excepted.
+TRAINER = {"checkpoint", "choices", "cluster", "config", "data", "journal", "kernels", "model", "parallel", "run", "sharding",
+           "storage", "training"}
+ACCOUNTANT = {"cost", "inspection", "pages", "parity"}
+AFTER_PRETRAINING = {"huggingface", "inference", "rl"}
+
+
+def folder(module: str) -> str:
+    """The folder of a module in the package, or the name of a file at the top: meshtrain.data.files.jsonl -> data."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def across_the_lines(modules: Mapping[str, set[str]]) -> list[str]:
+    """The ways from a module of the trainer over a line, each as modules that import one another."""
+    ways = []
+    for module in sorted(module for module in modules if folder(module) in TRAINER):
+        waiting, seen = [(module,)], {module}
+        while waiting:
+            way = waiting.pop()
+            if folder(way[-1]) in ACCOUNTANT | AFTER_PRETRAINING:
+                ways.append(" -> ".join(way))
+                continue
+            waiting += [(*way, name) for name in sorted(modules[way[-1]] - seen)]
+            seen |= modules[way[-1]]
+    return ways
+
+
+def test_the_trainer_imports_neither_the_accountant_nor_what_comes_after_pretraining():
+    assert {name.partition("/")[0] for name in OPEN_TO} == TRAINER | ACCOUNTANT | AFTER_PRETRAINING
+    assert across_the_lines(rooms.read_modules()) == []
+
+
+def test_the_test_of_the_lines_sees_an_import_in_a_function_and_by_way_of_a_file_at_the_top(tmp_path):
+    texts = {"run/loop": "def f():\n    from meshtrain import shown\n", "shown": "import meshtrain.pages.skin\n",
+             "pages/skin": "", "__init__": "", "cost/price": "import meshtrain.run.loop\n"}
+    for name, text in texts.items():
+        path = tmp_path / "meshtrain" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert across_the_lines(rooms.read_modules(tmp_path)) == ["meshtrain.run.loop -> meshtrain.shown -> meshtrain.pages.skin"]
 
 
 def asked_names(text: str) -> list[int]:
