@@ -82,7 +82,7 @@ def binding(devices, sizes: gpu_speed.Sizes) -> dict:
 
 
 def items(devices, sizes: gpu_speed.Sizes = gpu_speed.Sizes()) -> list[Item]:
-    rows = [row for row in flags.ON_GPUS if row.when == flags.NEVER and flags.known(row.name)]
+    rows = [row for row in flags.ON_GPUS if row.when == flags.NEVER and flags.is_known(row.name)]
     several = len(devices) > 1
     return [*(Item(f"flags/{row.name}", partial(flag, row, devices, sizes), 120, alone=True) for row in rows),
             *[Item("flags/profile from the roofline", partial(profile, devices, sizes), 150, alone=True)] * several,

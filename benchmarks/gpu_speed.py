@@ -185,9 +185,9 @@ def compiled(plan: Plan, devices, sizes: Sizes):
         started = time.perf_counter()
         step = assembly.compile_step(made)
         seconds = time.perf_counter() - started
-        fits = memory.held_by_program(made,
+        fits = memory.measure(made,
                                       step)["total"] <= hardware.usable_bytes(gpu) if gpu and gpu.hbm_bytes else True
-        if layers == 1 or fits and not audit.recomputed(step.as_text()):
+        if layers == 1 or fits and not audit.count_recomputed(step.as_text()):
             return made, step, seconds
         layers = max(1, layers * 7 // 8)
 
@@ -267,7 +267,7 @@ def told(plan: Plan, made, step, measured: Measured) -> dict:
     step_s, tokens = statistics.median(measured.times), run.data.global_batch * run.data.seq_len
     needed = tokens * flops.model_flops_per_token(made.model.parameters(), run.model, run.data.seq_len)
     peak = gpu and gpu.peak(run.model.compute_dtype)
-    held, line = memory.held_by_program(made, step)["total"], roofline.of_run(made, step.as_text())
+    held, line = memory.measure(made, step)["total"], roofline.of_run(made, step.as_text())
     whole = run_of(plan, count, run.training.microbatches).model.num_layers
     gib = lambda value: "–" if value is None else f"{value / GIB:.1f}"
     microbatches = run.training.microbatches

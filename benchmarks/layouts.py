@@ -100,7 +100,7 @@ def compiled(case: Case) -> tuple[float, int]:
     """(seconds by the roofline, bytes of a GPU) of the compiled step."""
     made = assembly.assemble(case.run(), gpu_compile.topology(f"{GPU}:{case.gpus}"))
     executable = assembly.compile_step(made)
-    return roofline.of_run(made, executable.as_text()).step_s, memory.held_by_program(made, executable)["total"]
+    return roofline.of_run(made, executable.as_text()).step_s, memory.measure(made, executable)["total"]
 
 
 def measure(case: Case) -> tuple[str, str]:

@@ -135,17 +135,17 @@ class OtherPlaced(Placed):
             return super().layers(options)
         return self.cfg.num_layers / self.layout.sizes["stage"]
 
-    def masked(self, options: Options) -> bool:
+    def runs_masked(self, options: Options) -> bool:
         return False
 
-    def recomputed(self, options: Options) -> Recomputed:
+    def recomputation(self, options: Options) -> Recomputed:
         products, attention, elementwise = self.habits.recompute
         return Recomputed(products, attention, elementwise, gathers=products)
 
     def row_parts(self, options: Options) -> int:
         return 1
 
-    def routed(self, options: Options) -> routed.Routed | None:
+    def route(self, options: Options) -> routed.Routed | None:
         """Return the experts of one layer. Their rows are as many as the tokens' choices."""
         if not self.cfg.num_experts:
             return None
@@ -154,7 +154,7 @@ class OtherPlaced(Placed):
         even = tokens * chosen * self.layout.num_shards(region.inner)
         return routed.Routed(True, region, tokens, tokens * (self.habits.copies or chosen), 1,
                              routed.RowCounts(even, even, even), routed.sizes(self, region), True,
-                             self.mesh.sizes["stage"] > 1, routed.gathered(self), True,
+                             self.mesh.sizes["stage"] > 1, routed.weight_shards(self), True,
                              pattern.share(self.cfg, mlps="e"))
 
 
@@ -177,7 +177,7 @@ def _weights(placed: OtherPlaced, options: Options) -> Iterator[Sent]:
 
 def _experts(placed: OtherPlaced, options: Options) -> Iterator[Sent]:
     """Yield the exchange of tokens with experts and back, and that of their gradients."""
-    if not (experts := placed.routed(options)):
+    if not (experts := placed.route(options)):
         return
     forward, width = experts.share * placed.visits(options)[0], experts.sizes.embed_dim * placed.itemsize
     exchanged, _ = experts.axes
@@ -210,7 +210,7 @@ class OtherLayerTimes(price.LayerTimes):
         gaps, because its products and casts are separate kernels."""
         placed, assumed = self.placed, self.rated.assumed
         gap_us = assumed["gap.layer_us"]
-        if experts := placed.routed(self.options):
+        if experts := placed.route(self.options):
             narrow = placed.experts_dtype != placed.cfg.compute_dtype
             each_us = assumed["gap.expert_us"] + narrow * assumed["gap.narrow_us"]
             gap_us += experts.share * experts.sizes.num_experts * each_us
@@ -220,7 +220,7 @@ class OtherLayerTimes(price.LayerTimes):
         return 0.0, 0.0, 0.0
 
     def time_experts(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        experts = self.placed.routed(self.options)
+        experts = self.placed.route(self.options)
         if not experts:
             return (0.0,) * 3, (0.0,) * 2
         products = [experts.share * (times * self.time_product(experts, kernel))
@@ -235,7 +235,7 @@ class OtherLayerTimes(price.LayerTimes):
         shape = (k, n, even) if outer else (even, n, k)
         product = Matmul(*shape, sizes.num_experts, self.placed.experts_dtype)
         product_s = self.rated.matmul_s(product) / self.rated.assumed["experts.rate"]
-        return max(product_s, self.rated.stream_s(experts.moved_bytes(outer)))
+        return max(product_s, self.rated.stream_s(experts.hbm_bytes(outer)))
 
     def _permuted_bytes(self, experts: routed.Routed) -> tuple[float, float]:
         """Return the HBM bytes in addition to the experts' products (forward, backward). Rows are sorted by expert and

@@ -113,7 +113,7 @@ def program(gpu: str, case: Case):
 def row(gpu: str, case: Case) -> list[str]:
     made, executable, text = program(gpu, case)
     line, flat = roofline.of_run(made, text), roofline.of_run(made, text, FLAT)
-    held = memory.held_by_program(made, executable)["total"]
+    held = memory.measure(made, executable)["total"]
     fits = "" if held <= hardware.usable_bytes(hardware.get(gpu)) else " (does not fit)"
     percent = lambda name: f"{line.shares[name]:.1%}"
     print(f"{gpu} {case.name}: {line.step_s:.2f} s, MFU {line.mfu:.1%}", flush=True)

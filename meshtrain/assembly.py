@@ -15,7 +15,7 @@ from meshtrain.design import Design
 from meshtrain.run import say
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.training import accumulate, state, step
-from meshtrain.units import counted
+from meshtrain.units import amount
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ def compile_step(made: Assembly, refuse_broken: bool = True):
     step = first = _compiled(made, lowered)
     profile = agree.on_first(lambda: _profile(made, first))
     path = profile and programs.keep_profile(profile)
-    if path and (options := flags.profiled(path)):
+    if path and (options := flags.profile_options(path)):
         second = _compiled(made, lowered, options)
         step = second if agree.on_first(lambda: scheduling.is_better(made, second, first)) else first
     return checked_program(made.mesh, "the training step", step) if refuse_broken else step
@@ -105,7 +105,7 @@ def checked_program(mesh: jax.sharding.Mesh, name: str, executable):
     if mesh.devices.flat[0].platform != "cpu":
         if broken := audit.broken_permutes(executable.as_text(), mesh):
             raise BrokenProgramError(
-                f"XLA compiled {name} to {counted(len(broken), 'collective permute')} that leave devices with "
+                f"XLA compiled {name} to {amount(len(broken), 'collective permute')} that leave devices with "
                 f"zeros, which gives wrong numbers: {'; '.join(broken[:3])}; nothing was computed. Use another mesh "
                 f"or rule file, or another version of jax")
     return executable

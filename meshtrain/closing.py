@@ -24,7 +24,7 @@ from meshtrain.storage import addresses
 from meshtrain.training import objective
 from meshtrain.training.state import State
 from meshtrain.training_data import Opened
-from meshtrain.units import counted
+from meshtrain.units import amount
 
 
 def end_finished(made: Assembly, start: resume.Start, places: Places, exporting: exports.Exports) -> int:
@@ -100,7 +100,7 @@ def summarize(opened: Opened, val_loss: float | None, goodput_line: str, cost_fi
         written = rows.MetricRows(opened.directory / contents.METRICS)
         first, last = (next(ordered, {}).get(column) for ordered in (iter(written), reversed(written)))
     lines = [] if first is None or last is None else [
-        f"{column} {first:.4f} → {last:.4f}{unit} in {counted(run.training.steps, 'step')}"]
+        f"{column} {first:.4f} → {last:.4f}{unit} in {amount(run.training.steps, 'step')}"]
     if val_loss is not None:
         bits = f" ({val_loss / math.log(2):.3f} bits)" if goal.unit == objective.NATS else ""
         lines += [f"validation {column} {val_loss:.4f}{unit}{bits}"]

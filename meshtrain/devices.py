@@ -21,7 +21,7 @@ from meshtrain.cluster import agree, find, gpus, meet, numa, programs, watch
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.names import AXES, PRNG
 from meshtrain.run import say
-from meshtrain.units import counted
+from meshtrain.units import amount
 
 KEPT_PROGRAM_BYTES = 8 << 30     # size limit of run.compilation_cache
 MOST_SIMULATED = 1024
@@ -203,7 +203,7 @@ def num_simulated() -> int:
 
 def _other_devices(count: int) -> str:
     found = jax.device_count()
-    return (f"this process already runs jax with {counted(found, 'device')}; start a new process, in a "
+    return (f"this process already runs jax with {amount(found, 'device')}; start a new process, in a "
             f"notebook by restarting the kernel, and begin with:\n    import meshtrain as mt\n    mt.simulate({count})")
 
 
@@ -211,7 +211,7 @@ def _set_simulated(count: int, cheaply: bool) -> list[str]:
     """Set flags and settings for `count` simulated devices of this process. cheaply: see `start`. Return lines about
     settings of the environment that are ignored."""
     overruled = []
-    known = xla_flags.known_flags([one.name for one in COMPILED_CHEAPLY]) if cheaply else ()
+    known = xla_flags.find_known([one.name for one in COMPILED_CHEAPLY]) if cheaply else ()
     _set(os.environ, [*ON_CPUS, *SIMULATED, *(one for one in COMPILED_CHEAPLY if one.name in known)])
     others = [flag for flag in flags_in(os.environ) if flag.partition("=")[0] != DEVICE_COUNT_FLAG]
     os.environ["XLA_FLAGS"] = " ".join([*others, f"{DEVICE_COUNT_FLAG}={count}"])
@@ -323,7 +323,7 @@ def prepare_gpus(environ: MutableMapping[str, str]) -> None:
     """
     with user_errors():
         hardware.memory_share(environ)
-    known = xla_flags.known_flags([one.name for one in ON_GPUS if one.name.startswith("--")])
+    known = xla_flags.find_known([one.name for one in ON_GPUS if one.name.startswith("--")])
     _set(environ, [one for one in ON_GPUS if one.name in known or not one.name.startswith("--")])
 
 
@@ -333,7 +333,7 @@ def refuse_unknown_flags(environ: Mapping[str, str]) -> None:
     given = sorted({flag.partition("=")[0] for flag in flags_in(environ)} - ours)
     libraries = [library for library in xla_flags.xla_libraries()
                  if gpus_expected() or library.name == xla_flags.JAXLIB]
-    unknown = sorted(set(given) - xla_flags.known_flags(given, libraries)) if libraries else []
+    unknown = sorted(set(given) - xla_flags.find_known(given, libraries)) if libraries else []
     if unknown:
         here = f"the XLA of jaxlib {importlib.metadata.version('jaxlib')}"
         raise ConfigError(f"XLA_FLAGS has {', '.join(unknown)}, which {here} does not know and would abort at; "

@@ -22,9 +22,9 @@ JAXLIB = "libjax_common.so"
 MEMORY_SHARE = 0.80
 # Conditions. SEVERAL: the run has stages or experts. CUBLAS: no axis splits a layer's matmuls or tokens, and there are
 # no experts; or a dot can request float8 by its algorithm (`float8.precision`). DECODING: the program samples tokens.
-# PROFILED: it is compiled with a profile of its instructions (`profiled`). DEVICELESS: it is compiled for GPUs that the
-# machine does not have. DEVICELESS_11: the same with jax 0.11. EXPERTS_OLD: the run has experts, and jax is older than
-# 0.11.
+# PROFILED: it is compiled with a profile of its instructions (`profile_options`). DEVICELESS: it is compiled for GPUs
+# that the machine does not have. DEVICELESS_11: the same with jax 0.11. EXPERTS_OLD: the run has experts, and jax is
+# older than 0.11.
 ALWAYS, DETERMINISTIC, SEVERAL, EXPERTS_OLD, OFFLOAD, CUBLAS, DECODING, PROFILED, DEVICELESS, DEVICELESS_11, NEVER = (
     "always", "deterministic", "several", "experts_old", "offload", "cublas", "decoding", "profiled", "deviceless",
     "deviceless_11", "never")
@@ -131,37 +131,37 @@ def options(platform: str, facts: Set[str] = frozenset(), memory_share: float = 
     ALWAYS. memory_share: share of a GPU's memory that the process uses."""
     if platform == "cpu":
         return {}
-    chosen = _chosen({ALWAYS, *facts}, environ)
+    chosen = _choose({ALWAYS, *facts}, environ)
     if MEMORY_LIMIT in chosen:
         chosen[MEMORY_LIMIT] = round(100 * memory_share / MEMORY_SHARE)
     return chosen
 
 
-def profiled(file: Path, environ: Mapping[str, str] = os.environ) -> dict[str, bool | int | str]:
+def profile_options(file: Path, environ: Mapping[str, str] = os.environ) -> dict[str, bool | int | str]:
     """Return the options that add a profile (`cost.program.scheduling`) to a compilation; none if XLA_FLAGS already
     names a profile, or the installed XLA does not support it. file: the profile."""
-    chosen = _chosen({PROFILED}, environ)
+    chosen = _choose({PROFILED}, environ)
     return chosen | {PROFILE: str(file)} if PROFILE in chosen else {}
 
 
-def _chosen(conditions: Set[str], environ: Mapping[str, str]) -> dict[str, bool | int | str]:
+def _choose(conditions: Set[str], environ: Mapping[str, str]) -> dict[str, bool | int | str]:
     users = set(re.findall(r"(?:^|\s)--(\w+)", environ.get("XLA_FLAGS", "")))
     return {flag.name: flag.value for flag in ON_GPUS
-            if flag.when in conditions and flag.name not in users and known(flag.name)}
+            if flag.when in conditions and flag.name not in users and is_known(flag.name)}
 
 
-def known(name: str) -> bool:
+def is_known(name: str) -> bool:
     """Return whether the installed XLA knows a flag of the table; True if its libraries are not found."""
     libraries = xla_libraries()
-    return not libraries or name in _known_of_table(tuple(libraries))
+    return not libraries or name in _find_known_of_table(tuple(libraries))
 
 
 @functools.cache
-def _known_of_table(libraries: tuple[Path, ...]) -> set[str]:
-    return known_flags([flag.name for flag in ON_GPUS], libraries)
+def _find_known_of_table(libraries: tuple[Path, ...]) -> set[str]:
+    return find_known([flag.name for flag in ON_GPUS], libraries)
 
 
-def known_flags(names: Sequence[str], libraries: Sequence[Path] | None = None) -> set[str]:
+def find_known(names: Sequence[str], libraries: Sequence[Path] | None = None) -> set[str]:
     """Return those of these flags that all XLA libraries know (jaxlib and the GPU plugin, which both read XLA_FLAGS).
 
     libraries: None for the installed ones. XLA has no interface that lists its flags, so the bytes of the libraries are

@@ -205,12 +205,12 @@ def get(name: str) -> Gpu:
     """Return the GPU with this name. Raises: ValueError that suggests a similar name."""
     if name in GPUS:
         return GPUS[name]
-    near = difflib.get_close_matches(name.lower(), priced(), n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name.lower(), list_priced(), n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"unknown GPU {name!r}; {hint}known GPUs: {', '.join(priced())}")
+    raise ValueError(f"unknown GPU {name!r}; {hint}known GPUs: {', '.join(list_priced())}")
 
 
-def priced() -> tuple[str, ...]:
+def list_priced() -> tuple[str, ...]:
     """Return the names of GPUs whose speed is known."""
     return tuple(name for name, gpu in GPUS.items() if gpu.hbm_bytes)
 

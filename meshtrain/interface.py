@@ -236,7 +236,7 @@ class Experiment:
         >>> run.history[-1]["step"] == int(run.state.step)
         True
         """
-        screen, drawn_s = shown.displayed(self.history), time.monotonic()
+        screen, drawn_s = shown.display(self.history), time.monotonic()
         for n in range(given.check_count("steps", steps, 0)):
             self.step()
             if screen and (n == steps - 1 or time.monotonic() > drawn_s + DRAWN_EVERY_S):
@@ -348,7 +348,7 @@ def compare(experiments: Sequence[Experiment] | Mapping[str, Experiment], steps:
     given_ones = experiments.values() if isinstance(experiments, Mapping) else experiments
     if wrong := [one for one in given_ones if not isinstance(one, Experiment)]:
         raise ConfigError(f"{wrong[0]!r} is not an Experiment; write e.g. mt.compare({{\"a\": mt.Experiment(…)}})")
-    rows, costs, named = [], {}, shown.named(experiments)
+    rows, costs, named = [], {}, shown.name_all(experiments)
     steps = given.check_count("steps", steps)
     for name, one in named.items():
         kept, one._state, costs[name] = one._state, None, one.inspect(topology)
@@ -356,7 +356,7 @@ def compare(experiments: Sequence[Experiment] | Mapping[str, Experiment], steps:
             passed = [one._advance(None) for _ in range(steps)]
         finally:
             one._state = kept
-        rows.append(shown.compared(name, one.layout, costs[name], passed))
+        rows.append(shown.comparison_row(name, one.layout, costs[name], passed))
     return shown.comparison(rows, costs, steps)
 
 
@@ -399,7 +399,7 @@ def plan(model: str | Path, gpus: int | Sequence[int], gpu: str, settings: Mappi
                           f"Python, write the result of plan to a file yourself")
     with _told_as_python():
         read = plan_command.COMMAND.of([str(model)], given_options, config.words({} if settings is None else settings))
-        return shown.planned(plan_command.make_plans(read))
+        return shown.show_plans(plan_command.make_plans(read))
 
 
 def schedule(table: str, stages: int = 0, microbatches: int = 0, chunks: int = 1) -> DrawnSchedule:
@@ -435,5 +435,5 @@ def prove(run_file: str | Path | None = None, settings: Mapping[str, object] | N
     chosen: Sequence[GivenRules] = [rules] if isinstance(rules, (str, Path, Mapping, rule_files.Rules)) else rules
     files, devices = [scratch.rule_file(one) for one in chosen], local_devices.start(run, cheaply=True)
     with _told_as_python():
-        return shown.proved(parity.prove_layer(model, parameters or {}, files, devices, cells) if model else
+        return shown.show_proof(parity.prove_layer(model, parameters or {}, files, devices, cells) if model else
                             parity.prove(run, files, devices, cells))

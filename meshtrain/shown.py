@@ -17,7 +17,7 @@ from meshtrain.inspection.inspected import Inspected
 from meshtrain.pages import layout, pictures, plans, proofs, skin
 from meshtrain.pages.pictures import Bar, PlotAxis, PlotCurve
 from meshtrain.parallel.pipeline import schedules
-from meshtrain.units import counted, seconds, size
+from meshtrain.units import amount, seconds, size
 
 
 class Shown:
@@ -157,10 +157,10 @@ def history(rows: Sequence[Mapping[str, float]]) -> Rows:
     curve = pictures.curves([PlotCurve(0, "loss", points)], PlotAxis("step", "{:g}".format),
                             PlotAxis("loss", "{:g}".format), "loss by step", height=240) if points else ""
     last = "; ".join(f"{name} {value:.6g}" for name, value in rows[-1].items()) if rows else "no step was taken"
-    return Rows(rows, f"{counted(len(rows), 'step')}, the last: {last}" if rows else last, curve)
+    return Rows(rows, f"{amount(len(rows), 'step')}, the last: {last}" if rows else last, curve)
 
 
-def named(experiments: Sequence | Mapping) -> dict:
+def name_all(experiments: Sequence | Mapping) -> dict:
     """Return name -> experiment. Experiments without names are named by their layouts. Raises: ConfigError if two have
     the same layout."""
     if isinstance(experiments, Mapping):
@@ -172,7 +172,7 @@ def named(experiments: Sequence | Mapping) -> dict:
     return found
 
 
-def compared(name: str, layout: str, costs: StepCosts, steps: Sequence[Mapping[str, float]]) -> dict:
+def comparison_row(name: str, layout: str, costs: StepCosts, steps: Sequence[Mapping[str, float]]) -> dict:
     """Return a row of `comparison`. steps: metrics of the steps from the start."""
     step_s = costs.roofline["step_time_s"] if costs.roofline else min(row["step_s"] for row in steps)
     return {"name": name, "layout": layout, "memory_bytes": costs.memory_bytes["compiled"]["total"],
@@ -182,7 +182,7 @@ def compared(name: str, layout: str, costs: StepCosts, steps: Sequence[Mapping[s
 def comparison(rows: Sequence[Mapping], costs: Mapping[str, StepCosts], steps: int) -> Rows:
     """Return a table of experiments. Its picture shows their memory and, below, the bytes that they send. rows: from
     `compared`. steps: number of steps before the loss."""
-    lines = [("", "layout", "memory", "sent", "step", f"loss after {counted(steps, 'step')}")]
+    lines = [("", "layout", "memory", "sent", "step", f"loss after {amount(steps, 'step')}")]
     lines += [(row["name"], row["layout"], size(row["memory_bytes"]), size(row["sent_bytes"]),
                seconds(row["step_time_s"]), f"{row['loss']:.6f}") for row in rows]
     kinds = list(dict.fromkeys(kind for one in costs.values() for kind in one.sent_bytes))
@@ -195,13 +195,13 @@ def comparison(rows: Sequence[Mapping], costs: Mapping[str, StepCosts], steps: i
         pictures.bars(sent, size, "bytes that a device sends in a step", legend=True)]))
 
 
-def planned(found: plan.Planned) -> Rows:
+def show_plans(found: plan.Planned) -> Rows:
     """Return plans. If they are for one number of GPUs, their picture shows memory against step time."""
     data, one = found.as_json(), len(found.answers) == 1
     return Rows(data["plans"], found.text(), plans.trade_drawing(data, legend=True) if found.best and one else "")
 
 
-def proved(proof: parity.Proof) -> JsonTable:
+def show_proof(proof: parity.Proof) -> JsonTable:
     """Return a proof with a line of text for each layout."""
     data, total = proof.as_json(), len(proof.cells)
     lines = [parity.line(cell, number, total) for number, cell in enumerate(proof.cells, 1)]
@@ -209,7 +209,7 @@ def proved(proof: parity.Proof) -> JsonTable:
     return JsonTable(data, "\n".join([*lines, parity.summarize(proof)]), proofs.heat_drawing(data))
 
 
-def displayed(shown):
+def display(shown):
     """Show a result in a notebook, and return the handle by which it can be updated; None outside a notebook."""
     if "IPython" not in sys.modules:
         return None

@@ -24,7 +24,7 @@ from meshtrain.run.loop import Feed
 from meshtrain.run.replicas import Replicas
 from meshtrain.training.state import State
 from meshtrain.training_data import Opened
-from meshtrain.units import counted
+from meshtrain.units import amount
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,7 +128,7 @@ class Trainer:
                                    'data, or start again with training.loss_spike="skip"')
         with self.attempt.account.count_as("restore"), watch.phase("going back before a spike", "restore"):
             new = resume.before_spike(made.run, start, spiked, places.checkpoints, places.local, made.state_shapes)
-            left_out = counted(spiked - new.step, "batch")
+            left_out = amount(spiked - new.step, "batch")
             say.out(f"{why}: back to step {new.step}, without the {left_out} up to the spike "
                     f"(training.loss_spike=\"rollback\", {spikes.rollbacks + 1} of {MAX_ROLLBACKS})")
             new = dataclasses.replace(new, rollbacks=spikes.rollbacks + 1)

@@ -37,7 +37,7 @@ def many(count: int) -> str:
     return f"{count / 1e9:,.1f}B" if count >= 1e9 else f"{count / 1e6:,.1f}M" if count >= 1e6 else f"{count:,}"
 
 
-def counted(count: int, noun: str) -> str:
+def amount(count: int, noun: str) -> str:
     """Format a number of things: 1 microbatch, 2 microbatches, 1,200 files."""
     return f"{count:,} {plural(count, noun)}"
 

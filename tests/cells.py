@@ -134,11 +134,11 @@ def compiling(cell: Cell) -> Iterator[None]:
 def compiled(cell: Cell) -> parity.Compiled:
     """The cell's step."""
     with compiling(cell):
-        return parity.compiled(run_of(cell))
+        return parity.compile_run(run_of(cell))
 
 
 def one_device(cell: Cell):
-    """(parameters, and what `parity.trained` returns) of the cell's reference on one device."""
+    """(parameters, and what `parity.train` returns) of the cell's reference on one device."""
     return parity.one_device(parity.on_one_device(run_of(cell)).model_dump_json(), 0)
 
 

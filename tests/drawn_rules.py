@@ -169,15 +169,15 @@ def outcome(number: int, directory: Path) -> tuple[str, list[str]]:
     from meshtrain.parity import compare
     name, run = draw(number, directory)
     try:
-        compare.accepted(run)
+        compare.check_accepted(run)
     except config.ConfigError as error:
         return "refused", list(error.messages)
-    case = compare.compiled(run, jax.devices())
+    case = compare.compile_run(run, jax.devices())
     wrong = compare.differences(case).beyond(compare.FLOAT32)
     if wrong and run.model.num_experts:     # a tie of two experts that rounding decides is in one draw
         wrong = compare.differences(case, seed=1).beyond(compare.FLOAT32) and wrong
     if number % EVALUATED == 0 and run.training.objective == "next_token":
-        np.testing.assert_allclose(compare.evaluated(run), compare.evaluated(compare.on_one_device(run)), rtol=2e-5)
+        np.testing.assert_allclose(compare.evaluate(run), compare.evaluate(compare.on_one_device(run)), rtol=2e-5)
     return ("DIFFERS" if wrong else "equal"), wrong
 
 

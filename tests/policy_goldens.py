@@ -37,8 +37,8 @@ def write_model() -> None:
     from meshtrain.huggingface.weights import export
     from meshtrain.huggingface.weights.ends import Ends
     from meshtrain.run import trees
-    made = parity.assembled(run_of("ddp", ONE, MODEL))
-    grown = jax.tree.map(lambda w: 2 * w, parity.drawn_parameters(made, 0))     # so that ratios and temperatures show
+    made = parity.assemble(run_of("ddp", ONE, MODEL))
+    grown = jax.tree.map(lambda w: 2 * w, parity.draw_parameters(made, 0))     # so that ratios and temperatures show
     params = jax.device_put(grown, made.program.step.state.sharding.params)
     with jax.set_mesh(made.mesh):
         export.write(HOME, made.model, trees.leaves_of(params).__getitem__, dtype="float32", shard_bytes=10**9,

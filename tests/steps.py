@@ -19,7 +19,7 @@ PER_PARAM = {"ddp": lambda n: 16, "zero1": lambda n: 4 + 12 / n, "zero2": lambda
 
 def check_bytes(case: parity.Compiled) -> None:
     """A device holds the bytes of parameters, accumulators and states that the rules say."""
-    held, ruled = memory.held_by_program(case.made, case.step), memory.formula(case.made)
+    held, ruled = memory.measure(case.made, case.step), memory.formula(case.made)
     assert (held["params"], held["optimizer"]) == (ruled["params"], ruled["optimizer"])
     # A pipeline carries its accumulators otherwise, and so does a loop whose tensor ranks share a key head.
     if not case.made.choice and case.made.run.mesh.tensor <= case.made.run.model.num_kv_heads:
@@ -28,7 +28,7 @@ def check_bytes(case: parity.Compiled) -> None:
 
 def check_bytes_per_parameter(case: parity.Compiled, rule: str, n: int) -> None:
     """The table of ZeRO's paper, of a run on mesh.fsdp=n alone."""
-    held = memory.held_by_program(case.made, case.step)
+    held = memory.measure(case.made, case.step)
     count = sum(info.size for info in case.made.model.parameters())
     measured = (held["params"] + held["grads"] + held["optimizer"]) / count
     # Norms and biases of heads are whole on every device.

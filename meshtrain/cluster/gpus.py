@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from meshtrain.config import ConfigError
-from meshtrain.units import counted, plural
+from meshtrain.units import amount, plural
 
 
 def visible(environ: Mapping[str, str]) -> list[str]:
@@ -62,7 +62,7 @@ def _share(ones: tuple[tuple[int, int], ...], hosts: list[str]) -> str:
     each = " + ".join(dict.fromkeys(str(took) for took, _ in ones))
     where = hosts[0] if len(hosts) == 1 else f"each of {len(hosts)} hosts"
     idle = f"; {seen - took} of its {seen} visible GPUs stay idle" if took < seen else ""
-    return (f"{counted(len(ones), 'process')} on {where} took {each} "
+    return (f"{amount(len(ones), 'process')} on {where} took {each} "
             f"{plural(1 if each == '1' else 2, 'GPU')} each{idle}")
 
 

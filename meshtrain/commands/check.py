@@ -31,7 +31,7 @@ from meshtrain.rl.rewards import workers
 from meshtrain.run import command, contents, rundir, say
 from meshtrain.run.stops import DOES_NOT_FIT, DONE, FAILED, USER_ERROR
 from meshtrain.storage import addresses, buckets, model_folder
-from meshtrain.units import counted, size
+from meshtrain.units import amount, size
 
 OK, NOTE, WRONG, UNFIT, FAULT, LEFT = "ok", "note", "wrong", "does not fit", "failed", "not checked"
 MARKS = {OK: "✓", NOTE: "!", WRONG: "✗", UNFIT: "✗", FAULT: "✗", LEFT: "–"}
@@ -116,7 +116,7 @@ def _layout(run: Run, topology: str | None) -> Iterator[Finding | tuple[Design, 
         config.mesh_sizes(run, run.mesh.simulated_devices)
     run, spec, platform, gpu = topologies.resolve_layout(run, topology)
     made = design.make(run, spec, platform, gpu)
-    on = f"{spec.num_devices} × {gpu.name}" if gpu else f"{counted(spec.num_devices, 'device')} of {platform}"
+    on = f"{spec.num_devices} × {gpu.name}" if gpu else f"{amount(spec.num_devices, 'device')} of {platform}"
     schedule = f", {made.choice.schedule.name}" if made.choice else ""
     yield Finding("layout", OK, f"{spec} on {on}, {run.sharding.rules}{schedule}")
     for note in made.notes:
@@ -162,7 +162,7 @@ def _weights(run: Run, made: Design) -> Iterator[Finding]:
         yield Finding("weights", LEFT, f"{source}: read when the run starts")
     elif model_folder.is_at(source):
         _, rows = pretrained.open_folder(run, made.model)
-        yield Finding("weights", OK, f"{source}: a model folder with the {counted(len(rows), 'tensor')} of the model")
+        yield Finding("weights", OK, f"{source}: a model folder with the {amount(len(rows), 'tensor')} of the model")
     else:
         saved = Path(source) / contents.CHECKPOINTS
         steps = sorted(int(name) for name in os.listdir(saved) if name.isdecimal()) if saved.is_dir() else []
@@ -186,14 +186,14 @@ def _data(run: Run, offline: bool) -> Iterator[Finding]:
         corpus, found = prompts.open_prompts(data, vocab_size=vocab, seed=run.run.seed,
                                              longest=data.seq_len - run.rl.max_tokens + 1, folders=folders)
         yield from _tokenizer(corpus.tokenizer, vocab)
-        yield Finding("data", OK, f"{counted(len(found.prompts), 'prompt')}, {len(found.held)} held out, of up to "
+        yield Finding("data", OK, f"{amount(len(found.prompts), 'prompt')}, {len(found.held)} held out, of up to "
                                   f"{found.longest} tokens")
         return
     described = sources.describe(data, vocab_size=vocab, folders=folders)
     yield from _tokenizer(described.tokenizer, vocab)
     training_data.sample_prompt(run, described.tokenizer)
     for one in described.components:
-        ids, of = sources.sample(described, one), f"{one.where}: {one.source}, {counted(len(one.paths), 'file')}"
+        ids, of = sources.sample(described, one), f"{one.where}: {one.source}, {amount(len(one.paths), 'file')}"
         if not len(ids):
             yield Finding("data", LEFT, f"{of}, nothing was read")
             continue

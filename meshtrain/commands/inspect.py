@@ -28,7 +28,7 @@ from meshtrain.pages import layout, pictures, skin
 from meshtrain.rl import samplers
 from meshtrain.run import command, say
 from meshtrain.run.stops import DOES_NOT_FIT, DONE, FAILED
-from meshtrain.units import counted, size
+from meshtrain.units import amount, size
 
 COMMAND = config.Command("meshtrain.inspect", {
     "topology": config.Option("compile for N of these GPUs, also on a machine without them", "GPU:N", "h100:64"),
@@ -181,11 +181,11 @@ def _differs(before: expect.Expected, now: expect.Expected, path: str) -> bool:
     for line in lines + causes:
         say.err(line)
     if lines:
-        say.err(f"the step differs from {path}: {counted(len(lines), 'difference')}; to accept the step as it is, add "
+        say.err(f"the step differs from {path}: {amount(len(lines), 'difference')}; to accept the step as it is, add "
                 f"--update")
     else:
         sent = sum(row.bytes for row in now.collectives.values())
-        say.err(f"the step agrees with {path}: {counted(len(now.collectives), 'kind')} of collectives, {sent:,} bytes "
+        say.err(f"the step agrees with {path}: {amount(len(now.collectives), 'kind')} of collectives, {sent:,} bytes "
                 f"sent, {now.memory_bytes['total']:,} bytes held")
     return bool(lines)
 

@@ -57,8 +57,8 @@ def _fix_option(help: str) -> config.Option:
 COMMAND = config.Command("meshtrain.plan", {
     "gpus": config.Option("number of GPUs; 64,128,256 shows the best plan for each", "N", "64", _gpus, (),
                           required="which layout is best depends on it"),
-    "gpu": config.Option(f"type of GPU: {', '.join(hardware.priced())}", "NAME", "h100",
-                         config.one_of(*hardware.priced()), required="which layout is best depends on it"),
+    "gpu": config.Option(f"type of GPU: {', '.join(hardware.list_priced())}", "NAME", "h100",
+                         config.one_of(*hardware.list_priced()), required="which layout is best depends on it"),
     "seq-len": config.Option("tokens per sequence", "S", "8192", config.whole(1)),
     "global-batch": config.Option("sequences per step (default: about 4 million tokens)", "B", "512", config.whole(1)),
     **{axis: _fix_option(f"fix mesh.{axis}") for axis in AXES},
@@ -132,7 +132,7 @@ class Planned:
         if objective.of_run(self.run).samples and not several and answer.plans:
             parts.append(texts.sampling(price_sampling(self.run, question, answer.plans[0])))
         if self.compiled:
-            parts.append(texts.verified_table(question, answer.plans, self.compiled))
+            parts.append(texts.verification_table(question, answer.plans, self.compiled))
         if self.unopened:
             parts.append(f"note: {self.unopened}")
         return "\n\n".join(parts)
@@ -154,7 +154,8 @@ class Planned:
                 "gpus": [q.num_gpus for q, _ in self.answers] if several else question.num_gpus,
                 "gpu": question.rated.gpu.name, "usable_bytes": question.usable_bytes,
                 "seq_len": question.options.seq_len, "global_batch": question.options.global_batch,
-                "tried": sum(a.tried for _, a in self.answers), "attention": texts.attended(question, answer).engine,
+                "tried": sum(a.tried for _, a in self.answers),
+                "attention": texts.first_attention(question, answer).engine,
                 "behind": self.behind and self.behind.as_json(),
                 "first": None if several else texts.first(question, answer, self.behind),
                 "others": [{"mesh": dict(plan.sizes), "rules": plan.rules.path, "step_time_s": plan.price.step_s,
@@ -370,7 +371,7 @@ def price_sampling(run: Run, question: search.Question, plan: search.Plan) -> di
     if not rl.slots and 0 < fits < costs.slots:
         costs = dataclasses.replace(costs, slots=fits)
     token_s = sum(costs.token_s(question.rated, room).values())
-    return {"slots": costs.slots, "slots_that_fit": fits, "weights_bytes": round(costs.copied_bytes()),
+    return {"slots": costs.slots, "slots_that_fit": fits, "weights_bytes": round(costs.copy_bytes()),
             "cache_bytes": round(costs.cache_bytes), "sync_s": costs.sync_s(question.rated), "token_s": token_s,
             "tokens_per_s_per_gpu": costs.slots / token_s / question.num_gpus,
             "batch_s_at_most": -(-rl.prompts * rl.samples // costs.slots) * rl.max_tokens * token_s}

@@ -63,6 +63,6 @@ def _write_smallest(proof: parity.Proof, run: config.Run, devices) -> str | None
     if found.keys == smallest.keys_of(run):
         say.out("this run file is the smallest that shows the difference: no key can be left out")
         return None
-    path = smallest.written(found, run.run.name)
+    path = smallest.write(found, run.run.name)
     say.out(f"written: {path}, {len(found.keys)} keys; python -m meshtrain.prove {path} shows the difference again")
     return str(path)

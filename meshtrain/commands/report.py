@@ -15,7 +15,7 @@ from meshtrain.pages import compared as compared_pages
 from meshtrain.pages import measured as pages
 from meshtrain.pages import skin
 from meshtrain.run import command, say
-from meshtrain.units import counted, duration
+from meshtrain.units import amount, duration
 
 TRIES = 8       # number of attempts that are listed, the newest ones
 COMMAND = config.Command("meshtrain.report", {
@@ -71,7 +71,7 @@ def summary(data: dict) -> str:
         words = [f"loss {loss['first']:.4f} at first", f"{loss['last']:.4f} now"]
         if loss["validation"] is not None:
             words += [f"validation {loss['validation']:.4f} after step {loss['validation_step']:,}"]
-        lines += [", ".join(words) + (f"; {counted(data['skipped'], 'step')} skipped" if data["skipped"] else "")]
+        lines += [", ".join(words) + (f"; {amount(data['skipped'], 'step')} skipped" if data["skipped"] else "")]
     if speed["tokens_per_s"]:
         mfu = f", MFU {speed['mfu']:.1%} ({pages.against_price(data, 'mfu')})" if speed["mfu"] else ""
         lines += [f"{speed['tokens_per_s']:,.0f} tokens/s ({pages.against_price(data, 'tokens_per_s')}){mfu}"]
@@ -87,8 +87,8 @@ def summary(data: dict) -> str:
         lines += ["time: " + ", ".join(f"{name} {duration(spent_s)} ({spent_s / total:.1%})"
                                        for name, spent_s in parts.items())]
     if len(data["starts"]) > 1:
-        lines += [f"{counted(len(data['starts']), 'start')}; "
-                  f"{counted(sum(one['steps_again'] for one in data['starts']), 'step')} taken again"]
+        lines += [f"{amount(len(data['starts']), 'start')}; "
+                  f"{amount(sum(one['steps_again'] for one in data['starts']), 'step')} taken again"]
     lines += [_of_try(data, number)
               for number in range(max(1, len(data["starts"]) - TRIES + 1), len(data["starts"]) + 1)]
     return "\n".join(map(say.escape, lines))
@@ -97,7 +97,7 @@ def summary(data: dict) -> str:
 def _of_try(data: dict, number: int) -> str:
     one, last = data["starts"][number - 1], number == len(data["starts"])
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["began"]))
-    again = f", {counted(one['steps_again'], 'step')} again" if one["steps_again"] else ""
+    again = f", {amount(one['steps_again'], 'step')} again" if one["steps_again"] else ""
     clock = f"; the wall clock was set by {one['clock_s']:+,.0f} s meanwhile" if one["clock_s"] else ""
     return (f"start {number}: {began}, {one['cause'] or 'after step ' + format(one['from_step'], ',')}{again}; to step "
             f"{one['to_step'] or 0:,} in {duration(one['run_s'])}: "

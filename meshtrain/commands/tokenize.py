@@ -18,7 +18,7 @@ from meshtrain.data.files import token_files
 from meshtrain.files import FileSystemError
 from meshtrain.run import command, say, stops
 from meshtrain.storage import mirror, model_folder
-from meshtrain.units import counted
+from meshtrain.units import amount
 
 
 def _share(text: str) -> tuple[int, int]:
@@ -67,7 +67,7 @@ def _sum_up(source: sources.Source | None) -> str:
     if isinstance(source, token_files.TokenFiles):
         pairs = source.pairs
         tokens, documents = (sum(getattr(pair, name) for pair in pairs) for name in ("num_tokens", "num_documents"))
-        return f"{counted(tokens, 'token')}, {counted(documents, 'document')}, {counted(len(pairs), 'part')}; all built"
+        return f"{amount(tokens, 'token')}, {amount(documents, 'document')}, {amount(len(pairs), 'part')}; all built"
     return "the tokens are bytes, so there is nothing to tokenize"
 
 

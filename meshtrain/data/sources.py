@@ -27,7 +27,7 @@ from meshtrain.data.documents.conversations import Chats
 from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.data.files import binary_files, token_files
 from meshtrain.storage import addresses, copies
-from meshtrain.units import counted
+from meshtrain.units import amount
 
 CHATS = ("chat", "preferences")     # sources of conversations
 DIVIDED = ("text", "jsonl", "parquet", "arrow")     # sources whose documents data.split_at divides
@@ -335,7 +335,7 @@ def _check_ids(parts: Sequence[tuple[token_files.IndexedTokens | None, Sequence[
             document, found = token_files.first_beyond(pair, size)
             named = isinstance(described.tokenizer, tokenizer.TokenizerFile) and \
                 described.tokenizer.library.id_to_token(found)
-            behind = f" and {counted(len(more), 'file')} after it" if more else ""
+            behind = f" and {amount(len(more), 'file')} after it" if more else ""
             faults.append(f"{path}{behind}: document {document} (from 0) "
                           f"holds the id {found}{f' ({named})' if named else ''}, but model.vocab_size={size} has 0 to "
                           f"{size - 1}; use model.vocab_size={largest + 1} or more, or the files of another tokenizer; "
@@ -347,11 +347,11 @@ def _check_ids(parts: Sequence[tuple[token_files.IndexedTokens | None, Sequence[
 def _check_not_empty(where: str, paths: Sequence[str], files: token_files.TokenFiles,
                      tell: Callable[[str], None]) -> None:
     if not any(pair.num_tokens for pair in files.pairs):
-        raise ValueError(f"{where}.paths: no text in {counted(len(paths), 'file')} ({_few(paths)}); name "
+        raise ValueError(f"{where}.paths: no text in {amount(len(paths), 'file')} ({_few(paths)}); name "
                          f"files with text")
     empty = [pair.path for pair in files.pairs if not pair.num_documents]
     if empty:
-        tell(f"{where}.paths: no document in {len(empty)} of {counted(len(files.pairs), 'file')} ({_few(empty)})")
+        tell(f"{where}.paths: no document in {len(empty)} of {amount(len(files.pairs), 'file')} ({_few(empty)})")
 
 
 SAMPLED, SAMPLED_TEXTS = 1 << 20, 64        # sample of a source: ids of a token file; texts, or parts of a long one
@@ -403,6 +403,6 @@ def open_files(paths: Sequence[str], where: str = "data") -> ByteFiles:
     """Return byte files with their lengths, which come from stat alone: no file is read before a batch needs it."""
     lengths = globs.file_sizes(paths, where)
     if not lengths.any():
-        raise ValueError(f"{where}.paths: no text in {counted(len(paths), 'file')} ({_few(paths)}); name "
+        raise ValueError(f"{where}.paths: no text in {amount(len(paths), 'file')} ({_few(paths)}); name "
                          f"files with text")
     return ByteFiles(tuple(paths), lengths)

@@ -12,7 +12,7 @@ import numpy as np
 
 from meshtrain.cost.formulas.simulate import ChosenSchedule, Outcome, gib
 from meshtrain.parallel.pipeline.schedules import F, KINDS, Schedule
-from meshtrain.units import counted, plural
+from meshtrain.units import amount, plural
 
 TEXT_COLUMNS = 180       # most characters in a line of the text form
 MOST_OPS = 6000          # approximate limit of ops in a schedule's JSON
@@ -38,8 +38,8 @@ def title(schedule: Schedule, outcome: Outcome, memory_bytes: int | None = None)
     chunks = f", {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
     stage = int(schedule.peak.argmax())
     held = f" ({gib(memory_bytes)})" if memory_bytes is not None else ""
-    return (f"{schedule.name}: {counted(schedule.num_stages, 'stage')}, "
-            f"{counted(schedule.num_microbatches, 'microbatch')}{chunks} · bubble {outcome.bubble:.1%} · peak memory: "
+    return (f"{schedule.name}: {amount(schedule.num_stages, 'stage')}, "
+            f"{amount(schedule.num_microbatches, 'microbatch')}{chunks} · bubble {outcome.bubble:.1%} · peak memory: "
             f"activations of {outcome.peak_live:g} {plural(outcome.peak_live, 'microbatch')} on stage {stage}{held}")
 
 

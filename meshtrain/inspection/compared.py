@@ -37,7 +37,7 @@ def of(run_dirs: Sequence[str]) -> dict:
     trained on. differs: the keys whose values differ, with one value per run. notes: why numbers are not comparable.
     Raises: ValueError with all mistakes, one per line.
     """
-    mistakes, told, run_files = _named_twice(run_dirs), [], []
+    mistakes, told, run_files = _find_duplicates(run_dirs), [], []
     for run_dir in dict.fromkeys(run_dirs):
         try:
             run_files.append(_flat(measured.run_file(run_dir)))
@@ -58,7 +58,7 @@ def of(run_dirs: Sequence[str]) -> dict:
                       if row["key"] in CHANGE_THE_LOSS]}
 
 
-def _named_twice(run_dirs: Sequence[str]) -> list[str]:
+def _find_duplicates(run_dirs: Sequence[str]) -> list[str]:
     found: dict[str, str] = {}
     mistakes = []
     for run_dir in run_dirs:

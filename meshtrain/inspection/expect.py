@@ -52,7 +52,7 @@ class Expected:
 
 def of(made: Assembly, program: audit.ProgramAudit, held: Mapping[str, int | None]) -> Expected:
     """Return the expectation that a compiled step fulfils. program: the audit of the step. held: its bytes per device
-    by kind (`memory.held_by_program`)."""
+    by kind (`memory.measure`)."""
     run = {"devices": f"{made.mesh_spec.num_devices} × {made.mesh.devices.flat[0].device_kind}",
            "mesh": {axis: n for axis, n in made.mesh_spec.sizes.items() if n > 1},
            "placement": list(made.mesh_spec.placement),
@@ -68,7 +68,7 @@ def of(made: Assembly, program: audit.ProgramAudit, held: Mapping[str, int | Non
             counts[key] += row.trips
             sent[key] += audit.ring_bytes(row.kind, payload * row.trips, row.group_size)
             sources[key] |= dict.fromkeys(named(dims) or [row.source])
-    rows = {key: ExpectedRow(counts[key], sent[key], _listed(list(sources[key]))) for key in sorted(counts)}
+    rows = {key: ExpectedRow(counts[key], sent[key], _list_names(list(sources[key]))) for key in sorted(counts)}
     return Expected(run, {name: version(name) for name in COMPILER},
                     {k: v for k, v in held.items() if v is not None}, rows)
 
@@ -98,7 +98,7 @@ def _bare(dims) -> tuple[int, ...]:
     return tuple(n for n in dims if n > 1)
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     more = f" (+{len(names) - NAMED} more)" if len(names) > NAMED else ""
     return ", ".join(name for name in names[:NAMED] if name) + more
 

@@ -46,8 +46,8 @@ def of(made: Assembly, ruled: Mapping[str, int | None]) -> Formulas | None:
     grads = ruled["loop_grads"] if schedule else ruled["grads"]
     held = {**ruled, "activations": lives, "total": ruled["params"] + grads + ruled["optimizer"] + lives}
     sizes = made.mesh_spec.sizes
-    return Formulas(held, traffic.summarized(traffic.of(placed, options), sizes),
-                    round(flops.executed(placed, options)))
+    return Formulas(held, traffic.summarize(traffic.of(placed, options), sizes),
+                    round(flops.count_executed(placed, options)))
 
 
 def matmul_flops(program: audit.ProgramAudit) -> int:
@@ -59,7 +59,7 @@ def matmul_flops(program: audit.ProgramAudit) -> int:
 def differences(made: Assembly, formulas: Formulas, held: Mapping[str, int | None],
                 program: audit.ProgramAudit) -> list[str]:
     """Return one line for each number beyond its tolerance, and for each collective without a formula, with the
-    parameters that it moves. held: bytes of the compiled step by kind (`memory.held_by_program`)."""
+    parameters that it moves. held: bytes of the compiled step by kind (`memory.measure`)."""
     lines = []
     for kind, tolerance in TOLERANCE.items():
         before = formulas.memory_bytes["loop_grads" if kind == "grads" and made.choice else kind]
@@ -75,7 +75,7 @@ def differences(made: Assembly, formulas: Formulas, held: Mapping[str, int | Non
         if max(after, before) <= least or abs(after - before) <= TRAFFIC * after:
             continue
         what = f"{kind} over {' × '.join(axes)} in {dtype}"
-        named = f": {_moved(made, program, key)}" if after else ""
+        named = f": {_name_moved(made, program, key)}" if after else ""
         lines.append(f"{what}, {size(after)}, has no formula{named}" if not before
                      else f"{what}: {_than(after, before)}{named if after > before else ''}")
     found = matmul_flops(program)
@@ -88,7 +88,7 @@ def _than(after: int, before: int) -> str:
     return f"{size(after)} compiled, {size(before)} by the formulas"
 
 
-def _moved(made: Assembly, program: audit.ProgramAudit, key: tuple) -> str:
+def _name_moved(made: Assembly, program: audit.ProgramAudit, key: tuple) -> str:
     """Return the names of the parameters with the shapes that the largest of these collectives moves, or its source."""
     rows = [row for row in program.collectives if (row.kind, *row.axes, row.dtype) == key]
     largest = max(rows, key=lambda row: row.bytes)

@@ -44,7 +44,7 @@ class Inspected:
     @cached_property
     def held(self) -> dict[str, int | None]:
         """Bytes that one device holds, by kind; None where the program does not tell."""
-        return memory.held_by_program(self.made, self.executable, self.text)
+        return memory.measure(self.made, self.executable, self.text)
 
     @property
     def fits(self) -> bool:

@@ -74,12 +74,12 @@ def of(run_dir: str) -> dict:
             "objective": run["training"].get("objective", ""),
             "skipped": metrics.skipped, "loss": metrics.loss(), "reward": metrics.trend("reward"),
             "speed": metrics.speed(),
-            "time_s": _spent(metrics, attempts), "goodput": _goodput(attempts), "starts": attempts,
+            "time_s": _sum_by_purpose(metrics, attempts), "goodput": _goodput(attempts), "starts": attempts,
             "changes": changes,
             "checkpoints": contents.steps(run_dir),
             "rows": _curves(metrics.columns), "experts": experts,
             "answers": _answers(directory, (done - 1) // run.get("rl", {}).get("updates", 1)),
-            "priced": _priced(directory),
+            "priced": _read_price(directory),
             "no_rows": metrics.no_rows}
 
 
@@ -101,20 +101,20 @@ class _Metrics:
                 value = line.row.get(key)
                 column.append(math.nan if value is None else value)
 
-    def known(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+    def points(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Return (steps, values) of the rows that have the key."""
         steps, values = np.asarray(self.columns["step"]), np.asarray(self.columns[key])
         return steps[~np.isnan(values)], values[~np.isnan(values)]
 
     def trend(self, key: str) -> dict | None:
         """Return the means of the first and the last tenth of the rows that have the key; None if no row has it."""
-        values = self.known(key)[1]
+        values = self.points(key)[1]
         tenth = max(1, values.size // 10)
         return {"count": int(values.size), "begins": float(values[:tenth].mean()),
                 "ends": float(values[-tenth:].mean())} if values.size else None
 
     def loss(self) -> dict:
-        (_, losses), (steps, validated) = self.known("loss"), self.known("val_loss")
+        (_, losses), (steps, validated) = self.points("loss"), self.points("val_loss")
         return {"trend": self.trend("loss"), "finite": bool(self.last.get("loss") is not None or not self.last),
                 "first": float(losses[0]) if losses.size else None, "last": float(losses[-1]) if losses.size else None,
                 "validation": float(validated[-1]) if validated.size else None,
@@ -127,7 +127,7 @@ class _Metrics:
         rows: number of rows after the first FIRST_STEPS steps. between: bounds of the median of their tokens_per_s with
         95% confidence; None if there are too few rows.
         """
-        values = {key: self.known(key) for key in ("step_time_s", "tokens_per_s", "mfu")}
+        values = {key: self.points(key) for key in ("step_time_s", "tokens_per_s", "mfu")}
         steps, speeds = values["tokens_per_s"]
         later = np.sort(speeds[steps > FIRST_STEPS])
         return {key: float(np.median(found)) if found.size else None for key, (_, found) in values.items()} | {
@@ -158,13 +158,13 @@ def _state(directory: Path, attempts: list[dict], done: int, steps: int) -> str:
                    if done else "has not taken a step")
 
 
-def _spent(metrics: _Metrics, attempts: list[dict]) -> dict[str, float]:
+def _sum_by_purpose(metrics: _Metrics, attempts: list[dict]) -> dict[str, float]:
     """Return seconds by purpose. If the run has a history, they cover all the time since the first attempt began."""
     if attempts:
         return goodput.sum_parts_s(attempts)
     steps, times_s = np.asarray(metrics.columns["step"]), np.asarray(metrics.columns["step_time_s"])
     taken = float(np.nansum(times_s * np.diff(steps, prepend=0)))
-    waited = {key: float(metrics.known(f"{key}_wait_s")[1].sum()) for key in ("data", "checkpoint")}
+    waited = {key: float(metrics.points(f"{key}_wait_s")[1].sum()) for key in ("data", "checkpoint")}
     return {goodput.PARTS["steps"]: taken - waited["data"],
             **{goodput.PARTS[key]: value for key, value in waited.items()}}
 
@@ -192,12 +192,12 @@ def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
     found = {key: plain(columns[key][k] for k in kept) for key in CURVES}
     window = count // 40 | 1
-    smoothed = {key: plain(_smoothed(np.asarray(columns[key]), window)[list(kept)]) for key in SMOOTHED} if (
+    smoothed = {key: plain(_smooth(np.asarray(columns[key]), window)[list(kept)]) for key in SMOOTHED} if (
         window > 1) else {}
     return found | {"step": [int(columns["step"][k]) for k in kept], "window": window, "smoothed": smoothed}
 
 
-def _smoothed(values: np.ndarray, window: int) -> np.ndarray:
+def _smooth(values: np.ndarray, window: int) -> np.ndarray:
     """Return running means over `window` values. NaNs are left out of the means and stay NaN."""
     there = ~np.isnan(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(there, values, 0.0))])
@@ -253,7 +253,7 @@ def _answers(directory: Path, last: int) -> dict | None:
     return None
 
 
-def _priced(directory: Path) -> dict | None:
+def _read_price(directory: Path) -> dict | None:
     try:
         found = json.loads((directory / COST).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -18,7 +18,7 @@ from meshtrain.cost.planner.search import Answer, Plan, Question
 from meshtrain.inspection import summary
 from meshtrain.names import AXES
 from meshtrain.sharding.mesh import MeshSpec
-from meshtrain.units import counted, many, seconds, size
+from meshtrain.units import amount, many, seconds, size
 
 FIRST = ("matmul.sustained", "link.contend", "attention")      # the assumptions with the largest effect on prices
 ALIKE = 1e-3            # share of a step's time within which plans are alike, far below the error of the formulas
@@ -92,11 +92,11 @@ def page(question: Question, answer: Answer, most: int, length: Length = Length(
     choices compare with the best layout."""
     gpu, assumed = question.rated.gpu, question.rated.assumed
     count = sum(info.size for info in question.rows)
-    of = attended(question, answer)
+    of = first_attention(question, answer)
     documents = f", documents of {assumed['documents.mean']:,.0f} tokens on average" if of.documents else ""
     lines = [f"{many(count)} parameters, {question.options.global_batch:,} × {question.options.seq_len:,} tokens a "
              f"step on {question.num_gpus:,} × {gpu.name}, {size(question.usable_bytes)} usable on each; attention by "
-             f"{of.engine}{documents}; {counted(answer.tried, 'layout')} tried", ""]
+             f"{of.engine}{documents}; {amount(answer.tried, 'layout')} tried", ""]
     if answer.plans:
         notes = [*filter(None, [equal(answer.plans[:most])]), *sentences(question, answer.plans),
                  *([standing(gap)] if gap else [])]
@@ -109,7 +109,7 @@ def page(question: Question, answer: Answer, most: int, length: Length = Length(
     return "\n".join(lines + caveats(question, answer))
 
 
-def attended(question: Question, answer: Answer) -> Attended:
+def first_attention(question: Question, answer: Answer) -> Attended:
     """Return the attention of the first plan, or of the first plan that does not fit."""
     plan = (answer.plans or answer.misses)[0]
     return question.attended(plan.placed.layout, plan.options.method)
@@ -117,7 +117,7 @@ def attended(question: Question, answer: Answer) -> Attended:
 
 def caveats(question: Question, answer: Answer) -> list[str]:
     """Return lines about the accuracy of the numbers and the most important assumptions."""
-    engine, assumed = attended(question, answer).engine, question.rated.assumed
+    engine, assumed = first_attention(question, answer).engine, question.rated.assumed
     named = {name: value for name, value in assumed.as_dict(formula=True).items()
              if name.startswith(FIRST[:2]) or name.startswith(f"attention.{engine}")}
     lines = ["All numbers are from formulas; nothing is compiled or measured. For 51 published runs the median error "
@@ -172,7 +172,7 @@ def _short(plan: Plan) -> str:
     return " × ".join(f"{axis} {plan.sizes[axis]}" for axis in AXES if plan.sizes[axis] > 1) or "one GPU"
 
 
-def verified_table(question: Question, plans: list[Plan], compiled: list[dict]) -> str:
+def verification_table(question: Question, plans: list[Plan], compiled: list[dict]) -> str:
     """Return a table that compares formulas with the compiled programs of the best plans. compiled: from
     `commands.plan.verify`."""
     rows = [("", "memory", "compiled", "step", "roofline", "sent per GPU, by formulas", "compiled")]
@@ -263,7 +263,7 @@ def standing(gap: Gap) -> str:
     best, options = gap.best, gap.best.options
     lines = [f"With {fixed} fixed the first plan is number {gap.rank} of {gap.count} and takes "
              f"{gap.share:.1%} longer than the best: {_short(best)}, {_stem(best)}, "
-             f"{counted(options.microbatches, 'microbatch')}, remat {options.remat}, {seconds(best.price.step_s)} a "
+             f"{amount(options.microbatches, 'microbatch')}, remat {options.remat}, {seconds(best.price.step_s)} a "
              "step"
              + (". Why:" if gap.reasons else ".")]
     return "\n".join([*lines, *(f"  - {reason}" for reason in gap.reasons)])

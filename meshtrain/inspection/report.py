@@ -14,7 +14,7 @@ from meshtrain.cost.program import audit, roofline
 from meshtrain.inspection import formula_vs_compiled, memory, summary
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.sharding import rules
-from meshtrain.units import counted, operations, seconds, size
+from meshtrain.units import amount, operations, seconds, size
 
 LABELS = {"params": "weights", "grads": "gradients", "optimizer": "optimizer state", "activations": "activations",
           "total": "total", "host": "on the host"}
@@ -44,8 +44,8 @@ def before(made: Assembly) -> str:
     used = sum(flops.active(info, run.model) for info in table)
     lines = [
         f"{run.run.name}: {count:,} parameters{f' ({used:,} for each token)' if used != count else ''} in "
-        f"{counted(run.model.num_layers, 'layer')}, {counted(run.training.steps, 'step')} of "
-        f"{run.data.global_batch} × {run.data.seq_len} tokens in {counted(run.training.microbatches, 'microbatch')}",
+        f"{amount(run.model.num_layers, 'layer')}, {amount(run.training.steps, 'step')} of "
+        f"{run.data.global_batch} × {run.data.seq_len} tokens in {amount(run.training.microbatches, 'microbatch')}",
         f"planned: {tokens:,} tokens, {operations(per_token)} a token, {operations(tokens * per_token)} in all",
         f"layout: {made.mesh_spec} on {made.mesh_spec.num_devices} × {kind}{simulated}, {made.layout.rules.path}, "
         f"remat {run.training.remat}, {_dtypes(run.model)}, {run.optimizer.name}",
@@ -63,7 +63,7 @@ def as_json(step: Inspected) -> dict:
     formulas, program, gpu = step.formulas, step.program, roofline.gpu_of(step.made)
     return {"memory_bytes": {"formula": formulas.memory_bytes if formulas else memory.formula(step.made),
                              "compiled": step.held, "usable": gpu and hardware.usable_bytes(gpu)},
-            "broken_permutes": list(program.broken_permutes), "recomputed_by_xla": audit.recomputed(step.text),
+            "broken_permutes": list(program.broken_permutes), "recomputed_by_xla": audit.count_recomputed(step.text),
             "collectives": {"formula": formulas and formulas.collectives,
                             "compiled": audit.summarize(program.collectives)},
             "matmul_flops": {"formula": formulas and formulas.matmul_flops,
@@ -112,7 +112,7 @@ def collectives_table(step: Inspected) -> str:
     lines = [columns([("sent per device", "axes", "dtype", "by formulas", "compiled", "count", "from"), *rows])]
     lines += [f"warning: loop of unknown length, counted once: {name}" for name in program.unknown_loops]
     if program.further_rounds:
-        lines += [f"a balanced load of experts is assumed: {counted(program.further_rounds, 'loop')} of further "
+        lines += [f"a balanced load of experts is assumed: {amount(program.further_rounds, 'loop')} of further "
                   f"rounds do not count"]
     lines += [f"error: a permute leaves devices with zeros: {text}" for text in program.broken_permutes]
     return "\n".join(lines)
@@ -155,7 +155,7 @@ def memory_table(step: Inspected) -> str:
         usable = hardware.usable_bytes(gpu)
         lines += [f"of {size(usable)} usable on {gpu.name}, {hardware.memory_share():g} of its {size(gpu.hbm_bytes)}: "
                   f"{'it fits' if step.fits else 'IT DOES NOT FIT'}"]
-    if again := audit.recomputed(step.text):
+    if again := audit.count_recomputed(step.text):
         lines += [f"note: XLA recomputes {again} values because the step is close to its memory limit; "
                   "training.remat or more devices would cost less time"]
     if made.choice:
@@ -206,7 +206,7 @@ def roofline_table(line: roofline.Roofline, mesh_spec) -> str:
     percent = lambda share: f"{share:.1%}"
     shares = ", ".join(f"{name} {percent(share)}" for name, share in line.shares.items())
     domains = ", ".join(f"{axis} {n} GPUs over NVLink" if inside == n else
-        f"{axis} {counted(n // inside, 'host')} with {counted(inside, 'network card')} each"
+        f"{axis} {amount(n // inside, 'host')} with {amount(inside, 'network card')} each"
         for axis, (n, inside) in roofline.links(line.gpu, mesh_spec).items()) or "none"
     lines = [f"roofline on {line.num_gpus} × {line.gpu.name}, nothing measured: {line.step_s:.3f} s a step, "
              f"{line.tokens_per_s / line.num_gpus:,.0f} tokens/s a GPU, MFU {percent(line.mfu)} of the "

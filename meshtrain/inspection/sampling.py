@@ -30,7 +30,7 @@ class SamplingCosts:
 
     def as_json(self) -> dict:
         """Return the costs per device as JSON. Times are null unless compiled for a GPU of known speed."""
-        costs, gpu, held = self.costs, roofline.gpu_of(self.made), self._held()
+        costs, gpu, held = self.costs, roofline.gpu_of(self.made), self._memory_bytes()
         rated = gpu and rates.Rates(gpu, Assumptions(gpu.name, self.assumed))
         sizes, layout = self.made.mesh_spec.sizes, costs.placed.layout
         of = lambda name: audit.summarize(audit.read(self.programs[name].as_text(), self.made.mesh).collectives
@@ -44,26 +44,26 @@ class SamplingCosts:
             "slots": costs.slots, "room": costs.room, "rules": layout.rules.path, "memory_bytes": held,
             "peak_bytes": max(held["compiled"]["total"], self.training_bytes),
             "slots_that_fit": usable and costs.fitting(usable - beside),
-            "sync": {"collectives": {"formula": traffic.summarized(costs.sync(), sizes), "compiled": of("sync")},
+            "sync": {"collectives": {"formula": traffic.summarize(costs.sync(), sizes), "compiled": of("sync")},
                      "time_s": rated and costs.sync_s(rated)},
             "decode": {"hbm_bytes": round(costs.token_bytes(costs.room)), "flops": round(costs.token_flops(costs.room)),
-                       "collectives": {"formula": traffic.summarized(costs.token(), sizes), "compiled": of("decode")},
+                       "collectives": {"formula": traffic.summarize(costs.token(), sizes), "compiled": of("decode")},
                        "time_s": parts and {**parts, "total": token_s},
                        "batch_s_at_most": token_s and passes * token_s,
                        "tokens_per_s_per_gpu": token_s and costs.slots / token_s / self.made.mesh_spec.num_devices}}
 
-    def _held(self) -> dict[str, dict[str, int | None]]:
+    def _memory_bytes(self) -> dict[str, dict[str, int | None]]:
         """Return bytes per device by kind. formula: has no temporaries. compiled: weights are the output of `sync`, the
         cache is the aliased output of `decode`. Temporaries are those of the larger of `fill` and `decode`, or those of
         `sync` beyond the size of the cache, which does not exist then."""
         state = {name: memory.formula(self.made)[name] for name in ("params", "optimizer")}
-        ruled = {"state": sum(state.values()), "weights": round(self.costs.copied_bytes()),
+        ruled = {"state": sum(state.values()), "weights": round(self.costs.copy_bytes()),
                  "cache": round(self.costs.cache_bytes), "temporaries": None}
         by_name = {name: one.memory_analysis() for name, one in self.programs.items()}
         later = max(by_name[name].temp_size_in_bytes for name in ("fill", "decode"))
         cache = by_name["decode"].alias_size_in_bytes
         frozen = sum(self.costs.read_bytes(info) for info in self.costs.placed.rows
-                     if not info.trainable and self.costs.moved(info))
+                     if not info.trainable and self.costs.is_copied(info))
         weights = round(frozen) + (by_name["sync"].output_size_in_bytes if "sync" in by_name else 0)
         first = by_name["sync"].temp_size_in_bytes if "sync" in by_name else 0
         found = {"state": ruled["state"], "weights": weights, "cache": cache, "temporaries": max(later, first - cache)}

@@ -54,7 +54,7 @@ def memory_reader(made: Assembly, step: Callable) -> Callable[[], int]:
     """Return a function that returns the bytes in use on a device, or those of the compiled step if the backend does
     not report them."""
     device = made.mesh.local_devices[0]
-    of_program = memory.held_by_program(made, step)["total"]
+    of_program = memory.measure(made, step)["total"]
 
     def read() -> int:
         return (device.memory_stats() or {}).get("bytes_in_use", of_program)

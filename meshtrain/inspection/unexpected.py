@@ -20,15 +20,15 @@ REPLICATED = re.compile(r"Involuntary full rematerialization.*?from sharding (\{
 
 def warnings(made: Assembly, program: audit.ProgramAudit, logged: Iterable[str]) -> list[str]:
     """Return a line for each unexpected collective. logged: XLA's log lines from the compilation of `program`."""
-    return gathered_in_loops(made, program) + replicated(made, logged)
+    return find_gathers_in_loops(made, program) + find_replicated(made, logged)
 
 
-def gathered_in_loops(made: Assembly, program: audit.ProgramAudit) -> list[str]:
+def find_gathers_in_loops(made: Assembly, program: audit.ProgramAudit) -> list[str]:
     """Find all-gathers of a parameter in a loop, over axes of sequences or tokens that [params] does not name."""
     layout, named = made.layout, expect.tensors(made)
     infos = {info.name: info for info in made.model.parameters()}
 
-    def asked(name: str) -> set[str]:
+    def axes_in_params(name: str) -> set[str]:
         """Return the axes over which each layer gathers a parameter by [params]; none in a pipeline's loop."""
         axes = infos[name].axes
         return set() if made.choice else {a for axis in axes for a in layout.mesh_axes("params", axis)}
@@ -39,14 +39,14 @@ def gathered_in_loops(made: Assembly, program: audit.ProgramAudit) -> list[str]:
             continue
         for dims in row.arrays:
             names = [name for name in named(dims) if infos[name].role not in ("norm", "bias")]
-            if names and not any(set(row.axes) <= asked(name) for name in names):
+            if names and not any(set(row.axes) <= axes_in_params(name) for name in names):
                 found[" or ".join(names), row.axes, row.trips] += row.bytes // len(row.arrays)
     return [f"{name} is all-gathered over {' × '.join(axes)} {trips:,} times a step inside a loop, {size(sent)}: "
             f"[params] of {layout.rules.path} does not split it over them, so once per step would be enough"
             for (name, axes, trips), sent in found.items()]
 
 
-def replicated(made: Assembly, logged: Iterable[str]) -> list[str]:
+def find_replicated(made: Assembly, logged: Iterable[str]) -> list[str]:
     """Find tensors that XLA replicates fully to reshard them. Equal log lines count once: a step that is compiled twice
     logs each twice."""
     named, found, seen = expect.tensors(made), Counter(), set()

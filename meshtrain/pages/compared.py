@@ -49,7 +49,7 @@ def overlaid(data: dict, key: str, name: str, show) -> str:
         axis = axis._replace(name=f"{name} (logarithmic)", log=True)
     steps = PlotAxis("tokens", lambda count: many(int(count))) if by_tokens else PlotAxis("step", "{:,.0f}".format)
     means = "If a run has many rows, each point is the mean of the rows around it." if key != "val_loss" else ""
-    return skin.figure(Plot(curves, steps, axis, name, height=340).drawn, means,
+    return skin.figure(Plot(curves, steps, axis, name, height=340).draw, means,
                        skin.key((curve.color, curve.name, "") for curve in curves if not curve.dots))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from meshtrain.pages import kernels, pictures, skin
 from meshtrain.pages.pictures import Bar
 from meshtrain.pages.skin import Cell, Column, PageSection, Tile, number, of_bytes, of_count, of_seconds, of_share
-from meshtrain.units import counted, flop, many, seconds, size
+from meshtrain.units import amount, flop, many, seconds, size
 
 # Part of the memory → (name in the bar, name in the table).
 MEMORY = {"params": ("weights", "weights, as they are stored"), "grads": ("gradients", "gradient accumulators"),
@@ -36,7 +36,7 @@ def verdict(data: dict) -> str:
         return "This program would compute wrong numbers, and train refuses it."
     held, usable, line = data["memory_bytes"]["compiled"]["total"], data["memory_bytes"]["usable"], data["roofline"]
     if usable is None:
-        fits = f"The step compiles and takes {size(held)} on each of {counted(data['mesh']['num_devices'], 'device')}"
+        fits = f"The step compiles and takes {size(held)} on each of {amount(data['mesh']['num_devices'], 'device')}"
     elif held <= usable:
         fits = f"It fits: {size(held)} of the {size(usable)} that a GPU has to use"
     else:
@@ -65,7 +65,7 @@ def lead(data: dict) -> str:
     run, mesh = data["run"], data["mesh"]
     float8 = " with float8 matmuls" if run["matmul_dtype"] == "float8" else ""
     simulated = " (simulated)" if mesh["simulated"] else ""
-    return (f"{many(run['num_params'])} parameters in {counted(run['num_layers'], 'layer')} on "
+    return (f"{many(run['num_params'])} parameters in {amount(run['num_layers'], 'layer')} on "
             f"{mesh['num_devices']:,} × {mesh['gpu'] or mesh['device']}{simulated}: "
             f"{pictures.mesh_words(mesh)}, {run['rules']}, remat {run['remat']}, "
             f"{run['compute_dtype']}{float8}, {run['optimizer']}.")
@@ -74,7 +74,7 @@ def lead(data: dict) -> str:
 def tiles(data: dict) -> list[Tile]:
     run, held, line = data["run"], data["memory_bytes"]["compiled"], data["roofline"]
     usable = data["memory_bytes"]["usable"]
-    in_parts = counted(run["microbatches"], "microbatch")
+    in_parts = amount(run["microbatches"], "microbatch")
     fits = usable is None or held["total"] <= usable
     verdict = ("as compiled" if usable is None else
                f"of {size(usable)} usable: {'it fits' if fits else 'IT DOES NOT FIT'}")
@@ -124,7 +124,7 @@ def over(mesh: dict, axes: str) -> str:
     hosts = math.prod(link["size"] for link in links) // cards
     if hosts == 1:
         return "this machine's memory" if mesh["simulated"] else "NVLink" if mesh["gpu"] else "links of a host"
-    return f"network: {counted(hosts, 'host')}, {counted(cards, 'card')} each"
+    return f"network: {amount(hosts, 'host')}, {amount(cards, 'card')} each"
 
 
 # ---- memory and traffic ----------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def time(data: dict) -> str:
                f"with kernels, and {seconds(line['free_matmul_s'])} of matmuls overlap with no collective.")
     drawn = skin.figure(lambda width: time_drawing(line, width=width), caption,
                         skin.key((k, name, percent(share)) for k, name, share in shares))
-    return (drawn + _exposed(line) + "<h3>Kernels, costliest first</h3>" + _kernels(line, data["parameters"])
+    return (drawn + _draw_exposed(line) + "<h3>Kernels, costliest first</h3>" + _kernels(line, data["parameters"])
             + skin.bullets(f"warning: counted once, its length is unknown: loop {name}"
                            for name in line["unknown_loops"])
             + skin.bullets(f"warning: the FLOPs of {name} are unknown, so only its bytes are counted"
@@ -281,7 +281,7 @@ def time_drawing(line: dict, legend: bool = False, width: int = skin.WIDTH) -> s
     return pictures.bars([bar], "{:.1%}".format, "shares of the step", most=1.0, legend=legend, width=width)
 
 
-def _exposed(line: dict) -> str:
+def _draw_exposed(line: dict) -> str:
     columns = [Column("collective", "keep"), Column("axes", "keep"), Column("runs", "n"), Column("sent", "n"),
                Column("time", "n"), Column("exposed", "n"), Column("hidden under")]
     hidden_under = lambda row: ", ".join(f"{part} {seconds(s)}" for part, s in

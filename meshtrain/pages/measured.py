@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from meshtrain.pages import layout, pictures, skin
 from meshtrain.pages.pictures import Bar, Plot, PlotAxis, PlotCurve
 from meshtrain.pages.skin import Cell, Column, PageSection, Tile, number, of_count, of_share
-from meshtrain.units import counted, duration, many, seconds
+from meshtrain.units import amount, duration, many, seconds
 
 GOOD, BAD = ("finished", "at work", "stopped on request"), "warn"
 MOST_MARKS, MOST_TIMES = 40, 2.0      # attempts marked at most; speeds are drawn up to this multiple of the median
@@ -24,7 +24,7 @@ def page(data: dict) -> str:
     found = [*([PageSection("rewards", "Rewards and answers", rewards(data))] if data["answers"] else []),
              PageSection("loss", "Loss", loss(data)), PageSection("speed", "Speed", speed(data)),
              *([PageSection("experts", "How busy the experts are", experts(data))] if data["experts"] else []),
-             PageSection("spent", "Where the time went", spent(data)),
+             PageSection("spent", "Where the time went", draw_time(data)),
              PageSection("starts", "Starts and stops", starts(data)),
              PageSection("more", "Gradients and learning rate", more(data))]
     if data["priced"]:
@@ -53,10 +53,10 @@ def verdict(data: dict) -> str:
     """Return one sentence: whether the run is healthy, what it learned, where its time went."""
     if not data["step"]:
         return f"No step is finished yet: {data['state']}."
-    judged, learned = _learned(data)
+    judged, learned = _judge_trend(data)
     said = [learned]
     if data["skipped"]:
-        said += [f"{counted(data['skipped'], 'step')} skipped"]
+        said += [f"{amount(data['skipped'], 'step')} skipped"]
         judged = "to be looked at" if data["skipped"] > MOST_SKIPPED * data["step"] and judged == "healthy" else judged
     validated, best = data["loss"]["validation"], data["loss"]["validation_best"]
     if validated is not None and validated - best > OVERFITTED * abs(best):
@@ -70,7 +70,7 @@ def verdict(data: dict) -> str:
         said += [f"{data['goodput']:.0%} of {duration(total)} in steps that count{often}"]
     if (count := len(data["starts"])) > 1:
         again = sum(one["steps_again"] for one in data["starts"])
-        said += [f"{counted(count, 'start')}, {counted(again, 'step')} taken again"]
+        said += [f"{amount(count, 'start')}, {amount(again, 'step')} taken again"]
     return f"{_state_words(data, judged)}: {', '.join(said)}."
 
 
@@ -86,7 +86,7 @@ def _state_words(data: dict, judged: str) -> str:
     return f"{killed} after {where}, {judged}{'' if judged == 'diverged' else ' until then'}"
 
 
-def _learned(data: dict) -> tuple[str, str]:
+def _judge_trend(data: dict) -> tuple[str, str]:
     """Return (judgement, text about the trend of the loss or, if there are rewards, of the reward)."""
     if not data["loss"]["finite"]:
         return "diverged", "the loss of the last step is not finite"
@@ -95,7 +95,7 @@ def _learned(data: dict) -> tuple[str, str]:
         return "diverged", "no step has a finite loss"
     begins, ends = found["begins"], found["ends"]
     if found["count"] < FEW:
-        return "too short to judge", f"{name} {ends:.4g} after {counted(found['count'], 'step')}"
+        return "too short to judge", f"{name} {ends:.4g} after {amount(found['count'], 'step')}"
     change = ends - begins
     if abs(change) <= LEVEL * max(abs(begins), abs(ends)):
         return "steady", f"{name} level at {ends:.4g}"
@@ -123,13 +123,13 @@ def tiles(data: dict) -> list[Tile]:
     return rows
 
 
-def priced(data: dict, key: str) -> float | None:
+def read_price(data: dict, key: str) -> float | None:
     line = data["priced"] and data["priced"].get("roofline")
     return line.get(key) if line else None
 
 
 def against_price(data: dict, key: str) -> str:
-    one, measured = priced(data, key), data["speed"][key]
+    one, measured = read_price(data, key), data["speed"][key]
     return f"{measured / one:.0%} of what was priced" if one and measured else "median of all steps"
 
 
@@ -175,11 +175,11 @@ def loss(data: dict) -> str:
         plot = _curve(data, "loss", PlotAxis(name, "{:.3g}".format), height=340, more=more)
         key = skin.key([(0, "training", ""), *([(1, "validation", "")] if more else [])])
         again = " Vertical lines: the run resumed here." * (len(data["starts"]) > 1)
-        drawn = skin.figure(plot.drawn, f"{_means(data, 'loss')}{again}".strip(), key)
+        drawn = skin.figure(plot.draw, f"{_means(data, 'loss')}{again}".strip(), key)
         if points[0][0] > 0 and points[-1][0] > skin.LOG * points[0][0]:
             over_log = dataclasses.replace(plot, x_axis=plot.x_axis._replace(log=True), verticals=[
                 line for line in plot.verticals if line[0] > 0])
-            drawn += skin.folded("The same over the logarithm of steps", skin.figure(over_log.drawn))
+            drawn += skin.fold("The same over the logarithm of steps", skin.figure(over_log.draw))
     columns = [Column("validated after step", "n"), Column("loss", "n"), Column("perplexity", "n")]
     rows = [(of_count(step), Cell(f"{value:.4f}", value), Cell(f"{math.exp(min(value, 700)):,.2f}"))
             for step, value in validated]
@@ -193,7 +193,7 @@ def rewards(data: dict) -> str:
     more = (PlotCurve(1, "validation", validated, dots=True),) if validated else ()
     key = skin.key([(0, "of the answers that the run trains on, mean of a batch", ""),
                     *([(1, "of an answer to each held-out prompt", "")] if more else [])])
-    drawn = skin.figure(_curve(data, "reward", PlotAxis("reward", "{:.3g}".format), height=340, more=more).drawn,
+    drawn = skin.figure(_curve(data, "reward", PlotAxis("reward", "{:.3g}".format), height=340, more=more).draw,
                         _means(data, "reward").strip(), key) if _points(data, "reward") else ""
     columns = [Column("prompt", "long"), Column("answer", "long"), Column("reward", "n"), Column("tokens", "n"),
                Column("ended by")]
@@ -216,7 +216,7 @@ def _short(text: str, most: int = 300) -> str:
 def speed(data: dict) -> str:
     drawn, rows = "", []
     for key, (name, show) in SPEED.items():
-        measured, one = data["speed"][key], priced(data, key)
+        measured, one = data["speed"][key], read_price(data, key)
         if measured is None:
             continue
         rows.append((name, number(show, measured), number(show, one or None),
@@ -227,14 +227,14 @@ def speed(data: dict) -> str:
             plot = _curve(data, key, PlotAxis(name, show, zero=True), color=len(rows),
                           levels=[(one, f"priced {show(one)}")] if one else [], most=most)
             clipped = f" Values above {show(most)} are drawn at the top edge ({above} of {len(_points(data, key))})."
-            drawn += skin.figure(plot.drawn, (_means(data, key) + clipped * bool(above)).strip())
+            drawn += skin.figure(plot.draw, (_means(data, key) + clipped * bool(above)).strip())
     columns = [Column("median of all steps"), Column("measured", "n"), Column("priced, by the roofline", "n"),
                Column("measured of it", "n")]
-    shown = 2 if priced(data, "step_time_s") is None else 4
+    shown = 2 if read_price(data, "step_time_s") is None else 4
     return drawn + skin.table(columns[:shown], [row[:shown] for row in rows], "measured")
 
 
-def spent(data: dict) -> str:
+def draw_time(data: dict) -> str:
     parts = {name: spent_s for name, spent_s in data["time_s"].items() if spent_s > 0}
     total = sum(parts.values())
     if not total:
@@ -295,4 +295,4 @@ def _small(data: dict, key: str, name: str, color: int) -> str:
     if not _points(data, key):
         return ""
     plot = _curve(data, key, PlotAxis(name, "{:.3g}".format), color=color, height=200)
-    return skin.figure(plot.drawn, _means(data, key).strip())
+    return skin.figure(plot.draw, _means(data, key).strip())

@@ -218,7 +218,7 @@ class PlotAxis(NamedTuple):
 
 def curves(rows: Sequence[PlotCurve], x_axis: PlotAxis, y_axis: PlotAxis, label: str, **more) -> str:
     """Return the drawing of a `Plot`."""
-    return Plot(rows, x_axis, y_axis, label, **more).drawn()
+    return Plot(rows, x_axis, y_axis, label, **more).draw()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Plot:
     height: int = 300
     title: Callable[[int, int], str] | None = None
 
-    def drawn(self, width: int = WIDTH) -> str:
+    def draw(self, width: int = WIDTH) -> str:
         wide = width == WIDTH
         height = self.height if wide else min(self.height, 260)
         x_axis, y_axis = self.x_axis, self.y_axis

@@ -25,12 +25,12 @@ def page(data: dict) -> str:
     several = isinstance(data["gpus"], list)
     found = [PageSection("scaling", "The best plan of each number of GPUs", scaling(data))] if several else [
         PageSection("first", "The first plan", first(data)),
-        PageSection("plans", "The plans, best first", ranked(data)),
+        PageSection("plans", "The plans, best first", rank(data)),
         PageSection("trade", "Memory against time", trade(data)),
         PageSection("memory", "What takes the memory", memory(data)),
         PageSection("misses", "What does not fit", misses(data)),
-        PageSection("compiled", "Formula beside compiled", compiled(data))]
-    assumed = PageSection("numbers", "What the numbers are", skin.bullets(data["caveats"]) + _assumed(data))
+        PageSection("compiled", "Formula beside compiled", compare_compiled(data))]
+    assumed = PageSection("numbers", "What the numbers are", skin.bullets(data["caveats"]) + _list_assumed(data))
     top = skin.tiles(tiles(data)) if data["first"] else ""
     head = skin.Head("which layout", data["name"], verdict(data), lead(data), top)
     return skin.document(head, [*found, assumed], data)
@@ -127,7 +127,7 @@ def first(data: dict) -> str:
         found["mesh"]))
 
 
-def ranked(data: dict) -> str:
+def rank(data: dict) -> str:
     plans = _fitting(data)
     columns = [Column("", "n"), *COLUMNS, Column("MFU", "n"), Column("bubble", "n"), *_length_columns(plans)]
     rows = [(of_count(k), *_cells(plan), of_share(plan["mfu"]), of_share(plan["bubble"]), *_length(plan))
@@ -203,7 +203,7 @@ def trade_drawing(data: dict, legend: bool = False, width: int = skin.WIDTH, *, 
                 height=380, levels=[(data["usable_bytes"], f"usable {size(data['usable_bytes'])}")],
                 title=lambda k, i: said[k][drawn[k].points[i]])
     names = [(row.color, row.name) for row in drawn if row.points]
-    return pictures.below([plot.drawn(), pictures.legend(names)]) if legend else plot.drawn(width)
+    return pictures.below([plot.draw(), pictures.legend(names)]) if legend else plot.draw(width)
 
 
 def memory(data: dict) -> str:
@@ -232,7 +232,7 @@ def misses(data: dict) -> str:
     return skin.table(columns, rows, "near-misses")
 
 
-def compiled(data: dict) -> str:
+def compare_compiled(data: dict) -> str:
     columns = [Column("", "n"), Column("memory", "n"), Column("compiled", "n"), Column("step", "n"),
                Column("roofline", "n"), Column("sent by a GPU", "n"), Column("compiled", "n")]
     sent = lambda plan: of_bytes(sum(plan["traffic_bytes"].values()))
@@ -257,11 +257,11 @@ def scaling(data: dict) -> str:
     drawn = skin.figure(Plot(
         [curve, curve._replace(dots=True)], PlotAxis("GPUs", "{:,.0f}".format),
         PlotAxis("of a GPU's tokens/s on the first of them, kept", "{:.0%}".format, zero=True), "how speed scales",
-        height=260).drawn,
+        height=260).draw,
         "With the same batch a step.") if len(plans) > 1 else ""
     return drawn + note + skin.table(columns, rows, "best")
 
 
-def _assumed(data: dict) -> str:
+def _list_assumed(data: dict) -> str:
     return skin.paragraph(f"Attention by {data['attention']}.", "small") + skin.assumptions(
         data["assumed"], data["reasons"])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from meshtrain.pages import pictures, skin
 from meshtrain.pages.skin import Cell, Column, PageSection, Tile, number
-from meshtrain.units import counted, duration, plural
+from meshtrain.units import amount, duration, plural
 
 LEAST = 1e-8            # smaller than any relative difference of float32: the palest colour of the picture
 LABEL, ROW, HEAD, NAME = 54, 16, 18, 15
@@ -34,7 +34,7 @@ def page(data: dict) -> str:
 
 def verdict(data: dict) -> str:
     cells, wrong = len(data["cells"]), sum(cell["differs"] for cell in data["cells"])
-    found = counted(len(data["findings"]), "finding")
+    found = amount(len(data["findings"]), "finding")
     findings = f"{found} about rule files or the GPU program" if data["findings"] else ""
     if not cells:
         return "No layout was compared" + (f"; {findings}." if findings else ".")

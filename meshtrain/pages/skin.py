@@ -110,7 +110,7 @@ def document(head: Head, sections: Sequence[PageSection], data: dict) -> str:
 <title>{esc(head.title)} · {esc(head.kind)}</title>
 <link rel="icon" href="data:,">
 <style>
-{_held("drawing.css")}{_held("skin.css")}</style>
+{_read("drawing.css")}{_read("skin.css")}</style>
 <noscript><style>.search {{ display: none; }}</style></noscript>
 </head>
 <body>
@@ -125,16 +125,16 @@ def document(head: Head, sections: Sequence[PageSection], data: dict) -> str:
 <main>
 {bodies}
 </main>
-<footer><p>{esc(made_with())}</p><p>{esc(FOOT)}</p></footer>
+<footer><p>{esc(program_line())}</p><p>{esc(FOOT)}</p></footer>
 <script type="application/json" id="data">{embedded}</script>
 <script>
-{_held("skin.js")}</script>
+{_read("skin.js")}</script>
 </body>
 </html>
 """
 
 
-def made_with() -> str:
+def program_line() -> str:
     """Return a line with time, host and versions of the program that writes the page."""
     now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     commit = f" (commit {found})" if (found := _commit()) else ""
@@ -161,10 +161,10 @@ def _lines(command: Sequence[str]) -> list[str]:
 
 def alone(drawing: str) -> str:
     """Return a drawing of a page as a standalone SVG file."""
-    return drawing.replace(">", f"><style>{_held('drawing.css')}</style>", 1)
+    return drawing.replace(">", f"><style>{_read('drawing.css')}</style>", 1)
 
 
-def _held(name: str) -> str:
+def _read(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
 
 
@@ -191,7 +191,7 @@ def figure(draw: Callable[..., str], caption: str = "", key: str = "") -> str:
             f"{key}{figcaption}</figure>")
 
 
-def folded(summary: str, body: str) -> str:
+def fold(summary: str, body: str) -> str:
     """Return HTML that is folded until it is clicked; "" without a body. summary: text. body: HTML."""
     return f"<details><summary>{esc(summary)}</summary>{body}</details>" if body else ""
 
@@ -200,7 +200,7 @@ def assumptions(assumed: Mapping[str, float], reasons: Mapping[str, str]) -> str
     """Return a folded table of assumptions. reasons: by name; some may be missing in the JSON of another version."""
     columns = [Column("assumed", "keep"), Column("value", "n"), Column("why", "long")]
     rows = [(name, number("{:g}".format, value), reasons.get(name, "")) for name, value in assumed.items()]
-    return folded(f"The {len(rows)} assumed numbers, each with its reason (--assume NAME=VALUE changes one)",
+    return fold(f"The {len(rows)} assumed numbers, each with its reason (--assume NAME=VALUE changes one)",
                   table(columns, rows, "assumed"))
 
 

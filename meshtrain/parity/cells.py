@@ -71,7 +71,7 @@ def run_of(run: Run, cell: Cell) -> Run:
 def settings(run: Run) -> dict[str, object]:
     """Return the keys of a run file that choose the run's layout, without those that have no effect."""
     found: dict[str, object] = {f"mesh.{axis}": n for axis in AXES if (n := getattr(run.mesh, axis)) > 1}
-    found["sharding.rules"] = named_rules(run.sharding.rules)
+    found["sharding.rules"] = rules_name(run.sharding.rules)
     if run.mesh.stage > 1:
         found |= {"pipeline.schedule": run.pipeline.schedule, "pipeline.chunks": run.pipeline.chunks}
     if run.mesh.context > 1:
@@ -82,7 +82,7 @@ def settings(run: Run) -> dict[str, object]:
     return found
 
 
-def named_rules(path: str) -> str:
+def rules_name(path: str) -> str:
     """Return the name of a rule file for a run file: sharding_rules/NAME for a shipped one, else its path."""
     return f"sharding_rules/{Path(path).name}" if is_shipped(path) else path
 
@@ -108,11 +108,11 @@ def differing_rules(run: Run) -> list[str]:
     before them."""
     axes = [info.axes for info in transformer.build(run.model, run.lora).parameters()]
     with config.user_errors():
-        loaded = [rules.load(path) for path in dict.fromkeys([run.sharding.rules, *shipped_rules()])]
+        loaded = [rules.load(path) for path in dict.fromkeys([run.sharding.rules, *list_shipped_rules()])]
     return [one.path for one in distinct(loaded, axes)]
 
 
-def shipped_rules() -> list[str]:
+def list_shipped_rules() -> list[str]:
     return [str(found_file(f"sharding_rules/{name}.toml")) for name in names("sharding_rules")]
 
 
@@ -142,7 +142,7 @@ def cover(run: Run, found: Mapping[str, Sequence[str]], num_devices: int) -> lis
     while missing:
         dearest = max(map(worth, missing))
         wanted = table.rng.choice(sorted((one for one in missing if worth(one) == dearest), key=repr))
-        tried = [table.climbed(wanted, missing) for _ in range(TRIES)]
+        tried = [table.climb(wanted, missing) for _ in range(TRIES)]
         cell = max(tried, key=lambda cell: total(pairs(cell) & missing))
         made.append(cell)
         missing -= pairs(cell)
@@ -170,11 +170,11 @@ class _Choices:
         for more in axes:
             for count in self.found["microbatches"][::-1]:
                 cell = base | more | {"microbatches": count} | fixed
-                if self.possible(cell) and self.accepted(cell):
+                if self.possible(cell) and self.accepts(cell):
                     return cell
         return None
 
-    def climbed(self, wanted: tuple, missing: set) -> dict:
+    def climb(self, wanted: tuple, missing: set) -> dict:
         """Return an accepted cell with this pair of choices that covers many missing pairs. It starts from `alone` and
         improves one choice at a time."""
         fixed, cell = self._choices(wanted), self.alone(wanted)
@@ -184,7 +184,7 @@ class _Choices:
                 continue
             others = [{**cell, name: value} for value in self.rng.sample(self.found[name], len(self.found[name]))]
             better = sorted((other for other in others if gain(other) > gain(cell)), key=gain, reverse=True)
-            cell = next((other for other in better if self.possible(other) and self.accepted(other)), cell)
+            cell = next((other for other in better if self.possible(other) and self.accepts(other)), cell)
         return cell
 
     def possible(self, cell: Cell) -> bool:
@@ -193,7 +193,7 @@ class _Choices:
         return (1 <= len(axes) <= MOST_AXES and 2 ** (len(axes) + (cell["longest"] != OFF)) <= self.num_devices
                 and cell["longest"] in (OFF, *axes))
 
-    def accepted(self, cell: Cell) -> bool:
+    def accepts(self, cell: Cell) -> bool:
         """Return whether the program accepts a cell, as `design.refusals` would, with a model that is built once."""
         key = tuple(cell.values())
         if key not in self.taken:

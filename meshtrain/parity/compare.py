@@ -102,7 +102,7 @@ class Differences:
 
 def check(run: config.Run, seed: int = 0, tolerance: Tolerance = FLOAT32) -> Compiled:
     """Compile the run's step and compare it with that of one device. Raises: AssertionError if they differ."""
-    case = compiled(run)
+    case = compile_run(run)
     check_equal(case, seed, tolerance)
     return case
 
@@ -119,7 +119,7 @@ def differences(case: Compiled, seed: int = 0, floor: float = FLOAT32.floor) -> 
     Raises: NotFiniteError."""
     params, expected, expected_metrics, expected_state = one_device(
         on_one_device(case.made.run).model_dump_json(), seed)
-    numbers, metrics, state = trained(case, params)
+    numbers, metrics, state = train(case, params)
     off = np.abs(numbers - expected) / np.abs(expected)
     return Differences(off[0, 0], off[0, 1], leaf_differences(state, expected_state, floor), tuple(off[:, 0]),
                        metric_differences(metrics, expected_metrics))
@@ -127,16 +127,16 @@ def differences(case: Compiled, seed: int = 0, floor: float = FLOAT32.floor) -> 
 
 @functools.lru_cache(8)
 def one_device(run: str, seed: int):
-    """Return (parameters, *the results of `trained`) for a run on one device. run: as JSON, so that the results are
+    """Return (parameters, *the results of `train`) for a run on one device. run: as JSON, so that the results are
     cached for all layouts of a run."""
-    one = _compiled_on_one(run)
-    params = drawn_parameters(one.made, seed)
-    return params, *trained(one, params)
+    one = _compile_on_one(run)
+    params = draw_parameters(one.made, seed)
+    return params, *train(one, params)
 
 
 @functools.lru_cache(2)
-def _compiled_on_one(run: str) -> Compiled:
-    return compiled(config.Run.model_validate_json(run))
+def _compile_on_one(run: str) -> Compiled:
+    return compile_run(config.Run.model_validate_json(run))
 
 
 def leaf_differences(found, expected, floor: float) -> dict[str, float]:
@@ -170,13 +170,13 @@ def check_leaves(found, expected, tolerance: Tolerance = FLOAT32) -> None:
         assert off <= tolerance.state, f"{path}: {off:.1e}"
 
 
-def assembled(run: config.Run, devices: Sequence[jax.Device] | None = None) -> assembly.Assembly:
+def assemble(run: config.Run, devices: Sequence[jax.Device] | None = None) -> assembly.Assembly:
     """Assemble a run on the first devices of `devices`, as many as its mesh needs. None: jax.devices()."""
     return assembly.assemble(run, (devices or jax.devices())[:num_devices(run)])
 
 
-def compiled(run: config.Run, devices: Sequence[jax.Device] | None = None) -> Compiled:
-    made = assembled(run, devices)
+def compile_run(run: config.Run, devices: Sequence[jax.Device] | None = None) -> Compiled:
+    made = assemble(run, devices)
     with jax.default_matmul_precision("highest"):
         return Compiled(made, made.program.compile())
 
@@ -194,7 +194,7 @@ def on_one_device(run: config.Run) -> config.Run:
         training=run.training.model_copy(update=dict(microbatches=1, remat="none"))))
 
 
-def drawn_parameters(made: assembly.Assembly, seed: int):
+def draw_parameters(made: assembly.Assembly, seed: int):
     """Return random parameters, other than the model's initial ones: biases and norm scales are random, too, since
     constants would hide wrong gradients of what they scale."""
     rng = np.random.default_rng(seed)
@@ -205,7 +205,7 @@ def drawn_parameters(made: assembly.Assembly, seed: int):
         mean(info) + rng.standard_normal(info.shape) * (0.2 if "matrix" in info.role else 0.05)).astype(info.dtype))
 
 
-def trained(case: Compiled, params, steps: int = STEPS):
+def train(case: Compiled, params, steps: int = STEPS):
     """Train for some steps. Return (numbers [steps, 2] with loss and gradient norm, the other metrics of the first
     step, the optimizer state after the first step). Raises: NotFiniteError."""
     spec = case.made.program.step.state
@@ -223,10 +223,10 @@ def trained(case: Compiled, params, steps: int = STEPS):
     return np.array(numbers), *first
 
 
-def evaluated(run: config.Run, seed: int = 0) -> np.ndarray:
+def evaluate(run: config.Run, seed: int = 0) -> np.ndarray:
     """Evaluate a batch. Return an array [2]: the sum of the loss, and the number of targets."""
-    made = assembled(run)
-    params = jax.device_put(drawn_parameters(made, seed), made.program.step.state.sharding.params)
+    made = assemble(run)
+    params = jax.device_put(draw_parameters(made, seed), made.program.step.state.sharding.params)
     with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
         return np.array(jax.device_get(made.program.evaluate(params, made.program.place(batch_of(run, 0)))))
 
@@ -289,7 +289,7 @@ def _answers(batch: dict, rng: np.random.Generator) -> dict:
     return batch | {name: x.astype(np.float32) for name, x in made.items()}
 
 
-def accepted(run: config.Run) -> None:
+def check_accepted(run: config.Run) -> None:
     """Check that the program accepts the run. Raises: ConfigError with the reasons if not."""
     if faults := design.refusals(run, "cpu", None):
         raise config.ConfigError(*faults)

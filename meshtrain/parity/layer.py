@@ -39,7 +39,7 @@ class _DrawnLayer:
                    for name, (shape, axes) in self.parameters.items()]
         return [*weights, rules_of.Tensor("activations", "x", self.x_BTD.shape, X_AXES)]
 
-    def computed(self, layout: rules_of.Layout, mesh: jax.sharding.Mesh) -> dict[str, np.ndarray]:
+    def compute(self, layout: rules_of.Layout, mesh: jax.sharding.Mesh) -> dict[str, np.ndarray]:
         """Return y ("y") and the gradients of sum(y · dy) with respect to x ("x") and each parameter, by name. Weights
         are sharded by [params], gradients by [grads], x by batch and seq of [activations]."""
         place = lambda table, axes: NamedSharding(mesh, layout.spec(table, axes))
@@ -69,25 +69,25 @@ def prove_layer(function: Callable, parameters: Declared, rules: Sequence[str] =
     empty: the shipped ones. devices, cells, tell: see `prove`. Raises: ConfigError.
     """
     began, devices = time.monotonic(), devices if devices is not None else jax.devices()
-    layer = _drawn(function, parameters)
+    layer = _draw(function, parameters)
     one = MeshSpec({})
     with config.user_errors():
-        loaded = [rules_of.load(found_file(path)) for path in dict.fromkeys(rules or cells_of.shipped_rules())]
+        loaded = [rules_of.load(found_file(path)) for path in dict.fromkeys(rules or cells_of.list_shipped_rules())]
     loaded = cells_of.distinct(loaded, [tuple(axes) for _, axes in parameters.values()])
     chosen = _layouts(layer, loaded, len(devices))[:cells]
     if not chosen:
         raise config.ConfigError("no rule file splits this layer on these devices: give its parameters logical axes "
                                  f"that rule files name, e.g. {', '.join(rules_of.LOGICAL[3:9])}")
-    expected = layer.computed(rules_of.Layout(loaded[0], one.sizes), one.build(devices))
+    expected = layer.compute(rules_of.Layout(loaded[0], one.sizes), one.build(devices))
     results = []
     for place, layout in enumerate(chosen, 1):
-        results.append(_compared(layer, layout, devices, expected))
+        results.append(_compare(layer, layout, devices, expected))
         tell(proof.line(results[-1], place, len(chosen)))
     name = getattr(function, "__name__", "layer")
     return proof.Proof(name, None, len(devices), tuple(results), (), (), time.monotonic() - began)
 
 
-def _drawn(function: Callable, parameters: Declared) -> _DrawnLayer:
+def _draw(function: Callable, parameters: Declared) -> _DrawnLayer:
     """Return the layer with random parameters, x and dy. Raises: ConfigError for unknown logical axes."""
     faults = [f"{name}: shape {tuple(shape)} has {len(shape)} dims, but {tuple(axes)} names {len(axes)}"
               for name, (shape, axes) in parameters.items() if len(shape) != len(axes)]
@@ -113,24 +113,24 @@ def _layouts(layer: _DrawnLayer, loaded: Sequence[rules_of.Rules], num_devices: 
         for file in loaded if spec.num_devices <= num_devices else ():
             layout, tensors = rules_of.Layout(file, spec.sizes), layer.tensors()
             placed = tuple(tuple(layout.all_axes(one.table, name) for name in one.axes) for one in tensors)
-            if {axis for one in placed for split in one for axis in split} >= set(sizes) and not _refused(
+            if {axis for one in placed for split in one for axis in split} >= set(sizes) and not _find_faults(
                     file, spec.sizes, tensors):
                 found.setdefault((tuple(sizes.items()), placed), layout)
     return list(found.values())
 
 
-def _refused(file: rules_of.Rules, sizes, tensors) -> list[str]:
+def _find_faults(file: rules_of.Rules, sizes, tensors) -> list[str]:
     """Return the faults of `rules.problems` that a single layer can have: a dim that does not divide, and an axis that
     shards two dims. Its other faults compare [params] with [activations] between projections.
     """
     return [fault for fault in rules_of.problems(file, sizes, tensors) if "does not divide" in fault or "both" in fault]
 
 
-def _compared(layer: _DrawnLayer, layout: rules_of.Layout, devices, expected) -> proof.CellResult:
+def _compare(layer: _DrawnLayer, layout: rules_of.Layout, devices, expected) -> proof.CellResult:
     began, leaves, loss, wrong = time.monotonic(), {}, None, []
     spec = MeshSpec(layout.sizes)
     try:
-        found = layer.computed(layout, spec.build(devices))
+        found = layer.compute(layout, spec.build(devices))
         off = compare.leaf_differences(found, expected, proof.TOLERANCE.floor)
         leaves = {path.strip("[]'"): value for path, value in off.items()}
         loss = leaves.pop("y")
@@ -138,7 +138,7 @@ def _compared(layer: _DrawnLayer, layout: rules_of.Layout, devices, expected) ->
             (f"gradient of {name}", value) for name, value in leaves.items())) if not value <= proof.TOLERANCE.state]
     except Exception as error:      # the user's function may raise anything
         wrong = [f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"]
-    name = cells_of.named_rules(layout.rules.path)
+    name = cells_of.rules_name(layout.rules.path)
     settings = {f"mesh.{axis}": n for axis, n in layout.sizes.items() if n > 1} | {"sharding.rules": name}
     return proof.CellResult(f"{Path(name).stem} · {spec}", settings, loss, None, leaves, (), tuple(wrong),
                             time.monotonic() - began, None)

@@ -78,7 +78,7 @@ def whole_accumulators(made: Assembly, text: str) -> list[str]:
     microbatches = made.run.training.microbatches
     if made.choice or microbatches == 1:
         return []
-    carried = {tuple(sorted(dims)) for loop in audit.carried(text, microbatches) for dims in loop}
+    carried = {tuple(sorted(dims)) for loop in audit.find_carried(text, microbatches) for dims in loop}
     split = lambda info: [made.layout.num_shards(made.layout.mesh_axes("grads", axis)) for axis in info.axes]
     key = lambda dims: tuple(sorted(n for n in dims if n > 1))
     carried = {key(dims) for dims in carried}

@@ -17,7 +17,7 @@ from meshtrain.config import Run
 from meshtrain.parity import cells as cells_of
 from meshtrain.parity import compare, program, rule_files, shrink
 from meshtrain.shipped import found as found_file
-from meshtrain.units import counted
+from meshtrain.units import amount
 
 TOLERANCE = compare.FLOAT32
 
@@ -106,7 +106,7 @@ def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | N
     findings: list[str] = []
     own = [path for path in dict.fromkeys(rules or [run.sharding.rules]) if not cells_of.is_shipped(path)]
     for path in own:        # meshtrain's tests check the shipped rule files
-        forgotten, more = rule_files.checked(small, path)
+        forgotten, more = rule_files.check(small, path)
         findings, notes = findings + forgotten, notes + more
     for finding in findings:
         tell(f"FOUND: {finding}")
@@ -119,7 +119,7 @@ def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | N
     for number, cell in enumerate(chosen, 1):
         begun(f"{number:>3}/{len(chosen)}  {cells_of.title(cell)} …")
         try:
-            results.append(compared(cell, devices))
+            results.append(compare_cell(cell, devices))
             tell(line(results[-1], number, len(chosen)))
         except config.ConfigError as error:
             notes.append(f"{cells_of.title(cell)} was not tested: {error}")
@@ -137,7 +137,7 @@ def layouts(small: Run, rules: Sequence[str], num_devices: int) -> list[Run]:
     files = list(dict.fromkeys(rules)) or cells_of.differing_rules(small)
     own, first, refused = small.replaced(sharding={"rules": files[0]}), [], None
     try:
-        compare.accepted(own)
+        compare.check_accepted(own)
         first = [own] * (compare.num_devices(own) > 1)
     except config.ConfigError as error:
         refused = error
@@ -149,13 +149,13 @@ def layouts(small: Run, rules: Sequence[str], num_devices: int) -> list[Run]:
     return found
 
 
-def compared(cell: Run, devices: Sequence[jax.Device]) -> CellResult:
+def compare_cell(cell: Run, devices: Sequence[jax.Device]) -> CellResult:
     """Compare one layout with one device. Raises: ConfigError if the program refuses the layout."""
     began = time.monotonic()
     loss = norm = None
     leaves, losses = {}, ()
     try:
-        case = compare.compiled(cell, devices)
+        case = compare.compile_run(cell, devices)
         found = compare.differences(case)
         names = {info.name for info in case.made.model.parameters()}
         loss, norm, losses, leaves = found.loss, found.norm, found.losses, found.by_parameter(names)
@@ -186,6 +186,6 @@ def line(cell: CellResult, number: int, total: int) -> str:
 def summarize(proof: Proof) -> str:
     """Return the text that is printed at the end of a proof."""
     equal, total = sum(not cell.differs for cell in proof.cells), len(proof.cells)
-    return (f"{proof.name}: {equal} of {counted(total, 'layout')} {'computes' if equal == 1 else 'compute'} what one "
+    return (f"{proof.name}: {equal} of {amount(total, 'layout')} {'computes' if equal == 1 else 'compute'} what one "
             f"device computes, findings: {len(proof.findings)}; {proof.seconds:.0f} s, "
             f"{proof.seconds / max(1, total):.1f} s a layout")

@@ -14,7 +14,7 @@ from meshtrain.training import objective
 from meshtrain.shipped import rule_file, shipped
 
 
-def checked(small: Run, path: str) -> tuple[list[str], list[str]]:
+def check(small: Run, path: str) -> tuple[list[str], list[str]]:
     """Check a rule file for a shrunk run. Return (findings, notes). Raises: ConfigError if the file cannot be read."""
     with config.user_errors():
         loaded = rules.load(rule_file(path), "--rules")
@@ -34,11 +34,11 @@ def checked(small: Run, path: str) -> tuple[list[str], list[str]]:
             continue
         _, partly = rules.unsplit(rules.Layout(loaded, sizes), model.products())
         findings += [*faults, *(note.removeprefix("layout: ") for note in partly)]
-    findings += _unnamed(small, loaded, model, used)
+    findings += _find_unnamed(small, loaded, model, used)
     return list(dict.fromkeys(findings)), notes
 
 
-def _unnamed(small: Run, loaded: rules.Rules, model, used: set[str]) -> list[str]:
+def _find_unnamed(small: Run, loaded: rules.Rules, model, used: set[str]) -> list[str]:
     """Return a line for each logical axis of the model that no table names although ddp shards it, which every shipped
     rule file extends."""
     usual = rules.load(shipped("sharding_rules/ddp.toml"))

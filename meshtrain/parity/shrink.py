@@ -42,10 +42,10 @@ def shrunk(run: Run, num_devices: int) -> tuple[Run, list[str]]:
                                      rules="")) if goal.samples else rl,
         checkpoint=config.Checkpoint(init_from="runs/start" if rl.kl else ""),
     )  # fmt: skip
-    return Run(**sections), _told(run, sections["optimizer"])
+    return Run(**sections), _list_changes(run, sections["optimizer"])
 
 
-def _told(run: Run, optimizer: config.Optimizer) -> list[str]:
+def _list_changes(run: Run, optimizer: config.Optimizer) -> list[str]:
     model, told = run.model, []
     if "bfloat16" in (model.compute_dtype, model.param_dtype):
         told.append("computed in float32, so the rounding of bfloat16 is not compared")

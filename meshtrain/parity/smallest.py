@@ -39,7 +39,7 @@ def of(cell: proof.CellResult, devices: Sequence[jax.Device], tell: Callable[[st
     comparison."""
     tried: dict[str, proof.CellResult | None] = {}
 
-    def shown(keys: Keys) -> proof.CellResult | None:
+    def compare_keys(keys: Keys) -> proof.CellResult | None:
         """Return the comparison of these keys' layout with one device if it differs, else None."""
         run = _run_of(keys, len(devices))
         if run is None:
@@ -47,7 +47,7 @@ def of(cell: proof.CellResult, devices: Sequence[jax.Device], tell: Callable[[st
         key = run.model_dump_json(exclude={"run"})
         if key not in tried:
             tried[key] = None
-            found = proof.compared(run, devices)
+            found = proof.compare_cell(run, devices)
             tried[key] = found if found.differs else None
             tell(f"smaller: {len(keys)} keys, {cells_of.title(run)}: {'differs' if found.differs else 'equal'}")
         return tried[key]
@@ -56,21 +56,22 @@ def of(cell: proof.CellResult, devices: Sequence[jax.Device], tell: Callable[[st
     tried[_run_of(keys, len(devices)).model_dump_json(exclude={"run"})] = cell
     sections = dict.fromkeys(name.partition(".")[0] for name in keys)
     for section in sections:        # first whole sections, then single keys
-        keys = _if(shown, {name: value for name, value in keys.items() if not name.startswith(f"{section}.")}, keys)
+        fewer = {name: value for name, value in keys.items() if not name.startswith(f"{section}.")}
+        keys = _if(compare_keys, fewer, keys)
     before = None
     while keys != before:
         before = keys
         for left_out in list(keys):
-            keys = _if(shown, {name: value for name, value in keys.items() if name != left_out}, keys)
+            keys = _if(compare_keys, {name: value for name, value in keys.items() if name != left_out}, keys)
         for name in [name for name in keys if name.startswith("mesh.") and keys[name] > 2]:
-            keys = _if(shown, keys | {name: 2}, keys)
-    result = shown(keys)
+            keys = _if(compare_keys, keys | {name: 2}, keys)
+    result = compare_keys(keys)
     assert result is not None, f"{keys} do not differ"
     return Smallest(_text(keys, result, len(devices)), keys, result, len(tried) - 1)
 
 
-def _if(shown: Callable[[Keys], object], fewer: Keys, keys: Keys) -> Keys:
-    return fewer if fewer != keys and shown(fewer) else keys
+def _if(differs: Callable[[Keys], object], fewer: Keys, keys: Keys) -> Keys:
+    return fewer if fewer != keys and differs(fewer) else keys
 
 
 def keys_of(run: Run) -> Keys:
@@ -85,7 +86,7 @@ def keys_of(run: Run) -> Keys:
     if found.get("data.source") == "stdlib":        # `_text` adds it, and comparisons read no data
         del found["data.source"]
     if "sharding.rules" in found:
-        found["sharding.rules"] = cells_of.named_rules(run.sharding.rules)
+        found["sharding.rules"] = cells_of.rules_name(run.sharding.rules)
     whole = read(_tables(found))
     for name in list(found):
         fewer = {other: value for other, value in found.items() if other != name}
@@ -107,7 +108,7 @@ def _run_of(keys: Keys, num_devices: int) -> Run | None:
         if config.problems(run):
             return None
         small, _ = shrink.shrunk(run, num_devices)
-        compare.accepted(small)
+        compare.check_accepted(small)
         return small if compare.num_devices(small) > 1 else None
     except (ValidationError, config.ConfigError):
         return None
@@ -136,7 +137,7 @@ def _text(keys: Keys, result: proof.CellResult, num_devices: int) -> str:
     return "\n".join([*said, again, "", _tables(keys | source)])
 
 
-def written(found: Smallest, name: str) -> Path:
+def write(found: Smallest, name: str) -> Path:
     """Write the run file as NAME-differs.toml, with a number if another file has this name. Return its path. Raises:
     ConfigError."""
     number = 1

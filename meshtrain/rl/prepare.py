@@ -31,7 +31,7 @@ from meshtrain.rl.samplers import Sampler
 from meshtrain.run import replicas, rundir, say
 from meshtrain.storage import model_folder
 from meshtrain.training.state import State
-from meshtrain.units import counted
+from meshtrain.units import amount
 
 
 def open_prompts(run: Run, directory: Path, start: resume.Start) -> tuple[sources.Corpus, Prompts]:
@@ -47,7 +47,7 @@ def open_prompts(run: Run, directory: Path, start: resume.Start) -> tuple[source
     rollouts.check(run, found)
     for note in sources.notes(corpus.tokenizer, run.model.vocab_size):
         say.out(f"note: {note}")
-    say.out(f"{counted(len(found.prompts), 'prompt')} to train on, {len(found.held)} held out, of up to "
+    say.out(f"{amount(len(found.prompts), 'prompt')} to train on, {len(found.held)} held out, of up to "
             f"{found.longest} tokens")
     return corpus, found
 

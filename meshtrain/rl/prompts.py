@@ -19,7 +19,7 @@ from meshtrain.data import globs, sources
 from meshtrain.data.batches import order
 from meshtrain.data.documents import chat, conversations, formats
 from meshtrain.data.documents.tokenizer import Ids, Tokenizer
-from meshtrain.units import counted
+from meshtrain.units import amount
 
 ORDER, HELD = 7, 8      # seed tags: epoch, hold-out
 EXAMPLE = '{"prompt": "…", "answer": "…"}'
@@ -90,7 +90,7 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
         raise ValueError(f"data.validation_paths: {both[0]} is also training data; remove the file from one of the two")
     if beyond := [(one.place, int(one.ids.max())) for one in (*prompts, *held) if one.ids.max(initial=0) >= vocab_size]:
         told = ", ".join(f"{place} has {id}" for place, id in beyond[:MOST_FAULTS])
-        raise ValueError(f"ids of {counted(len(beyond), 'prompt')} lie beyond the model's: "
+        raise ValueError(f"ids of {amount(len(beyond), 'prompt')} lie beyond the model's: "
                          f"model.vocab_size={vocab_size} has 0 to {vocab_size - 1} ({told}); use "
                          f"model.vocab_size={reader.vocab_size} or more, or, if a model folder fixes it, remove the "
                          f"prompts")
@@ -102,7 +102,7 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
                          f"{EXAMPLE}")
     if long := [one for one in (*prompts, *held) if len(one.ids) > longest]:
         told = ", ".join(f"{one.place} has {len(one.ids)}" for one in long[:MOST_FAULTS])
-        raise ValueError(f"too long: {counted(len(long), 'prompt')} of more than the {longest} tokens that "
+        raise ValueError(f"too long: {amount(len(long), 'prompt')} of more than the {longest} tokens that "
                          f"data.seq_len={data.seq_len} leaves after an answer of "
                          f"rl.max_tokens={data.seq_len - longest + 1} ({told}); use a larger data.seq_len, or remove "
                          f"them")

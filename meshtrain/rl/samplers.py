@@ -147,7 +147,7 @@ class LocalSampler:
             return self
         state = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
                     for leaf in jax.tree.leaves(self.made.state_shapes))
-        held, usable = state + self.costs.copied_bytes(), hardware.usable_bytes(gpu)
+        held, usable = state + self.costs.copy_bytes(), hardware.usable_bytes(gpu)
         slots = self.costs.fitting_beside(state, usable)
         if not slots:
             raise ConfigError(f"no answer can be sampled: {size(usable)} are usable on {gpu.name}. The training state "

@@ -24,7 +24,7 @@ from typing import BinaryIO, Literal
 from meshtrain import files
 from meshtrain.storage import addresses, buckets, web
 from meshtrain.storage.addresses import BUCKETS, HUB, MAGIC, WEB, Address, RemoteFile, StorageError
-from meshtrain.units import counted
+from meshtrain.units import amount
 
 AT_ONCE = 8     # files copied at the same time
 POLL_S, TELL_S = 0.2, 30.0
@@ -265,7 +265,7 @@ def _is_whole(path: Path, found: RemoteFile) -> bool:
 
 def _fetch(wanted: dict[Path, RemoteFile], copying: Copying) -> None:
     total, came = sum(one.size or 0 for one in wanted.values()), [0]
-    what = f"copying {counted(len(wanted), 'file')}, {total / 1e6:,.1f} MB, from " \
+    what = f"copying {amount(len(wanted), 'file')}, {total / 1e6:,.1f} MB, from " \
            f"{next(iter(wanted.values())).address}{' and others' * (len(wanted) > 1)}"
     told, first = time.monotonic(), iter([f"{what}, to {copying.directory}"])
 

@@ -23,7 +23,7 @@ def test_what_a_layer_sends_is_what_inspects_formulas_say(method):
     (num_shards,) = LAYER.num_shards
     made = experts.assembled(LAYER, num_shards, method, 32, jax.devices()[:num_shards])
     placed = place(made.model.parameters(), made.run.model, made.layout, made.mesh_spec)
-    told = traffic.summarized(traffic.of(placed, Options.of(made.run)), made.mesh_spec.sizes)
+    told = traffic.summarize(traffic.of(placed, Options.of(made.run)), made.mesh_spec.sizes)
     sent = sum(row["bytes"] for row in told if row["kind"] in experts.MOVES)
     assert sent / experts.DEPTH == pytest.approx(experts.formula(LAYER, num_shards, method, 32))
 

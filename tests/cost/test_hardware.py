@@ -32,14 +32,14 @@ def test_one_row_makes_a_gpu_known_to_drivers_the_planner_the_compiler_and_the_k
     with pytest.raises(ValueError, match="unknown GPU 'h300'"):
         compile.parse_topology("h300:8")
     monkeypatch.setitem(hardware.GPUS, "h300", h300)
-    assert hardware.get("h300") is h300 is hardware.from_device_kind("NVIDIA H300") and "h300" in hardware.priced()
+    assert hardware.get("h300") is h300 is hardware.from_device_kind("NVIDIA H300") and "h300" in hardware.list_priced()
     assert compile.parse_topology("h300:8") == ("h300", 8)
     assert "device_memory_size: 192000000000\n" in (spec := compile.target_spec("h300"))
     assert 'device_description_str: "NVIDIA H300"' in spec
     assert tiles.of(128, "h300") == tiles.of(128, "h100") and Assumptions("h300")["matmul.best"] == .803
 
 
-@pytest.mark.parametrize("name", hardware.priced())
+@pytest.mark.parametrize("name", hardware.list_priced())
 def test_every_number_of_an_accelerator_is_known_sourced_and_of_plausible_size(name):
     gpu = hardware.get(name)
     assert gpu.source and gpu.inter_host_source
@@ -61,7 +61,7 @@ def test_numbers_that_the_field_knows_by_heart():
 
 
 def test_a_run_takes_092_of_a_gpus_memory_unless_the_environment_says_another_share(monkeypatch):
-    monkeypatch.setattr(devices.xla_flags, "known_flags", set)
+    monkeypatch.setattr(devices.xla_flags, "find_known", set)
     h100, (new, old) = hardware.get("h100"), hardware.MEMORY_VARIABLES
     for given, share in (({}, 0.92), ({new: "0.5"}, 0.5), ({old: ".75"}, 0.75), ({new: ""}, 0.92)):
         assert hardware.usable_bytes(h100, given) == int(share * h100.hbm_bytes)

@@ -112,7 +112,7 @@ def test_every_layout_of_every_kind_has_a_price(name, axis):
         kernels = price.price(placed, RATED, dataclasses.replace(options, recurrence="pallas"))
         assert kernels.step_s < found.step_s if recurrent else kernels.step_s == found.step_s
         assert all(math.isfinite(n) and n > 0 for n in found.memory_bytes.values())
-    widths = [footprint.kept_width(placed, Options(4096, 32, 4, remat)) for remat in ("none", "selective", "full")]
+    widths = [footprint.residual_width(placed, Options(4096, 32, 4, remat)) for remat in ("none", "selective", "full")]
     assert widths == sorted(widths, reverse=True)
 
 

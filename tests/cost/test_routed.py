@@ -64,14 +64,14 @@ def test_tokens_are_cheaper_to_send_than_experts_up_to_the_length_that_the_page_
 def test_auto_takes_the_dispatch_that_sends_less(preset, num_shards, method):
     of = placed(preset, "zero3_experts_fsdp", fsdp=num_shards)
     options = Options(4096, num_shards)
-    assert of.routed(options).by_all_to_all == (method == "all_to_all")
+    assert of.route(options).by_all_to_all == (method == "all_to_all")
     each = {name: sent_for_experts(of, dataclasses.replace(options, dispatch=name))
             for name in ("gather", "all_to_all")}
     assert sent_for_experts(of, options) == pytest.approx(min(each.values()), rel=0.001)      # rooms are rounded up
 
 
 def test_rows_are_those_that_the_tokens_of_all_ways_choose_and_tiles_fill_half_a_block_of_each_expert():
-    found = placed(QWEN, "zero3_experts_fsdp", fsdp=8).routed(Options(4096, 8))
+    found = placed(QWEN, "zero3_experts_fsdp", fsdp=8).route(Options(4096, 8))
     assert (found.seen, found.rows.even, found.sizes.num_experts) == (8 * 4096, 4096 * 8, 16)
     assert found.rows.executed == 4096 * 8 + 16 * 64 and found.rows.held == 1.25 * 4096 * 8 + 16 * 128
     assert grouped.executed_rows(10, 20, 128) == 10 * 128, "a block for each expert that has a row"
@@ -81,7 +81,7 @@ def test_rows_are_those_that_the_tokens_of_all_ways_choose_and_tiles_fill_half_a
                                         ("zero3", dict(fsdp=8)),
                                         ("zero3_experts_tensor", dict(context=2, tensor=4))])
 def test_all_layouts_multiply_the_same_rows_but_for_those_that_fill_up_blocks(rule, mesh):
-    found = placed(QWEN, rule, **mesh).routed(Options(8192, 64))
+    found = placed(QWEN, rule, **mesh).route(Options(8192, 64))
     assert found.rows.even == 64 * 8192 * 8 / 8 and found.rows.even <= found.rows.executed <= 1.1 * found.rows.even
 
 
@@ -91,7 +91,7 @@ def test_without_stages_a_step_works_through_leading_dense_layers_like_through_o
     spec, options = MeshSpec(dict(fsdp=4, tensor=2)), Options(4096, 8, microbatches=2)
     layout = rules.Layout(rules.load(shipped("sharding_rules/zero3_experts_tensor.toml")), spec.sizes)
     found = place(transformer.build(cfg).parameters(), cfg, layout, spec)
-    assert found.visits(options) == (2 * 48,) * 3 and found.routed(options).share == 40 / 48
+    assert found.visits(options) == (2 * 48,) * 3 and found.route(options).share == 40 / 48
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_any_mixture_has_a_plan(words):
 def test_experts_whose_tokens_cannot_be_sent_are_planned_with_those_that_can():
     _, question = asked(f"{QWEN} --gpus 8 --gpu h200 --global-batch 64 --experts.dispatch all_to_all")
     plans = search.search(question).plans
-    assert plans and all(one.placed.routed(one.options).by_all_to_all for one in plans)
+    assert plans and all(one.placed.route(one.options).by_all_to_all for one in plans)
 
 
 def test_a_dense_model_is_not_planned_with_rule_files_of_experts():

@@ -41,7 +41,7 @@ def designed(rule: str, mesh: dict, *args, gpu=None, **kwargs) -> design.Design:
 def carried(step) -> int:
     """Bytes that the outermost compiled loop that changes most of them carries and changes."""
     module = hlo.parse(step.as_text())
-    loops = [hlo.changed(module, ins.attr("body")) for ins in module.computations[module.entry].values()
+    loops = [hlo.find_changed(module, ins.attr("body")) for ins in module.computations[module.entry].values()
              if ins.op == "while"]
     return max(sum(map(hlo.shape_bytes, shapes)) for shapes in loops)
 
@@ -215,7 +215,7 @@ def test_the_shipped_pipeline_fits_and_its_model_says_what_its_run_file_says():
 def test_the_shipped_pipeline_is_compiled_to_what_its_run_file_says():
     """Versions of XLA differ by some hundred MiB of temporaries."""
     made = assembly.assemble(run_files.load(["configs/llama3-70b-pipeline.toml"]), compile.topology("h100:64"))
-    held = memory.held_by_program(made, assembly.compile_step(made))
+    held = memory.measure(made, assembly.compile_step(made))
     assert held["total"] / 2**30 == pytest.approx(told_by_the_run_file()[0], abs=1)
 
 

@@ -183,7 +183,7 @@ class Step:
     @functools.cached_property
     def held(self) -> dict:
         """Bytes by kind."""
-        return memory.held_by_program(self.made, self.executable, self.text)
+        return memory.measure(self.made, self.executable, self.text)
 
     @functools.cached_property
     def formulas(self):

@@ -135,13 +135,13 @@ def test_a_flag_of_the_user_is_not_overridden(monkeypatch):
 def test_a_flag_that_this_xla_does_not_know_is_not_given(monkeypatch):
     odd = flags.Flag("xla_gpu_no_such_flag", True, flags.ALWAYS, "", "", "", "")
     monkeypatch.setattr(flags, "ON_GPUS", (*flags.ON_GPUS, odd))
-    flags._known_of_table.cache_clear()
+    flags._find_known_of_table.cache_clear()
     assert odd.name not in flags.options("gpu")
-    flags._known_of_table.cache_clear()
+    flags._find_known_of_table.cache_clear()
 
 
 def test_the_table_tells_which_flags_this_xla_knows():
-    known = {flag.name for flag in flags.ON_GPUS if flags.known(flag.name)}
+    known = {flag.name for flag in flags.ON_GPUS if flags.is_known(flag.name)}
     newer = {flag.name for flag in flags.ON_GPUS if flag.since == "0.12"}
     assert known == {flag.name for flag in flags.ON_GPUS} - (newer if jax.__version_info__ < (0, 11) else set())
     assert all(flag.why and flag.source and flag.default for flag in flags.ON_GPUS)
@@ -154,7 +154,7 @@ def test_a_step_compiles_with_every_flag_of_the_table():
     """What XLA does not know, or a value that it does not take, raises when a program is compiled."""
     run = config.Run(model=TINY, mesh={"fsdp": 8}, data=dict(seq_len=64, global_batch=8))
     made = assembly.assemble(run, compile.topology("h100:8"))
-    for given in ({}, {flag.name: flag.value for flag in flags.ON_GPUS if flags.known(flag.name)}):
+    for given in ({}, {flag.name: flag.value for flag in flags.ON_GPUS if flags.is_known(flag.name)}):
         program = dataclasses.replace(made.program, compiler_options=made.program.compiler_options | given)
         assert program.compile().as_text().startswith("HloModule")
 

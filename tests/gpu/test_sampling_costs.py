@@ -44,7 +44,7 @@ def priced(preset: str, slots: int, room: int, **mesh) -> decode.Sampling:
 
 def sent(costs: decode.Sampling) -> dict:
     return {(row["kind"], *row["axes"], row["dtype"]): row["bytes"]
-            for row in traffic.summarized(costs.sync(), costs.placed.mesh.sizes)}
+            for row in traffic.summarize(costs.sync(), costs.placed.mesh.sizes)}
 
 
 # ---- by hand ---------------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def test_8b_on_8_h100_by_hand():
     moved = sent(costs)["all-gather", "fsdp", "bf16"]
     assert moved == pytest.approx(16.06e9 * 7 / 8, rel=1e-3)                # whole on each GPU, of which it had 1/8
     assert costs.sync_s(FULL) == pytest.approx(31.2e-3, rel=.02)            # at 450 GB/s
-    assert costs.copied_bytes() == pytest.approx(16.06e9, rel=1e-3)
+    assert costs.copy_bytes() == pytest.approx(16.06e9, rel=1e-3)
     assert costs.slot_bytes == 2048 * 32 * 2 * 8 * 128 * 2                  # 128 KiB a token
     assert costs.fitting(2.5 * costs.slot_bytes) == 16 and costs.fitting(-1.0) == 0
 
@@ -130,7 +130,7 @@ def check_sync(sampler: samplers.LocalSampler, cast_in_float32: bool) -> None:
     with jax.set_mesh(made.mesh):
         program = sampler.sync.program_of(made.state_shapes.params)
     if program is None:
-        assert costs.sync() == [] and costs.copied_bytes() == 0
+        assert costs.sync() == [] and costs.copy_bytes() == 0
         return
     found = audit.read(program.as_text(), made.mesh)
     assert not found.broken_permutes
@@ -144,12 +144,12 @@ def check_sync(sampler: samplers.LocalSampler, cast_in_float32: bool) -> None:
     assert compiled.keys() == wanted.keys()
     for key in wanted:
         assert compiled[key] == pytest.approx(wanted[key], rel=.01), (key, compiled[key] / wanted[key])
-    moved = [info for info in costs.placed.rows if costs.moved(info)]
+    moved = [info for info in costs.placed.rows if costs.is_copied(info)]
     memory, times = program.memory_analysis(), 2 if cast_in_float32 else 1
     largest = max(map(costs.read_bytes, moved))
     cast = sum(info.size * costs.itemsize(info) / costs._moves(info).shards(costs._moves(info).before) for info in moved)
     assert memory.temp_size_in_bytes <= times * (2 * largest + cast) + 2**16
-    assert memory.output_size_in_bytes == pytest.approx(costs.copied_bytes(), rel=.01, abs=1024)
+    assert memory.output_size_in_bytes == pytest.approx(costs.copy_bytes(), rel=.01, abs=1024)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -258,7 +258,7 @@ def test_as_many_slots_as_fit():
     costs = with_(dict(fsdp=8)).costs
     assert costs.slots % 8 == 0 and 8 * 100 < costs.slots < 512 * 16
     state = 8.03e9 * 12 / 8
-    free = .9 * hardware.usable_bytes(hardware.get("h100")) - state - costs.copied_bytes()
+    free = .9 * hardware.usable_bytes(hardware.get("h100")) - state - costs.copy_bytes()
     assert free - costs.slot_bytes < costs.cache_bytes <= free + 1e-3 * state
     assert with_(dict(fsdp=8), slots=64).costs.slots == 64
     with pytest.raises(config.ConfigError, match="no answer can be sampled: 72.8 GiB are usable on h100"):
@@ -283,7 +283,7 @@ def test_plan_tells_what_answers_cost_and_takes_no_stages(home):  # noqa: F811
     by_hand = priced("llama3-8b", 512, 2048, fsdp=8)
     usual = Rates(hardware.get("h100"), Assumptions("h100"))
     assert (whole["slots"], whole["weights_bytes"], whole["sync_s"]) == (
-        512, round(by_hand.copied_bytes()), by_hand.sync_s(usual))
+        512, round(by_hand.copy_bytes()), by_hand.sync_s(usual))
     assert whole["batch_s_at_most"] == pytest.approx(1024 * sum(by_hand.token_s(usual, 2048).values()))
     text = call(plan.main, *asked).out
     assert "Sampling under the first plan, once a batch of answers: weights to the sampler" in text

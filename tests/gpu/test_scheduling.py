@@ -110,9 +110,9 @@ def test_a_step_that_cannot_be_priced_is_trained_all_the_same(monkeypatch, capfd
 
 def test_a_profile_of_the_user_s_own_is_not_replaced():
     path = Path("/somewhere/x.pbtxt")
-    assert flags.profiled(path, {})[flags.PROFILE] == str(path)
+    assert flags.profile_options(path, {})[flags.PROFILE] == str(path)
     assert flags.PROFILE not in flags.options("gpu", environ={})
-    assert flags.profiled(path, {"XLA_FLAGS": f"--{flags.PROFILE}=mine.pb"}) == {}
+    assert flags.profile_options(path, {"XLA_FLAGS": f"--{flags.PROFILE}=mine.pb"}) == {}
 
 
 @pytest.mark.parametrize("cached", [True, False])

@@ -257,5 +257,5 @@ def test_plurals_of_messages_are_made_by_one_function():
              if path.name != "units.py"]
     assert {str(path.relative_to(ROOT)): lines for path in files if (lines := own_plurals(path.read_text()))} == {}
     assert own_plurals("f'{n} step(s)'\nf'{n} file{\"s\" * (n > 1)}'\nf'{\"es\" if n > 1 else \"\"}'\n'a (s) b'") == [1, 2, 3]
-    assert [units.counted(n, noun) for n, noun in ((0, "file"), (1, "microbatch"), (1200, "process"), (2, "batch"))] == [
+    assert [units.amount(n, noun) for n, noun in ((0, "file"), (1, "microbatch"), (1200, "process"), (2, "batch"))] == [
         "0 files", "1 microbatch", "1,200 processes", "2 batches"]

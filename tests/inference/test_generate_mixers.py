@@ -21,7 +21,7 @@ def made(model: str, mesh: dict):
     """(mesh, its Execution for generation, the model, drawn parameters)."""
     run = run_of(model, mesh, "zero3")
     made = assembly.assemble(run, jax.devices()[:math.prod(mesh.values() or [1])])
-    params = parity.drawn_parameters(made, 1)
+    params = parity.draw_parameters(made, 1)
     return trained.wrap(made, jax.device_put(params, made.program.step.state.sharding.params))
 
 

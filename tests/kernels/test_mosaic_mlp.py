@@ -136,7 +136,7 @@ def test_over_devices_a_step_computes_what_one_device_computes_without_them(layo
         monkeypatch.setattr(mosaic_mlp, name, lambda *args, of=plain: calls.append(of) or of(*args))
     monkeypatch.setattr(choices, "choose", lambda _: Choice(FusedMLP("swiglu", 1)))
     monkeypatch.setattr(accumulate, "StepSpec", lambda *args, **given: StepSpec(*args, **given | {"in_place": True}))
-    parity.check_equal(parity.compiled(run))
+    parity.check_equal(parity.compile_run(run))
     assert {*calls} == {plain_forward, plain_backward}
 
 

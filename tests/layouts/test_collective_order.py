@@ -45,7 +45,7 @@ def test_evaluation_and_sample_of_several_processes_have_one_order(by_gloo):
 
 def test_without_the_order_the_head_meets_the_layers():
     """What the reading above is worth: the same step as one process compiles it."""
-    case = parity.compiled(run_of("zero3", dict(fsdp=8)))
+    case = parity.compile_run(run_of("zero3", dict(fsdp=8)))
     assert steps.meeting(case.step.as_text(), case.made.mesh.size)
 
 

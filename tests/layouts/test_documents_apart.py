@@ -54,11 +54,11 @@ def computed(model: str, mesh: dict, *batches: dict):
     """Of each batch (its tokens' losses in order, gradients)."""
     run = config.Run(mesh=mesh, sharding=dict(rules=str(parity.RULES / "ddp.toml")), model=MODELS[model],
                      data=dict(seq_len=T, global_batch=len(batches[0]["tokens"])), training=dict(loss_chunk=T))
-    made = parity.assembled(run)
+    made = parity.assemble(run)
     program, step = made.program, made.program.step
     # Decays as at the start, weak and strong: of drawn ones little would leak.
     weights = params.mapped(made.model.parameters(), lambda info, pair: pair[info.path[-1] in ("A_log", "dt_bias")],
-                            jax.tree.map(lambda *pair: pair, parity.drawn_parameters(made, 0),
+                            jax.tree.map(lambda *pair: pair, parity.draw_parameters(made, 0),
                                          jax.device_get(made.model.init(jax.random.key(0)))))
 
     @jax.jit

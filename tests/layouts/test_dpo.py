@@ -90,7 +90,7 @@ def test_the_balance_of_experts_weighs_as_much_beside_preferences_as_beside_the_
     for objective in ("dpo", "next_token"):
         of_weight = []
         for weight in (0.0, 0.5):
-            compiled = parity.compiled(made(objective, weight))
+            compiled = parity.compile_run(made(objective, weight))
             p = jax.device_get(compiled.made.model.init(jax.random.key(0))) if p is None else p
             of_weight.append(moments_of(compiled, p, pairs()))
         made_by[objective] = of_weight[1][1]["layers"]["moe"]["router"] - of_weight[0][1]["layers"]["moe"]["router"]
@@ -103,7 +103,7 @@ def test_the_balance_of_experts_weighs_as_much_beside_preferences_as_beside_the_
                          [("ddp", ONE), *MESHES, *(pytest.param(*case, marks=sampling.GRID) for case in GRID)], ids=str)
 def test_loss_and_every_gradient_are_those_of_the_papers_equation(rule, mesh):
     p, batch, loss, margins, grads = expected()
-    metrics, found = moments_of(parity.compiled(dpo_run(rule, mesh)), p, batch)
+    metrics, found = moments_of(parity.compile_run(dpo_run(rule, mesh)), p, batch)
     assert abs(metrics["loss"] - loss) < 1e-5 * loss                # float32 sums in another order
     assert abs(metrics["reward_accuracy"] - np.mean(margins > 0)) < 1e-6 and 0.2 < np.mean(margins > 0) < 0.8
     assert abs(metrics["reward_margin"] - margins.mean()) < 1e-4

@@ -25,7 +25,7 @@ def taken(rng: random.Random, count: int, directory) -> list[int]:
     while len(found) < count:
         name, run = draw(number := rng.randrange(10**6), directory)
         try:
-            parity.accepted(run)
+            parity.check_accepted(run)
             found.setdefault(name, number)
         except config.ConfigError:
             pass
@@ -49,7 +49,7 @@ def test_at_least_half_of_the_drawn_files_run_and_every_refusal_names_value_and_
     found = Counter()
     for number in range(100):
         try:
-            parity.accepted(draw(number, tmp_path)[1])
+            parity.check_accepted(draw(number, tmp_path)[1])
             found["taken"] += 1
         except config.ConfigError as error:
             found["refused"] += 1

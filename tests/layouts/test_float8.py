@@ -213,7 +213,7 @@ def relative(got, expected, floor: float = 0.0) -> list:
 def apart(run: config.Run, seed: int = 0, part=lambda moments: moments, floor: float = 0.0) -> float:
     """By how much the leaf that differs most differs from one device's."""
     params, expected, _, expected_state = parity.one_device(parity.on_one_device(run).model_dump_json(), seed)
-    numbers, _, state = parity.trained(parity.compiled(run), params, 1)
+    numbers, _, state = parity.train(parity.compile_run(run), params, 1)
     assert abs(numbers[0, 0] - expected[0, 0]) < 1e-5 * expected[0, 0]
     return max(relative(*(part(parity.first_moment(of)) for of in (state, expected_state)), floor))
 
@@ -281,16 +281,17 @@ def test_experts_beside_float8_compute_what_one_device_does(rule, mesh):
 @pytest.mark.cell
 def test_a_step_in_float8_is_some_percent_from_float32():
     """Else the comparison above could be of two steps that are not quantised."""
-    quantized, plain = parity.compiled(run_of("ddp", ONE, FLOAT8)), parity.compiled(run_of("ddp", ONE))
+    quantized, plain = parity.compile_run(run_of("ddp", ONE, FLOAT8)), parity.compile_run(run_of("ddp", ONE))
     params = jax.device_get(quantized.made.program.initialize().params)     # as a run begins
-    (numbers, _, state), (plain_numbers, _, plain_state) = (parity.trained(case, params, 1) for case in (quantized, plain))
+    (numbers, _, state), (plain_numbers, _, plain_state) = (
+        parity.train(case, params, 1) for case in (quantized, plain))
     assert 0 < abs(plain_numbers[0, 0] - numbers[0, 0]) < 1e-2 * numbers[0, 0]
     far = relative(*(parity.first_moment(of)["layers"] for of in (state, plain_state)))
     assert 2 * NEAR < min(far) and max(far) < 0.3
 
 
 def test_a_step_with_a_weight_that_is_not_finite_is_skipped():
-    one = parity.compiled(run_of("ddp", ONE, FLOAT8))
+    one = parity.compile_run(run_of("ddp", ONE, FLOAT8))
     state = jax.device_get(one.made.program.initialize())
     state.params["layers"]["mlp"]["up"]["kernel"] = np.copy(state.params["layers"]["mlp"]["up"]["kernel"])
     state.params["layers"]["mlp"]["up"]["kernel"][0, 3, 5] = np.inf

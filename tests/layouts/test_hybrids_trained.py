@@ -57,7 +57,7 @@ def test_with_every_optimizer_layouts_train_as_one_device_and_all_but_the_layers
     run = run_of(model, FOUR)
     run = run.model_copy(update=dict(optimizer=run.optimizer.model_copy(update=dict(name=name))))
     case = parity.check(run)
-    params = parity.drawn_parameters(case.made, 0)
+    params = parity.draw_parameters(case.made, 0)
     program = case.made.program
     state = program.initialize()
     state, _ = case.step(dataclasses.replace(state, params=jax.device_put(params, program.step.state.sharding.params)),
@@ -81,9 +81,9 @@ def test_adapters_of_every_mixer_train_as_on_one_device(model, mesh):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_merged_model_has_the_loss_of_the_adapted_one(model):
-    plain, adapted = (parity.assembled(run_of(model, {}, "ddp", lora=section))
+    plain, adapted = (parity.assemble(run_of(model, {}, "ddp", lora=section))
                       for section in ({}, dict(rank=RANK, alpha=ALPHA)))
-    p = parity.drawn_parameters(adapted, 0)
+    p = parity.draw_parameters(adapted, 0)
     batch = parity.batch_of(plain.run, 0)
     losses = []
     for made, weights in ((adapted, p), (plain, jax.device_get(merged(p)))):

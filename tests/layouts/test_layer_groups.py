@@ -164,7 +164,7 @@ def test_layers_without_a_period_are_refused_by_a_pipeline_and_computed_without_
     faults = stages.problems(run, rules.load(run.sharding.rules), dict.fromkeys(AXES, 1) | dict(stage=2))
     assert len(faults) == 1 and "set mesh.stage to 1" in faults[0]
     with pytest.raises(config.ConfigError, match="layers that repeat with a period"):
-        parity.accepted(run.replaced(mesh=dict(stage=2)))
+        parity.check_accepted(run.replaced(mesh=dict(stage=2)))
 
 
 # ---- aux -------------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def run_with(mesh: dict, rule: str = "ddp", microbatches: int = 1, **pipeline):
 
 def first_step(run):
     """(metrics, first moments) of one step from the parameters of seed 0."""
-    case = parity.compiled(run)
+    case = parity.compile_run(run)
     state, metrics = case.step(case.made.program.initialize(), case.made.program.place(parity.batch_of(run, 0)))
     return jax.device_get(metrics), jax.device_get(parity.first_moment(state.opt_state))
 

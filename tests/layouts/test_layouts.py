@@ -27,7 +27,7 @@ def run_of(rule: str, mesh: dict, model: dict = {}, training: dict = {}) -> conf
 
 
 def test_initialization_is_the_same_bits_on_any_layout():
-    made = parity.assembled(run_of("zero3", dict(data=2, fsdp=2, tensor=2)))
+    made = parity.assemble(run_of("zero3", dict(data=2, fsdp=2, tensor=2)))
     with jax.set_mesh(made.mesh):
         state = made.program.initialize()
     params = jax.jit(made.model.init)(jax.random.key(0))

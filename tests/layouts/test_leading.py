@@ -86,7 +86,7 @@ def test_every_kind_of_leading_layers_has_one_devices_loss_gradients_and_evaluat
     model, more, sections = KINDS[kind]
     run = made_of(tmp_path, name, MODELS[model] | more, 4, **sections)
     parity.check(run)
-    np.testing.assert_allclose(parity.evaluated(run), parity.evaluated(parity.on_one_device(run)), rtol=1e-5)
+    np.testing.assert_allclose(parity.evaluate(run), parity.evaluate(parity.on_one_device(run)), rtol=1e-5)
 
 
 # Microbatches that fill no round: 4 on 3 stages, 1 on 4; one of a batch has far fewer tokens than the others.
@@ -100,7 +100,7 @@ def test_leading_layers_with_experts_report_their_balance(tmp_path, kind, name, 
     more = dict(num_layers=9) if name == SPLIT else {}
     run = made_of(tmp_path, name, FIRST_OF_FIVE[kind] | more, microbatches)
     case = parity.check(run)
-    metrics = parity.trained(case, parity.drawn_parameters(case.made, 0), 1)[1]
+    metrics = parity.train(case, parity.draw_parameters(case.made, 0), 1)[1]
     assert metrics["aux_loss"] > 0 and np.isfinite(metrics["expert_load_max_by_layer"][0])
 
 
@@ -110,7 +110,7 @@ def test_a_stage_computes_leading_layers_for_its_share_of_the_microbatches_alone
     microbatches."""
     multiplied = lambda case: sum(dot.flops for dot in case.audit.dots)
     plain = dict(num_layers=6)
-    case, without = (parity.compiled(made_of(tmp_path, name, plain | more, microbatches))
+    case, without = (parity.compile_run(made_of(tmp_path, name, plain | more, microbatches))
                      for more in (dict(num_layers=8, mlps="dde*"), {}))
     sizes = case.made.mesh_spec.sizes
     linear = sum(info.size for info in case.made.model.parameters() if info.axes[0] == LEADING
@@ -175,7 +175,7 @@ def test_formulas_count_the_rounds_of_leading_layers_and_those_in_which_stages_i
         options = Options(4096, 8 * microbatches, microbatches, "full", "1f1b")
         matrices = sum(info.size for info in placed.leading.rows if info.role == "matrix")
         again = matrices - 2 * 6144 * 2048          # under remat all but what the last product adds
-        assert flops.executed(placed.leading, options) == rounds * 2 * 4096 * (3 * matrices + again)
+        assert flops.count_executed(placed.leading, options) == rounds * 2 * 4096 * (3 * matrices + again)
         found[rounds] = footprint.leading_bytes(placed, options), price.price(placed, rated, options)
     assert found[3][0] == 1.5 * found[2][0]
     # In the third round three of four stages idle.

@@ -43,8 +43,8 @@ def assert_equal_gradients(found, expected, tolerance):
 def test_adapters_have_the_gradients_that_the_merged_model_gives_them():
     """dA = s dW B', dB = s A' dW of W + s A B, on one device, of all projections."""
     p, numbers, _, state = parity.one_device(lora_run("ddp", ONE, training=dict(grad_clip=0.0)).model_dump_json(), 0)
-    plain = parity.compiled(run_of("ddp", ONE, training=dict(grad_clip=0.0)))
-    plain_numbers, _, plain_state = parity.trained(plain, jax.device_get(without_adapters(p)), 1)
+    plain = parity.compile_run(run_of("ddp", ONE, training=dict(grad_clip=0.0)))
+    plain_numbers, _, plain_state = parity.train(plain, jax.device_get(without_adapters(p)), 1)
     moments, of_weights = map(parity.first_moment, (state, plain_state))
     assert abs(plain_numbers[0, 0] - numbers[0, 0]) < 2e-6 * numbers[0, 0]
     checked = 0
@@ -95,7 +95,7 @@ def without_adapters(p: dict) -> dict:
                                   pytest.param("adafactor", marks=sampling.GRID),
                                   pytest.param("lion", marks=sampling.GRID)])
 def test_the_base_stays_bit_for_bit_and_only_adapters_have_a_state(name):
-    compiled = parity.compiled(lora_run("zero3", dict(fsdp=4), optimizer=dict(name=name, learning_rate=0.1)))
+    compiled = parity.compile_run(lora_run("zero3", dict(fsdp=4), optimizer=dict(name=name, learning_rate=0.1)))
     made = compiled.made
     state = made.program.initialize()
     before = jax.device_get(state.params)
@@ -118,9 +118,9 @@ def test_the_base_stays_bit_for_bit_and_only_adapters_have_a_state(name):
 @pytest.mark.cell
 def test_the_first_step_computes_what_the_model_without_adapters_does():
     run = lora_run("ddp", ONE)
-    with_adapters = parity.compiled(run)
+    with_adapters = parity.compile_run(run)
     state = with_adapters.made.program.initialize()
-    plain = parity.compiled(run_of("ddp", ONE)).made
+    plain = parity.compile_run(run_of("ddp", ONE)).made
     p = plain.program.initialize().params
     frozen = with_adapters.made.model.divided(state.params)[1]
     flat = dict(jax.tree.leaves_with_path(frozen))
@@ -134,13 +134,13 @@ def test_the_first_step_computes_what_the_model_without_adapters_does():
 @pytest.mark.parametrize("mesh, rule", [pytest.param(dict(data=2), "ddp", marks=sampling.GRID),
                                         (dict(stage=2), "ddp")], ids=str)
 def test_no_accumulator_of_a_frozen_weight_stands_in_the_compiled_step(rule, mesh):
-    compiled = parity.compiled(lora_run(rule, mesh, targets=("query", "value")))
+    compiled = parity.compile_run(lora_run(rule, mesh, targets=("query", "value")))
     made, held = compiled.made, memory.formula(compiled.made)
     trained = made.model.divided(made.program.step.state.abstract.params)[0]
     size = sum(leaf.size for leaf in jax.tree.leaves(trained))
     assert held["grads"] == 4 * size // mesh.get("stage", 1)
     assert held["optimizer"] == 2 * 4 * size // mesh.get("stage", 1) + 4
-    found = memory.held_by_program(made, compiled.step)
+    found = memory.measure(made, compiled.step)
     assert (found["grads"], found["optimizer"]) == (held["grads"], held["optimizer"])
 
 

@@ -35,7 +35,7 @@ def run_of(rule: str, mesh: dict, schedule: str = "1f1b", model: dict = {}, trai
 
 def test_evaluation_equals_one_device():
     run = run_of("zero1", dict(stage=2, data=2), "interleaved", dict(num_layers=4))
-    np.testing.assert_allclose(parity.evaluated(run), parity.evaluated(parity.on_one_device(run)), rtol=1e-5)
+    np.testing.assert_allclose(parity.evaluate(run), parity.evaluate(parity.on_one_device(run)), rtol=1e-5)
 
 
 def test_state_goes_from_any_number_of_stages_and_chunks_to_any_other(tmp_path):
@@ -62,7 +62,7 @@ def test_state_goes_from_any_number_of_stages_and_chunks_to_any_other(tmp_path):
 def temp_bytes(schedule: str, microbatches: int) -> int:
     run = run_of("ddp", dict(stage=4), schedule, dict(num_layers=4), dict(microbatches=microbatches, remat="full"),
                  data=dict(global_batch=16 * microbatches))
-    return parity.compiled(run).step.memory_analysis().temp_size_in_bytes
+    return parity.compile_run(run).step.memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.long
@@ -187,9 +187,9 @@ def test_forty_runs_of_a_ring_inside_a_pipeline_give_the_same_bits():
 
 
 def forty_runs():
-    case = parity.compiled(run_of("zero3", dict(stage=2, context=4), "interleaved_zero_bubble",
+    case = parity.compile_run(run_of("zero3", dict(stage=2, context=4), "interleaved_zero_bubble",
                                   training=dict(remat="full")))
-    params = parity.drawn_parameters(case.made, 0)
-    first = parity.trained(case, params, 1)
+    params = parity.draw_parameters(case.made, 0)
+    first = parity.train(case, params, 1)
     for _ in range(39):
-        jax.tree.map(np.testing.assert_array_equal, parity.trained(case, params, 1), first)
+        jax.tree.map(np.testing.assert_array_equal, parity.train(case, params, 1), first)

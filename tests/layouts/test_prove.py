@@ -98,7 +98,7 @@ def test_the_cells_hold_every_pair_of_choices_that_the_program_takes():
     assert staged == set(itertools.product(found["schedule"][1:], found["context"][1:]))
     assert not any(on(run, "stage") and run.training.remat == "offload" for run in made)       # refused
     for run in made[:3]:
-        compare.accepted(run)
+        compare.check_accepted(run)
 
 
 def test_rule_files_that_split_a_model_alike_are_one():
@@ -147,7 +147,7 @@ def test_keys_are_left_out_while_the_difference_stays(monkeypatch):
     def made_up(run, devices):
         wrong = ("gradient norm: 1",) if run.pipeline.schedule == "zero_bubble" and run.model.window else ()
         return parity.CellResult(cells.title(run), {}, None, None, {}, (), wrong, 0.0, run)
-    monkeypatch.setattr(parity.proof, "compared", made_up)
+    monkeypatch.setattr(parity.proof, "compare_cell", made_up)
     small = small_of("--mesh.data", 2, "--mesh.fsdp", 1, "--mesh.tensor", 1, "--mesh.stage", 4, "--model.window", 64,
                      "--pipeline.schedule", "zero_bubble", "--training.remat", "full", "--optimizer.name", "lion")
     found = smallest.of(made_up(small, ()), jax.devices())
@@ -158,13 +158,13 @@ def test_keys_are_left_out_while_the_difference_stays(monkeypatch):
 def test_a_file_of_other_content_is_not_overwritten(tmp_path):
     found = smallest.Smallest(f"# {smallest.NAME}\n", {}, None, 0)
     (tmp_path / "a-differs.toml").write_text("mine")
-    names = [smallest.written(found, "a").name for _ in range(2)]
+    names = [smallest.write(found, "a").name for _ in range(2)]
     assert names == ["a-differs-2.toml"] * 2 and (tmp_path / "a-differs.toml").read_text() == "mine"
     assert (tmp_path / "a-differs-2.toml").read_text() == "# a-differs-2.toml\n"
 
 
 def test_mistakes_end_with_2_before_anything_is_compiled(monkeypatch, tmp_path):
-    monkeypatch.setattr(compare, "compiled", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(compare, "compile_run", lambda *_: pytest.fail("compiled"))
     (tmp_path / "wrong.toml").write_text('[params]\nembd = "fsdp"\n')
     refused(call(prove.main, "--rules", "none.toml"), "none.toml")
     refused(call(prove.main, "--rules", "wrong.toml"), "embd", "embed")
@@ -175,8 +175,8 @@ def test_mistakes_end_with_2_before_anything_is_compiled(monkeypatch, tmp_path):
 def test_a_crash_of_a_cell_is_a_difference_with_its_message(monkeypatch):
     def fails(*_):
         raise RuntimeError("out of order\nmore")
-    monkeypatch.setattr(compare, "compiled", fails)
-    found = parity.proof.compared(small_of(*TINY), jax.devices())
+    monkeypatch.setattr(compare, "compile_run", fails)
+    found = parity.proof.compare_cell(small_of(*TINY), jax.devices())
     assert found.wrong == ("RuntimeError: out of order",) and json.dumps(found.as_json())
 
 
@@ -204,7 +204,7 @@ def lacking(logical: str, table: str = "") -> str:
     (lacking("kv_heads"), ["no table names 'kv_heads'", "layers/attention/key/kernel"])])
 def test_a_forgotten_axis_is_named_with_its_table(text, named, tmp_path):
     (tmp_path / "mine.toml").write_text(text)
-    findings, _ = rule_files.checked(small_of("configs/quickstart.toml"), "mine.toml")
+    findings, _ = rule_files.check(small_of("configs/quickstart.toml"), "mine.toml")
     assert [word for word in named if not any(word in line for line in findings)] == []
 
 
@@ -212,7 +212,7 @@ def test_shipped_rule_files_forget_nothing():
     for words in ("configs/quickstart.toml", "configs/quickstart-experts.toml"):
         small = small_of(words)
         for path in sorted((ROOT / "sharding_rules").glob("*.toml")):
-            assert rule_files.checked(small, str(path)) == ([], [])
+            assert rule_files.check(small, str(path)) == ([], [])
 
 
 def test_a_rule_file_of_ones_own_is_proved_in_place_of_the_shipped_ones(without_gpu_program, tmp_path):
@@ -286,7 +286,7 @@ def test_one_microbatch_through_stages_sends_the_segments_of_its_ring_in_order()
 
 
 def test_recurrences_of_fewer_tokens_than_a_chunk_have_a_price():
-    compare.accepted(small_of("--model.mixers", "GF", "--model.num_layers", 4, "--mesh.data", 1, "--mesh.fsdp", 1,
+    compare.check_accepted(small_of("--model.mixers", "GF", "--model.num_layers", 4, "--mesh.data", 1, "--mesh.fsdp", 1,
                               "--mesh.tensor", 2, "--mesh.stage", 2, "--mesh.context", 2, "--context.method", "gather",
                               "--pipeline.schedule", "interleaved", "--pipeline.chunks", 2,
                               "--training.microbatches", 4, "--model.linear",

@@ -40,8 +40,8 @@ def run_of(model, mesh=None, limit=LIMIT, **sections):
 def stepped(run):
     """(parameters before and after a step, metrics)."""
     assert config.problems(run) == []
-    case = parity.compiled(run)
-    spec, params = case.made.program.step.state, parity.drawn_parameters(case.made, 0)
+    case = parity.compile_run(run)
+    spec, params = case.made.program.step.state, parity.draw_parameters(case.made, 0)
     opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), spec.abstract.opt_state)
     state, metrics = case.step(jax.device_put(State(np.int32(0), params, opt_state), spec.sharding),
                                case.made.program.place(parity.batch_of(run, 0)))
@@ -50,7 +50,7 @@ def stepped(run):
 
 def plain_bounds(run, params):
     """[layers with attention, N]: the largest log-sum-exp of a real token's scores, never below 0."""
-    made, found = parity.assembled(run), []
+    made, found = parity.assemble(run), []
     ex = made.program.step.ex
 
     def attend(layout, q, k, v, segments, mask, scores, sinks_N=None, expansion=None, bounded=False):
@@ -75,7 +75,7 @@ def plain_bounds(run, params):
 def layers_of(run, params):
     """The weights of each layer's attention, in order, without those of recurrences."""
     leaves, found = trees.leaves_of(params), []
-    for place, index in parity.assembled(run).model.places():
+    for place, index in parity.assemble(run).model.places():
         own = {name.removeprefix(f"{place}/attention/"): a[index] for name, a in leaves.items()
                if name.startswith(f"{place}/attention/")}
         found += [own] if own else []

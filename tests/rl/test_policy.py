@@ -255,7 +255,7 @@ def expected(name: str, adapted: bool = False):
     """(parameters, answers, loss, gradients, metrics) of the plain computation with whole logits, an answer a row."""
     run = rl_run(KEYS[name], model=MODELS.get(name, {}), **LORA if adapted else {})
     made = assembly.assemble(run, jax.devices()[:1])
-    p = by_temperature(parity.drawn_parameters(made, 0))
+    p = by_temperature(parity.draw_parameters(made, 0))
     policy, rl, (drawn, _) = Policy.of(run.rl), run.rl, drawn_answers(1)
     batch, places = answers_of.pack([dataclasses.replace(answer, learned=True) for answer in drawn], rl, len(drawn), T,
                                     0)
@@ -317,7 +317,7 @@ def test_loss_and_every_gradient_are_those_of_whole_logits(name, rule, mesh, mic
     run = rl_run(KEYS[name], rule, mesh, microbatches, MODELS.get(name, {}))
     batch = batch_of(run, drawn)
     assert microbatches == 1 or np.all(batch["targets"][-ROWS // microbatches:] == NO_TARGET)
-    metrics, found = moments_of(parity.compiled(run), p, batch)
+    metrics, found = moments_of(parity.compile_run(run), p, batch)
     assert abs(metrics["loss"] - loss) < 1e-5 * max(abs(loss), 0.1)
     assert_equal_gradients(found, grads, 1e-5)
     assert metrics["tokens"] == np.sum(batch["targets"] != NO_TARGET)
@@ -334,7 +334,7 @@ def test_loss_and_every_gradient_are_those_of_whole_logits(name, rule, mesh, mic
 def test_adapters_have_the_gradients_of_whole_logits(rule, mesh, microbatches):
     p, drawn, loss, grads, _ = expected("grpo", adapted=True)
     run = rl_run(KEYS["grpo"], rule, mesh, microbatches, **LORA)
-    metrics, found = moments_of(parity.compiled(run), p, batch_of(run, drawn))
+    metrics, found = moments_of(parity.compile_run(run), p, batch_of(run, drawn))
     assert abs(metrics["loss"] - loss) < 1e-5 * max(abs(loss), 0.1)
     assert_equal_gradients(found, grads, 2e-5)
 
@@ -344,14 +344,14 @@ EXPERTS = dict(model=dict(num_experts=4), experts=dict(aux_loss=0.5, z_loss=0.1)
 
 @functools.cache
 def with_experts(rule: str, mesh: tuple, microbatches: int) -> parity.Compiled:
-    return parity.compiled(rl_run(KEYS["grpo"], rule, dict(mesh), microbatches, **EXPERTS))
+    return parity.compile_run(rl_run(KEYS["grpo"], rule, dict(mesh), microbatches, **EXPERTS))
 
 
 @pytest.mark.parametrize("rule, mesh, microbatches", [("zero3", dict(fsdp=2), 4), pytest.param(
     "zero3", dict(data=2, tensor=2), 2, marks=sampling.GRID)], ids=str)
 def test_experts_learn_the_same_whatever_the_layout_and_the_microbatches(rule, mesh, microbatches):
     one, case = with_experts("ddp", (), 1), with_experts(rule, tuple(mesh.items()), microbatches)
-    p, drawn = parity.drawn_parameters(one.made, 0), expected("grpo")[1]
+    p, drawn = parity.draw_parameters(one.made, 0), expected("grpo")[1]
     batch = batch_of(one.made.run, drawn)
     (metrics, grads), (found_metrics, found) = (moments_of(made, p, batch) for made in (one, case))
     assert metrics["aux_loss"] > 0
@@ -363,7 +363,7 @@ def test_experts_learn_the_same_whatever_the_layout_and_the_microbatches(rule, m
 def test_microbatches_behind_the_last_target_are_not_computed():
     """Tokens there would add to the experts' loss; the divisor counts them, so it tells how many were computed."""
     case, drawn = with_experts("zero3", (("fsdp", 2),), 4), expected("grpo")[1]
-    p, batch = parity.drawn_parameters(case.made, 0), batch_of(case.made.run, drawn)
+    p, batch = parity.draw_parameters(case.made, 0), batch_of(case.made.run, drawn)
     assert np.all(batch["segments"][-2:] == 0)
     of_padding, _ = moments_of(case, p, batch)
     tokens = np.sum(batch["segments"] != 0)
@@ -374,7 +374,7 @@ def test_microbatches_behind_the_last_target_are_not_computed():
 
 def test_a_step_without_a_target_is_finite():
     case = with_experts("zero3", (("fsdp", 2),), 4)
-    p = parity.drawn_parameters(case.made, 0)
+    p = parity.draw_parameters(case.made, 0)
     metrics, grads = moments_of(case, p, batch_of(case.made.run, []))
     assert not metrics["skipped"] and metrics["loss"] == 0 and metrics["grad_norm"] == 0 and metrics["tokens"] == 1
     assert all(np.all(g == 0) for g in jax.tree.leaves(grads)) and metrics["mismatch_max"] == 0
@@ -384,7 +384,7 @@ def test_a_step_without_a_target_is_finite():
 def test_scores_are_the_log_probabilities_at_the_temperature_in_the_order_of_the_row(mesh):
     p, drawn, *_ = expected("grpo")
     run = rl_run(KEYS["grpo"], "zero1", mesh, 4)
-    made = parity.assembled(run)
+    made = parity.assemble(run)
     batch, places = answers_of.pack(drawn, run.rl, ROWS, T, 0)
     spec = made.program.step
     with jax.default_matmul_precision("highest"):
@@ -403,9 +403,9 @@ def test_the_head_multiplies_no_more_than_that_of_the_next_token():
     the accumulators."""
     found = []
     for training in (dict(objective="rl"), dict(objective="next_token")):
-        case = parity.compiled(rl_run(KEYS["grpo"], microbatches=4).replaced(training=training))
+        case = parity.compile_run(rl_run(KEYS["grpo"], microbatches=4).replaced(training=training))
         assert not case.audit.unknown_loops
-        assert memory.held_by_program(case.made, case.step)["grads"] == memory.formula(case.made)["grads"]
+        assert memory.measure(case.made, case.step)["grads"] == memory.formula(case.made)["grads"]
         found.append(case.audit.flops)
     assert found[0] == found[1]
 
@@ -413,12 +413,12 @@ def test_the_head_multiplies_no_more_than_that_of_the_next_token():
 def test_stages_are_refused():
     run = rl_run({}).replaced(mesh={"stage": 2}, model={"num_layers": 2})
     with pytest.raises(config.ConfigError, match='mesh.stage=2: pipelines do not support training.objective="rl"'):
-        parity.assembled(run)
+        parity.assemble(run)
 
 
 def test_a_step_of_several_processes_has_one_order(by_gloo):
     """As `test_collective_order`: the loops of the head, what is gathered between them, and the metrics."""
-    case = parity.compiled(rl_run(KEYS["gspo"], "zero3", dict(data=2, fsdp=2, context=2), 2))
+    case = parity.compile_run(rl_run(KEYS["gspo"], "zero3", dict(data=2, fsdp=2, context=2), 2))
     assert steps.meeting(case.step.as_text(), case.made.mesh.size) == []
     p, drawn, loss, grads, _ = expected("gspo")
     metrics, found = moments_of(case, p, batch_of(case.made.run, drawn))
@@ -448,7 +448,7 @@ def test_loss_and_gradient_of_every_weight_are_those_of_trl_with_transformers(na
     drawn = [DrawnAnswer(np.array(one["prompt"]), np.array(one["tokens"]), *map(np.array, (sampled, one["advantage"])),
                          True, *map(np.array, scores)) for one, sampled, *scores in zip(
                              THEIRS["answers"], *(case[key] for key in ("sampled", "old", "reference")), strict=True)]
-    metrics, found = moments_of(parity.compiled(run), jax.device_get(loaded.params), batch_of(run, drawn))
+    metrics, found = moments_of(parity.compile_run(run), jax.device_get(loaded.params), batch_of(run, drawn))
     assert abs(metrics["loss"] - case["loss"]) < 1e-5 * max(abs(case["loss"]), 0.1)
     assert_equal_gradients(found, jax.device_get(wanted.params), 2e-5)
 
@@ -461,7 +461,7 @@ EVERY = [(END,), *((a, b) for a in range(1, VOCABULARY) for b in range(VOCABULAR
 
 @functools.cache
 def enumerated(correction: str) -> parity.Compiled:
-    return parity.compiled(rl_run(
+    return parity.compile_run(rl_run(
         dict(aggregate="constant", max_tokens=2, correction=correction, correction_limit=1e9, temperature=0.8),
         model=dict(vocab_size=VOCABULARY)))
 
@@ -483,7 +483,7 @@ def test_the_mean_over_every_answer_is_the_exact_gradient_of_the_reward(how, cor
     by other weights it is exact with the product of an answer's ratios as the correction, and biased without."""
     share = 0.5 if how == "group" else 1.0
     case = enumerated("none" if correction == "on policy" else correction)
-    p, other = (by_temperature(parity.drawn_parameters(case.made, seed)) for seed in (0, 1))
+    p, other = (by_temperature(parity.draw_parameters(case.made, seed)) for seed in (0, 1))
     run, rewards = case.made.run, np.random.default_rng(2).standard_normal(len(EVERY))
     with jax.default_matmul_precision("highest"):
         exact = jax.device_get(jax.jit(jax.grad(lambda p: probabilities(run, p) @ rewards))(p))

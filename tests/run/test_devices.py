@@ -23,7 +23,7 @@ FLAGS = [one for one in devices.ON_GPUS if one.name.startswith("--")]
 
 def test_the_flags_of_gpus_are_known_to_this_xla_and_one_that_is_not_is_left_out(monkeypatch):
     names = [one.name for one in FLAGS]
-    assert flags.known_flags([*names, "--xla_gpu_no_such_flag", names[0][:-1]]) == set(names)
+    assert flags.find_known([*names, "--xla_gpu_no_such_flag", names[0][:-1]]) == set(names)
     odd = devices.Default("--xla_gpu_no_such_flag", "1", "a flag of another XLA")
     monkeypatch.setattr(devices, "ON_GPUS", (odd, *devices.ON_GPUS))
     environ = {}

@@ -316,7 +316,7 @@ def test_a_curve_of_many_rows_has_its_mean_and_a_wide_one_is_logarithmic(tmp_pat
     assert "The same over the logarithm of steps" in page
     few = written(tmp_path / "few", noise[:20])
     assert few["rows"]["smoothed"] == {} and "rows around it" not in pages.page(few)
-    holes = measured._smoothed(np.array([1.0, np.nan, 3.0]), 3)
+    holes = measured._smooth(np.array([1.0, np.nan, 3.0]), 3)
     assert holes[0] == 1 and np.isnan(holes[1]) and holes[2] == 3
 
 

@@ -476,7 +476,7 @@ def test_speed_programs_fit_at_first_go_and_xla_recomputes_nothing(plan, gpus):
     layers = gpu_speed.layers_that_fit(gpu_speed.run_of(plan, len(devices), gpu_speed.Sizes().microbatches), devices)
     made, step, _ = gpu_speed.compiled(plan, devices, gpu_speed.Sizes())
     assert made.run.model.num_layers == layers
-    held = memory.held_by_program(made, step)["total"]
+    held = memory.measure(made, step)["total"]
     # Too little would be another model: half of the memory is used where layers were left out.
     whole = gpu_speed.run_of(plan, len(devices), gpu_speed.Sizes().microbatches).model.num_layers
     assert (.5 if layers < whole else 0) * gpu_of.hbm_bytes < held <= .9 * hardware.usable_bytes(gpu_of)

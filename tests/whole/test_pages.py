@@ -197,7 +197,7 @@ def test_a_page_says_when_where_and_with_which_versions_it_was_made():
 def test_a_page_outside_of_a_checkout_names_no_commit(monkeypatch, tmp_path):
     monkeypatch.setattr(skin, "HERE", tmp_path)
     skin._commit.cache_clear()
-    assert "commit" not in skin.made_with()
+    assert "commit" not in skin.program_line()
     skin._commit.cache_clear()
 
 

@@ -56,14 +56,14 @@ class Sampling:
     def read_bytes(self, info) -> float:
         return info.size * self.itemsize(info) / self._moves(info).shards(self._moves(info).after)
 
-    def copied_bytes(self) -> float:
+    def copy_bytes(self) -> float:
         """Return the bytes on one device of the weights that are copied for the sampler, because its layout differs
         from the training layout."""
-        return sum(self.read_bytes(info) for info in self.placed.rows if self.moved(info))
+        return sum(self.read_bytes(info) for info in self.placed.rows if self.is_copied(info))
 
-    def moved(self, info) -> bool:
-        found = self._moves(info)
-        return found.before != found.after or self.itemsize(info) != info.dtype.itemsize
+    def is_copied(self, info) -> bool:
+        moves = self._moves(info)
+        return moves.before != moves.after or self.itemsize(info) != info.dtype.itemsize
 
     @functools.cached_property
     def slot_bytes(self) -> float:
@@ -78,7 +78,7 @@ class Sampling:
     def fitting_beside(self, state_bytes: float, usable_bytes: float) -> int:
         """Return the largest number of slots, on all devices, that fits beside `state_bytes` of training state on each
         device. A fraction of the memory (`calibrations`) stays free."""
-        return self.fitting((1 - calibrations.SAMPLER_SPARE.value) * usable_bytes - state_bytes - self.copied_bytes())
+        return self.fitting((1 - calibrations.SAMPLER_SPARE.value) * usable_bytes - state_bytes - self.copy_bytes())
 
     def fitting(self, free_bytes: float) -> int:
         """Return the largest number of slots, on all devices, whose cache takes at most `free_bytes` on each device."""
@@ -95,7 +95,7 @@ class Sampling:
         so they are not included."""
         found = []
         for info in self.placed.rows:
-            if info.trainable and self.moved(info):
+            if info.trainable and self.is_copied(info):
                 dtype = self.placed.dtype if info.role in MATMUL_ROLES else FLOAT32
                 found += [Sent(kind, axes, dtype, array_bytes, 1, SYNC, layer=False) for kind, axes, array_bytes
                           in self._moves(info).collectives(info.size * self.itemsize(info))]
@@ -104,7 +104,8 @@ class Sampling:
     def sync_s(self, rated: Rates) -> float:
         """Return the seconds of a sync: the longer of its collectives and its HBM traffic. HBM traffic reads the stored
         weights and writes them twice, once gathered and once in the sampler's order."""
-        links, moved = Links(rated, self.placed.mesh), [i for i in self.placed.rows if i.trainable and self.moved(i)]
+        links = Links(rated, self.placed.mesh)
+        moved = [info for info in self.placed.rows if info.trainable and self.is_copied(info)]
         stored = sum(i.size * i.dtype.itemsize / self._moves(i).shards(self._moves(i).before) for i in moved)
         return max(sum(map(links.one_s, self.sync())), rated.stream_s(stored + 3 * sum(map(self.read_bytes, moved))))
 

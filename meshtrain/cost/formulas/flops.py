@@ -39,7 +39,7 @@ def active(info, cfg: Model) -> int:
     return info.size * cfg.experts_per_token // cfg.num_experts if "expert" in info.axes else info.size
 
 
-def executed(placed: Placed, options: Options) -> float:
+def count_executed(placed: Placed, options: Options) -> float:
     """Return the FLOPs of one device's matmuls in a step, without attention and recurrences.
 
     Counts the forward, its recomputation, and the backward. The backward costs twice the forward, or once for frozen
@@ -48,12 +48,12 @@ def executed(placed: Placed, options: Options) -> float:
     of = functools.partial(_elements, placed)
     products = [product for product in placed.layer.products if not product.expands]
     layer, (_, loss, _) = sum(map(of, products)), placed.ends(options)
-    leading = executed(placed.leading, options) if placed.leading else 0.0
+    leading = count_executed(placed.leading, options) if placed.leading else 0.0
     trained = sum(of(product) for product in products if product.trained)
     visits = forward, backward, weights = placed.visits(options)
     layers = (forward + backward) * layer + weights * trained + backward * again(placed, options)
     experts = 0.0
-    if found := placed.routed(options):
+    if found := placed.route(options):
         runs = sum(times * count for times, count in zip(visits, found.products))
         experts = 2 * found.share * runs * found.rows.executed * found.sizes.embed_dim * found.sizes.width
     head = (2 + placed.head.trained) * loss * placed.head.k * placed.head.n
@@ -71,4 +71,4 @@ def again(placed: Placed, options: Options) -> float:
     are not recomputed, because the backward does not read their results."""
     of = functools.partial(_elements, placed)
     products = [product for product in placed.layer.products if not product.expands]
-    return placed.recomputed(options).products * sum((1 - product.unread) * of(product) for product in products)
+    return placed.recomputation(options).products * sum((1 - product.unread) * of(product) for product in products)

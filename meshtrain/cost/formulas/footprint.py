@@ -49,8 +49,8 @@ def _in_layers(placed: Placed, options: Options) -> float:
     """Return the bytes of the layers' residuals plus the larger of two temporaries: those of the loss and those of the
     last layer's backward."""
     cfg, size, tokens = placed.cfg, placed.itemsize, placed.tokens(options)
-    experts = placed.routed(options)
-    kept = cfg.num_layers * (size * tokens * kept_width(placed, options) + (experts.saved_bytes if experts else 0))
+    experts = placed.route(options)
+    kept = cfg.num_layers * (size * tokens * residual_width(placed, options) + (experts.saved_bytes if experts else 0))
     stream, chunk = cfg.embed_dim / placed.stream_shards, min(tokens, options.loss_chunk)
     head = placed.head.n * placed.head.k
     # A chunk's float32 logits and their gradient; the output, normed, and its gradient; the gathered head.
@@ -62,7 +62,7 @@ def _in_layers(placed: Placed, options: Options) -> float:
         inputs, weights = (size * tokens * width for width in _expert_backward_widths(placed, options))
         beside = size * tokens * _period_width(placed, options)
         layer = max(layer, experts.inputs_bytes + inputs + beside, experts.weights_bytes + weights + beside)
-    kept += size * tokens * _transposed_width(placed, options)
+    kept += size * tokens * _transpose_width(placed, options)
     alone = options.microbatches == 1 and not placed.by_layer       # the sum is the gradient, not yet reduced
     return kept + max(loss + gradient, layer + gradient * alone + _early_zeros(placed))
 
@@ -79,7 +79,7 @@ def _early_zeros(placed: Placed) -> float:
                    and info.trainable)
 
 
-def kept_width(placed: Placed, options: Options) -> float:
+def residual_width(placed: Placed, options: Options) -> float:
     """Return the elements per token that a layer saves for its backward, mean over layers."""
     cfg, h, size = placed.cfg, placed.cfg.embed_dim, placed.itemsize
     stream, f, blocks = h / placed.stream_shards, placed.mlp_width, placed.blocks
@@ -114,7 +114,7 @@ def _states_width(placed: Placed, options: Options) -> float:
     return placed.mean(lambda mixer: mixer.states_width(options))
 
 
-def _transposed_width(placed: Placed, options: Options) -> float:
+def _transpose_width(placed: Placed, options: Options) -> float:
     """Return the elements per token that XLA transposes before the backward, summed over all layers with experts.
 
     This happens without remat, where residuals are gathered from a sharded residual stream of several rows: they have
@@ -244,7 +244,7 @@ def _in_stages(placed: Placed, options: Options) -> float:
     # A layer of B and one of F, with their weights sliced out of the stack.
     layer = size * tokens * (_working_width(placed, options) + 4 * stream + 2
                              * placed.mlp_width) + size * placed.layer.used
-    if experts := placed.routed(options):
+    if experts := placed.route(options):
         layer = max(layer, experts.staged_bytes + 4 * size * tokens * stream + size * placed.layer.used)
     layer += _period_bytes(placed, options)
     return size * placed.held.used + slot_bytes(placed, options) + max(loss, layer)
@@ -284,7 +284,7 @@ def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
         "none": inward + (gates + 1) * f + (2 * h if apart else -normed - 2 * h * both),
         "selective": inward + again + (gates + 2) * f + (2 if apart else 1 + after) * h,
         "full": inward + outputs + again + (gates + 2 - after) * f + 4 * h}[options.remat]
-    if experts := placed.routed(options):
+    if experts := placed.route(options):
         for_weights += experts.weight_grad_bytes / placed.itemsize / placed.tokens(options)
     return for_backward, for_weights
 

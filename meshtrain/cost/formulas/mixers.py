@@ -112,7 +112,7 @@ class AttentionCost(MixerCost):
         yield send(size, forward * (c - 1), ATTENTION)
         yield send(size, backward * (c - 1), ATTENTION_BACKWARD)
         # The loop sends sums of dK and dV in float32, the last hop in the compute dtype (`parallel.ring`).
-        in_float32 = c - 1 if c > 2 or placed.masked(options) else 0
+        in_float32 = c - 1 if c > 2 or placed.runs_masked(options) else 0
         yield send(4, backward * in_float32, ATTENTION_BACKWARD)
         yield send(size, backward * (c - in_float32), ATTENTION_BACKWARD)
 

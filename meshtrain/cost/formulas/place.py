@@ -14,7 +14,7 @@ from meshtrain import pattern
 from meshtrain.config.sections import Model
 from meshtrain.cost.formulas.placed import Placed, stream_shards
 from meshtrain.cost.formulas.sizes import (EXCHANGE, GATHER, SCATTER, SUM, Axes, Held, LayerSizes, Product, WeightMove,
-                                           ordered)
+                                           order)
 from meshtrain.model import layers
 from meshtrain.model.params import ParamInfo
 from meshtrain.names import LAYERS, LEADING, LORA, MATMUL_ROLES
@@ -66,7 +66,7 @@ def _place(rows: Sequence[ParamInfo], cfg: Model, layout: Layout, mesh: MeshSpec
     for info in sorted(rows, key=lambda info: LORA not in info.path):
         depth = stage_layers if info.axes[0] in (LAYERS, LEADING) else 0
         weight = local.weight(info, cfg, depth)
-        for name, value in weight.held(cfg).items():
+        for name, value in weight.count_held(cfg).items():
             held[name] += value
         if depth:
             used += weight.layer
@@ -114,7 +114,7 @@ class _Weight:
         """Return this weight in a pipeline's loop: weights and gradients are gathered, and exchanged once a step."""
         return dataclasses.replace(self, tables={**self.tables, "params": self.in_use, "grads": self.in_use})
 
-    def held(self, cfg: Model) -> dict[str, float]:
+    def count_held(self, cfg: Model) -> dict[str, float]:
         """Return what this weight adds to the fields of `Held`."""
         info, layout = self.info, self.layout
         params, grads, stored = (info.size / layout.num_shards(self.tables[table]) for table in TABLES)
@@ -144,19 +144,19 @@ class _Weight:
         if info.role == "embedding":
             columns = layers.lies_by_columns(self.layout, info.axes)
             uses = (not columns) + (tied and info.axes[0] == "vocab")
-            yield WeightMove(EXCHANGE, "lookup", ordered(self.tables["params"]), columns * (1 + info.trainable))
+            yield WeightMove(EXCHANGE, "lookup", order(self.tables["params"]), columns * (1 + info.trainable))
         params, grads, optimizer = (self.tables[table] - self.in_use for table in TABLES)
-        yield WeightMove(GATHER, "routers" if info.role == "router" else part, ordered(params), uses * count)
-        yield WeightMove(GATHER, "update", ordered(optimizer - params), self.whole / num_shards(params))
+        yield WeightMove(GATHER, "routers" if info.role == "router" else part, order(params), uses * count)
+        yield WeightMove(GATHER, "update", order(optimizer - params), self.whole / num_shards(params))
         if not info.trainable:
             return
-        yield WeightMove(SCATTER, part, ordered(grads), uses * count)
+        yield WeightMove(SCATTER, part, order(grads), uses * count)
         whole_grads = tokens - self.tables["grads"] - self.in_use       # summed over these axes, not sharded by them
         scattered = whole_grads & deferred & optimizer
-        yield WeightMove(SCATTER, "update", ordered(scattered), self.whole / num_shards(grads))
-        yield WeightMove(SUM, "update", ordered((whole_grads & deferred) - scattered),
+        yield WeightMove(SCATTER, "update", order(scattered), self.whole / num_shards(grads))
+        yield WeightMove(SUM, "update", order((whole_grads & deferred) - scattered),
                          self.whole / num_shards(grads | scattered))
-        each = ordered(whole_grads - deferred)      # summed in each microbatch
+        each = order(whole_grads - deferred)      # summed in each microbatch
         if info.role == "embedding" and num_shards(deferred) > 1 and self.layout.sizes["stage"] == 1:
             # With manual axes XLA all-gathers the cotangents of looked-up rows, and each device sums all of them.
             yield WeightMove(GATHER, "lookup", each, 1)
@@ -193,7 +193,7 @@ class _Local:
 
     def split(self, info: ParamInfo, dims: Iterable[int]) -> Axes:
         """Return the mesh axes that shard these dims of a matrix in use."""
-        return ordered(frozenset().union(*(self.axes_in_use(info.axes[dim]) for dim in dims)))
+        return order(frozenset().union(*(self.axes_in_use(info.axes[dim]) for dim in dims)))
 
     def size(self, info: ParamInfo, dims: Iterable[int]) -> int:
         """Return the elements of these dims of a matrix on one device, as it is multiplied."""

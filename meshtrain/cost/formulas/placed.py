@@ -125,7 +125,7 @@ class Placed:
         In a pipeline an idle stage computes on masked data. The numbers include these passes.
         """
         layers = self.layers(options)
-        if not self.masked(options) or self.is_leading:
+        if not self.runs_masked(options) or self.is_leading:
             return (options.microbatches * layers,) * 3
         num_stages, depth = self.layout.sizes["stage"], layers / options.chunks
         executed, _ = schedules.counts(options.schedule, num_stages, options.microbatches, options.chunks)
@@ -147,16 +147,16 @@ class Placed:
         """Return how often a step computes (the first stage's input, the loss, the cotangent of that input). The masked
         ticks of a pipeline are included."""
         m, p = options.microbatches, self.layout.sizes["stage"]
-        if not self.masked(options):
+        if not self.runs_masked(options):
             return m, m, m
         embedded, back = schedules.ends_executed(options.schedule, p, m, options.chunks)
         return embedded, m, back
 
-    def masked(self, options: Options) -> bool:
+    def runs_masked(self, options: Options) -> bool:
         """Whether all stages compute in every tick of the schedule."""
         return self.layout.sizes["stage"] > 1 and options.schedule != ""
 
-    def recomputed(self, options: Options) -> Recomputed:
+    def recomputation(self, options: Options) -> Recomputed:
         """Return what the backward of a layer repeats of its forward. Context parallelism never recomputes
         attention."""
         recomputed = RECOMPUTED[options.remat]
@@ -169,7 +169,7 @@ class Placed:
         rows = options.global_batch // options.microbatches
         return parts.of_rows(self.layout, (rows, options.seq_len))[1]
 
-    def routed(self, options: Options) -> routed.Routed | None:
+    def route(self, options: Options) -> routed.Routed | None:
         """Return the experts of one layer and their tokens, or None if the model has no experts."""
         return routed.count(self, options) if self.cfg.num_experts else None
 

@@ -199,7 +199,7 @@ class _Waits:
             near = "overlap.experts" if name == traffic.EXPERTS else "overlap.fsdp"
             hide = assumed[{MICROBATCH: "overlap.data", ONCE: "overlap.once"}.get(overlaps, near)]
             alone = (1 - assumed["overlap.reduced"]) * reduced[name, overlaps, layer]
-            exposed_s = (1 - (assumed["overlap.tensor"] if name == "tensor" else 0.0)) * _exposed_s(
+            exposed_s = (1 - (assumed["overlap.tensor"] if name == "tensor" else 0.0)) * _waiting_s(
                 seconds, alone, compute[overlaps], hide, assumed["link.contend"])
             exposed_s *= 1 - assumed["overlap.exchange"] if name == traffic.ROUTED else 1.0
             exposed_s *= m * layers / visits if layer else 1.0      # masked passes wait in the bubble
@@ -248,9 +248,9 @@ class LayerTimes:
         small_b = fused * rated.stream_s(moved(10 if gated else 6, calibrations.QK_NORM.value.backward))
         if placed.float8:
             small, small_b = (each + rated.stream_s(tokens * moved)
-                              for each, moved in zip((small, small_b), _quantised_bytes(placed)))
+                              for each, moved in zip((small, small_b), _float8_bytes(placed)))
         stage_f, stage_b, stage_w = map(rated.stream_s, self.scan_bytes())
-        again = placed.recomputed(options)
+        again = placed.recomputation(options)
         again_s = again.products * forward
         if again.products:      # the backward does not read the last product
             again_s -= sum(product.unread * seconds for seconds, product in zip(products, dense))
@@ -284,13 +284,13 @@ class LayerTimes:
 
     def scan_bytes(self) -> tuple[float, float, float]:
         """Return the HBM bytes that the loop over layers, or a pipeline's loop, adds to F, B and W of a layer."""
-        bytes_of = _stage_bytes if self.placed.masked(self.options) else _scan_bytes
+        bytes_of = _stage_bytes if self.placed.runs_masked(self.options) else _scan_bytes
         return bytes_of(self.placed, self.options)
 
     def time_experts(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return the seconds of a layer's experts: (matmuls of the forward, of the backward for inputs and for
         weights), (elementwise work of the forward, of the backward)."""
-        routed = self.placed.routed(self.options)
+        routed = self.placed.route(self.options)
         if not routed:
             return (0.0,) * 3, (0.0,) * 2
         k, n, in_order = routed.sizes.embed_dim, routed.sizes.width, "rows"
@@ -307,7 +307,7 @@ class LayerTimes:
         sizes, rows, rated = routed.sizes, routed.rows.executed, self.rated
         product = rates.GroupedMatmul(rows, sizes.num_experts, sizes.embed_dim, sizes.width, self.placed.experts_dtype,
                                       kernel)
-        return max(rated.grouped_s(product), rated.stream_s(routed.moved_bytes(kernel == "outer")))
+        return max(rated.matmul_groups_s(product), rated.stream_s(routed.hbm_bytes(kernel == "outer")))
 
 
 def _scan_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
@@ -317,7 +317,7 @@ def _scan_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
     to their stack.
     """
     remat = "full" if options.remat == "offload" else options.remat         # it passes through the same buffer
-    width = footprint.kept_width(placed, dataclasses.replace(options, remat=remat))
+    width = footprint.residual_width(placed, dataclasses.replace(options, remat=remat))
     kept = placed.itemsize * placed.tokens(options) * width
     sliced = 0 if placed.by_layer else 2 * placed.itemsize * placed.layer.used
     grads = (placed.held.grads - placed.held.ends_grads) / placed.cfg.num_layers
@@ -340,7 +340,7 @@ def _stage_bytes(placed: Placed, options: Options) -> tuple[float, float, float]
     return slice_bytes + 2 * for_backward, slice_bytes + 2 * for_backward + split, grads + split
 
 
-def _quantised_bytes(placed: Placed) -> tuple[float, float]:
+def _float8_bytes(placed: Placed) -> tuple[float, float]:
     """Return the HBM bytes to convert one token's arrays in a layer to float8: (inputs of products in the forward,
     cotangents of their results in the backward). Each array is also transposed for the weight gradients; gathered
     arrays are transposed after the gather."""
@@ -352,7 +352,7 @@ def _quantised_bytes(placed: Placed) -> tuple[float, float]:
     return calibrations.FLOAT8_CAST.value * read, (calibrations.FLOAT8_CAST.value + 1) * made + gathered
 
 
-def _exposed_s(comm_s: float, alone_s: float, compute_s: float, hide: float, contend: float) -> float:
+def _waiting_s(comm_s: float, alone_s: float, compute_s: float, hide: float, contend: float) -> float:
     """Return the seconds that a collective adds to the compute it overlaps: the part that is not hidden, and the
     slowdown of compute by the hidden part. alone_s: seconds of the collective that overlap nothing."""
     behind = min(comm_s - alone_s, hide * compute_s)

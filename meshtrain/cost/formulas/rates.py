@@ -101,7 +101,7 @@ class Rates:
         reaches of its peak."""
         return self.assumed["matmul.float8"] if hardware.is_float8(dtype) else 1.0
 
-    def grouped_s(self, grouped: GroupedMatmul) -> float:
+    def matmul_groups_s(self, grouped: GroupedMatmul) -> float:
         a = self.assumed
         outer = grouped.kernel == "outer"
         results = grouped.groups * grouped.k * grouped.n if outer else grouped.rows * grouped.n

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from meshtrain import pattern
 from meshtrain.choices import experts
 from meshtrain.cost.formulas.options import Options
-from meshtrain.cost.formulas.sizes import GATHER, ordered
+from meshtrain.cost.formulas.sizes import GATHER, order
 from meshtrain.kernels import grouped, tiles
 from meshtrain.parallel.experts import all_to_all, dispatch
 
@@ -95,7 +95,7 @@ class Routed:
     @property
     def axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return (mesh axes over which tokens are gathered or exchanged, mesh axes over which outputs are summed)."""
-        return ordered(self.region.experts if self.by_all_to_all else self.region.gathered), ordered(self.region.summed)
+        return order(self.region.experts if self.by_all_to_all else self.region.gathered), order(self.region.summed)
 
     @property
     def round_bytes(self) -> float:
@@ -161,7 +161,7 @@ class Routed:
         return 4 * (self.sizes.weights
                     + self.sizes.matrix) + self.weight_grad_bytes + self.sizes.itemsize * self.sizes.weights
 
-    def moved_bytes(self, outer: bool) -> float:
+    def hbm_bytes(self, outer: bool) -> float:
         """Return the HBM bytes of the rows times one matrix of each expert. outer: of the matrices' gradients, which
         are float32."""
         sizes = self.sizes
@@ -199,7 +199,7 @@ def count(placed: Placed, options: Options) -> Routed:
                        grouped.executed_rows(even, local_experts, block))
     num_stages = placed.mesh.sizes["stage"]
     return Routed(by_all_to_all, region, tokens, seen, choices, counts, sizes(placed, region),
-                  further, num_stages > 1, gathered(placed), experts.saves_inward(options.remat, num_stages),
+                  further, num_stages > 1, weight_shards(placed), experts.saves_inward(options.remat, num_stages),
                   pattern.share(cfg, mlps="e"))
 
 
@@ -211,7 +211,7 @@ def sizes(placed: Placed, region: dispatch.ManualRegion) -> ExpertSizes:
                        cfg.expert_mlp_dim / num_shards(region.inner), 1 + cfg.gated, trained, placed.itemsize)
 
 
-def gathered(placed: Placed) -> int:
+def weight_shards(placed: Placed) -> int:
     """Return the number of shards over which a layer gathers its experts' weights."""
     if not placed.moving(GATHER, "experts"):
         return 1

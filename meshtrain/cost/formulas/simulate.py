@@ -116,7 +116,7 @@ def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(),
     Raises: ValueError if no schedule exists for any of the chunk counts.
     """
     chunks = sorted(set(chunks))
-    found = [_simulated(schedules.make(name, p, m, v), costs, memory, usable_bytes)
+    found = [_simulate(schedules.make(name, p, m, v), costs, memory, usable_bytes)
              for name in AUTOMATIC for v in chunks
              if (v > 1) == (name in schedules.INTERLEAVED) and not schedules.problems(name, p, m, v)]
     if not found:
@@ -130,7 +130,7 @@ def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(),
     return ChosenSchedule(schedule, outcome, held and held.slots, fits, _why(found, fitting, best, usable_bytes))
 
 
-def _simulated(schedule: Schedule, costs, memory, usable_bytes: int | None
+def _simulate(schedule: Schedule, costs, memory, usable_bytes: int | None
                ) -> tuple[Schedule, Outcome, StepBytes | None, bool | None]:
     """Return (schedule, outcome, bytes of a step, whether they fit). Each of the last two is None if unknown."""
     held = memory(schedule) if memory else None
@@ -148,18 +148,18 @@ def _why(found, fitting, best, usable_bytes) -> str:
     faster = [entry for entry in others if entry[3] is False and entry[1].makespan_s < outcome.makespan_s]
     if faster:
         first = min(faster, key=lambda entry: entry[1].makespan_s)
-        return (f"{what}; {_called(first[0])} ({first[1].bubble:.1%}) is faster but needs "
+        return (f"{what}; {_name(first[0])} ({first[1].bubble:.1%}) is faster but needs "
                 f"{gib(first[2].total)} of {gib(usable_bytes)}")
     rest = [entry for entry in fitting if entry is not best]
     if not rest:
         return f"{what}; the only schedule {'that fits' if fits else 'there is'}"
     second = min(rest, key=lambda entry: entry[1].makespan_s)
-    return f"{what}, the fastest of {len(fitting)} schedules; next {_called(second[0])} ({second[1].bubble:.1%})"
+    return f"{what}, the fastest of {len(fitting)} schedules; next {_name(second[0])} ({second[1].bubble:.1%})"
 
 
 def _what(schedule: Schedule, outcome: Outcome, held: StepBytes | None) -> str:
     kept = f", {gib(held.slots)} of activations" if held is not None else ""
-    return f"{_called(schedule)}: modelled bubble {outcome.bubble:.1%}{kept}"
+    return f"{_name(schedule)}: modelled bubble {outcome.bubble:.1%}{kept}"
 
 
 def gib(count: int) -> str:
@@ -167,7 +167,7 @@ def gib(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 100 else f"{count / 2**20:.2f} MiB"
 
 
-def _called(schedule: Schedule) -> str:
+def _name(schedule: Schedule) -> str:
     return schedule.name if schedule.num_chunks == 1 else f"{schedule.name} of {schedule.num_chunks} chunks"
 
 
@@ -196,7 +196,7 @@ def of_run(run: Run, costs: Costs | Callable[[Schedule], Costs], p: int,
     if name == "auto":
         counts = chunk_counts(-(-stages.staged(run.model) // stages.period(run.model)), p) if v == 1 else (v,)
         return choose(p, m, costs, memory, usable_bytes, counts)
-    schedule, outcome, held, fits = _simulated(schedules.make(name, p, m, v), costs, memory, usable_bytes)
+    schedule, outcome, held, fits = _simulate(schedules.make(name, p, m, v), costs, memory, usable_bytes)
     why = _what(schedule, outcome, held) + ", as requested"
     return ChosenSchedule(schedule, outcome, held and held.slots, fits,
                   why + (f"; it does not fit into {gib(usable_bytes)}" if fits is False else ""))

@@ -123,6 +123,6 @@ class LayerSizes:
     depth: int
 
 
-def ordered(axes: Iterable[str]) -> Axes:
+def order(axes: Iterable[str]) -> Axes:
     """Return mesh axes in the order of the mesh."""
     return tuple(a for a in AXES if a in axes)

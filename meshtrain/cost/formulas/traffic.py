@@ -36,7 +36,7 @@ def of(placed: Placed, options: Options, parts: Mapping[str, Part] | None = None
     return [sent for sent in sents if sent.axes and sent.array_bytes and sent.runs]
 
 
-def summarized(found: list[Sent], sizes: Mapping[str, int]) -> list[dict]:
+def summarize(found: list[Sent], sizes: Mapping[str, int]) -> list[dict]:
     """Merge collectives by (kind, axes, dtype), largest first, in the form of `audit.summarize`. source: the label of
     the largest one."""
     merged = defaultdict(list)
@@ -130,7 +130,7 @@ def tensor(placed: Placed, options: Options) -> Iterator[Sent]:
     if placed.float8:
         axes = tuple(a for a in AXES if placed.layout.sizes[a] > 1)
         yield Sent("all-reduce", axes, FLOAT32, 4, NUM_SCALES * forward, SCALES)
-    recomputed = placed.recomputed(options)
+    recomputed = placed.recomputation(options)
     for product in placed.layer.products:
         gathered = product.share * (forward + backward * (1 + recomputed.gathers))
         summed = product.share * (forward + backward * (1 + recomputed.products * (1 - product.unread)))
@@ -158,7 +158,7 @@ def experts(placed: Placed, options: Options) -> Iterator[Sent]:
     The forward exchanges x and y; the backward x, dy and dx; both exchange the choices with their weights. Tokens are
     gathered and scattered, or exchanged in buffers. Balanced experts need one round.
     """
-    found = placed.routed(options)
+    found = placed.route(options)
     if not found:
         return
     forward, backward = (found.share * visits for visits in placed.visits(options)[:2])
@@ -201,7 +201,7 @@ def _stages(placed: Placed, options: Options) -> Iterator[Sent]:
         kind, (axis,), dtype, sent_bytes, 1, UPDATE, MICROBATCH, False)
     forward, backward, _ = (chunks * visits / placed.layers(options) for visits in placed.visits(options))
     yield send("collective-permute", forward + backward)
-    if not placed.masked(options):
+    if not placed.runs_masked(options):
         return
     (looked_up, loss, looked_up_back), (begun, _, begun_back) = placed.ends(options), placed.boundaries(options)
     shared = "stage" in placed.layout.mesh_axes(GATHERED, "vocab")

@@ -13,7 +13,7 @@ from meshtrain.cost.formulas.placed import RECOMPUTED
 from meshtrain.cost.formulas.price import Links
 from meshtrain.cost.planner.search import Answer, Plan, Question
 from meshtrain.names import AXES
-from meshtrain.units import counted, seconds
+from meshtrain.units import amount, seconds
 
 EXPLAINED, MOST = 0.8, 3        # stop at reasons for this fraction of the gap, or at this number of reasons
 
@@ -54,7 +54,7 @@ def of(question: Question, plan: Plan, free: Answer) -> Gap:
 def reasons(question: Question, plan: Plan, best: Plan) -> list[str]:
     """List up to three reasons why `plan` is slower than `best`, each with its seconds. Stop when they cover 80% of the
     gap."""
-    mine, other = _lost_s(plan), _lost_s(best)
+    mine, other = _losses_s(plan), _losses_s(best)
     lost = sorted(((mine[name] - other.get(name, 0.0), name) for name in mine), reverse=True)
     found, explained, distance = [], 0.0, plan.price.step_s - best.price.step_s
     for more, name in lost[:MOST]:
@@ -70,10 +70,10 @@ def link(question: Question, plan: Plan, axes: tuple[str, ...]) -> str:
     of = Links(question.rated, plan.placed.mesh).group(axes)
     if of.domains == 1:
         return "over NVLink"
-    return f"{counted(of.per_domain, 'NIC')} on each of {of.domains:,} hosts"
+    return f"{amount(of.per_domain, 'NIC')} on each of {of.domains:,} hosts"
 
 
-def _lost_s(plan: Plan) -> dict[str, float]:
+def _losses_s(plan: Plan) -> dict[str, float]:
     """Return seconds of a step by name: kinds of compute, exposed collectives, bubble, update. Recomputation is
     subtracted from its kinds and has its own name."""
     one, again = plan.price, RECOMPUTED[plan.options.remat]
@@ -112,15 +112,15 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
                     f"its gradients {_ms(reduce_s)} to reduce"]
         slowed = question.rated.assumed["link.contend"] if gather_s < forward_s else 0
         slows = f"; hidden collectives slow the matmuls by {slowed:.0%} of the collectives' time" if slowed else ""
-        return (f"{_sized(plan, over)}: {link(question, plan, over)} for each group; {' and '.join(what)} during "
-                f"{_ms(2 * forward_s)} of backward matmuls, {runs:,.0f} times a step{slows}")
+        return (f"{_format_sizes(plan, over)}: {link(question, plan, over)} for each group; {' and '.join(what)} "
+                f"during {_ms(2 * forward_s)} of backward matmuls, {runs:,.0f} times a step{slows}")
     if name == "context":
         waits_s = plan.price.exposed[name] / _runs(plan)
         return (f"context {sizes['context']} by {options.method}: a layer waits {_ms(waits_s)} for keys and values, "
                 f"{_runs(plan):,.0f} times a step; {link(question, plan, ('context',))}")
     if name == "bubble":
-        return (f"stage {sizes['stage']}: {options.schedule} of {counted(options.microbatches, 'microbatch')} in "
-                f"{counted(options.chunks, 'chunk')} leaves {plan.price.bubble:.0%} of the step idle")
+        return (f"stage {sizes['stage']}: {options.schedule} of {amount(options.microbatches, 'microbatch')} in "
+                f"{amount(options.chunks, 'chunk')} leaves {plan.price.bubble:.0%} of the step idle")
     if name == "offload":
         return "remat offload: copying layers' inputs to the host and back takes longer than the layers' compute"
     if name == "scales":
@@ -129,7 +129,7 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
         return f"stage {sizes['stage']}: activations are sent between stages, {link(question, plan, ('stage',))}"
     if name == "once a step":
         over = tuple(a for a in axes if a in ("data", "fsdp", "context"))
-        return (f"gradients and new weights are exchanged once a step over {_sized(plan, over)}, "
+        return (f"gradients and new weights are exchanged once a step over {_format_sizes(plan, over)}, "
                 f"{link(question, plan, over)}")
     if name in ("matmul", "attention", "recurrence", "elementwise"):
         return (f"{name} is less efficient: {_tokens(plan):,.0f} tokens of a microbatch on a GPU, the best plan "
@@ -162,7 +162,7 @@ def _each_s(question: Question, plan: Plan, elements: Mapping[tuple[str, ...], f
     return sum(question.rated.collective_s(kind, n * itemsize, links.group(axes)) for axes, n in elements.items())
 
 
-def _sized(plan: Plan, axes: tuple[str, ...]) -> str:
+def _format_sizes(plan: Plan, axes: tuple[str, ...]) -> str:
     return " × ".join(f"{axis} {plan.sizes[axis]}" for axis in axes)
 
 

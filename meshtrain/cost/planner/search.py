@@ -25,7 +25,7 @@ from meshtrain.names import AXES, PLACEMENT
 from meshtrain.parallel.pipeline import schedules, stages
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import AS_OTHERS, Layout, Rules
-from meshtrain.units import counted
+from meshtrain.units import amount
 
 REMAT = ("none", "selective", "full")           # the least recomputation first
 OFFLOAD = "offload"         # as full, but layers' inputs are kept on the host; not available with stages
@@ -130,7 +130,7 @@ def search(question: Question) -> Answer:
         if not counts:
             faults[f"a global batch of {question.options.global_batch} sequences cannot be split over "
                               f"{num_shards} replicas"
-                   + (f" in {counted(count, 'microbatch')}"
+                   + (f" in {amount(count, 'microbatch')}"
                       if isinstance(count := question.fixed.get("microbatches"), int) else "")] += 1
         for m in counts:
             tried += 1
@@ -139,16 +139,16 @@ def search(question: Question) -> Answer:
                     misses.append((needed, placed, rules, options))
                     continue
                 key = tuple(placed.mesh.sizes.values()), rules.path
-                plan = _priced(question, placed, rules, options)
+                plan = _price(question, placed, rules, options)
                 priced.setdefault(key, []).append((plan.price.step_s, options))
                 if key not in found or plan.price.step_s < found[key].price.step_s:
                     found[key] = plan
-    plans = _taken(question, [(plan, priced[key]) for key, plan in found.items()], faults)
+    plans = _accept(question, [(plan, priced[key]) for key, plan in found.items()], faults)
     near = [miss for miss in misses if miss[0] <= NEAR * question.usable_bytes or not plans]
     return Answer(plans, _near(question, near, faults), tried, laid, faults)
 
 
-def _taken(question: Question, found: Iterable[tuple[Plan, list[tuple[float, Options]]]],
+def _accept(question: Question, found: Iterable[tuple[Plan, list[tuple[float, Options]]]],
            faults: collections.Counter[str]) -> list[Plan]:
     """Return the plans that training accepts, fastest first. The first `REFINED` of them are refined.
 
@@ -160,12 +160,12 @@ def _taken(question: Question, found: Iterable[tuple[Plan, list[tuple[float, Opt
     taken: list[Plan] = []
     while waiting and len(taken) < REFINED:
         *_, n, first, place_of, priced = heapq.heappop(waiting)
-        plan, after = _refined(question, first), place_of + 1
+        plan, after = _refine(question, first), place_of + 1
         if not (wrong := question.refused(plan)):
             taken.append(plan)
         elif after < len(priced):
             options = sorted(priced, key=lambda pair: pair[0])[after][1]
-            other = _priced(question, first.placed, first.rules, options)
+            other = _price(question, first.placed, first.rules, options)
             heapq.heappush(waiting, (*_order(other), n, other, after, priced))
         else:
             faults[wrong[0]] += 1
@@ -199,11 +199,11 @@ def _layouts(question: Question) -> Iterator[tuple[Placed | None, Rules, str, li
                 key = tuple(mesh.sizes.values()), _sharding_key(rules, split)
                 if key not in seen:
                     seen.add(key)
-                    layout, method, wrong = _laid(question, mesh.sizes, rules)
+                    layout, method, wrong = _lay(question, mesh.sizes, rules)
                     yield None if wrong else place(question.rows, question.cfg, layout, mesh), rules, method, wrong
 
 
-def _laid(question: Question, sizes: Mapping[str, int], rules: Rules) -> tuple[Layout, str, list[str]]:
+def _lay(question: Question, sizes: Mapping[str, int], rules: Rules) -> tuple[Layout, str, list[str]]:
     """Return (layout, context method, reasons for a rejection). The method is the first that training accepts. If it
     accepts none, the result is that of the first method."""
     first, *others = question.methods
@@ -321,7 +321,7 @@ def _fitting(question: Question, placed: Placed, m: int, method: str) -> Iterato
 # ---- prices ----------------------------------------------------------------------------------------------------------
 
 
-def _priced(question: Question, placed: Placed, rules: Rules, options: Options) -> Plan:
+def _price(question: Question, placed: Placed, rules: Rules, options: Options) -> Plan:
     one = prices.price(placed, question.rated, options)
     held, usable = one.memory_bytes["total"], question.usable_bytes
     unsure = [NEAR_LIMIT] * (held > UNSURE * usable) + [TOO_SHORT] * (
@@ -329,7 +329,7 @@ def _priced(question: Question, placed: Placed, rules: Rules, options: Options) 
     return Plan(placed, rules, options, one, held <= usable, "; ".join(unsure))
 
 
-def _refined(question: Question, plan: Plan) -> Plan:
+def _refine(question: Question, plan: Plan) -> Plan:
     """Return the fastest variant of a plan over the placements and context methods."""
     best = plan
     own = plan.options.method
@@ -340,7 +340,7 @@ def _refined(question: Question, plan: Plan) -> Plan:
         options = dataclasses.replace(plan.options, method=method, attended=attended)
         for placement in PLACEMENTS:
             placed = dataclasses.replace(plan.placed, mesh=MeshSpec(plan.sizes, placement))
-            other = _priced(question, placed, plan.rules, options)
+            other = _price(question, placed, plan.rules, options)
             if other.fits and other.price.step_s < 0.999 * best.price.step_s:
                 best = other
     return best
@@ -351,12 +351,12 @@ def _near(question: Question, misses: list, faults: collections.Counter[str]) ->
     most memory."""
     found, usable = {}, question.usable_bytes
     for needed, placed, rules, options in sorted(misses, key=lambda miss: miss[0])[:8 * MOST_MISSES]:
-        plan = _priced(question, placed, rules, options)
+        plan = _price(question, placed, rules, options)
         held = plan.price.memory_bytes
         name = max(KIND_NAMES, key=held.get)
         gib = simulate.gib
         reason = (f"needs {gib(needed)} where {gib(usable)} can be used: {KIND_NAMES[name]} take {gib(held[name])}, "
-                  f"with remat {options.remat} and {counted(options.microbatches, 'microbatch')}")
+                  f"with remat {options.remat} and {amount(options.microbatches, 'microbatch')}")
         if (key := (tuple(plan.sizes.values()), rules.path)) in found:
             continue
         if wrong := question.refused(plan):

@@ -16,7 +16,7 @@ import numpy as np
 
 from meshtrain.cost.program import hlo, work
 from meshtrain.scopes import is_scope
-from meshtrain.units import counted
+from meshtrain.units import amount
 
 KINDS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -77,7 +77,7 @@ class ProgramAudit:
         """Return self if every count is exact. Raises: ValueError naming the loops of unknown length."""
         if self.unknown_loops:
             raise ValueError(
-                f"{counted(len(self.unknown_loops), 'loop')} with collectives or matmuls without a "
+                f"{amount(len(self.unknown_loops), 'loop')} with collectives or matmuls without a "
                 f"known trip count, so totals would be wrong: {'; '.join(self.unknown_loops)}. Use lax.scan or a "
                 "fori_loop with constant bounds, or drop the compiler option that unrolled it."
             )
@@ -123,7 +123,7 @@ def broken_permutes(text: str, mesh) -> list[str]:
     return found
 
 
-def recomputed(text: str) -> int:
+def count_recomputed(text: str) -> int:
     """Return the number of values that XLA recomputes to stay below its memory limit."""
     return len(re.findall(r"^ *(?:ROOT )?%?\S+\.remat\d*(?:\.\d+)? = ", text, re.MULTILINE))
 
@@ -353,12 +353,12 @@ def _permute_coverage(attrs: str, op_name: str, mesh_shape: dict[str, int]) -> t
 def _dot(module: hlo.HloModule, visit: hlo.Visit) -> Dot | None:
     """Return the FLOPs of an HLO dot, a cuBLAS call or a grouped matmul. Return None if they are unknown."""
     at = module, visit.computation, visit.instruction
-    found = work.matmul(*at) or work.grouped(*at)
+    found = work.matmul(*at) or work.read_grouped(*at)
     return found and Dot(found.dtype, round(found.flops) * visit.trips, visit.trips,
                          _source(module, visit), visit.in_branch)
 
 
-def carried_bytes(text: str, trips: int, expected: Iterable[tuple[int, ...]]) -> int:
+def sum_carried(text: str, trips: int, expected: Iterable[tuple[int, ...]]) -> int:
     """Return the bytes of accumulators: float32 arrays of the expected shapes that the outermost loop of `trips`
     iterations carries and changes.
 
@@ -367,7 +367,7 @@ def carried_bytes(text: str, trips: int, expected: Iterable[tuple[int, ...]]) ->
     """
     most, key = Counter(), lambda shape: tuple(sorted(n for n in shape if n > 1))
     expected = Counter(map(key, expected))
-    for dims in carried(text, trips):
+    for dims in find_carried(text, trips):
         most |= Counter(map(key, dims)) & expected
     return sum(4 * math.prod(shape) * n for shape, n in most.items())
 
@@ -379,15 +379,15 @@ def accumulator_bytes(text: str, expected: Iterable[tuple[int, ...]]) -> int | N
     one of the shapes.
     """
     most, expected = Counter(), Counter(map(tuple, expected))
-    for dims in carried(text):
+    for dims in find_carried(text):
         most |= Counter(dims)
     return None if expected - most else sum(4 * math.prod(shape) * n for shape, n in expected.items())
 
 
-def carried(text: str, trips: int | None = None) -> list[list[tuple[int, ...]]]:
+def find_carried(text: str, trips: int | None = None) -> list[list[tuple[int, ...]]]:
     """Return, for each outermost loop, the dims of the float32 arrays that it carries and changes. trips: select only
     loops of this many iterations."""
     module = hlo.parse(text)
-    return [[dims for dtype, dims in hlo.changed(module, ins.attr("body")) if dtype == "f32"]
+    return [[dims for dtype, dims in hlo.find_changed(module, ins.attr("body")) if dtype == "f32"]
             for ins in module.computations[module.entry].values()
-            if ins.op == "while" and trips in (None, hlo.known_trips(ins))]
+            if ins.op == "while" and trips in (None, hlo.find_trips(ins))]

@@ -71,7 +71,7 @@ class Instruction:
         return found.group(1) if found else ""
 
     @cached_property
-    def taken(self) -> Fraction:
+    def branch_share(self) -> Fraction:
         """Return the fraction of executions in which a conditional runs its non-trivial branch, from the annotation
         `scopes.TAKEN` in op_name. Without annotation it is 1, an upper bound."""
         numbers = scopes.TAKEN.parse(self.op_name) if self.op == "conditional" else None
@@ -89,7 +89,7 @@ class Instruction:
         return found.group(1) if found else ""
 
     @cached_property
-    def called(self) -> tuple[str, ...]:
+    def callees(self) -> tuple[str, ...]:
         """Return the names of the computations that one execution of this instruction runs. A conditional lists all
         branches."""
         if self.op.endswith(("-done", "-update")):  # names the computation that its -start has run already
@@ -178,7 +178,7 @@ class Visit:
     instruction: Instruction
     trips: int  # executions per step
     is_async: bool  # inside an async wrapper
-    in_branch: bool  # inside a conditional, each of whose branches counts with the fraction `Instruction.taken`
+    in_branch: bool  # inside a conditional, each of whose branches counts with the fraction `Instruction.branch_share`
 
 
 def walk(module: HloModule, wanted: Callable[[Instruction], bool]) -> tuple[list[Visit], list[str]]:
@@ -196,13 +196,13 @@ def walk(module: HloModule, wanted: Callable[[Instruction], bool]) -> tuple[list
         for ins in module.computations[name].values():
             if wanted(ins):
                 visits.append(Visit(name, ins, trips, is_async, in_branch))
-            called = [c for c in ins.called if c in holds]
+            called = [c for c in ins.callees if c in holds]
             if called and ins.op == "while":
                 body, condition = ins.attr("body"), ins.attr("condition")
                 state = frame.scalars(ins.operands[0])
-                n = 0 if ins.further_rounds else known_trips(ins)
+                n = 0 if ins.further_rounds else find_trips(ins)
                 if n is None:
-                    n = _simulated_trips(module, condition, body, state)
+                    n = _simulate_trips(module, condition, body, state)
                 if n is None:
                     n = 1
                     unknown.append(f"{ins.name} in {name}" + (f" ({ins.op_name})" if ins.op_name else ""))
@@ -214,7 +214,7 @@ def walk(module: HloModule, wanted: Callable[[Instruction], bool]) -> tuple[list
                 branch = ins.op == "conditional"
                 args = [] if branch else [frame.thunk(o) for o in ins.operands]
                 for part in called:
-                    visit(part, args, round(trips * ins.taken), is_async or ins.op.endswith("-start"),
+                    visit(part, args, round(trips * ins.branch_share), is_async or ins.op.endswith("-start"),
                           in_branch or branch)
 
     visit(module.entry, [], 1, False, False)
@@ -226,7 +226,7 @@ def _holders(module: HloModule, wanted) -> set[str]:
     @functools.cache
     def holds(name):    # HLO calls do not recurse
         instructions = module.computations.get(name, {}).values()
-        return any(wanted(i) for i in instructions) or any(holds(c) for i in instructions for c in i.called)
+        return any(wanted(i) for i in instructions) or any(holds(c) for i in instructions for c in i.callees)
 
     return set(filter(holds, module.computations))
 
@@ -293,7 +293,7 @@ class _Frame:
         if ins.op in _SAME_VALUE:
             return self.value(ins.operands[0])
         if ins.op in ("fusion", "call"):
-            inner = _Frame(self.module, ins.called[0], [self.thunk(o) for o in ins.operands])
+            inner = _Frame(self.module, ins.callees[0], [self.thunk(o) for o in ins.operands])
             return inner.value(root(inner.scope).name)
         if ins.op not in ("compare", "select", "not", *_ARITHMETIC):
             return None
@@ -323,7 +323,7 @@ def _top_level_types(type_text: str) -> Iterator[str]:
             start = i + 1
 
 
-def known_trips(ins: Instruction) -> int | None:
+def find_trips(ins: Instruction) -> int | None:
     """Return a loop's number of iterations from XLA's known_trip_count. If it depends on the data, return the maximum
     from the annotation `scopes.AT_MOST`. Return None without both."""
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', ins.attrs)
@@ -336,7 +336,7 @@ def _next_state(module: HloModule, body: str, state: dict) -> dict:
     return {i: frame.element(root(frame.scope).name, i) for i in state}
 
 
-def _simulated_trips(module: HloModule, condition: str, body: str, state: dict) -> int | None:
+def _simulate_trips(module: HloModule, condition: str, body: str, state: dict) -> int | None:
     """Step a loop's integer scalars and count its iterations. Return None if a scalar that the condition needs is not
     constant."""
     for trips in range(_MAX_SIMULATED_TRIPS):
@@ -358,7 +358,7 @@ def _invariants(module: HloModule, body: str, state: dict) -> dict:
     return {i: state[i] if after[i] is marks[i] else None for i in state}
 
 
-def changed(module: HloModule, body: str) -> list[Shape]:
+def find_changed(module: HloModule, body: str) -> list[Shape]:
     """Return the shapes of the arrays in a loop's carried tuple that its body changes."""
     scope = module.computations[body]
     out = []

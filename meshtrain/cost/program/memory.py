@@ -13,7 +13,7 @@ from meshtrain.parallel.pipeline import stages
 from meshtrain.sharding.rules import GATHERED
 
 
-def placed_bytes(abstract, shardings) -> int:
+def bytes_on_device(abstract, shardings) -> int:
     """Return the bytes on one device of a tree of arrays with a tree of shardings."""
     sizes = jax.tree.map(lambda a, s: math.prod(s.shard_shape(a.shape)) * np.dtype(a.dtype).itemsize,
                          abstract, shardings)
@@ -68,13 +68,13 @@ def loop_bytes(shapes, compute_dtype: str) -> dict:
 def formula(state_abstract, state_shardings, trained, grads_shardings) -> dict:
     """Return the memory on one device by the keys of `inspect --json`, from the shardings. activations and total are
     None, because no formula here gives them. trained: the trained parameters."""
-    return {"params": placed_bytes(state_abstract.params, state_shardings.params),
+    return {"params": bytes_on_device(state_abstract.params, state_shardings.params),
             "grads": accumulator_bytes(trained, grads_shardings),
-            "optimizer": placed_bytes(state_abstract.opt_state, state_shardings.opt_state),
+            "optimizer": bytes_on_device(state_abstract.opt_state, state_shardings.opt_state),
             "activations": None, "total": None}
 
 
-def compiled(executable, text: str, state_abstract, microbatches: int, accumulators: list[tuple[int, ...]],
+def measure(executable, text: str, state_abstract, microbatches: int, accumulators: list[tuple[int, ...]],
              loop=None) -> dict:
     """Return the keys of `formula` for a compiled step.
 
@@ -90,8 +90,8 @@ def compiled(executable, text: str, state_abstract, microbatches: int, accumulat
         found = [audit.accumulator_bytes(text, shapes) for shapes in map(apart, (False, True)) if shapes]
         grads = None if None in found else sum(found)
     else:
-        grads = audit.carried_bytes(text, microbatches, accumulators) if microbatches > 1 else None
-    return {"params": placed_bytes(state_abstract.params, placed.params), "grads": grads,
-            "optimizer": placed_bytes(state_abstract.opt_state, placed.opt_state),
+        grads = audit.sum_carried(text, microbatches, accumulators) if microbatches > 1 else None
+    return {"params": bytes_on_device(state_abstract.params, placed.params), "grads": grads,
+            "optimizer": bytes_on_device(state_abstract.opt_state, placed.opt_state),
             "activations": analysis.temp_size_in_bytes - (grads or 0),
             "total": analysis.argument_size_in_bytes + analysis.temp_size_in_bytes}

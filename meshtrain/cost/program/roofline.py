@@ -227,12 +227,12 @@ class _Program:
         self.mesh_shape, self.num_devices = mesh_spec.by_placement, mesh_spec.num_devices
         self.uncounted, self._work = set(), {}
         self.callers = {called: ins for body in self.module.computations.values() for ins in body.values()
-                        if ins.op in ("while", "call", "conditional", "async-start") for called in ins.called}
+                        if ins.op in ("while", "call", "conditional", "async-start") for called in ins.callees}
 
     # ---- kernels
 
     def kernel(self, computation: str, ins: hlo.Instruction) -> tuple[float, str]:
-        found = work.of(self.module, computation, ins, self._visited)
+        found = work.of(self.module, computation, ins, self._count_pairs)
         self._work[computation, ins.name] = found
         if not found.known:
             self.uncounted.add(f"{ins.name} ({ins.target or ins.op}) {audit.short_source(ins.op_name)}".strip())
@@ -241,10 +241,10 @@ class _Program:
 
     def _math_s(self, found: work.Work) -> float:
         seconds = sum(map(self.prices.matmul_s, found.matmuls))
-        seconds += self.prices.grouped_s(found.grouped) if found.grouped else 0.0
+        seconds += self.prices.matmul_groups_s(found.grouped) if found.grouped else 0.0
         return seconds + (self.prices.attention_s(found.attention) if found.attention else 0.0)
 
-    def _visited(self, queries: int, keys: int, causal: bool, window: int, ahead: int) -> float:
+    def _count_pairs(self, queries: int, keys: int, causal: bool, window: int, ahead: int) -> float:
         """Return the number of pairs of a row that a block-skipping kernel visits. If not causal, the keys are an
         earlier chunk or the chunk at the edge of a window."""
         a = self.prices.assumed
@@ -265,7 +265,7 @@ class _Program:
         """Return the instruction whose metadata names a kernel's source. It is a matmul inside a fusion, otherwise the
         kernel itself. If that has no metadata, it is another fused instruction, an operand, or the enclosing loop."""
         scope = self.module.computations[computation]
-        fused = [i for name in ins.called for i in reversed(self.module.computations[name].values())]
+        fused = [i for name in ins.callees for i in reversed(self.module.computations[name].values())]
         around = *(scope[name] for name in ins.operands), self.callers.get(computation, ins)
         near = *filter(work.multiplies, fused), ins, *fused, *around
         return next((i for i in near if i.op not in ("parameter", "constant")
@@ -304,7 +304,7 @@ class _Program:
         """Return (seconds, whether asynchronous, the rows of `audit.collective_rows`), or None if the instruction is no
         collective."""
         started = ins.op.endswith("-start")
-        inside = ins.called[0] if ins.op == "async-start" else computation      # a wrapper around the collective
+        inside = ins.callees[0] if ins.op == "async-start" else computation      # a wrapper around the collective
         held = [ins] if inside == computation else self.module.computations[inside].values()
         core = next((i for i in held if i.op.removesuffix("-start") in audit.KINDS), None)
         if core is None:

@@ -79,14 +79,14 @@ def play(module: hlo.HloModule, trips: Mapping[str, int], prices: Prices) -> Pla
     """Simulate the entry computation. trips: the iterations of each loop, by the name of its `while`. A conditional
     counts its costliest branch, times the fraction of executions that run it."""
     @functools.cache
-    def played(name: str) -> Played:
+    def play(name: str) -> Played:
         stream = _Streams()
         for ins in module.computations[name].values():
             if not work.free(ins):
-                _issue(stream, name, ins, prices, trips, played)
+                _issue(stream, name, ins, prices, trips, play)
         return stream.close()
 
-    step = played(module.entry)
+    step = play(module.entry)
     # Counts are fractions where a branch runs in a fraction of the executions.
     step.kernels = Counter({key: round(runs) for key, runs in step.kernels.items()})
     for transfer in step.transfers.values():
@@ -164,7 +164,7 @@ def _since(intervals: list, begin: float) -> list:
     return intervals[bisect.bisect_right(intervals, begin, key=lambda interval: interval[1]):]
 
 
-def _issue(streams: _Streams, name: str, ins: hlo.Instruction, prices: Prices, trips, played) -> None:
+def _issue(streams: _Streams, name: str, ins: hlo.Instruction, prices: Prices, trips, play) -> None:
     key = name, ins.name
     if ins.op.endswith("-done"):
         for operand in ins.operands:
@@ -179,11 +179,12 @@ def _issue(streams: _Streams, name: str, ins: hlo.Instruction, prices: Prices, t
         else:
             streams.wait(end)
     elif ins.op == "while":
-        streams.compute(played(ins.attr("body")), trips.get(ins.name, 1))
+        streams.compute(play(ins.attr("body")), trips.get(ins.name, 1))
     elif ins.op in ("call", "async-start"):
-        streams.compute(played(ins.called[0]))
+        streams.compute(play(ins.callees[0]))
     elif ins.op == "conditional":
-        streams.compute(max((played(branch) for branch in ins.called), key=lambda branch: branch.seconds), ins.taken)
+        longest = max((play(branch) for branch in ins.callees), key=lambda branch: branch.seconds)
+        streams.compute(longest, ins.branch_share)
     else:
         seconds, part = prices.kernel(name, ins)
         streams.compute(Played(seconds, Counter({part: seconds}), Counter({key: 1})))

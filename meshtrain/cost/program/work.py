@@ -62,7 +62,7 @@ def of(module: hlo.HloModule, computation: str, ins: hlo.Instruction, visited) -
     visits.
     """
     attention = _attention(module, computation, ins, visited)
-    matmuls, routed = tuple(_matmuls(module, computation, ins)), grouped(module, computation, ins)
+    matmuls, routed = tuple(_matmuls(module, computation, ins)), read_grouped(module, computation, ins)
     matmuls = matmuls or tuple(_recurrence(module, computation, ins))
     known = bool(attention or matmuls or routed or not multiplies(ins))
     return Work(matmuls, attention, sum(traffic(module, computation, ins)), known, routed)
@@ -90,13 +90,14 @@ def matmul(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> Mat
     return Matmul(m, math.prod(output) // (m * batches), k, batches, max(lhs[0], rhs[0], key=hlo.dtype_bits))
 
 
-def grouped(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> GroupedMatmul | None:
+def read_grouped(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> GroupedMatmul | None:
     """Return the sizes of a grouped matmul, or of a kernel of `kernels.mosaic_mlp` (one group). Return None for
     anything else. The rows are those of balanced experts if the instruction's scope names them, otherwise the whole
     buffer."""
     if ins.op in _FUSIONS:      # around a kernel that writes into a stacked array or reads slices of one
-        inside = (grouped(module, name, inner) for name in ins.called for inner in module.computations[name].values())
-        return next((found for found in inside if found), None)
+        inside = (read_grouped(module, name, inner)
+                  for name in ins.callees for inner in module.computations[name].values())
+        return next(filter(None, inside), None)
     if ins.op == "custom-call" and (found := _MLP.search(ins.op_name)):
         (dtype, (rows, k)), (_, matrix) = module.operand_shapes(computation, ins)[:2]
         forward = found[1] == "forward"
@@ -160,7 +161,7 @@ def _matmuls(module, computation, ins):
     if found := matmul(module, computation, ins):
         yield found
     if ins.op in (*_FUSIONS, "call", "async-start"):
-        for called in ins.called:
+        for called in ins.callees:
             for inner in module.computations[called].values():
                 yield from _matmuls(module, called, inner)
 
@@ -169,7 +170,7 @@ def _attention(module, computation, ins, visited) -> AttentionKernel | None:
     """Return the attention kernel of cuDNN or of this project's Pallas kernels, or None for anything else. The first
     4-d operands are q [B, T, N, H], k [B, S, K, H] and v [B, S, K, V]."""
     if ins.op in _FUSIONS:      # jax 0.12 fuses slices of stacked operands into a kernel's call
-        inside = (_attention(module, name, inner, visited) for name in ins.called
+        inside = (_attention(module, name, inner, visited) for name in ins.callees
                   for inner in module.computations[name].values())
         return next((found for found in inside if found), None)
     ours = _OURS.search(ins.attrs) if ins.op == "custom-call" else None
@@ -200,8 +201,8 @@ def traffic(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> tu
         scope = module.computations[computation]
         update = ins.name if ins.op in _UPDATES else None
         needs = _needs(module, scope, ins, _elements(ins), bool(update))
-        return sum(_bytes(scope[name], count) for name, count in needs), _written(scope, ins, update)
-    body = module.computations[ins.called[0]]
+        return sum(_bytes(scope[name], count) for name, count in needs), _count_written(scope, ins, update)
+    body = module.computations[ins.callees[0]]
     root = hlo.root(body)
     outputs = [body[name] for name in root.operands] if root.op == "tuple" else [root]
     outputs = [output for output in outputs if not (output.op == "get-tuple-element" and body[
@@ -209,10 +210,10 @@ def traffic(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> tu
     updates = {output.name: _update(body, output) for output in outputs}
     needs = _demand(module, body, {output.name: _elements(output) for output in outputs}, set(updates.values()))
     return (sum(_bytes(body[name], count) for name, count in needs.items()),
-            sum(_written(body, output, updates[output.name]) for output in outputs))
+            sum(_count_written(body, output, updates[output.name]) for output in outputs))
 
 
-def _written(scope: hlo.Computation, output: hlo.Instruction, update: str | None) -> int:
+def _count_written(scope: hlo.Computation, output: hlo.Instruction, update: str | None) -> int:
     """Return the bytes that an output writes. An in-place `update` writes only its slice, or the operand that a scatter
     adds."""
     if update:
@@ -263,7 +264,7 @@ def _needs(module, body, ins: hlo.Instruction, count: int, in_place: bool):
     operands = [(name, _elements(body[name])) for name in ins.operands if name in body]
     whole, first = _elements(ins), operands[:1]
     if ins.op == "fusion":
-        inner = module.computations[ins.called[0]]
+        inner = module.computations[ins.callees[0]]
         root = hlo.root(inner)
         names = root.operands if root.op == "tuple" else (root.name,)
         found = _demand(module, inner, {n: math.ceil(count / whole * _elements(inner[n])) for n in names}, set())

@@ -27,7 +27,7 @@ from meshtrain import files
 from meshtrain.data import progress
 from meshtrain.data.files import token_files
 from meshtrain.data.files.token_files import IndexedTokens
-from meshtrain.units import counted
+from meshtrain.units import amount
 
 Value = TypeVar("Value")
 POLL_SECONDS = 0.2
@@ -197,7 +197,7 @@ class _Building:
     def _build_all(self, missing: dict[int, Part]) -> None:
         total = sum(_size(path) for part in missing.values() for path in part.inputs)
         count = sum(len(part.inputs) for part in missing.values())
-        what = f"{next(iter(missing.values())).verb} {counted(count, 'file')}"
+        what = f"{next(iter(missing.values())).verb} {amount(count, 'file')}"
         said = False
         with progress.FileProgress(what, total, self.job.tell, self.job.show) as bar:
             while missing:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from meshtrain.data.documents.formats import TextPiece
 from meshtrain.data.documents.tokenizer import Tokenizer, TokenizerFile
-from meshtrain.units import counted, plural
+from meshtrain.units import amount, plural
 
 SHORTEST_NAME = 3       # characters; shorter ones are found in any text
 NAMES_TOLD = 4
@@ -81,5 +81,5 @@ class Markers:
             files = f" and {len(more):,} other {plural(len(more), 'file')}" if more else ""
             tell(f"{path}{files}: {names} stand in the text as ordinary characters{remedy}")
         if self.marker and self.num_files and not self.divisions:
-            tell(f"data.split_at={self.marker!r} occurs nowhere in {counted(self.num_files, 'tokenized file')}; "
+            tell(f"data.split_at={self.marker!r} occurs nowhere in {amount(self.num_files, 'tokenized file')}; "
                  f"fix it, or leave it out")

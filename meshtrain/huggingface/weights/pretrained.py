@@ -30,7 +30,7 @@ from meshtrain.run import say, trees
 from meshtrain.storage import model_folder
 from meshtrain.storage.addresses import StorageError
 from meshtrain.storage.model_folder import KEPT
-from meshtrain.units import counted
+from meshtrain.units import amount
 
 E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6], np.float32)    # code -> value
 
@@ -121,9 +121,9 @@ def tell(found: folder.Folder) -> None:
         name.startswith(MTP) or ".layers." in name and name.startswith(found.family.prefix) and "visual" not in name
         for name in found.carried) else ""
     size = sum(entry.stop - entry.start for entry in found.entries.values())
-    say.out(f"weights from {found.directory}: {found.family.model_type}, {counted(len(found.entries), 'tensor')} of "
-            f"{size / 1e9:.2f} GB in {counted(len(files), 'file')}"
-            + (f"; exports also have {counted(len(found.carried), 'tensor')} beside the text model{further}"
+    say.out(f"weights from {found.directory}: {found.family.model_type}, {amount(len(found.entries), 'tensor')} of "
+            f"{size / 1e9:.2f} GB in {amount(len(files), 'file')}"
+            + (f"; exports also have {amount(len(found.carried), 'tensor')} beside the text model{further}"
                if found.carried else ""))
 
 
