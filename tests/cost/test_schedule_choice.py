@@ -114,7 +114,7 @@ def test_auto_with_chunks_takes_just_those():
 ], ids=["gpipe", "interleaved", "tensor and context"])  # fmt: skip
 def test_slot_bytes_are_what_the_compiled_loops_carry(rule, mesh, schedule, remat, most):
     """Without remat, and in what B hands to W, an upper bound: what is as wide as the residual stream counts whole."""
-    case = parity.compiled(run_of(rule, mesh, schedule, training=dict(remat=remat)))
+    case = parity.compile_run(run_of(rule, mesh, schedule, training=dict(remat=remat)))
     choice = case.made.choice
     accumulators = memory.formula(case.made)["loop_grads"]
     held = carried(case.step)
@@ -174,7 +174,7 @@ def test_inspect_tells_people_the_same():
 
 
 def test_accumulators_that_are_in_no_loop_are_null_and_not_zero():
-    case = parity.compiled(run_of("ddp", dict(stage=2), "1f1b", model=dict(num_layers=2)))
+    case = parity.compile_run(run_of("ddp", dict(stage=2), "1f1b", model=dict(num_layers=2)))
     shapes = program_memory.in_loop(case.made.model, case.made.layout)
     text = case.step.as_text()
     assert audit.accumulator_bytes(text, [s for _, s in shapes]) == sum(4 * math.prod(s) for _, s in shapes)

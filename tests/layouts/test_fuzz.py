@@ -34,9 +34,9 @@ def test_the_comparison_sees_a_wrong_gradient(tmp_path, monkeypatch):
     number = next(n for n in range(100) if (run := draws.run(n, tmp_path)[0]).model.position == "rope" and
                   run.model.qk_norm == "off" and math.prod(getattr(run.mesh, axis) for axis in AXES) == 2)
     run, _ = draws.run(number, tmp_path)
-    plain = parity.compiled(parity.on_one_device(run))
+    plain = parity.compile_run(parity.on_one_device(run))
     monkeypatch.setattr(block, "rotate", lambda x, rope: right(x, rope) * jnp.float32(1 + 1e-3))
-    wrong = parity.compiled(run)
-    params = parity.drawn_parameters(plain.made, number)
+    wrong = parity.compile_run(run)
+    params = parity.draw_parameters(plain.made, number)
     with pytest.raises(AssertionError):
-        parity.check_leaves(*(parity.trained(case, params, 1)[-1] for case in (wrong, plain)), parity.FLOAT32)
+        parity.check_leaves(*(parity.train(case, params, 1)[-1] for case in (wrong, plain)), parity.FLOAT32)
