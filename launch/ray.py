@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from meshtrain.launch import elastic, restart, samplers, supervise
 from meshtrain import config
@@ -103,7 +104,7 @@ class Process:
 @dataclasses.dataclass(eq=False)
 class Member(supervise.Child):
     """One process, as the driver sees it. lost: its node or Ray worker is gone, so its exit code is unknown."""
-    actor: object = None
+    actor: Any = None
     host: str = ""
     pid: int = 0
     lost: bool = False

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from meshtrain.cluster import lost, stacks
 from meshtrain.run import say, stops
@@ -181,7 +182,7 @@ def supervise(argvs: Sequence[Sequence[str]], environs: Sequence[Mapping[str, st
     return dataclasses.replace(outcome, asked=bool(asked))
 
 
-def begin(argv: Sequence[str], environ: Mapping[str, str], **options: object) -> subprocess.Popen:
+def begin(argv: Sequence[str], environ: Mapping[str, str], **options: Any) -> subprocess.Popen:
     """Start a process that the kernel kills when the calling thread ends, even by a crash. The process has a session of
     its own: Ctrl-C reaches only the launcher, which forwards it once. options: keyword arguments of Popen."""
     return subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True,
@@ -270,8 +271,9 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
     left: the directory with their stacks, if any. since: wall-clock time of the start.
     """
     until = time.monotonic() + LAST_WORDS_S
-    for child in [child for child in ended if child.reader is not None]:
-        child.reader.join(max(0.0, until - time.monotonic()))
+    for child in ended:
+        if child.reader is not None:
+            child.reader.join(max(0.0, until - time.monotonic()))
     if len({child.code for child in ended}) == 1 and ended[0].code in AGREED:
         return LaunchOutcome(ended[0].code)
     in_order = sorted(ended, key=lambda child: child.index)

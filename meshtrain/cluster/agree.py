@@ -123,7 +123,7 @@ def exchange(value) -> list:
 
 def mark_agreed(error: Exception) -> Exception:
     """Mark an error as raised by every process: process 0 reports it, and all exit in order."""
-    error.agreed = True
+    error.agreed = True       # type: ignore[attr-defined]    # any exception may be marked
     return error
 
 

@@ -89,6 +89,7 @@ def cluster(section, environ: Mapping[str, str]) -> Cluster | None:
     description is incomplete or contradictory.
     """
     address = section.coordinator_address
+    found: Cluster | None
     if section.num_processes:
         found = Cluster(address, section.num_processes, section.process_id, token=_token(environ, OWN_STARTS))
     else:

@@ -114,7 +114,8 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
                 _tell(f"still waiting, up to {deadline - now:.0f} s more: {name_processes(missing)} of {cluster.count} "
                       f"{'has' if len(missing) == 1 else 'have'} not come to {cluster.coordinator} within "
                       f"{now - began:.0f} s")
-            for connection in [key.fileobj for key, _ in selector.select(max(min(deadline, tell_at) - now, 0))]:
+            for key, _ in selector.select(max(min(deadline, tell_at) - now, 0)):
+                connection: socket.socket = key.fileobj     # type: ignore[assignment]
                 if connection is listener:
                     with contextlib.suppress(OSError):      # none left, or it disconnected
                         # the system queues a few thousand unaccepted connections and lets others retry
@@ -207,13 +208,11 @@ def _listen(cluster: Cluster) -> socket.socket:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE,
                            (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
-    address, options = (cluster.loopback, cluster.port), {"backlog": cluster.count}
-    if ":" in address[0]:
-        options["family"] = socket.AF_INET6
-    elif not address[0] and socket.has_dualstack_ipv6():
-        options |= {"family": socket.AF_INET6, "dualstack_ipv6": True}
+    both = not cluster.loopback and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in cluster.loopback else socket.AF_INET
     try:
-        listener = socket.create_server(address, **options)
+        listener = socket.create_server((cluster.loopback, cluster.port), family=family, backlog=cluster.count,
+                                        dualstack_ipv6=both)
     except OSError as error:
         raise PeerError(f"distributed.coordinator_address={cluster.coordinator}: process 0 cannot listen there "
                         f"({error.strerror}); start again if the launcher chooses the port, or give a port that is "
@@ -254,8 +253,8 @@ def _hello(line: bytes) -> dict | None:
     if about is None or any(type(about.get(name)) is not kind for name, kind in kinds.items()):
         return None
     left_s = about.get("left_s")
-    sound = type(left_s) in (int, float) and 0 <= left_s < float("inf") and 0 <= about["index"] < about["count"]
-    return about if sound else None
+    sound = isinstance(left_s, (int, float)) and not isinstance(left_s, bool) and 0 <= left_s < float("inf")
+    return about if sound and 0 <= about["index"] < about["count"] else None
 
 
 def _may_become(magic: bytes, line: bytes) -> bool:

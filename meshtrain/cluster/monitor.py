@@ -75,10 +75,11 @@ class Monitor:
     def __init__(self, head: int, tell: Callable[[str], None]):
         self.head, self.tell = head, tell
         self._stacks = tempfile.TemporaryFile()     # faulthandler writes it, the monitor reads it
-        self.thread = threading.get_native_id()     # gets the signal, which interrupts the thread's system call
+        # gets the signal, which interrupts the thread's system call
+        self.thread: int | None = threading.get_native_id()
         faulthandler.register(STACKS, self._stacks)
         self._process: subprocess.Popen | None = None
-        self._target = -1
+        self._target: int | None = -1
         self._last = b""
         self.keep()
 

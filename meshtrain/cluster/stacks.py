@@ -24,6 +24,7 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 HEAD = 1024         # bytes: words and JSON, rewritten in place before the stacks
@@ -146,7 +147,8 @@ def read(directory: Path, since: float = 0.0) -> dict[int, Report]:
     one = [_report_in(path, since) for path in Path(directory).glob("process-*.txt")]
     found = {report.state.process: report for report in one if report}
     newest = max(found.values(), key=lambda report: report.state.since, default=None)
-    return {index: report for index, report in found.items() if report.state.attempt == newest.state.attempt}
+    return {index: report for index, report in found.items()
+            if newest is not None and report.state.attempt == newest.state.attempt}
 
 
 def of(directory: Path, index: int, attempt: str) -> Report | None:
@@ -229,7 +231,7 @@ def _in(functions: Sequence[tuple[str, str]], *frames: StackFrame) -> bool:
                for frame in frames for file, function in functions)
 
 
-def format_stacks(threads: Sequence[tuple[int, str, object]]) -> str:
+def format_stacks(threads: Sequence[tuple[int, str, FrameType | None]]) -> str:
     """Return stacks in faulthandler's format, without its limit on the number of threads. threads: (ident, name,
     innermost frame) of each."""
     lines = []

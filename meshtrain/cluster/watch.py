@@ -18,6 +18,7 @@ import collections
 import dataclasses
 import faulthandler
 import fcntl
+import io
 import os
 import socket
 import sys
@@ -81,14 +82,16 @@ class Watchdog:
 
     def __init__(self, limits: PhaseLimits, index: int, count: int, tell: Callable[[str], None]):
         self.limits, self.index, self.count, self.tell = limits, index, count, tell
-        self._file = None               # in run.dir/stacks; None: stacks go to stderr
-        self._directory, self._attempt = None, ""
+        self._file: io.FileIO | None = None     # in run.dir/stacks; None: stacks go to stderr
+        self._directory: Path | None = None
+        self._attempt = ""
         self._others: frozenset[int] = frozenset()      # processes on hosts with directories of their own
         self._steps_s: collections.deque[float] = collections.deque(maxlen=64)
         self._in_step = self._fired = False
         self._closed, self._firing = threading.Event(), threading.RLock()
         self._clock, self._monitor = Clock(LOOK_S), Monitor(stacks.HEAD, tell)
-        self._now = self._noted = _Now("start", "start", self._limit_s("start"), self._clock.now(), time.time(), 0)
+        self._now = _Now("start", "start", self._limit_s("start"), self._clock.now(), time.time(), 0)
+        self._noted: _Now | None = self._now
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
         self._thread.start()
         self._monitor.thread = self._thread.native_id
@@ -190,6 +193,10 @@ class Watchdog:
         if index in self._others:
             self._keep_of(index, agree.word(f"stacks {self._attempt} {index} {state}"))
 
+    def _fetch_all(self) -> None:
+        for index in self._others:
+            self._fetch(index, "hangs")
+
     def _record_error(self, error: Exception) -> bool:
         """Record an error that this process met alone in its file; return whether it did."""
         if isinstance(error, ConfigError) or getattr(error, "agreed", False):
@@ -276,7 +283,8 @@ class Watchdog:
             threading.Thread(target=self._listen, args=(heard, deadline), daemon=True).start()
             heard.wait(deadline - time.monotonic())
         if self.index < READERS:
-            within(STUCK_S, lambda: [self._fetch(index, "hangs") for index in self._others if self.index])
+            if self.index:
+                within(STUCK_S, self._fetch_all)
             within(STUCK_S, self._name_culprit)
         else:       # a launcher on this host would report processes of other hosts as silent
             self._forget_others()

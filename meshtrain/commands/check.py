@@ -83,11 +83,13 @@ def look_at_file(own: config.Arguments) -> tuple[list[Finding], Run | None]:
 def look_at_run(given: Run, topology: str | None, offline: bool, plan: str) -> tuple[list[Finding], Run]:
     """Return (findings about everything but the run file, the run with its layout resolved). plan: a command that
     finds layouts for this run, for messages."""
-    rows, made = _look_at("layout", lambda: _layout(given, topology))
-    run = made[0].run if made else given
-    if made:
-        rows += _look_at("memory and speed", lambda: _price(*made, plan))[0]
-        rows += _look_at("weights", lambda: _weights(run, made[0]))[0]
+    rows, laid_out = _look_at("layout", lambda: _layout(given, topology))
+    run = given
+    if laid_out:
+        made, gpu = laid_out
+        run = made.run
+        rows += _look_at("memory and speed", lambda: _price(made, gpu, plan))[0]
+        rows += _look_at("weights", lambda: _weights(run, made))[0]
     rows += _look_at("data", lambda: _data(run, offline))[0]
     rows += _look_at("places", lambda: _places(run, offline))[0]
     return rows + _look_at("extras", lambda: _extras(run))[0], run
@@ -127,18 +129,18 @@ def _layout(run: Run, topology: str | None) -> Iterator[Finding | tuple[Design, 
 def _price(made: Design, gpu: hardware.Gpu | None, plan: str) -> Iterator[Finding]:
     """Predict the memory of a device and, if the GPU's speed is known, the step time."""
     run, num_devices = made.run, made.mesh_spec.num_devices
-    known = gpu is not None and gpu.hbm_bytes_per_s is not None
-    if not known and not run.mesh.simulated_devices:
+    timed = gpu if gpu is not None and gpu.hbm_bytes_per_s is not None else None      # its speed is known
+    if timed is None and not run.mesh.simulated_devices:
         yield Finding("memory", LEFT, "the GPUs are unknown; add e.g. --topology h100:8")
         return
-    rated = fitting.rates_of(gpu if known else hardware.get("h100"))
+    rated = fitting.rates_of(timed or hardware.get("h100"))
     options = fitting.options_of(made, gpu, rated)
     held = footprint.memory(made.placed, options)
-    most = max((name for name in held if name != "total"), key=held.get)
-    if known:
-        needed, has, where = held["total"], hardware.usable_bytes(gpu), f"the limit of {gpu.name}"
-        remedy = f"{plan} --gpus {num_devices} --gpu {gpu.name} finds layouts that fit"
-        if needed > has and (change := fitting.remedy(made, gpu, needed)):
+    most = max((name for name in held if name != "total"), key=held.__getitem__)
+    if timed is not None:
+        needed, has, where = held["total"], hardware.usable_bytes(timed), f"the limit of {timed.name}"
+        remedy = f"{plan} --gpus {num_devices} --gpu {timed.name} finds layouts that fit"
+        if needed > has and (change := fitting.remedy(made, timed, needed)):
             remedy = f"{change}; {remedy}"
     else:
         needed, has, where = num_devices * held["total"], devices.machine_bytes(), "this machine, for all its devices"
@@ -146,10 +148,10 @@ def _price(made: Design, gpu: hardware.Gpu | None, plan: str) -> Iterator[Findin
     told = f"{size(needed)} of {size(has)}, {where}"
     yield Finding("memory", OK, told) if needed <= has else Finding(
         "memory", UNFIT, f"{told}; the largest part is {most}, {size(held[most])} per device; {remedy}")
-    if known:
-        one = price.price(made.placed, rated, options)
-        yield Finding("speed", OK, f"{one.step_s:.3g} s a step, {one.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
-                               f"{one.mfu:.1%} MFU by the formulas; inspect predicts it from the compiled step")
+    if timed is not None:
+        priced = price.price(made.placed, rated, options)
+        yield Finding("speed", OK, f"{priced.step_s:.3g} s a step, {priced.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
+                               f"{priced.mfu:.1%} MFU by the formulas; inspect predicts it from the compiled step")
 
 
 def _weights(run: Run, made: Design) -> Iterator[Finding]:

@@ -66,9 +66,8 @@ class Sums:
     num_bytes: int | None = 0
 
     def __add__(self, other: Sums) -> Sums:
-        known = self.num_bytes is not None and other.num_bytes is not None
-        return Sums(self.nats + other.nats, self.tokens + other.tokens,
-                    self.num_bytes + other.num_bytes if known else None)
+        num_bytes = None if self.num_bytes is None or other.num_bytes is None else self.num_bytes + other.num_bytes
+        return Sums(self.nats + other.nats, self.tokens + other.tokens, num_bytes)
 
     def as_json(self) -> dict:
         loss = self.nats / self.tokens if self.tokens else math.nan
@@ -88,7 +87,7 @@ def main(options: config.Arguments) -> None:
         said = {name: f"--{name}" if options[name] is True else f"--{name} {options[name]}" for name in sorted(unused)}
         raise ConfigError(*(f"{one} is an option of --tasks, which is missing; add e.g. --tasks hellaswag, or "
                             f"leave it out" for one in said.values()))
-    found = trained.describe(*options.names, options["step"], options.keys, "evaluate", keys=("data.",))
+    found = trained.describe(options.names[0], options["step"], options.keys, "evaluate", keys=("data.",))
     found = _with_tokenizer(found)
     if 0 < (longest := found.longest()) < found.run.data.seq_len:
         say.err(f"note: data.seq_len={found.run.data.seq_len} exceeds the model's maximum of {longest} tokens "
@@ -115,7 +114,8 @@ def _with_tokenizer(found: trained.Trained) -> trained.Trained:
     command line gives others. A model of a run directory is returned unchanged. Raises: ConfigError."""
     if not found.of_folder:
         return found
-    changes, path = {}, found.directory / trained.TOKENIZER
+    changes: dict[str, object] = {}
+    path = found.directory / trained.TOKENIZER
     if "data.seq_len" not in found.given:
         changes["seq_len"] = min(filter(None, (SEQ_LEN, found.longest())))
     if "data.tokenizer" not in found.given and os.path.isfile(path):
@@ -187,7 +187,7 @@ def _measure(scorer: Scorer, corpus: sources.Corpus, held: packing.PackedValidat
     for batch in _batches(held, scorer):
         logprobs, _ = scorer.score(batch)
         targets, here = batch["targets"], batch["targets"] != NO_TARGET
-        num_bytes = 0
+        num_bytes: int | None = 0
         if counted is None:
             first = here & (batch["tokens"] == corpus.tokenizer.bos) & (targets != corpus.eos)
             num_bytes = _bytes_of(lengths, targets[here], int(first.sum()) if held.begins else 0)
@@ -218,7 +218,7 @@ def _batches(held: packing.PackedValidation, scorer: Scorer) -> Iterator[dict[st
             yield {name: np.stack([row[name] for row in taken]) for name in taken[0]}
 
 
-def _open_tasks(found: trained.Trained, options: dict):
+def _open_tasks(found: trained.Trained, options: config.Arguments):
     """Return a function (scorer, generator) -> {task: metrics} that runs the harness. Raises: ConfigError if the
     harness is not installed, or the model has no tokenizer."""
     with config.user_errors():

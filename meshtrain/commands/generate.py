@@ -100,7 +100,7 @@ MOST_PROMPT_BYTES = 1 << 28     # maximum size of a file of prompts
 @command.entry(COMMAND, __doc__, (CheckpointError, assembly.BrokenProgramError))
 def main(options: config.Arguments) -> None:
     _check_options(options)
-    found = trained.describe(*options.names, options["step"], options.keys, "generate",
+    found = trained.describe(options.names[0], options["step"], options.keys, "generate",
                              keys=("data.tokenizer", "data.chat_template"))
     talking = open_talk(found) if options["chat"] else None
     words = _words(found, options, talking)

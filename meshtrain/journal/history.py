@@ -41,7 +41,8 @@ class Attempt:
     def __init__(self, directory: Path, account: goodput.Account):
         self.path, self.account = directory / HISTORY, account
         self.first, self.began, self._end_recorded = not self.path.exists(), 0.0, False
-        self._lock, self._beat_at, self._beat = threading.Lock(), 0, None
+        self._lock, self._beat_at = threading.Lock(), 0
+        self._beat: files.Beat | None = None
 
     def start(self, step: int, more: Mapping) -> None:
         """Record the start of this attempt, which resumes after `step`. If the attempt before recorded no end, record

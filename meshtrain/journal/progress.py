@@ -28,7 +28,9 @@ class Progress(contextlib.AbstractContextManager):
                  clock: Callable[[], float] = time.monotonic):
         self.last, self.memory, self.clock = last, memory, clock
         self.live = say.is_live()
-        self.lines, self.began, self.said, self.shown, self.step_time_s = 0, None, 0.0, 0.0, None
+        self.lines, self.said, self.shown = 0, 0.0, 0.0
+        self.began: float | None = None
+        self.step_time_s: float | None = None
         self._waiting = contextlib.ExitStack()
 
     def __enter__(self) -> Progress:

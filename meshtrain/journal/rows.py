@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -199,7 +200,8 @@ class Appended(contextlib.AbstractContextManager):
     def __init__(self, path: Path, separator: bytes = b""):
         self.path, self.separator = path, separator
         self._waiting: collections.deque[bytes] = collections.deque()
-        self._file, self._end, self._warned = None, -1, False     # end: offset after the last record; -1: never opened
+        self._file: io.FileIO | None = None
+        self._end, self._warned = -1, False     # end: offset after the last record; -1: never opened
 
     def append(self, record: bytes) -> None:
         self._waiting.append(record)
@@ -231,7 +233,7 @@ class Appended(contextlib.AbstractContextManager):
                         f"memory until writing succeeds")
             self._warned = True
 
-    def _open(self):
+    def _open(self) -> io.FileIO:
         file = open(self.path, "ab", buffering=0)   # a buffered file does not report how much a full disk accepted
         try:
             size = os.fstat(file.fileno()).st_size

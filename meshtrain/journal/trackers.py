@@ -286,7 +286,7 @@ class MLflow(contextlib.AbstractContextManager):
                 self._client.set_terminated(self._id, "FAILED" if _ends_run(kind) else "FINISHED")
 
 
-def _without_secrets(error: Exception) -> str:
+def _without_secrets(error: BaseException) -> str:
     return re.sub(r"//[^/\s]*@", "//…@", f"{type(error).__name__}: {error}").partition("\n")[0][:300]
 
 

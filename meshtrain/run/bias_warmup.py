@@ -28,7 +28,10 @@ def balance(program: Program, step: Callable, state: State, data: Batches, passe
     """
     params, opt_state = state.params, state.opt_state
     placed = program.step.state.sharding.step
-    before_first = lambda: jax.make_array_from_callback((), placed, lambda index: np.int32(-1))
+
+    def before_first() -> jax.Array:
+        return jax.make_array_from_callback((), placed, lambda index: np.int32(-1))
+
     del state
     with contextlib.closing(contracts.iterate(data, 0, rows=program.rows)) as batches:
         for _ in range(passes):

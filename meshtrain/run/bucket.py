@@ -100,7 +100,7 @@ class _Look:
 def _is_dead(text: str) -> bool:
     """Return whether the owner named in a lease ran in this boot and container and has ended."""
     owner = rundir.read_owner(text)
-    return bool(owner) and owner.get("space") == rundir.space() and not rundir.is_here(owner)
+    return owner is not None and owner.get("space") == rundir.space() and not rundir.is_here(owner)
 
 
 def _text(address: Address) -> str | None:

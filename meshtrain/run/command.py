@@ -45,6 +45,8 @@ def entry(command: Command, about: str | None, failures: tuple[type[Exception], 
     message is printed without a traceback, with exit code 1. reported: returns whether another process prints this
     exception.
     """
+    expected: tuple[type[Exception], ...] = (FileSystemError, *failures)
+
     def decorate(body: Callable[[Arguments], int | None]) -> Callable[[Sequence[str]], int]:
         @functools.wraps(body)
         def main(argv: Sequence[str]) -> int:
@@ -61,7 +63,7 @@ def entry(command: Command, about: str | None, failures: tuple[type[Exception], 
                 if not reported(error):
                     say.err(f"error: {error}")
                 return USER_ERROR
-            except (FileSystemError, *failures) as error:
+            except expected as error:
                 say.err(f"error: {error}")
                 return FAILED
         return main

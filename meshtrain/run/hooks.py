@@ -49,11 +49,12 @@ class LossValidation(Hook):
                 raise
             say.err(f"step {step}: the validation failed and is skipped: {type(error).__name__}: {error}")
             return {}
-        if None in losses:
+        complete = [loss for loss in losses if loss is not None]
+        if len(complete) < len(losses):
             say.out(f"step {step}: the validation was interrupted, because the run is stopping")
             return {}
-        self.loss = sum(held.weight * loss for held, loss in zip(self.sets, losses))
-        each = {held.name: loss for held, loss in zip(self.sets, losses)} if len(self.sets) > 1 else {}
+        self.loss = sum(held.weight * loss for held, loss in zip(self.sets, complete))
+        each = {held.name: loss for held, loss in zip(self.sets, complete)} if len(self.sets) > 1 else {}
         by_source = f" ({', '.join(f'{name} {loss:.4f}' for name, loss in each.items())})" if each else ""
         say.out(f"step {step}: validation loss {self.loss:.4f} {self.unit}{by_source}")
         return {"val_loss": self.loss} | {f"val_loss/{name}": loss for name, loss in each.items()}

@@ -19,6 +19,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 from meshtrain import config, files
 from meshtrain.cluster import agree, watch
@@ -214,9 +215,9 @@ def _lock(lock, directory: Path) -> None:
             f"starts{'. The last run in it' + by(owner) if owner else ''}")
 
 
-def is_here(owner: dict | None) -> bool:
+def is_here(owner: dict | None) -> TypeGuard[dict]:
     """Return whether the owner is a live process of this host."""
-    return bool(owner) and owner["host"] == socket.gethostname() and owner["began"] == _began(owner["pid"]) != ""
+    return owner is not None and owner["host"] == socket.gethostname() and owner["began"] == _began(owner["pid"]) != ""
 
 
 def _owner(directory: Path) -> dict | None:

@@ -106,8 +106,11 @@ class Listener:
     def _end(self, words: str) -> None:
         """Print and record `words`, then end the process by os._exit. An exception would not reach the main thread
         while C++ runs."""
-        speaker = threading.Thread(target=lambda: (say.out(words), say.end(), self._record(words, self._code)),
-                                   daemon=True)
+        def speak() -> None:
+            say.out(words)
+            say.end()
+            self._record(words, self._code)
+        speaker = threading.Thread(target=speak, daemon=True)
         speaker.start()
         speaker.join(LAST_WORDS_S)
         os._exit(self._code)

@@ -30,7 +30,8 @@ def read(run_dir: str, name: str) -> str | None:
 
 def write(run_dir: str, name: str, text: str) -> None:
     if addresses.is_remote(run_dir):
-        return buckets.write(addresses.parse(run_dir).below(name), text.encode())
+        buckets.write(addresses.parse(run_dir).below(name), text.encode())
+        return
     path = Path(run_dir) / name
 
     def act():

@@ -334,7 +334,8 @@ class Lease:
                  tell: Callable[[str], None] = lambda line: None):
         self.address, self.lost, self.tell = address, lost, tell
         self._version: Version | None = None
-        self._done, self._thread, self._told = threading.Event(), None, ""
+        self._done, self._told = threading.Event(), ""
+        self._thread: threading.Thread | None = None
         self._seen: tuple[Version | None, float] = (None, 0.0)
 
     def take(self, text: str, is_dead: Callable[[str], bool]) -> None:

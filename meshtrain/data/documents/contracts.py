@@ -6,7 +6,7 @@ use only these. Both are structural types (Protocol).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -92,7 +92,7 @@ class Batches(Protocol):
         a resume."""
 
 
-def iterate(data: Batches, start: int, rows: Rows = None, prefetch: int = 4) -> Iterator[Batch]:
+def iterate(data: Batches, start: int, rows: Rows = None, prefetch: int = 4) -> Generator[Batch, None, None]:
     """Yield training batches start, start + 1, … without end. Threads prefetch `prefetch` of them (0: none) until the
     iterator is closed."""
     # grain prefetches in threads, in order, and passes exceptions on. Shuffling, sharding and packing are ours: its
