@@ -124,7 +124,7 @@ def unordered(text: str) -> list[tuple[str, str]]:
     by_hand = {"collective-permute": "ppermute", "all-reduce": "psum|pmax"}
     here = lambda ins: {ins.op} if ins.op in by_hand and re.search(by_hand[ins.op], ins.op_name) else set()
     inside = functools.cache(lambda name: set().union(*map(kinds, module.computations[name].values())))
-    kinds = lambda ins: here(ins).union(*map(inside, ins.called))
+    kinds = lambda ins: here(ins).union(*map(inside, ins.callees))
     found = []
     for scope in module.computations.values():
         before, senders = {}, []
@@ -190,7 +190,7 @@ def meeting(text: str, num_devices: int) -> list[str]:
         return frozenset().union(*(own(ins) | inside(ins) for ins in module.computations[name].values()))
 
     def inside(ins) -> set:
-        return set().union(*(held(name) for name in ins.called if name in module.computations))
+        return set().union(*(held(name) for name in ins.callees if name in module.computations))
 
     found = []
     for name, scope in module.computations.items():

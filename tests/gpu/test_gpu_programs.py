@@ -321,7 +321,7 @@ def test_matmuls_add_what_is_added_to_their_products(name):
 @rows(SELECTIVE)
 def test_what_layers_keep_is_neither_cleared_nor_copied_in_a_microbatch(name):
     module, cfg, seq_len = step(name).module, step(name).run.model, step(name).run.data.seq_len
-    root = lambda ins: next(i.op for i in module.computations[ins.called[0]].values()
+    root = lambda ins: next(i.op for i in module.computations[ins.callees[0]].values()
                             if i.is_root) if ins.op == "fusion" else ins.op
     whole = f"[{cfg.num_layers},{step(name).tokens // seq_len},{seq_len},"        # what a device keeps of its rows
     made = [(computation, root(ins)) for computation, body in module.computations.items() for ins in body.values()
@@ -339,7 +339,7 @@ def test_gate_up_and_rotated_heads_are_written_where_the_backward_reads_them(nam
 
     def writers(*shape):
         stack = f"bf16[{','.join(map(str, (cfg.num_layers, 2, step(name).run.data.seq_len, *shape)))}]"
-        return [module.computations[ins.called[0]].values() for body in module.computations.values()
+        return [module.computations[ins.callees[0]].values() for body in module.computations.values()
                 for ins in body.values() if ins.op.startswith("fusion") and stack in ins.type_text]
     of_matmuls = [inside for inside in writers(cfg.mlp_dim) if any("cublas" in ins.target for ins in inside)]
     assert len(of_matmuls) == len(writers(cfg.mlp_dim)) == 2

@@ -331,7 +331,7 @@ def test_a_mesh_of_one_axis_is_told_and_not_drawn():
 def test_a_plot_of_any_numbers_is_finite_and_small(points, width):
     curve = pictures.PlotCurve(0, "x", points)
     axis = pictures.PlotAxis("y", "{:.3g}".format, log=all(y > 0 for _, y in points))
-    drawn = pictures.Plot([curve], pictures.PlotAxis("step", "{:g}".format), axis, "y").drawn(width)
+    drawn = pictures.Plot([curve], pictures.PlotAxis("step", "{:g}".format), axis, "y").draw(width)
     assert "nan" not in drawn and "inf" not in drawn and len(drawn) < 60_000
     ElementTree.fromstring(drawn)
 
