@@ -13,6 +13,7 @@ from meshtrain.config import Run
 from meshtrain.cost.program import audit, scheduling
 from meshtrain.design import Design
 from meshtrain.run import say
+from meshtrain.run.exits import RunError
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.training import accumulate, state, step
 from meshtrain.units import amount
@@ -42,7 +43,7 @@ def assemble(run: Run, devices: Sequence[jax.Device]) -> Assembly:
     return Assembly(**vars(made), mesh=mesh, program=step.build(spec, **share))
 
 
-class BrokenProgramError(RuntimeError):
+class BrokenProgramError(RunError):
     """A compiled program would compute wrong numbers without an error."""
 
 

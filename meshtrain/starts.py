@@ -17,7 +17,6 @@ from meshtrain.cluster import agree, watch
 from meshtrain.config import Run
 from meshtrain.huggingface.weights import ends, pretrained
 from meshtrain.journal import goodput
-from meshtrain.rl.rewards import workers
 from meshtrain.run import phases, say
 from meshtrain.sharding import rules
 from meshtrain.training.state import State
@@ -70,8 +69,10 @@ def _named_files(made: Assembly) -> dict[str, str]:
     if rl.rules:
         with config.user_errors():
             named["rl.rules"] = rules.load(shipped.rule_file(rl.rules), "rl.rules").text
-    if digest := workers.digest(rl.reward):
-        named["rl.reward"] = f"{digest} {rl.reward.rpartition(':')[2]}"
+    if rl.reward:
+        from meshtrain.rl.rewards import workers        # here: only runs that sample answers have rewards
+        if digest := workers.digest(rl.reward):
+            named["rl.reward"] = f"{digest} {rl.reward.rpartition(':')[2]}"
     return agree.on_first(lambda: named)
 
 

@@ -5,9 +5,9 @@ A kind of data is a row of KINDS. An objective names its kind in `training.objec
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from meshtrain import assembly, config
 from meshtrain.checkpoint import resume
@@ -23,8 +23,6 @@ from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.huggingface.weights import ends, pretrained
 from meshtrain.huggingface.weights.ends import Ends
 from meshtrain.journal import goodput
-from meshtrain.rl import prepare
-from meshtrain.rl.prompts import Prompts
 from meshtrain.run import dpo_reference, phases, say
 from meshtrain.run.feeds import BatchFeed
 from meshtrain.run.loop import Feed
@@ -32,6 +30,9 @@ from meshtrain.starts import Beginning
 from meshtrain.storage import copies, model_folder
 from meshtrain.training import objective
 from meshtrain.training.state import State
+
+if TYPE_CHECKING:
+    from meshtrain.rl.prompts import Prompts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,7 +59,7 @@ class DataKind:
 
 
 def of_run(run: Run) -> DataKind:
-    return KINDS[objective.of_run(run).data]
+    return KINDS[objective.of_run(run).data]()
 
 
 def finish(run: Run, directory: Path) -> None:
@@ -128,8 +129,7 @@ def _open_documents(run: Run, directory: Path, start: resume.Start) -> tuple[sou
 
 
 def _feed_of_documents(opened: Opened, start: resume.Start, state: State) -> BatchFeed:
-    assert not isinstance(opened.data, Prompts)
-    return BatchFeed(opened.made.run, opened.made.program, opened.data, start.step)
+    return BatchFeed(opened.made.run, opened.made.program, cast(Batches, opened.data), start.step)
 
 
 def _feed_of_pairs(opened: Opened, start: resume.Start, state: State) -> BatchFeed:
@@ -143,15 +143,19 @@ def _feed_of_pairs(opened: Opened, start: resume.Start, state: State) -> BatchFe
     return BatchFeed(made.run, made.program, pairs, start.step)
 
 
-def _feed_of_answers(opened: Opened, start: resume.Start, state: State) -> Feed:
-    assert isinstance(opened.data, Prompts)
-    data = opened.data
-    return agree.everywhere(lambda: prepare.feed_of(
-        opened.made, start, state, data, opened.corpus.tokenizer, opened.ends, opened.directory,
-        opened.check_claim))
+def _answers() -> DataKind:
+    """Return the kind of data of runs that sample answers. Only they import the room `rl`."""
+    from meshtrain.rl import prepare
+
+    def feed_of_answers(opened: Opened, start: resume.Start, state: State) -> Feed:
+        data = cast("Prompts", opened.data)
+        return agree.everywhere(lambda: prepare.feed_of(
+            opened.made, start, state, data, opened.corpus.tokenizer, opened.ends, opened.directory,
+            opened.check_claim))
+    return DataKind(prepare.open_prompts, feed_of_answers, prepare.finish)
 
 
-KINDS = {
-    "documents": DataKind(_open_documents, _feed_of_documents),
-    "pairs": DataKind(_open_documents, _feed_of_pairs),
-    "answers": DataKind(prepare.open_prompts, _feed_of_answers, prepare.finish)}
+KINDS: Mapping[str, Callable[[], DataKind]] = {
+    "documents": lambda: DataKind(_open_documents, _feed_of_documents),
+    "pairs": lambda: DataKind(_open_documents, _feed_of_pairs),
+    "answers": _answers}

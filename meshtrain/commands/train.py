@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import jax
 
 from meshtrain import assembly, closing, config, process, run_files, starts, trainer, training_data
-from meshtrain.assembly import BrokenProgramError
 from meshtrain.checkpoint import places
 from meshtrain.checkpoint.places import Places
 from meshtrain.cluster import agree, watch
@@ -19,9 +18,7 @@ from meshtrain.inspection import measured, report, step_costs
 from meshtrain.journal import goodput, history, trackers
 from meshtrain.journal.history import Attempt
 from meshtrain.process import Joined
-from meshtrain.rl.rollouts import RolloutError
 from meshtrain.run import command, exits, loop, phases, replicas, say, stops
-from meshtrain.run.replicas import ReplicasDiffer
 from meshtrain.run.stops import DONE, FAILED, STOPPED
 from meshtrain.starts import Beginning
 from meshtrain.trainer import CompiledRun, Trainer
@@ -31,7 +28,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     """Run the command. Return its exit code. began: time.perf_counter when its process began; None: now."""
     account = goodput.Account(began)
     command.print_notices()
-    with exits.code_of(failures=(BrokenProgramError, ReplicasDiffer, RolloutError)) as ending:
+    with exits.code_of() as ending:
         try:
             run = run_files.load(argv)
         finally:

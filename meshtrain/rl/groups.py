@@ -27,6 +27,7 @@ from meshtrain.inference.sampling import Picking
 from meshtrain.rl.prompts import Prompt, Prompts
 from meshtrain.rl.rewards import workers
 from meshtrain.run import contents, say
+from meshtrain.run.exits import RunError
 from meshtrain.storage import mirror
 
 ARRAYS = {"tokens", "logprobs", "margins", "rewards"}       # arrays of N.npz that are not scores
@@ -34,7 +35,7 @@ ARRAYS = {"tokens", "logprobs", "margins", "rewards"}       # arrays of N.npz th
 FREE = ("slots", "rules", "reward_workers", "reward_timeout_s", "reward_memory_gb", "reward_check", "keep")
 
 
-class RolloutError(RuntimeError):
+class RolloutError(RunError):
     """The answers of a batch must not be used for training. All processes raise it together."""
 
 

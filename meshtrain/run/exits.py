@@ -21,6 +21,10 @@ from meshtrain.run.stops import DONE, FAILED, USER_ERROR
 PEERS_STOP_S = 3.0      # a stop signal for a run reaches all its processes within this time
 
 
+class RunError(RuntimeError):
+    """A failure of a run whose message is for users: it ends the command with exit code 1."""
+
+
 @dataclasses.dataclass
 class Ending:
     """code: the exit code of a command."""
@@ -28,13 +32,12 @@ class Ending:
 
 
 @contextlib.contextmanager
-def code_of(failures: tuple[type[Exception], ...]) -> Iterator[Ending]:
+def code_of() -> Iterator[Ending]:
     """Context of a command: an exception that leaves it becomes a message and the code of the ending.
 
-    One process prints the message of an exception that all raise. failures: exceptions with a message for users,
-    besides those of configuration, file system and peers. Raises: any other exception, for its traceback.
+    One process prints the message of an exception that all raise. Raises: any exception without a message for users, for
+    its traceback.
     """
-    expected: tuple[type[Exception], ...] = (PeerError, FileSystemError, *failures)
     ending = Ending()
     try:
         yield ending
@@ -44,7 +47,7 @@ def code_of(failures: tuple[type[Exception], ...]) -> Iterator[Ending]:
         if jax.process_index() == 0:
             say.err(f"stopped: {error}")
         ending.code = FAILED
-    except expected as error:
+    except (PeerError, FileSystemError, RunError) as error:
         ending.code = _fail(FAILED, f"error: {error}", error)
     except Exception as error:
         if files.is_moment(error):      # a failure of the file system outside the places that handle it

@@ -22,13 +22,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from meshtrain.cluster import agree
 from meshtrain.config import Run
 from meshtrain.run import say, trees
+from meshtrain.run.exits import RunError
 
 MOST_NAMED = 3      # arrays named in a message
 # bytes of an element -> dtype of its words; an element of 8 bytes has two words
 WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
-class ReplicasDiffer(RuntimeError):
+class ReplicasDiffer(RunError):
     """A device holds other bits than its replicas, so the state may be corrupt."""
 
 
