@@ -35,8 +35,8 @@ class Ending:
 def code_of() -> Iterator[Ending]:
     """Context of a command: an exception that leaves it becomes a message and the code of the ending.
 
-    One process prints the message of an exception that all raise. Raises: any exception without a message for users, for
-    its traceback.
+    One process prints the message of an exception that all raise. Raises: any exception without a message for users,
+    for its traceback.
     """
     ending = Ending()
     try:
