@@ -235,14 +235,14 @@ def own_settings(environ: Mapping[str, str]) -> list[str]:
     """
     overruled, refused = [], []
     for one in OF_JAX:
-        if one.name not in jax.config.values or _shown(one.name) == _plain(one.value):      # unknown, or set
+        if one.name not in jax.config.values or _format_setting(one.name) == _plain(one.value):      # unknown, or set
             continue
-        given, variable = f"{one.name}={_shown(one.name)}", one.name.upper()
+        given, variable = f"{one.name}={_format_setting(one.name)}", one.name.upper()
         if variable in environ:
             jax.config.update(one.name, one.value)
             overruled.append(f"{variable}={environ[variable]} is ignored: a run needs {one.name}={_plain(one.value)} "
                              f"({one.why})")
-        if _shown(one.name) != _plain(one.value):
+        if _format_setting(one.name) != _plain(one.value):
             refused.append(f"{given} was set in this process, but a run needs {_plain(one.value)} ({one.why}); "
                            f'reset it with jax.config.update("{one.name}", {one.value!r}), and set it only around '
                            f"your own code")
@@ -274,11 +274,11 @@ def _settings(environ: Mapping[str, str]) -> list[str]:
     paths."""
     given = [flag for flag in environ.get("XLA_FLAGS", "").split() if "/" not in flag and DEVICE_COUNT_FLAG not in flag]
     return [*(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib")),
-            *(f"{name}={_shown(name)}" for name in sorted(jax.config.values) if not _OF_A_HOST.search(name)),
+            *(f"{name}={_format_setting(name)}" for name in sorted(jax.config.values) if not _OF_A_HOST.search(name)),
             *(f"XLA_FLAGS {flag}" for flag in given)]
 
 
-def _shown(name: str) -> str:
+def _format_setting(name: str) -> str:
     """Return the value of a setting of jax in this thread, as text."""
     return _plain(getattr(jax.config, name, jax.config.values[name]))
 

@@ -112,13 +112,13 @@ def cudnn_attention() -> CudnnAttention | None:
     def absent(q, count):           # bias, sequence lengths, offsets, page tables
         return [jnp.zeros(0, q.dtype)] * count
 
-    def asked(causal, window, scale):
+    def settings_of(causal, window, scale):
         return dict(mask_type=causal_or_not[causal], sliding_window_length=window or None, scale=scale, **options)
 
     def forward(q, k, v, *how):
-        return forward_p.bind(q, k, v, *absent(q, 7), is_training=True, **asked(*how))
+        return forward_p.bind(q, k, v, *absent(q, 7), is_training=True, **settings_of(*how))
 
     def backward(q, k, v, o, lse, do, *how):
-        return backward_p.bind(q, k, v, *absent(q, 7), lse, o, do, **asked(*how))
+        return backward_p.bind(q, k, v, *absent(q, 7), lse, o, do, **settings_of(*how))
 
     return CudnnAttention(forward, backward)

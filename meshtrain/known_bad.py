@@ -65,11 +65,12 @@ def facts_of(run: Run, num_processes: int) -> frozenset[str]:
 
 
 def check(facts: Set[str], version: Callable[[str], str] | None = None) -> list[str]:
-    """Return warnings about versions that hang. version: component -> its version, "" if absent; default: `installed`.
+    """Return warnings about versions that hang. version: component -> its version, "" if absent; default:
+    `read_version`.
 
     Raises: ConfigError for versions that compute wrong numbers.
     """
-    version, wrong, warnings = version or installed, [], []
+    version, wrong, warnings = version or read_version, [], []
     for row in TABLE:
         if row.facts <= facts and _is(there := version(row.component), row.bad):
             message = f"{row.component} {there}: {row.effect} ({row.source}); {row.remedy}"
@@ -79,7 +80,7 @@ def check(facts: Set[str], version: Callable[[str], str] | None = None) -> list[
     return warnings
 
 
-def installed(component: str) -> str:
+def read_version(component: str) -> str:
     """Return the installed version of a component; "" if absent."""
     return FINDERS[component](os.environ)
 

@@ -115,7 +115,7 @@ class Trained:
         if self.files is None:
             return None
         with config.user_errors():
-            found = tokenizer.named_separator(path) if os.path.isfile(path := self.files / TOKENIZER) else None
+            found = tokenizer.find_separator(path) if os.path.isfile(path := self.files / TOKENIZER) else None
         if found is None:
             found = settings.text_of(settings.read(self.files)).get("bos_token_id")
         return found if type(found) is int and 0 <= found < self.run.model.vocab_size else None

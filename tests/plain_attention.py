@@ -13,7 +13,7 @@ def attend(q_BTNH, k_BSKH, v_BSKV, segments_BT, mask: Mask = CAUSAL, scores: Sco
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    s_BKGTS = products.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, jnp.float32) * scores.scaled_for(H)
+    s_BKGTS = products.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, jnp.float32) * scores.scale_for(H)
     s_BKGTS = scores.softcap * jnp.tanh(s_BKGTS / scores.softcap) if scores.softcap else s_BKGTS
     apart = jnp.arange(T)[:, None] - jnp.arange(T)
     seen_BTS = (apart >= 0) & (apart < (mask.window or T)) & (segments_BT[:, :, None] == segments_BT[:, None, :])
@@ -36,7 +36,7 @@ def seen_pairs(q_segments, k_segments, mask: Mask) -> np.ndarray:
 def scored(q_BTNH, k_BSKH, scores: Scores) -> np.ndarray:
     """[B, N, T, S]."""
     s = np.einsum("btnh,bsnh->bnts", q_BTNH, np.repeat(k_BSKH, q_BTNH.shape[2] // k_BSKH.shape[2], 2), optimize=True)
-    s = s * scores.scaled_for(q_BTNH.shape[3])
+    s = s * scores.scale_for(q_BTNH.shape[3])
     return scores.softcap * np.tanh(s / scores.softcap) if scores.softcap else s
 
 
@@ -59,7 +59,7 @@ def backward(q_BTNH, k_BSKH, v_BSKV, seen_BTS, o_BTNV, lse_BTN, do_BTNV, scores:
     s = scored(q_BTNH, k_BSKH, scores)
     p = np.exp(np.where(seen_BTS[:, None], s - lse_BTN.swapaxes(1, 2)[..., None], -np.inf))
     dp = np.einsum("btnv,bsnv->bnts", do_BTNV, many(v_BSKV), optimize=True)
-    ds = p * (dp - (do_BTNV * o_BTNV).sum(-1).swapaxes(1, 2)[..., None]) * scores.scaled_for(H)
+    ds = p * (dp - (do_BTNV * o_BTNV).sum(-1).swapaxes(1, 2)[..., None]) * scores.scale_for(H)
     ds = ds * (1 - (s / scores.softcap) ** 2) if scores.softcap else ds
     return (np.einsum("bnts,bsnh->btnh", ds, many(k_BSKH), optimize=True),
             once(np.einsum("bnts,btnh->bsnh", ds, q_BTNH, optimize=True)),

@@ -123,7 +123,7 @@ def _with_tokenizer(found: trained.Trained) -> trained.Trained:
         with config.user_errors():
             separator = found.separator()
             names = tokenizer.names_of(path, separator, ends.of_documents(found.directory, separator))
-            if tokenizer.named_separator(path) is not None:
+            if tokenizer.find_separator(path) is not None:
                 names[0] = ""       # opening the tokenizer finds it again, and reports if files disagree on it
         changes |= {key: name for key, name in zip(("bos_token", "eos"), names) if name
                     and f"data.{key}" not in found.given}

@@ -337,7 +337,7 @@ def price_sampler(run: Run, question: search.Question) -> dict:
         with contextlib.suppress(ValueError):
             read = placement.command(model, sizes)
             break
-    room, shards = cache.rounded_room(run.data.seq_len), gpus // tensor
+    room, shards = cache.round_room(run.data.seq_len), gpus // tensor
     placed = place(question.rows, run.model, read, MeshSpec(sizes))
     asked = exchange.prompts_of_part(rl) * rl.samples
     costs = decode.Sampling(placed, read, -(-asked // shards) * shards, room,
@@ -361,7 +361,7 @@ def price_sampling(run: Run, question: search.Question, plan: search.Plan) -> di
     with config.user_errors():
         given = rules.load(rule_file(rl.rules)) if rl.rules else None
     read = placement.beside(model, layout, given)
-    room, shards = cache.rounded_room(run.data.seq_len), read.num_shards(read.batch_axes)
+    room, shards = cache.round_room(run.data.seq_len), read.num_shards(read.batch_axes)
     placed = place(question.rows, run.model, read, plan.placed.mesh)
     asked = rl.slots or rl.prompts * rl.samples
     costs = decode.Sampling(placed, layout, -(-asked // shards) * shards, room,

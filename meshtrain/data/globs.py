@@ -105,7 +105,7 @@ def resolver() -> Callable[[str], str | None]:
     resolves each directory once, and then makes one system call per file."""
     directory = functools.cache(os.path.realpath)
 
-    def resolved(path: str) -> str | None:
+    def resolve(path: str) -> str | None:
         if addresses.is_remote(path):
             return path
         try:
@@ -117,7 +117,7 @@ def resolver() -> Callable[[str], str | None]:
             return None
         folder, name = os.path.split(path)
         return os.path.realpath(path) if link or name in ("", ".", "..") else os.path.join(directory(folder), name)
-    return resolved
+    return resolve
 
 
 def expand(pattern: str) -> Iterator[str]:

@@ -40,7 +40,7 @@ BLOCK = 64          # places per block; a room is a multiple of it
 MOST_BLOCKS = 8     # most blocks in which a room is read; each is an iteration of a loop on the device
 
 
-def rounded_room(tokens: int) -> int:
+def round_room(tokens: int) -> int:
     """Return the room of slots for sequences of this many tokens: a whole number of the blocks that attention reads."""
     block = _block(max(tokens, 1))
     return -(-max(tokens, 1) // block) * block
@@ -52,7 +52,7 @@ def _block(room: int) -> int:
 
 def places(window: int, room: int) -> int:
     """Return the number of places of a slot in a layer with this window (0: none)."""
-    return min(room, rounded_room(window)) if window else room
+    return min(room, round_room(window)) if window else room
 
 
 def slot_bytes(cfg: Model, room: int, itemsize: int) -> int:
@@ -69,16 +69,16 @@ def slot_bytes(cfg: Model, room: int, itemsize: int) -> int:
 
 
 def empty(model: Transformer, ex: Execution, p, slots: int, room: int) -> list:
-    """Return the shapes of the cache as jax.ShapeDtypeStructs. room: from `rounded_room`."""
+    """Return the shapes of the cache as jax.ShapeDtypeStructs. room: from `round_room`."""
     batch = {name: jax.ShapeDtypeStruct((slots, room), jnp.int32)
              for name in ("tokens", "segments", "index", "positions", "length")}
     batch["sequence"] = jax.ShapeDtypeStruct((slots,), jnp.int32)
     return jax.eval_shape(lambda p, batch: read(model, ex, p, batch), p, batch)
 
 
-def placed(layout: Layout, caches: list) -> list:
+def constrain(layout: Layout, caches: list) -> list:
     """Return the cache with the sharding of its heads and slots."""
-    return [tuple(_Layer(layout, arrays).placed() for arrays in group) for group in caches]
+    return [tuple(_Layer(layout, arrays).constrain() for arrays in group) for group in caches]
 
 
 def read(model: Transformer, ex: Execution, p, batch) -> list:
@@ -105,7 +105,7 @@ def lay(layout: Layout, caches: list, prompts: list, source_S, tokens_S) -> list
     source_S: the number of the slot's prompt among those of its shard of the batch; with -1 the slot is unchanged.
     tokens_S: number of tokens of the prompt.
     """
-    return [tuple(_Layer(layout, arrays).laid(new, source_S, tokens_S) for arrays, new in zip(group, read, strict=True))
+    return [tuple(_Layer(layout, arrays).lay(new, source_S, tokens_S) for arrays, new in zip(group, read, strict=True))
             for group, read in zip(caches, prompts, strict=True)]
 
 
@@ -150,17 +150,17 @@ class _Layer:
     def recurrent(self) -> bool:
         return len(self.arrays) > 2
 
-    def placed(self) -> tuple:
+    def constrain(self) -> tuple:
         if self.recurrent:
             *tails, state = self.arrays
             return (*(self.layout.act(x, None, "batch", None, axis, None)
                       for x, axis in zip(tails, CHANNEL_AXES, strict=True)),
                     self.layout.act(state, None, "batch", "heads", None, None))
-        return tuple(_placed(self.layout, x, None, "batch") for x in self.arrays)
+        return tuple(_constrain(self.layout, x, None, "batch") for x in self.arrays)
 
-    def laid(self, prompts: tuple, source_S, tokens_S) -> tuple:
+    def lay(self, prompts: tuple, source_S, tokens_S) -> tuple:
         if not self.recurrent:
-            return tuple(_placed(self.layout, self._rolled(*pair, source_S, tokens_S), None, "batch")
+            return tuple(_constrain(self.layout, self._roll(*pair, source_S, tokens_S), None, "batch")
                          for pair in zip(self.arrays, prompts, strict=True))
         # A prompt without tokens leaves nothing in the state; the values that were read for it are padding.
 
@@ -168,7 +168,7 @@ class _Layer:
             return jnp.where(_over(tokens_S > 0, x), x, 0)
         new = [jnp.where(_over(source_S >= 0, x), was(self._of_slots(read, source_S)), x).astype(x.dtype)
                for x, read in zip(self.arrays, prompts, strict=True)]
-        return _Layer(self.layout, tuple(new)).placed()
+        return _Layer(self.layout, tuple(new)).constrain()
 
     def _of_slots(self, read, source_S):
         """Return the prompt of each slot, from the slot's own shard, so that nothing crosses devices."""
@@ -178,7 +178,7 @@ class _Layer:
         take = jax.vmap(lambda read, source: read[:, source], in_axes=(1, 0), out_axes=1)
         return take(by_shard, jnp.maximum(source_S, 0).reshape(shards, -1)).reshape(R, len(source_S), *read.shape[2:])
 
-    def _rolled(self, x, read, source_S, tokens_S):
+    def _roll(self, x, read, source_S, tokens_S):
         """Return the places of the cache, taken from prompts whose last token is at the end."""
         T, R = read.shape[-2], x.shape[-2]
         place = jnp.arange(T)
@@ -206,7 +206,7 @@ class _Writing:
     def attend(self, layout: Layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, *, mask: Mask, **kind):
         T = k_BTKH.shape[1]
         first = T - places(mask.window, T)
-        self.cache = tuple(_placed(layout, _by_head(x)[..., first:, :], "batch") for x in (k_BTKH, v_BTKH))
+        self.cache = tuple(_constrain(layout, _by_head(x)[..., first:, :], "batch") for x in (k_BTKH, v_BTKH))
         return self.ex.engines.attention(layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, mask=mask, **kind)
 
     def convolve(self, layout: Layout, xs, ws, segments_BT):
@@ -250,20 +250,21 @@ class _Reading:
             before = convolution.Tail(before, jnp.ones(before.shape[:2], segments_BT.dtype))
             ys.append(convolution.convolve(x, w, jnp.ones_like(segments_BT), before))
             tails.append(convolution.tail(x, segments_BT, width, before).x_BSND)
-        self.cache = (*map(self._replaced, self.cache[:3], tails), self.cache[3])
+        self.cache = (*map(self._replace_token, self.cache[:3], tails), self.cache[3])
         return tuple(ys)
 
     def recur(self, layout: Layout, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT):
         one = jnp.ones_like(segments_BT)
         o_BTNV, S_BNHV = recurrence.step(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, one, recurrence.RecurrentState(
             self._own(self.cache[3]), one[:, 0]))
-        self.cache = (*self.cache[:3], self._replaced(self.cache[3], layout.act(S_BNHV, "batch", "heads", None, None)))
+        S_BNHV = layout.act(S_BNHV, "batch", "heads", None, None)
+        self.cache = (*self.cache[:3], self._replace_token(self.cache[3], S_BNHV))
         return o_BTNV
 
     def _own(self, stack):
         return lax.dynamic_index_in_dim(stack, self.index, 0, keepdims=False)
 
-    def _replaced(self, stack, new):
+    def _replace_token(self, stack, new):
         return lax.dynamic_update_index_in_dim(stack, new.astype(stack.dtype), self.index, 0)
 
     def attend(self, layout: Layout, q_BTNH, *others, mask, scores, sinks_N=None, expansion: Expansion | None = None,
@@ -275,7 +276,7 @@ class _Reading:
         if expansion is None and self.reach.live_S is not None and _in_one_kernel(layout, N, *self.cache):
             k_BTKH, v_BTKV = others[:2]
             return self._by_kernel(layout, q_BTNH, k_BTKH, v_BTKV, mask, scores, sinks_N), None
-        self.cache = tuple(self._written(layout, *pair) for pair in zip(self.cache, others[:2], strict=True))
+        self.cache = tuple(self._write(layout, *pair) for pair in zip(self.cache, others[:2], strict=True))
         if expansion is None:
             q_BKGH = q_BTNH.reshape(B, self.cache[0].shape[2], -1, H)
 
@@ -287,9 +288,9 @@ class _Reading:
         def values(first, second):
             return second if expansion is None else first[:, None]
 
-        def scored(*part):
-            return capped(products_with(*part) * scores.scaled_for(H), scores.softcap)
-        o_BTNV = self._over_places(layout, N, scored, values, mask, sinks_N).reshape(B, T, N, -1)
+        def score(*part):
+            return capped(products_with(*part) * scores.scale_for(H), scores.softcap)
+        o_BTNV = self._over_places(layout, N, score, values, mask, sinks_N).reshape(B, T, N, -1)
         if expansion is not None:
             value_CNV = expansion.gather(expansion.value_CNV)
             o_BTNV = products.einsum("BTNC,CNV->BTNV", o_BTNV.astype(value_CNV.dtype), value_CNV)
@@ -308,10 +309,10 @@ class _Reading:
             local, (decode.Token(head, kv_head, kv_head), (stack, stack), P(), spec("batch"),
                     *(spec("heads") for _ in sinks)), (head, (stack, stack)))(
             decode.Token(q_BTNH[:, 0], k_BTKH[:, 0], v_BTKV[:, 0]), self.cache, self.index, self.reach.live_S, *sinks)
-        self.cache = tuple(_placed(layout, x, None, "batch") for x in cache)
+        self.cache = tuple(_constrain(layout, x, None, "batch") for x in cache)
         return o_SNV[:, None]
 
-    def _over_places(self, layout: Layout, N: int, scored, values, mask: Mask, sinks_N):
+    def _over_places(self, layout: Layout, N: int, score, values, mask: Mask, sinks_N):
         """Return [B, K, G, V]: attention to the visible places of each slot, block by block.
 
         A block without visible places of a slot adds exact zeros, so a slot does not depend on how far the loop runs
@@ -323,8 +324,8 @@ class _Reading:
 
         def visit(j, carry):
             most, total, o = carry
-            part = [_placed(layout, self._block_of(x, j * block, block), "batch") for x in self.cache]
-            s_BKGS, v_BKSV = scored(*part), values(*part)
+            part = [_constrain(layout, self._block_of(x, j * block, block), "batch") for x in self.cache]
+            s_BKGS, v_BKSV = score(*part), values(*part)
             # The position that a place holds: the newest of the positions that map to it.
             position_BS = at_B1 - (at_B1 - (j * block + jnp.arange(block))) % R
             seen_BS = position_BS >= 0
@@ -353,7 +354,7 @@ class _Reading:
         start = (self.index, *[0] * (stack.ndim - 3), at, 0)
         return lax.dynamic_slice(stack, start, (1, *stack.shape[1:-2], size, stack.shape[-1]))[0]
 
-    def _written(self, layout: Layout, stack, new):
+    def _write(self, layout: Layout, stack, new):
         """Return the stack with one token of each slot written at its place.
 
         It is written as a scatter with a batch dim, which stays on its device.
@@ -365,7 +366,7 @@ class _Reading:
             scatter_dims_to_operand_dims=(0, place), operand_batching_dims=(1,), scatter_indices_batching_dims=(0,))
         stack = lax.scatter(stack, at, new[:, 0].astype(stack.dtype), numbers, unique_indices=True,
                             mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
-        return _placed(layout, stack, None, "batch")
+        return _constrain(layout, stack, None, "batch")
 
 
 def _in_one_kernel(layout: Layout, N: int, keys, values) -> bool:
@@ -396,7 +397,7 @@ def _against_latents(expansion: Expansion, q_BNH):
     return with_keys
 
 
-def _placed(layout: Layout, x, *leading: str | None):
+def _constrain(layout: Layout, x, *leading: str | None):
     heads = ("kv_heads",) if x.ndim == len(leading) + 3 else ()         # latents have no heads
     return layout.act(x, *leading, *heads, None, "head_dim" if heads else None)
 

@@ -25,12 +25,13 @@ class Words:
 
     @property
     def at_string(self) -> Callable[[int, list[int]], int | None] | None:
-        """`ended` as a function for `GenerationLimits.ended`; None without stop strings."""
-        return (lambda _, tokens: self.ended(tokens)) if self.stops else None
+        """`find_end` as a function for `GenerationLimits.ended`; None without stop strings."""
+        return (lambda _, tokens: self.find_end(tokens)) if self.stops else None
 
-    def ended(self, tokens: Sequence[int]) -> int | None:
+    def find_end(self, tokens: Sequence[int]) -> int | None:
         """Return the number of tokens of an answer up to its first stop string; None if it has none."""
-        has = lambda count: any(stop in self.decode(tokens[:count]) for stop in self.stops)
+        def has(count: int) -> bool:
+            return any(stop in self.decode(tokens[:count]) for stop in self.stops)
         if not has(len(tokens)):
             return None
         low, high = 1, len(tokens)

@@ -136,7 +136,7 @@ class Generator:
                     for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])) for j in range(samples[i])]
         found = [Completion(request.prompt, [], "length") for request in sorted(requests, key=lambda one: one.number)]
         waiting = collections.deque(self._with_leg(request) for request in requests if request.budget > 0)
-        for request in self._answered(waiting, limits, how, seed, tell):
+        for request in self._answer(waiting, limits, how, seed, tell):
             stopped = request.ended or request.tokens[-1] in limits.stop_ids
             found[request.number] = Completion(request.prompt, request.tokens, "stop" if stopped else "length",
                                                request.logprobs, request.margins)
@@ -144,13 +144,14 @@ class Generator:
                 each(request.number, found[request.number])
         return found
 
-    def _answered(self, waiting: collections.deque[_Request], limits: GenerationLimits, how, seed: int, tell):
+    def _answer(self, waiting: collections.deque[_Request], limits: GenerationLimits, how, seed: int, tell):
         """Yield each request when it ends."""
         if not waiting:
             return
         S = self.slots_for(1 << (len(waiting) - 1).bit_length() if self.room else len(waiting))
-        ends = ((one.read + one.budget, _padded(one.read), *map(_padded, one.crossed(self._turns))) for one in waiting)
-        room = cache.rounded_room(max(self.room, *map(max, ends)))
+        ends = ((one.read + one.budget, _pad_length(one.read), *map(_pad_length, one.turns_crossed(self._turns)))
+                for one in waiting)
+        room = cache.round_room(max(self.room, *map(max, ends)))
         programs = _programs(self.model, self.ex, S, room, how, tuple(limits.stop_ids))
         run = functools.partial(self._run, (S, room, how, limits.stop_ids))
         slots = run("the allocation of the cache", programs.empty, self.params)
@@ -190,7 +191,7 @@ class Generator:
 
     def _with_leg(self, one: _Request) -> _Request:
         """Return the request with the number of tokens until its frequencies change, or until its budget is used."""
-        one.turn = min(one.crossed(self._turns), default=0)
+        one.turn = min(one.turns_crossed(self._turns), default=0)
         one.leg = one.turn - one.read if one.turn else one.left
         return one
 
@@ -207,7 +208,7 @@ class Generator:
 
         prompt: number of tokens of a prompt.
         """
-        S, room = self.slots_for(self.slots), cache.rounded_room(max(self.room, _padded(prompt - 1)))
+        S, room = self.slots_for(self.slots), cache.round_room(max(self.room, _pad_length(prompt - 1)))
         jitted = _programs(self.model, self.ex, S, room, sampling.Picking(1.0), ())
         empty = self.compiled("the allocation of the cache", jitted.empty, self.params)
         slots = jax.tree.map(lambda a, placed: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed),
@@ -265,7 +266,7 @@ class _Request:
         """A key that is equal for requests that read the same tokens."""
         return (self.of_prompt, self.number) if self.tokens else (self.of_prompt,)
 
-    def crossed(self, turns: Sequence[int]) -> list[int]:
+    def turns_crossed(self, turns: Sequence[int]) -> list[int]:
         """Return the lengths in `turns` that the sequence passes before its answer ends."""
         return [turn for turn in turns if self.read < turn < self.read + self.left]
 
@@ -287,7 +288,7 @@ class Filling(NamedTuple):
     counters_S3: np.ndarray
 
 
-def _padded(length: int) -> int:
+def _pad_length(length: int) -> int:
     """Return a padded length, so that prompts share a few lengths. Long ones grow by at most a quarter."""
     step = max(PROMPT_STEP if length > PROMPT_STEP // 2 else PROMPT_STEP // 2, 1 << max(length.bit_length() - 3, 0))
     return max(-(-length // step), 1) * step
@@ -300,14 +301,14 @@ def _deal(waiting: collections.deque[_Request], owners: list[_Request | None], s
     """
     S = len(owners)
     free = [[s for s in range(S) if owners[s] is None and s * shards // S == shard] for shard in range(shards)]
-    T = _padded(waiting[0].read)
+    T = _pad_length(waiting[0].read)
     rows = min(PROMPTS, S // shards)
     source_S = np.full(S, -1, np.int32)
     length_S, token_S, budget_S = np.zeros((3, S), np.int32)
     filling = Filling(np.zeros((rows * shards, T), np.int32), *np.zeros((2, rows * shards), np.int32), source_S,
                       length_S, token_S, budget_S, np.zeros((S, 3), np.uint32))
     used: list[dict] = [{} for _ in range(shards)]
-    while waiting and _padded(waiting[0].read) == T:
+    while waiting and _pad_length(waiting[0].read) == T:
         one = waiting[0]
         able = [shard for shard in range(shards)
                 if free[shard] and (len(used[shard]) < rows or one.source in used[shard])]
@@ -339,15 +340,16 @@ class _Programs(NamedTuple):
 @functools.lru_cache(maxsize=16)
 def _programs(model: Transformer, ex: Execution, S: int, room: int, how: sampling.Picking,
               stop_ids: tuple[int, ...]) -> _Programs:
-    whole = lambda x: jax.lax.with_sharding_constraint(x, P())
+    def whole(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, P())
 
-    def pinned(slots: SlotStates) -> SlotStates:
-        return SlotStates(*map(whole, slots[:-1]), cache.placed(ex.layout, slots.caches))
+    def pin(slots: SlotStates) -> SlotStates:
+        return SlotStates(*map(whole, slots[:-1]), cache.constrain(ex.layout, slots.caches))
 
     def empty(p):
         zeros_S = jnp.zeros(S, jnp.int32)
         caches = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache.empty(model, ex, p, S, room))
-        return pinned(SlotStates(zeros_S, zeros_S, zeros_S, jnp.zeros((S, 2), jnp.uint32), jnp.ones(S, bool), caches))
+        return pin(SlotStates(zeros_S, zeros_S, zeros_S, jnp.zeros((S, 2), jnp.uint32), jnp.ones(S, bool), caches))
 
     def fill(p, slots: SlotStates, new: Filling, seed):
         B, T = new.prompt_PT.shape
@@ -363,10 +365,10 @@ def _programs(model: Transformer, ex: Execution, S: int, room: int, how: samplin
         begun = SlotStates(new.token_S, new.length_S - 1, new.length_S - 1 + new.budget_S, keys_S2, ~new_S, [])
         chosen = [jnp.where(new_S.reshape(-1, *[1] * (old.ndim - 1)), now, old)
                   for now, old in zip(begun[:-1], slots[:-1], strict=True)]
-        return pinned(SlotStates(*chosen, caches))
+        return pin(SlotStates(*chosen, caches))
 
     def decode(p, slots: SlotStates, free_S, until, enough):
-        def unfinished(carry):
+        def goes_on(carry):
             slots, drawn = carry
             return (drawn.steps < until) & (slots.done_S.sum() < enough)
 
@@ -380,19 +382,21 @@ def _programs(model: Transformer, ex: Execution, S: int, room: int, how: samplin
             x_STD, caches = cache.extend(model, ex, p, batch, slots.caches, slots.at_S, live_S)
             keys_S = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.key_S2, impl=PRNG), slots.at_S + 1)
             new = sampling.pick(how, model.head_logits(ex, p, x_STD)[:, 0], keys_S)
-            put = lambda out_SU, new_S, none: jax.lax.dynamic_update_slice_in_dim(
-                out_SU, jnp.where(live_S, new_S, none)[:, None], drawn.steps, 1)
+
+            def put(out_SU: jax.Array, new_S: jax.Array, none: int) -> jax.Array:
+                return jax.lax.dynamic_update_slice_in_dim(
+                    out_SU, jnp.where(live_S, new_S, none)[:, None], drawn.steps, 1)
             drawn = Drawn(drawn.steps + 1, put(drawn.token_SU, new.token_B, -1),
                           put(drawn.logprob_SU, new.logprob_B, 0), put(drawn.margin_SU, new.margin_B, 0))
             at_S = slots.at_S + live_S
             stopped_S = (new.token_B[:, None] == jnp.asarray(stop_ids or (-1,), jnp.int32)).any(-1)
             done_S = slots.done_S | stopped_S | (at_S >= slots.last_S)
             token_S = jnp.where(live_S, new.token_B, slots.token_S)
-            return pinned(slots._replace(token_S=token_S, at_S=at_S, done_S=done_S, caches=caches)), drawn
+            return pin(slots._replace(token_S=token_S, at_S=at_S, done_S=done_S, caches=caches)), drawn
         none_SU = jnp.zeros((S, LONGEST_STRIDE))
         drawn = Drawn(jnp.int32(0), none_SU.astype(jnp.int32) - 1, none_SU, none_SU)
         slots, drawn = jax.lax.while_loop(
-            unfinished, one_more, (slots._replace(done_S=slots.done_S | free_S), drawn))
-        return pinned(slots), Drawn(*map(whole, drawn))
+            goes_on, one_more, (slots._replace(done_S=slots.done_S | free_S), drawn))
+        return pin(slots), Drawn(*map(whole, drawn))
 
     return _Programs(jax.jit(empty), jax.jit(fill, donate_argnums=1), jax.jit(decode, donate_argnums=1))

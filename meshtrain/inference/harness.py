@@ -126,11 +126,11 @@ class HarnessModel(TemplateLM):
         for i, request in enumerate(requests):
             alike.setdefault(repr(sorted(request.args[1].items())), []).append(i)
         for numbers in alike.values():
-            found |= zip(numbers, self._generated([requests[i].args[0] for i in numbers], requests[numbers[0]].args[1]),
+            found |= zip(numbers, self._generate([requests[i].args[0] for i in numbers], requests[numbers[0]].args[1]),
                          strict=True)
         return [found[i] for i in range(len(requests))]
 
-    def _generated(self, contexts: Sequence[str], options: dict) -> list[str]:
+    def _generate(self, contexts: Sequence[str], options: dict) -> list[str]:
         until = options.get("until") or ()
         new = int(options.get("max_gen_toks") or options.get("max_new_tokens") or NEW_TOKENS)
         new = min(new, max(self.length - 1, 1))
@@ -171,9 +171,8 @@ def results(model: HarnessModel, tasks: Sequence[str], num_fewshot: int | None, 
     told = lm_eval.simple_evaluate(model, tasks=names, num_fewshot=num_fewshot, limit=limit,
                                    task_manager=manager, log_samples=False,
                                    bootstrap_iters=0)
-    numbers = lambda metrics: {name.removesuffix(",none"): value
-                               for name, value in metrics.items() if type(value) in (int, float)}
-    return {name: numbers(metrics) for name, metrics in told["results"].items()}
+    return {task: {name.removesuffix(",none"): value for name, value in metrics.items() if type(value) in (int, float)}
+            for task, metrics in told["results"].items()}
 
 
 def _name_in(path: Path) -> str:

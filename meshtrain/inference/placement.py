@@ -31,19 +31,20 @@ def command(model: Transformer, sizes: Mapping[str, int]) -> Layout:
     faults = [f"mesh.{axis}={sizes[axis]} has no use here: a model answers without stages, and its sequences stay "
               f"whole; leave it out, and use mesh.tensor or mesh.fsdp"
               for axis in ("stage", "context") if sizes[axis] > 1]
-    laid_out = lambda sizes, split: _layout(model, sizes, ("data",), ("fsdp",), split)
-    layout, split = laid_out(sizes, SPLIT), SPLIT
-    if _undivided(model, layout, ("kv_heads",)):
+    def lay_out(sizes: Mapping[str, int], split: Sequence[str]) -> Layout:
+        return _layout(model, sizes, ("data",), ("fsdp",), split)
+    layout, split = lay_out(sizes, SPLIT), SPLIT
+    if _find_undivided(model, layout, ("kv_heads",)):
         # Whole on every device, because they are few. A recurrent mixer's value heads are sharded like its key heads.
         recurrent = any(kind.mixer in pattern.RECURRENT for kind in pattern.kinds(model.cfg))
         split = tuple(logical for logical in SPLIT if logical != "kv_heads" and not (recurrent and logical == "heads"))
-        layout = laid_out(sizes, split)
-    if wrong := _undivided(model, layout, split):
+        layout = lay_out(sizes, split)
+    if wrong := _find_undivided(model, layout, split):
         fitting = [n for n in range(1, sizes["tensor"] + 1)
-                   if not _undivided(model, laid_out({**sizes, "tensor": n}, split), split)]
+                   if not _find_undivided(model, lay_out({**sizes, "tensor": n}, split), split)]
         faults.append(f"mesh.tensor={sizes['tensor']} does not divide this model's {' or '.join(wrong)}; use "
                       f"mesh.tensor={fitting[-1]}, and mesh.data or mesh.fsdp for other devices")
-    if wrong := _undivided(model, layout, ("embed",)):
+    if wrong := _find_undivided(model, layout, ("embed",)):
         faults.append(f"mesh.fsdp={sizes['fsdp']} does not divide this model's {wrong[0]}; use another, or mesh.data")
     if faults:
         raise ValueError("\n".join(faults))
@@ -83,13 +84,13 @@ def beside(model: Transformer, trained: Layout, given: Rules | None = None) -> L
     tensors = [Tensor("params", info.name, info.shape, info.axes) for info in model.parameters()]
     faults = rules.problems(layout.rules, trained.sizes,
                             tensors + model.activations(layout.num_shards(layout.batch_axes), 1, layout))
-    faults += _gathered(model, layout) + rules.unsplit(Layout(given, trained.sizes), model.products())[0]
+    faults += _find_gathered(model, layout) + rules.unsplit(Layout(given, trained.sizes), model.products())[0]
     if faults:
         raise ValueError("\n".join(faults))
     return layout
 
 
-def _gathered(model: Transformer, layout: Layout) -> list[str]:
+def _find_gathered(model: Transformer, layout: Layout) -> list[str]:
     """Return faults of weights that every token would gather."""
     faults = {}
     for info in model.parameters():
@@ -122,7 +123,7 @@ def _layout(model: Transformer, sizes: Mapping[str, int], rows: tuple[str, ...],
     return Layout(fitted, sizes)
 
 
-def _undivided(model: Transformer, layout: Layout, logicals: Sequence[str]) -> list[str]:
+def _find_undivided(model: Transformer, layout: Layout, logicals: Sequence[str]) -> list[str]:
     """Return descriptions of the dims of weights and heads that their mesh axes do not divide."""
     dims = {(logical, dim) for info in model.parameters() for dim, logical in zip(info.shape, info.axes, strict=True)
             if logical in logicals and dim % layout.num_shards(layout.mesh_axes("params", logical))}

@@ -50,7 +50,7 @@ def pick(how: Picking, logits_BV, keys_B) -> Draw:
 
     The largest of logits plus Gumbel noise is a sample from their softmax.
     """
-    z_BV = (allowed(how, logits_BV) if how.temperature else logits_BV).astype(jnp.float32)
+    z_BV = (restrict(how, logits_BV) if how.temperature else logits_BV).astype(jnp.float32)
     noisy_BV = z_BV
     if how.temperature:
         # Not the default mode: for noise above 9, two programs can round the logarithm of a number near 1 differently
@@ -64,7 +64,7 @@ def pick(how: Picking, logits_BV, keys_B) -> Draw:
     return Draw(token_B, logprob_B, noisy_BV.max(-1) - second_B)
 
 
-def allowed(how: Picking, logits_BV):
+def restrict(how: Picking, logits_BV):
     """Return the logits divided by the temperature, with -inf for tokens that may not be sampled.
 
     The filters apply in the order of transformers: top-k, top-p of the remaining tokens, min-p of the remaining tokens.

@@ -64,8 +64,8 @@ class Scorer:
         if rope.turns(self.model.cfg):
             batch = batch | {"length": _lengths(batch["segments"], batch["positions"])}
         layout, key = self.ex.layout, (name, batch["tokens"].shape)
-        spec = lambda x: layout.spec("activations", ("batch", "seq")[:x.ndim])
-        placed = {name: jax.device_put(x, NamedSharding(self.mesh, spec(x))) for name, x in batch.items()}
+        placed = {name: jax.device_put(x, NamedSharding(
+            self.mesh, layout.spec("activations", ("batch", "seq")[:x.ndim]))) for name, x in batch.items()}
         if key not in self.programs:
             self.programs[key] = self.compiled(name, jax.jit(function), self.params, placed)
         return self.programs[key](self.params, placed)
@@ -76,7 +76,9 @@ class Scorer:
         count = -(-T // PLACES)
         size = -(-T // count)
         pad = [(0, 0), (0, count * size - T)]
-        in_parts = lambda x: jnp.moveaxis(x.reshape(B, count, size, *x.shape[2:]), 1, 0)
+
+        def in_parts(x: jax.Array) -> jax.Array:
+            return jnp.moveaxis(x.reshape(B, count, size, *x.shape[2:]), 1, 0)
 
         def part(given):
             x_BcD, targets_Bc = given

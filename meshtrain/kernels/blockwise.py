@@ -39,7 +39,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask, *, bloc
         o, l, m = carry                       # unnormalized output, running sum and maximum, float32
         i, j = pair
         k_j, v_j = keys.take(k, j), keys.take(v, j)
-        seen = _seen(queries.take(q_seg, i), keys.take(k_seg, j), queries.size * i, keys.size * j, mask)
+        seen = _find_visible(queries.take(q_seg, i), keys.take(k_seg, j), queries.size * i, keys.size * j, mask)
         s = _scores(queries.take(q, i), k_j, seen, scores)
         m_old, l_old, o_old = queries.take(m, i), queries.take(l, i), queries.take(o, i)
         m_new = jnp.maximum(m_old, s.max(-1).transpose(0, 3, 1, 2))
@@ -66,9 +66,9 @@ def _backward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, o_BTNV, lse_
     queries, keys = _Blocks(T, block), _Blocks(S, block)
     delta_BTN = jnp.sum(do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32), -1)
 
-    def grouped(x):
+    def group_heads(x):
         return queries.pad(x.reshape(B, T, K, N // K, *x.shape[3:]))
-    q, do, lse, delta = grouped(q_BTNH), grouped(do_BTNV.astype(q_BTNH.dtype)), grouped(lse_BTN), grouped(delta_BTN)
+    q, do, lse, delta = map(group_heads, (q_BTNH, do_BTNV.astype(q_BTNH.dtype), lse_BTN, delta_BTN))
     k, v = keys.pad(k_BSKH), keys.pad(v_BSKV)
     q_seg, k_seg = _segments(queries, keys, q_segments_BT, k_segments_BS, mask)
 
@@ -79,13 +79,13 @@ def _backward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, o_BTNV, lse_
 
         def lead(x):
             return queries.take(x, i).transpose(0, 2, 3, 1)[..., None]
-        seen = _seen(queries.take(q_seg, i), keys.take(k_seg, j), queries.size * i, keys.size * j, mask)
+        seen = _find_visible(queries.take(q_seg, i), keys.take(k_seg, j), queries.size * i, keys.size * j, mask)
         s = _scores(q_i, k_j, seen, scores)
         p = jnp.where(s > MASKED / 2, jnp.exp(s - lead(lse)), 0.0)
         dp = products.einsum("BTKGV,BSKV->BKGTS", do_i, v_j, jnp.float32)
         # Cast to the compute dtype: a float32 cotangent would make both matmuls float32.
         slope = jnp.where(s > MASKED / 2, 1 - jnp.square(s / scores.softcap), 0.0) if scores.softcap else 1.0
-        ds = (p * (dp - lead(delta)) * (slope * scores.scaled_for(H))).astype(q.dtype)
+        ds = (p * (dp - lead(delta)) * (slope * scores.scale_for(H))).astype(q.dtype)
 
         def product(eq, a, b):
             return products.einsum(eq, a, b, jnp.float32)
@@ -131,7 +131,7 @@ def _segments(queries: _Blocks, keys: _Blocks, q_segments_BT, k_segments_BS, mas
     return queries.pad(q_segments_BT, -1), keys.pad(k_segments_BS, -2)
 
 
-def _seen(q_seg, k_seg, q_first, k_first, mask: Mask):
+def _find_visible(q_seg, k_seg, q_first, k_first, mask: Mask):
     """Return bool [B, T, S]: the visible pairs of tokens in one block pair."""
     within = mask.sees(q_first + jnp.arange(q_seg.shape[1])[:, None], k_first + jnp.arange(k_seg.shape[1]))
     seen = q_seg[:, :, None] == k_seg[:, None, :]
@@ -140,7 +140,7 @@ def _seen(q_seg, k_seg, q_first, k_first, mask: Mask):
 
 def _scores(q_i, k_j, seen, scores: Scores):
     """Return the scores [B, K, G, T, S] of one block pair, float32; MASKED for invisible pairs."""
-    s = products.einsum("BTKGH,BSKH->BKGTS", q_i, k_j, jnp.float32) * scores.scaled_for(q_i.shape[-1])
+    s = products.einsum("BTKGH,BSKH->BKGTS", q_i, k_j, jnp.float32) * scores.scale_for(q_i.shape[-1])
     if scores.softcap:
         s = scores.softcap * jnp.tanh(s / scores.softcap)
     return jnp.where(seen[:, None, None], s, MASKED)

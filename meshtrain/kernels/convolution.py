@@ -15,7 +15,7 @@ class Tail(NamedTuple):
 
 def tail(x_BTND, segments_BT, width: int, before: Tail | None = None) -> Tail:
     """Return the tail for the tokens after these. width: number of taps of the weights."""
-    x, segments = _continued(x_BTND, segments_BT, width, before)
+    x, segments = _prepend(x_BTND, segments_BT, width, before)
     kept = x.shape[1] - (width - 1)
     return Tail(x[:, kept:], segments[:, kept:])
 
@@ -26,7 +26,7 @@ def convolve(x_BTND, w_WND, segments_BT, before: Tail | None = None):
     The sum is in float32. before: the tail of an earlier part of the rows; None if nothing precedes them.
     """
     W, T = w_WND.shape[0], x_BTND.shape[1]
-    x, segments = _continued(x_BTND, segments_BT, W, before)
+    x, segments = _prepend(x_BTND, segments_BT, W, before)
     y = 0.0         # W shifted products in one fusion; XLA's convolution has no document mask
     for j in range(W):
         same = segments[:, j:j + T] == segments_BT
@@ -34,7 +34,7 @@ def convolve(x_BTND, w_WND, segments_BT, before: Tail | None = None):
     return y.astype(x_BTND.dtype)
 
 
-def _continued(x_BTND, segments_BT, width: int, before: Tail | None):
+def _prepend(x_BTND, segments_BT, width: int, before: Tail | None):
     """Return x and segments with the W - 1 tokens before them. If nothing precedes them, these tokens are zeros."""
     if before is None:
         widths = [(0, 0), (width - 1, 0)]

@@ -18,18 +18,18 @@ def engine(scores: Scores = Scores()) -> Engine | None:
     if kernel is None:
         return None
 
-    def asked(mask, head_dim):
+    def settings_of(mask, head_dim):
         assert not mask.documents and not mask.ahead and (mask.causal or not mask.window), mask
-        return mask.causal, mask.window, scores.scaled_for(head_dim)
+        return mask.causal, mask.window, scores.scale_for(head_dim)
 
     def forward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, mask):
-        o_BTNH, lse_BNT = kernel.forward(q_BTNH, k_BSKH, v_BSKH, *asked(mask, q_BTNH.shape[-1]))
+        o_BTNH, lse_BNT = kernel.forward(q_BTNH, k_BSKH, v_BSKH, *settings_of(mask, q_BTNH.shape[-1]))
         return o_BTNH.astype(jnp.float32), lse_BNT.swapaxes(1, 2)
 
     def backward(q_BTNH, k_BSKH, v_BSKH, q_segments_BT, k_segments_BS, o_BTNH, lse_BTN, do_BTNH, mask):
         o_BTNH, do_BTNH = o_BTNH.astype(q_BTNH.dtype), do_BTNH.astype(q_BTNH.dtype)
         grads = kernel.backward(q_BTNH, k_BSKH, v_BSKH, o_BTNH, lse_BTN.swapaxes(1, 2),
-                                do_BTNH, *asked(mask, q_BTNH.shape[-1]))
+                                do_BTNH, *settings_of(mask, q_BTNH.shape[-1]))
         return tuple(g.astype(jnp.float32) for g in grads)
 
     return Engine(forward, backward, partitions=False)

@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton
 
 from meshtrain.kernels import tiles
 from meshtrain.kernels.engine import MASKED, Scores
-from meshtrain.kernels.pallas import LOG2E, MIN_WIDTH, dot, scored
+from meshtrain.kernels.pallas import LOG2E, MIN_WIDTH, dot, compute_scores
 
 NAME = "meshtrain_decode"           # kernel name in profiles and in the compiled program
 MOST_PLACES = 64                    # places per block; the number of places of a slot must be a multiple of it
@@ -38,11 +38,11 @@ def fits(queries: int, key_dim: int, value_dim: int, room: int) -> bool:
 
     queries: query heads per KV head. room: places per slot.
     """
-    return (max(key_dim, value_dim) <= MOST_WIDTH and _padded(queries) * _padded(value_dim) <= MOST_OUTPUTS
+    return (max(key_dim, value_dim) <= MOST_WIDTH and _pad_rows(queries) * _pad_rows(value_dim) <= MOST_OUTPUTS
             and room % MOST_PLACES == 0)
 
 
-def _padded(n: int) -> int:
+def _pad_rows(n: int) -> int:
     return max(MIN_WIDTH, pl.next_power_of_2(n))
 
 
@@ -79,12 +79,12 @@ def _kernel(layer_ref, at_ref, q_ref, key_ref, value_ref, sinks_ref, keys_ref, v
             values_out_ref, *, of: _Shape, scores: Scores, window: int, sinks: bool):
     s, k, split = (pl.program_id(i) for i in range(3))
     layer, at = layer_ref[0], at_ref[s]
-    rows, widths, depths = (jnp.arange(_padded(n)) for n in (of.G, of.H, of.V))
+    rows, widths, depths = (jnp.arange(_pad_rows(n)) for n in (of.G, of.H, of.V))
     q_at, o_at = _grid(rows, widths), _grid(rows, depths)
     q = _load(q_ref, (s, k * of.G + q_at[0], q_at[1]), (q_at[0] < of.G) & (q_at[1] < of.H))
 
     def score(product):
-        return scored(product, scores.scaled_for(of.H), scores.softcap)[0]
+        return compute_scores(product, scores.scale_for(of.H), scores.softcap)[0]
 
     def visit(j, carry):
         most, total, o = carry
@@ -144,7 +144,7 @@ def attend(token: Token, cache: tuple[jax.Array, jax.Array], layer, at_S, scores
     """
     (S, N, H), (keys, values) = token.q_SNH.shape, cache
     *_, K, R, V = values.shape
-    place_bytes = (_padded(H) + _padded(V)) * keys.dtype.itemsize
+    place_bytes = (_pad_rows(H) + _pad_rows(V)) * keys.dtype.itemsize
     block = min(MOST_PLACES, max(MIN_WIDTH, 1 << (BLOCK_BYTES // place_bytes).bit_length() - 1))
     splits = max(1, min(MOST_SPLITS, R // block, tiles.FULL // (S * K)))
     of, dtype = _Shape(N // K, H, V, R, block, splits), token.q_SNH.dtype

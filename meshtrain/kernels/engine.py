@@ -65,7 +65,7 @@ class Scores(NamedTuple):
     scale: float = 0.0
     softcap: float = 0.0
 
-    def scaled_for(self, head_dim: int) -> float:
+    def scale_for(self, head_dim: int) -> float:
         """Return the factor for queries and keys of this width."""
         return self.scale or head_dim ** -0.5
 

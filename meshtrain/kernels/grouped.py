@@ -107,7 +107,7 @@ def sums(x_RN, groups: Groups):
     return products.einsum("RG,RN->GN", mine_RG.astype(x_RN.dtype), jnp.where(used[:, None], x_RN, 0), jnp.float32)
 
 
-def executed_rows(rows: float, groups: float, block: int) -> float:
+def count_executed_rows(rows: float, groups: float, block: int) -> float:
     """Return the rows in the blocks of equally large groups. On average half of a group's last block is padding.
 
     A group has at least one block.
@@ -123,7 +123,7 @@ def _block_rows(x, groups: Groups) -> int:
     return (x.number if isinstance(x, Taken) else x).shape[0] // groups.owner.shape[0]
 
 
-def _copied(a, number):
+def _copy_rows(a, number):
     """Copy rows. Missing rows are multiplied by 0, because with `where` XLA carries [R, K] zeros through a loop."""
     return a[jnp.maximum(number, 0)] * (number >= 0)[:, None].astype(a.dtype)
 
@@ -159,11 +159,11 @@ def _loop_outer(x, y, groups: Groups, dims: str):
         own = lax.dynamic_index_in_dim(sums, groups.owner[b], at, keepdims=False)
         new = own + products.einsum(f"rk,rn->{dims.replace('g', '')}", part(x), part(y), jnp.float32)
         return lax.dynamic_update_index_in_dim(sums, new, groups.owner[b], at)
-    shape = _ordered(dims, g=len(groups.first), k=x.shape[1], n=y.shape[1])
+    shape = _order_dims(dims, g=len(groups.first), k=x.shape[1], n=y.shape[1])
     return lax.fori_loop(0, groups.count[0], visit, jnp.zeros(shape, jnp.float32))
 
 
-def _ordered(dims: str, **of_letter) -> tuple:
+def _order_dims(dims: str, **of_letter) -> tuple:
     return tuple(of_letter[letter] for letter in dims)
 
 
@@ -177,7 +177,7 @@ def _loop_block(rows: int, groups: int) -> int:
 
 
 def loop() -> GroupedEngine:
-    return GroupedEngine(_copied, _loop_rows, _loop_outer, _loop_block)
+    return GroupedEngine(_copy_rows, _loop_rows, _loop_outer, _loop_block)
 
 
 # ---- Pallas kernels for GPUs -----------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def _dot(x, y):
     return jnp.dot(x, y, preferred_element_type=jnp.float32, precision=products.precision(x.dtype))
 
 
-def _turned(a, dims: str):
+def _transpose(a, dims: str):
     """Transpose a "kn" tile to the order of `dims`, or back."""
     return a.T if dims.index("n") < dims.index("k") else a
 
@@ -221,7 +221,7 @@ def _rows_kernel(owner_ref, count_ref, pairs, beside_refs, *result_refs, then: C
 
             def visit(i, summed):
                 at = pl.ds(i * step, step)
-                return summed + _dot(read(at), _turned(w_ref[_ordered(dims, g=own, k=at, n=columns)], dims))
+                return summed + _dot(read(at), _transpose(w_ref[_order_dims(dims, g=own, k=at, n=columns)], dims))
             summed = lax.fori_loop(0, _array(x_ref).shape[1] // step, visit, summed)
         for ref, a in zip(result_refs, then(summed, *(ref[...] for ref in beside_refs)), strict=True):
             ref[...] = a.astype(ref.dtype)
@@ -234,10 +234,10 @@ def _triton_rows(pairs, groups: Groups, then: Callable = as_it_is, beside=(), *,
     of = by_size[_array(first).dtype.itemsize].of(contracted, sum(a.shape[1] > 1 for a in beside))
     width = _tile(N, of.columns)
     steps = [_tile(_array(x).shape[1], of.step) for x, _, _ in pairs]
-    xs = [_padded(x, step, 1) for (x, _, _), step in zip(pairs, steps)]
-    ws = [_padded(_padded(w, width, dims.index("n")), step, dims.index("k"))
+    xs = [_pad(x, step, 1) for (x, _, _), step in zip(pairs, steps)]
+    ws = [_pad(_pad(w, width, dims.index("n")), step, dims.index("k"))
           for (_, w, dims), step in zip(pairs, steps)]
-    beside = [a if a.shape[1] == 1 else _padded(a, width, 1) for a in beside]
+    beside = [a if a.shape[1] == 1 else _pad(a, width, 1) for a in beside]
     block, columns = _block_rows(first, groups), ws[0].shape[dims.index("n")]
     rows, tiled = block * len(groups.owner), columns // width
 
@@ -279,19 +279,19 @@ def _triton_outer(x, y, groups: Groups, dims: str, *, by_size: Mapping[int, tile
     of = by_size[_array(x).dtype.itemsize].outer
     K, N, G, block = _array(x).shape[1], _array(y).shape[1], len(groups.first), _block_rows(x, groups)
     height, width, step = _tile(K, of.rows), _tile(N, of.columns), min(of.step, block)
-    x, y = _padded(x, height, 1), _padded(y, width, 1)
+    x, y = _pad(x, height, 1), _pad(y, width, 1)
     columns_x, columns_y = _array(x).shape[1], _array(y).shape[1]
     sums = pl.pallas_call(
         partial(_outer_kernel, block=block, step=step, tile=(height, width)),
         grid=(columns_y // width, columns_x // height, G),
         in_specs=[pl.no_block_spec, pl.no_block_spec, _whole(x), _whole(y)],
-        out_specs=pl.BlockSpec(_ordered(dims, g=None, k=height, n=width),
-                               lambda j, i, g: _ordered(dims, g=g, k=i, n=j)),
-        out_shape=jax.ShapeDtypeStruct(_ordered(dims, g=G, k=columns_x, n=columns_y), jnp.float32),
+        out_specs=pl.BlockSpec(_order_dims(dims, g=None, k=height, n=width),
+                               lambda j, i, g: _order_dims(dims, g=g, k=i, n=j)),
+        out_shape=jax.ShapeDtypeStruct(_order_dims(dims, g=G, k=columns_x, n=columns_y), jnp.float32),
         name=f"grouped_outer_{dims}", interpret=interpret,
         compiler_params=triton.CompilerParams(num_warps=of.warps, num_stages=of.stages))(
             groups.first, groups.blocks, x, y)
-    return sums[_ordered(dims, g=slice(None), k=slice(K), n=slice(N))]
+    return sums[_order_dims(dims, g=slice(None), k=slice(K), n=slice(N))]
 
 
 def _tile(n: int, most: int) -> int:
@@ -303,9 +303,9 @@ def _tile(n: int, most: int) -> int:
     return min(most, divides if divides >= 32 else max(16, pl.next_power_of_2(n)))
 
 
-def _padded(a, multiple: int, axis: int):
+def _pad(a, multiple: int, axis: int):
     if isinstance(a, Taken):
-        return a._replace(of=_padded(a.of, multiple, axis))
+        return a._replace(of=_pad(a.of, multiple, axis))
     if a.shape[axis] % multiple == 0:
         return a
     return jnp.pad(a, [(0, -n % multiple if dim == axis else 0) for dim, n in enumerate(a.shape)])

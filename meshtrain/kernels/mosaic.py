@@ -98,7 +98,7 @@ def bounds(low, high, step: int):
     return jnp.stack([start, bare_start, bare_stop, stop], -1).astype(jnp.int32)
 
 
-def _padded(x, axis: int, width: int = 0):
+def _pad(x, axis: int, width: int = 0):
     """Return x with this axis padded with zeros to whole tiles, and heads padded to `width`."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % TILE)
@@ -108,13 +108,13 @@ def _padded(x, axis: int, width: int = 0):
 
 
 def _call(what: str, mask: Mask, scores: Scores, head_dim: int, blocks, interpret) -> Call:
-    return Call(f"{NAME}_{what}{mask.label}", scores.scaled_for(head_dim), scores.softcap, *blocks, interpret)
+    return Call(f"{NAME}_{what}{mask.label}", scores.scale_for(head_dim), scores.softcap, *blocks, interpret)
 
 
 def _visits(own_BT, other_BS, mask: Mask, own_are_queries: bool, step: int):
     """Return ((low, high, bounds) of padded rows, `single` of `intervals`). Padding attends to nothing."""
     *found, single = intervals(own_BT, other_BS, mask, own_are_queries)
-    low, high = (_padded(x, 1) for x in found)
+    low, high = (_pad(x, 1) for x in found)
     return (low, high, bounds(low, high, step)), single
 
 
@@ -122,8 +122,8 @@ def _forward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask, *, scor
     T, H, V = q_BTNH.shape[1], q_BTNH.shape[3], v_BSKV.shape[3]
     widths = widths_of(H, V)
     blocks = BLOCKS[widths][0]
-    q, k = (_padded(x, 1, widths[0]) for x in (q_BTNH, k_BSKH))
-    v = _padded(v_BSKV, 1, widths[1])
+    q, k = (_pad(x, 1, widths[0]) for x in (q_BTNH, k_BSKH))
+    v = _pad(v_BSKV, 1, widths[1])
     visits, single_BT = _visits(q_segments_BT, k_segments_BS, mask, True, blocks[0])
     o, lse = mosaic_forward.forward(_call("forward", mask, scores, H, blocks, interpret), q, k, v, *visits)
     lse_BTN = lse[:, :, :T].swapaxes(1, 2)
@@ -139,9 +139,9 @@ def _backward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, o_BTNV, lse_
     widths = widths_of(H, V)
     _, for_dq, for_dkv = BLOCKS[widths]
     delta_BTN = jnp.sum(do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32), -1)
-    q, k = (_padded(x, 1, widths[0]) for x in (q_BTNH, k_BSKH))
-    v, do = (_padded(x, 1, widths[1]) for x in (v_BSKV, do_BTNV.astype(q_BTNH.dtype)))
-    lse, delta = (_padded(x.swapaxes(1, 2), 2) for x in (lse_BTN, delta_BTN))
+    q, k = (_pad(x, 1, widths[0]) for x in (q_BTNH, k_BSKH))
+    v, do = (_pad(x, 1, widths[1]) for x in (v_BSKV, do_BTNV.astype(q_BTNH.dtype)))
+    lse, delta = (_pad(x.swapaxes(1, 2), 2) for x in (lse_BTN, delta_BTN))
     args = q, k, v, do, lse, delta
     by_query, _ = _visits(q_segments_BT, k_segments_BS, mask, True, for_dq[0])
     by_key, single_BS = _visits(k_segments_BS, q_segments_BT, mask, False, for_dkv[0])

@@ -57,10 +57,10 @@ def dq_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
                 plgpu.barrier_wait(v_loaded.at[slot])
                 s, dp = machine.two_products(q_smem, k_smem.at[slot], do_smem, v_smem.at[slot])
                 plgpu.barrier_arrive(v_released.at[slot])
-                s, factor, slope = warpgroups.scored(s, call)
+                s, factor, slope = warpgroups.compute_scores(s, call)
                 p = jnp.exp2(s * factor - by_row(lse, s.shape))
                 if masked:
-                    p = jnp.where(machine.seen(step * block, low_smem, high_smem, s.shape), p, 0.0)
+                    p = jnp.where(machine.shows(step * block, low_smem, high_smem, s.shape), p, 0.0)
                 p = p if slope is None else p * slope
                 ds = p * (dp - by_row(delta, s.shape))
                 dq = machine.add_product(dq, ds.astype(dtype), k_smem.at[slot], scratch[0].at[wg] if scratch else None)
@@ -87,11 +87,11 @@ def dq_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
                 return ()
             lax.fori_loop(start, stop, load, ())
 
-    row, swizzled = warpgroups.rows, partial(warpgroups.swizzled, dtype=dtype)
-    scratch = [swizzled((COMPUTE, ROWS, H)), swizzled((COMPUTE, ROWS, V)), row(jnp.float32), row(jnp.float32),
-               row(jnp.int32), row(jnp.int32), swizzled((stages, block, H)), swizzled((stages, block, V)),
-               warpgroups.loaded(COMPUTE, 6), warpgroups.loaded(stages), warpgroups.loaded(stages),
-               warpgroups.released(stages), warpgroups.released(stages)]
+    row, swizzle = warpgroups.rows, partial(warpgroups.swizzle, dtype=dtype)
+    scratch = [swizzle((COMPUTE, ROWS, H)), swizzle((COMPUTE, ROWS, V)), row(jnp.float32), row(jnp.float32),
+               row(jnp.int32), row(jnp.int32), swizzle((stages, block, H)), swizzle((stages, block, V)),
+               warpgroups.load_barriers(COMPUTE, 6), warpgroups.load_barriers(stages), warpgroups.load_barriers(stages),
+               warpgroups.release_barriers(stages), warpgroups.release_barriers(stages)]
     scratch += [plgpu.SMEM((COMPUTE, ROWS, block), dtype)] * machine.interpreted
     return warpgroups.launch(kernel, call, scratch, {"head": N, "tile": tiles, "batch": B},
                              warpgroups.shape_of(dtype, *q.shape), (q, k, v, do, lse, delta, low, high, bounds))
@@ -116,12 +116,12 @@ def dkv_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
         limits = [bounds_ref[b, i, j] for j in range(4)]
         start, stop = limits[0], limits[3]
 
-        def visited(member, step):
+        def count_visited(member, step):
             """Return the number of steps of this program before this one."""
             return member * (stop - start) + step - start
 
         def slot_of(member, step):
-            return lax.rem(visited(member, step), i32(stages))
+            return lax.rem(count_visited(member, step), i32(stages))
 
         @pl.when(wg < COMPUTE)
         def _compute():
@@ -140,11 +140,11 @@ def dkv_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
                 plgpu.barrier_wait(q_loaded.at[slot])
                 s = machine.product(k_smem, q_smem.at[slot])
                 plgpu.barrier_wait(do_loaded.at[slot])
-                s, factor, slope = warpgroups.scored(s, call)
+                s, factor, slope = warpgroups.compute_scores(s, call)
                 lse = by_column(machine.load(lse_smem.at[slot], BY_COLUMN) * LOG2E, s.shape)
                 p = jnp.exp2(s * factor - lse)
                 if masked:
-                    p = jnp.where(machine.seen(step * block, low_smem, high_smem, s.shape), p, 0.0)
+                    p = jnp.where(machine.shows(step * block, low_smem, high_smem, s.shape), p, 0.0)
                 p16 = p.astype(dtype)
                 p = p if slope is None else p * slope       # before dp, so that no further array stays in registers
                 dv, dp = machine.add_product_and_product(dv, p16, do_smem.at[slot], v_smem, do_smem.at[slot], through)
@@ -177,19 +177,20 @@ def dkv_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):
                     for ref, smem, row_ref, row_smem, full, empty in (
                             (q_ref, q_smem, lse_ref, lse_smem, q_loaded, q_released),
                             (do_ref, do_smem, delta_ref, delta_smem, do_loaded, do_released)):
-                        pl.when(visited(member, step) >= stages)(partial(plgpu.barrier_wait, empty.at[slot]))
+                        pl.when(count_visited(member, step) >= stages)(partial(plgpu.barrier_wait, empty.at[slot]))
                         plgpu.copy_gmem_to_smem(ref.at[b, at, n], smem.at[slot], full.at[slot])
                         plgpu.copy_gmem_to_smem(row_ref.at[b, n, at], row_smem.at[slot], full.at[slot])
                     return ()
                 return lax.fori_loop(start, stop, load, ())
             lax.fori_loop(i32(0), i32(group), of_head, ())
 
-    swizzled = partial(warpgroups.swizzled, dtype=dtype, block=block)
+    swizzle = partial(warpgroups.swizzle, dtype=dtype, block=block)
     per_query = plgpu.SMEM((stages, block), jnp.float32)
-    scratch = [swizzled((COMPUTE, ROWS, H)), swizzled((COMPUTE, ROWS, V)), warpgroups.rows(jnp.int32),
-               warpgroups.rows(jnp.int32), swizzled((stages, block, H)), swizzled((stages, block, V)), per_query,
-               per_query, warpgroups.loaded(COMPUTE, 4), warpgroups.loaded(stages, 2), warpgroups.loaded(stages, 2),
-               warpgroups.released(stages), warpgroups.released(stages)]
+    scratch = [swizzle((COMPUTE, ROWS, H)), swizzle((COMPUTE, ROWS, V)), warpgroups.rows(jnp.int32),
+               warpgroups.rows(jnp.int32), swizzle((stages, block, H)), swizzle((stages, block, V)), per_query,
+               per_query, warpgroups.load_barriers(COMPUTE, 4), warpgroups.load_barriers(stages, 2),
+               warpgroups.load_barriers(stages, 2),
+               warpgroups.release_barriers(stages), warpgroups.release_barriers(stages)]
     scratch += [plgpu.SMEM((COMPUTE, ROWS, block), dtype)] * machine.interpreted
     shapes = [warpgroups.shape_of(dtype, *x.shape) for x in (k, v)]
     return warpgroups.launch(kernel, call, scratch, {"head": K, "tile": tiles, "batch": B}, shapes,

@@ -65,9 +65,9 @@ def forward(call: Call, q, k, v, low, high, bounds):
                 slot = slot_of(step)
                 s = machine.product(q_smem, k_smem.at[slot], next_turn)
                 plgpu.barrier_arrive(k_released.at[slot])
-                s, factor, _ = warpgroups.scored(s, call)
+                s, factor, _ = warpgroups.compute_scores(s, call)
                 if masked:
-                    s = jnp.where(machine.seen(step * block, low_smem, high_smem, s.shape), s, MASKED)
+                    s = jnp.where(machine.shows(step * block, low_smem, high_smem, s.shape), s, MASKED)
                 m_new = jnp.maximum(m, s.max(axis=1) * factor)
                 # s · factor - m is one fused multiply-add. In a row without visible keys so far, its rounding error
                 # (1e22 at 1e30) would be the argument of exp2. With base 0 all masked scores of the row give 0.
@@ -116,13 +116,14 @@ def forward(call: Call, q, k, v, low, high, bounds):
                 return ()
             lax.fori_loop(start, stop, load, ())
 
-    row, swizzled = warpgroups.rows, partial(warpgroups.swizzled, dtype=dtype)
+    row, swizzle = warpgroups.rows, partial(warpgroups.swizzle, dtype=dtype)
     # The o of a warp group, in its first `ROWS` rows, shares memory with its q, because with keys of width 192 no
     # memory is left for o.
-    own = plgpu.RefUnion(swizzled((COMPUTE, ROWS, H)), swizzled((COMPUTE, ROWS * H // V, V)))
-    scratch = [own, swizzled((stages, block, H)), swizzled((stages, block, V)), row(jnp.float32), row(jnp.int32),
-               row(jnp.int32), warpgroups.loaded(COMPUTE, 3), warpgroups.loaded(stages), warpgroups.loaded(stages),
-               warpgroups.released(stages), warpgroups.released(stages), plgpu.Barrier(num_arrivals=COMPUTE)]
+    own = plgpu.RefUnion(swizzle((COMPUTE, ROWS, H)), swizzle((COMPUTE, ROWS * H // V, V)))
+    scratch = [own, swizzle((stages, block, H)), swizzle((stages, block, V)), row(jnp.float32), row(jnp.int32),
+               row(jnp.int32), warpgroups.load_barriers(COMPUTE, 3), warpgroups.load_barriers(stages),
+               warpgroups.load_barriers(stages), warpgroups.release_barriers(stages),
+               warpgroups.release_barriers(stages), plgpu.Barrier(num_arrivals=COMPUTE)]
     scratch += [plgpu.SMEM((COMPUTE, ROWS, block), dtype)] * machine.interpreted
     return warpgroups.launch(
         kernel, call, scratch, {"head": N, "tile": tiles, "batch": B},

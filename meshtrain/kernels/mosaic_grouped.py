@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental import pallas as pl
 
 from meshtrain.kernels import warpgroups
-from meshtrain.kernels.warpgroups import COMPUTE, ROWS, TILE, Call, Ring, i32, turned
+from meshtrain.kernels.warpgroups import COMPUTE, ROWS, TILE, Call, Ring, i32, transpose
 
 STEP = 64               # elements of the contracted dim per step
 # Columns of a tile -> stages. The widest tile that divides the matrix is used. It has as many stages as fit.
@@ -63,7 +63,7 @@ def rows(pairs, dims: str, owner, count, programs: int, interpret=False):
 
             def tile(before, block, to):
                 found, = ring.sums(before, steps, lambda slot: x_smem.at[slot, pl.ds(wg * ROWS, ROWS)],
-                                   lambda slot: (turned(w_smem.at[slot]) if by_column else w_smem.at[slot],))
+                                   lambda slot: (transpose(w_smem.at[slot]) if by_column else w_smem.at[slot],))
                 found = found.astype(dtype)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)         # the previous tile has left shared memory
                 out_smem[wg] = found
@@ -89,10 +89,10 @@ def rows(pairs, dims: str, owner, count, programs: int, interpret=False):
                     lax.fori_loop(i32(first), i32(last), load, ())
             each_tile(tile)
 
-    swizzled = partial(warpgroups.swizzled, dtype=dtype)
+    swizzle = partial(warpgroups.swizzle, dtype=dtype)
     of_w = (columns, STEP) if by_column else (STEP, columns)
-    scratch = [swizzled((stages, TILE, STEP)), swizzled((stages, *of_w)), swizzled((COMPUTE, ROWS, columns)),
-               warpgroups.loaded(stages, 2), warpgroups.released(stages)]
+    scratch = [swizzle((stages, TILE, STEP)), swizzle((stages, *of_w)), swizzle((COMPUTE, ROWS, columns)),
+               warpgroups.load_barriers(stages, 2), warpgroups.release_barriers(stages)]
     call = Call(f"grouped_mosaic_{dims}", 1.0, 0.0, STEP, stages, interpret)
     return warpgroups.launch(kernel, call, scratch, {"program": programs}, warpgroups.shape_of(dtype, R, N),
                              (*(a for pair in pairs for a in pair), owner, count))

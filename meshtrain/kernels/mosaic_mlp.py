@@ -109,10 +109,10 @@ def forward(x, w_gate, w_up, activation: str, programs: int, interpret=False):
                 tiles.each_step(tile, ring, load)
             tiles.each(visit)
 
-    swizzled = partial(warpgroups.swizzled, dtype=dtype)
-    scratch = [swizzled((STAGES, TILE, STEP)), *[swizzled((STAGES, STEP, HALF))] * 2,
-               *[swizzled((COMPUTE, ROWS, STEP))] * 3,
-               warpgroups.loaded(STAGES, 3), warpgroups.released(STAGES)]
+    swizzle = partial(warpgroups.swizzle, dtype=dtype)
+    scratch = [swizzle((STAGES, TILE, STEP)), *[swizzle((STAGES, STEP, HALF))] * 2,
+               *[swizzle((COMPUTE, ROWS, STEP))] * 3,
+               warpgroups.load_barriers(STAGES, 3), warpgroups.release_barriers(STAGES)]
     call = Call(f"{NAME}_forward", 1.0, 0.0, STEP, STAGES, interpret)
     return warpgroups.launch(kernel, call, scratch, {"program": programs},
                              [warpgroups.shape_of(dtype, R, F)] * 3, (x, w_gate, w_up))
@@ -183,11 +183,11 @@ def backward(dy, w_down_t, gate, up, activation: str, programs: int, interpret=F
                 lax.fori_loop(i32(0), i32(pieces), load_piece, ())
             tiles.each(visit)
 
-    swizzled = partial(warpgroups.swizzled, dtype=dtype)
-    scratch = [swizzled((STAGES, TILE, STEP)), swizzled((STAGES, STEP, COLUMNS)),
-               *[swizzled((PIECES, TILE, PIECE))] * 3,
-               warpgroups.loaded(STAGES, 2), warpgroups.released(STAGES),
-               warpgroups.loaded(PIECES, 2), warpgroups.released(PIECES)]
+    swizzle = partial(warpgroups.swizzle, dtype=dtype)
+    scratch = [swizzle((STAGES, TILE, STEP)), swizzle((STAGES, STEP, COLUMNS)),
+               *[swizzle((PIECES, TILE, PIECE))] * 3,
+               warpgroups.load_barriers(STAGES, 2), warpgroups.release_barriers(STAGES),
+               warpgroups.load_barriers(PIECES, 2), warpgroups.release_barriers(PIECES)]
     call = Call(f"{NAME}_backward", 1.0, 0.0, STEP, STAGES, interpret)
     return warpgroups.launch(kernel, call, scratch, {"program": programs},
                              [warpgroups.shape_of(dtype, R, F)] * 3, (dy, w_down_t, gate, up))

@@ -96,7 +96,7 @@ def _visible(q_segments, k_segments, q_at, k_at, mask: Mask):
     return seen if within is None else seen & within
 
 
-def scored(product, scale: float, softcap: float):
+def compute_scores(product, scale: float, softcap: float):
     """Return (scores in base 2, their derivative without scale and LOG2E) of query-key products.
 
     A derivative of None is 1.
@@ -120,15 +120,15 @@ def _pad(x, multiple: int, axis: int, value=0):
     return jnp.pad(x, widths, constant_values=value)
 
 
-def _padded(q, k, v, q_segments, k_segments, mask: Mask, rows: int, columns: int):
+def _pad_operands(q, k, v, q_segments, k_segments, mask: Mask, rows: int, columns: int):
     """Pad lengths to whole blocks and heads to a power of two. The padding matches no segment."""
     if not mask.documents:
         q_segments, k_segments = jnp.ones_like(q_segments), jnp.ones_like(k_segments)
-    return (_padded_heads(q, rows), _padded_heads(k, columns), _padded_heads(v, columns),
+    return (_pad_heads(q, rows), _pad_heads(k, columns), _pad_heads(v, columns),
             _pad(q_segments, rows, 1, -1), _pad(k_segments, columns, 1, -2))
 
 
-def _padded_heads(x, multiple: int):
+def _pad_heads(x, multiple: int):
     return _pad(_pad(x, multiple, 1), max(MIN_WIDTH, pl.next_power_of_2(x.shape[3])), 3)
 
 
@@ -177,7 +177,7 @@ def _forward_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_r
     def visit(j, carry, masked):
         o, l, m = carry                                 # unnormalized output, running sum and maximum, float32
         keys = pl.ds(j * step, step)
-        s, _ = scored(dot(q, k_ref[keys, :].T), scale, softcap)
+        s, _ = compute_scores(dot(q, k_ref[keys, :].T), scale, softcap)
         if masked:
             k_at = j * step + jnp.arange(step)
             seen = _visible(q_segments[:, None], k_segments_ref[keys][None, :], q_at[:, None], k_at[None, :], mask)
@@ -198,11 +198,11 @@ def _forward_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_r
 
 def _forward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask, *, tiles, scores, interpret):
     (B, T, N, H), V = q_BTNH.shape, v_BSKV.shape[3]
-    q, k, v, *segments = _padded(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask, *tiles.forward[:2])
+    q, k, v, *segments = _pad_operands(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask, *tiles.forward[:2])
     shapes = [jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
               jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32)]
     o, lse = _over_queries(
-        partial(_forward_kernel, scale=scores.scaled_for(H), softcap=scores.softcap), "forward", mask, tiles.forward,
+        partial(_forward_kernel, scale=scores.scale_for(H), softcap=scores.softcap), "forward", mask, tiles.forward,
         interpret, shapes, q, k, v, *segments)
     # float32 is the engine's contract. If the caller casts back, XLA drops both casts.
     return o[:, :T, :, :V].astype(jnp.float32), lse[:, :, :T].swapaxes(1, 2)
@@ -222,7 +222,7 @@ def _dq_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, d
     def visit(j, dq, masked):
         keys = pl.ds(j * step, step)
         k, v = k_ref[keys, :], v_ref[keys, :]
-        s, slope = scored(dot(q, k.T), scale, softcap)
+        s, slope = compute_scores(dot(q, k.T), scale, softcap)
         s -= lse[:, None]
         if masked:
             k_at = j * step + jnp.arange(step)
@@ -255,7 +255,7 @@ def _dkv_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, 
             queries = pl.ds(i * step, step)
             q, do = q_ref[queries, n, :], do_ref[queries, n, :]
             lse, delta = lse_ref[n, queries] * LOG2E, delta_ref[n, queries]
-            s, slope = scored(dot(k, q.T), scale, softcap)
+            s, slope = compute_scores(dot(k, q.T), scale, softcap)
             s -= lse[None, :]
             if masked:
                 q_at = i * step + jnp.arange(step)
@@ -281,11 +281,12 @@ def _backward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, o_BTNV, lse_
     delta_BTN = jnp.sum(do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32), -1)
     # The same padding serves both kernels.
     rows, columns = math.lcm(tiles.dq.rows, tiles.dkv.columns), math.lcm(tiles.dq.columns, tiles.dkv.rows)
-    q, k, v, q_segments, k_segments = _padded(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask, rows, columns)
-    do = _padded_heads(do_BTNV.astype(q.dtype), rows)
+    q, k, v, q_segments, k_segments = _pad_operands(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask, rows,
+                                                    columns)
+    do = _pad_heads(do_BTNV.astype(q.dtype), rows)
     lse, delta = (_pad(x.swapaxes(1, 2), rows, 2) for x in (lse_BTN, delta_BTN))
     args = q, k, v, q_segments, k_segments, do, lse, delta
-    common = dict(mask=mask, scale=scores.scaled_for(H), softcap=scores.softcap, interpret=interpret)
+    common = dict(mask=mask, scale=scores.scale_for(H), softcap=scores.softcap, interpret=interpret)
     dq = dq_of(*args, blocks=tiles.dq, **common)
     dk, dv = dkv_of(*args, blocks=tiles.dkv, full=full, **common)
 

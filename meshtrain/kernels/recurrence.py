@@ -65,7 +65,7 @@ def recurrence(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start: Recurren
     G, C = N // K, min(chunk or (SUM_CHUNK if beta_BTN is None else DELTA_CHUNK), 1 << (T - 1).bit_length())
     if start is None:
         start = RecurrentState(None, jnp.full(B, BEFORE_ALL, segments_BT.dtype))
-    documents = documents_of(padded(segments_BT, C, "edge").reshape(B, -1, C).swapaxes(0, 1), start.segment_B)
+    documents = documents_of(pad(segments_BT, C, "edge").reshape(B, -1, C).swapaxes(0, 1), start.segment_B)
     q, k = (chunks_of(x.astype(v_BTNV.dtype), C, K) for x in (q_BTKH, k_BTKH))
     v, beta = chunks_of(v_BTNV, C, K, G), None if beta_BTN is None else chunks_of(beta_BTN.astype(jnp.float32), C, K, G)
     decay = chunks_of(since_document(g, documents), C, K, G)
@@ -76,9 +76,9 @@ def recurrence(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start: Recurren
     o = parts.read(S) + _product("ZBKGIJ,ZBKGJV->ZBKGIV", parts.scores.astype(v.dtype), new.astype(v.dtype))
     o_BTNV = o.transpose(1, 0, 4, 2, 3, 5).reshape(B, -1, N, V)[:, :T].astype(v.dtype)
 
-    def merged(x):
+    def merge_batch(x):
         return x if x is None else x.reshape(*x.shape[:-4], N, H, V)
-    return Recurred(o_BTNV, merged(end), merged(S))
+    return Recurred(o_BTNV, merge_batch(end), merge_batch(S))
 
 
 def step(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start: RecurrentState) -> tuple[jax.Array, jax.Array]:
@@ -122,14 +122,14 @@ _product.defvjp(lambda eq, x, y: (_product(eq, x, y), (x, y)), _product_backward
 # ---- chunks and documents --------------------------------------------------------------------------------------------
 
 
-def padded(x, C: int, mode: str = "constant"):
+def pad(x, C: int, mode: str = "constant"):
     """Pad T to whole chunks. Tokens of zeros in the last segment leave the state after the last token unchanged."""
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % C)] + [(0, 0)] * (x.ndim - 2), mode=mode)
 
 
 def chunks_of(x, C: int, *heads: int):
     """[B, T, heads, …] -> [Z, B, *heads, C, …]."""
-    x = padded(x, C)
+    x = pad(x, C)
     x = x.reshape(x.shape[0], -1, C, *heads, *x.shape[3:])
     order = [1, 0, *range(3, 3 + len(heads)), 2, *range(3 + len(heads), x.ndim)]
     return x.transpose(order)
@@ -160,12 +160,12 @@ def since_document(g, documents: Documents):
     carry the rounding errors of other documents' decays.
     """
     pairs_ZBIJ = documents.pairs[:, :, 0, 0].astype(jnp.float32)
-    g = padded(g.astype(jnp.float32), pairs_ZBIJ.shape[-1])
+    g = pad(g.astype(jnp.float32), pairs_ZBIJ.shape[-1])
     g_BZJD = g.reshape(g.shape[0], *pairs_ZBIJ.shape[::2], -1)
     return products.einsum("ZBIJ,BZJD->BZID", pairs_ZBIJ, g_BZJD).reshape(g.shape)
 
 
-def masked_exp(mask, x):
+def mask_exp(mask, x):
     """Return e^x where the mask is true, else 0. x is masked before exp, so that the gradient is finite."""
     return jnp.exp(jnp.where(mask, x, -jnp.inf))
 
@@ -195,8 +195,8 @@ def _by_head(q, k, v, decay, beta, documents: Documents) -> _Parts:
     The decays multiply values and scores, so that keys stay at K heads.
     """
     last = decay[..., -1:]
-    since_start, until_end = masked_exp(documents.of_start, decay), masked_exp(documents.of_end, last - decay)
-    between = masked_exp(documents.pairs, decay[..., :, None] - decay[..., None, :])
+    since_start, until_end = mask_exp(documents.of_start, decay), mask_exp(documents.of_end, last - decay)
+    between = mask_exp(documents.pairs, decay[..., :, None] - decay[..., None, :])
 
     def of_pairs(x, y):
         return _product("ZBKIH,ZBKJH->ZBKIJ", x, y)[:, :, :, None] * between
@@ -210,18 +210,18 @@ def _by_head(q, k, v, decay, beta, documents: Documents) -> _Parts:
 
     def read(S):
         return _product("ZBKCH,ZBKGHV->ZBKGCV", q, S) * since_start[..., None]
-    return _Parts(masked_exp(documents.through, last), k, right, X, u, w, of_pairs(q, k), read)
+    return _Parts(mask_exp(documents.through, last), k, right, X, u, w, of_pairs(q, k), read)
 
 
 def _by_channel(q, k, v, decay, beta, documents: Documents) -> _Parts:
     """Return the parts of chunks with decays per channel [Z, B, K, 1, C, H]. The decays multiply queries and keys."""
     q, k = (x.astype(jnp.float32)[:, :, :, None] for x in (q, k))
     last = decay[..., -1:, :]
-    since_start = masked_exp(documents.of_start[..., None], decay)
-    left = (k * masked_exp(documents.of_end[..., None], last - decay)).astype(v.dtype)
+    since_start = mask_exp(documents.of_start[..., None], decay)
+    left = (k * mask_exp(documents.of_end[..., None], last - decay)).astype(v.dtype)
 
     def of_pairs(x, y):
-        return _decayed_pairs(x, y, decay, documents.segments, v.dtype)
+        return _decay_pairs(x, y, decay, documents.segments, v.dtype)
     u, w, right = v.astype(jnp.float32), None, None
     if beta is not None:
         T = _delta(of_pairs(k, k), beta)
@@ -232,7 +232,7 @@ def _by_channel(q, k, v, decay, beta, documents: Documents) -> _Parts:
 
     def read(S):
         return _product("ZBKGCH,ZBKGHV->ZBKGCV", (q * since_start).astype(v.dtype), S)
-    return _Parts(masked_exp(documents.through, last[..., 0, :]), left, right, X, u, w, of_pairs(q, k), read)
+    return _Parts(mask_exp(documents.through, last[..., 0, :]), left, right, X, u, w, of_pairs(q, k), read)
 
 
 def _delta(pairs, beta):
@@ -253,7 +253,7 @@ def inverse(A):
     T = jnp.ones((*A.shape[:-2], C, 1, 1), A.dtype)
     while b < C:
         below, first, second = _below(A, b), T[..., 0::2, :, :], T[..., 1::2, :, :]
-        T, b = _joined(-_small_product(_small_product(second, below), first), first, second), 2 * b
+        T, b = _join_blocks(-_small_product(_small_product(second, below), first), first, second), 2 * b
     return T[..., 0, :, :]
 
 
@@ -278,13 +278,13 @@ def _below(A, b: int):
     return jnp.einsum("...mimj->...mij", blocks, precision=lax.Precision.HIGHEST)
 
 
-def _joined(below, first, second):
+def _join_blocks(below, first, second):
     """Return [[first, 0], [below, second]] of blocks [..., m, b, b]."""
     upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
     return jnp.concatenate([upper, jnp.concatenate([below, second], -1)], -2)
 
 
-def _decayed_pairs(x, y, decay, segments, dtype):
+def _decay_pairs(x, y, decay, segments, dtype):
     """Return Σ_h x_ih y_jh e^{decay_ih - decay_jh} of [..., C, H], where i >= j are of one document, else 0.
 
     Every exponent is at most 0, however strong the decay. Blocks off the diagonal measure both decays from the first
@@ -298,15 +298,15 @@ def _decayed_pairs(x, y, decay, segments, dtype):
     b = min(LEAF, C)
     x_, y_, d, document = cut(b)
     same = (document == document.swapaxes(-1, -2)) & np.tril(np.ones((b, b), bool))
-    between = masked_exp(same[..., None], d[..., :, None, :] - d[..., None, :, :])
+    between = mask_exp(same[..., None], d[..., :, None, :] - d[..., None, :, :])
     out = jnp.sum(x_[..., :, None, :] * y_[..., None, :, :] * between, -1)
     while b < C:
         (x_, y_, d, document), early, late = cut(b), np.s_[..., 0::2, :, :], np.s_[..., 1::2, :, :]
         anchor, there = d[late][..., :1, :], document[late][..., :1, :]
-        reader = x_[late] * masked_exp(document[late] == there, d[late] - anchor)
-        writer = y_[early] * masked_exp(document[early] == there, anchor - d[early])
+        reader = x_[late] * mask_exp(document[late] == there, d[late] - anchor)
+        writer = y_[early] * mask_exp(document[early] == there, anchor - d[early])
         below = _product("ZBKGmIH,ZBKGmJH->ZBKGmIJ", reader.astype(dtype), writer.astype(dtype))
-        out, b = _joined(below, out[early], out[late]), 2 * b
+        out, b = _join_blocks(below, out[early], out[late]), 2 * b
     return out[..., 0, :, :]
 
 
@@ -322,7 +322,7 @@ def _states(across, through, left, right, X, S0, kept):
     """
     if kept is not None:
         return kept, None
-    return _scanned(across, through, left, right, X, S0, left.dtype)
+    return _scan(across, through, left, right, X, S0, left.dtype)
 
 
 def _states_forward(across, through, left, right, X, S0, kept):
@@ -335,7 +335,7 @@ def _states_backward(across, saved, cotangents):
     dS, dend = cotangents
     # The same recurrence from the right, with left and right exchanged. Its state before a chunk is the gradient of the
     # state after the chunk, and of X.
-    dX, dS0 = _scanned(across, through, *((left, None) if right is None else (right, left)), dS, dend, left.dtype,
+    dX, dS0 = _scan(across, through, *((left, None) if right is None else (right, left)), dS, dend, left.dtype,
                        reverse=True)
     dthrough = jnp.sum(S.astype(jnp.float32) * dX, -1)
     dthrough = dthrough if through.shape[-1] > 1 else jnp.sum(dthrough, -1, keepdims=True)
@@ -352,7 +352,7 @@ def _states_backward(across, saved, cotangents):
 _states.defvjp(_states_forward, _states_backward)
 
 
-def _scanned(across, through, left, right, X, S0, dtype, reverse: bool = False):
+def _scan(across, through, left, right, X, S0, dtype, reverse: bool = False):
     """Compute `_states` from the left, or from the right if reverse."""
     def after(S, through, left, right):
         new = through[..., None] * S

@@ -100,6 +100,6 @@ def chunks(launch: Launch, k, N: int, heads: int | None = None, blocks: int = 1)
             pl.BlockSpec((None, heads, None, C, C), lambda z, n, b: (b, n // blocks, z, 0, 0)))
 
 
-def given(x, spec):
+def spec_for(x, spec):
     """Return the spec of an argument; None if the argument is None."""
     return None if x is None else spec

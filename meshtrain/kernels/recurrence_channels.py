@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshtrain.kernels.recurrence import LEAF
-from meshtrain.kernels.recurrence_blocks import CHANNELS, CLOSE, Launch, call, chunks, dot, given, inverse, split_dot
+from meshtrain.kernels.recurrence_blocks import CHANNELS, CLOSE, Launch, call, chunks, dot, inverse, spec_for, split_dot
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -198,7 +198,7 @@ def _inside(launch: Launch, q, k, v, decay, beta, segments, states=None):
     """
     (B, T, N, H), V, C, array = k.shape, v.shape[3], launch.chunk, jax.ShapeDtypeStruct
     of, row, rows, state, square = chunks(launch, k, N)
-    known, keys = partial(given, states), array(k.shape, v.dtype)
+    known, keys = partial(spec_for, states), array(k.shape, v.dtype)
     found = call(
         launch, partial(_inside_kernel, width=min(H, launch.key_columns)),
         CHANNELS + ("inside" if states is None else "inside_again"), 8, 1, grid=(T // C, N, B),
@@ -251,11 +251,11 @@ def _forward(launch: Launch, reads, writes, u, w, scores, through, S0):
     V = H if u is None else u.shape[3]
     columns = min(launch.columns, V)
     key, value, square, decays, states, state = _rows(T, Z, H, columns)
-    out = partial(given, reads)
+    out = partial(spec_for, reads)
     return call(
         launch, partial(_forward_kernel, C=launch.chunk), CHANNELS + ("summary" if reads is None else "forward"), 4, 2,
         grid=(V // columns, N, B),
-        in_specs=[out(key), key, given(u, value), key, out(square), decays, given(S0, state)],
+        in_specs=[out(key), key, spec_for(u, value), key, out(square), decays, spec_for(S0, state)],
         out_specs=(out(value), out(states), state),
         out_shape=(out(array((B, T, N, V), writes.dtype)), out(array((Z, B, N, H, V), writes.dtype)),
                    array((B, N, H, V), jnp.float32)))(reads, writes, u, w, scores, through, S0)
@@ -286,11 +286,11 @@ def _reverse(launch: Launch, reads, writes, w, scores, through, do, dend, only_e
     (B, T, N, H), Z, V, array = writes.shape, through.shape[2], do.shape[3], jax.ShapeDtypeStruct
     columns = min(launch.columns, V)
     key, value, square, decays, states, state = _rows(T, Z, H, columns)
-    out = partial(given, None if only_end else do)
+    out = partial(spec_for, None if only_end else do)
     return call(
         launch, partial(_reverse_kernel, C=launch.chunk), CHANNELS + "reverse" + "_end" * only_end, 4, 2,
         grid=(V // columns, N, B),
-        in_specs=[key, key, key, square, decays, value, given(dend, state)],
+        in_specs=[key, key, key, square, decays, value, spec_for(dend, state)],
         out_specs=(out(value), out(states), state),
         out_shape=(out(array(do.shape, do.dtype)), out(array((Z, B, N, H, V), do.dtype)),
                    array((B, N, H, V), jnp.float32)))(reads, writes, w, scores, through, do, dend)
@@ -358,14 +358,14 @@ def _gradients_kernel(q_ref, k_ref, decay_ref, beta_ref, segments, do_ref, new_r
     dk_read = jnp.zeros((C, H), jnp.float32)
     dlast = through * jnp.sum(S.astype(jnp.float32) * dS.astype(jnp.float32), 1) + jnp.sum(k * dk_written, 0)
 
-    def masked(ref, mask):
+    def keep_where(ref, mask):
         return jnp.where(mask, ref[...].astype(jnp.float32), 0.0)
-    same = jnp.sum(masked(dqk_ref, i == j), 1)[:, None]
+    same = jnp.sum(keep_where(dqk_ref, i == j), 1)[:, None]
     dq += same * k
     dk_written += same * q
     for back in range(1, LEAF):
         own = j == i - back
-        kk, qk = masked(dkk_ref, own), masked(dqk_ref, own)
+        kk, qk = keep_where(dkk_ref, own), keep_where(dqk_ref, own)
         other, e = _neighbours(back, whole, decay_ref, segment_ref)
         writer = k_ref[other, :] * e
         dk_read += jnp.sum(kk, 1)[:, None] * writer
@@ -378,7 +378,7 @@ def _gradients_kernel(q_ref, k_ref, decay_ref, beta_ref, segments, do_ref, new_r
         dq, dk_read, dk_written = sums
         e, joined = _between(level, whole, decay_ref, segment_ref)
         # Read again, as below, so that fewer registers spill.
-        kk, qk = masked(dkk_ref, joined), masked(dqk_ref, joined).astype(dtype)
+        kk, qk = keep_where(dkk_ref, joined), keep_where(dqk_ref, joined).astype(dtype)
         ke, qe = (k_ref[...] * e).astype(dtype), (q_ref[...] * e).astype(dtype)
         written = dot((kk * beta[:, None]).T.astype(dtype), ke) + dot(qk.T, qe)
         return dq + dot(qk, ke) * e, dk_read + dot(kk.astype(dtype), ke) * e, dk_written + written * e

@@ -21,10 +21,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshtrain.kernels import recurrence_channels
-from meshtrain.kernels.recurrence import (BEFORE_ALL, LEAF, Recurred, RecurrentState, documents_of, padded, recurrence,
+from meshtrain.kernels.recurrence import (BEFORE_ALL, LEAF, Recurred, RecurrentState, documents_of, pad, recurrence,
                                           since_document)
 from meshtrain.kernels.recurrence_blocks import (
-    CHANNELS, CLOSE, MIN_WIDTH, ROWS, Launch, call, chunks, dot, given, inverse, split_dot,
+    CHANNELS, CLOSE, MIN_WIDTH, ROWS, Launch, call, chunks, dot, spec_for, inverse, split_dot,
 )  # fmt: skip
 
 COMPILED = (9, 10)      # major compute capabilities for which registers and shared memory were checked
@@ -73,23 +73,23 @@ def _recurrence(launch: Launch, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT
     launch, wide = launch._replace(chunk=C), lambda n: max(MIN_WIDTH, pl.next_power_of_2(n))
     if start is None:
         start = RecurrentState(None, jnp.full(B, BEFORE_ALL, segments_BT.dtype))
-    segments_BT = padded(segments_BT, C, "edge").astype(jnp.int32)
+    segments_BT = pad(segments_BT, C, "edge").astype(jnp.int32)
     segments_ZBC = segments_BT.reshape(B, -1, C).swapaxes(0, 1)
     documents = documents_of(segments_ZBC, start.segment_B)
     ends_BZ = segments_ZBC[..., -1].T
     starts_BZ = jnp.concatenate([start.segment_B[:, None].astype(jnp.int32), ends_BZ[:, :-1]], 1)
     decay = since_document(g, documents)
-    beta_BNT = None if beta_BTN is None else padded(beta_BTN.astype(jnp.float32), C).swapaxes(1, 2)
-    q, k, v = (_widened(padded(x.astype(v_BTNV.dtype), C), wide(x.shape[-1])) for x in (q_BTKH, k_BTKH, v_BTNV))
-    S0, kept = (x if x is None else _widened(_widened(x, wide(V)).swapaxes(-1, -2), wide(H)).swapaxes(-1, -2)
+    beta_BNT = None if beta_BTN is None else pad(beta_BTN.astype(jnp.float32), C).swapaxes(1, 2)
+    q, k, v = (_widen(pad(x.astype(v_BTNV.dtype), C), wide(x.shape[-1])) for x in (q_BTKH, k_BTKH, v_BTNV))
+    S0, kept = (x if x is None else _widen(_widen(x, wide(V)).swapaxes(-1, -2), wide(H)).swapaxes(-1, -2)
                 for x in (start.S_BNHV, states_ZBNHV))
     core, decay = ((_core, decay.swapaxes(1, 2)) if g.ndim == 3 else
-                   (recurrence_channels.core, _widened(decay, wide(H))))
+                   (recurrence_channels.core, _widen(decay, wide(H))))
     o, states, end = core(launch, across, q, k, v, decay, beta_BNT, (segments_BT, starts_BZ, ends_BZ), S0, kept)
     return Recurred(o[:, :T, :, :V], end if end is None else end[..., :H, :V], states[..., :H, :V])
 
 
-def _widened(x, width: int):
+def _widen(x, width: int):
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
 
 
@@ -227,7 +227,7 @@ def _inside(launch: Launch, k, v, decay, beta, segments, states=None):
     """
     (B, T, _, H), (N, V), C, array = k.shape, v.shape[2:], launch.chunk, jax.ShapeDtypeStruct
     of, row, rows, state, inverse = chunks(launch, k, N)
-    known = partial(given, states)
+    known = partial(spec_for, states)
     found = call(
         launch, _inside_kernel, "inside" if states is None else "inside_again", 4, 1,
         grid=(T // C, N, B), in_specs=[of(H, True), of(V), row, row, rows, known(state(H, V))],
@@ -276,8 +276,9 @@ def _forward(launch: Launch, q, k, u, w, decay, segments, S0, kept):
     o, found, end = call(
         launch, partial(_forward_kernel, C=launch.chunk), what, 4, 2, w is not None,
         grid=(V // columns, N, B),
-        in_specs=[given(q, key), key, given(u, value), given(w, by_value_head), row, rows, given(S0, state)],
-        out_specs=(given(q, value), given(q, states), state),
+        in_specs=[spec_for(q, key), key, spec_for(u, value), spec_for(w, by_value_head), row, rows,
+                  spec_for(S0, state)],
+        out_specs=(spec_for(q, value), spec_for(q, states), state),
         out_shape=(o, o and array((Z, B, N, H, V), k.dtype), array((B, N, H, V), jnp.float32)),
     )(q, k, u, w, decay, segments, S0)
     return (o, found, end) if kept is None else (o, kept, None)
@@ -320,7 +321,7 @@ def _reverse(launch: Launch, q, k, w, decay, do, segments, dend, only_end: bool 
     return call(
         launch, partial(_reverse_kernel, C=launch.chunk), "reverse_end" if only_end else "reverse", 4, 2, w is not None,
         grid=(V // columns, N, B),
-        in_specs=[key, key, given(w, by_value_head), row, value, rows, given(dend, state)], out_specs=specs,
+        in_specs=[key, key, spec_for(w, by_value_head), row, value, rows, spec_for(dend, state)], out_specs=specs,
         out_shape=shapes)(q, k, w, decay, do.astype(k.dtype), segments, dend)
 
 

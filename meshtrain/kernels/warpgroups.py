@@ -64,7 +64,7 @@ class Machine(NamedTuple):
             return lax.broadcasted_iota(jnp.int32, shape, 1)
         return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ROW_MAJOR)
 
-    def seen(self, first, low_ref, high_ref, shape):
+    def shows(self, first, low_ref, high_ref, shape):
         """Return whether column `first` + i is in the interval of its row, bool."""
         at = self.columns(shape) + first
         low, high = self.load(low_ref, BY_ROW), self.load(high_ref, BY_ROW)
@@ -73,7 +73,7 @@ class Machine(NamedTuple):
     def product(self, a, b, meanwhile=lambda: None):
         """Return a · bᵀ of refs. meanwhile() runs after the tensor core has started."""
         def body(sum_ref):
-            plgpu.wgmma(sum_ref, a, turned(b))
+            plgpu.wgmma(sum_ref, a, transpose(b))
             meanwhile()
             return sum_ref[...]
         return pl.run_scoped(body, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
@@ -81,8 +81,8 @@ class Machine(NamedTuple):
     def two_products(self, a, b, c, d):
         """Return (a · bᵀ, c · dᵀ) of refs, computed together."""
         def body(one_ref, other_ref):
-            plgpu.wgmma(one_ref, a, turned(b))
-            plgpu.wgmma(other_ref, c, turned(d))
+            plgpu.wgmma(one_ref, a, transpose(b))
+            plgpu.wgmma(other_ref, c, transpose(d))
             return one_ref[...], other_ref[...]
         return pl.run_scoped(body, *(plgpu.ACC((x.shape[0], y.shape[0]), jnp.float32) for x, y in ((a, b), (c, d))))
 
@@ -108,11 +108,11 @@ class Machine(NamedTuple):
 
         def both(refs):
             plgpu.wgmma(refs[0], a, b)
-            plgpu.wgmma(refs[1], c, turned(d))
+            plgpu.wgmma(refs[1], c, transpose(d))
         return pl.run_state(both)((plgpu.ACC.init(total), plgpu.ACC.init(self.full((c.shape[0], d.shape[0]), 0))))
 
 
-def turned(ref):
+def transpose(ref):
     return plgpu.transpose_ref(ref, (1, 0))
 
 
@@ -124,7 +124,7 @@ def by_column(x, shape):
     return lax.broadcast_in_dim(x, shape, (1,))
 
 
-def scored(product, call: Call):
+def compute_scores(product, call: Call):
     """Return (x, factor, derivative of x by the scaled product), where x · factor are the scores in base 2.
 
     A derivative of None is 1.
@@ -135,7 +135,7 @@ def scored(product, call: Call):
     return capped, call.softcap * LOG2E, 1.0 - capped * capped
 
 
-def swizzled(shape, dtype, block: int = TILE):
+def swizzle(shape, dtype, block: int = TILE):
     """Return shared memory in the layout that TMA writes and wgmma reads without bank conflicts.
 
     block: rows of the steps over which a matmul sums. wgmma takes as many rows at a time as a swizzled row has
@@ -151,12 +151,12 @@ def rows(dtype):
     return plgpu.SMEM((COMPUTE, ROWS), dtype)
 
 
-def loaded(stages: int, arrays: int = 1):
+def load_barriers(stages: int, arrays: int = 1):
     """Return barriers that TMA completes after `arrays` copies each."""
     return plgpu.Barrier(num_arrivals=arrays, num_barriers=stages)
 
 
-def released(stages: int):
+def release_barriers(stages: int):
     """Return barriers at which the warp groups that compute release a stage."""
     return plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages)
 

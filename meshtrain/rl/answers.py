@@ -67,7 +67,7 @@ def advantages(rewards_PN: np.ndarray, how: str) -> np.ndarray:
     return centred / ((every.std(ddof=1) if len(every) > 1 else 0.0) + EPSILON)
 
 
-def needed_rows(answers: int, longest: int, seq_len: int) -> int:
+def count_needed_rows(answers: int, longest: int, seq_len: int) -> int:
     """Return a number of rows that always suffices for `answers` answers of at most `longest` positions
     (`DrawnAnswer.length`).
 

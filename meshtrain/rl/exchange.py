@@ -128,14 +128,14 @@ class SamplerFiles:
 
     def checksum_of(self, version: int) -> str | None:
         """Return the checksum of the saved weights of a version; None if they are not saved."""
-        return _saved_checksum(self.weights / str(version))
+        return _read_checksum(self.weights / str(version))
 
     def checksum_of_frozen(self) -> str | None:
         """Return the checksum of the saved untrained weights; None if they are not saved."""
-        return _saved_checksum(self.frozen / str(FROZEN))
+        return _read_checksum(self.frozen / str(FROZEN))
 
 
-def _saved_checksum(place: Path) -> str | None:
+def _read_checksum(place: Path) -> str | None:
     try:
         return json.loads((place / "metadata.json").read_text(encoding="utf-8"))["weights"]
     except FileNotFoundError:
@@ -161,17 +161,17 @@ class Heartbeats:
         text = ""
         with contextlib.suppress(FileNotFoundError):
             text = (self.directory / name).read_text(encoding="utf-8")
-        if self._unchanged_s(name, "text", text) >= (LAPSED_S if text else min(MISSING_S, LAPSED_S)):
+        if self._measure_unchanged_s(name, "text", text) >= (LAPSED_S if text else min(MISSING_S, LAPSED_S)):
             return False
         _, work, most_s = text.split() if text.count(" ") == 2 else ("", "", LAPSED_S)      # partly written, or missing
-        hangs = work != "" and self._unchanged_s(name, "work", work) >= float(most_s)
+        hangs = work != "" and self._measure_unchanged_s(name, "work", work) >= float(most_s)
         if hangs and name not in self._told:
             say.err(f"sampler {name} hangs: it is alive but has sampled nothing for {float(most_s):.0f} s; another "
                     f"sampler may take over its part")
         self._told = self._told | {name} if hangs else self._told - {name}
         return not hangs
 
-    def _unchanged_s(self, name: str, what: str, value: str) -> float:
+    def _measure_unchanged_s(self, name: str, what: str, value: str) -> float:
         """Return for how many seconds a sampler's value has not changed, by this process's clock."""
         before, since = self._seen.get((name, what), (None, 0.0))
         if before != value:
@@ -192,11 +192,11 @@ class Heartbeats:
 def pack_answers(order: Order, part: int, found: Sequence[Completion], by: str, on: str) -> bytes:
     """Return the content of a file of answers. by: name of the sampler. on: see `WorkQueue.deliver`."""
     told, arrays = groups.flat(found)
-    return groups.packed(told | {"order": order.id, "version": order.version, "weights": order.weights, "by": by,
+    return groups.pack_arrays(told | {"order": order.id, "version": order.version, "weights": order.weights, "by": by,
                                  "made_by": versions(), "on": on}, arrays)
 
 
 def has_answers(path: Path, order: Order) -> bool:
     """Return whether a file has answers to this order."""
-    found = groups.unpacked(path)
+    found = groups.unpack_arrays(path)
     return found is not None and found[0]["order"] == order.id

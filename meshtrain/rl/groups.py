@@ -151,7 +151,7 @@ class Kept:
                 "parts": [one.parts for one in every], "failures": [one.failure for one in every],
                 "unsteady": [group.unsteady for group in groups]}
         rewards = np.array([one.reward for one in every], np.float64)
-        content = packed(told, arrays | {"rewards": rewards} | batch.scores)
+        content = pack_arrays(told, arrays | {"rewards": rewards} | batch.scores)
 
         def place() -> None:
             self.directory.mkdir(exist_ok=True)
@@ -163,16 +163,16 @@ class Kept:
     def hold(self, drawn: Sequence[Completion], weights: str) -> None:
         """Save answers that have no rewards yet; `write` replaces them. weights: checksum of the sampling weights."""
         told, arrays = flat(drawn)
-        content = packed({"key": self.key, "weights": weights, "held": True, **told}, arrays)
+        content = pack_arrays({"key": self.key, "weights": weights, "held": True, **told}, arrays)
 
         def place() -> None:
             self.directory.mkdir(exist_ok=True)
             files.replace(self.path, content)
         _quietly(place)
 
-    def held(self, weights: str | None) -> list[Completion]:
+    def read_held(self, weights: str | None) -> list[Completion]:
         """Return the answers that `hold` saved; [] if their key or weights differ. All processes call it together."""
-        found = unpacked(self.path)
+        found = unpack_arrays(self.path)
         return unflat(*found) if all(agree.exchange(self._fits(found, weights, held=True))) else []
 
     def read(self, weights: str | None, first: int, prompts: Prompts, words: Words) -> AnswerBatch | None:
@@ -180,7 +180,7 @@ class Kept:
 
         weights: the expected checksum; None accepts any weights. first: number of prompts drawn for earlier batches.
         """
-        found = unpacked(self.path)
+        found = unpack_arrays(self.path)
         if not all(agree.exchange(self._fits(found, weights))):
             return None
         told, arrays = found
@@ -195,10 +195,10 @@ class Kept:
         return AnswerBatch(groups, told["drawn"], told["equal"], told["version"],
                            {name: arrays[name] for name in arrays.keys() - ARRAYS})
 
-    def found(self, weights: str) -> tuple[dict, dict] | None:
+    def find(self, weights: str) -> tuple[dict, dict] | None:
         """Return (JSON object, arrays) of the batch in this process; None if it is missing, or its key or weights
         differ."""
-        found = unpacked(self.path)
+        found = unpack_arrays(self.path)
         return found if self._fits(found, weights) else None
 
     def _fits(self, found: tuple[dict, dict] | None, weights: str | None, held: bool = False) -> bool:
@@ -254,14 +254,14 @@ def unflat(told: dict, arrays: dict) -> list[Completion]:
             for tokens, logprobs, margins, stopped in each]
 
 
-def packed(told: dict, arrays: dict) -> bytes:
-    """Return the content of an npz file with a JSON object and arrays; see `unpacked`."""
+def pack_arrays(told: dict, arrays: dict) -> bytes:
+    """Return the content of an npz file with a JSON object and arrays; see `unpack_arrays`."""
     content = io.BytesIO()
     np.savez(content, told=np.frombuffer(json.dumps(told).encode(), np.uint8), **arrays)
     return content.getvalue()
 
 
-def unpacked(path: Path | io.BytesIO) -> tuple[dict, dict] | None:
+def unpack_arrays(path: Path | io.BytesIO) -> tuple[dict, dict] | None:
     """Return (JSON object, arrays) of a file; None if it is missing or damaged."""
     try:
         with np.load(path, allow_pickle=False) as file:

@@ -134,7 +134,7 @@ class Orders:
             version = self._versions.get(batch, max(batch - self.rl.lag, 0))
             exists = version in self.checksums and (
                 version == number and part == 0 or self.place.checksum_of(version) == self.checksums[version]
-                or self._answered(self._order(batch, version, first + (batch - number) * self.rl.prompts)))
+                or self._is_answered(self._order(batch, version, first + (batch - number) * self.rl.prompts)))
             if not exists:      # the run resumed from before the saved versions, or rl.lag was raised
                 say.err(f"batch {batch} is sampled with the weights of version {number}: those of version "
                         f"{version} and their answers no longer exist")
@@ -146,11 +146,12 @@ class Orders:
         """In process 0: write the orders of `wanted` that have no answers. Return whether one of them needs the weights
         of version `number`. is_saved: whether these weights are on disk; if not, remove others of this version."""
         for batch in wanted:
-            if not self._answered(self.given[batch]):
+            if not self._is_answered(self.given[batch]):
                 self._write_order(self.given[batch])
                 self._copy_kept_answers(self.given[batch])
         self._drop_before(number)
-        needed = any(self.given[batch].version == number and not self._answered(self.given[batch]) for batch in wanted)
+        needed = any(self.given[batch].version == number and not self._is_answered(self.given[batch])
+                     for batch in wanted)
         if needed and not is_saved:
             _remove(self.place.weights / str(number))
         return needed
@@ -172,7 +173,7 @@ class Orders:
         room = self.prompts.longest_with_answer(self.rl.max_tokens)
         return Order(batch, version, self.checksums[version], self.draws, room, part, ids)
 
-    def _answered(self, order: Order) -> bool:
+    def _is_answered(self, order: Order) -> bool:
         """Return whether the answers to all parts of an order are on disk."""
         return all(has_answers(self.place.answers(order.batch, part), order) for part in order.parts)
 
@@ -192,7 +193,7 @@ class Orders:
 
     def _copy_kept_answers(self, order: Order) -> None:
         """Copy the answers that an earlier attempt saved in run.dir/rollouts, so that they are not sampled again."""
-        if (found := self.kept.of(order.batch).found(order.weights)) is None:
+        if (found := self.kept.of(order.batch).find(order.weights)) is None:
             return
         every, samples = groups.unflat(*found), order.draws["samples"]
         for part in order.parts:
@@ -246,7 +247,7 @@ class ArrivingAnswers:
         """
         answers, missing = {}, list(self.order.parts)
         while missing:
-            there = agree.on_first(lambda: self._arrived(missing))
+            there = agree.on_first(lambda: self._wait_for_parts(missing))
             if not there and self.stopping():
                 raise NoBatch
             for part in there:
@@ -258,7 +259,7 @@ class ArrivingAnswers:
             watch.progress()
         return [answers[i] for i in sorted(answers)]
 
-    def _arrived(self, missing: Sequence[int]) -> list[int]:
+    def _wait_for_parts(self, missing: Sequence[int]) -> list[int]:
         """In process 0: wait up to WAITS_S for answers and return the parts that have arrived. Every TOLD_EVERY_S a
         message says what is missing."""
         until, batch = time.monotonic() + WAITS_S, self.order.batch
@@ -287,7 +288,7 @@ class ArrivingAnswers:
         path = self.orders.place.answers(self.order.batch, part)
 
         def read():
-            if (found := groups.unpacked(path)) is None:
+            if (found := groups.unpack_arrays(path)) is None:
                 raise FileNotFoundError(2, "the file of answers is missing or incomplete", os.fspath(path))
             return found
         told, arrays = files.patiently(read, missing=True)

@@ -68,7 +68,7 @@ def feed_of(made: assembly.Assembly, start: resume.Start, state: State, asked: P
     reference = _find_reference(made, start, state, (position or {}).get("origin"))
     sampler: Sampler = local
     if rl.lag:
-        sent, frozen = _sent_weights(made, directory, check_claim)
+        sent, frozen = _prepare_weights(made, directory, check_claim)
         sampler = Orders(run, asked, words, kept, local, sent, frozen, (position or {}).get("queue", ()))
     return Rollouts(made, asked, words, sampler, rewards, reference, kept, position)
 
@@ -102,7 +102,7 @@ def _find_reference(made: assembly.Assembly, start: resume.Start, state: State, 
     return Reference(None, origin)
 
 
-def _sent_weights(made: assembly.Assembly, directory: Path, check_claim: Callable[[], None]
+def _prepare_weights(made: assembly.Assembly, directory: Path, check_claim: Callable[[], None]
                   ) -> tuple[SentWeights, SentWeights | None]:
     """Return (the trained weights, the untrained ones with adapters or None) that samplers read."""
     run = made.run

@@ -46,7 +46,7 @@ def check(run: Run, prompts: Prompts) -> None:
     rl, data = run.rl, run.data
     count = rl.prompts * rl.samples // rl.updates
     longest = prompts.longest_with_answer(rl.max_tokens)
-    needed = answers.needed_rows(count, longest, data.seq_len)
+    needed = answers.count_needed_rows(count, longest, data.seq_len)
     if needed > data.global_batch:
         raise ConfigError(
             f"data.global_batch={data.global_batch} sequences of data.seq_len={data.seq_len} may be too few for the "
@@ -112,7 +112,7 @@ class Rollouts:
             self._held = number, *self._batch(number, part, state, Pause(journal, stop.must_stop))
         _, parts, drawn = self._held
         batch = parts[part]
-        tokens = self._computed(batch)
+        tokens = self._count_computed(batch)
         _, tokens_before, drawn_before = self._mark(done)
         self._marks = [*self._marks[-64:], (done + 1, tokens_before + tokens,
                                             drawn if part + 1 == self.rl.updates else drawn_before)]
@@ -135,12 +135,12 @@ class Rollouts:
         # Called twice: each call returns what the processes agreed on in the call before (agree.StopAgreement).
         if found is None and part == 0 and (pause.stopping() or pause.stopping()):
             raise NoBatch
-        drawn = found or self._drawn(kept, weights, first, state, pause)
-        if number == 0 and part == 0 and _stopped(drawn) == {"length"}:
+        drawn = found or self._draw(kept, weights, first, state, pause)
+        if number == 0 and part == 0 and _list_endings(drawn) == {"length"}:
             say.out(f"batch 0: no answer ended within rl.max_tokens={self.rl.max_tokens}. An answer ends with "
                     f"{self.words.ends}. Set data.eos to the end token that the model was trained with, or add its "
                     f"text to rl.stop, or raise rl.max_tokens")
-        parts = self._packed(drawn.groups, number * self.rl.updates)
+        parts = self._pack(drawn.groups, number * self.rl.updates)
         if part == 0 and not any((batch["targets"] != NO_TARGET).any() for batch in parts):
             why = self._why_nothing(drawn, drawn.drawn - first)
             say.out(f"batch {number}: the run does not train on it, because {why}")
@@ -148,7 +148,7 @@ class Rollouts:
             with pause.time("sampling", "score_s"):
                 for name in missing:
                     params = state.params if name == "old" else self.reference.weights(state.params)
-                    drawn.scores[name] = np.stack([self._scored(params, batch) for batch in parts])
+                    drawn.scores[name] = np.stack([self._compute_scores(params, batch) for batch in parts])
         for name, values in drawn.scores.items():
             for batch, values_BT in zip(parts, values, strict=True):
                 batch[name] = values_BT
@@ -158,7 +158,7 @@ class Rollouts:
             pause.journal.add(drawn.numbers())
         return parts, drawn.drawn
 
-    def _drawn(self, kept: Kept, weights: SamplingWeights, first: int, state: State, pause: Pause) -> AnswerBatch:
+    def _draw(self, kept: Kept, weights: SamplingWeights, first: int, state: State, pause: Pause) -> AnswerBatch:
         """Sample and score the batch of `kept`, and return it.
 
         weights: those that sample it. first: number of prompts drawn for earlier batches. Raises: NoBatch if the run
@@ -176,7 +176,7 @@ class Rollouts:
         for _ in range(ROUNDS if self.rl.filter == "equal" else 1):
             prompts = self.prompts.draw(first + row, wanted - len(groups))
             counters = [(number, row + i) for i in range(len(prompts))]
-            found = self._answered(generator, prompts, self.rl.samples, counters, pause.time, waits)
+            found = self._answer(generator, prompts, self.rl.samples, counters, pause.time, waits)
             before += [one.drawn for group in found for one in group.answers]
             row += len(prompts)
             equal += sum(group.equal for group in found)
@@ -185,7 +185,7 @@ class Rollouts:
                 break
         return AnswerBatch(groups, first + row, equal / row, weights.version)
 
-    def _answered(self, generator: Completer, prompts: Sequence[Prompt], samples: int,
+    def _answer(self, generator: Completer, prompts: Sequence[Prompt], samples: int,
                   counters: Sequence[tuple[int, int]], timed: Callable, waits: Callable[[list[Completion]], None]
                   ) -> list[Group]:
         """Sample `samples` answers to each prompt, score them, and return a group for each prompt.
@@ -197,7 +197,7 @@ class Rollouts:
         def own(i: int) -> bool:
             return i % jax.process_count() == jax.process_index()
 
-        def ended(i: int, answer: Completion) -> None:
+        def submit(i: int, answer: Completion) -> None:
             watch.progress()
             text[i] = self.words.text(answer.tokens)
             if own(i):
@@ -207,10 +207,10 @@ class Rollouts:
         with timed("sampling", "sample_s"):
             found = generator.complete(
                 [prompt.ids.tolist() for prompt in prompts], limits, Picking(self.rl.temperature), self.run.run.seed,
-                samples=[samples] * len(prompts), counters=counters, each=ended)
+                samples=[samples] * len(prompts), counters=counters, each=submit)
         with timed("rewards", "reward_s"):
             outcomes = {}
-            while not all(agree.exchange(self.rewards.scored(WAITS_S))):
+            while not all(agree.exchange(self.rewards.wait_for_scores(WAITS_S))):
                 waits(found)
             for part in agree.exchange({i: dataclasses.astuple(one) for i, one in self.rewards.results().items()}):
                 outcomes |= {int(i): workers.Reward(*one) for i, one in part.items()}
@@ -248,7 +248,7 @@ class Rollouts:
 
     # ---- what is learned ---------------------------------------------------------------------------------------------
 
-    def _packed(self, groups: Sequence[Group], first: int) -> list[dict]:
+    def _pack(self, groups: Sequence[Group], first: int) -> list[dict]:
         """Return a batch for each update u, with groups u, u + rl.updates, … first: step of the first update, from 0.
         """
         rl, data = self.rl, self.run.data
@@ -268,7 +268,7 @@ class Rollouts:
 
     def _why_nothing(self, drawn: AnswerBatch, count: int) -> str:
         """Return why no answer of a batch can be trained on, as text. count: number of groups sampled for the batch."""
-        cut = _stopped(drawn) == {"length"}
+        cut = _list_endings(drawn) == {"length"}
         if cut and self.rl.truncated == "mask":
             return (f'no answer ended within rl.max_tokens={self.rl.max_tokens}, and rl.truncated="mask" leaves such '
                     f'answers out; raise rl.max_tokens, or set rl.truncated="keep"')
@@ -278,13 +278,13 @@ class Rollouts:
         return (f"all rewards are equal in each of its {count} groups of answers; give easier or harder prompts, or "
                 f"another reward")
 
-    def _computed(self, batch: dict) -> int:
+    def _count_computed(self, batch: dict) -> int:
         """Return the number of tokens, including padding, in the microbatches that are computed."""
         rows = self.run.data.global_batch // self.run.training.microbatches
         used = np.flatnonzero((batch["targets"] != NO_TARGET).any(1))
         return (int(used[-1]) // rows + 1) * rows * self.run.data.seq_len if len(used) else 0
 
-    def _scored(self, params: dict, batch: dict) -> np.ndarray:
+    def _compute_scores(self, params: dict, batch: dict) -> np.ndarray:
         """Return the log-probabilities of a batch's targets, float32 [rows, T]."""
         if self._score is None:
             step = self.program.step
@@ -303,7 +303,7 @@ class Rollouts:
                 raise NoBatch
         prompts = self.prompts.held[:self.run.validation.batches * self.rl.prompts]
         generator = self.sampler.generator(state.params)
-        groups = self._answered(generator, prompts, 1, [(VALIDATION, row) for row in range(len(prompts))],
+        groups = self._answer(generator, prompts, 1, [(VALIDATION, row) for row in range(len(prompts))],
                                 lambda *_: contextlib.nullcontext(), waits)     # its time counts as validation
         scored = [one for group in groups for one in group.answers]
         found = np.array([one.reward for one in scored if not np.isnan(one.reward)])
@@ -312,6 +312,6 @@ class Rollouts:
                 **{f"val_reward/{name}": mean for name, mean in means(scored).items()}}, len(found)
 
 
-def _stopped(drawn: AnswerBatch) -> set[str]:
+def _list_endings(drawn: AnswerBatch) -> set[str]:
     """Return the ways in which answers of a batch ended: "stop", "length"."""
     return {one.drawn.stopped for one in drawn.answers}

@@ -125,7 +125,7 @@ class LocalSampler:
         with pause.time("sync", "sync_s"):
             generator = self.generator(params)
             jax.block_until_ready(generator.params)
-        held = kept.held(weights.checksum)
+        held = kept.read_held(weights.checksum)
         return HeldFirst(held, generator) if held else generator
 
     def position(self, steps: int) -> dict:
@@ -134,7 +134,7 @@ class LocalSampler:
     @functools.cached_property
     def costs(self) -> decode.Sampling:
         """The costs by formulas, for all slots, including those that fill up the last shard of the batch."""
-        made, room = self.made, cache.rounded_room(self.room)
+        made, room = self.made, cache.round_room(self.room)
         placed = place(made.model.parameters(), made.run.model, self.ex.layout, made.mesh_spec)
         slots = Generator(made.model, self.ex, {}, slots=self.slots).slots_for(self.slots)
         return decode.Sampling(placed, made.layout, slots, room, functools.partial(cache.places, room=room))

@@ -58,9 +58,9 @@ class WeightSync:
         leaves = {info: functools.reduce(dict.__getitem__, info.path, params) for info in self.model.parameters()}
         moving = [info for info in leaves if self.moves(info)]
         if not self._frozen:
-            self._frozen.update(self._moved(FROZEN, [
+            self._frozen.update(self._move(FROZEN, [
                 info for info in moving if not info.trainable], leaves))
-        moved = self._moved(TRAINED, [info for info in moving if info.trainable], leaves)
+        moved = self._move(TRAINED, [info for info in moving if info.trainable], leaves)
         return tree(self.model.parameters(), (leaves | self._frozen | moved).__getitem__)
 
     def moves(self, info: ParamInfo) -> moves.Moves | None:
@@ -74,24 +74,25 @@ class WeightSync:
     def program(self, infos: Sequence[ParamInfo]):
         """Return a jitted function that maps the stored arrays to the sampler's weights."""
         way = {info: self.moves(info) for info in infos}
-        placed = lambda info, split: NamedSharding(self.mesh, way[info].spec(split))
+
+        def sharding_of(info: ParamInfo, split: moves.Split) -> NamedSharding:
+            return NamedSharding(self.mesh, way[info].spec(split))
 
         def moved(arrays: list) -> list:
             found = []
             for (info, along), w in zip(way.items(), arrays, strict=True):
                 w = w.astype(self.dtype_of(info))
                 for split in (along.before, along.between):
-                    w = jax.lax.with_sharding_constraint(w, placed(info, split))
+                    w = jax.lax.with_sharding_constraint(w, sharding_of(info, split))
                 found.append(w)
             return found
-        return jax.jit(moved, in_shardings=([placed(info, along.before) for info, along in way.items()],),
-                       out_shardings=[placed(info, along.after) for info, along in way.items()])
+        return jax.jit(moved, in_shardings=([sharding_of(info, along.before) for info, along in way.items()],),
+                       out_shardings=[sharding_of(info, along.after) for info, along in way.items()])
 
     def abstract(self) -> dict:
         """Return the weights as ShapeDtypeStructs with shardings."""
-        placed = lambda info: NamedSharding(self.mesh, self.read.spec("params", info.axes))
         return tree(self.model.parameters(), lambda info: jax.ShapeDtypeStruct(
-            info.shape, self.dtype_of(info), sharding=placed(info)))
+            info.shape, self.dtype_of(info), sharding=NamedSharding(self.mesh, self.read.spec("params", info.axes))))
 
     def program_of(self, stored: dict):
         """Return the compiled program that moves the trained weights, from shapes alone; None if nothing moves.
@@ -102,7 +103,7 @@ class WeightSync:
         arrays = [functools.reduce(dict.__getitem__, info.path, stored) for info in infos]
         return self.compiled(TRAINED, self.program(infos), arrays) if infos else None
 
-    def _moved(self, name: str, infos: Sequence[ParamInfo], leaves: dict) -> dict:
+    def _move(self, name: str, infos: Sequence[ParamInfo], leaves: dict) -> dict:
         if not infos:
             return {}
         arrays = [leaves[info] for info in infos]

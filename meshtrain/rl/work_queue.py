@@ -135,7 +135,7 @@ class WorkQueue:
         if path is not None:
             path.unlink(missing_ok=True)
 
-    def wanted(self, order: Order) -> bool:
+    def is_wanted(self, order: Order) -> bool:
         """Return whether the order is still on disk unchanged."""
         return self.place.has(order)
 
@@ -147,10 +147,10 @@ class WorkQueue:
         """
         self._parts_s.append(time.monotonic() - self._began)
         path, content = self.place.answers(order.batch, part), pack_answers(order, part, found, self.name, on)
-        before = groups.unpacked(path)
+        before = groups.unpack_arrays(path)
         if before and before[0]["order"] == order.id:
-            _compare(path, before, groups.unpacked(io.BytesIO(content)))
-        elif self.wanted(order):
+            _compare(path, before, groups.unpack_arrays(io.BytesIO(content)))
+        elif self.is_wanted(order):
             files.patiently(lambda: files.replace(path, content, shared=True))
         self.release()
 

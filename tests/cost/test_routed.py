@@ -74,7 +74,7 @@ def test_rows_are_those_that_the_tokens_of_all_ways_choose_and_tiles_fill_half_a
     found = placed(QWEN, "zero3_experts_fsdp", fsdp=8).route(Options(4096, 8))
     assert (found.seen, found.rows.even, found.sizes.num_experts) == (8 * 4096, 4096 * 8, 16)
     assert found.rows.executed == 4096 * 8 + 16 * 64 and found.rows.held == 1.25 * 4096 * 8 + 16 * 128
-    assert grouped.executed_rows(10, 20, 128) == 10 * 128, "a block for each expert that has a row"
+    assert grouped.count_executed_rows(10, 20, 128) == 10 * 128, "a block for each expert that has a row"
 
 
 @pytest.mark.parametrize("rule, mesh", [("zero3_experts_fsdp", dict(fsdp=8)), ("zero3_experts_tensor", dict(tensor=8)),

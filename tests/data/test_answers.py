@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from meshtrain.names import NO_TARGET
-from meshtrain.rl.answers import DrawnAnswer, advantages, by_answer, needed_rows, pack
+from meshtrain.rl.answers import DrawnAnswer, advantages, by_answer, count_needed_rows, pack
 
 NAN = np.nan
 RL = SimpleNamespace(aggregate="token", max_tokens=8, kl=0.0, entropy=0.0)
@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_an_error():
                                          r"data\.seq_len=8"):
         pack([drawn(1, 5)] * 3, RL, 2, 8, 0)
     with pytest.raises(ValueError, match="data.seq_len=8 does not hold a prompt with its answer, up to 9 tokens"):
-        needed_rows(3, 9, 8)
+        count_needed_rows(3, 9, 8)
 
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 7)), max_size=40)
@@ -115,7 +115,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 7)), max_size=40)
 @given(LENGTHS, st.integers(12, 40))
 def test_rows_that_are_needed_always_suffice_and_answers_come_back(lengths, seq_len):
     answers = [drawn(prompt, tokens, number=i) for i, (prompt, tokens) in enumerate(lengths)]
-    rows = needed_rows(len(answers), 12, seq_len)
+    rows = count_needed_rows(len(answers), 12, seq_len)
     batch, places = pack(answers, RL, rows, seq_len, 0)
     for name in ("targets", "sampled"):
         wanted = [answer.tokens if name == "targets" else answer.sampled for answer in answers]

@@ -162,7 +162,7 @@ def test_the_separator_is_the_one_that_the_files_beside_name_and_never_comes_fro
     path = beside(tmp_path, plain=["<s>", "</s>"], **contents)
     reader = tokenizer.open_file(path)
     assert reader.library.id_to_token(reader.bos) == found and told in "; ".join(reader.notes)
-    assert tokenizer.named_separator(path) in (None, reader.bos)
+    assert tokenizer.find_separator(path) in (None, reader.bos)
     assert reader.bos not in reader.encode(["the <s>cat</s> <|im_end|>"])[0].tolist()
 
 

@@ -175,7 +175,7 @@ def test_documents_that_are_too_long_are_counted_with_what_they_lose(monkeypatch
 
 
 def test_padding_is_told_where_it_is_much():
-    told = lambda lengths: whole.filled(numbered(lengths).train[0].part.source, 16)
+    told = lambda lengths: whole.measure_filling(numbered(lengths).train[0].part.source, 16)
     assert told([15] * 20) == (1.0, 20) and told([31, 47]) == (1.0, 2)
     assert told([9] * 20) == (10 / 16, 20) and told([16 + 9] * 20) == (26 / 32, 20)
 

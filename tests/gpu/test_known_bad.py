@@ -60,7 +60,7 @@ def test_what_does_not_apply_is_not_even_looked_up(facts):
 
 def test_every_row_can_be_looked_up_here():
     for row in known_bad.TABLE:
-        assert re.fullmatch(r"(\d+(\.\d+)*)?", known_bad.installed(row.component)), row
+        assert re.fullmatch(r"(\d+(\.\d+)*)?", known_bad.read_version(row.component)), row
 
 
 def test_the_library_and_the_compiler_that_are_found_first_count(tmp_path):
@@ -75,13 +75,13 @@ def test_the_library_and_the_compiler_that_are_found_first_count(tmp_path):
 def test_a_run_on_gpus_is_told_before_they_are_started(monkeypatch, capsys):
     monkeypatch.setattr(devices, "gpus_expected", lambda: True)
     monkeypatch.setattr(known_bad.platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(known_bad, "installed", versions(jax="0.12.0", NCCL="2.28.9"))
+    monkeypatch.setattr(known_bad, "read_version", versions(jax="0.12.0", NCCL="2.28.9"))
     monkeypatch.setattr(devices, "prepare_gpus", lambda environ: (_ for _ in ()).throw(ConfigError("no further")))
     run = run_files.load([]).model_copy(update={"mesh": config.Run().mesh.model_copy(update={"simulated_devices": 0})})
     with pytest.raises(ConfigError, match="no further"):
         devices.start(run, devices.find.Cluster("a:1", 2, 0))
     assert capsys.readouterr().err.startswith("warning: NCCL 2.28.9: ")
-    monkeypatch.setattr(known_bad, "installed", versions(jax="0.11.1"))
+    monkeypatch.setattr(known_bad, "read_version", versions(jax="0.11.1"))
     with pytest.raises(ConfigError, match="jax 0.11.1: single operations give wrong results"):
         devices.start(run)
 

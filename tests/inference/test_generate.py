@@ -23,7 +23,7 @@ from meshtrain.cost.program import audit, compile
 from meshtrain.inference import generate as inference
 from meshtrain.inference import detokenizer
 from meshtrain.inference.generate import STRIDE, GenerationLimits
-from meshtrain.inference.sampling import Picking, allowed, pick
+from meshtrain.inference.sampling import Picking, restrict, pick
 from meshtrain.inference.score import Scorer
 from meshtrain.names import NO_TARGET
 
@@ -180,7 +180,7 @@ def plain_allowed(z, temperature, top_k, top_p, min_p) -> np.ndarray:
                                  (1.0, 1, 1.0, 0.0), (1.0, 0, 1e-9, 0.0), (1.0, 0, 1.0, 1.0), (1.0, 500, 0.999, 0.0)])
 def test_what_is_left_to_draw_from_is_what_transformers_leaves(how):
     z = 3 * np.random.default_rng(3).normal(size=(20, 60)).astype(np.float32)
-    np.testing.assert_allclose(allowed(Picking(*how), jnp.asarray(z)),
+    np.testing.assert_allclose(restrict(Picking(*how), jnp.asarray(z)),
                                [plain_allowed(row, *how) for row in z], rtol=1e-5)
 
 
@@ -203,8 +203,8 @@ def bytes_of(text: str) -> list[int]:
 def test_an_answer_ends_before_its_first_stop_string_and_its_stop_id_is_no_text():
     made = detokenizer.Words(lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace"),
                              ("END", "\n\n"), (256,))
-    assert made.text([*bytes_of("so it is"), 256]) == "so it is" and made.ended([*bytes_of("so it is"), 256]) is None
-    assert made.text(bytes_of("one\n\ntwo END")) == "one" and made.ended(bytes_of("one\n\ntwo END")) == 5
+    assert made.text([*bytes_of("so it is"), 256]) == "so it is" and made.find_end([*bytes_of("so it is"), 256]) is None
+    assert made.text(bytes_of("one\n\ntwo END")) == "one" and made.find_end(bytes_of("one\n\ntwo END")) == 5
     stream, told = detokenizer.TextStream(made), []
     answer = bytes_of("gré E EN Ende ENDlich")
     for count in range(1, len(answer) + 1):

@@ -232,7 +232,7 @@ def test_draws_of_samples_have_the_probabilities_of_the_logits():
 
 def test_layers_with_a_window_keep_what_it_sees_and_no_more():
     on = loaded()
-    room = cache.rounded_room(300)
+    room = cache.round_room(300)
     caches = cache.empty(on.model, on.ex, on.params, 4, room)
     assert [[x.shape for x in layer] for layer in caches[0]] == [[(2, 4, 3, 64, 8)] * 2, [(2, 4, 3, room, 8)] * 2]
     assert cache.slot_bytes(on.model.cfg, room, 4) == sum(
@@ -241,10 +241,10 @@ def test_layers_with_a_window_keep_what_it_sees_and_no_more():
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 511, 513, 1000, 1025, 5000, 40_000])
 def test_a_room_is_whole_blocks(tokens):
-    room = cache.rounded_room(tokens)
+    room = cache.round_room(tokens)
     block = cache._block(room)
     assert room >= tokens and room % block == 0 and room // block <= cache.MOST_BLOCKS and room - tokens < block
-    assert cache.rounded_room(room) == room
+    assert cache.round_room(room) == room
 
 
 def test_prompts_of_one_token_and_budgets_of_none():

@@ -31,7 +31,7 @@ def test_documents_are_the_parts_between_markers_wherever_a_file_is_cut(texts, m
     pieces = [TextPiece(part, i == len(parts) - 1, 0) for parts in texts for i, part in enumerate(parts)]
     counts = []
     wanted = [one for parts in texts for one in "".join(parts).split(marker)]
-    assert documents(dividing.divided(iter(pieces), marker, counts.append)) == [one for one in wanted if one.strip()]
+    assert documents(dividing.divide(iter(pieces), marker, counts.append)) == [one for one in wanted if one.strip()]
     assert sum(counts) == sum("".join(parts).count(marker) for parts in texts)
 
 

@@ -204,7 +204,7 @@ def test_tokens_from_a_cache_are_those_without(keys):
     p = jax.tree.map(lambda w: w + 0.2 * draw(w.shape).astype(w.dtype), model.init(jax.random.key(0)))
     ex = Execution(laid_out({})[1], Numerics(jnp.dtype("float32")), Engines(
         attention.RunAttention(lambda H, V, scores: blockwise.engine(5, scores))))
-    known_B, length, room = np.asarray([4, 7]), 12, cache.rounded_room(12)
+    known_B, length, room = np.asarray([4, 7]), 12, cache.round_room(12)
     tokens_BT = np.random.default_rng(1).integers(0, 259, (2, length))
     at = np.tile(np.arange(length), (2, 1))
 

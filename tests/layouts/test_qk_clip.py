@@ -59,7 +59,7 @@ def plain_bounds(run, params):
             shared = jnp.broadcast_to(v[:, :, None], (*q.shape[:3], v.shape[-1]))
             k = jnp.concatenate([jnp.einsum("bsc,cnh->bsnh", k, expansion.key_CNH), shared], -1)
         k = jnp.repeat(k, q.shape[2] // k.shape[2], 2)
-        s = jnp.einsum("btnh,bsnh->bnts", q, k) * scores.scaled_for(q.shape[-1])
+        s = jnp.einsum("btnh,bsnh->bnts", q, k) * scores.scale_for(q.shape[-1])
         near = np.arange(T)[:, None] - np.arange(T)
         seen = (near >= 0) & (near < (mask.window or T)) & (segments[:, :, None] == segments[:, None])[:, None]
         lse = jax.scipy.special.logsumexp(jnp.where(seen, s, -jnp.inf), -1)

@@ -281,7 +281,7 @@ def test_a_process_with_more_than_a_thousand_descriptors_has_its_answers_scored(
     pool = workers.RewardWorkers("exact", 1, 10.0, 1.0)
     try:
         pool.submit(0, "", "7", {"answer": "7"})
-        assert pool.scored(30), "the thread has died"
+        assert pool.wait_for_scores(30), "the thread has died"
         assert pool.results()[0].reward == 1.0
     finally:
         pool.close()
@@ -290,7 +290,7 @@ def test_a_process_with_more_than_a_thousand_descriptors_has_its_answers_scored(
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("name", ["started", "ask", "close"])
+@pytest.mark.parametrize("name", ["wait_for_start", "ask", "close"])
 def test_any_error_of_a_thread_is_a_failure_of_its_answer(name, hostile, monkeypatch):
     def broken(*_):
         raise RuntimeError("broken")
@@ -298,11 +298,11 @@ def test_any_error_of_a_thread_is_a_failure_of_its_answer(name, hostile, monkeyp
     monkeypatch.setattr(workers._Process, name, broken)
     for number in range(2):
         pool.submit(number, "", "sleep" if name == "close" else "plain", LINE)
-    assert pool.scored(30), "the thread has died"
+    assert pool.wait_for_scores(30), "the thread has died"
     assert all(one.reward is None and one.failure for one in pool.results().values())
     monkeypatch.undo()
     pool.submit(0, "", "plain", LINE)
-    assert pool.scored(30) and pool.results()[0].reward == 1.0
+    assert pool.wait_for_scores(30) and pool.results()[0].reward == 1.0
     pool.close()
 
 

@@ -76,7 +76,7 @@ def test_the_ids_that_were_drawn_are_learned_where_their_text_has_others(place, 
     encoded = [library.encode(one).ids for one in text]
     assert sum(one != ids for one, (_, ids) in zip(encoded, answers, strict=True)) > 12
     assert not any("d" in one for one in text) and {4, 12} & {ids[-1] for _, ids in answers}
-    kept = groups.unflat(*groups.unpacked(place / "ids" / "rollouts" / "0.npz"))
+    kept = groups.unflat(*groups.unpack_arrays(place / "ids" / "rollouts" / "0.npz"))
     assert [one.tokens for one in kept] == [ids for _, ids in answers], "a run that goes on has them, too"
 
 

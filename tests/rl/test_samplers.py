@@ -214,7 +214,7 @@ def test_a_run_with_several_updates_of_a_batch_counts_batches_and_not_steps(plac
 
 def test_a_run_that_is_asked_to_stop_while_it_waits_saves_and_ends(place, home, monkeypatch):  # noqa: F811
     """There is no sampler for its second batch."""
-    asked, real = [], ArrivingAnswers._arrived
+    asked, real = [], ArrivingAnswers._wait_for_parts
     monkeypatch.setattr(loop.Stop, "must_stop", lambda self, late_s=None: bool(asked))
 
     def waiting(self, missing):
@@ -222,7 +222,7 @@ def test_a_run_that_is_asked_to_stop_while_it_waits_saves_and_ends(place, home, 
             asked.append(1)
             return []
         return real(self, missing)
-    monkeypatch.setattr(ArrivingAnswers, "_arrived", waiting)
+    monkeypatch.setattr(ArrivingAnswers, "_wait_for_parts", waiting)
     monkeypatch.setattr(exchange, "LOST_S", 20.0)      # how long the sampler waits behind a run that has ended
     directory = place / "asked"
     thread = threading.Thread(target=sample.serve, args=(directory, ALONE), daemon=True)
@@ -405,7 +405,7 @@ def test_two_answers_to_one_order_are_compared(desk, capfd):
         other.deliver(ORDER, 0, answers(0, 6), "cpu")
     other.deliver(ORDER, 0, answers(0, 6), "gpu")
     assert "meshes round differently" in capfd.readouterr().err
-    assert groups.unflat(*groups.unpacked(one.place.answers(3, 0))) == answers(0), "the first are kept"
+    assert groups.unflat(*groups.unpack_arrays(one.place.answers(3, 0))) == answers(0), "the first are kept"
 
 
 def test_answers_of_another_version_are_refused(desk):

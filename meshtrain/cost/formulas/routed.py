@@ -196,7 +196,7 @@ def count(placed: Placed, options: Options) -> Routed:
         rows = min(most, math.ceil(dispatch.CAPACITY_FACTOR * even))
         further = rows < most
     counts = RowCounts(even, (math.ceil(rows / block) + local_experts) * block,
-                       grouped.executed_rows(even, local_experts, block))
+                       grouped.count_executed_rows(even, local_experts, block))
     num_stages = placed.mesh.sizes["stage"]
     return Routed(by_all_to_all, region, tokens, seen, choices, counts, sizes(placed, region),
                   further, num_stages > 1, weight_shards(placed), experts.saves_inward(options.remat, num_stages),

@@ -77,22 +77,22 @@ class Packed:
             raise IndexError(f"batch {n}: " + ("batches are counted from 0" if n < 0 else
                              f"these data settings apply from batch {self.phase.batches} on"))
         runs = mixture.lay_rows(self.shape.seq_len, [stream.grids for stream in self.train],
-                                self._given(n), self._given(n + 1))
+                                self._count_given(n), self._count_given(n + 1))
         return _assemble(self.shape, self.train, n, runs, rows)
 
     def tokens(self, batches: int) -> int:
-        return sum(self._given(batches))
+        return sum(self._count_given(batches))
 
     def position(self, batches: int) -> dict:
         """Return the tokens that each source has given, its grids from there on, and the phase. With it, a resumed run
         with the same settings gets exactly the same batches. `pack` reads it."""
-        given = self._given(batches)
+        given = self._count_given(batches)
         return {"batches": batches, "phase": dataclasses.asdict(self.phase), "packing": self.shape.packing,
                 "sources": [{"tokens": tokens, "tokens_per_epoch": stream.tokens_per_epoch,
                              "grids": [list(grid) for grid in stream.grids]}
                              for stream, tokens in zip(self.train, given)]}
 
-    def _given(self, batches: int) -> list[int]:
+    def _count_given(self, batches: int) -> list[int]:
         """Return the tokens of each source in the first `batches` batches."""
         phase = self.phase
         tokens = (batches - phase.batches) * self.shape.global_batch * self.shape.seq_len
@@ -215,7 +215,7 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, val
     quantum = seq_len if not cut or len(corpus) > 1 and mixture.deviation(shares) * seq_len <= longest else 1
     phase = DataPhase(0, (0,) * len(corpus), shares, seq_len, shape.global_batch)
     if position is not None:
-        streams, phase = _continued(streams, phase, position, shape.packing)
+        streams, phase = _continue_streams(streams, phase, position, shape.packing)
     curve_streams = curve_streams or list(zip(_names(names, len(corpus)), shares, held))
     total = sum(weight for _, weight, _ in curve_streams)
     sets = tuple(PackedValidation(name, weight / total, stream, shape) for name, weight, stream in curve_streams)
@@ -229,7 +229,7 @@ def _may_cut(source: Source, stream: bool, seq_len: int) -> bool:
         stream or int(source.totals.sum()) > seq_len * source.num_documents)
 
 
-def _continued(streams: Sequence[TokenStream | WholeStream], wanted: DataPhase, position: dict,
+def _continue_streams(streams: Sequence[TokenStream | WholeStream], wanted: DataPhase, position: dict,
                packing: str) -> tuple[tuple[TokenStream | WholeStream, ...], DataPhase]:
     """Return (streams, phase) that continue from a position. Raises: ValueError if it belongs to other data or packing.
     """
@@ -397,7 +397,7 @@ def notes(data, corpus: sources.Corpus) -> list[str]:
     lines = []
     for name, source in zip(corpus.names, corpus.sources) if data.packing == "whole" else ():
         where = f'data.packing="whole"{name and f", {name}"}'
-        filled, of = whole.filled(source, data.seq_len)
+        filled, of = whole.measure_filling(source, data.seq_len)
         if filled < 0.9:
             lines.append(f"{where}: sequences of data.seq_len={data.seq_len} are {filled:.0%} full (estimated from the "
                          f"first {of:,} documents), the rest is padding; longer sequences may have less padding")

@@ -168,7 +168,7 @@ def ends_with_sequence(source: Source) -> bool:
     return getattr(source, "complete", False) or getattr(source, "masked", False)
 
 
-def filled(source: Source, seq_len: int) -> tuple[float, int]:
+def measure_filling(source: Source, seq_len: int) -> tuple[float, int]:
     """Return (share of sequences that is not padding, documents sampled), for the first window of the source's own
     order."""
     documents = np.arange(min(source.num_documents, order.WINDOW))

@@ -69,7 +69,7 @@ class Given(parts.Part):
 
     def check(self, job: Job) -> tuple[token_files.IndexedTokens | None, str]:
         """See `parts.Part`. Raises: ValueError if the bytes changed although the file was not written."""
-        pair = self.look() or parts.read_entry(self.home, lambda: self._known_elsewhere(job))
+        pair = self.look() or parts.read_entry(self.home, lambda: self._recognize(job))
         if pair is None or not job.verify:
             return pair, ""
         found, wanted = pair.checksums(job.check_stop), self.note()["crc32"]
@@ -80,7 +80,7 @@ class Given(parts.Part):
                                  f"on it so that it is read again")
         return (pair, "") if found[1] == wanted[1] else (None, "its documents' ends are damaged (wrong checksum)")
 
-    def _known_elsewhere(self, job: Job) -> token_files.IndexedTokens | None:
+    def _recognize(self, job: Job) -> token_files.IndexedTokens | None:
         """Return the indexed file if its note is from a host with other inode numbers. This checks the bytes, and adds
         this host's stamps to the note."""
         note = self.note()

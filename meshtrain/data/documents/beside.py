@@ -50,7 +50,7 @@ def read(folder: Path) -> Said:
     tokens, decoder = [], config.get("added_tokens_decoder")
     if decoder is not None:
         legacy, added = {}, {}      # as transformers, which reads them only without an added_tokens_decoder
-        tokens = [_decoded(folder, number, token) for number, token in _object(folder / CONFIG, decoder).items()]
+        tokens = [_decode(folder, number, token) for number, token in _object(folder / CONFIG, decoder).items()]
     both = ((legacy, MAP), (config, CONFIG))        # the first wins, as in transformers
     named = [(key, where[key], file) for key in NAMES for where, file in both if _content(where.get(key))]
     names, notes = {}, []
@@ -60,7 +60,7 @@ def read(folder: Path) -> Said:
             notes.append(f"{MAP} has the {key} {first}, but {CONFIG} has {_content(given)}; the first is used, as in "
                          f"transformers")
     special = [(given, file) for key, given, file in named if names[key] == _content(given)]
-    special += [(given, file) for key in FURTHER for where, file in both for given in _listed(where.get(key))
+    special += [(given, file) for key in FURTHER for where, file in both for given in _list_tokens(where.get(key))
                 if _content(given)]
     plain = added.keys() - {_content(given) for given, _ in special}
     for content, number in added.items():
@@ -113,7 +113,7 @@ def complete(library: Any, said: Said, named: str) -> tuple[list[str], list[str]
                              f"tokens")
         changes.append(json.dumps([found, token.content, dict(sorted(token.properties.items()))]))
 
-    def shown(tokens):
+    def format_tokens(tokens):
         return _few([f"{token.content} ({library.token_to_id(token.content)})" for token in tokens])
 
     def names_of(tokens) -> str:
@@ -121,10 +121,11 @@ def complete(library: Any, said: Said, named: str) -> tuple[list[str], list[str]
 
     notes = [f"{named}: {note}" for note in said.notes]
     if new:
-        notes.append(f"{named}: {shown(new)} added from {names_of(new)} next to it; tokenizer.json lacks "
+        notes.append(f"{named}: {format_tokens(new)} added from {names_of(new)} next to it; tokenizer.json lacks "
                      f"{'it' if len(new) == 1 else 'them'}")
     if otherwise:
-        notes.append(f"{named}: {shown(otherwise)} read as {names_of(otherwise)} says, not as tokenizer.json does")
+        notes.append(f"{named}: {format_tokens(otherwise)} read as {names_of(otherwise)} says, not as tokenizer.json "
+                     "does")
     if elsewhere:
         notes.append(f"{named}: ids are those of tokenizer.json; files next to it have others: {_few(elsewhere)}")
     return notes, changes
@@ -159,7 +160,7 @@ def _of_templates(folder: Path, config: Mapping) -> list[str]:
         f"{TEMPLATE} is another chat template than that of {CONFIG}; the first is used, as in transformers"]
 
 
-def _decoded(folder: Path, number: str, token) -> NamedToken:
+def _decode(folder: Path, number: str, token) -> NamedToken:
     content = _content(token)
     if not content or not number.isdecimal():
         raise ValueError(f"{folder / CONFIG}: added_tokens_decoder has {json.dumps({number: token})[:80]}, which does "
@@ -167,7 +168,7 @@ def _decoded(folder: Path, number: str, token) -> NamedToken:
     return NamedToken(content, CONFIG, int(number), _properties(token))
 
 
-def _listed(value) -> list:
+def _list_tokens(value) -> list:
     """Return the tokens of a list, or of an object of further names."""
     return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
 

@@ -306,8 +306,8 @@ class _Renderer:
                      "limit_s": LIMIT_S, "most_chars": MOST_CHARS})
         reply = self._read()
         if reply is None:
-            raise ValueError(f"the chat template {self.template.path} {self._ended()}; fix it, or name another as "
-                             "data.chat_template")
+            raise ValueError(f"the chat template {self.template.path} {self._describe_end()}; fix it, or name another "
+                             "as data.chat_template")
         if "fault" in reply:
             self._end()
             raise ValueError(f"the chat template {self.template.path} is not valid jinja: {reply['fault']}; fix it, "
@@ -325,8 +325,8 @@ class _Renderer:
                 reply = self._read()
                 if reply is None:
                     raise Fault(index,
-                                f"the chat template {self.template.path} {self._ended()}; fix it, or name another as "
-                                       "data.chat_template")
+                                f"the chat template {self.template.path} {self._describe_end()}; fix it, or name "
+                                "another as data.chat_template")
                 if "fault" in reply:
                     self._end()     # discards unread replies
                     raise Fault(index,
@@ -375,7 +375,7 @@ class _Renderer:
         process.kill()
         process.communicate()
 
-    def _ended(self) -> str:
+    def _describe_end(self) -> str:
         """Return how the process ended by itself. Raises: RuntimeError if it was killed for a reason other than the
         template."""
         code = self._process.wait()     # it has closed its output

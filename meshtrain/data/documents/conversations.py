@@ -223,7 +223,7 @@ def _message(value, place: str) -> dict:
         calls = _calls(others.pop("tool_calls"), f"{place}.tool_calls")
         others |= {"tool_calls": calls} if calls else {}
     if isinstance(others.get("function_call"), dict):       # OpenAI's older form
-        others["function_call"] = _called(others["function_call"], f"{place}.function_call")
+        others["function_call"] = _parse_call(others["function_call"], f"{place}.function_call")
     return {"role": role, "content": _content(value.get(names[1]), names[1], place, others), **others}
 
 
@@ -239,12 +239,12 @@ def _calls(value, place: str) -> list[dict]:
     for i, one in enumerate(value):
         call = _object(one, f"{place}[{i}]")
         if "function" in call:
-            call["function"] = _called(call["function"], f"{place}[{i}]")
-        calls.append(call if "function" in call else _called(call, f"{place}[{i}]"))
+            call["function"] = _parse_call(call["function"], f"{place}[{i}]")
+        calls.append(call if "function" in call else _parse_call(call, f"{place}[{i}]"))
     return calls
 
 
-def _called(value, place: str) -> dict:
+def _parse_call(value, place: str) -> dict:
     """Return a function call with its arguments as an object."""
     value = _object(value, place)
     if "arguments" in value or "parameters" not in value:

@@ -17,7 +17,7 @@ SHORTEST_NAME = 3       # characters; shorter ones are found in any text
 NAMES_TOLD = 4
 
 
-def divided(pieces: Iterator[TextPiece], marker: str,
+def divide(pieces: Iterator[TextPiece], marker: str,
             count: Callable[[int], None] = lambda divisions: None) -> Iterator[TextPiece]:
     """Yield the documents, divided at every `marker`, which is removed. Documents that are only white space are left
     out. count: receives the number of new divisions after each piece."""
@@ -60,7 +60,7 @@ class Markers:
         """Yield the documents of a file, divided at the marker if there is one. Names of special tokens in them are
         counted."""
         self.num_files += 1
-        for piece in divided(pieces, self.marker, self._count) if self.marker else pieces:
+        for piece in divide(pieces, self.marker, self._count) if self.marker else pieces:
             for begin, pattern in self._patterns.items():
                 if begin in piece.text and (names := pattern.findall(piece.text)):
                     self.found.setdefault(path, collections.Counter()).update(names)

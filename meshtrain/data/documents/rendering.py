@@ -77,7 +77,7 @@ class Renderer:
                         "strftime_now": (datetime.now() if today else TRAINING_DATE).strftime}
         env.filters["tojson"] = _to_json
         self.env, self.tokens, self.template, self.most_chars = env, tokens, env.from_string(template), most_chars
-        self.resumable = None if env.generation_seen else Resumable().made(env.parse(template), env)
+        self.resumable = None if env.generation_seen else Resumable().change(env.parse(template), env)
         self.names = sorted(jinja2.meta.find_undeclared_variables(env.parse(template)))
 
     def render(self, messages: Sequence[dict], tools, add_generation_prompt: bool) -> str:
@@ -96,7 +96,7 @@ class Renderer:
         wanted = [trained[i] for i in answers]
         if not self.env.generation_seen:
             return self._by_prefix(messages, tools, [i for i in answers if trained[i]])
-        text, found = self._marked(messages, tools, False)
+        text, found = self._mark(messages, tools, False)
         if all(wanted):
             return Written(text, found, *self._begins(messages, tools, text, found))
         if len(found) != len(answers):
@@ -108,10 +108,10 @@ class Renderer:
     def whole(self, messages: Sequence[dict], tools, wants_answer: bool) -> Written:
         """Return the text of messages, without spans. wants_answer: with the generation prompt at its end."""
         if self.env.generation_seen:
-            text, found = self._marked(messages, tools, wants_answer)
+            text, found = self._mark(messages, tools, wants_answer)
             return Written(text, [], *self._begins(messages, tools, text, found))
         text = self.render(messages, tools, wants_answer)
-        return Written(text, [], self._given(messages, tools, _answers(messages), text))
+        return Written(text, [], self._find_prompts(messages, tools, _answers(messages), text))
 
     @functools.cached_property
     def opening(self) -> tuple[str, str] | None:
@@ -119,7 +119,7 @@ class Renderer:
         end of the text before an answer). None: answers do not begin with the generation prompt, or the tag begins
         after it."""
         try:
-            text, found = self._marked(PROBE, None, False)
+            text, found = self._mark(PROBE, None, False)
             asked, plain = (self.render(PROBE[:1], None, wants_answer) for wants_answer in (True, False))
         except Exception:       # a template may raise anything, and may refuse these messages
             return "", ""
@@ -158,11 +158,11 @@ class Renderer:
                     and text.endswith(ending, 0, begin + len(opening))], False
         # The opening depends on the answer: e.g. one with reasoning begins with the tag that a generation prompt opens.
         answers = _answers(messages) if found else []
-        begins = [one for one in self._given(messages, tools, answers, text)
+        begins = [one for one in self._find_prompts(messages, tools, answers, text)
                   if any(begin <= one <= end for begin, end in found)]
         return begins, len(begins) < len(answers) and len(messages) * len(answers) <= FEW
 
-    def _marked(self, messages, tools, wants_answer: bool) -> tuple[str, list[tuple[int, int]]]:
+    def _mark(self, messages, tools, wants_answer: bool) -> tuple[str, list[tuple[int, int]]]:
         marks = begin, end = tuple(f"\ufdd0{secrets.token_hex(8)}" for _ in range(2))
         self.env.generation_marks = marks
         try:
@@ -187,7 +187,7 @@ class Renderer:
                 raise ValueError(self._why_untold(messages, tools, i))
         given = sorted(set(_answers(messages)).difference(answers))
         return Written(text, list(zip(begins, ends)),
-                       sorted([*begins, *self._given(messages, tools, given, text)]))
+                       sorted([*begins, *self._find_prompts(messages, tools, given, text)]))
 
     def _why_untold(self, messages, tools, i: int) -> str:
         """Return why the answer messages[i] cannot be separated from the text before it."""
@@ -201,11 +201,11 @@ class Renderer:
                 "does not begin with it, so the answer's text cannot be found; give answers that begin with it (with "
                 "their reasoning, if that is missing), or a template with {% generation %} around answers")
 
-    def _given(self, messages, tools, counts: Sequence[int], text: str) -> list[int]:
+    def _find_prompts(self, messages, tools, counts: Sequence[int], text: str) -> list[int]:
         """Return where the generation prompts of answers that are not learned end, as far as this is found at a low
         cost."""
         try:
-            known = self._resumed(messages, tools, True, counts, text) if len(counts) > 1 else {}
+            known = self._resume(messages, tools, True, counts, text) if len(counts) > 1 else {}
         except (Exception, Unknown):    # the template does not treat the messages as a list: render one by one
             known = {}
         for count in counts:
@@ -221,8 +221,8 @@ class Renderer:
         """Return, for each count, the length of the text of that many first messages; -1 if it is not a prefix of
         `text`."""
         try:
-            known = self._resumed(messages, tools, wants_answer, counts, text) if len(counts) > 1 else {}
-        except (Exception, Unknown):    # as in `_given`; this reports the template's errors
+            known = self._resume(messages, tools, wants_answer, counts, text) if len(counts) > 1 else {}
+        except (Exception, Unknown):    # as in `_find_prompts`; this reports the template's errors
             known = {}
         found = []
         for count in counts:
@@ -236,7 +236,7 @@ class Renderer:
             found.append(known[count])
         return found
 
-    def _resumed(self, messages, tools, wants_answer: bool, counts: Sequence[int], text: str) -> dict[int, int]:
+    def _resume(self, messages, tools, wants_answer: bool, counts: Sequence[int], text: str) -> dict[int, int]:
         """Return the same as `_prefixes` for the counts that it finds, in time linear in the messages instead of
         quadratic.
 
@@ -350,7 +350,7 @@ class Resumable(jinja2.visitor.NodeTransformer):
     def __init__(self):
         self.number, self.inside, self.known = 0, False, True
 
-    def made(self, template: jinja2.nodes.Template, environment: jinja2.Environment) -> jinja2.Template | None:
+    def change(self, template: jinja2.nodes.Template, environment: jinja2.Environment) -> jinja2.Template | None:
         """Return the changed template; None if it is not resumable. Changes `template`."""
         self.visit(template)
         if not self.known or not self.number:
@@ -412,11 +412,11 @@ def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=
 
 def _with_text(messages: Sequence[dict]) -> list[dict]:
     """Return the messages with the arguments of tool calls as strings of JSON."""
-    def written(call: dict) -> dict:
+    def write_call(call: dict) -> dict:
         function = call.get("function", call)
         text = {"arguments": _to_json(function.get("arguments", {}))}
         return call | ({"function": function | text} if "function" in call else text)
-    return [message | {"tool_calls": [written(call) for call in message["tool_calls"]]} if message.get("tool_calls")
+    return [message | {"tool_calls": [write_call(call) for call in message["tool_calls"]]} if message.get("tool_calls")
             else message for message in messages]
 
 

@@ -37,7 +37,7 @@ def lengths(reader: Tokenizer) -> Lengths | None:
         return None
     file, added = json.loads(reader.library.to_str()), reader.library.get_added_tokens_decoder()
     model, vocab = file["model"], reader.library.get_vocab(with_added_tokens=True)
-    written = _written([*_steps(file["normalizer"]), *_steps(file["pre_tokenizer"])])
+    written = _find_writing([*_steps(file["normalizer"]), *_steps(file["pre_tokenizer"])])
     if written is None or model["type"] not in ("BPE", "Unigram") or model.get("continuing_subword_prefix") or \
             model.get("end_of_word_suffix"):
         return None
@@ -77,7 +77,7 @@ class _Written(NamedTuple):
     prefix: int | None
 
 
-def _written(steps: list[dict]) -> _Written | None:
+def _find_writing(steps: list[dict]) -> _Written | None:
     """Return how these steps write a text; None if a step changes or drops text in another way."""
     as_bytes, spaces, prefix = False, False, 0
     for step in steps:

@@ -157,11 +157,11 @@ def names_of(path: str | os.PathLike, *ids: int | None) -> list[str]:
     return [(library.id_to_token(one) or "") if one is not None else "" for one in ids]
 
 
-def named_separator(path: str | os.PathLike) -> int | None:
+def find_separator(path: str | os.PathLike) -> int | None:
     """Return the id of the separator that the files next to a tokenizer.json name; None if they name none. Raises:
     ValueError."""
     opened = _library(path, str(path))
-    return _named(opened.library, opened.said)[0]
+    return _find_named(opened.library, opened.said)[0]
 
 
 def files_of(path: Path) -> list[Path]:
@@ -181,7 +181,7 @@ def open_file(path: str, bos_token: str = "") -> TokenizerFile:
         raise ValueError(f"data.tokenizer={path!r} has an empty vocabulary; train it first")
     added = library.get_added_tokens_decoder()
     special = [token.content for token in added.values() if token.special]
-    bos, more = (vocab.get(bos_token), ()) if bos_token else _named(library, said)
+    bos, more = (vocab.get(bos_token), ()) if bos_token else _find_named(library, said)
     if bos is None and not bos_token:
         bos = next((vocab[name] for name in BOS_NAMES if name in special), None)
     others = [name for name in special if bos is None or name != library.id_to_token(bos)][:8]
@@ -198,7 +198,7 @@ def open_file(path: str, bos_token: str = "") -> TokenizerFile:
     return TokenizerFile(str(file), library, max(vocab.values()) + 1, bos, key, (*notes, *more))
 
 
-def _named(library: Any, said: beside.Said) -> tuple[int | None, tuple[str, ...]]:
+def _find_named(library: Any, said: beside.Said) -> tuple[int | None, tuple[str, ...]]:
     """Return (the separator that the files next to a tokenizer name, notes)."""
     name, number = said.names.get("bos_token"), said.bos_id
     of_config = number if number is not None and library.id_to_token(number) else None

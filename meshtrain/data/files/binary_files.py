@@ -142,7 +142,7 @@ def _megatron_ends(index: str, lengths: np.ndarray, pointers: np.ndarray, marks:
         end = int(ends[-1])
     faults = (len(marks) == 0 or marks[0] != 0 or marks[-1] != len(lengths))
     if faults and (len(marks) or len(lengths)):
-        raise ValueError(f"{index}: its document marks are {_shortened(marks)}, but they must begin at sequence 0 and "
+        raise ValueError(f"{index}: its document marks are {_shorten(marks)}, but they must begin at sequence 0 and "
                          f"end with the last, {len(lengths)}; write it again")
     before = 0
     for first, chunk in token_files.chunks(marks[1:]):
@@ -157,5 +157,5 @@ def _megatron_ends(index: str, lengths: np.ndarray, pointers: np.ndarray, marks:
         yield np.where(chunk > 0, ends, 0)
 
 
-def _shortened(marks: np.ndarray) -> str:
+def _shorten(marks: np.ndarray) -> str:
     return f"[{', '.join(map(str, marks[:3]))}{', …, ' + str(marks[-1]) if len(marks) > 3 else ''}]"

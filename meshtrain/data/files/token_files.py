@@ -154,7 +154,7 @@ class TokenFiles:
         return any(pair.mask for pair in self.pairs)
 
     def ends(self, documents: np.ndarray) -> np.ndarray:
-        ends = self._gathered(documents, self._before, [pair.ends_file for pair in self.pairs])
+        ends = self._gather(documents, self._before, [pair.ends_file for pair in self.pairs])
         return ends - documents - 1 if self.complete else ends      # without first tokens
 
     @functools.cached_property
@@ -164,9 +164,9 @@ class TokenFiles:
         if not all(found):
             return None
         before = list(itertools.accumulate((one.last() for one in found[:-1]), initial=0))
-        return contracts.totals(self.num_documents, lambda documents: self._gathered(documents, before, found))
+        return contracts.totals(self.num_documents, lambda documents: self._gather(documents, before, found))
 
-    def _gathered(self, documents: np.ndarray, before: Sequence[int], numbers: Sequence[Numbers]) -> np.ndarray:
+    def _gather(self, documents: np.ndarray, before: Sequence[int], numbers: Sequence[Numbers]) -> np.ndarray:
         """Return the ends of documents, int64, shaped as `documents`. numbers: the ends in each pair. before: sum over
         the pairs before each."""
         if len(self.pairs) == 1:

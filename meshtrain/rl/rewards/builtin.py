@@ -135,7 +135,7 @@ def _plain(text: str) -> str:
     while text != before:       # a root in a fraction, a power in a root
         before = text
         text = POWERS[1].sub(NONE, POWERS[0].sub(r"\1", text))
-        text = MIXED.sub(_mixed, FRACTION.sub(_as_fraction, OTHERS.sub(NONE, text)))
+        text = MIXED.sub(_rewrite_mixed, FRACTION.sub(_as_fraction, OTHERS.sub(NONE, text)))
     return JOINED.sub(NONE, SUBSCRIPT.sub("", text))
 
 
@@ -153,7 +153,7 @@ def _of_ten(found: re.Match) -> str:
     number, *exponents = found.groups()
     raised = next(filter(None, exponents)).translate(str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺−", "0123456789-+-"))
     value = _value(number)
-    return NONE if value is None else _written(value * Fraction(10) ** int(raised))
+    return NONE if value is None else _format_fraction(value * Fraction(10) ** int(raised))
 
 
 def _as_fraction(found: re.Match) -> str:
@@ -164,19 +164,19 @@ def _as_fraction(found: re.Match) -> str:
     if None in values or not values[1]:
         return NONE if None in values else f"{a}/{b}"       # divided by zero
     if not whole:
-        return _written(values[0] / values[1])
+        return _format_fraction(values[0] / values[1])
     if not (a.isdigit() and b.isdigit()):
         return f"{whole} {NONE}"
-    return _written(int(whole) + values[0] / values[1])
+    return _format_fraction(int(whole) + values[0] / values[1])
 
 
-def _mixed(found: re.Match) -> str:
+def _rewrite_mixed(found: re.Match) -> str:
     """Return 3 1/2 as 7/2."""
     whole, a, b = map(int, found.groups())
-    return _written(whole + Fraction(a, b)) if a < b else found[0]
+    return _format_fraction(whole + Fraction(a, b)) if a < b else found[0]
 
 
-def _written(value: Fraction) -> str:
+def _format_fraction(value: Fraction) -> str:
     return f"{value.numerator}/{value.denominator}"
 
 

@@ -65,7 +65,7 @@ def number(value, name: str) -> float:
     return float(value)
 
 
-def scored(function, prompt: str, answer: str, line: dict) -> dict:
+def score(function, prompt: str, answer: str, line: dict) -> dict:
     try:
         found = function(prompt, answer, line)
         parts = found if isinstance(found, dict) else {"reward": found}
@@ -75,7 +75,7 @@ def scored(function, prompt: str, answer: str, line: dict) -> dict:
         parts = {_name(name): number(value, _name(name)) for name, value in parts.items()}
         return {"reward": parts.pop("reward"), "parts": parts}
     except BaseException as error:      # SystemExit and KeyboardInterrupt, too
-        return {"failure": said(error)}
+        return {"failure": describe(error)}
 
 
 def _name(name) -> str:
@@ -83,7 +83,7 @@ def _name(name) -> str:
     return str(name).encode(errors="replace").decode()[:MOST_CHARS]
 
 
-def said(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     text = type(error).__name__
     with contextlib.suppress(BaseException):        # its own __str__ may fail
         text = f"{text}: {error}"
@@ -163,11 +163,11 @@ def serve(reward: str, source: str, target: str, memory: str) -> None:
     try:
         function = load(reward)
     except BaseException as error:
-        tell({"failure": said(error)})
+        tell({"failure": describe(error)})
         return
     tell({})
     for request in requests:
-        tell(scored(function, *json.loads(request)))
+        tell(score(function, *json.loads(request)))
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def check(reward: str, lines: Mapping[str, dict], memory_gb: float = 2.0) -> Non
         raise ValueError(f'rl.reward="{reward}": {path} is not a file (relative to {os.getcwd()}); name one as '
                          f'"rewards.py:score"')
     with contextlib.closing(_Process(reward, memory_gb, threading.Event())) as process:
-        if failure := process.started():
+        if failure := process.wait_for_start():
             raise ValueError(f'rl.reward="{reward}" cannot be loaded: {failure}; fix the file, or name another '
                              f'function')
 
@@ -104,7 +104,7 @@ class RewardWorkers:
         for _ in range(times):
             self._jobs.put((number, request))
 
-    def scored(self, timeout_s: float) -> bool:
+    def wait_for_scores(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s`; return whether everything that was submitted is scored."""
         with self._changed:
             return self._changed.wait_for(lambda: self._left == 0, timeout_s)
@@ -138,7 +138,7 @@ class RewardWorkers:
                 failure = ""
                 if process is None:
                     process = _Process(self.reward, self.memory_gb, self._closing)
-                    failure = process.started()
+                    failure = process.wait_for_start()
                 reply = process.ask(request, self.timeout_s) if not failure else {
                     "failure": f"its process did not start: {failure}"}
             except Exception as error:      # else the run would wait forever
@@ -192,7 +192,7 @@ class _Process:
         os.close(target)
         os.set_blocking(self._requests, False)
 
-    def started(self) -> str:
+    def wait_for_start(self) -> str:
         """Wait until the function is loaded. Return why it cannot be called; empty: it can."""
         return self._reply(START_S, b"").get("failure", "")
 
@@ -206,7 +206,7 @@ class _Process:
         while b"\n" not in self._rest:
             left_s = deadline - time.monotonic()
             if left_s <= 0 or self._closing.is_set():
-                return self._failed(f"{TIMEOUT} after {timeout_s:g} s")
+                return self._fail(f"{TIMEOUT} after {timeout_s:g} s")
             poll = select.poll()        # select.select takes no descriptor above 1023
             poll.register(self._replies, select.POLLIN)
             if request:
@@ -221,20 +221,20 @@ class _Process:
             except OSError:     # a broken pipe
                 data = b""
             if data == b"" or data is None and self._process.poll() is not None:
-                return self._failed(self._ending(deadline))
+                return self._fail(self._ending(deadline))
             self._rest += data or b""
             if len(self._rest) > MOST_REPLY_BYTES:
-                return self._failed("the function's process wrote an invalid reply")
+                return self._fail("the function's process wrote an invalid reply")
         line, self._rest = self._rest.split(b"\n", 1)
         try:
             reply = json.loads(line)
             if self._rest or not _is_reply(reply):
                 raise ValueError
         except (ValueError, RecursionError):
-            return self._failed("the function's process wrote an invalid reply")
+            return self._fail("the function's process wrote an invalid reply")
         return reply
 
-    def _failed(self, why: str) -> dict:
+    def _fail(self, why: str) -> dict:
         self.usable = False
         return {"failure": why}
 
