@@ -41,6 +41,7 @@ from meshtrain.data.batches import packing
 from meshtrain.scopes import BALANCED_ROWS
 from meshtrain.pages import pictures, skin
 from meshtrain.parallel.experts import all_to_all, dispatch
+from meshtrain.parallel.experts.region import ManualRegion
 
 PAGE, PICTURE = ROOT / "benchmarks" / "experts.md", ROOT / "benchmarks" / "experts.svg"
 MIB, GIB = 2**20, 2**30
@@ -270,7 +271,7 @@ def balanced(name: str) -> list[str]:
     made = assembly.assemble(run_files.load([str(ROOT / "configs" / f"{name}.toml")]), gpu_compile.topology("h100:64"))
     text = assembly.compile_step(made, refuse_broken=False).as_text()
     priced = [roofline.of_run(made, text)]
-    if dispatch.ManualRegion.of(made.layout).own:
+    if ManualRegion.of(made.layout).own:
         priced += [roofline.of_run(made, loaded(text, load)) for load in LOADS]
         priced.append(roofline.of_run(made, loaded(text, LOADS[-1]), {"experts.rounds": 1}))
     cells = [f"{line.step_s:.2f} s, **{line.mfu:.1%}**, {line.exposed_s / line.step_s:.1%}" for line in priced]

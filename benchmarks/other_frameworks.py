@@ -17,7 +17,7 @@ from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed, Recomputed
 from meshtrain.cost.formulas.rates import AttentionKernel, Matmul
 from meshtrain.cost.formulas.sizes import MICROBATCH, SUM, Sent, WeightMove
-from meshtrain.parallel.experts import dispatch
+from meshtrain.parallel.experts.region import ManualRegion
 
 _GAP = ("microseconds, forward and backward, in which the kernels of other frameworks wait for each other and for the "
         "host; from the runs of 2026: ")
@@ -149,7 +149,7 @@ class OtherPlaced(Placed):
         """Return the experts of one layer. Their rows are as many as the tokens' choices."""
         if not self.cfg.num_experts:
             return None
-        region, chosen = dispatch.ManualRegion.of(self.layout), self.cfg.experts_per_token
+        region, chosen = ManualRegion.of(self.layout), self.cfg.experts_per_token
         tokens = self.tokens(options) / self.stream_shards
         even = tokens * chosen * self.layout.num_shards(region.inner)
         return routed.Routed(True, region, tokens, tokens * (self.habits.copies or chosen), 1,

@@ -100,7 +100,7 @@ TABLE = [
     Planted("stages_sum_no_shards_of_sequences", "reduction", (), CELL, "meshtrain/training/pipelined.py::pipelined",
             'summed = step.deferred_axes + layout.mesh_axes("activations", "seq")', "summed = step.deferred_axes"),
     Planted("tokens_get_their_own_experts_alone", "reduction", EXPERTS, CELL,
-            "meshtrain/parallel/experts/dispatch.py::ManualRegion.combine", "psum(a, self.summed) if self.summed else a",
+            "meshtrain/parallel/experts/region.py::ManualRegion.combine", "psum(a, self.summed) if self.summed else a",
             "a"),
     Planted("expert_gradient_left_out_of_the_sum_over_other_tokens", "reduction", EXPERTS),
     Planted("expert_numbers_of_the_first_device_everywhere", "reduction", EXPERTS),

@@ -6,7 +6,8 @@ from meshtrain.config.sections import Run
 from meshtrain.kernels import grouped, mosaic
 from meshtrain.kernels.activations import ACTIVATIONS
 from meshtrain.parallel.experts import all_to_all
-from meshtrain.parallel.experts.dispatch import ManualRegion, RoutedExperts
+from meshtrain.parallel.experts.dispatch import RoutedExperts
+from meshtrain.parallel.experts.region import ManualRegion
 from meshtrain.sharding.rules import Layout
 
 

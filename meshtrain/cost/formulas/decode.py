@@ -20,7 +20,7 @@ from meshtrain.cost.formulas.sizes import FLOAT32, GATHER, SCATTER, SUM, Sent
 from meshtrain.cost.formulas.price import Links
 from meshtrain.cost.formulas.rates import Rates
 from meshtrain.names import MATMUL_ROLES
-from meshtrain.parallel.experts.dispatch import ManualRegion
+from meshtrain.parallel.experts.region import ManualRegion
 from meshtrain.sharding import moves
 from meshtrain.sharding.rules import Layout
 

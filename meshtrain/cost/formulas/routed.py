@@ -15,6 +15,7 @@ from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.sizes import GATHER, order
 from meshtrain.kernels import grouped, tiles
 from meshtrain.parallel.experts import all_to_all, dispatch
+from meshtrain.parallel.experts.region import ManualRegion
 
 if TYPE_CHECKING:
     from meshtrain.cost.formulas.placed import Placed
@@ -61,7 +62,7 @@ class Routed:
     inward outputs are saved for the backward, see `dispatch`. share: fraction of the layers that have experts.
     """
     by_all_to_all: bool
-    region: dispatch.ManualRegion
+    region: ManualRegion
     tokens: float
     seen: float
     choices: int
@@ -181,7 +182,7 @@ class Routed:
 def count(placed: Placed, options: Options) -> Routed:
     """Return the experts of one layer on one device and their tokens. The model must have experts."""
     cfg, layout = placed.cfg, placed.layout
-    region, K = dispatch.ManualRegion.of(layout), cfg.experts_per_token
+    region, K = ManualRegion.of(layout), cfg.experts_per_token
     by_all_to_all = experts.dispatch(options.dispatch, K, layout).value == "all_to_all"
     tokens, num_shards = placed.tokens(options) / placed.stream_shards, layout.num_shards(region.experts)
     local_experts, block = cfg.num_experts / num_shards, tiles.GROUPED[placed.itemsize].rows
@@ -203,7 +204,7 @@ def count(placed: Placed, options: Options) -> Routed:
                   pattern.share(cfg, mlps="e"))
 
 
-def sizes(placed: Placed, region: dispatch.ManualRegion) -> ExpertSizes:
+def sizes(placed: Placed, region: ManualRegion) -> ExpertSizes:
     """Return the sizes of a device's experts."""
     cfg, num_shards = placed.cfg, placed.layout.num_shards
     trained = all(info.trainable for info in placed.rows if "expert" in info.axes)
