@@ -157,7 +157,7 @@ def tokens_of(run) -> int:
 
 def head_flops(run) -> int:
     """Of one microbatch: logits, dx and dw."""
-    return 3 * 2 * tokens_of(run) * run.model.embed_dim * transformer.padded_vocab(run.model)
+    return 3 * 2 * tokens_of(run) * run.model.embed_dim * transformer.pad_vocab(run.model)
 
 
 def table_flops(made, forward: float, backward: float) -> float:

@@ -54,7 +54,7 @@ def compile_step(made: Assembly, refuse_broken: bool = True):
     If much of the step waits for communication, it is compiled again with a profile (see `cost.program.scheduling`),
     and the better of the two programs is returned.
     """
-    lowered = made.program.lowered()
+    lowered = made.program.lower_step()
     step = first = _compiled(made, lowered)
     profile = agree.on_first(lambda: _profile(made, first))
     path = profile and programs.keep_profile(profile)
@@ -87,14 +87,14 @@ def _compiled(made: Assembly, lowered: jax.stages.Lowered, more: Mapping = Mappi
 
 def initialize(made: Assembly) -> state.State:
     """Compute the training state before the first step. Raises: as `checked_program`."""
-    return checked_program(made.mesh, "the initialization", made.program.compiled(made.program.initialize))()
+    return checked_program(made.mesh, "the initialization", made.program.compile_function(made.program.initialize))()
 
 
 def initialize_params(made: Assembly) -> dict:
     """Compute only the weights before the first step. Raises: as `checked_program`."""
     alone = jax.jit(lambda: made.program.initialize().params,
                     out_shardings=jax.tree.map(lambda leaf: leaf.sharding, made.state_shapes.params))
-    return checked_program(made.mesh, "the initialization of the weights", made.program.compiled(alone))()
+    return checked_program(made.mesh, "the initialization of the weights", made.program.compile_function(alone))()
 
 
 def checked_program(mesh: jax.sharding.Mesh, name: str, executable):

@@ -105,7 +105,7 @@ class LaidOut:
 
 def lay_out(run: Run, sizes: Mapping[str, int], loaded: Rules, model: transformer.Transformer) -> LaidOut:
     """Fit the rules to a mesh of these sizes and check them. The run must have passed `config.problems`."""
-    staged = stages.choose(run, loaded, sizes, transformer.padded_vocab(run.model))
+    staged = stages.choose(run, loaded, sizes, transformer.pad_vocab(run.model))
     fitted, shared = model.fit(staged.value, sizes)
     layout = Layout(fitted, sizes)
     # Checks of context parallelism come first: a length that follows only the rules' remedy might be refused again.

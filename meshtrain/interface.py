@@ -314,12 +314,12 @@ class Experiment:
     @functools.cached_property
     def _evaluate(self):
         program = self.made.program
-        return program.compiled(program.evaluate, self.made.state_shapes.params, program.step.batch)
+        return program.compile_function(program.evaluate, self.made.state_shapes.params, program.step.batch)
 
     @functools.cached_property
     def _gradients(self):
         program, key = self.made.program, jax.random.key(self.run.run.seed, impl=PRNG)
-        return program.compiled(jax.jit(lambda p, batch: program.gradients(p, batch, key)),
+        return program.compile_function(jax.jit(lambda p, batch: program.gradients(p, batch, key)),
                                 self.made.state_shapes.params, program.step.batch)
 
     def _place(self, batch: Mapping[str, np.ndarray] | None) -> dict[str, jax.Array]:

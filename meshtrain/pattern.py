@@ -37,7 +37,7 @@ class Stretch(NamedTuple):
         return len(self.period) * self.repeats
 
 
-def repeated(pattern: str, length: int) -> str:
+def repeat(pattern: str, length: int) -> str:
     """Return a pattern repeated to this length. If it ends with *, only the letter before * is repeated."""
     if pattern.endswith("*"):
         return (pattern[:-1] + pattern[-2] * length)[:length]
@@ -51,16 +51,16 @@ def kinds(cfg: Model) -> tuple[Kind, ...]:
 
 @functools.lru_cache(256)
 def _kinds(mixers: str, mlps: str, num_layers: int) -> tuple[Kind, ...]:
-    return tuple(map(Kind, repeated(mixers, num_layers), repeated(mlps, num_layers)))
+    return tuple(map(Kind, repeat(mixers, num_layers), repeat(mlps, num_layers)))
 
 
-def rotated(cfg: Model) -> dict:
+def rope_mixers(cfg: Model) -> dict:
     """Return letter -> settings of the mixers with rope that the model has."""
     present = {kind.mixer for kind in kinds(cfg)} if cfg.position == "rope" else ()
     return {mixer: cfg.of(mixer) for mixer in ROTATED if mixer in present}
 
 
-def rotated_width(cfg: Model) -> int:
+def rope_width(cfg: Model) -> int:
     """Return the number of a head's dims that rope rotates: the first dims, or with latent attention the last. cfg: the
     settings of one mixer."""
     if cfg.latent.kv_dim:
@@ -138,7 +138,7 @@ def leading(cfg: Model) -> int:
     return sum(stretch.num_layers for stretch in stretches(cfg) if stretch.leading)
 
 
-def staged(cfg: Model) -> int:
+def count_staged(cfg: Model) -> int:
     """Return the number of layers in the stages of a pipeline."""
     return cfg.num_layers - leading(cfg)
 

@@ -97,7 +97,7 @@ TABLE = [
     Planted("convolutions_learn_from_own_tokens_alone", "reduction", RECURRENT, CELL,
             f"{CONTEXT}/recurrence.py::_convolve_backward.local", "tuple(psum(dw, over) for dw in dws) if over else dws",
             "dws"),
-    Planted("stages_sum_no_shards_of_sequences", "reduction", (), CELL, "meshtrain/training/pipelined.py::pipelined",
+    Planted("stages_sum_no_shards_of_sequences", "reduction", (), CELL, "meshtrain/training/pipelined.py::build",
             'summed = step.deferred_axes + layout.mesh_axes("activations", "seq")', "summed = step.deferred_axes"),
     Planted("tokens_get_their_own_experts_alone", "reduction", EXPERTS, CELL,
             "meshtrain/parallel/experts/region.py::ManualRegion.combine", "psum(a, self.summed) if self.summed else a",
@@ -127,7 +127,7 @@ TABLE = [
     Planted("what_layers_kept_before_is_left_in_place", "schedule"),
     # ---- rules
     Planted("whole_accumulators", "rule", ("--sharding.rules", "sharding_rules/zero2.toml", *MICROBATCHES), PROGRAM,
-            "meshtrain/training/accumulate.py::_unsummed_gradients.pin", 'layout.constrain("grads", g, axes)',
+            "meshtrain/training/accumulate.py::_gradients_of_replica.pin", 'layout.constrain("grads", g, axes)',
             "jax.lax.with_sharding_constraint(g, P())"),
     Planted("optimizer_states_lie_like_parameters", "rule", (), "no number changes: the states need more memory"),
     Planted("placement_is_read_backwards", "rule", (), "no number changes: other devices are neighbours"),

@@ -75,7 +75,7 @@ def run_of(sections: dict) -> config.Run:
 def programs_of(made: assembly.Assembly) -> Iterator[tuple[str, str]]:
     """The programs of a run: (what it does, its text)."""
     program, params = made.program, made.state_shapes.params
-    yield "step", program.lowered().as_text()
+    yield "step", program.lower_step().as_text()
     yield "evaluation", program.lower(program.evaluate, params, program.step.batch).as_text()
     yield "initialization", program.lower(program.initialize).as_text()
     if program.scores is not None:

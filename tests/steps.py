@@ -154,9 +154,9 @@ def check_flops(case: parity.Compiled) -> None:
         backward += forward - linear["down"] - product
         scores_again = product
     places = schedule.num_stages * schedule.num_chunks
-    depth = stages.padded(cfg, places) // places
+    depth = stages.count_padded(cfg, places) // places
     executed = schedule.executed
-    head = 3 * 2 * sequences * T * cfg.embed_dim * transformer.padded_vocab(cfg) // schedule.num_stages
+    head = 3 * 2 * sequences * T * cfg.embed_dim * transformer.pad_vocab(cfg) // schedule.num_stages
     # The loss of some runs is in a branch that is taken where the schedule says, the same on all devices.
     always = sum(part.stop - part.start for part in schedule.phases() if part.loss == "always")
     expected = depth * (executed["F"] * forward + executed["B"] * backward) + always * head

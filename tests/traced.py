@@ -31,7 +31,7 @@ def split_layer(run, model: Transformer, layout: Layout, mesh, attend: Callable,
     # of experts
     own = lambda axis: layout.num_shards(a for a in layout.mesh_axes(GATHERED, axis) if a in (*deferred, *seq))
     weights, frozen = (model.first(part[LAYERS])
-                       for part in model.divided(params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(
+                       for part in model.divide(params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(
         tuple(n // own(axis) for n, axis in zip(info.shape[1:], info.axes[1:])),
         dtype if info.role == "matrix" else info.dtype))))
     split = None
@@ -45,7 +45,7 @@ def split_layer(run, model: Transformer, layout: Layout, mesh, attend: Callable,
         assert group.period == model.period
 
         def period(w, x, inputs):
-            return group.apply(ex, group.weights(params.joined(w.trained, w.frozen)), x, inputs, w.numbers)
+            return group.apply(ex, group.weights(params.join(w.trained, w.frozen)), x, inputs, w.numbers)
         split = backward.SplitLayer(period, backward.Weights(weights, jnp.int32(0), frozen), x, inputs)
         return jnp.int32(0)
 

@@ -115,5 +115,5 @@ def _merged(leaves: Mapping[str, jax.Array], scale: float | None, dtype) -> dict
 
 
 def _merge(sharding, dtype):
-    return jax.jit(lambda kernel, a, b, scale: lora.merged(kernel, {"a": a, "b": b}, scale).astype(dtype),
+    return jax.jit(lambda kernel, a, b, scale: lora.merge(kernel, {"a": a, "b": b}, scale).astype(dtype),
                    out_shardings=sharding)

@@ -47,9 +47,9 @@ def initial_state(run: Run, model: transformer.Transformer, layout, mesh, shapes
                 raise ValueError(f"{where} trained other parameters ({adapters.describe(source_lora)}) than this run "
                                  f"({adapters.describe(run.lora.model_dump())}), so checkpoint.init_optimizer=true "
                                  f"finds no state for these; leave it out")
-            trained, _ = model.divided(fresh.params) if run.lora.rank else ({}, {})
-            _, wanted = model.divided(shapes.params) if run.lora.rank else ({}, shapes.params)
-            restored = {"params": params.joined(trained, adapters.restore(source, wanted))}
+            trained, _ = model.divide(fresh.params) if run.lora.rank else ({}, {})
+            _, wanted = model.divide(shapes.params) if run.lora.rank else ({}, shapes.params)
+            restored = {"params": params.join(trained, adapters.restore(source, wanted))}
         else:
             wanted = {"params": shapes.params} | ({"opt_state": shapes.opt_state} if asks_state else {})
             restored = source.restore(wanted, part=True)
@@ -82,7 +82,7 @@ def upcycled(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
         raise ValueError(f'model.mixers="{cfg.mixers}" and model.mlps="{cfg.mlps}": experts cannot start from a dense '
                          f"run if the layers are of several kinds; leave the patterns out")
     dense = transformer.build(cfg.model_copy(update=DENSE | {"mlp_dim": width}))
-    wanted = state.stored(dense, layout, mesh)
+    wanted = state.describe_params(dense, layout, mesh)
     restored = leaves_of(adapters.restore(source, wanted))
     adapters.warn_left_out(source, wanted)
 

@@ -117,7 +117,7 @@ def _why(setting: Setting, name: str, against: Mapping[str, list[str]]) -> tuple
         reasons = [*dict.fromkeys(against["cudnn"] + against["pallas"])]
     else:
         reasons = against["cudnn"][:1]
-    wide = _left_to_pallas(run) if name == "mosaic" else ""
+    wide = _list_pallas_heads(run) if name == "mosaic" else ""
     label = LABELS[name] + (f" ({wide})" if wide else "") + _window_of(run)
     return (f"attention: {label}" + (f", because {'; '.join(reasons)}" if reasons else ""),)
 
@@ -139,7 +139,7 @@ def _engine_of(name: str, setting: Setting, head_dim: int, value_dim: int, score
         return kernel
     if name == "mosaic" and mosaic.widths_of(head_dim, value_dim):
         return mosaic.engine(scores)
-    if name in ("pallas", "mosaic"):        # `_left_to_pallas`: layers with wide heads
+    if name in ("pallas", "mosaic"):        # `_list_pallas_heads`: layers with wide heads
         sizes = tiles.of(head_dim, setting.gpu_name, bool(scores.softcap), value_dim)
         assert sizes is not None, "`engine` has looked for tiles"
         return pallas.engine(sizes, scores)
@@ -238,7 +238,7 @@ def _against_mosaic(setting: Setting) -> list[str]:
     return _against_pallas(setting)
 
 
-def _left_to_pallas(run: Run) -> str:
+def _list_pallas_heads(run: Run) -> str:
     """Return which heads the Pallas kernels compute in a run with "mosaic"; "" if there are none."""
     wide = sorted({cfg.head_dim for cfg in attending(run) if not mosaic.widths_of(cfg.head_dim, value_dim(cfg))})
     return f"heads of {', '.join(map(str, wide))}: Pallas kernels" if wide else ""

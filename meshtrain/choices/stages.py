@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from meshtrain.choices.setting import Choice
 from meshtrain.config.sections import Run
 from meshtrain.parallel.pipeline import schedules, stages
-from meshtrain.pattern import LONGEST_PERIOD, leading, period, staged
+from meshtrain.pattern import LONGEST_PERIOD, count_staged, leading, period
 from meshtrain.sharding.rules import Rules
 
 
@@ -21,7 +21,7 @@ def problems(run: Run, loaded: Rules, sizes: Mapping[str, int]) -> list[str]:
         return [f'mesh.stage={num_stages} needs layers that repeat with a period, and model.mixers='
                 f'"{run.model.mixers}" with model.mlps="{run.model.mlps}" has none of up to {LONGEST_PERIOD} layers; '
                 f'set mesh.stage to 1']
-    num_layers, layers = staged(run.model), f"model.num_layers={run.model.num_layers}"
+    num_layers, layers = count_staged(run.model), f"model.num_layers={run.model.num_layers}"
     layers += f", of which the first {first} are in no stage," if first else ""
     faults = schedules.problems(stages.schedule_name(run), num_stages, run.training.microbatches, chunks)
     together = period(run.model)
@@ -54,7 +54,7 @@ def choose(run: Run, loaded: Rules, sizes: Mapping[str, int], vocab: int) -> Cho
 
     Identity layers are added inside the step. Only the model's own layers are stored, in their order.
     """
-    num_stages, num_layers, drop, lines = sizes["stage"], staged(run.model), set(), []
+    num_stages, num_layers, drop, lines = sizes["stage"], count_staged(run.model), set(), []
     if num_stages == 1:
         return Choice(loaded)
     splits = [math.prod(sizes[a] for a in table["vocab"]) for table in loaded.tables.values()
@@ -77,8 +77,8 @@ def choose(run: Run, loaded: Rules, sizes: Mapping[str, int], vocab: int) -> Cho
 
 def costs(run: Run, schedule: schedules.Schedule) -> tuple[str, ...]:
     """Return lines for the user on the costs of this schedule besides its bubble."""
-    num_stages, chunks, num_layers = schedule.num_stages, schedule.num_chunks, staged(run.model)
-    lines, extra = [], stages.padded(run.model, num_stages * chunks) - num_layers
+    num_stages, chunks, num_layers = schedule.num_stages, schedule.num_chunks, count_staged(run.model)
+    lines, extra = [], stages.count_padded(run.model, num_stages * chunks) - num_layers
     if first := leading(run.model):
         idle = -schedule.num_microbatches % num_stages
         lines.append(f"pipeline: the {first} layers before the stages: every stage holds all of their weights and "

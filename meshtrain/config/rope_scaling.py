@@ -12,7 +12,7 @@ KEYS = tuple(RopeScaling.model_fields)[1:]
 
 def problems(cfg: Model) -> Iterator[str]:
     """Return the faults of the ropes of the [model] section, including those of model.kinds."""
-    sections = pattern.rotated(cfg)
+    sections = pattern.rope_mixers(cfg)
     faults = [fault for section in (sections or {"": cfg}).values() for fault in _of_scaling(section.rope_scaling)]
     for mixer, section in sections.items():
         key = f"model.kinds.{mixer}.head_dim" if section.head_dim != cfg.head_dim else "model.head_dim"
@@ -35,7 +35,7 @@ def _of_scaling(rope: RopeScaling) -> Iterator[str]:
 
 
 def _of_width(cfg: Model, key: str) -> Iterator[str]:
-    rope, dims = cfg.rope_scaling, pattern.rotated_width(cfg)
+    rope, dims = cfg.rope_scaling, pattern.rope_width(cfg)
     if cfg.latent.kv_dim and rope.partial_rotary_factor != 1:
         yield (f"model.rope_scaling.partial_rotary_factor={rope.partial_rotary_factor} applies to whole heads, but "
                f"with latents model.latent.rope_dim={dims} is rotated; leave it out")

@@ -29,7 +29,7 @@ from meshtrain.config.sections import Model
 from meshtrain.kernels import convolution, decode, products, recurrence
 from meshtrain.kernels.engine import MASKED, Expansion, Mask
 from meshtrain.model.execution import Execution
-from meshtrain.model.loss import capped
+from meshtrain.model.loss import cap
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import PADDING
 from meshtrain.parallel.context.recurrence import CHANNEL_AXES
@@ -87,7 +87,7 @@ def read(model: Transformer, ex: Execution, p, batch) -> list:
     Prompts are padded on the left, with segment 0. The last token is at the last place.
     """
     x_BTD, inputs, caches = model.embed(ex, p, batch), model.inputs(batch), []
-    for first, group in model.numbered():
+    for first, group in model.number_groups():
         def repeat(x_BTD, scanned, group=group):
             weights, number = scanned
             kept = [_Writing(ex) for _ in group.period]
@@ -118,7 +118,7 @@ def extend(model: Transformer, ex: Execution, p, batch, caches: list, at_S, live
     x_BTD, inputs, new = model.embed(ex, p, batch), model.inputs(batch), []
     last = jnp.max(jnp.where(live_S, at_S, 0))
     reach = _Reach(at_S, last, jnp.where(live_S, at_S, -1) if ex.engines.by_kernels else None)
-    for (first, group), cache in zip(model.numbered(), caches, strict=True):
+    for (first, group), cache in zip(model.number_groups(), caches, strict=True):
         def repeat(carry, scanned, group=group):
             # The cache is carried, not scanned, so that one token is written in place and nothing else moves.
             x_BTD, cache = carry
@@ -289,7 +289,7 @@ class _Reading:
             return second if expansion is None else first[:, None]
 
         def score(*part):
-            return capped(products_with(*part) * scores.scale_for(H), scores.softcap)
+            return cap(products_with(*part) * scores.scale_for(H), scores.softcap)
         o_BTNV = self._over_places(layout, N, score, values, mask, sinks_N).reshape(B, T, N, -1)
         if expansion is not None:
             value_CNV = expansion.gather(expansion.value_CNV)

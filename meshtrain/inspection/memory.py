@@ -17,7 +17,7 @@ def formula(made: Assembly) -> dict:
     """Return the bytes per device by kind that follow from the rules. Weights and gradients in a pipeline's loop are
     separate entries, because [params] and [grads] do not shard them."""
     spec = made.program.step.state
-    held = program_memory.formula(spec.abstract, spec.sharding, made.model.divided(spec.abstract.params)[0],
+    held = program_memory.formula(spec.abstract, spec.sharding, made.model.divide(spec.abstract.params)[0],
                           grads_shardings(made))
     host = program_memory.host_bytes(made.run, made.layout)
     return (held | (program_memory.loop_bytes(_loop(made), made.run.model.compute_dtype) if made.choice else {})
@@ -33,7 +33,7 @@ def read_bytes(made: Assembly) -> int:
 
 def measure(made: Assembly, executable, text: str | None = None) -> dict:
     """Return the bytes per device by kind of a compiled step. text: its `as_text()`, if already available."""
-    trained = made.model.divided(made.program.step.state.abstract.params)[0]
+    trained = made.model.divide(made.program.step.state.abstract.params)[0]
     shapes = jax.tree.map(lambda a, s: s.shard_shape(a.shape), trained, grads_shardings(made))
     accumulators = jax.tree.leaves(shapes, is_leaf=lambda shape: isinstance(shape, tuple))
     held = program_memory.measure(executable, text or executable.as_text(), made.program.step.state.abstract,

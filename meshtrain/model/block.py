@@ -22,12 +22,12 @@ from meshtrain.config.sections import Model
 from meshtrain.kernels.engine import Mask, Scores
 from meshtrain.model import float8, params, parts
 from meshtrain.model.dropout import dropout
-from meshtrain.model.execution import Execution, recomputed
-from meshtrain.model.layers import Linear, Norm, gated, kv_heads, small, together, unit
+from meshtrain.model.execution import Execution, recompute
+from meshtrain.model.layers import Linear, Norm, apply_gate, kv_heads, small, together, unit
 from meshtrain.model.mlp import GATE_UP
 from meshtrain.model.params import declare
 from meshtrain.model.parts import Inputs
-from meshtrain.model.rope import grown, rotate
+from meshtrain.model.rope import scale_queries, rotate
 from meshtrain.model.stats import SCORE_BOUND, LayerStats
 from meshtrain.names import LAYERS, LEADING
 from meshtrain.sharding.rules import GATHERED
@@ -107,16 +107,16 @@ def build_block(ex: Execution, layer: params.Module, shape: tuple[int, ...], dro
         x_BTD, part_ex = checkpoint_name(x_BTD, LAYER_INPUT), parts.tokens_first(ex) if tokens_first else ex
         pieces = [(x_BTD, inputs)]
         if num_parts > 1:
-            weights = params.mapped(infos, lambda info, w: w if info.role == "norm" else
-                                    parts.shared(ex, info, w), weights)
+            weights = params.map_params(
+                infos, lambda info, w: w if info.role == "norm" else parts.share(ex, info, w), weights)
             part_ex = dataclasses.replace(part_ex, in_parts=True)
             pieces = list(zip(parts.cut(x_BTD, shards, num_parts), inputs.cut(shards, num_parts), strict=True))
         module, outputs, stats = layer.bind(weights), [], []
         for part_BTD, part_inputs in pieces:
             if tokens_first:
-                part_BTD, part_inputs = parts.turned(part_BTD), part_inputs.turned()
+                part_BTD, part_inputs = parts.transpose(part_BTD), part_inputs.transpose()
             y_BTD, of_part = module(part_ex, part_BTD, part_inputs, number)
-            outputs.append(parts.turned(y_BTD) if tokens_first else y_BTD)
+            outputs.append(parts.transpose(y_BTD) if tokens_first else y_BTD)
             stats.append(of_part)
         y_BTD = parts.join(outputs, shards)
         return ex.layout.act(y_BTD, "batch", "residual_seq", None), functools.reduce(operator.add, stats)
@@ -201,38 +201,38 @@ class Layer(nnx.Module):
         def residual(y):
             return ex.layout.act(y, "batch", "residual_seq", None)
 
-        def normed(norm, x_BTD):
+        def apply_norm(norm, x_BTD):
             return x_BTD if norm is None else norm(ex, x_BTD)
         mixer, stats = self.linear if self.attention is None else self.attention, LayerStats()
         if mixer is not None:
-            h_BTD = self._full(ex, normed(self.attention_norm, x_BTD))
+            h_BTD = self._full(ex, apply_norm(self.attention_norm, x_BTD))
             y_BTD = mixer(ex, h_BTD, inputs)
             if self.attention is not None:
                 y_BTD, bound_N = y_BTD
                 if bound_N is not None and ex.bounds is not None:
                     stats = LayerStats.of("step", **{SCORE_BOUND: in_row(number, bound_N, *ex.bounds)})
-            y_BTD = normed(self.attention_post_norm, residual(y_BTD))
-            x_BTD = residual(self._added(x_BTD, dropout(ex, y_BTD, self.dropout, inputs, 2 * number)))
+            y_BTD = apply_norm(self.attention_post_norm, residual(y_BTD))
+            x_BTD = residual(self._add(x_BTD, dropout(ex, y_BTD, self.dropout, inputs, 2 * number)))
             if self.attention_post_norm is None:
                 x_BTD = checkpoint_name(x_BTD, "attention_stream")
         if self.mlp is not None and ex.early and not ex.in_parts and not self.mlp.down.frozen:
-            x_BTD, self.mlp.down.kernel[...] = released(x_BTD, self.mlp.down.kernel[...])
+            x_BTD, self.mlp.down.kernel[...] = wait_for_gradient(x_BTD, self.mlp.down.kernel[...])
         if self.mlp is not None or self.moe is not None:
-            h_BTD = normed(self.mlp_norm, x_BTD)
+            h_BTD = apply_norm(self.mlp_norm, x_BTD)
             if self.mlp is not None:
                 y_BTD = self.mlp(ex, self._full(ex, h_BTD))
             elif self.moe is not None:
                 y_BTD, of_experts = self.moe(ex, residual(h_BTD), inputs, number)
                 stats |= of_experts
-            y_BTD = normed(self.mlp_post_norm, residual(y_BTD))
-            x_BTD = residual(self._added(x_BTD, dropout(ex, y_BTD, self.dropout, inputs, 2 * number + 1)))
+            y_BTD = apply_norm(self.mlp_post_norm, residual(y_BTD))
+            x_BTD = residual(self._add(x_BTD, dropout(ex, y_BTD, self.dropout, inputs, 2 * number + 1)))
         if self.layer_scale is not None:
             # A constant of the model. It gets no gradient, so no optimizer changes it.
             scale = jax.lax.stop_gradient(small(ex, self.layer_scale[...], (None,)))
             x_BTD = (x_BTD.astype(jnp.float32) * scale).astype(x_BTD.dtype)
         return x_BTD, stats
 
-    def _added(self, x_BTD, y_BTD):
+    def _add(self, x_BTD, y_BTD):
         if self.residual_multiplier == 1:
             return x_BTD + y_BTD
         # In float32: 0.22 in bfloat16 is 0.2% more.
@@ -251,7 +251,7 @@ class Layer(nnx.Module):
 
 
 @jax.custom_vjp
-def released(x, w):
+def wait_for_gradient(x, w):
     """Return x and w unchanged. In the backward, the gradient of x waits for the reduced gradient of w.
 
     Otherwise XLA delays a layer's weight gradients to the end of its backward, where the last reduce-scatter overlaps
@@ -262,7 +262,7 @@ def released(x, w):
     return x, w
 
 
-released.defvjp(lambda x, w: ((x, w), None), lambda _, cotangents: jax.lax.optimization_barrier(cotangents))
+wait_for_gradient.defvjp(lambda x, w: ((x, w), None), lambda _, cotangents: jax.lax.optimization_barrier(cotangents))
 
 
 def in_row(number, values_N, rows: int, width: int):
@@ -319,14 +319,14 @@ class Attention(nnx.Module):
             over_heads = len(self.key_norm.axes) > 1
             q_BTNH, k_BTKH = self.query_norm(ex, q_BTNH), self.key_norm(ex, k_BTKH, repeats if over_heads else 1)
         if self.value_eps:
-            v_BTKH = recomputed(ex, partial(unit, self.value_eps))(v_BTKH)
+            v_BTKH = recompute(ex, partial(unit, self.value_eps))(v_BTKH)
         if rope:
             if in_one:
-                q_BTNH = self.query_norm.rotated(ex, "heads", q_BTNH, rope)
-                k_BTKH = self.key_norm.rotated(ex, "kv_heads", k_BTKH, rope)
+                q_BTNH = self.query_norm.norm_and_rotate(ex, "heads", q_BTNH, rope)
+                k_BTKH = self.key_norm.norm_and_rotate(ex, "kv_heads", k_BTKH, rope)
             else:
                 q_BTNH, k_BTKH = rotate(q_BTNH, rope), rotate(k_BTKH, rope)
-            q_BTNH = grown(q_BTNH, rope)
+            q_BTNH = scale_queries(q_BTNH, rope)
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
             k_BTKH = act(k_BTKH, "batch", "seq", "kv_heads", "head_dim")
             if self.query_norm is None:     # with a norm, remat would also keep the norm's input
@@ -339,5 +339,5 @@ class Attention(nnx.Module):
         o_BTNH = act(o_BTNH, "batch", "seq", "heads", "head_dim")
         if gate_BTNH is not None:
             gate_BTNH = act(gate_BTNH, "batch", "seq", "heads", "head_dim")
-            o_BTNH = recomputed(ex, gated)(o_BTNH, gate_BTNH)
+            o_BTNH = recompute(ex, apply_gate)(o_BTNH, gate_BTNH)
         return self.out(ex, o_BTNH, out_axes=("batch", "seq", None)), bound_N

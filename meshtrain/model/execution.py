@@ -77,7 +77,7 @@ class Execution:
     numerics: Numerics
     engines: Engines
     in_order: bool = False  # whether collectives outside a loop must not overlap with those in it (`sharding.order`)
-    in_parts: bool = False  # the layer sees one part of a microbatch, and its weights are `parts.shared`
+    in_parts: bool = False  # the layer sees one part of a microbatch, and its weights are `parts.share`
     # (number of layers, most heads of a layer): the stats of a layer have SCORE_BOUND; None: they do not
     bounds: tuple[int, int] | None = None
 
@@ -99,7 +99,7 @@ def with_numerics(ex: Execution, **changed) -> Execution:
     return dataclasses.replace(ex, numerics=dataclasses.replace(ex.numerics, **changed))
 
 
-def recomputed(ex: Execution, f: Callable) -> Callable:
+def recompute(ex: Execution, f: Callable) -> Callable:
     """Return f with only its inputs saved for the backward, which recomputes casts and elementwise ops, but no matmul.
 
     Under remat f is unchanged: the policy decides what is saved.

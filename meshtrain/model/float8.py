@@ -75,7 +75,7 @@ def scale_of(amax, dtype):
     return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
 
 
-def quantised(x, scale, dtype):
+def quantize(x, scale, dtype):
     return (x.astype(jnp.float32) / scale).astype(dtype)
 
 
@@ -95,29 +95,29 @@ def project(ex, forms, out_axes, frozen, x, ws):
 
 
 def _forward(ex, forms, out_axes, frozen, x, ws):
-    sx = _kept(scale_of(over_tokens(ex.layout, largest([x])), E4M3))
-    qx = quantised(x, sx, E4M3)
+    sx = _name_scale(scale_of(over_tokens(ex.layout, largest([x])), E4M3))
+    qx = quantize(x, sx, E4M3)
     if not out_axes:                        # sequence parallel: (N-1)/N of B·T·D bytes, half of bfloat16's
         qx = ex.layout.act(_on_residual(ex, qx), "batch", "seq", None)
     # Cast to the compute dtype first, because some layouts read weights that were cast once per step, others the master
     # weights.
-    sw = _kept(scale_of(largest([w.astype(ex.numerics.dtype) for w in ws]), E4M3))
-    full = _gathered(ex, forms, ws, sw)
+    sw = _name_scale(scale_of(largest([w.astype(ex.numerics.dtype) for w in ws]), E4M3))
+    full = _gather_quantized(ex, forms, ws, sw)
     ys = []
     for (eq, _), w in zip(forms, full, strict=True):
         y = _dot(ex, eq, qx, w, ex.numerics.dtype)
-        ys.append(_scaled(_on_residual(ex, y) if out_axes else y, sx * sw))
+        ys.append(_rescale(_on_residual(ex, y) if out_axes else y, sx * sw))
     # As in `layers.project`: without remat the shard is saved. The backward quantizes and gathers it again.
     return tuple(ys), (None if frozen else qx, sx, ws if ex.numerics.remat == "none" else full, sw)
 
 
 def _backward(ex, forms, out_axes, frozen, saved, dys):
     qx, sx, ws, sw = saved
-    full = _gathered(ex, forms, ws, sw) if ex.numerics.remat == "none" else ws
+    full = _gather_quantized(ex, forms, ws, sw) if ex.numerics.remat == "none" else ws
     scale = scale_of(over_tokens(ex.layout, largest(dys)), E5M2)
     dx, dws = 0, []
     for (eq, axes), w, dy in zip(forms, full, dys, strict=True):
-        dy = quantised(dy, scale, E5M2)
+        dy = quantize(dy, scale, E5M2)
         if out_axes:
             # as in `layers.project`
             dy = ex.layout.act(lax.optimization_barrier(dy) if ex.layout.sequence_parallel else dy, *out_axes)
@@ -127,23 +127,23 @@ def _backward(ex, forms, out_axes, frozen, saved, dys):
         if frozen:
             continue
         dw = _dot(ex, f"{left},{out}->{right}", qx, dy, jnp.float32)
-        dws.append(_scaled(ex.layout.constrain("grads", dw, axes), sx * scale))
+        dws.append(_rescale(ex.layout.constrain("grads", dw, axes), sx * scale))
     # Reduced over tensor before scaling; otherwise every product would have its own all-reduce.
-    return _scaled(dx if out_axes else _on_residual(ex, dx), scale * sw), tuple(dws) or (None,) * len(forms)
+    return _rescale(dx if out_axes else _on_residual(ex, dx), scale * sw), tuple(dws) or (None,) * len(forms)
 
 
 project.defvjp(_forward, _backward)
 
 
-def _kept(scale):
+def _name_scale(scale):
     return checkpoint_name(scale, SCALE)
 
 
-def _gathered(ex, forms, ws, scale):
+def _gather_quantized(ex, forms, ws, scale):
     """Return the quantized weights, gathered over the axes that split tokens: (N-1)/N bytes per element."""
     full = []
     for (_, axes), w in zip(forms, ws, strict=True):
-        w = ex.layout.constrain("params", quantised(w.astype(ex.numerics.dtype), scale, E4M3), axes)
+        w = ex.layout.constrain("params", quantize(w.astype(ex.numerics.dtype), scale, E4M3), axes)
         full.append(ex.layout.constrain(GATHERED, w, axes))
     return tuple(full)
 
@@ -152,7 +152,7 @@ def _dot(ex, eq, a, b, dtype):
     return jnp.einsum(eq, a, b, precision=ex.numerics.float8, preferred_element_type=dtype)
 
 
-def _scaled(x, scale):
+def _rescale(x, scale):
     return x * scale.astype(x.dtype)        # a power of two: exact
 
 

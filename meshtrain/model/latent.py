@@ -19,7 +19,7 @@ from meshtrain.config.sections import Model
 from meshtrain.kernels.engine import Expansion, Mask, Scores
 from meshtrain.model import lora, rope
 from meshtrain.model.execution import Execution
-from meshtrain.model.layers import Linear, Norm, gathered, together
+from meshtrain.model.layers import Linear, Norm, gather_weight, together
 
 NORM_EPS = 1e-6         # of the norms of latents in all published models; other norms may have another eps
 
@@ -56,7 +56,7 @@ class LatentAttention(nnx.Module):
         c_BTC = act(self.latent_norm(ex, act(c_BTC, "batch", "seq", None)), "batch", "seq", None)
         if turning := inputs.rope.get(self.mixer):
             plain_BTNH, turned_BTNR = jnp.split(q_BTNH, [q_BTNH.shape[-1] - self.rope_dim], -1)
-            q_BTNH = rope.grown(jnp.concatenate([plain_BTNH, rope.rotate(turned_BTNR, turning)], -1), turning)
+            q_BTNH = rope.scale_queries(jnp.concatenate([plain_BTNH, rope.rotate(turned_BTNR, turning)], -1), turning)
             q_BTNH = act(q_BTNH, "batch", "seq", "heads", "head_dim")
             r_BTR = rope.rotate(r_BTR[:, :, None], turning)[:, :, 0]
         r_BTR = act(r_BTR, "batch", "seq", None)
@@ -70,10 +70,10 @@ class LatentAttention(nnx.Module):
     def _expansion(self, ex: Execution) -> Expansion:
         # With adapters, use the merged weights: the engine multiplies the weights, on devices that depend on how
         # sequences are split.
-        key, value = (linear.kernel[...] if linear.lora is None else lora.merged(
+        key, value = (linear.kernel[...] if linear.lora is None else lora.merge(
             linear.kernel[...][None], {"a": linear.lora.a[...][None], "b": linear.lora.b[...][None]},
             linear.lora.scale)[0] for linear in (self.key, self.value))
 
         def place(dw):
             return dw if ex.in_parts else ex.layout.constrain("grads", dw, self.key.axes)
-        return Expansion(key, value, partial(gathered, ex, axes=self.key.axes), place)
+        return Expansion(key, value, partial(gather_weight, ex, axes=self.key.axes), place)

@@ -17,23 +17,23 @@ from jax.sharding import PartitionSpec as P
 from meshtrain.config.sections import Model
 from meshtrain.kernels import products, rotation
 from meshtrain.model import float8
-from meshtrain.model.execution import Execution, recomputed
+from meshtrain.model.execution import Execution, recompute
 from meshtrain.model.params import declare
-from meshtrain.model.rope import Rope, normed_and_rotated
+from meshtrain.model.rope import Rope, norm_and_rotate
 from meshtrain.sharding.mesh import psum
 from meshtrain.sharding.rules import GATHERED, Layout
 
 
 # --- the weight einsum ---------------------------------------------------------------------------------------------
 
-def gathered(ex: Execution, w: jax.Array, axes) -> jax.Array:
+def gather_weight(ex: Execution, w: jax.Array, axes) -> jax.Array:
     """Return the weight in the compute dtype, gathered over the axes that split tokens (ZeRO-3). Tensor sharding stays.
 
     The gather moves (N-1)/N of the weight's bytes in the compute dtype. The weight is first constrained to its shards.
     Otherwise XLA sometimes gathers the float32 master weight and casts afterwards.
     """
     if ex.in_parts:
-        return w.astype(ex.numerics.dtype)       # `parts.shared` gathers once for all parts
+        return w.astype(ex.numerics.dtype)       # `parts.share` gathers once for all parts
     w = ex.layout.constrain("params", w.astype(ex.numerics.dtype), axes)
     return ex.layout.constrain(GATHERED, w, axes)
 
@@ -41,7 +41,7 @@ def gathered(ex: Execution, w: jax.Array, axes) -> jax.Array:
 def place_gradient(ex: Execution, dw, axes):
     """Return a weight's gradient sharded as in [grads].
 
-    With parts it is returned unchanged, because `parts.shared` shards the sum.
+    With parts it is returned unchanged, because `parts.share` shards the sum.
     """
     return dw if ex.in_parts else ex.layout.constrain("grads", dw, axes)
 
@@ -55,11 +55,11 @@ def project(ex: Execution, forms, out_axes, frozen: bool, x, ws):
     weight gradient in the dtype of its dot, so here the dot has a float32 result, sharded as in [grads]. Frozen weights
     get no gradient, and x is not saved for them.
     """
-    return tuple(products.einsum(eq, x, gathered(ex, w, axes)) for (eq, axes), w in zip(forms, ws, strict=True))
+    return tuple(products.einsum(eq, x, gather_weight(ex, w, axes)) for (eq, axes), w in zip(forms, ws, strict=True))
 
 
 def _project_forward(ex, forms, out_axes, frozen, x, ws):
-    full = [gathered(ex, w, axes) for (_, axes), w in zip(forms, ws, strict=True)]
+    full = [gather_weight(ex, w, axes) for (_, axes), w in zip(forms, ws, strict=True)]
     # With remat the gathered weight lives only inside the recomputed layer. Without remat, saving it would hold all
     # layers' gathered weights until the backward, so the shard is saved and gathered again.
     ys = tuple(products.einsum(eq, x, w) for (eq, _), w in zip(forms, full))
@@ -78,7 +78,7 @@ def _project_backward(ex, forms, out_axes, frozen, saved, dys):
                 # correct without it.
                 dy = jax.lax.optimization_barrier(dy)
             dy = ex.layout.act(dy, *out_axes)
-        full = gathered(ex, w, axes) if ex.numerics.remat == "none" else w
+        full = gather_weight(ex, w, axes) if ex.numerics.remat == "none" else w
         operands, out = eq.split("->")
         left, right = operands.split(",")
         product = products.einsum(f"{out},{right}->{left}", dy, full, dy.dtype if x is None else x.dtype)
@@ -109,27 +109,27 @@ class Linear(nnx.Module):
         """Return the projection of x. repeats: copies of each kv head, see `kv_heads`."""
         return together(ex, x, (self, repeats), out_axes=out_axes)[0]
 
-    def biased(self, ex: Execution, y, repeats: int):
+    def bias_output(self, ex: Execution, y, repeats: int):
         if self.bias is None:
             return y
-        bias, axes = repeated(ex, self.bias[...], self.bias_axes, repeats)
+        bias, axes = repeat_heads(ex, self.bias[...], self.bias_axes, repeats)
         return add_bias(ex, axes, y, bias)
 
 
 def together(ex: Execution, x, *linears: tuple[Linear, int], out_axes=None) -> list:
     """Return the outputs of all (Linear, its repeats) for one x. In float8, x is quantized and gathered once for all.
     """
-    weights = [repeated(ex, linear.kernel[...], linear.axes, repeats) for linear, repeats in linears]
+    weights = [repeat_heads(ex, linear.kernel[...], linear.axes, repeats) for linear, repeats in linears]
     forms = tuple((linear.eq, axes) for (linear, _), (_, axes) in zip(linears, weights))
     frozen = linears[0][0].frozen
     multiply = float8.project if ex.numerics.float8 else project
     ys = multiply(ex, forms, out_axes, frozen, x, tuple(w for w, _ in weights))
     ys = [y if linear.lora is None else linear.lora(ex, x, y, repeats, out_axes)
           for (linear, repeats), y in zip(linears, ys)]
-    return [linear.biased(ex, y, repeats) for (linear, repeats), y in zip(linears, ys)]
+    return [linear.bias_output(ex, y, repeats) for (linear, repeats), y in zip(linears, ys)]
 
 
-def repeated(ex: Execution, w, axes, repeats: int):
+def repeat_heads(ex: Execution, w, axes, repeats: int):
     """Return (w with each kv head `repeats` times, its logical axes).
 
     Copies are adjacent, so that query groups stay together.
@@ -196,26 +196,26 @@ class Norm(nnx.Module):
         """
         dims = tuple(range(-len(self.axes), 0))
 
-        def normed(x, scale, bias):
+        def normalize(x, scale, bias):
             y = x.astype(jnp.float32)
             if self.centred:
                 y = y - jnp.mean(y, dims, keepdims=True)
             y = y * jax.lax.rsqrt(jnp.mean(y * y, dims, keepdims=True) + self.eps)
             y = y * (scale + self.offset if self.offset else scale)
             return (y if bias is None else y + bias).astype(ex.numerics.dtype)
-        bias, scale = (None if w is None else small(ex, *repeated(ex, w[...], self.axes, repeats))
+        bias, scale = (None if w is None else small(ex, *repeat_heads(ex, w[...], self.axes, repeats))
                        for w in (self.bias, self.scale))
-        return recomputed(ex, normed)(x, scale, bias)
+        return recompute(ex, normalize)(x, scale, bias)
 
     def rotates(self, rope: Rope) -> bool:
-        """Return whether `rotated` supports this norm with this rope."""
+        """Return whether `norm_and_rotate` supports this norm with this rope."""
         plain = not self.centred and self.bias is None and len(self.axes) == 1
         return plain and rotation.fits(self.scale[...].shape[-1], 2 * rope.cos.shape[-1])
 
-    def rotated(self, ex: Execution, heads: str, x_BTNH, rope: Rope):
+    def norm_and_rotate(self, ex: Execution, heads: str, x_BTNH, rope: Rope):
         """Return x after norm and rotary embedding in one kernel. heads: logical axis of x's heads."""
         scale_H = small(ex, self.scale[...], self.axes).astype(jnp.float32) + self.offset
-        return normed_and_rotated(ex.layout, heads, self.eps, x_BTNH, scale_H, rope.cos, rope.sin)
+        return norm_and_rotate(ex.layout, heads, self.eps, x_BTNH, scale_H, rope.cos, rope.sin)
 
 
 # --- embedding -----------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def lookup(ex: Execution, axes, table, ids_BT):
     ids_BT = layout.act(ids_BT, "batch", "seq")
     if manual := layout.manual_axes("params", axes[0]):
         ids_BT, mine = _own_rows(manual, table, ids_BT)
-    x_BTD = layout.act(gathered(ex, table, axes)[ids_BT], "batch", "seq", None)
+    x_BTD = layout.act(gather_weight(ex, table, axes)[ids_BT], "batch", "seq", None)
     if not manual:
         return x_BTD
     # Constrained like the residual stream before masking. Then a reduce-scatter, not an all-reduce, adds tensor's
@@ -325,7 +325,7 @@ def kv_heads(layout: Layout, num_kv_heads: int) -> int:
     return num_shards if alike and num_shards > num_kv_heads and num_shards % num_kv_heads == 0 else num_kv_heads
 
 
-def gated(o, gate):
+def apply_gate(o, gate):
     """Return o · sigmoid(gate), computed in float32, in o's dtype."""
     return (o.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(o.dtype)
 

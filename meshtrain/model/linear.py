@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshtrain.config.sections import Model
-from meshtrain.model.execution import Execution, recomputed
-from meshtrain.model.layers import Linear, Norm, add_bias, kv_heads, repeated, small, together, unit
+from meshtrain.model.execution import Execution, recompute
+from meshtrain.model.layers import Linear, Norm, add_bias, kv_heads, repeat_heads, small, together, unit
 from meshtrain.model.params import declare
 
 EPS = 1e-6      # added under the root in the norm of queries and keys
@@ -69,9 +69,9 @@ class RecurrentMixer(nnx.Module):
         def spread(low, high, shape):
             by_head = jnp.exp(jnp.linspace(jnp.log(low), jnp.log(high), N))
             return by_head.reshape(N, *[1] * (len(shape) - 1)) * jnp.ones(shape)
-        self.A_log = _given(jnp.log(spread(1.0, 16.0, (N,))), ("heads",))
+        self.A_log = _declare_bias(jnp.log(spread(1.0, 16.0, (N,))), ("heads",))
         shape, axes = ((N, H), HEADS) if channels else ((N,), ("heads",))
-        self.dt_bias = _given(jnp.log(jnp.expm1(spread(1e-3, 0.1, shape))), axes)
+        self.dt_bias = _declare_bias(jnp.log(jnp.expm1(spread(1e-3, 0.1, shape))), axes)
         self.skip = declare(rngs, dtype, (N,), ("heads",), "bias", value=1.0) if mixer == "M" else None
         shape, axes = ((N, V), HEADS) if mixer == "M" else ((V,), HEADS[1:])
         self.norm = Norm(cfg, rngs, shape, axes, eps=linear.norm_eps or cfg.norm_eps)
@@ -86,34 +86,34 @@ class RecurrentMixer(nnx.Module):
         if self.gate_down is not None:
             (gate,), (decay,) = together(ex, gate, (self.gate, 1)), together(ex, decay, (self.decay, 1))
         gate_BTNV = ex.layout.act(gate, "batch", "seq", "heads", "head_dim")
-        q, k, v = self._convolved(ex, (q, k, v), repeats, inputs.segments_BT)
+        q, k, v = self._convolve(ex, (q, k, v), repeats, inputs.segments_BT)
         A_log, dt_bias = (small(ex, w[...], axes).astype(jnp.float32) for w, axes in (
             (self.A_log, ("heads",)), (self.dt_bias, HEADS if self.mixer == "K" else ("heads",))))
         if self.mixer == "M":
-            g, scaled_v = recomputed(ex, partial(_steps, self.steps))(decay, A_log, dt_bias, v)
+            g, scaled_v = recompute(ex, partial(_steps, self.steps))(decay, A_log, dt_bias, v)
             o_BTNV = self._recur(ex, q, k, scaled_v, g, None, inputs)
             assert self.skip is not None
             skip = small(ex, self.skip[...], ("heads",)).astype(jnp.float32)
-            o_BTNV = recomputed(ex, _skipped)(o_BTNV, v, skip)
+            o_BTNV = recompute(ex, _add_skip)(o_BTNV, v, skip)
             return self._out(ex, self._gate_first, o_BTNV, gate_BTNV)
-        q, k = recomputed(ex, _directions)(q, k)
-        g, beta = recomputed(ex, partial(_rates, self.beta_scale))(decay, A_log, dt_bias, *beta)
+        q, k = recompute(ex, _directions)(q, k)
+        g, beta = recompute(ex, partial(_rates, self.beta_scale))(decay, A_log, dt_bias, *beta)
         o_BTNV = self._recur(ex, q, k, v, g, beta, inputs)
         return self._out(ex, self._norm_first, o_BTNV, gate_BTNV)
 
-    def _convolved(self, ex: Execution, qkv, repeats: int, segments_BT):
+    def _convolve(self, ex: Execution, qkv, repeats: int, segments_BT):
         convolutions = (self.query_conv, repeats), (self.key_conv, repeats), (self.value_conv, 1)
         axes = [KEY_HEADS if repeats == 1 else HEADS] * 2 + [HEADS]
         qkv = tuple(ex.layout.act(x, "batch", "seq", *one) for x, one in zip(qkv, axes))
-        kernels = [repeated(ex, conv.kernel[...], conv.axes, n) for conv, n in convolutions]
+        kernels = [repeat_heads(ex, conv.kernel[...], conv.axes, n) for conv, n in convolutions]
         ws = tuple(small(ex, w, axes).astype(jnp.float32) for w, axes in kernels)
         assert ex.engines.recurrence is not None
         ys = ex.engines.recurrence.convolve(ex.layout, qkv, ws, segments_BT)
         if self.query_conv.bias is not None:
-            biases = [repeated(ex, conv.bias[...], conv.axes[1:], n) for conv, n in convolutions
+            biases = [repeat_heads(ex, conv.bias[...], conv.axes[1:], n) for conv, n in convolutions
                       if conv.bias is not None]
             ys = [add_bias(ex, axes, y, bias) for y, (bias, axes) in zip(ys, biases, strict=True)]
-        return recomputed(ex, lambda ys: tuple(map(jax.nn.silu, ys)))(tuple(ys))
+        return recompute(ex, lambda ys: tuple(map(jax.nn.silu, ys)))(tuple(ys))
 
     def _recur(self, ex: Execution, q, k, v, g, beta, inputs):
         assert ex.engines.recurrence is not None
@@ -122,7 +122,7 @@ class RecurrentMixer(nnx.Module):
         return ex.layout.act(o_BTNV, "batch", "seq", *HEADS)
 
     def _out(self, ex: Execution, normed, o_BTNV, gate_BTNV):
-        o_BTNV = recomputed(ex, normed)(o_BTNV, gate_BTNV, small(ex, self.norm.scale[...], self.norm.axes))
+        o_BTNV = recompute(ex, normed)(o_BTNV, gate_BTNV, small(ex, self.norm.scale[...], self.norm.axes))
         return self.out(ex, ex.layout.act(o_BTNV, "batch", "seq", *HEADS), out_axes=("batch", "seq", None))
 
     def _norm_first(self, o, gate, scale):
@@ -137,7 +137,7 @@ class RecurrentMixer(nnx.Module):
         return (unit(self.norm.eps, groups).reshape(y.shape) * scale).astype(o.dtype)
 
 
-def _given(value, axes) -> nnx.Param:
+def _declare_bias(value, axes) -> nnx.Param:
     """Return a bias with given values. It is float32 like all biases; bfloat16 would change decay rates by 1%."""
     return nnx.Param(value.astype(jnp.float32), logical_axes=axes, role="bias", fan_in_dims=1)
 
@@ -163,5 +163,5 @@ def _steps(limits: tuple[float, float], decay, A_log, dt_bias, v):
     return -jnp.exp(A_log) * steps, (v.astype(jnp.float32) * steps[..., None]).astype(v.dtype)
 
 
-def _skipped(o, v, skip):
+def _add_skip(o, v, skip):
     return (o.astype(jnp.float32) + skip[:, None] * v.astype(jnp.float32)).astype(o.dtype)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshtrain.model.execution import Execution
-from meshtrain.model.layers import Linear, project, repeated
+from meshtrain.model.layers import Linear, project, repeat_heads
 from meshtrain.model.params import declare
 from meshtrain.names import LORA_TARGETS
 
@@ -39,9 +39,9 @@ class Adapter(nnx.Module):
         h_BTR = project(ex, ((self.down_eq, self.down_axes),), out_axes, False, x, (self.a[...],))[0]
         # An output that goes to the residual stream is split here, before B, so that B·T·R is scattered, not B·T·D.
         h_BTR = act(h_BTR, "batch", "residual_seq" if out_axes else "seq", None)
-        # In float32: 4/3 in bfloat16 is 0.2% more, and `merged` uses the exact scale.
+        # In float32: 4/3 in bfloat16 is 0.2% more, and `merge` uses the exact scale.
         h_BTR = (h_BTR.astype(jnp.float32) * self.scale).astype(ex.numerics.dtype)
-        b, axes = repeated(ex, self.b[...], self.up_axes, repeats)
+        b, axes = repeat_heads(ex, self.b[...], self.up_axes, repeats)
         more = project(ex, ((self.up_eq, axes),), None, False, h_BTR, (b,))[0]
         return (act(y, "batch", "residual_seq", None) if out_axes else y) + more
 
@@ -87,7 +87,7 @@ def projections(layer: nnx.Module) -> dict[str, Linear]:
     return {name: linear for name, linear in found.items() if linear is not None}
 
 
-def merged(kernel: jax.Array, adapter: Mapping[str, jax.Array], scale: float) -> jax.Array:
+def merge(kernel: jax.Array, adapter: Mapping[str, jax.Array], scale: float) -> jax.Array:
     """Return kernel + scale · A·B of stacked layers [L, …], float32."""
     a, b = adapter["a"].astype(jnp.float32), adapter["b"].astype(jnp.float32)
     depth = kernel.shape[0]

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain.kernels import products
 from meshtrain.model.execution import Execution
-from meshtrain.model.layers import gathered
+from meshtrain.model.layers import gather_weight
 from meshtrain.model.stats import AUX_LOSS, LayerStats
 from meshtrain.names import NO_TARGET
 from meshtrain.sharding.mesh import psum
@@ -81,7 +81,7 @@ def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool)
     zero_n = jnp.zeros((chunks.tokens.n,), f32)
     start = zero_n, zero_n, chunks.zeros() if with_grads else None
     (objective, nll, grads), _ = jax.lax.scan(visit, start, jnp.arange(chunks.tokens.count))
-    return (objective.sum(), nll.sum()), chunks.summed(grads) if with_grads else None
+    return (objective.sum(), nll.sum()), chunks.finish(grads) if with_grads else None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -116,7 +116,7 @@ def _nll_backward(ex, spec, saved, d_BT):
         dl = weight[..., None] * (jnp.exp(logits - lse[..., None]) - hit_V.astype(jnp.float32))
         return chunks.add(grads, c, x_c, logits, dl), None
     grads, _ = jax.lax.scan(visit, chunks.zeros(), jnp.arange(chunks.tokens.count))
-    return *chunks.summed(grads), None
+    return *chunks.finish(grads), None
 
 
 token_nll.defvjp(_nll_forward, _nll_backward)
@@ -175,7 +175,7 @@ def _token_losses(ex, spec, of_token, x_BTD, w, targets_BT, given, with_grads: b
     start = jnp.zeros((chunks.tokens.n,), f32), zeros, zeros, chunks.zeros() if with_grads else None
     (total, logps, entropies, grads), _ = jax.lax.scan(visit, start, jnp.arange(chunks.tokens.count))
     found = total.sum(), chunks.tokens.join(logps), chunks.tokens.join(entropies)
-    return found, chunks.summed(grads) if with_grads else None
+    return found, chunks.finish(grads) if with_grads else None
 
 
 def largest_and_sum(x):
@@ -193,16 +193,16 @@ def in_two_passes(x):
 
 def in_one_pass(x):
     """Return (max of x, sum of exp(x - max)) over the last dim in one pass. Source: arXiv:1805.02867."""
-    def merged(a, b):
+    def merge(a, b):
         (top_a, sum_a), (top_b, sum_b) = a, b
         scale = jnp.where(top_a == top_b, 1.0, jnp.exp(-jnp.abs(top_a - top_b)))      # both may be -inf
         total = jnp.where(top_a > top_b, sum_a + scale * sum_b, scale * sum_a + sum_b)
         return jnp.maximum(top_a, top_b), total
     zero = jnp.float32(-jnp.inf), jnp.float32(0)
-    return jax.lax.reduce((x, jnp.ones_like(x)), zero, merged, (x.ndim - 1,))
+    return jax.lax.reduce((x, jnp.ones_like(x)), zero, merge, (x.ndim - 1,))
 
 
-def capped(logits, softcap: float):
+def cap(logits, softcap: float):
     """Return the logits bounded to ±softcap by tanh; unchanged if softcap is 0."""
     return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
@@ -215,7 +215,7 @@ class _Chunks:
 
     def __init__(self, ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
         self.ex, self.spec = ex, spec
-        self.full = gathered(ex, w, spec.axes)               # once per microbatch, bf16
+        self.full = gather_weight(ex, w, spec.axes)               # once per microbatch, bf16
         self.tokens = _TokenChunks(ex.layout, x_BTD.shape, spec.chunk)
         self.letters = "DV" if spec.axes == ("embed", "vocab") else "VD"
         self.vocab_axes = ex.layout.mesh_axes("activations", "vocab") or None
@@ -234,7 +234,7 @@ class _Chunks:
         """
         x_c, t_c = self.tokens.take(self.x_nrsD, c), self.tokens.take(self.targets_nrs, c)
         logits = self._pin(products.einsum(f"nrsD,{self.letters}->nrsV", x_c, self.full, jnp.float32))
-        logits = jnp.where(self.real_V, capped(logits, self.spec.softcap) / self.spec.temperature, -jnp.inf)
+        logits = jnp.where(self.real_V, cap(logits, self.spec.softcap) / self.spec.temperature, -jnp.inf)
         hit_V = self.first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 3) == t_c[..., None]
         hit = jnp.sum(jnp.where(hit_V, logits, 0.0), -1)
         top, total = largest_and_sum(logits)
@@ -264,7 +264,7 @@ class _Chunks:
             dw = self._pin_dw(dw + products.einsum(f"nrsD,nrsV->n{self.letters}", x_c, dl, jnp.float32))
         return dx, dw
 
-    def summed(self, grads):
+    def finish(self, grads):
         """Return (dx_BTD, dw) after the last chunk."""
         dx, dw = grads
         # One float32 reduction over batch shards. No op may come between the sum and the constraint.

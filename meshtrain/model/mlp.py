@@ -11,33 +11,33 @@ from jax.ad_checkpoint import checkpoint_name
 from meshtrain.config.sections import Model
 from meshtrain.kernels import products
 from meshtrain.kernels.activations import ACTIVATIONS
-from meshtrain.model.execution import Execution, recomputed
-from meshtrain.model.layers import Linear, gathered, place_gradient, together
+from meshtrain.model.execution import Execution, recompute
+from meshtrain.model.layers import Linear, gather_weight, place_gradient, together
 
 
 GATE_UP = "mlp_gate_up"         # name of the gate and up projections' outputs in remat policies
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def fused_mlp(ex: Execution, axes, x_BTD, ws):
+def apply_kernels(ex: Execution, axes, x_BTD, ws):
     """Return the MLP's output [B, T, D], computed by the fused kernels of `ex.engines.mlp`.
 
     ws: gate, up and down weights; axes: their logical axes. Gathers and gradients are placed as in `project`.
     """
-    return _fused_mlp_forward(ex, axes, x_BTD, ws)[0]
+    return _apply_kernels_forward(ex, axes, x_BTD, ws)[0]
 
 
-def _fused_mlp_forward(ex, axes, x_BTD, ws):
-    full = tuple(gathered(ex, *of_one) for of_one in zip(ws, axes, strict=True))
+def _apply_kernels_forward(ex, axes, x_BTD, ws):
+    full = tuple(gather_weight(ex, *of_one) for of_one in zip(ws, axes, strict=True))
     *gate_up, h_BTF = ex.engines.mlp.forward(ex.layout, x_BTD, *full[:2])
     gate_up = [checkpoint_name(y_BTF, GATE_UP) for y_BTF in gate_up]
     y_BTD = products.einsum("BTF,FD->BTD", h_BTF, full[2])
     return y_BTD, (x_BTD, ws if ex.numerics.remat == "none" else full, gate_up)
 
 
-def _fused_mlp_backward(ex, axes, saved, dy_BTD):
+def _apply_kernels_backward(ex, axes, saved, dy_BTD):
     x_BTD, ws, gate_up = saved
-    gate, up, down = [gathered(ex, *of_one) for of_one in zip(ws, axes)] if ex.numerics.remat == "none" else ws
+    gate, up, down = [gather_weight(ex, *of_one) for of_one in zip(ws, axes)] if ex.numerics.remat == "none" else ws
     *grads, h_BTF = ex.engines.mlp.backward(ex.layout, dy_BTD, down, *gate_up)
     of_gate, of_up = (products.einsum("BTF,DF->BTD", d_BTF, w_DF) for d_BTF, w_DF in zip(grads, (gate, up)))
     dws = [products.einsum("BTD,BTF->DF", x_BTD, d_BTF, jnp.float32) for d_BTF in grads]
@@ -46,7 +46,7 @@ def _fused_mlp_backward(ex, axes, saved, dy_BTD):
     return of_up + of_gate, tuple(map(partial(place_gradient, ex), dws, axes))
 
 
-fused_mlp.defvjp(_fused_mlp_forward, _fused_mlp_backward)
+apply_kernels.defvjp(_apply_kernels_forward, _apply_kernels_backward)
 
 
 class MLP(nnx.Module):
@@ -64,7 +64,7 @@ class MLP(nnx.Module):
         act = ex.layout.act
         if ex.engines.mlp is not None and ex.engines.mlp.fits(self.up.kernel[...].shape[1]):
             linears = [linear for linear in (self.gate, self.up, self.down) if linear is not None]
-            return fused_mlp(ex, tuple(linear.axes for linear in linears), x_BTD,
+            return apply_kernels(ex, tuple(linear.axes for linear in linears), x_BTD,
                              tuple(linear.kernel[...] for linear in linears))
         inward = [linear for linear in (self.up, self.gate) if linear is not None]
         up_BTF, *gate = (act(y, "batch", "seq", "mlp")
@@ -74,4 +74,4 @@ class MLP(nnx.Module):
         def down(gate_BTF, up_BTF):
             h_BTF = self.activation(up_BTF) if gate_BTF is None else self.activation(gate_BTF, up_BTF)
             return self.down(ex, act(h_BTF, "batch", "seq", "mlp"), out_axes=("batch", "seq", None))
-        return recomputed(ex, down)(gate_BTF, up_BTF)
+        return recompute(ex, down)(gate_BTF, up_BTF)

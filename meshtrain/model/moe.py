@@ -23,8 +23,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.config.sections import Model
-from meshtrain.model.execution import Execution, recomputed, with_numerics
-from meshtrain.model.layers import Linear, add_bias, gated, project
+from meshtrain.model.execution import Execution, recompute, with_numerics
+from meshtrain.model.layers import Linear, add_bias, apply_gate, project
 from meshtrain.model.mlp import MLP
 from meshtrain.model.params import declare
 from meshtrain.model.parts import Inputs
@@ -194,7 +194,7 @@ class MoE(nnx.Module):
             shared_BTD = ex.layout.act(self.shared(ex, whole_BTD), "batch", "residual_seq", None)
             if self.shared_gate is not None:
                 gate_BT1 = self.shared_gate(with_numerics(ex, float8=None), x_BTD)
-                shared_BTD = recomputed(ex, gated)(shared_BTD, gate_BT1)
+                shared_BTD = recompute(ex, apply_gate)(shared_BTD, gate_BT1)
             y_BTD = y_BTD + shared_BTD
         layer = jnp.arange(self.num_layers)[:, None] == number
         # divided by the number of devices that share a sequence over manual axes, because these are summed later
@@ -223,7 +223,7 @@ class MoE(nnx.Module):
         return checkpoint_name(ex.layout.act(logits_BTE, "batch", "residual_seq", None), "router_logits")
 
 
-def reported(metrics: dict) -> dict:
+def report_load(metrics: dict) -> dict:
     """Return the numbers of a step's layers as they are reported.
 
     The load of the experts becomes several metrics. Per layer [L] (NaN without experts): the largest and smallest load

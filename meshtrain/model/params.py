@@ -107,7 +107,7 @@ def tree(infos: Sequence[ParamInfo], leaf: Callable[[ParamInfo], object]):
     return out
 
 
-def mapped(infos: Sequence[ParamInfo], f: Callable[[ParamInfo, object], object], params):
+def map_params(infos: Sequence[ParamInfo], f: Callable[[ParamInfo, object], object], params):
     """Return a nested dict like the parameters, with leaves `f(info, leaf)`."""
     return tree(infos, lambda info: f(info, functools.reduce(dict.__getitem__, info.path, params)))
 
@@ -121,7 +121,7 @@ class Divided(NamedTuple):
     frozen: dict
 
 
-def divided(infos: Sequence[ParamInfo], params: dict) -> Divided:
+def divide(infos: Sequence[ParamInfo], params: dict) -> Divided:
     trainable = {info.path: info.trainable for info in infos}
 
     def part(node, path, wanted):
@@ -131,6 +131,6 @@ def divided(infos: Sequence[ParamInfo], params: dict) -> Divided:
     return Divided(part(params, (), True), part(params, (), False))
 
 
-def joined(a: dict, b: dict) -> dict:
-    """Return the tree that `divided` split into a and b."""
-    return {key: joined(a[key], b[key]) if key in a and key in b else (a if key in a else b)[key] for key in a | b}
+def join(a: dict, b: dict) -> dict:
+    """Return the tree that `divide` split into a and b."""
+    return {key: join(a[key], b[key]) if key in a and key in b else (a if key in a else b)[key] for key in a | b}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from meshtrain.model import rope
 from meshtrain.model.execution import Execution
-from meshtrain.model.layers import gathered
+from meshtrain.model.layers import gather_weight
 from meshtrain.model.params import ParamInfo
 from meshtrain.sharding.rules import Layout
 
@@ -61,7 +61,7 @@ def join(parts: list[jax.Array], shards: int) -> jax.Array:
     return jnp.stack(pieces, 1).reshape(-1, *parts[0].shape[1:])
 
 
-def turned(tree):
+def transpose(tree):
     """Transpose [B, T, …] to [T, B, …] or back, for every array of the tree."""
     return jax.tree.map(lambda a: a.swapaxes(0, 1), tree)
 
@@ -75,12 +75,12 @@ class Inputs(NamedTuple):
     rope: dict[str, rope.Rope]                   # for each mixer that rotates
     dropout_key: jax.Array | None
 
-    def turned(self) -> Inputs:
+    def transpose(self) -> Inputs:
         """Return the inputs for activations [T, B, D], without dropout.
 
         segments stay [B, T], because attention takes rows.
         """
-        return self._replace(rope=turned(self.rope))
+        return self._replace(rope=transpose(self.rope))
 
     def cut(self, shards: int, count: int) -> list[Inputs]:
         """Split the rows as the function `cut` does."""
@@ -97,21 +97,21 @@ def tokens_first(ex: Execution) -> Execution:
     keys and values are smaller by the size of the tensor axis.
     """
     def attend(layout, q, k, v, segments_BT, **kind):
-        o_BTNV, bound_N = ex.engines.attention(ex.layout, *turned((q, k, v)), segments_BT, **kind)
-        return turned(o_BTNV), bound_N
+        o_BTNV, bound_N = ex.engines.attention(ex.layout, *transpose((q, k, v)), segments_BT, **kind)
+        return transpose(o_BTNV), bound_N
 
     def convolve(layout, xs, ws, segments_BT):
-        return turned(ex.engines.recurrence.convolve(ex.layout, turned(xs), ws, segments_BT))
+        return transpose(ex.engines.recurrence.convolve(ex.layout, transpose(xs), ws, segments_BT))
 
     def recur(layout, *inputs):
-        return turned(ex.engines.recurrence.recur(ex.layout, *turned(inputs[:-1]), inputs[-1]))
+        return transpose(ex.engines.recurrence.recur(ex.layout, *transpose(inputs[:-1]), inputs[-1]))
     recurrence = ex.engines.recurrence and ex.engines.recurrence._replace(convolve=convolve, recur=recur)
     return dataclasses.replace(ex, layout=dataclasses.replace(ex.layout, tokens_first=True),
                                engines=dataclasses.replace(ex.engines, attention=attend, recurrence=recurrence))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def shared(ex: Execution, info: ParamInfo, w):
+def share(ex: Execution, info: ParamInfo, w):
     """Return a layer's matrix or bias for all parts, gathered once.
 
     The gradients of the parts are summed and sharded as in [grads].
@@ -119,15 +119,15 @@ def shared(ex: Execution, info: ParamInfo, w):
     Otherwise every part would gather the weight and reduce its gradient. The result has dtype float32, but a matrix is
     rounded to the compute dtype. Gradients are summed in float32, and XLA drops both casts.
     """
-    return (gathered(ex, w, info.axes) if info.role == "matrix" else w).astype(jnp.float32)
+    return (gather_weight(ex, w, info.axes) if info.role == "matrix" else w).astype(jnp.float32)
 
 
-def _shared_forward(ex, info, w):
-    return shared(ex, info, w), None
+def _share_forward(ex, info, w):
+    return share(ex, info, w), None
 
 
-def _shared_backward(ex, info, _, dw):
+def _share_backward(ex, info, _, dw):
     return (ex.layout.constrain("grads", dw, info.axes),)
 
 
-shared.defvjp(_shared_forward, _shared_backward)
+share.defvjp(_share_forward, _share_backward)

@@ -34,9 +34,9 @@ def of(cfg: Model, positions_BT, length_BT=None) -> dict[str, Rope]:
     """
     made: dict = {}
     ropes = {}
-    for mixer, section in pattern.rotated(cfg).items():
-        key = section.rope_theta, section.rope_scaling, pattern.rotated_width(section)
-        ropes[mixer] = made[key] = made.get(key) or _made(section, positions_BT, length_BT)
+    for mixer, section in pattern.rope_mixers(cfg).items():
+        key = section.rope_theta, section.rope_scaling, pattern.rope_width(section)
+        ropes[mixer] = made[key] = made.get(key) or _build(section, positions_BT, length_BT)
     return ropes
 
 
@@ -47,11 +47,11 @@ def turns(cfg: Model) -> tuple[int, ...]:
     describes it. A run has a fixed length, data.seq_len.
     """
     return () if cfg.max_seq_len else tuple(sorted({
-        section.rope_scaling.original_max_position_embeddings for section in pattern.rotated(cfg).values()
+        section.rope_scaling.original_max_position_embeddings for section in pattern.rope_mixers(cfg).values()
         if section.rope_scaling.rope_type == "longrope"}))
 
 
-def _made(cfg: Model, positions_BT, length_BT) -> Rope:
+def _build(cfg: Model, positions_BT, length_BT) -> Rope:
     scaling, position_BT = cfg.rope_scaling, positions_BT.astype(jnp.float32)
     freq, factor = _frequencies(cfg)
     if scaling.rope_type == "longrope" and not cfg.max_seq_len:
@@ -69,16 +69,17 @@ def _frequencies(cfg: Model, longer: bool = False):
 
     longer: for longrope, the frequencies beyond its original length.
     """
-    scaling, width = cfg.rope_scaling, pattern.rotated_width(cfg)
+    scaling, width = cfg.rope_scaling, pattern.rope_width(cfg)
     pairs, original = width // 2, scaling.original_max_position_embeddings
     freq = cfg.rope_theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
     match scaling.rope_type:
         case "linear":
             return freq / scaling.factor, 1.0
         case "llama3":
-            return _slowed(freq, _by_turns(scaling, freq), scaling.factor), 1.0
+            return _slow_down(freq, _by_turns(scaling, freq), scaling.factor), 1.0
         case "yarn":
-            return _slowed(freq, _by_dims(cfg, width), scaling.factor), scaling.attention_factor or _sharpness(scaling)
+            slower = _slow_down(freq, _by_dims(cfg, width), scaling.factor)
+            return slower, scaling.attention_factor or _sharpness(scaling)
         case "longrope":
             # Chosen by the run's length, not by a batch's longest position, so that the model does not change from
             # batch to batch.
@@ -103,7 +104,7 @@ def _sharpness(scaling) -> float:
     return of(scaling.mscale) / of(scaling.mscale_all_dim) if scaling.mscale and scaling.mscale_all_dim else of(1)
 
 
-def _slowed(freq, fast, factor: float):
+def _slow_down(freq, fast, factor: float):
     """Return the scaled frequencies.
 
     fast, per pair: 0 divides by factor, 1 leaves unchanged, values between interpolate.
@@ -143,7 +144,7 @@ def rotate(x_BTNH, rope: Rope):
     return turned if width == x_BTNH.shape[-1] else jnp.concatenate([turned, x_BTNH[..., width:]], -1)
 
 
-def grown(q_BTNH, rope: Rope):
+def scale_queries(q_BTNH, rope: Rope):
     """Return queries times the scale of their position.
 
     It applies to the whole head, including dims that are not rotated.
@@ -154,18 +155,18 @@ def grown(q_BTNH, rope: Rope):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def normed_and_rotated(layout: Layout, heads: str, eps: float, x_BTNH, scale_H, cos_BTR, sin_BTR):
+def norm_and_rotate(layout: Layout, heads: str, eps: float, x_BTNH, scale_H, cos_BTR, sin_BTR):
     """Apply RMSNorm over each head, then rotary embedding, by `kernels.rotation`. heads: logical axis of x's heads."""
     of_x, of_tables, _ = _specs(layout, heads)
     local = partial(rotation.forward, eps=eps)
     return on_shards(local, (of_x, P(None), of_tables, of_tables), of_x)(x_BTNH, scale_H, cos_BTR, sin_BTR)
 
 
-def _normed_and_rotated_forward(layout, heads, eps, *given):
-    return normed_and_rotated(layout, heads, eps, *given), given
+def _norm_and_rotate_forward(layout, heads, eps, *given):
+    return norm_and_rotate(layout, heads, eps, *given), given
 
 
-def _normed_and_rotated_backward(layout, heads, eps, given, dy_BTNH):
+def _norm_and_rotate_backward(layout, heads, eps, given, dy_BTNH):
     of_x, of_tables, split = _specs(layout, heads)
 
     def local(*given):
@@ -183,4 +184,4 @@ def _specs(layout: Layout, heads: str) -> tuple[P, P, tuple[str, ...]]:
     return of_x, layout.spec("activations", ("batch", "seq", None)), split
 
 
-normed_and_rotated.defvjp(_normed_and_rotated_forward, _normed_and_rotated_backward)
+norm_and_rotate.defvjp(_norm_and_rotate_forward, _norm_and_rotate_backward)

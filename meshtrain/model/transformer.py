@@ -28,7 +28,7 @@ from meshtrain.model.execution import Execution
 from meshtrain.model.latent import LatentAttention
 from meshtrain.model.layers import Embedding, Linear, Norm, kv_heads
 from meshtrain.model.linear import RecurrentMixer
-from meshtrain.model.loss import LossSpec, capped, loss_sums, token_losses, token_nll
+from meshtrain.model.loss import LossSpec, cap, loss_sums, token_losses, token_nll
 from meshtrain.model.mlp import MLP
 from meshtrain.model.moe import MoE
 from meshtrain.model.parts import Inputs
@@ -43,7 +43,7 @@ class EmbeddingAndHead(nnx.Module):
     """Token and position embeddings, final norm and output head: the parameters outside the layers."""
 
     def __init__(self, cfg: Model, rngs):
-        V, D = padded_vocab(cfg), cfg.embed_dim
+        V, D = pad_vocab(cfg), cfg.embed_dim
         self.embedding = Embedding(cfg, rngs, V, ("vocab", "embed"))
         if cfg.position == "learned":
             self.position = Embedding(cfg, rngs, cfg.max_seq_len, (None, "embed"))
@@ -52,7 +52,7 @@ class EmbeddingAndHead(nnx.Module):
             self.head = Linear(cfg, rngs, "BTD,DV->BTV", (D, V), ("embed", "vocab"), std=D ** -0.5, role="head")
 
 
-def padded_vocab(cfg: Model) -> int:
+def pad_vocab(cfg: Model) -> int:
     """Return the vocabulary size rounded up, the same on every layout. Padding ids have zero probability."""
     return -(-cfg.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
@@ -84,18 +84,18 @@ class Transformer:
             found = [dataclasses.replace(info, trainable=LORA in info.path) for info in found]
         return tuple(sorted(found, key=lambda info: info.path))
 
-    def divided(self, p: dict) -> params.Divided:
+    def divide(self, p: dict) -> params.Divided:
         """Return the trained and the frozen parameters."""
-        return params.divided(self.parameters(), p)
+        return params.divide(self.parameters(), p)
 
     def init(self, key: jax.Array):
         """Return the parameters for `key`, in float32 or [model].param_dtype."""
         ends_key, layers_key = jax.random.split(key)
         keys = jax.random.split(layers_key, self.cfg.num_layers)
-        groups = [group.init(keys[first:first + group.num_layers]) for first, group in self.numbered()]
+        groups = [group.init(keys[first:first + group.num_layers]) for first, group in self.number_groups()]
         return self.with_layers(self.ends.init(ends_key), groups)
 
-    def numbered(self) -> list[tuple[int, LayerGroup]]:
+    def number_groups(self) -> list[tuple[int, LayerGroup]]:
         """Return [(number of its first layer, group)]."""
         firsts = itertools.accumulate((group.num_layers for group in self.groups), initial=0)
         return list(zip(firsts, self.groups))
@@ -149,10 +149,10 @@ class Transformer:
                 of, at = i % len(stacks), i // len(stacks)
                 found[i].append(jax.tree.map(lambda a, at=at: a[at:at + 1], stacks[of]))
 
-        def stacked(*arrays):
+        def stack(*arrays):
             a = jnp.concatenate(arrays) if len(arrays) > 1 else arrays[0]
             return jnp.pad(a, [(0, length - a.shape[0])] + [(0, 0)] * (a.ndim - 1))
-        return first.subtree(tuple(jax.tree.map(stacked, *trees) for trees in found))
+        return first.subtree(tuple(jax.tree.map(stack, *trees) for trees in found))
 
     def from_period(self, tree, before):
         """Return a tree like LAYERS: the inverse of `by_period` and `before`."""
@@ -248,13 +248,13 @@ class Transformer:
         axes, w = self._head(p)
         spec = LossSpec(axes, self.cfg.vocab_size, z_loss, chunk, self.cfg.logit_softcap,
                         frozen=self.lora is not None, temperature=temperature)
-        return spec, self._normed(ex, p, x_BTD), w
+        return spec, self._final_norm(ex, p, x_BTD), w
 
     def through_layers(self, ex: Execution, p, batch, dropout_key=None):
         """Return (output of the last layer, the layers' stats added)."""
         inputs, stats = self.inputs(batch, dropout_key), LayerStats()
         x_BTD = self.embed(ex, p, batch, dropout_key)
-        for first, group in self.numbered():
+        for first, group in self.number_groups():
             def repeat(x_BTD, scanned, group=group):
                 weights, number = scanned
                 return group.apply(ex, weights, x_BTD, inputs, number)
@@ -262,7 +262,7 @@ class Transformer:
             stats += by_repeat.combine()
         return x_BTD, stats
 
-    def _normed(self, ex: Execution, p, x_BTD):
+    def _final_norm(self, ex: Execution, p, x_BTD):
         x_BTD = self._ends(p).final_norm(ex, x_BTD)
         if (factor := self.cfg.multipliers.logits) != 1:
             x_BTD = (factor * x_BTD.astype(jnp.float32)).astype(x_BTD.dtype)
@@ -283,10 +283,10 @@ class Transformer:
         """Return float32 logits [B, T, V] of each next token, from the last layer's output, without padding ids."""
         p = self._read_after(ex, p, x_BTD)
         axes, w = self._head(p)
-        x_BTD = ex.layout.act(self._normed(ex, p, x_BTD), "batch", "seq", None)
+        x_BTD = ex.layout.act(self._final_norm(ex, p, x_BTD), "batch", "seq", None)
         eq = "BTD,DV->BTV" if axes == ("embed", "vocab") else "BTD,VD->BTV"
         logits_BTV = products.einsum(eq, x_BTD, w.astype(ex.numerics.dtype), jnp.float32)
-        return capped(logits_BTV[..., :self.cfg.vocab_size], self.cfg.logit_softcap)
+        return cap(logits_BTV[..., :self.cfg.vocab_size], self.cfg.logit_softcap)
 
     def read_by_head(self, ends: dict) -> dict:
         """Return the parameters outside the layers that the final norm, the head or the loss reads."""
@@ -341,7 +341,7 @@ class Transformer:
         return [tensor("residual stream", None, cfg.embed_dim), *(
             tensor(*of) for many, few, N, K, H in sorted(heads) for of in (
                 (many, "heads", N, H), (few, "kv_heads", kv_heads(layout, K), H))),
-            *(tensor("mlp", "mlp", n) for n in widths), tensor("logits", "vocab", padded_vocab(cfg))]
+            *(tensor("mlp", "mlp", n) for n in widths), tensor("logits", "vocab", pad_vocab(cfg))]
 
 
 def kv_heads_of(cfg: Model) -> dict[str, int]:

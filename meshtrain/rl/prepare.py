@@ -82,13 +82,13 @@ def finish(run: Run, directory: Path) -> None:
 def _find_reference(made: assembly.Assembly, start: resume.Start, state: State, saved: list | None) -> Reference:
     """Return the reference of rl.kl. saved: the origin in the checkpoint that the run resumes from. Raises: ConfigError
     if the weights that the run started from no longer exist."""
-    run, divided = made.run, made.model.divided
+    run, divided = made.run, made.model.divide
     if run.lora.rank:
         if not run.rl.kl:
             return Reference(None, [])
         # each step donates the base model's buffers to the next one, so read them from the state
         zeros = jax.tree.map(jnp.zeros_like, divided(state.params)[0])
-        return Reference(lambda params: model_params.joined(zeros, divided(params)[1]), [])
+        return Reference(lambda params: model_params.join(zeros, divided(params)[1]), [])
     # Every checkpoint names the origin, because rl.kl may be set in a later start.
     origin: list = [replicas.digest(state.params), run.checkpoint.step] if start.saved is None else saved or []
     if run.rl.kl:
@@ -119,7 +119,7 @@ def _cast(made: assembly.Assembly, frozen: bool = False) -> Callable[[dict], dic
     dtype = jnp.dtype(made.run.model.compute_dtype)
 
     def part(params: dict) -> dict:
-        return made.model.divided(params)[1 if frozen else 0]
+        return made.model.divide(params)[1 if frozen else 0]
     if all(info.dtype == sync.read_dtype(info, dtype) for info in made.model.parameters() if info.trainable != frozen):
         return part         # no cast and no copy
     return jax.jit(lambda params: part(sync.cast(made.model, params, dtype)),

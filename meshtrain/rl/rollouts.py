@@ -288,7 +288,7 @@ class Rollouts:
         """Return the log-probabilities of a batch's targets, float32 [rows, T]."""
         if self._score is None:
             step = self.program.step
-            self._score = self.program.compiled(self.program.scores, step.state.abstract.params, step.batch)
+            self._score = self.program.compile_function(self.program.scores, step.state.abstract.params, step.batch)
         rows = {name: x[self.program.rows] for name, x in batch.items()}
         return np.asarray(self._score(params, self.program.place(rows))).reshape(batch["tokens"].shape)
 

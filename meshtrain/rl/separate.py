@@ -50,7 +50,7 @@ class SeparateSampler:
             return jax.sharding.NamedSharding(self.mesh, self.ex.layout.spec("params", info.axes))
         wanted = params.tree(self.model.parameters(), lambda info: jax.ShapeDtypeStruct(
             info.shape, sync.read_dtype(info, self.ex.numerics.dtype), sharding=sharding_of(info)))
-        return saved.restore({"params": self.model.divided(wanted)[1 if frozen else 0]}, part=True)["params"]
+        return saved.restore({"params": self.model.divide(wanted)[1 if frozen else 0]}, part=True)["params"]
 
     def generator(self, weights: dict, slots: int, room: int) -> Generator:
         """Return a generator. weights: all weights, from `restore`. Call this and the generator inside
@@ -141,7 +141,7 @@ class OrderSampler:
             kept = Checkpoints(DirectoryStore(place.frozen), read_only=True).open(exchange.FROZEN)
             self._frozen = sampler.restore(kept, frozen=True)
             self._frozen_digest = replicas.digest(self._frozen)
-        return params.joined(weights, self._frozen), exchange.checksum(weights, self._frozen_digest)
+        return params.join(weights, self._frozen), exchange.checksum(weights, self._frozen_digest)
 
     def _draw(self, sampler: SeparateSampler, generator: Generator, order: Order, part: int) -> list[Completion]:
         draws, rows = order.draws, order.rows(part)

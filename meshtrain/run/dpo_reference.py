@@ -56,7 +56,7 @@ def with_references(run: Run, program: Program, pairs: Pairs, corpus: Corpus, di
 
 
 def _compute(program: Program, pairs: Pairs, count: int, params: dict) -> np.ndarray:
-    scores = program.compiled(program.scores, program.step.state.abstract.params, program.step.batch)
+    scores = program.compile_function(program.scores, program.step.state.abstract.params, program.step.batch)
     every = PairValidation(pairs.source, pairs.all_pairs, pairs.seq_len, pairs.global_batch)
     found = [np.asarray(scores(params, program.place(every.batch(i, program.rows)))).reshape(-1)
              for i in range(every.num_batches)]

@@ -71,7 +71,8 @@ def parse(text: str, path: str = "<rules>") -> Rules:
     tables = {"activations": given["activations"]}
     for name, inherited in (("params", ""), ("grads", "params"), ("optimizer", "grads")):
         tables[name] = {**tables.get(inherited, {}), **given[name]}
-    return Rules(tables, _written(given, path) if EXTENDS in tomllib.loads(text.removeprefix(BOM)) else text, path)
+    extends = EXTENDS in tomllib.loads(text.removeprefix(BOM))
+    return Rules(tables, _format_tables(given, path) if extends else text, path)
 
 
 def text_of(tables: Mapping[str, object]) -> str:
@@ -138,12 +139,12 @@ def _tables(text: str, path: Path, extending: tuple[Path, ...]) -> dict[str, dic
              for name in TABLES}
     if base is None:
         return given
-    found = _extended(base, path, (*extending, path))
+    found = _find_base(base, path, (*extending, path))
     inherited = _tables(_read(found, f"{path}: "), found, (*extending, path))
     return {name: inherited[name] | given[name] for name in TABLES}
 
 
-def _extended(name, path: Path, extending: Sequence[Path]) -> Path:
+def _find_base(name, path: Path, extending: Sequence[Path]) -> Path:
     """Return the file that `path` extends: `name` in the same directory, or a shipped one.
 
     A file may extend the shipped file of its own name. Raises: ValueError.
@@ -163,7 +164,7 @@ def _extended(name, path: Path, extending: Sequence[Path]) -> Path:
                      f"directory, or one of {', '.join(known)}")
 
 
-def _written(tables: Mapping[str, Mapping[str, Sequence[str]]], path: str) -> str:
+def _format_tables(tables: Mapping[str, Mapping[str, Sequence[str]]], path: str) -> str:
     line = lambda logical, axes: f"{logical} = {json.dumps(axes[0] if len(axes) == 1 else axes)}"
     parts = ["\n".join([f"[{name}]", *(line(*entry) for entry in table.items())])
              for name, table in tables.items() if table]
@@ -178,14 +179,14 @@ def _entry_faults(table: str, logical: str, axes) -> list[str]:
     axes = [axes] if isinstance(axes, str) else axes
     if not isinstance(axes, list) or not all(isinstance(axis, str) for axis in axes):
         return [f"{logical} = {axes!r}: must be a mesh axis or a list of them, e.g. \"tensor\" or [\"data\", \"fsdp\"]"]
-    faults = [f"{logical}: unknown mesh axis {axis!r}{_meant(logical, axis)}; the axes are {', '.join(AXES)}"
+    faults = [f"{logical}: unknown mesh axis {axis!r}{_suggest(logical, axis)}; the axes are {', '.join(AXES)}"
               for axis in axes if axis not in AXES]
     faults += [f"{logical}: mesh axis {axis!r} is listed twice; list it once" for axis in sorted(set(axes))
                if axes.count(axis) > 1]
     return faults
 
 
-def _meant(logical: str, axis: str) -> str:
+def _suggest(logical: str, axis: str) -> str:
     """Return a hint with our name of the mesh axis, if `axis` is another trainer's word or misspelt; else ""."""
     if axis.lower() in ("none", "null", ""):
         return f" (did you mean no axis? write {logical} = [])"
@@ -401,7 +402,7 @@ class Layout:
         names = self.rules.mesh_axes("activations", "batch") + self.rules.mesh_axes("activations", "seq")
         return tuple(a for a in dict.fromkeys(names) if self.sizes[a] > 1)
 
-    def deferred_axes(self, weights: Iterable[Sequence[str | None]]) -> tuple[str, ...]:
+    def find_deferred_axes(self, weights: Iterable[Sequence[str | None]]) -> tuple[str, ...]:
         """Return the batch axes over which gradients are reduced once a step instead of once a microbatch.
 
         They are those that split neither these weights nor their gradients. weights: logical axes of the weights.

@@ -71,19 +71,19 @@ def step_spec(run: Run, model: Transformer, layout: Layout, mesh, engines: Engin
     A pipeline sums gradients after its loop, whatever [grads] says. [grads] then shards the sums.
     """
     training, data = run.training, run.data
-    deferred = layout.batch_axes if schedule else layout.deferred_axes(info.axes for info in model.parameters())
+    deferred = layout.batch_axes if schedule else layout.find_deferred_axes(info.axes for info in model.parameters())
     replicas = layout.num_shards(deferred)
     precision = float8.precision(mesh.devices.flat[0].platform) if run.model.matmul_dtype == "float8" else None
     numerics = Numerics(jnp.dtype(run.model.compute_dtype), training.remat, precision)
     ex = Execution(layout, numerics, engines, in_order=not schedule and by_gloo(mesh), bounds=qk_clip.bounds(run))
 
-    def placed(dims: int) -> NamedSharding:
+    def place(dims: int) -> NamedSharding:
         logical = ("batch", "seq")[:1 + dims]
         return NamedSharding(mesh, P(None, deferred or None, *layout.spec("activations", logical, drop=deferred)))
 
     sequences = data.global_batch // training.microbatches // replicas
     batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims,
-                                        dtype, sharding=placed(dims))
+                                        dtype, sharding=place(dims))
              for name, (dims, dtype) in objective.of_run(run).fields.items()}
     held = state.describe(model, run.optimizer, training.steps, layout, mesh, run.experts.bias_rate,
                           run.experts.bias_rule)
@@ -104,18 +104,18 @@ def gradients(step: StepSpec, p, batch: dict, key):
     p: parameters. key: of dropout, or None. metrics: the numbers that layers and the objective report, by name.
     """
     layout, deferred, trained_axes = step.layout, step.deferred_axes, step.state.trained_axes
-    weights = step.model.divided(_read(step, p))
+    weights = step.model.divide(_read(step, p))
     count = jnp.maximum(step.objective.count(batch), 1).astype(jnp.float32)
     normalizers = Normalizers(count, objective.tokens(batch))
-    used = _used_microbatches(step, step.ex.after(batch, normalizers))
-    grads, nll, stats = _on_replicas(step, partial(_unsummed_gradients, step))(
+    used = _count_used(step, step.ex.after(batch, normalizers))
+    grads, nll, stats = _on_replicas(step, partial(_gradients_of_replica, step))(
         step.ex.after(batch, (normalizers, used)), weights, normalizers, key, used)
 
-    def reduced(axes, g):
+    def reduce(axes, g):
         # Constrained once more, before the sum. Otherwise propagation shards the accumulators inside the loop
         # (ZeRO-1: 11 all-gathers per microbatch).
         return reduce_deferred(layout, deferred, axes, _constrain_unsummed(layout, deferred, axes, g))
-    grads = jax.tree.map(reduced, trained_axes, grads, is_leaf=rules.is_axes)
+    grads = jax.tree.map(reduce, trained_axes, grads, is_leaf=rules.is_axes)
     return grads, nll.sum() / count, count, stats.metrics(normalizers)
 
 
@@ -138,7 +138,7 @@ def scores(step: StepSpec, p, batch: dict):
     They are [microbatches, replicas, sequences] for DPO and [microbatches, replicas, sequences, T] for RL, with 0 in
     microbatches that are not computed.
     """
-    goal, used = step.objective, _used_microbatches(step, batch)
+    goal, used = step.objective, _count_used(step, batch)
 
     def score(batch, p, used):
         batch = _of_replica(batch)
@@ -185,7 +185,7 @@ def _of_replica(batch: dict) -> dict:
     return jax.tree.map(lambda x: x[:, 0], batch)
 
 
-def _used_microbatches(step: StepSpec, batch: dict):
+def _count_used(step: StepSpec, batch: dict):
     """Return how many microbatches are computed: up to the last one with a target. None means all."""
     if step.objective.fills_all:
         return None
@@ -213,7 +213,7 @@ def _scan_microbatches(step: StepSpec, f: Callable, carry, batch: dict, used):
         return jax.lax.fori_loop(0, used, body, (carry, stats))
 
 
-def _unsummed_gradients(step: StepSpec, batch: dict, weights: params.Divided, normalizers: Normalizers, key, used):
+def _gradients_of_replica(step: StepSpec, batch: dict, weights: params.Divided, normalizers: Normalizers, key, used):
     """Return (gradients, nll, stats) of a replica's part of the batch, each with a leading dim of size 1."""
     layout, batch = step.layout, _of_replica(batch)
     stacks, buffers = _layer_stacks(step, weights, jax.tree.map(lambda x: x[0], batch), normalizers, key)
@@ -251,13 +251,13 @@ def _microbatch_gradients(step: StepSpec, weights: params.Divided, grads, microb
     stats, saved = LayerStats(), []
 
     def embed(ends, microbatch):
-        return model.embed(ex, params.joined(ends, frozen_ends), microbatch, key)
+        return model.embed(ex, params.join(ends, frozen_ends), microbatch, key)
 
-    def added(totals, grads):
+    def add(totals, grads):
         return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), totals, grads)
 
     def head(read, x_BTD):
-        total, nll, of_head = step.objective.head(model, ex, params.joined(ends | read, frozen_ends), x_BTD, microbatch)
+        total, nll, of_head = step.objective.head(model, ex, params.join(ends | read, frozen_ends), x_BTD, microbatch)
         return total, (nll, of_head)
 
     x_BTD, embed_vjp = jax.vjp(lambda ends: embed(ends, microbatch), ends)
@@ -270,7 +270,7 @@ def _microbatch_gradients(step: StepSpec, weights: params.Divided, grads, microb
     _, head_vjp, (nll, of_head) = jax.vjp(head, read, x_BTD, has_aux=True)
 
     d_head, dx_BTD = head_vjp(1 / normalizers.targets)
-    head_grads = added({name: grads[name] for name in read}, d_head)
+    head_grads = add({name: grads[name] for name in read}, d_head)
     # Added before the layers' backward. Otherwise the head's gradient, float32 and not yet reduced, takes memory
     # during it. The norm's gradient is left out, because its reduction would come first.
     large = {name: g for name, g in head_grads.items() if name != "final_norm"}
@@ -285,7 +285,7 @@ def _microbatch_gradients(step: StepSpec, weights: params.Divided, grads, microb
         _, embed_vjp = jax.vjp(lambda ends: embed(ends, ex.after(microbatch, dx_BTD)), ends)
     d_embed, = embed_vjp(dx_BTD)
     head_grads, nll = ex.after((head_grads, nll), dx_BTD)
-    ends_grads = added(without_layers(grads) | head_grads, d_embed)
+    ends_grads = add(without_layers(grads) | head_grads, d_embed)
     buffers = [into if into is None else residuals for into, residuals in zip(buffers, saved)]
     return model.with_layers(ends_grads, stack_grads), nll, buffers, stats + of_head
 
@@ -299,7 +299,7 @@ def _layer_stacks(step: StepSpec, weights: params.Divided, microbatch: dict, nor
     """
     model = step.model
     inputs = LayerInputs(jax.eval_shape(lambda: model.inputs(microbatch, key)), normalizers.tokens)
-    x_BTD = jax.eval_shape(lambda: model.embed(step.ex, params.joined(*weights), microbatch, key))
+    x_BTD = jax.eval_shape(lambda: model.embed(step.ex, params.join(*weights), microbatch, key))
     stacks, shapes = [], jax.eval_shape(partial(_stack_weights, model), weights)
     for group, stacked in zip(model.groups, shapes, strict=True):
         layer = SplitLayer(partial(_apply_period, step, group), backward.of_one_layer(stacked), x_BTD, inputs)
@@ -309,7 +309,7 @@ def _layer_stacks(step: StepSpec, weights: params.Divided, microbatch: dict, nor
 
 def _apply_period(step: StepSpec, group: LayerGroup, weights: Weights, x_BTD, given: LayerInputs):
     """Return (output, stats) of one repeat of the group's period, with the gradient of its balance loss."""
-    joined = tuple(map(params.joined, weights.trained, weights.frozen))
+    joined = tuple(map(params.join, weights.trained, weights.frozen))
     y_BTD, stats = group.apply(step.ex, joined, x_BTD, given.inputs, weights.numbers)
     return with_balance_loss(y_BTD, stats, given.tokens), stats
 
@@ -330,7 +330,7 @@ def residual_buffer(layout: Layout, sequences: int, like):
 def _stack_weights(model: Transformer, weights: params.Divided) -> list[Weights]:
     """Return the stacked weights of each group, as its `LayerStack` takes them."""
     return [Weights(model.weights(weights.trained, group), group.numbers(first), model.weights(weights.frozen, group))
-            for first, group in model.numbered()]
+            for first, group in model.number_groups()]
 
 
 def drops(run: Run) -> bool:

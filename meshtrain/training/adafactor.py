@@ -62,7 +62,7 @@ def scale_by_factored_rms(dims_of: Callable[[Any], Any], max_decay: float) -> op
         count = optax.safe_increment(state.count)
         decay = jnp.minimum(max_decay, 1 - count.astype(jnp.float32) ** -DECAY_EXPONENT)
         moments = jax.tree.map(lambda g, m, d: _moments(g, m, d, decay), grads, state.moments, dims)
-        updates = jax.tree.map(_scaled, grads, moments, dims)
+        updates = jax.tree.map(_scale, grads, moments, dims)
         return updates, AdafactorState(count, moments)
 
     return optax.GradientTransformation(init, update)
@@ -74,7 +74,7 @@ def _moments(grad, old, dims, decay):
     return tuple(decay * o + (1 - decay) * n for o, n in zip(old, new, strict=True))
 
 
-def _scaled(grad, moments, dims):
+def _scale(grad, moments, dims):
     if dims.inputs:
         row, column = jnp.expand_dims(moments[0], dims.outputs), jnp.expand_dims(moments[1], dims.inputs)
         # Two factors rather than rsqrt(row · column): the product of two tiny averages would underflow float32. The

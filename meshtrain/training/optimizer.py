@@ -59,7 +59,7 @@ def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = 
         optax.add_decayed_weights(cfg.weight_decay, decayed),
         _scale_by_learning_rate(learning_rate_schedule(cfg, steps)),
     )
-    return _in_float32(_balanced(rule, roles, balance_rate, balance_rule))
+    return _in_float32(_balance(rule, roles, balance_rate, balance_rule))
 
 
 def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
@@ -104,7 +104,7 @@ def state_axes(tx: optax.GradientTransformation, abstract_params: Any, logical_a
     """
     axis_of_size = {}
 
-    def probed(first: int):
+    def probe_state(first: int):
         sizes = itertools.count(first)
 
         def probe(leaf, axes):
@@ -116,9 +116,10 @@ def state_axes(tx: optax.GradientTransformation, abstract_params: Any, logical_a
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
         return jax.eval_shape(tx.init, jax.tree.map(probe, abstract_params, logical_axes))
 
-    def named(size, other):
+    def name_axis(size, other):
         return None if size == other else axis_of_size.get(size)
-    return jax.tree.map(lambda one, two: tuple(map(named, one.shape, two.shape)), probed(1009), probed(1_000_003))
+    return jax.tree.map(lambda leaf, other: tuple(map(name_axis, leaf.shape, other.shape)),
+                        probe_state(1009), probe_state(1_000_003))
 
 
 def _rule(cfg: Optimizer, roles, matrix_dims, placements, dtype):
@@ -138,7 +139,7 @@ def _rule(cfg: Optimizer, roles, matrix_dims, placements, dtype):
     return optax.partition({"muon": _muon(roles, matrix_dims, placements, dtype), "adam": adam}, labels)
 
 
-def _balanced(rule, roles, rate: float, by: str):
+def _balance(rule, roles, rate: float, by: str):
     """Return `rule` for all leaves except those of role `balance`.
 
     These move by rate · sign(mean − tokens), layer by layer, or, with by = "error", by rate · (mean − tokens) / mean.
@@ -186,13 +187,13 @@ def _muon(roles, matrix_dims, placements, dtype):
 
     matrices = jax.tree.map(describe, roles, matrix_dims, *([placements] if placements else []))
 
-    def scaled(update, of):
+    def scale(update, of):
         fans = (math.prod(update.shape[dim] for dim in dims) for dims in (of.inputs, of.outputs))
         return MUON_RMS * math.sqrt(max(fans)) * update
 
     return optax.chain(
         muon.scale_by_muon(matrices, dtype),
-        optax.stateless(lambda updates, _: jax.tree.map(scaled, updates, matrices)),
+        optax.stateless(lambda updates, _: jax.tree.map(scale, updates, matrices)),
     )
 
 

@@ -29,7 +29,7 @@ from meshtrain.training.shard import ModelFunctions
 _map_axes = functools.partial(jax.tree.map, is_leaf=rules.is_axes)
 
 
-def pipelined(step: StepSpec):
+def build(step: StepSpec):
     """Return (`gradients`, `evaluate`), like those of `accumulate`.
 
     Evaluation runs without chunks, whatever the schedule.
@@ -48,7 +48,7 @@ def pipelined(step: StepSpec):
 
     def of_parts(subtree):
         return tuple(_map_axes(whole_axes, subtree(part[LAYERS])) for part in axes)
-    before_axes, axes = model.before(layers_axes), model.divided(step.state.axes)
+    before_axes, axes = model.before(layers_axes), model.divide(step.state.axes)
     split = executor.Split(
         step.mesh, summed, layer_axes=of_parts(model.first), leading_axes=of_parts(model.before),
         ends_specs=_map_axes(lambda axes: layout.spec("params", axes, drop=others), tuple(map(without_layers, axes))),
@@ -59,7 +59,7 @@ def pipelined(step: StepSpec):
         return tuple(a for a in summed if a not in whole)
 
     def out_of_stages(axes, g):
-        g = reduce_deferred(layout, partial_axes(axes), _staged(axes), g)
+        g = reduce_deferred(layout, partial_axes(axes), _stage_axes(axes), g)
         return g.reshape(-1, *g.shape[3:])
 
     def gradients(p, batch, key):
@@ -89,14 +89,15 @@ def _functions(step: StepSpec, virtual_stages: int) -> ModelFunctions:
     If their number does not divide over the stages, the last stages are padded with identity layers.
     """
     model, ex, training, num_layers = step.model, step.ex, step.run.training, step.model.cfg.num_layers
-    uneven, leading = stages.padded(step.run.model, virtual_stages) > stages.staged(step.run.model), model.leading
+    uneven = stages.count_padded(step.run.model, virtual_stages) > stages.count_staged(step.run.model)
+    leading = model.leading
     before = leading.num_layers if leading else 0
 
     def prepare(microbatch, extra):
         return LayerInputs(model.inputs(microbatch, extra.get("key")), extra["tokens"])
 
     def embed(ends, frozen, microbatch, extra):
-        return model.embed(ex, params.joined(ends, frozen), microbatch, extra.get("key"))
+        return model.embed(ex, params.join(ends, frozen), microbatch, extra.get("key"))
 
     def layer(module, weights, x, number, given):
         apply = block.build_block(ex, module, x.shape, given.inputs.dropout_key is not None)
@@ -109,18 +110,18 @@ def _functions(step: StepSpec, virtual_stages: int) -> ModelFunctions:
     def period(weights, x, given):
         stats = LayerStats()
         for i, (module, w) in enumerate(zip(model.period, model.staged[0].weights(
-                params.joined(weights.trained, weights.frozen)), strict=True)):
+                params.join(weights.trained, weights.frozen)), strict=True)):
             x, of_layer = layer(module, w, x, before + weights.numbers * len(model.period) + i, given)
             stats += of_layer
         return x, stats
 
     def head(ends, frozen, x, microbatch, extra):
-        total, nll = model.head_loss(ex, params.joined(ends, frozen), x, microbatch["targets"],
+        total, nll = model.head_loss(ex, params.join(ends, frozen), x, microbatch["targets"],
                                      z_loss=training.z_loss, chunk=training.loss_chunk)
         return total / extra["count"], nll
 
     def leading_period(weights, x, given):
-        joined = leading.weights(params.joined(weights.trained, weights.frozen))
+        joined = leading.weights(params.join(weights.trained, weights.frozen))
         y, stats = leading.apply(ex, joined, x, given.inputs, weights.numbers * len(leading.period))
         return with_balance_loss(y, stats, given.tokens), stats
 
@@ -133,24 +134,24 @@ def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
     The loop holds the layers of a whole stage, and all leading layers.
     """
     layout, model = step.layout, step.model
-    periods = stages.padded(step.run.model, num_stages * num_chunks) // len(model.period)
+    periods = stages.count_padded(step.run.model, num_stages * num_chunks) // len(model.period)
 
     def into_stages(axes, w):
-        w = layout.constrain("params", w.reshape(num_chunks, num_stages, -1, *w.shape[1:]), _staged(axes))
-        return layout.constrain(GATHERED, w, _staged(axes))
+        w = layout.constrain("params", w.reshape(num_chunks, num_stages, -1, *w.shape[1:]), _stage_axes(axes))
+        return layout.constrain(GATHERED, w, _stage_axes(axes))
 
     p = model.as_read(layout, p, step.ex.numerics.dtype)
     ends = _map_axes(lambda axes, w: layout.constrain(GATHERED, w, axes), without_layers(step.state.axes),
                      without_layers(p))
-    both = model.divided({**ends, LAYERS: p[LAYERS]})
+    both = model.divide({**ends, LAYERS: p[LAYERS]})
     layers = tuple(_map_axes(into_stages, model.first(axes[LAYERS]), model.by_period(part[LAYERS], periods))
-                   for axes, part in zip(model.divided(step.state.axes), both))
+                   for axes, part in zip(model.divide(step.state.axes), both))
     before = tuple(_map_axes(lambda axes, w: layout.constrain(GATHERED, w, axes), model.before(axes[LAYERS]),
                              model.before(part[LAYERS]))
-                   for axes, part in zip(model.divided(step.state.axes), both))
+                   for axes, part in zip(model.divide(step.state.axes), both))
     return layers, tuple(map(without_layers, both)), before
 
 
-def _staged(axes):
+def _stage_axes(axes):
     """Return the logical axes of [L, …] as [V, P, n, …], padded with zeros."""
     return (None, LAYERS, None, *axes[1:])

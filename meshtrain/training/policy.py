@@ -82,7 +82,7 @@ class Policy:
             length = jnp.maximum(total(jnp.ones_like(logp)), 1)
             log_ratio = total(log_ratio) / length
         ratio = jnp.exp(log_ratio)
-        loss, by_ratio, by_logp, clipped = self._gained(logp, ratio, advantage)
+        loss, by_ratio, by_logp, clipped = self._gain(logp, ratio, advantage)
         if self.correction != "none":
             correction = self._correction(old - given["sampled"], total)
             loss, by_ratio, by_logp = loss * correction, by_ratio * correction, by_logp * correction
@@ -100,7 +100,7 @@ class Policy:
             by_ratio = total(by_ratio) / length
         return weight * loss, by_ratio + weight * by_logp, metrics
 
-    def _gained(self, logp, ratio, A):
+    def _gain(self, logp, ratio, A):
         """Return (loss, its derivative by the log-ratio, by the log-probability itself, metrics)."""
         low, high = 1 - self.clip_low, 1 + self.clip_high
         nothing = jnp.zeros_like(ratio)

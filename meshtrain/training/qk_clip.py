@@ -22,24 +22,24 @@ def bounds(run: Run) -> tuple[int, int] | None:
     return (run.model.num_layers, max(heads)) if run.optimizer.qk_clip else None
 
 
-def clipped(model: Transformer, p: dict, bound_LN, limit: float) -> dict:
+def clip(model: Transformer, p: dict, bound_LN, limit: float) -> dict:
     """Return the parameters with the query and key weights of all attention layers scaled.
 
     bound_LN: SCORE_BOUND of the step.
     """
     gamma_LN, kinds, found = limit / jnp.maximum(bound_LN, limit), pattern.kinds(model.cfg), []
-    for first, group in model.numbered():
+    for first, group in model.number_groups():
         stacks = list(model.weights(p, group))
         for i, weights in enumerate(stacks):
             if (mixer := kinds[first + i].mixer) in pattern.ATTENTION:
                 cfg, gamma = model.cfg.of(mixer), gamma_LN[group.numbers(first) + i]
-                stacks[i] = weights | {"attention": _scaled(
+                stacks[i] = weights | {"attention": _scale(
                     weights["attention"], (_of_latents if cfg.latent.kv_dim else _of_heads)(cfg, gamma))}
         found.append(tuple(stacks))
     return model.with_layers(without_layers(p), found)
 
 
-def _scaled(attention: dict, factors: dict) -> dict:
+def _scale(attention: dict, factors: dict) -> dict:
     """Return `attention` with its projections scaled. factors: by projection, [L, heads, 1 or its width]."""
 
     def by(part, factor):
@@ -71,7 +71,7 @@ def _of_latents(cfg: Model, gamma_LN) -> dict:
     return {"query": query, "key": root}
 
 
-def reported(metrics: dict, limit: float) -> dict:
+def report_bounds(metrics: dict, limit: float) -> dict:
     """Return the numbers of a step's layers as they are reported.
 
     The bounds become the largest bound of all heads and the number of heads that exceed the limit.

@@ -19,7 +19,7 @@ from meshtrain.names import PRNG
 TAG = 0x726F756E        # tag of these keys, larger than any number of keys that a seed is split into
 
 
-def rounded(infos: Sequence[ParamInfo], new: dict, seed: int, step) -> dict:
+def round_weights(infos: Sequence[ParamInfo], new: dict, seed: int, step) -> dict:
     """Return float32 weights in the dtypes in which they are stored.
 
     infos: of the leaves. step: number of steps taken before this one.

@@ -40,12 +40,12 @@ class StateSpec:
         return jax.tree.map(lambda a: a.sharding, self.abstract)
 
 
-def stored(model: Transformer, layout: Layout, mesh) -> dict:
+def describe_params(model: Transformer, layout: Layout, mesh) -> dict:
     """Return ShapeDtypeStructs of a model's parameters with the shardings in which they are stored, by [optimizer]."""
     table = model.parameters()
     placed = rules.shardings(layout, mesh, "optimizer", params.tree(table, lambda info: info.axes))
-    return params.mapped(table, lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
-                         placed)
+    return params.map_params(
+        table, lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding), placed)
 
 
 def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh, balance_rate: float = 0.0,
@@ -55,15 +55,16 @@ def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh
     Parameters and optimizer state are stored as in [optimizer]. A step reads the parameters as in [params], see
     `Transformer.as_read`.
     """
-    table, p = model.parameters(), stored(model, layout, mesh)
+    table, p = model.parameters(), describe_params(model, layout, mesh)
 
-    def trained(leaf):
-        return params.divided(table, params.tree(table, leaf))[0]
-    trained_p, trained_axes = model.divided(p)[0], trained(lambda info: info.axes)
+    def select_trained(leaf):
+        return params.divide(table, params.tree(table, leaf))[0]
+    trained_p, trained_axes = model.divide(p)[0], select_trained(lambda info: info.axes)
 
     def place(tree):
         return rules.shardings(layout, mesh, "optimizer", tree)
-    tx = optimizer.build(optimizer_cfg, steps, trained(lambda info: info.role), trained(lambda info: info.matrix_dims),
+    roles, matrix_dims = select_trained(lambda info: info.role), select_trained(lambda info: info.matrix_dims)
+    tx = optimizer.build(optimizer_cfg, steps, roles, matrix_dims,
                          place(trained_axes), model.cfg.compute_dtype, balance_rate, balance_rule)
     placed = place(optimizer.state_axes(tx, trained_p, trained_axes))
     opt_state = jax.tree.map(lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),

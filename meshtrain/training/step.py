@@ -32,7 +32,7 @@ class Program:
 
     `train(state, batch) -> (state, metrics)` donates the state; with `limited` it is `train(state, batch, limit)`.
     metrics: loss (nats per target token), grad_norm, learning_rate, tokens (with a target), skipped, and the
-    numbers of the layers as `moe.reported` and `qk_clip.reported` return them.
+    numbers of the layers as `moe.report_load` and `qk_clip.report_bounds` return them.
 
     `evaluate(params, batch) -> (sum of the loss, number of targets or pairs in it)`.
 
@@ -75,7 +75,7 @@ class Program:
             return jax.make_array_from_callback(abstract.shape, abstract.sharding, block)
         return {name: put(name, abstract) for name, abstract in self.step.batch.items()}
 
-    def lowered(self) -> jax.stages.Lowered:
+    def lower_step(self) -> jax.stages.Lowered:
         """Return the training step before XLA compiles it: (state, batch) -> (state, metrics)."""
         whole = NamedSharding(self.step.mesh, P())
         limit = [jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)] * self.limited
@@ -84,7 +84,7 @@ class Program:
 
     def compile(self):
         """Return the compiled training step, ready to call."""
-        return self.lowered().compile(compiler_options=self.compiler_options)
+        return self.lower_step().compile(compiler_options=self.compiler_options)
 
     def limit(self, loss: float) -> list[jax.Array]:
         """Return further arguments of the compiled step.
@@ -99,7 +99,7 @@ class Program:
         with jax.set_mesh(self.step.mesh):
             return function.lower(*args)
 
-    def compiled(self, function: jax.stages.Wrapped, *args):
+    def compile_function(self, function: jax.stages.Wrapped, *args):
         """Return a jitted function compiled for these arguments with the options of the run."""
         return self.lower(function, *args).compile(compiler_options=self.compiler_options)
 
@@ -128,7 +128,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         (flags.CUBLAS, not split and not run.model.num_experts or numerics.float8 is float8.BY_CUBLAS)) if holds}
     trained_infos = [info for info in model.parameters() if info.trainable]
     roles = [info.role for info in trained_infos]
-    gradients, sum_losses = pipelined.pipelined(step) if step.schedule else (
+    gradients, sum_losses = pipelined.build(step) if step.schedule else (
         functools.partial(accumulate.gradients, step), functools.partial(accumulate.evaluate, step))
 
     def train(state: State, batch, *loss_limit):
@@ -143,7 +143,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
             clipped = [g if role == "balance" else g * clip
                        for g, role in zip(jax.tree.leaves(grads), roles, strict=True)]
             grads = jax.tree.unflatten(jax.tree.structure(grads), clipped)
-        trained, frozen = model.divided(state.params)
+        trained, frozen = model.divide(state.params)
         updates, opt_state = spec.tx.update(grads, state.opt_state, trained, step=state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         if loss_limit:
@@ -152,20 +152,20 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         # selects the old values instead of applying updates of zero, because XLA would allocate zeros for these
         # together with the accumulators' zeros, and keep them.
 
-        def kept(new, old):
+        def select(new, old):
             return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
         moved = optax.apply_updates(optax.tree.cast(trained, jnp.float32), updates)
         if step.ex.bounds:      # not before the first step, where only the balance biases change
             bound_LN = jnp.where(state.step < 0, 0.0, of_layers[SCORE_BOUND])
-            moved = qk_clip.clipped(model, moved, bound_LN, run.optimizer.qk_clip)
-        moved = rounding.rounded(trained_infos, moved, run.run.seed, state.step)
-        trained, opt_state = kept(moved, trained), kept(opt_state, state.opt_state)
-        new = State(state.step + 1, params.joined(trained, frozen), opt_state)
+            moved = qk_clip.clip(model, moved, bound_LN, run.optimizer.qk_clip)
+        moved = rounding.round_weights(trained_infos, moved, run.run.seed, state.step)
+        trained, opt_state = select(moved, trained), select(opt_state, state.opt_state)
+        new = State(state.step + 1, params.join(trained, frozen), opt_state)
         rate = learning_rate_schedule(run.optimizer, training.steps)(state.step)
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate, jnp.float32),
                    "tokens": count,
                    "skipped": ~finite}
-        return new, metrics | qk_clip.reported(moe.reported(of_layers), run.optimizer.qk_clip)
+        return new, metrics | qk_clip.report_bounds(moe.report_load(of_layers), run.optimizer.qk_clip)
 
     def evaluate(p, batch):
         total = sum_losses(p, batch)
@@ -173,7 +173,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
 
     def initialize():
         p = model.init(jax.random.key(run.run.seed, impl=PRNG))
-        return State(jnp.int32(0), p, spec.tx.init(model.divided(p)[0]))
+        return State(jnp.int32(0), p, spec.tx.init(model.divide(p)[0]))
 
     batch_shardings = {name: abstract.sharding for name, abstract in step.batch.items()}
     whole, limited = NamedSharding(mesh, P()), training.loss_spike == "skip"

@@ -115,7 +115,7 @@ def test_every_key_of_the_model_is_compared_or_of_no_family():
     ("FFFF", "F"), ("WWWF" * 3, "WWWF"), ("WWWFW", "WWWF"), ("deee", "de*"), ("dddeeeeee", "ddde*"), ("de", "de"),
     ("KKKNNNN", "KKKN*")])
 def test_patterns_are_said_as_shortly_as_can_be(letters, pattern):
-    assert settings.shortest(letters) == pattern and pattern_module.repeated(pattern, len(letters)) == letters
+    assert settings.shortest(letters) == pattern and pattern_module.repeat(pattern, len(letters)) == letters
 
 
 CHANGED = {

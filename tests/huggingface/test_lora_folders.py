@@ -47,10 +47,10 @@ def test_merged_logits_are_the_unmerged_and_peft_s_tensors_make_the_merged_folde
     loaded = Loaded(GOLDENS / name, *layout, f"--lora.rank={RANK}", f"--lora.alpha={ALPHA}",
                     f"--lora.targets={json.dumps(targets)}")
     rng, model = np.random.default_rng(0), loaded.made.model
-    trained, frozen = model.divided(loaded.params)
+    trained, frozen = model.divide(loaded.params)
     trained = jax.tree.map(lambda a: jax.device_put(rng.normal(size=a.shape, scale=0.1).astype(a.dtype),
                                                     a.sharding), trained)
-    loaded.params = params.joined(trained, frozen)
+    loaded.params = params.join(trained, frozen)
     tokens = rng.integers(0, 90, (8, 40))
     unmerged = loaded.logits(tokens)
     merged, leaf = Loaded(GOLDENS / name, *layout), adapters.leaf(model, trees.leaves_of(loaded.params))

@@ -129,7 +129,7 @@ def test_names_and_parameters_of_every_preset_cover_each_other(preset):
         return
     rows = folder.rows(family, run.model, pretrained.parameter_paths(transformer.build(run.model)))
     theirs = sum(math.prod(row.shape) * max(1, len(row.layers)) for row in rows)
-    padding = (transformer.padded_vocab(run.model) - run.model.vocab_size) * run.model.embed_dim * (
+    padding = (transformer.pad_vocab(run.model) - run.model.vocab_size) * run.model.embed_dim * (
         2 - run.model.tie_embeddings)
     assert theirs == sum(info.size for info in infos) - padding
 

@@ -32,7 +32,7 @@ def test_evaluation_and_sample_of_several_processes_have_one_order(by_gloo):
     program = made.program
     params = program.step.state.abstract.params
     devices = made.mesh.size
-    assert steps.meeting(program.compiled(program.evaluate, params, program.step.batch).as_text(), devices) == []
+    assert steps.meeting(program.compile_function(program.evaluate, params, program.step.batch).as_text(), devices) == []
     with jax.set_mesh(made.mesh):
         placed = trained.wrap(made, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), params))
         names = []

@@ -57,7 +57,7 @@ def computed(model: str, mesh: dict, *batches: dict):
     made = parity.assemble(run)
     program, step = made.program, made.program.step
     # Decays as at the start, weak and strong: of drawn ones little would leak.
-    weights = params.mapped(made.model.parameters(), lambda info, pair: pair[info.path[-1] in ("A_log", "dt_bias")],
+    weights = params.map_params(made.model.parameters(), lambda info, pair: pair[info.path[-1] in ("A_log", "dt_bias")],
                             jax.tree.map(lambda *pair: pair, parity.draw_parameters(made, 0),
                                          jax.device_get(made.model.init(jax.random.key(0)))))
 

@@ -338,7 +338,7 @@ def test_biases_stay_where_all_experts_have_just_the_mean(num_experts, rule):
 def test_the_load_of_every_layer_is_reported_and_a_dense_one_has_none():
     # tokens, divided by the step's targets
     load = np.array([[0, 0, 0, 0], [2, 2, 2, 2], [6, 1, 1, 0]], np.float32) / 3
-    got = jax.device_get(moe.reported({"expert_load": load, "aux_loss": 5.0}))
+    got = jax.device_get(moe.report_load({"expert_load": load, "aux_loss": 5.0}))
     half = -(6 * np.log(6 / 8) + 2 * np.log(1 / 8)) / 8 / np.log(4)
     wanted = {"expert_load_max_by_layer": [np.nan, 1, 3], "expert_load_min_by_layer": [np.nan, 1, 0],
               "expert_load_entropy_by_layer": [np.nan, 1, half], "expert_load_max": 3,
@@ -346,7 +346,7 @@ def test_the_load_of_every_layer_is_reported_and_a_dense_one_has_none():
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-6, err_msg=name)
-    alone = moe.reported({"expert_load": np.ones((2, 1), np.float32)})      # one expert is always as busy as the mean
+    alone = moe.report_load({"expert_load": np.ones((2, 1), np.float32)})      # one expert is always as busy as the mean
     assert alone["expert_load_max"] == alone["expert_load_entropy"] == 1
 
 
@@ -376,7 +376,7 @@ def mixer_flops(preset: str, cfg, S: int) -> float:
 def test_presets_have_the_published_total_and_active_parameters(preset):
     run = run_files.load(["--model.preset", preset, "--data.source", "tokens", "--data.paths", '["a.tokens.npy"]'])
     model, cfg = transformer.build(run.model), run.model
-    padding = 2 * (transformer.padded_vocab(cfg) - cfg.vocab_size) * cfg.embed_dim
+    padding = 2 * (transformer.pad_vocab(cfg) - cfg.vocab_size) * cfg.embed_dim
     total, active = (sum(of(info) for info in model.parameters()) - padding
                      for of in (lambda info: info.size, lambda info: flops.active(info, cfg)))
     assert (total, active) == PUBLISHED[preset]

@@ -98,7 +98,7 @@ def merged(node):
         return node
     node = {key: merged(value) for key, value in node.items()}
     adapter = node.pop("lora", None)
-    return node | dict(kernel=lora.merged(node["kernel"], adapter, ALPHA / RANK)) if adapter else node
+    return node | dict(kernel=lora.merge(node["kernel"], adapter, ALPHA / RANK)) if adapter else node
 
 
 def test_a_target_that_some_layers_have_is_enough():

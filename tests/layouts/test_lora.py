@@ -86,7 +86,7 @@ def without_adapters(p: dict) -> dict:
         node = {key: visit(value) for key, value in node.items()}
         if "lora" in node:
             adapter = node.pop("lora")
-            node["kernel"] = lora.merged(node["kernel"], adapter, SCALE)
+            node["kernel"] = lora.merge(node["kernel"], adapter, SCALE)
         return node
     return visit(p)
 
@@ -102,7 +102,7 @@ def test_the_base_stays_bit_for_bit_and_only_adapters_have_a_state(name):
     for n in range(3):
         state, metrics = compiled.step(state, made.program.place(parity.batch_of(made.run, n)))
         assert not metrics["skipped"]
-    (trained, frozen), (old, expected) = map(made.model.divided, (jax.device_get(state.params), before))
+    (trained, frozen), (old, expected) = map(made.model.divide, (jax.device_get(state.params), before))
     jax.tree.map(np.testing.assert_array_equal, frozen, expected)
     assert all((a != b).any() for a, b in zip(jax.tree.leaves(trained), jax.tree.leaves(old),
                                               strict=True)), "every adapter moved"
@@ -122,7 +122,7 @@ def test_the_first_step_computes_what_the_model_without_adapters_does():
     state = with_adapters.made.program.initialize()
     plain = parity.compile_run(run_of("ddp", ONE)).made
     p = plain.program.initialize().params
-    frozen = with_adapters.made.model.divided(state.params)[1]
+    frozen = with_adapters.made.model.divide(state.params)[1]
     flat = dict(jax.tree.leaves_with_path(frozen))
     assert all((flat[path] == leaf).all()
                for path, leaf in jax.tree.leaves_with_path(p)), "adapters do not change the draws of the others"
@@ -136,7 +136,7 @@ def test_the_first_step_computes_what_the_model_without_adapters_does():
 def test_no_accumulator_of_a_frozen_weight_stands_in_the_compiled_step(rule, mesh):
     compiled = parity.compile_run(lora_run(rule, mesh, targets=("query", "value")))
     made, held = compiled.made, memory.formula(compiled.made)
-    trained = made.model.divided(made.program.step.state.abstract.params)[0]
+    trained = made.model.divide(made.program.step.state.abstract.params)[0]
     size = sum(leaf.size for leaf in jax.tree.leaves(trained))
     assert held["grads"] == 4 * size // mesh.get("stage", 1)
     assert held["optimizer"] == 2 * 4 * size // mesh.get("stage", 1) + 4

@@ -132,7 +132,7 @@ def test_matrices_go_to_their_device_and_back_in_bf16_and_nothing_else_is_sent(c
     grads = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s),
                          spec.abstract.params, as_stored)
     update = jax.jit(functools.partial(spec.tx.update, step=0), out_shardings=(as_stored, spec.sharding.opt_state))
-    program = audit.read(made.program.compiled(update, grads, spec.abstract.opt_state,
+    program = audit.read(made.program.compile_function(update, grads, spec.abstract.opt_state,
                                                grads).as_text(), made.mesh)
     sent = {}
     for c in program.collectives:

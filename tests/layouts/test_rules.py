@@ -387,6 +387,6 @@ def test_gradients_are_reduced_once_over_what_splits_neither_the_models_weights_
                        'batch = ["data", "fsdp", "context"]\n')
     layout = Layout(rule, sizes(data=2, fsdp=2, context=2))
     dense, experts = ("embed", "mlp"), ("expert", "expert_embed", "expert_mlp")
-    assert layout.deferred_axes([dense]) == ("fsdp", "context"), "a model without experts is not split by their line"
-    assert layout.deferred_axes([dense, experts]) == ("context",)
-    assert layout.deferred_axes([dense, ("vocab", None)]) == ("fsdp",)
+    assert layout.find_deferred_axes([dense]) == ("fsdp", "context"), "a model without experts is not split by their line"
+    assert layout.find_deferred_axes([dense, experts]) == ("context",)
+    assert layout.find_deferred_axes([dense, ("vocab", None)]) == ("fsdp",)

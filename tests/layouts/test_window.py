@@ -112,7 +112,7 @@ def test_places_name_every_stack_once():
                          [(4, 2, 1, 4), (5, 2, 1, 8), (3, 2, 2, 8), (1, 2, 1, 2), (9, 4, 1, 16)])
 def test_stages_hold_whole_periods(num_layers, stages, chunks, padded):
     model = dict(window=4, mixers="WF", num_layers=num_layers)
-    assert parallel_stages.padded(config.Model(**model), stages * chunks) == padded
+    assert parallel_stages.count_padded(config.Model(**model), stages * chunks) == padded
 
 
 RING, ULYSSES = (dict(context=dict(method=method)) for method in ("ring", "ulysses"))

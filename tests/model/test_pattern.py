@@ -12,7 +12,7 @@ def cfg(mixers: str, mlps: str = "d", num_layers: int = 0, **more):
 @pytest.mark.parametrize(("given", "length", "wanted"), [
     ("F", 3, "FFF"), ("WWF", 5, "WWFWW"), ("WWF", 2, "WW"), ("de*", 4, "deee"), ("d*", 2, "dd"), ("ddde*", 3, "ddd")])
 def test_patterns_are_repeated_to_the_number_of_layers(given, length, wanted):
-    assert pattern.repeated(given, length) == wanted
+    assert pattern.repeat(given, length) == wanted
 
 
 @pytest.mark.parametrize(("section", "wanted"), [
@@ -33,7 +33,7 @@ def test_layers_are_leading_ones_a_period_and_what_is_left(section, wanted):
     found = pattern.stretches(section)
     assert [(part.name, len(part.period), part.repeats, part.leading) for part in found] == wanted
     assert sum((part.period * part.repeats for part in found), ()) == pattern.kinds(section)
-    assert pattern.staged(section) + pattern.leading(section) == section.num_layers
+    assert pattern.count_staged(section) + pattern.leading(section) == section.num_layers
     assert pattern.period(section) == next(len(part.period) for part in found if not part.leading)
 
 

@@ -52,8 +52,8 @@ def test_queries_grow_with_the_length_before_them():
     expected = 1 + 0.1 * np.log(1 + np.asarray([0, 0, 0, 1, 3]))
     np.testing.assert_allclose(made.query_scale_BT[0], expected, rtol=1e-6)
     q = jnp.ones((1, 5, 2, 16), jnp.bfloat16)
-    assert rope.grown(q, made).dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(rope.grown(q, made), np.float32)[0, :, 1, 7], expected, rtol=4e-3)
+    assert rope.scale_queries(q, made).dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(rope.scale_queries(q, made), np.float32)[0, :, 1, 7], expected, rtol=4e-3)
 
 
 def test_mixers_have_a_rope_of_their_own_or_share_one():

@@ -63,7 +63,7 @@ def test_every_layout_rounds_by_the_same_bits(spec):
     """
     info = lambda name: ParamInfo((name,), (8, 16, 12), jnp.dtype("bfloat16"), (None,) * 3, "matrix", 1)
     x = np.random.default_rng(0).normal(size=(8, 16, 12)).astype(np.float32)
-    of = lambda name, step, x: rounding.rounded([info(name)], {name: x}, 7, step)[name]
+    of = lambda name, step, x: rounding.round_weights([info(name)], {name: x}, 7, step)[name]
     plain = np.asarray(jax.jit(of, static_argnums=0)("w", 3, x))
     sharding = NamedSharding(jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2), spec)
     split = jax.jit(lambda step, x: of("w", step, x), in_shardings=(None, sharding), out_shardings=sharding)

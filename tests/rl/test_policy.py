@@ -291,7 +291,7 @@ def expected(name: str, adapted: bool = False):
         of_tokens = {key: [*values, *new[key]] for key, values in of_tokens.items()}
     metrics = {key: np.mean(values) for key, values in of_tokens.items() if key != "kl" or policy.kl}
     metrics["mismatch_max"] = max(of_tokens["mismatch_mean"])
-    return p, drawn, float(value), made.model.divided(grads)[0], metrics
+    return p, drawn, float(value), made.model.divide(grads)[0], metrics
 
 
 def batch_of(run: config.Run, drawn, rows: int = ROWS) -> dict:
@@ -388,7 +388,7 @@ def test_scores_are_the_log_probabilities_at_the_temperature_in_the_order_of_the
     batch, places = answers_of.pack(drawn, run.rl, ROWS, T, 0)
     spec = made.program.step
     with jax.default_matmul_precision("highest"):
-        scores = made.program.compiled(made.program.scores, spec.state.abstract.params, spec.batch)
+        scores = made.program.compile_function(made.program.scores, spec.state.abstract.params, spec.batch)
         found = np.asarray(scores(jax.device_put(p, spec.state.sharding.params), made.program.place(batch)))
         assert found.shape == spec.batch["targets"].shape
         found = found.reshape(ROWS, T)
@@ -425,7 +425,7 @@ def test_a_step_of_several_processes_has_one_order(by_gloo):
     assert abs(metrics["loss"] - loss) < 1e-5 * max(abs(loss), 0.1)
     assert_equal_gradients(found, grads, 1e-5)
     spec, program = case.made.program.step, case.made.program
-    scores = program.compiled(program.scores, spec.state.abstract.params, spec.batch)
+    scores = program.compile_function(program.scores, spec.state.abstract.params, spec.batch)
     assert steps.meeting(scores.as_text(), case.made.mesh.size) == []
 
 

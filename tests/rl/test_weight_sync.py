@@ -53,7 +53,7 @@ def test_the_sampler_reads_the_cast_of_what_is_trained_bit_for_bit(mesh, dtype):
         over = {axis for dim in w.sharding.spec for axis in ([dim] if isinstance(dim, str) else dim or ())}
         assert over <= {"tensor"}, info.name
         return "tensor" in over
-    split = jax.tree.leaves(params.mapped(made.model.parameters(), check, read))
+    split = jax.tree.leaves(params.map_params(made.model.parameters(), check, read))
     assert any(split) == (dict(mesh).get("tensor", 1) > 1)
 
 
@@ -115,7 +115,7 @@ def test_only_adapters_move_again():
     made, stored = started((("fsdp", 8),), lora=(("rank", 2),))
     sampler, moved = samplers.make(made), []
     first = sampler.weights(stored)
-    step = params.mapped(made.model.parameters(), lambda info, w: w + 1 if info.trainable else w, stored)
+    step = params.map_params(made.model.parameters(), lambda info, w: w + 1 if info.trainable else w, stored)
     second = sampler.weights(step)
 
     def check(info, w):
@@ -123,7 +123,7 @@ def test_only_adapters_move_again():
         moved.append(info.trainable)
         assert (w is again) != info.trainable, info.name
         np.testing.assert_array_equal(np.asarray(again), np.asarray(now))
-    params.mapped(made.model.parameters(), check, first)
+    params.map_params(made.model.parameters(), check, first)
     assert any(moved) and not all(moved)
 
 

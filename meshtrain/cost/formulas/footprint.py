@@ -294,7 +294,7 @@ def slot_bytes(placed: Placed, options: Options) -> float:
     for_backward, for_weights = slot_widths(placed, options)
     p = placed.mesh.sizes["stage"]
     _, slots = schedules.counts(options.schedule, p, options.microbatches, options.chunks)
-    depth = stages.padded(placed.cfg, p * options.chunks) // (p * options.chunks)
+    depth = stages.count_padded(placed.cfg, p * options.chunks) // (p * options.chunks)
     elements = depth * (slots["Q"] * for_backward + slots.get("Z", 0) * for_weights)
     stream = placed.cfg.embed_dim / placed.stream_shards
     elements += (slots["X"] + slots["D"]) * stream

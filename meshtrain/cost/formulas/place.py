@@ -57,8 +57,9 @@ def _place(rows: Sequence[ParamInfo], cfg: Model, layout: Layout, mesh: MeshSpec
     and their gradients are summed over the stages."""
     local, tokens = _Local(layout), frozenset(layout.token_axes) | ({"stage"} if is_leading else frozenset())
     num_stages, head, matrices = layout.sizes["stage"], Product(0, 0), _Matrices(cfg, rows, local)
-    stage_layers = stages.padded(cfg, num_stages) // num_stages if num_stages > 1 and not is_leading else cfg.num_layers
-    deferred = tokens if num_stages > 1 else frozenset(layout.deferred_axes(info.axes for info in rows))
+    in_stages = num_stages > 1 and not is_leading
+    stage_layers = stages.count_padded(cfg, num_stages) // num_stages if in_stages else cfg.num_layers
+    deferred = tokens if num_stages > 1 else frozenset(layout.find_deferred_axes(info.axes for info in rows))
     held: dict[str, float] = defaultdict(float)
     moves: list[WeightMove] = []
     used, largest = 0.0, 0.0

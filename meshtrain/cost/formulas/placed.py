@@ -117,7 +117,7 @@ class Placed:
         if num_stages == 1:
             return float(self.cfg.num_layers)
         # Stages are padded with layers that cost the same and do nothing.
-        return stages.padded(self.cfg, num_stages * options.chunks) // num_stages
+        return stages.count_padded(self.cfg, num_stages * options.chunks) // num_stages
 
     def visits(self, options: Options) -> tuple[float, float, float]:
         """Return the passes through a layer in a step: (forward, backward for inputs, backward for weights).

@@ -194,7 +194,7 @@ def of_run(run: Run, costs: Costs | Callable[[Schedule], Costs], p: int,
     """
     name, m, v = run.pipeline.schedule, run.training.microbatches, run.pipeline.chunks
     if name == "auto":
-        counts = chunk_counts(-(-stages.staged(run.model) // stages.period(run.model)), p) if v == 1 else (v,)
+        counts = chunk_counts(-(-stages.count_staged(run.model) // stages.period(run.model)), p) if v == 1 else (v,)
         return choose(p, m, costs, memory, usable_bytes, counts)
     schedule, outcome, held, fits = _simulate(schedules.make(name, p, m, v), costs, memory, usable_bytes)
     why = _what(schedule, outcome, held) + ", as requested"

@@ -228,8 +228,8 @@ def _meshes(question: Question) -> Iterator[dict[str, int]]:
     n, cfg, domain = question.num_gpus, question.cfg, question.rated.gpu.domain_gpus(question.num_gpus)
     allowed = {
         "tensor": lambda k: k <= min(domain, cfg.num_heads),
-        "stage": lambda k: k <= min(MOST_STAGES, stages.staged(cfg))
-        and stages.padded(cfg, k) <= PADDED * stages.staged(cfg) and (k == 1 or bool(stages.period(cfg))),
+        "stage": lambda k: k <= min(MOST_STAGES, stages.count_staged(cfg))
+        and stages.count_padded(cfg, k) <= PADDED * stages.count_staged(cfg) and (k == 1 or bool(stages.period(cfg))),
         "context": lambda k: k == 1 or k <= MOST_CONTEXT and question.options.seq_len // k >= SHORTEST}
     choices = [[question.fixed[axis]] if axis in question.fixed else [k for k in divisors(n) if allows(k)]
                for axis, allows in allowed.items()]
@@ -274,7 +274,7 @@ def _schedules(question: Question, p: int, m: int) -> list[tuple[str, int]]:
     same."""
     if p == 1:
         return [("", 1)]
-    counts = simulate.chunk_counts(-(-stages.staged(question.cfg) // stages.period(question.cfg)), p, MOST_CHUNKS)
+    counts = simulate.chunk_counts(-(-stages.count_staged(question.cfg) // stages.period(question.cfg)), p, MOST_CHUNKS)
     names = [question.fixed["schedule"]] if "schedule" in question.fixed else simulate.AUTOMATIC
     found = [(name, v) for name in names for v in counts
              if (v > 1) == (name in schedules.INTERLEAVED) and question.fixed.get("chunks", v) == v

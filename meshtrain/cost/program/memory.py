@@ -44,7 +44,7 @@ def in_loop(model, layout, num_chunks: int = 1) -> list[tuple]:
     A stage's layers are one stack per layer of a period. The stack has all chunks and the padding layers.
     """
     num_stages, whole = layout.sizes["stage"], model.staged[0]
-    periods = stages.padded(model.cfg, num_stages * num_chunks) // len(whole.period) // num_stages
+    periods = stages.count_padded(model.cfg, num_stages * num_chunks) // len(whole.period) // num_stages
     kept = lambda axis: layout.num_shards(layout.mesh_axes(GATHERED, axis))
     found = []
     for info in model.parameters():

@@ -60,12 +60,12 @@ def distances(mask: Mask, chunk: int, cp: int) -> list[Distances]:
     last = min(-(-(mask.window - 1) // chunk), 2 * cp - 1)
     free = mask.window // chunk - 1         # whole chunks are visible up to this distance
 
-    def seen_at(distance: int) -> tuple[bool, Mask]:
+    def mask_at(distance: int) -> tuple[bool, Mask]:
         """Return (whether early chunks, too, have keys at this distance, what a query sees of the chunk there)."""
         seen = mask._replace(causal=False, window=0) if distance <= free else mask._replace(
             causal=False, ahead=distance * chunk)
         return distance < cp, seen
-    grouped = [(key, list(group)) for key, group in itertools.groupby(range(1, last + 1), seen_at)]
+    grouped = [(key, list(group)) for key, group in itertools.groupby(range(1, last + 1), mask_at)]
     return [Distances(group[0], len(group), early, seen) for (early, seen), group in grouped]
 
 
@@ -79,11 +79,11 @@ def forward(engine, mask: Mask, exchange: ChunkExchange, q_BTNH, k_BTKH, v_BTKH,
         travelling, sums = carry
         received, travelling = exchange.receive(travelling, d, last)
 
-        def merged(half):
+        def merge_half(half):
             k, v, z = received[half]
             o, lse = engine.forward(q[half], k, v, segments[half], z, of.mask)
             return merge(*sums[half], o, jnp.where(_number(half, i, cp) >= d, lse, MASKED))
-        return travelling, (merged(0) if of.early else sums[0], merged(1))
+        return travelling, (merge_half(0) if of.early else sums[0], merge_half(1))
 
     steps = distances(mask, q[0].shape[1], cp)
     begun = exchange.start(tuple(zip(k, v, segments))) if steps else None

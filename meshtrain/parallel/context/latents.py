@@ -79,15 +79,15 @@ class LatentMethod(NamedTuple):
 # ---- one device's part -----------------------------------------------------------------------------------------------
 
 
-def _expanded(c_BSC, r_BSR, key_CNH, value_CNV):
+def _expand(c_BSC, r_BSR, key_CNH, value_CNV):
     """Return keys, which end with r, and values of all heads of the weights."""
     k_BSNH = products.einsum("BSC,CNH->BSNH", c_BSC, key_CNH)
     r_BSNR = jnp.broadcast_to(r_BSR[:, :, None], (*k_BSNH.shape[:3], r_BSR.shape[2]))
     return jnp.concatenate([k_BSNH, r_BSNR], -1), products.einsum("BSC,CNV->BSNV", c_BSC, value_CNV)
 
 
-def _contracted(c_BSC, key_CNH, value_CNV, dk_BSNH, dv_BSNV):
-    """Return the gradients of `_expanded`: (dc, dr), (dkey, dvalue), float32."""
+def _contract(c_BSC, key_CNH, value_CNV, dk_BSNH, dv_BSNV):
+    """Return the gradients of `_expand`: (dc, dr), (dkey, dvalue), float32."""
     H, dtype = key_CNH.shape[2], c_BSC.dtype
     dr_BSR = dk_BSNH[..., H:].sum(2, dtype=jnp.float32)
     dk_BSNH, dv_BSNV = dk_BSNH[..., :H].astype(dtype), dv_BSNV.astype(dtype)    # operands in the compute dtype
@@ -111,15 +111,15 @@ def _own_tokens(every: gather.Keys) -> gather.Keys:
 def _forward(engine, method, mask, q_BTNH, latents, weights, segments_BT):
     """Return o, lse of these queries over the keys of all devices, float32."""
     if method is None:
-        k, v = _expanded(*latents, *weights)
+        k, v = _expand(*latents, *weights)
         return engine.forward(q_BTNH, k, v, segments_BT, segments_BT, mask.within(q_BTNH.shape[1]))
     *latents, segments = map(zigzag.gather, (*latents, segments_BT))
     mask = mask.within(segments.shape[1])
     if method is ulysses:
-        q, (k, v) = ulysses.whole_sequence(q_BTNH), _expanded(*latents, *map(_own_heads, weights))
+        q, (k, v) = ulysses.whole_sequence(q_BTNH), _expand(*latents, *map(_own_heads, weights))
         o, lse = engine.forward(q, k, v, segments, segments, mask)
         return ulysses.all_heads(o.astype(q.dtype)).astype(jnp.float32), ulysses.all_heads(lse)
-    every = gather.Keys(*_expanded(*latents, *weights), segments)
+    every = gather.Keys(*_expand(*latents, *weights), segments)
     return gather.attend_gathered(engine, mask, q_BTNH, _own_tokens(every), every)
 
 
@@ -129,23 +129,23 @@ def _backward(engine, method, mask, q_BTNH, latents, weights, segments_BT, out):
     out: o, lse, do.
     """
     if method is None:
-        k, v = _expanded(*latents, *weights)
+        k, v = _expand(*latents, *weights)
         dq, dk, dv = engine.backward(q_BTNH, k, v, segments_BT, segments_BT, *out, mask.within(q_BTNH.shape[1]))
-        return dq, *_contracted(latents[0], *weights, dk, dv)
+        return dq, *_contract(latents[0], *weights, dk, dv)
     *latents, segments = map(zigzag.gather, (*latents, segments_BT))
     mask = mask.within(segments.shape[1])
     if method is ulysses:
         own = tuple(map(_own_heads, weights))
         q, *out = (ulysses.whole_sequence(x) for x in (q_BTNH, *out))
-        dq, dk, dv = engine.backward(q, *_expanded(*latents, *own), segments, segments, *out, mask)
+        dq, dk, dv = engine.backward(q, *_expand(*latents, *own), segments, segments, *out, mask)
         dq = ulysses.all_heads(dq.astype(q.dtype))
-        dlatents, dweights = _contracted(latents[0], *own, dk, dv)
+        dlatents, dweights = _contract(latents[0], *own, dk, dv)
         # zeros for the heads of other devices, which compute their own gradients
         first = lax.axis_index(AXIS) * own[0].shape[1]
         dweights = tuple(lax.dynamic_update_slice_in_dim(jnp.zeros(w.shape, jnp.float32), dw, first, 1)
                          for w, dw in zip(weights, dweights))
     else:
-        every = gather.Keys(*_expanded(*latents, *weights), segments)
+        every = gather.Keys(*_expand(*latents, *weights), segments)
         dq, dk, dv = gather.gradients_gathered(engine, mask, q_BTNH, _own_tokens(every), every, Output(*out))
-        dlatents, dweights = _contracted(latents[0], *weights, dk, dv)
+        dlatents, dweights = _contract(latents[0], *weights, dk, dv)
     return dq, tuple(map(zigzag.scatter, dlatents)), dweights

@@ -51,7 +51,7 @@ class TokenRuns(NamedTuple):
     def rows(self, x):
         return x if self.per_device < 2 else x.reshape(-1, x.shape[1] // self.per_device, *x.shape[2:])
 
-    def joined(self, x):
+    def join_heads(self, x):
         return x if self.per_device < 2 else x.reshape(-1, x.shape[1] * self.per_device, *x.shape[2:])
 
     def tails_before(self, x, fill):
@@ -123,7 +123,7 @@ def _convolve_shard(runs, xs, ws, segments_BT):
     for x, w in zip(xs, ws, strict=True):
         x = runs.rows(x)
         before = Tail(runs.tails_before(x[:, x.shape[1] - (W - 1):], 0), segments_before)
-        ys.append(runs.joined(convolution.convolve(x, w, segments, before if runs.per_device else None)))
+        ys.append(runs.join_heads(convolution.convolve(x, w, segments, before if runs.per_device else None)))
     return tuple(ys)
 
 
@@ -171,7 +171,7 @@ class Recurrence(NamedTuple):
             across = runs.across
         found = self.engine(*(x if x is None else runs.rows(x) for x in inputs), segments, start, across=across,
                             states_ZBNHV=states_ZBNHV)
-        return runs.joined(found.o_BTNV), found.states_ZBNHV
+        return runs.join_heads(found.o_BTNV), found.states_ZBNHV
 
 
 def recur(of: Recurrence, layout: Layout, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT):

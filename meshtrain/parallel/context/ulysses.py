@@ -27,7 +27,7 @@ def order(length: int, cp: int) -> np.ndarray:
 
 def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
     """Return o [B, T, N, H] and lse [B, T, N] of these queries over the keys of all devices, float32."""
-    k_BTKH, v_BTKH = (_repeated(x, lax.axis_size(AXIS)) for x in (k_BTKH, v_BTKH))
+    k_BTKH, v_BTKH = (_repeat(x, lax.axis_size(AXIS)) for x in (k_BTKH, v_BTKH))
     q, k, v = (whole_sequence(x) for x in (q_BTNH, k_BTKH, v_BTKH))
     segments = gather(segments_BT)
     o, lse = engine.forward(q, k, v, segments, segments, mask.within(q.shape[1]))
@@ -38,7 +38,7 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Outpu
     """Return dq, dk, dv of this device's tokens. dk and dv are float32; dq has the compute dtype."""
     cp = lax.axis_size(AXIS)
     K = k_BTKH.shape[2]
-    sent = (q_BTNH, _repeated(k_BTKH, cp), _repeated(v_BTKH, cp), *out)
+    sent = (q_BTNH, _repeat(k_BTKH, cp), _repeat(v_BTKH, cp), *out)
     q, k, v, *whole_out = (whole_sequence(x) for x in sent)
     segments = gather(segments_BT)
     dq, dk, dv = engine.backward(q, k, v, segments, segments, *whole_out, mask.within(q.shape[1]))
@@ -47,7 +47,7 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Outpu
     return dq, once(dk), once(dv)
 
 
-def _repeated(x_BTKH, cp: int):
+def _repeat(x_BTKH, cp: int):
     """Repeat each key/value head until cp divides the number of heads.
 
     Copies are adjacent, so query groups stay together.

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshtrain.parallel.experts.permutation import sorted_by
+from meshtrain.parallel.experts.permutation import sort_by
 from meshtrain.scopes import FURTHER_ROUNDS
 
 CAPACITY_FACTOR = 1.25
@@ -33,7 +33,7 @@ class AllToAll:
         count = self.chosen.size
         # padding has no expert: its device is num_shards
         self.device = jnp.where(self.chosen >= 0, self.chosen // e, num_shards)
-        self.order = sorted_by(self.device, num_shards)
+        self.order = sort_by(self.device, num_shards)
         self.counts = jnp.sum(self.device[:, None] == jnp.arange(num_shards), 0, dtype=jnp.int32)
         self.first = jnp.cumsum(self.counts) - self.counts
         place = jnp.zeros(count, jnp.int32).at[self.order].set(jnp.arange(count, dtype=jnp.int32), unique_indices=True)
@@ -72,7 +72,7 @@ class Round:
         """Send the token of each assignment to its expert's device: [T, D] -> [S, D]."""
         return self._swap(a_TD[self.assignment // self.of.K] * self.used[:, None].astype(a_TD.dtype))
 
-    def chosen(self):
+    def send_chosen(self):
         """Return [S, 1]: the expert of each received row; -1 if the row has no assignment."""
         return self._swap(jnp.where(self.used, self.of.chosen[self.assignment], -1)[:, None])
 

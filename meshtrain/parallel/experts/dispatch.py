@@ -81,12 +81,12 @@ def _apply_forward(experts, layout, x_BTD, chosen_BTK, weight_BTK, weights):
         # tokens. The outward matrix is needed last and is gathered during the inward matmuls. Weights are cast before a
         # barrier, because XLA does not remove a cast to float32 and back across it.
         down = {"down": weights["down"].astype(x_BTD.dtype)}
-        arrays = shards.gathered({name: w for name, w in weights.items() if name != "down"}, x_BTD.dtype)
+        arrays = shards.gather({name: w for name, w in weights.items() if name != "down"}, x_BTD.dtype)
         if not experts.by_all_to_all:
             tokens, arrays = lax.optimization_barrier((tokens, arrays))
             tokens = RoutedTokens(*map(shards.region.gather_tokens, tokens))
             tokens, down = lax.optimization_barrier((tokens, down))
-        matrices = ExpertMatrices(experts.engine, arrays | shards.gathered(down, x_BTD.dtype), shards.axes)
+        matrices = ExpertMatrices(experts.engine, arrays | shards.gather(down, x_BTD.dtype), shards.axes)
         y_TD, inward = (_forward_by_all_to_all if experts.by_all_to_all else _forward)(
             experts, shards.region, tokens, matrices)
         return y_TD.reshape(x_BTD.shape), inward if experts.saves_inward else None
@@ -117,13 +117,13 @@ def _apply_backward(experts, layout, residuals, dy_BTD):
         # first matmul needs.
         weights = {name: w.astype(x_BTD.dtype) for name, w in weights.items()}
         (tokens, dy_TD), weights = lax.optimization_barrier(((tokens, dy_TD), weights))
-        matrices = ExpertMatrices(experts.engine, shards.gathered(weights, x_BTD.dtype), shards.axes)
+        matrices = ExpertMatrices(experts.engine, shards.gather(weights, x_BTD.dtype), shards.axes)
         backward = _backward_by_all_to_all if experts.by_all_to_all else _backward
         dx, dweight, rest = backward(experts, shards.region, tokens, matrices, inward, dy_TD, staged)
-        return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), rest if staged else shards.reduced(rest)
+        return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), rest if staged else shards.reduce(rest)
 
     def weights_half(operands):
-        return shards.reduced(operands.gradients(experts.engine, shards.axes))
+        return shards.reduce(operands.gradients(experts.engine, shards.axes))
     everywhere = _everywhere()
     out = shards.tokens, shards.tokens, everywhere if staged else shards.grads
     dx, dweight, dw = on_shards(inputs_half, (shards.tokens,) * 3 + (shards.stored, everywhere, shards.tokens),
@@ -186,7 +186,7 @@ def _letters(axes: tuple[str, ...], summed: str) -> str:
     return "".join("g" if axis == "expert" else "k" if axis == summed else "n" for axis in axes)
 
 
-def _sorted_assignments(experts: RoutedExperts, region: ManualRegion, chosen_AK,
+def _sort_assignments(experts: RoutedExperts, region: ManualRegion, chosen_AK,
                         matrices: ExpertMatrices) -> SortedAssignments:
     e = matrices.e
     return SortedAssignments(chosen_AK, region.first_expert(e), e, experts.num_experts,
@@ -203,9 +203,9 @@ class RoutedTokens(NamedTuple):
 def _forward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens, matrices: ExpertMatrices):
     """Return (y [T, D], outputs of gate and up in the first round). tokens: after the gather."""
     (x_AD, chosen_AK, weight_AK), K = tokens, tokens.chosen_TK.shape[1]
-    assignments = _sorted_assignments(experts, region, chosen_AK, matrices)
+    assignments = _sort_assignments(experts, region, chosen_AK, matrices)
 
-    def weighted(last, weight_R1, *others):
+    def weigh(last, weight_R1, *others):
         # The weight is applied before `down`, so its gradient does not need y.
         h = experts.activation(*(a.astype(jnp.float32) for a in others), last)
         return h * weight_R1, *([last] if experts.saves_inward else [])
@@ -213,11 +213,11 @@ def _forward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens,
     def one_round(rows: ExpertRows):
         x_RD, groups, (*others, last) = experts.engine.take(x_AD, rows.token(K)), rows.groups, matrices.inward
         inward = [matrices.inward_rows(name, x_RD, groups)[0] for name in others]
-        hw_RF, *saved = matrices.inward_rows(last, x_RD, groups, weighted, [rows.weight(weight_AK), *inward])
+        hw_RF, *saved = matrices.inward_rows(last, x_RD, groups, weigh, [rows.weight(weight_AK), *inward])
         (y_RD,) = matrices.rows({"down": hw_RF}, "expert_mlp", groups)
         return rows.sum(y_RD, x_AD.dtype), [*inward, *saved]
     T = len(x_AD) // region.num_shards(region.gathered)
-    with jax.named_scope(BALANCED_ROWS.write(region.balanced_rows(T, K))):
+    with jax.named_scope(BALANCED_ROWS.write(region.rows_if_balanced(T, K))):
         y_AD, inward = one_round(assignments.round(0))
         y_AD = assignments.further_rounds(lambda rows: one_round(rows)[0], y_AD)
     return region.combine(y_AD), inward
@@ -258,8 +258,8 @@ def _backward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens
     """
     (x_AD, chosen_AK, weight_AK), dy_AD = tokens, region.gather_tokens(dy_TD)
     K, dtype = chosen_AK.shape[1], x_AD.dtype
-    balanced_rows = region.balanced_rows(len(dy_TD), K)
-    assignments = _sorted_assignments(experts, region, chosen_AK, matrices)
+    balanced_rows = region.rows_if_balanced(len(dy_TD), K)
+    assignments = _sort_assignments(experts, region, chosen_AK, matrices)
 
     def gradients(dhw, weight_R1, *inward):
         dhw, *inward = (a.astype(jnp.float32) for a in (dhw, *inward))
@@ -327,7 +327,7 @@ def _forward_by_all_to_all(experts: RoutedExperts, region: ManualRegion, tokens:
     experts, received, exchange = _after_sending(experts, region, tokens.chosen_TK, matrices)
 
     def one_round(now: all_to_all.Round):
-        sent = RoutedTokens(now.send(tokens.x_TD), now.chosen(), now.weight(tokens.weight_TK))
+        sent = RoutedTokens(now.send(tokens.x_TD), now.send_chosen(), now.weight(tokens.weight_TK))
         y, inward = _forward(experts, received, sent, matrices)
         return now.send_back(y).sum(1), inward
     y_TD, inward = one_round(exchange.round(0))
@@ -339,7 +339,7 @@ def _backward_by_all_to_all(experts: RoutedExperts, region: ManualRegion, tokens
     experts, received, exchange = _after_sending(experts, region, tokens.chosen_TK, matrices)
 
     def one_round(now: all_to_all.Round, inward=None):
-        sent = RoutedTokens(now.send(tokens.x_TD), now.chosen(), now.weight(tokens.weight_TK))
+        sent = RoutedTokens(now.send(tokens.x_TD), now.send_chosen(), now.weight(tokens.weight_TK))
         dx, dweight, operands = _backward(experts, received, sent, matrices, inward, now.send(dy_TD), True)
         return now.send_back(dx).sum(1), now.send_back(dweight)[..., 0], operands
     dx, dweight, rest = _rounds(exchange, one_round, saved, matrices, split)

@@ -62,7 +62,7 @@ class SortedAssignments:
         A, K = chosen_AK.shape
         local = chosen_AK.reshape(-1) - first
         key = jnp.where((local >= 0) & (local < e), local, e)
-        order = sorted_by(key, e)
+        order = sort_by(key, e)
         # The inverse permutation; the scatter writes every place once.
         numbers = jnp.arange(A * K, dtype=jnp.int32)
         self.place_AK = jnp.zeros(A * K, jnp.int32).at[order].set(numbers, unique_indices=True).reshape(A, K)
@@ -103,7 +103,7 @@ class SortedAssignments:
             return lax.while_loop(more, step, (jnp.int32(1), first))[1]
 
 
-def sorted_by(key, e: int):
+def sort_by(key, e: int):
     """Return the permutation that sorts the keys 0 … e, stably.
 
     Key and index are packed into one 32-bit number if they fit.

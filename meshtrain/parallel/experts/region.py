@@ -54,7 +54,7 @@ class ManualRegion:
     def num_shards(self, axes) -> int:
         return math.prod(self.sizes[a] for a in axes)
 
-    def balanced_rows(self, T: int, K: int) -> int:
+    def rows_if_balanced(self, T: int, K: int) -> int:
         """Return the number of rows of this device's experts under balanced load. T: tokens of each device."""
         shares = 1 if self.received else self.num_shards(self.experts)
         return max(1, round(T * K * self.occupancy * self.num_shards(self.gathered) / shares))
@@ -117,7 +117,7 @@ class ExpertShards:
             gathers={name: by_axis(name, gathered) for name in names}, scatters=scatters,
             rest={name: unscattered(name) for name in names})
 
-    def gathered(self, weights, dtype) -> dict:
+    def gather(self, weights, dtype) -> dict:
         """Cast weights to the compute dtype, then all-gather them.
 
         The region saves no gathered weight for the backward. Gradients stay float32.
@@ -129,7 +129,7 @@ class ExpertShards:
                 used[name] = lax.all_gather(used[name], axes, axis=self.axes[name].index(axis), tiled=True)
         return used
 
-    def reduced(self, dw):
+    def reduce(self, dw):
         """Reduce float32 gradients over the devices that have other tokens.
 
         The result has the dim order of stored weights.

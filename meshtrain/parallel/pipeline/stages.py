@@ -2,13 +2,13 @@
 from __future__ import annotations
 
 from meshtrain.config.sections import Model, Run
-from meshtrain.pattern import period, staged
+from meshtrain.pattern import count_staged, period
 
 
-def padded(cfg: Model, virtual_stages: int) -> int:
+def count_padded(cfg: Model, virtual_stages: int) -> int:
     """Return the number of layers in stages, including the identity layers that fill equal stages of whole periods."""
     together = max(1, period(cfg)) * virtual_stages
-    return -(-staged(cfg) // together) * together
+    return -(-count_staged(cfg) // together) * together
 
 
 def schedule_name(run: Run) -> str:
