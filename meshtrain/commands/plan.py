@@ -325,7 +325,7 @@ def verify(run: Run, question: search.Question, plan: search.Plan) -> dict:
     for row in step.program.collectives:
         axes = "+".join(row.axes)
         sent[axes] = sent.get(axes, 0) + row.bytes
-    return {"memory_bytes": step.held, "traffic_bytes": sent, "step_time_s": step.roofline.step_s}
+    return {"memory_bytes": step.memory_bytes, "traffic_bytes": sent, "step_time_s": step.roofline.step_s}
 
 
 def price_sampler(run: Run, question: search.Question) -> dict:

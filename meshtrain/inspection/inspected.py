@@ -42,14 +42,14 @@ class Inspected:
         return audit.read(self.text, self.made.mesh)
 
     @cached_property
-    def held(self) -> dict[str, int | None]:
+    def memory_bytes(self) -> dict[str, int | None]:
         """Bytes that one device holds, by kind; None where the program does not tell."""
         return memory.measure(self.made, self.executable, self.text)
 
     @property
     def fits(self) -> bool:
         """False if the step is known not to fit into a device's memory, else True."""
-        gpu, total = roofline.gpu_of(self.made), self.held["total"]
+        gpu, total = roofline.gpu_of(self.made), self.memory_bytes["total"]
         return gpu is None or total is None or total <= hardware.usable_bytes(gpu)
 
     @cached_property
@@ -63,9 +63,11 @@ class Inspected:
         return roofline.of_run(self.made, self.text, self.assumed)
 
     @cached_property
-    def sampled(self) -> dict | None:
+    def sampling_costs(self) -> dict | None:
         """The costs of sampling, from `SamplingCosts.as_json`; None without [rl]."""
-        return self.sampling and SamplingCosts(self.made, *self.sampling, self.held["total"], self.assumed).as_json()
+        if self.sampling is None:
+            return None
+        return SamplingCosts(self.made, *self.sampling, self.memory_bytes["total"], self.assumed).as_json()
 
     @cached_property
     def warnings(self) -> list[str]:
@@ -76,7 +78,7 @@ class Inspected:
         """Lines about differences from the formulas; empty unless the step is compiled for GPUs."""
         if self.formulas is None or not self.for_gpus:
             return []
-        return formula_vs_compiled.differences(self.made, self.formulas, self.held, self.program)
+        return formula_vs_compiled.differences(self.made, self.formulas, self.memory_bytes, self.program)
 
     @property
     def for_gpus(self) -> bool:

@@ -27,7 +27,7 @@ def text(step: Inspected) -> str:
     return "\n\n".join([
         before(step.made), params_table(step.made), memory_table(step),
         collectives_table(step), matmuls(step.program, step.formulas), "\n".join(warnings),
-        *([sampling_table(step.sampled)] if step.sampled else []),
+        *([sampling_table(step.sampling_costs)] if step.sampling_costs else []),
         *([f"rl.lag={lag}: this is the cost of sampling for validation; separate processes sample the answers for "
            f"training, and `plan` prints the cost of one such process"] if (lag := step.made.run.rl.lag) else []),
         *([roofline_table(step.roofline, step.made.mesh_spec)] if step.roofline else [])])
@@ -62,14 +62,14 @@ def as_json(step: Inspected) -> dict:
     of known speed. differences: empty unless compiled for GPUs. sampling: null without [rl]."""
     formulas, program, gpu = step.formulas, step.program, roofline.gpu_of(step.made)
     return {"memory_bytes": {"formula": formulas.memory_bytes if formulas else memory.formula(step.made),
-                             "compiled": step.held, "usable": gpu and hardware.usable_bytes(gpu)},
+                             "compiled": step.memory_bytes, "usable": gpu and hardware.usable_bytes(gpu)},
             "broken_permutes": list(program.broken_permutes), "recomputed_by_xla": audit.count_recomputed(step.text),
             "collectives": {"formula": formulas and formulas.collectives,
                             "compiled": audit.summarize(program.collectives)},
             "matmul_flops": {"formula": formulas and formulas.matmul_flops,
                              "compiled": formula_vs_compiled.matmul_flops(program)},
             "differences": step.differences, "roofline": step.roofline and step.roofline.as_json(),
-            "sampling": step.sampled, "warnings": step.warnings, **summary.of_run(step.made)}
+            "sampling": step.sampling_costs, "warnings": step.warnings, **summary.of_run(step.made)}
 
 
 def params_table(made: Assembly) -> str:
@@ -140,7 +140,7 @@ def differences(step: Inspected) -> str:
 
 def memory_table(step: Inspected) -> str:
     """Return a table that compares memory by formulas with memory of the compiled step."""
-    made, held, ruled = step.made, step.held, memory.formula(step.made)
+    made, held, ruled = step.made, step.memory_bytes, memory.formula(step.made)
     priced: dict[str, int | None] = dict(step.formulas.memory_bytes if step.formulas else ruled)
     show = lambda value: "–" if value is None else size(value)
     if held["grads"] is None:       # by formulas, too, those of embedding and head have no accumulator

@@ -533,7 +533,7 @@ document.body.replaceChildren(JSON.stringify(svg.parentElement.querySelector(".v
 def test_in_a_browser_the_value_below_the_pointer_is_told(tmp_path):
     curve = pictures.PlotCurve(0, "<b>loss</b>", [(step, 10.0 / step) for step in range(1, 102)])
     plot = pictures.Plot([curve], pictures.PlotAxis("step", "{:,.0f}".format), pictures.PlotAxis("loss", "{:g}".format), "loss")
-    page = skin.document(skin.Head("a", "b", "c", "d", ""), [skin.PageSection("e", "f", skin.figure(plot.drawn))], {})
+    page = skin.document(skin.Head("a", "b", "c", "d", ""), [skin.PageSection("e", "f", skin.figure(plot.draw))], {})
     dom, console = browser.visit(page, tmp_path, HOVERED)
     step, told = re.search(r"step ([0-9]+)<b>loss</b> ([0-9.]+)", json.loads(
         html.unescape(re.search(r"<body>(.*?)</body>", dom, re.DOTALL)[1]))).groups()

@@ -110,12 +110,12 @@ class Sampling:
         return max(sum(map(links.one_s, self.sync())), rated.stream_s(stored + 3 * sum(map(self.read_bytes, moved))))
 
     def _moves(self, info) -> moves.Moves:
-        if info.path not in self._found:
-            self._found[info.path] = moves.of_weight(info.shape, info.axes, self.stored, self.placed.layout)
-        return self._found[info.path]
+        if info.path not in self._moves_by_path:
+            self._moves_by_path[info.path] = moves.of_weight(info.shape, info.axes, self.stored, self.placed.layout)
+        return self._moves_by_path[info.path]
 
     @functools.cached_property
-    def _found(self) -> dict[tuple[str, ...], moves.Moves]:
+    def _moves_by_path(self) -> dict[tuple[str, ...], moves.Moves]:
         return {}
 
     # ---- a token of every slot ---------------------------------------------------------------------------------------

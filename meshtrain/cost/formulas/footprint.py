@@ -97,7 +97,7 @@ def residual_width(placed: Placed, options: Options) -> float:
     # Without remat the inputs of matmuls are saved whole. The buffers of the microbatch loop hold attention's output
     # twice: in its own layout and in that of the matmul after it.
     twice = placed.mean(lambda mixer: mixer.outputs * (not mixer.outward)) * (options.microbatches > 1)
-    mixers = placed.mean(lambda mixer: mixer.saved_width(size)) + sums
+    mixers = placed.mean(lambda mixer: mixer.residual_width(size)) + sums
     return blocks * (stream + h) + mixers + twice + gates * f + routing + whole
 
 
@@ -270,7 +270,7 @@ def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
     placement, normed = placed.cfg.norm_placement, placed.mean(lambda mixer: mixer.norm_inputs)
     both, after, routing = placement == "both", placement != "before", _routing_width(placed) / placed.stream_shards
     kept, inward, outputs = (placed.mean(of) for of in (
-        lambda mixer: mixer.saved_width(size), lambda mixer: mixer.inward, lambda mixer: mixer.outputs))
+        lambda mixer: mixer.residual_width(size), lambda mixer: mixer.inward, lambda mixer: mixer.outputs))
     states = _states_width(placed, options)
     for_backward = {"none": 2 * blocks * h + stream + kept + states + gates * f + 2 * h * both + routing,
                     "selective": (blocks + after * (not placed.cfg.num_experts)) * stream

@@ -103,7 +103,7 @@ class MixerCost(abc.ABC):
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def saved_width(self, itemsize: int) -> float:
+    def residual_width(self, itemsize: int) -> float:
         """Return the width of the arrays that are saved without remat, excluding log-sum-exps and states."""
 
     def sums_width(self, itemsize: int) -> float:

@@ -60,7 +60,7 @@ class AttentionCost(MixerCost):
         """Rotations and gates."""
         return 4 * (self.queries + self.keys) + 6 * self.gates
 
-    def saved_width(self, itemsize: int) -> float:
+    def residual_width(self, itemsize: int) -> float:
         return self.queries + self.keys + self.values + self.norm_inputs + self.gates + self.outputs + self.outward
 
     def sums_width(self, itemsize: int) -> float:
@@ -146,15 +146,15 @@ class AttentionCost(MixerCost):
         return num_layers * self.token_bytes(itemsize) * places(self.window)
 
     def read_bytes(self, itemsize: int, length: float) -> float:
-        return self.token_bytes(itemsize) * self._seen(length)
+        return self.token_bytes(itemsize) * self._visible(length)
 
     def decode_products(self, num_layers: float, length: float) -> float:
-        return num_layers * (self.queries + self.outputs) * self._seen(length)
+        return num_layers * (self.queries + self.outputs) * self._visible(length)
 
     def reads_in_a_loop(self, by_kernels: bool) -> bool:
         return bool(self.latents) or not by_kernels
 
-    def _seen(self, length: float) -> float:
+    def _visible(self, length: float) -> float:
         return min(length, self.window or length)
 
 
@@ -185,7 +185,7 @@ class LatentCost(AttentionCost):
     def inward(self) -> float:
         return self.query_dim + self.queries + self.latents
 
-    def saved_width(self, itemsize: int) -> float:
+    def residual_width(self, itemsize: int) -> float:
         narrow = 2 * self.query_dim + 2 * self.kv_dim + self.rope_dim       # before their norms and after
         return narrow + self.queries + self.outputs
 

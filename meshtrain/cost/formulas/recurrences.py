@@ -184,7 +184,7 @@ class RecurrenceCost(MixerCost):
         """The convolution's activations and norms, and the output's gated norm."""
         return 8 * (self.queries + self.keys) + 4 * self.values + 6 * self.outputs
 
-    def saved_width(self, itemsize: int) -> float:
+    def residual_width(self, itemsize: int) -> float:
         """The convolution's inputs, its activated outputs and the recurrence's inputs are separate arrays."""
         delta, rates = self.kind.delta, self.rates * (1 + 4 / itemsize) + self.narrow
         return ((4 if delta else 3) * (self.queries + self.keys) + (3 if delta else 4) * self.values + rates
