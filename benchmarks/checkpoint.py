@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,7 +73,9 @@ def measure(directory: Path, state) -> dict[str, float]:
     with Checkpoints(DirectoryStore(directory / "checkpoints"), keep=1) as checkpoints:
         for step in range(1, ROUNDS + 2):
             once = {}
-            write = lambda: timed(lambda: plain_write(directory / "plain", data))
+
+            def write() -> float:
+                return timed(lambda: plain_write(directory / "plain", data))
             if step % 2:                    # the disk's cache may favour whoever comes first or last
                 once["write"] = write()
             os.sync()
@@ -137,7 +140,9 @@ def report(results: dict[str, dict[str, float]]) -> str:
         f"before on the disk first.", "",
         "| | " + " | ".join(results) + " |", "|---|" + "---|" * len(results),
     ]  # fmt: skip
-    rate = lambda name: lambda r: f"{r[name]:.2f} s, {r['bytes'] / r[name] / GB:.2f} GB/s"
+
+    def rate(name: str) -> Callable[[Mapping], str]:
+        return lambda r: f"{r[name]:.2f} s, {r['bytes'] / r[name] / GB:.2f} GB/s"
     table = {
         "state": lambda r: f"{r['bytes'] / 1e6:,.1f} MB",
         "on disk": lambda r: f"{r['on_disk'] / 1e6:,.1f} MB",

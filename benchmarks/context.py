@@ -20,6 +20,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,8 +78,9 @@ class Contestant:
         axes = [("batch", "seq", "heads", None)] + [("batch", "seq", "kv_heads", None)] * 2
         axes += [("batch", "seq"), ("batch", "seq", "heads", None)]
         with jax.set_mesh(self.mesh):
-            placed = lambda names: jax.NamedSharding(self.mesh, layout.spec("activations", names))
-            *args, self.do = [jax.device_put(x[:, self.order], placed(names)) for x, names in zip(natural, axes)]
+            def sharding(names: Sequence[str | None]) -> jax.NamedSharding:
+                return jax.NamedSharding(self.mesh, layout.spec("activations", names))
+            *args, self.do = [jax.device_put(x[:, self.order], sharding(names)) for x, names in zip(natural, axes)]
             started = time.perf_counter()
             compiled = jax.jit(forward).lower(*args).compile()
             self.forward = lambda: compiled(*args)

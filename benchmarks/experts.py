@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -298,7 +299,9 @@ ALONE = tuple("--mesh.data 1 --mesh.fsdp 1 --mesh.tensor 1 --mesh.simulated_devi
 
 def learning_section() -> list[str]:
     found = {name: [trained(file, seed, given) for seed in SEEDS] for name, (file, given) in RUNS.items()}
-    mean = lambda rows: statistics.mean(row["loss"] for row in rows)
+
+    def mean(rows: Iterable[dict]) -> float:
+        return statistics.mean(row["loss"] for row in rows)
     out = [(name, *(f"{row['loss']:.4f}" for row in rows), f"**{mean(rows):.4f}**",
             *(max(row[key] for row in rows) if rows[0]["load"] else "–" for key in ("load", "late", "above", "last")))
            for name, rows in found.items()]

@@ -120,8 +120,10 @@ def refilled(devices) -> list[str]:
     with jax.set_mesh(made.mesh):
         for slots in SLOTS:
             generator = dataclasses.replace(made.generator(), slots=slots)
-            lockstep = lambda: [one for at in range(0, SAMPLES, slots)
-                                for one in generator.complete(prompts[at:at + slots], limits, how)]
+
+            def lockstep() -> list:
+                return [answer for at in range(0, SAMPLES, slots)
+                        for answer in generator.complete(prompts[at:at + slots], limits, how)]
             ways = {"lockstep": lockstep, "refilled": lambda: generator.complete(prompts, limits, how)}
             spent, answers = {name: [] for name in ways}, {name: way() for name, way in ways.items()}    # compiles
             assert answers["lockstep"] == answers["refilled"], "the two do not agree"

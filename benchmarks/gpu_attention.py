@@ -53,7 +53,9 @@ def cases(sizes: Sizes, with_documents: bool) -> Iterator[Case]:
     """What a device is given without context, and what ring and gather give it of a split sequence: two shapes, since
     compiling is what costs."""
     rng, (B, T, S) = np.random.default_rng(0), sizes[:3]
-    ones = lambda length: np.ones((B, length), np.int32)
+
+    def ones(length: int) -> np.ndarray:
+        return np.ones((B, length), np.int32)
     yield Case("whole rows", ones(T), ones(T), CAUSAL._replace(documents=with_documents))
     yield Case("an earlier chunk", ones(T), ones(S), WHOLE._replace(documents=with_documents))
     if not with_documents:
@@ -98,14 +100,18 @@ def plain_forward(q, k, v, seen_BTS):
 def plain_backward(q, k, v, seen_BTS, o, lse_BTN, do):
     """dq, dk, dv of these pairs, o and lse given."""
     (B, S, K, H), G = k.shape, q.shape[2] // k.shape[2]
-    many = lambda x: jnp.repeat(x, G, 2)
-    s_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q, many(k)) * H ** -0.5
+
+    def expand(x: jax.Array) -> jax.Array:
+        return jnp.repeat(x, G, 2)
+    s_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q, expand(k)) * H ** -0.5
     p_BNTS = jnp.exp(jnp.where(seen_BTS[:, None], s_BNTS - lse_BTN.swapaxes(1, 2)[..., None], -jnp.inf))
     delta_BNT1 = (do * o).sum(-1).swapaxes(1, 2)[..., None]
-    ds_BNTS = p_BNTS * (jnp.einsum("BTNH,BSNH->BNTS", do, many(v)) - delta_BNT1) * H ** -0.5
-    once = lambda x: x.reshape(B, S, K, G, -1).sum(3)
-    return (jnp.einsum("BNTS,BSNH->BTNH", ds_BNTS, many(k)), once(jnp.einsum("BNTS,BTNH->BSNH", ds_BNTS, q)),
-            once(jnp.einsum("BNTS,BTNH->BSNH", p_BNTS, do)))
+    ds_BNTS = p_BNTS * (jnp.einsum("BTNH,BSNH->BNTS", do, expand(v)) - delta_BNT1) * H ** -0.5
+
+    def reduce(x: jax.Array) -> jax.Array:
+        return x.reshape(B, S, K, G, -1).sum(3)
+    return (jnp.einsum("BNTS,BSNH->BTNH", ds_BNTS, expand(k)), reduce(jnp.einsum("BNTS,BTNH->BSNH", ds_BNTS, q)),
+            reduce(jnp.einsum("BNTS,BTNH->BSNH", p_BNTS, do)))
 
 
 def check(functions: Callable, case: Case, widths: tuple[int, int], sizes: Sizes, device, cpu) -> dict[str, float]:
@@ -117,8 +123,12 @@ def check(functions: Callable, case: Case, widths: tuple[int, int], sizes: Sizes
     """
     rng, (H, V) = np.random.default_rng(widths[0]), widths
     B, T, S = *case.q_segments.shape, case.k_segments.shape[1]
-    exact = lambda x: np.asarray(jnp.asarray(x, DTYPE), np.float32)         # numbers that the dtype has
-    draw = lambda *shape: exact(rng.standard_normal((B, *shape), np.float32))
+
+    def exact(x: np.ndarray) -> np.ndarray:      # numbers that the dtype has
+        return np.asarray(jnp.asarray(x, DTYPE), np.float32)
+
+    def draw(*shape: int) -> np.ndarray:
+        return exact(rng.standard_normal((B, *shape), np.float32))
     seen = visible(case)
     with jax.default_device(cpu), jax.default_matmul_precision("highest"):
         q, k, v, do = (draw(*shape) for shape in (
@@ -129,7 +139,9 @@ def check(functions: Callable, case: Case, widths: tuple[int, int], sizes: Sizes
         outside = rng.standard_normal(o.shape, np.float32) * np.exp(elsewhere - together)[..., None]
         whole = exact(o * np.exp(lse - together)[..., None] + outside)
         grads = plain_backward(q, k, v, seen, whole, together, do)
-    on_device = lambda dtype, *arrays: [jax.device_put(np.asarray(x, dtype), device) for x in arrays]
+
+    def on_device(dtype, *arrays: np.ndarray) -> list[jax.Array]:
+        return [jax.device_put(np.asarray(x, dtype), device) for x in arrays]
     given = [*on_device(DTYPE, q, k, v), *on_device(np.int32, case.q_segments, case.k_segments)]
     forward, backward = functions(case.mask)
     got_o, got_lse = jax.device_get(forward(*given))
@@ -168,8 +180,10 @@ def engines(widths: tuple[int, int], gpu: str, sizes: Sizes, interpret: bool) ->
 def measured(make: Callable[[], Engine], widths: tuple[int, int], with_documents: bool, sizes: Sizes, device, cpu) -> dict:
     """What Item.measure returns; a case that raises is told and the others go on."""
     compared, errors, engine = {}, {}, make()
-    jitted = lambda mask: [jax.jit(partial(way, mask=mask)) for way in (engine.forward, engine.backward)]
-    functions = functools.cache(jitted)
+
+    def jit(mask: Mask) -> list[Callable]:
+        return [jax.jit(partial(way, mask=mask)) for way in (engine.forward, engine.backward)]
+    functions = functools.cache(jit)
     for case in cases(sizes, with_documents):
         try:
             for what, error in check(functions, case, widths, sizes, device, cpu).items():

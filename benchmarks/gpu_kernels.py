@@ -47,14 +47,18 @@ def products(engine: grouped.GroupedEngine, dims: str, x, w, y, number, groups, 
     taken, turned = engine.take(x, number), dims.translate(str.maketrans("kn", "nk"))
     ordered = grouped.GroupedOperands(jnp.where(used[:, None], x[jnp.maximum(number, 0)], 0), w, dims)
     of = [grouped.GroupedOperands(taken, w, dims)]
-    scaled = lambda product, share, beside: (product * share, (product * beside).sum(1))
+
+    def scale(product, share, beside):
+        return product * share, (product * beside).sum(1)
     z, = engine.rows(of, groups)
     in_order, = engine.rows([ordered], groups)
-    times, sums = engine.rows(of, groups, scaled, [share, y])
+    times, sums = engine.rows(of, groups, scale, [share, y])
     back, = engine.rows([grouped.GroupedOperands(y, w, turned), grouped.GroupedOperands(y, w, turned)], groups)
     outer = engine.outer(taken, y, groups, dims)
-    kept = lambda a: jnp.where(used.reshape(-1, *[1] * (a.ndim - 1)), a, 0)
-    return *map(kept, (z, in_order, times, sums, back)), outer
+
+    def keep(a: jax.Array) -> jax.Array:
+        return jnp.where(used.reshape(-1, *[1] * (a.ndim - 1)), a, 0)
+    return *map(keep, (z, in_order, times, sums, back)), outer
 
 
 def compare_grouped(engine: grouped.GroupedEngine, dims: str, dtype: str, sizes: Sizes, device, cpu) -> dict:
@@ -68,7 +72,9 @@ def compare_grouped(engine: grouped.GroupedEngine, dims: str, dtype: str, sizes:
         used[first * block:][:size] = True
     (A, K, N), G = (sum(sizes.groups) // 2, sizes.contracted, sizes.columns), len(sizes.groups)
     number = np.where(used, np.cumsum(used) % A, -1).astype(np.int32)
-    exact = lambda *shape: np.asarray(jnp.asarray(rng.standard_normal(shape), dtype), np.float32)
+
+    def exact(*shape: int) -> np.ndarray:
+        return np.asarray(jnp.asarray(rng.standard_normal(shape), dtype), np.float32)
     x, w, y, share = exact(A, K), exact(G, K, N), exact(count * block, N) * used[:, None], exact(count * block, 1)
     w = w.transpose(["gkn".index(letter) for letter in dims])
     rest = number, groups, used, share
@@ -94,9 +100,15 @@ def both_ways(recur, inputs, segments, do):
 def compare_recurrence(recur, delta: bool, by_channel: bool, sizes: Sizes, device, cpu) -> dict:
     """Item's found."""
     rng, (B, T, N, H) = np.random.default_rng(0), (sizes.rows, sizes.tokens, sizes.heads, sizes.width)
-    normal = lambda *shape: rng.standard_normal(shape, np.float32)
-    exact = lambda a: np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32)
-    unit = lambda a: a / np.sqrt((a * a).sum(-1, keepdims=True))
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32)
+
+    def exact(a: np.ndarray) -> np.ndarray:
+        return np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32)
+
+    def unit(a: np.ndarray) -> np.ndarray:
+        return a / np.sqrt((a * a).sum(-1, keepdims=True))
     K = N if by_channel else N // 2
     q, k, v, do = normal(B, T, K, H), normal(B, T, K, H), normal(B, T, N, H), normal(B, T, N, H)
     q, k = unit(q) * H ** -0.5, unit(k)
@@ -122,10 +134,14 @@ FLOAT8_TOLERANCE = 2e-3
 def compare_float8(sizes: Sizes, device) -> dict:
     """Item's found: products of operands that are float8 already, as in `model.float8`."""
     rng, (M, K, N) = np.random.default_rng(0), (sizes.tokens // 8 * 8, 4096, sizes.columns)
-    normal = lambda *shape: rng.standard_normal(shape, np.float32)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32)
     a, b, d = normal(M, K), normal(K, N), normal(M, N)
     e4m3, e5m2 = float8.E4M3, float8.E5M2
-    exact = lambda x, dtype: np.asarray(jnp.asarray(x, dtype), np.float64)
+
+    def exact(x, dtype) -> np.ndarray:
+        return np.asarray(jnp.asarray(x, dtype), np.float64)
     dot = jax.jit(partial(jnp.einsum, precision=float8.precision(device.platform), preferred_element_type=jnp.float32),
                   static_argnums=0)
     compared = {}
@@ -144,9 +160,13 @@ def compare_float8(sizes: Sizes, device) -> dict:
 def compare_mlp(activation: str, programs: int, sizes: Sizes, device) -> dict:
     """Item's found: `kernels.mosaic_mlp` against float64. The reference takes the kernels' rounded gate and up."""
     rng, (R, K, F) = np.random.default_rng(0), (sizes.tokens // 128 * 128, 4096, 1024)
-    drawn = lambda scale, *shape: jnp.asarray(scale * rng.standard_normal(shape, np.float32), jnp.bfloat16)
-    x, dy, (gate, up, down_t) = drawn(1, R, K), drawn(1, R, K), (drawn(K ** -.5, K, F) for _ in range(3))
-    exact = lambda a: np.asarray(a, np.float64)
+
+    def draw(scale: float, *shape: int) -> jax.Array:
+        return jnp.asarray(scale * rng.standard_normal(shape, np.float32), jnp.bfloat16)
+    x, dy, (gate, up, down_t) = draw(1, R, K), draw(1, R, K), (draw(K ** -.5, K, F) for _ in range(3))
+
+    def exact(a: np.ndarray) -> np.ndarray:
+        return np.asarray(a, np.float64)
     forward = jax.jit(partial(mosaic_mlp.forward, activation=activation, programs=programs))
     made = forward(*jax.device_put((x, gate, up), device))
     backward = jax.jit(partial(mosaic_mlp.backward, activation=activation, programs=programs))
@@ -166,20 +186,25 @@ def compare_decode(dtype: str, slots: int, sizes: Sizes, device, cpu) -> dict:
     """Item's found, of a layer with a window and sinks and of one without; slots of random lengths. The caches must be
     equal to the bit."""
     rng, (N, K, H, R) = np.random.default_rng(0), (sizes.heads, 2, sizes.width, 512)
-    normal = lambda *shape: np.asarray(jnp.asarray(rng.standard_normal(shape, np.float32), dtype))
+
+    def normal(*shape: int) -> np.ndarray:
+        return np.asarray(jnp.asarray(rng.standard_normal(shape, np.float32), dtype))
     given = (decode.Token(normal(slots, N, H), normal(slots, K, H), normal(slots, K, H)),
              (normal(2, slots, K, R, H), normal(2, slots, K, R, H)), rng.integers(-1, R, slots, np.int32))
     compared = {}
     for name, more in (("all places", {}), ("a window", dict(window=200, sinks_N=np.ones(N, np.float32)))):
-        call = lambda token, cache, at_S, interpret=False, more=more: decode.attend(
-            token, cache, 1, at_S, Scores(softcap=30.0), **more, interpret=interpret)
+        def call(token, cache, at_S, interpret=False, more=more):
+            return decode.attend(token, cache, 1, at_S, Scores(softcap=30.0), **more, interpret=interpret)
         found = jax.jit(call, donate_argnums=1)(*jax.device_put(given, device))
         with jax.default_device(cpu):
             expected = jax.jit(partial(call, interpret=True))(*jax.tree.map(
                 lambda x: np.float32(x) if x.dtype != np.int32 else x, given))
-        flat = lambda result: (result[0], *result[1])
+
+        def flatten(result: tuple) -> tuple:
+            return (result[0], *result[1])
         compared |= {f"{what}, {name}": (error, tolerance) for what, error, tolerance in zip(
-            ("o", "keys", "values"), errors(flat(found), flat(expected)), (TOLERANCE[dtype], 0.0, 0.0), strict=True)}
+            ("o", "keys", "values"), errors(flatten(found), flatten(expected)), (TOLERANCE[dtype], 0.0, 0.0),
+            strict=True)}
     return {"compared": compared}
 
 

@@ -66,7 +66,9 @@ def measure(slots: int, devices, sizes: Sizes, directory: Path) -> dict:
     gpu = hardware.from_device_kind(devices[0].device_kind)
     rated = gpu and gpu.hbm_bytes_per_s and Rates(gpu, assumptions.Assumptions(gpu.name, {}))
     told = rated and sum(sampler.costs.token_s(rated, sizes.prompt + sizes.answer / 2).values())
-    ms = lambda s: f"{1e3 * s:.3g}" if s else "–"
+
+    def ms(s: float | None) -> str:
+        return f"{1e3 * s:.3g}" if s else "–"
     return {"row": {"sync, ms": ms(sync_s), "by inspect": ms(rated and sampler.costs.sync_s(rated)),
                     "prompts, ms": ms(one_s), "a token of all slots, ms": ms(token_s), "by inspect, ms": ms(told),
                     "tokens/s a GPU": f"{slots / token_s / len(devices):,.0f}"}}

@@ -269,7 +269,9 @@ def told(plan: Plan, made, step, measured: Measured) -> dict:
     peak = gpu and gpu.peak(run.model.compute_dtype)
     held, line = memory.measure(made, step)["total"], roofline.of_run(made, step.as_text())
     whole = run_of(plan, count, run.training.microbatches).model.num_layers
-    gib = lambda value: "–" if value is None else f"{value / GIB:.1f}"
+
+    def gib(value: float | None) -> str:
+        return "–" if value is None else f"{value / GIB:.1f}"
     microbatches = run.training.microbatches
     row = {"layers": f"{run.model.num_layers} of {whole}", "tokens": f"{microbatches} × {tokens // microbatches:,}",
            "compile, s": f"{measured.compile_s:.0f}", "step, s": f"{step_s:.4g}",
@@ -304,12 +306,16 @@ def beside_roofline(line: roofline.Roofline, measured: Measured) -> list[str]:
     by_part = Counter()
     for kernel, s in seconds.items():
         by_part[kernel.part] += s
-    ms = lambda s: f"{1e3 * s:,.1f}"
+
+    def ms(s: float) -> str:
+        return f"{1e3 * s:,.1f}"
     parts = [(part, ms(by_part[part]), ms(line.parts.get(part, 0.0))) for part in roofline.PARTS]
     parts += [("collectives, copies and what has no instruction", ms(others.total()),
                ms(line.exposed_s + line.hidden_s))]
     ranked = sorted(line.kernels, key=lambda kernel: kernel.seconds - seconds[kernel])[:COSTLIEST]
-    ratio = lambda kernel: f"{seconds[kernel] / kernel.seconds:.2f}" if kernel.seconds else "–"
+
+    def ratio(kernel) -> str:
+        return f"{seconds[kernel] / kernel.seconds:.2f}" if kernel.seconds else "–"
     rows = [(kernel.part, ms(seconds[kernel]), ms(kernel.seconds), ratio(kernel), kernel.bound,
              kernel.line, f"`{kernel.source[-60:]}`", f"`{kernel.name}`") for kernel in ranked]
     rest = [(f"`{name[:80]}`", ms(s)) for name, s in others.most_common(6)]
@@ -337,7 +343,9 @@ def timed_attention(engine: str, make, widths: tuple[int, int], packed: bool, gp
     starts = typical(B, T)
     starts[:, 1:] &= packed
     segments = jnp.asarray(np.cumsum(starts, 1), jnp.int32)
-    draw = lambda heads, width: jnp.asarray(rng.standard_normal((B, T, heads, width), np.float32), jnp.bfloat16)
+
+    def draw(heads: int, width: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal((B, T, heads, width), np.float32), jnp.bfloat16)
     q, k, v, do = draw(HEADS, H), draw(KV_HEADS, H), draw(KV_HEADS, V), draw(HEADS, V)
     mask = CAUSAL._replace(documents=packed)
     made = make()
@@ -392,7 +400,9 @@ def timed_grouped(shape: grouped_tiles.Shape, seconds: float, directory: Path) -
             continue
         used = getattr(tiles.GROUPED[2], kernel.kind)
         of = dict((block, taken) for taken, block in times)
-        rate = lambda taken: f"{kernel.flops / taken / 1e12:,.0f}"
+
+        def rate(time_s: float) -> str:
+            return f"{kernel.flops / time_s / 1e12:,.0f}"
         now = (f"{1e3 * of[used]:.3f}", rate(of[used])) if used in of else ("–", "–")
         rows.append((name, kernel.kind, *now, f"{1e3 * times[0][0]:.3f}", rate(times[0][0]), f"`{tuple(times[0][1])}`",
                      ", ".join(f"{tuple(block)} {1e3 * taken:.3f}" for taken, block in times[1:4])))

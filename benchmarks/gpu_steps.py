@@ -214,7 +214,9 @@ def same_bits(run: config.Run, devices) -> dict:
         for number in range(2):
             state, metrics = step(state, made.program.place(batch(number, run)))
         bits.append(jax.device_get((state, metrics)))
-    octets = lambda x: np.frombuffer(np.asarray(x).tobytes(), np.uint8)
+
+    def octets(x) -> np.ndarray:
+        return np.frombuffer(np.asarray(x).tobytes(), np.uint8)
     differ = {jax.tree_util.keystr(path): (float((octets(a) != octets(b)).sum()), 0.0)
               for (path, a), (_, b) in zip(*map(jax.tree.leaves_with_path, bits))}
     digest = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(bits[0]))).hexdigest()[:16]

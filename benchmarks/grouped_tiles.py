@@ -77,7 +77,9 @@ def draw(shape: Shape) -> dict:
     for e, rows in enumerate(np.split(token[order], np.cumsum(sizes)[:-1])):
         number[first[e] * BLOCK_ROWS:][:len(rows)] = rows
     keys = iter(jax.random.split(jax.random.key(0), 9))
-    normal = lambda *dims: jax.random.normal(next(keys), dims, jnp.bfloat16)
+
+    def normal(*dims: int) -> jax.Array:
+        return jax.random.normal(next(keys), dims, jnp.bfloat16)
     R = len(number)
     return dict(groups=groups, number=jnp.asarray(number), x=normal(A, D), dy=normal(A, D), gate=normal(R, F),
                 up=normal(R, F), into=normal(E, D, F), back=normal(E, F, D), share=jnp.ones((R, 1), jnp.float32))
@@ -87,8 +89,12 @@ def kernels(shape: Shape, given: dict) -> dict[str, Kernel]:
     """Those of a layer's forward and backward (`parallel.experts.dispatch`), and its product with SwiGLU's gradients in
     one kernel."""
     of, one = grouped.GroupedOperands, 2.0 * shape.tokens * shape.chosen * shape.embed * shape.mlp
-    swiglu = lambda gate, up: jax.nn.silu(gate) * up
-    weighted = lambda up, gate: (swiglu(gate.astype(jnp.float32), up),)
+
+    def swiglu(gate, up):
+        return jax.nn.silu(gate) * up
+
+    def weight(up, gate):
+        return (swiglu(gate.astype(jnp.float32), up),)
 
     def gradients(dhw, share, gate, up):
         h, back = jax.vjp(swiglu, gate.astype(jnp.float32), up.astype(jnp.float32))
@@ -96,12 +102,14 @@ def kernels(shape: Shape, given: dict) -> dict[str, Kernel]:
 
     def kernel(kind, products, call, *names):
         return Kernel(kind, call, tuple(given[name] for name in ("groups", *names)), products * one)
-    take = lambda engine, x, number: engine.take(x, number)
+
+    def take(engine, x, number):
+        return engine.take(x, number)
     return {
         "x · gate": kernel("deep", 1, lambda e, g, x, n, w: e.rows([of(take(e, x, n), w, "gkn")], g),
                            "x", "number", "into"),
         "x · up, SwiGLU": kernel("small", 1, lambda e, g, x, n, w, gate: e.rows(
-            [of(take(e, x, n), w, "gkn")], g, weighted, [gate]), "x", "number", "into", "gate"),
+            [of(take(e, x, n), w, "gkn")], g, weight, [gate]), "x", "number", "into", "gate"),
         "h · down": kernel("small", 1, lambda e, g, h, w: e.rows([of(h, w, "gkn")], g), "gate", "back"),
         "dy · down, SwiGLU backward": kernel("beside", 1, lambda e, g, dy, n, w, s, gate, up: e.rows(
             [of(take(e, dy, n), w, "gnk")], g, gradients, [s, gate, up]),

@@ -65,7 +65,8 @@ def autodiff_gpipe(made):
         stage = stage[0]
 
         def tick(x, t):
-            at = lambda a, i: lax.dynamic_index_in_dim(a, jnp.clip(i, 0, M - 1), 0, keepdims=False)
+            def at(a, i) -> jax.Array:
+                return lax.dynamic_index_in_dim(a, jnp.clip(i, 0, M - 1), 0, keepdims=False)
             inputs = model.inputs(jax.tree.map(lambda a: at(a, t - stage), batch))
 
             def layer(x, scanned):
@@ -191,7 +192,9 @@ def layer_flops(made, params) -> tuple[float, float]:
         apply = block.build_block(ex, model.period[0], x.shape, False)
         return jax.vjp(lambda w, x: apply(w, x, inputs, 0)[0], w, x)
     _, vjp = jax.eval_shape(forward, w, x, inputs)
-    count = lambda f, *args: sum(audit.read(jax.jit(f).lower(*args).compile().as_text(), made.mesh).flops.values())
+
+    def count(f, *args) -> float:
+        return sum(audit.read(jax.jit(f).lower(*args).compile().as_text(), made.mesh).flops.values())
     return count(forward, w, x, inputs), count(lambda vjp, dy: vjp(dy), vjp, x)
 
 
@@ -252,7 +255,9 @@ def measure(run: config.Run, devices) -> str:
             expected = baseline.step(*baseline.args)
             for schedule, chunks in SCHEDULES:
                 made = assembled(run, devices, remat, schedule, chunks)
-                step = lambda p, b, f=made.program.gradients: f(p, b, None)[:2]
+
+                def step(p, b, f=made.program.gradients):
+                    return f(p, b, None)[:2]
                 c = contestant(schedule, made, step, (params, batch), table_flops(made, *layer))
                 agree(c, expected, AGREE[run.model.compute_dtype])
                 contestants.append(c)

@@ -93,8 +93,12 @@ def checked() -> dict[str, tuple[float, float]]:
     state = make(jax.random.key(0))
     found = replicas.Replicas(state, mesh).compile()
     add = jax.jit(lambda state: jax.tree.map(lambda x: x + jnp.float32(1), state))
-    check = lambda number: found.check(1, state)
-    plain = lambda number: jax.block_until_ready(add(state))
+
+    def check(number):
+        return found.check(1, state)
+
+    def plain(number):
+        return jax.block_until_ready(add(state))
     for warm in (check, plain):
         warm(0)
     return {"check": cpu_s(check, 2), "x + 1": cpu_s(plain, 2),

@@ -194,13 +194,16 @@ class Ways:
 
     def rules(self) -> str:
         """The rule file: optimizer state is sharded over all replicas."""
-        listed = lambda axes: str(list(axes)).replace("'", '"')
-        free = lambda axes: tuple(axis for axis in axes if axis not in self.experts)
-        split = SPLIT + f"expert = {listed(self.experts)}\n" + 'expert_mlp = "tensor"\n' * self.inner
-        weights = f"embed = {listed(self.sharded)}\nexpert_embed = {listed(free(self.sharded))}\n" * bool(self.sharded)
+        def toml(axes: Iterable[str]) -> str:
+            return str(list(axes)).replace("'", '"')
+
+        def free(axes: Iterable[str]) -> tuple[str, ...]:
+            return tuple(axis for axis in axes if axis not in self.experts)
+        split = SPLIT + f"expert = {toml(self.experts)}\n" + 'expert_mlp = "tensor"\n' * self.inner
+        weights = f"embed = {toml(self.sharded)}\nexpert_embed = {toml(free(self.sharded))}\n" * bool(self.sharded)
         replicas = ("data", "fsdp", "context")
-        return (f"[params]\n{split}{weights}[optimizer]\n{split}embed = {listed(replicas)}\n"
-                f"expert_embed = {listed(free(replicas))}\n{ACTIVATIONS}")
+        return (f"[params]\n{split}{weights}[optimizer]\n{split}embed = {toml(replicas)}\n"
+                f"expert_embed = {toml(free(replicas))}\n{ACTIVATIONS}")
 
 
 def ways(row: Row) -> Ways:
@@ -217,14 +220,15 @@ def ways(row: Row) -> Ways:
         raise NotPriced("the GPUs are no multiple of tensor × pipeline × context")
     cfg, found = model(row.shape)[0], re.search(r"fsdp(\d+) x dp\d+", row.columns["dp_or_fsdp"])
     fsdp = "fsdp" in row.columns["dp_or_fsdp"]
-    made = lambda n, **more: Ways((("stage", p), ("data", replicas // n), ("fsdp", n), ("context", c), ("tensor", t)),
-                                  **more)
+
+    def make(n: int, **more) -> Ways:
+        return Ways((("stage", p), ("data", replicas // n), ("fsdp", n), ("context", c), ("tensor", t)), **more)
     e = row.count("ep")
     if cfg.num_experts and not row.columns["ep"] and "DeepEP" in row.source:    # which moves tokens to other devices
         e = math.gcd(gpus, cfg.num_experts)
     if not cfg.num_experts or e == 1:
         n = int(found[1]) if found else replicas if fsdp else 1
-        return made(n, sharded=("fsdp",) * fsdp, inner=bool(cfg.num_experts) and t > 1)
+        return make(n, sharded=("fsdp",) * fsdp, inner=bool(cfg.num_experts) and t > 1)
     inner, axes = t > 1 and ("ETP" in row.source or e % t > 0), ()
     if t > 1 and not inner:
         axes, e = ("tensor",), e // t
@@ -232,7 +236,7 @@ def ways(row: Row) -> Ways:
         axes, e = ("context", *axes), replicas
     if e > replicas or replicas % e:
         raise NotPriced("experts over more devices than one stage has")
-    return made(e, experts=("fsdp",) * (e > 1) + axes, inner=inner, sharded=("data", "fsdp") * fsdp)
+    return make(e, experts=("fsdp",) * (e > 1) + axes, inner=inner, sharded=("data", "fsdp") * fsdp)
 
 
 def copies(row: Row, laid: Ways) -> float:
@@ -386,7 +390,9 @@ class Fit:
         values = {key: start for table in FITTED.values() for key, start, _ in table}
         for moe, table in FITTED.items():
             seen = [row for row in self.rows if row.moe == moe and not left_out(row)]
-            off = lambda values, seen=seen: sum(min(abs(self.error(row, values)), FAR_OFF) for row in seen)
+
+            def off(values, seen=seen) -> float:
+                return sum(min(abs(self.error(row, values)), FAR_OFF) for row in seen)
             for key, _, tried in (*table,) * ROUNDS:
                 values[key] = min(tried, key=lambda value, key=key: off(values | {key: value}))
         return values

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -165,8 +166,10 @@ def sums_learned(place: str, seed: int) -> str:
     more_s = run("quickstart-rl-sft", f"--run.dir={more}", f"--training.steps={steps}",
                  f"--checkpoint.init_from={first}", *shown)
     before, after, control = (sums_right(place, weights) for weights in (first, learned, more))
-    told = lambda found: f"{found[0]:.3f} ± {found[1]:.3f} | {found[2]:.3f}"
-    line = (f"| {seed} | {told(before)} | {told(after)} | {learned_s:.0f} | {told(control)} | {more_s:.0f} | "
+
+    def cells(of: Sequence[float]) -> str:
+        return f"{of[0]:.3f} ± {of[1]:.3f} | {of[2]:.3f}"
+    line = (f"| {seed} | {cells(before)} | {cells(after)} | {learned_s:.0f} | {cells(control)} | {more_s:.0f} | "
             f"{100 * (after[0] - control[0]):+.0f} |")
     print(line, flush=True)
     return line

@@ -115,7 +115,9 @@ def row(gpu: str, case: Case) -> list[str]:
     line, flat = roofline.of_run(made, text), roofline.of_run(made, text, FLAT)
     held = memory.measure(made, executable)["total"]
     fits = "" if held <= hardware.usable_bytes(hardware.get(gpu)) else " (does not fit)"
-    percent = lambda name: f"{line.shares[name]:.1%}"
+
+    def percent(name: str) -> str:
+        return f"{line.shares[name]:.1%}"
     print(f"{gpu} {case.name}: {line.step_s:.2f} s, MFU {line.mfu:.1%}", flush=True)
     return [gpu, case.name, f"{line.step_s:.2f}", f"{line.tokens_per_s / line.num_gpus:,.0f}", f"**{line.mfu:.1%}**",
             *map(percent, (*PARTS, roofline.COMMUNICATION, roofline.CONTENTION)),

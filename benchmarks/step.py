@@ -74,7 +74,9 @@ def baseline(run, roles):
 
     def loss_fn(p, batch):
         T, N, K, H = batch["tokens"].shape[1], cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-        w = lambda leaf: leaf["kernel"].astype(dtype)
+
+        def w(leaf):
+            return leaf["kernel"].astype(dtype)
         freq = cfg.rope_theta ** (-jnp.arange(H // 2, dtype=jnp.float32) / (H // 2))
         angle = batch["positions"][:, :, None, None] * freq
         cos, sin = jnp.cos(angle), jnp.sin(angle)

@@ -56,7 +56,9 @@ def kernels(head_dim: int, shape: Shape, full: int = tiles.FULL, interpret: bool
     """{kernel: function of its Blocks} that calls it on one draw of packed rows, and returns what it makes."""
     rng = np.random.default_rng(0)
     B, T, N, K, document = shape
-    array = lambda heads: jnp.asarray(rng.standard_normal((B, T, heads, head_dim)), jnp.bfloat16)
+
+    def array(heads: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal((B, T, heads, head_dim)), jnp.bfloat16)
     q, k, v, do = array(N), array(K), array(K), array(N)
     segments = jnp.asarray(1 + np.cumsum(rng.random((B, T)) < 1 / document, 1), jnp.int32)
     base = tiles.COMPILED[9][(min(width for width in tiles.WIDTHS if head_dim <= width),) * 2]

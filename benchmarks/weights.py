@@ -73,9 +73,10 @@ def measure(dtype: str, count: int, place: Path) -> str:
     with jax.set_mesh(mesh):
         weights = jax.jit(model.init, out_shardings=placed)(jax.random.key(0))
         leaves = trees.leaves_of(weights)
-        write = lambda: export.write(out, model, leaves.__getitem__, dtype=dtype, shard_bytes=FILE_BYTES,
-                                     source=None, ends=Ends((2,), bos=1),
-                                     data={"seq_len": 1024, "eos": "", "tokenizer": "bytes"})
+
+        def write():
+            return export.write(out, model, leaves.__getitem__, dtype=dtype, shard_bytes=FILE_BYTES, source=None,
+                                ends=Ends((2,), bos=1), data={"seq_len": 1024, "eos": "", "tokenizer": "bytes"})
         write_s, size = timed(write)
         found = folder.open_folder(out)
         rows = folder.match(found, run.model, pretrained.parameter_paths(model))

@@ -128,7 +128,9 @@ def as_json(choice: ChosenSchedule) -> dict:
     forwards = min(60, max(16, MOST_OPS // (6 * schedule.num_stages)))
     span_s = forward_s * forwards
     parts = [Panel("", 0, schedule.num_ticks)] if outcome.makespan_s <= span_s else panels(schedule)
-    unit = lambda time_s: round(float(time_s) / forward_s, 4)
+
+    def unit(time_s: float) -> float:
+        return round(float(time_s) / forward_s, 4)
     lines = [{"heading": part.heading if part.name else "", "begin": unit(start_s), "end": unit(stop_s),
               "more_before": bool(start_s > 1e-9), "more_after": bool(stop_s < outcome.makespan_s * (1 - 1e-9)),
               "ops": [[s, kind, i, chunk, unit(begin_s), unit(end_s)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from meshtrain.cost.planner.gap import Gap, link
 from meshtrain.cost.formulas import traffic
@@ -176,8 +176,9 @@ def verification_table(question: Question, plans: list[Plan], compiled: list[dic
     """Return a table that compares formulas with the compiled programs of the best plans. compiled: from
     `commands.plan.verify`."""
     rows = [("", "memory", "compiled", "step", "roofline", "sent per GPU, by formulas", "compiled")]
-    by_axes = lambda traffic: ", ".join(
-        f"{axes} {size(sent)}" for axes, sent in sorted(traffic.items()) if sent >= 2**20) or "–"
+
+    def by_axes(traffic: Mapping[str, float]) -> str:
+        return ", ".join(f"{axes} {size(sent)}" for axes, sent in sorted(traffic.items()) if sent >= 2**20) or "–"
     for k, (plan, found) in enumerate(zip(plans, compiled), 1):
         one, held = plan.price, found["memory_bytes"]["total"]
         fits = "" if held <= question.usable_bytes else ", does not fit"
@@ -276,7 +277,9 @@ def sentences(question: Question, plans: list[Plan]) -> list[str]:
     """Return three sentences: the bottleneck of the first plan, its memory, and the best remedy."""
     plan = plans[0]
     one = plan.price
-    share = lambda value: f"{value / one.step_s:.0%}"
+
+    def share(value: float) -> str:
+        return f"{value / one.step_s:.0%}"
     losses = _losses(question, plan)
     worst, lost_s, remedy = max(losses, key=lambda loss: loss[1])
     parts = ", ".join(f"{name} {share(value)}" for name, value in one.parts.items())

@@ -5,6 +5,7 @@ Functions take an assembled run (`meshtrain.assembly.Assembly`) or its compiled 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 
 from meshtrain.assembly import Assembly
 from meshtrain import hardware
@@ -98,10 +99,14 @@ def _spec(split: list[list[str]]) -> str:
 def collectives_table(step: Inspected) -> str:
     """Return a table of a step's collectives: bytes sent per device by mesh axes, by formulas and compiled."""
     program, formulas = step.program, step.formulas
-    key = lambda row: (row["kind"], *row["axes"], row["dtype"])
+
+    def key(row: Mapping) -> tuple[str, ...]:
+        return (row["kind"], *row["axes"], row["dtype"])
     compiled, priced = ({key(row): row for row in rows} for rows in (
         audit.summarize(program.collectives), formulas.collectives if formulas else []))
-    show = lambda found, key: size(found[key]["bytes"]) if key in found else "–"
+
+    def show(rows: Mapping, key: tuple[str, ...]) -> str:
+        return size(rows[key]["bytes"]) if key in rows else "–"
     rows = []
     for at in dict.fromkeys([*compiled, *priced]):
         row = compiled.get(at) or priced[at] | {"count": 0, "source": ""}
@@ -142,7 +147,9 @@ def memory_table(step: Inspected) -> str:
     """Return a table that compares memory by formulas with memory of the compiled step."""
     made, held, ruled = step.made, step.memory_bytes, memory.formula(step.made)
     priced: dict[str, int | None] = dict(step.formulas.memory_bytes if step.formulas else ruled)
-    show = lambda value: "–" if value is None else size(value)
+
+    def show(value: int | None) -> str:
+        return "–" if value is None else size(value)
     if held["grads"] is None:       # by formulas, too, those of embedding and head have no accumulator
         grads, lives = priced["grads"], priced["activations"]
         priced |= {"grads": None, "activations": None if lives is None else lives + (grads or 0)}
@@ -173,7 +180,9 @@ def memory_table(step: Inspected) -> str:
 def sampling_table(data: dict) -> str:
     """Return the costs of sampling as text. data: from `SamplingCosts.as_json`."""
     held, sync, decode = data["memory_bytes"], data["sync"], data["decode"]
-    show = lambda value: "–" if value is None else size(value)
+
+    def show(value: int | None) -> str:
+        return "–" if value is None else size(value)
     fits = data["slots_that_fit"]
     lines = [f"sampling: {data['slots']:,} slots of {data['room']:,} tokens on all devices, {data['rules']}",
              columns([("memory per device during sampling", "by formulas", "compiled"),
@@ -184,9 +193,13 @@ def sampling_table(data: dict) -> str:
                      "" if fits >= data["slots"] else f": SET rl.slots={fits}" if fits else ": NONE"))]
     if sync["time_s"] is not None:
         lines.append(f"weights to the sampler: {seconds(sync['time_s'])} by the roofline, once a batch of answers")
-    by_key = lambda rows: {(row["kind"], *row["axes"], row["dtype"]): row for row in rows}
+
+    def by_key(rows: Iterable[Mapping]) -> dict[tuple[str, ...], Mapping]:
+        return {(row["kind"], *row["axes"], row["dtype"]): row for row in rows}
     ruled, compiled = by_key(sync["collectives"]["formula"]), by_key(sync["collectives"]["compiled"])
-    sent = lambda rows, key: size(rows[key]["bytes"]) if key in rows else "–"
+
+    def sent(rows: Mapping, key: tuple[str, ...]) -> str:
+        return size(rows[key]["bytes"]) if key in rows else "–"
     if keys := dict.fromkeys([*compiled, *ruled]):
         lines.append(columns([("sent per device and sync", "axes", "dtype", "by formulas", "compiled"), *(
             (key[0], " × ".join(key[1:-1]), key[-1], sent(ruled, key), sent(compiled, key)) for key in keys)]))
@@ -203,7 +216,8 @@ COSTLIEST = 10
 
 def roofline_table(line: roofline.Roofline, mesh_spec) -> str:
     """Return the roofline of a step as text: step time, shares, collectives, costliest kernels, assumptions."""
-    percent = lambda share: f"{share:.1%}"
+    def percent(share: float) -> str:
+        return f"{share:.1%}"
     shares = ", ".join(f"{name} {percent(share)}" for name, share in line.shares.items())
     domains = ", ".join(f"{axis} {n} GPUs over NVLink" if inside == n else
         f"{axis} {amount(n // inside, 'host')} with {amount(inside, 'network card')} each"
@@ -216,8 +230,11 @@ def roofline_table(line: roofline.Roofline, mesh_spec) -> str:
              f"{seconds(line.free_matmul_s)} of matmuls overlap with no communication",
              f"links: {domains}"]
     if line.traffic:
-        longest = lambda under: sorted(under.items(), key=lambda pair: -pair[1])
-        beside = lambda row: ", ".join(f"{part} {seconds(s)}" for part, s in longest(row.hidden_under) if s >= 5e-4)
+        def longest(under: Mapping[str, float]) -> list[tuple[str, float]]:
+            return sorted(under.items(), key=lambda pair: -pair[1])
+
+        def beside(row: roofline.Traffic) -> str:
+            return ", ".join(f"{part} {seconds(s)}" for part, s in longest(row.hidden_under) if s >= 5e-4)
         rows = [(row.kind, " × ".join(row.axes), f"{row.runs:,}", size(row.sent_bytes), seconds(row.seconds),
                  seconds(row.exposed_s), beside(row)) for row in line.traffic]
         lines += ["", columns([("collective", "axes", "runs", "sent", "time", "exposed", "hidden under"), *rows])]

@@ -33,8 +33,11 @@ class SamplingCosts:
         costs, gpu, held = self.costs, roofline.gpu_of(self.made), self._memory_bytes()
         rated = gpu and rates.Rates(gpu, Assumptions(gpu.name, self.assumed))
         sizes, layout = self.made.mesh_spec.sizes, costs.placed.layout
-        of = lambda name: audit.summarize(audit.read(self.programs[name].as_text(), self.made.mesh).collectives
-                                          ) if name in self.programs else []
+
+        def collectives(name: str) -> list[dict]:
+            if name not in self.programs:
+                return []
+            return audit.summarize(audit.read(self.programs[name].as_text(), self.made.mesh).collectives)
         beside = held["compiled"]["total"] - held["compiled"]["cache"]
         usable = gpu and hardware.usable_bytes(gpu)
         parts = rated and costs.token_s(rated, costs.room)
@@ -44,10 +47,12 @@ class SamplingCosts:
             "slots": costs.slots, "room": costs.room, "rules": layout.rules.path, "memory_bytes": held,
             "peak_bytes": max(held["compiled"]["total"], self.training_bytes),
             "slots_that_fit": usable and costs.fitting(usable - beside),
-            "sync": {"collectives": {"formula": traffic.summarize(costs.sync(), sizes), "compiled": of("sync")},
+            "sync": {"collectives": {"formula": traffic.summarize(costs.sync(), sizes),
+                                     "compiled": collectives("sync")},
                      "time_s": rated and costs.sync_s(rated)},
             "decode": {"hbm_bytes": round(costs.token_bytes(costs.room)), "flops": round(costs.token_flops(costs.room)),
-                       "collectives": {"formula": traffic.summarize(costs.token(), sizes), "compiled": of("decode")},
+                       "collectives": {"formula": traffic.summarize(costs.token(), sizes),
+                                       "compiled": collectives("decode")},
                        "time_s": parts and {**parts, "total": token_s},
                        "batch_s_at_most": token_s and passes * token_s,
                        "tokens_per_s_per_gpu": token_s and costs.slots / token_s / self.made.mesh_spec.num_devices}}
@@ -67,5 +72,7 @@ class SamplingCosts:
         weights = round(frozen) + (by_name["sync"].output_size_in_bytes if "sync" in by_name else 0)
         first = by_name["sync"].temp_size_in_bytes if "sync" in by_name else 0
         found = {"state": ruled["state"], "weights": weights, "cache": cache, "temporaries": max(later, first - cache)}
-        total = lambda held: held | {"total": sum(filter(None, held.values()))}
+
+        def total(held: dict[str, int | None]) -> dict[str, int | None]:
+            return held | {"total": sum(filter(None, held.values()))}
         return {"formula": total(ruled), "compiled": total(found)}

@@ -40,8 +40,9 @@ def write_cost(made: Assembly, step: Callable, directory: Path) -> None:
         with phases.moving("pricing the step"):
             priced = Inspected(made, step)        # without XLA's log, which only `inspect` reads
             local = made.mesh.local_devices
-            shared = f"\n{len(local)} devices: {size(len(local) * (priced.memory_bytes['total'] or 0))} of this machine's " \
-                     f"{size(devices.memory_bytes(local))}" if local[0].platform == "cpu" else ""
+            needed = len(local) * (priced.memory_bytes["total"] or 0)
+            shared = f"\n{len(local)} devices: {size(needed)} of this machine's {size(devices.memory_bytes(local))}" \
+                if local[0].platform == "cpu" else ""
             say.out(report.memory_table(priced) + shared)
             costs = report.as_json(priced)
         files.replace(directory / measured.COST, json.dumps(costs))

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from meshtrain.pages import kernels, pictures, skin
 from meshtrain.pages.pictures import Bar
@@ -135,7 +135,9 @@ def memory(data: dict) -> str:
     compiled, formula = held["compiled"], held["formula"]
     key = skin.key(sorted({(color, name, "") for bar in bars for color, name, _ in bar.parts}))
     names = [name for name in dict.fromkeys([*compiled, *formula]) if name != "total"]
-    cells = lambda name: (of_bytes(compiled.get(name)), of_bytes(formula.get(name)))
+
+    def cells(name: str) -> tuple[Cell, Cell]:
+        return of_bytes(compiled.get(name)), of_bytes(formula.get(name))
     table = skin.table([Column("on a device"), Column("as compiled", "n"), Column(bars[1].label, "n")],
                        [(MEMORY.get(name, ("", name))[1], *cells(name)) for name in names], "memory-parts",
                        total=("total", *cells("total")))
@@ -181,7 +183,9 @@ def traffic_drawing(data: dict, legend: bool = False, width: int = skin.WIDTH) -
     """Return the drawing of the traffic. data: has at least one collective."""
     compiled, priced = (_by_axes(data["collectives"][which] or []) for which in ("compiled", "formula"))
     color = _colors(data)
-    stacked = lambda sent: [(color[kind], kind, count) for kind, count in sent.items()]
+
+    def stacked(sent: Mapping[str, int]) -> list[tuple[int, str, float]]:
+        return [(color[kind], kind, count) for kind, count in sent.items()]
     bars = []
     for axes in sorted(compiled | priced, key=lambda axes: -sum(compiled.get(axes, {}).values())):
         bars.append(Bar(axes.replace("+", " × "), stacked(compiled.get(axes, {})),
@@ -210,9 +214,13 @@ def _collectives(data: dict) -> str:
     """Return a table with a row for each kind, axes and dtype, by formulas and compiled."""
     rows, mesh, formula = data["collectives"]["compiled"], data["mesh"], data["collectives"]["formula"] or []
     named = kernels.weights(data["parameters"])
-    at = lambda row: (row["kind"], tuple(row["axes"]), row["dtype"])
+
+    def at(row: dict) -> tuple[str, tuple[str, ...], str]:
+        return row["kind"], tuple(row["axes"]), row["dtype"]
     compiled, priced = {at(row): row for row in rows}, {at(row): row for row in formula}
-    sent = lambda found, key: of_bytes(found[key]["bytes"] if key in found else None)
+
+    def sent(rows: Mapping, key: tuple) -> Cell:
+        return of_bytes(rows[key]["bytes"] if key in rows else None)
     columns = [Column("collective", "keep"), Column("axes", "keep"), Column("dtype"), Column("count", "n"),
                Column("sent by a device", "n"), *([Column("by formulas", "n")] if formula else []),
                Column("over", "keep"), Column("from", "some")]
@@ -284,8 +292,10 @@ def time_drawing(line: dict, legend: bool = False, width: int = skin.WIDTH) -> s
 def _draw_exposed(line: dict) -> str:
     columns = [Column("collective", "keep"), Column("axes", "keep"), Column("runs", "n"), Column("sent", "n"),
                Column("time", "n"), Column("exposed", "n"), Column("hidden under")]
-    hidden_under = lambda row: ", ".join(f"{part} {seconds(s)}" for part, s in
-                                   sorted(row["hidden_under"].items(), key=lambda pair: -pair[1]) if s >= 5e-4)
+
+    def hidden_under(row: dict) -> str:
+        longest = sorted(row["hidden_under"].items(), key=lambda pair: -pair[1])
+        return ", ".join(f"{part} {seconds(s)}" for part, s in longest if s >= 5e-4)
     rows = [(row["kind"], " × ".join(row["axes"]), of_count(row["runs"]), of_bytes(row["sent_bytes"]),
              of_seconds(row["seconds"]), of_seconds(row["exposed_s"]), hidden_under(row)) for row in line["traffic"]]
     return "<h3>Collectives, and what they overlap with</h3>" + skin.table(columns, rows, "exposed") if rows else ""
@@ -309,17 +319,20 @@ def _kernels(line: dict, parameters: Sequence[dict]) -> str:
 
 
 def params(data: dict) -> str:
-    split = lambda dims: "(" + ", ".join("+".join(axes) or "·" for axes in dims) + ")"
-    counted = lambda count: number(many, count)
+    def split(dims: Iterable[Sequence[str]]) -> str:
+        return "(" + ", ".join("+".join(axes) or "·" for axes in dims) + ")"
+
+    def elements(count: int) -> Cell:
+        return number(many, count)
     columns = [Column("parameter", "keep code"), Column("shape", "keep"), Column("logical axes", "some"),
                Column("dtype"), Column("size", "n"), Column("read, by [params]", "some"),
                Column("stored, by [optimizer]", "some"),
                Column("stored bytes", "n"), Column("gradient", "n")]
     rows = [(row["name"], " × ".join(f"{n:,}" for n in row["shape"]), " ".join(axis or "·" for axis in row["axes"]),
-             row["dtype"], counted(row["size"]), split(row["read"]), split(row["stored"]),
+             row["dtype"], elements(row["size"]), split(row["read"]), split(row["stored"]),
              of_bytes(row["stored_bytes"]), of_bytes(row["grads_bytes"])) for row in data["parameters"]]
     in_all = {name: sum(row[name] for row in data["parameters"]) for name in ("size", "stored_bytes", "grads_bytes")}
-    total = ("in all, on a device", "", "", "", counted(in_all["size"]), "", "", of_bytes(in_all["stored_bytes"]),
+    total = ("in all, on a device", "", "", "", elements(in_all["size"]), "", "", of_bytes(in_all["stored_bytes"]),
              of_bytes(in_all["grads_bytes"]))
     rules = f"<h3>{skin.esc(data['run']['rules'])}</h3><pre>{skin.esc(data['run']['rules_text'].strip())}</pre>"
     return skin.table(columns, rows, "parameter-table", search="name, axis or mesh axis of a parameter",

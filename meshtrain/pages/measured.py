@@ -252,8 +252,11 @@ def draw_time(data: dict) -> str:
 
 
 def starts(data: dict) -> str:
-    moment = lambda when: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
-    how = lambda k, one: one["how"] or (data["state"] if k == len(data["starts"]) else "ended without a word")
+    def moment(when: float) -> str:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+
+    def how(k: int, start: dict) -> str:
+        return start["how"] or (data["state"] if k == len(data["starts"]) else "ended without a word")
     rows = [(of_count(k), moment(one["began"]), of_count(one["from_step"]), of_count(one["to_step"]),
              number(duration, one["run_s"]), of_count(one["steps_again"]), how(k, one),
              one["on"]) for k, one in enumerate(data["starts"], 1)]

@@ -180,7 +180,9 @@ def _points(data: dict, most: float) -> tuple[list[PlotCurve], list[PlotCurve]]:
     """Return (all plans as points, the points of plans that take at most `most` times as long as the first). Slower
     plans would compress the scale."""
     plans, missed = _fitting(data), [plan for plan in data["plans"] if not plan["fits"]]
-    point = lambda plan: (plan["step_time_s"], plan["memory_bytes"]["total"])
+
+    def point(plan: dict) -> tuple[float, int]:
+        return plan["step_time_s"], plan["memory_bytes"]["total"]
     others = [(plan["step_time_s"], plan["memory_bytes"]) for plan in data["others"]]
     rows = [PlotCurve(7, "other plans that fit", others, dots=True),
             PlotCurve(4, "plans that do not fit", [point(plan) for plan in missed], dots=True),
@@ -210,14 +212,18 @@ def memory(data: dict) -> str:
     plans = _fitting(data)[:DRAWN]
     if not plans:
         return ""
-    parts = lambda plan: [(color, STACKED[part], plan["memory_bytes"][part]) for color, part in enumerate(STACKED)]
+
+    def parts(plan: dict) -> list[tuple[int, str, int]]:
+        return [(color, STACKED[part], plan["memory_bytes"][part]) for color, part in enumerate(STACKED)]
     drawing = functools.partial(pictures.bars, [Bar(f"{k}", parts(plan)) for k, plan in enumerate(plans, 1)], size,
                                 "memory of the best plans",
                                 [(data["usable_bytes"], f"usable {size(data['usable_bytes'])}")])
     columns = [Column("", "n"), *(Column(name, "n") for name in STACKED.values()), Column("in all", "n"),
                Column("sent by a GPU, by mesh axes", "long")]
-    sent = lambda plan: ", ".join(f"{axes} {size(count)}" for axes, count in sorted(plan["traffic_bytes"].items())
-                                  if count >= 2**20) or "–"
+
+    def sent(plan: dict) -> str:
+        return ", ".join(f"{axes} {size(count)}" for axes, count in sorted(plan["traffic_bytes"].items())
+                         if count >= 2**20) or "–"
     rows = [(of_count(k), *(of_bytes(plan["memory_bytes"][part]) for part in (*STACKED, "total")), sent(plan))
             for k, plan in enumerate(plans, 1)]
     key = skin.key((color, name, "") for color, name in enumerate(STACKED.values()))
@@ -235,7 +241,9 @@ def misses(data: dict) -> str:
 def compare_compiled(data: dict) -> str:
     columns = [Column("", "n"), Column("memory", "n"), Column("compiled", "n"), Column("step", "n"),
                Column("roofline", "n"), Column("sent by a GPU", "n"), Column("compiled", "n")]
-    sent = lambda plan: of_bytes(sum(plan["traffic_bytes"].values()))
+
+    def sent(plan: dict) -> Cell:
+        return of_bytes(sum(plan["traffic_bytes"].values()))
     rows = [(of_count(k), of_bytes(plan["memory_bytes"]["total"]), of_bytes(plan["compiled"]["memory_bytes"]["total"]),
              of_seconds(plan["step_time_s"]), of_seconds(plan["compiled"]["step_time_s"]),
              sent(plan), sent(plan["compiled"]))

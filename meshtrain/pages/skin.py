@@ -170,7 +170,8 @@ def _read(name: str) -> str:
 
 def tiles(rows: Iterable[Tile]) -> str:
     """Return the row of tiles with the most important figures, as HTML."""
-    note = lambda row: f"<dd{_class(row.mark)}>{esc(row.note)}</dd>" if row.note else ""
+    def note(row: Tile) -> str:
+        return f"<dd{_class(row.mark)}>{esc(row.note)}</dd>" if row.note else ""
     return '<dl class="tiles">' + "".join(
         f"<div><dt>{esc(row.name)}</dt><dd>{esc(row.value)}</dd>{note(row)}</div>" for row in rows) + "</dl>"
 
@@ -239,7 +240,9 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell | str]], name:
 
 def _row(columns: Sequence[Column], row: Sequence[Cell | str]) -> str:
     cells = (cell if isinstance(cell, Cell) else Cell(cell) for cell in row)
-    broken = lambda column, text: esc(text) if "keep" in column.kind else esc(text).replace("_", "_<wbr>")
+
+    def broken(column: Column, text: str) -> str:
+        return esc(text) if "keep" in column.kind else esc(text).replace("_", "_<wbr>")
     return "".join(f"<td{_class(column.kind)}{_exact(cell)}>{broken(column, cell.text)}</td>"
                    for column, cell in zip(columns, cells, strict=True))
 

@@ -119,7 +119,7 @@ def list_shipped_rules() -> list[str]:
 def distinct(loaded: Sequence[rules.Rules], weights: Sequence[tuple[str | None, ...]]) -> list[rules.Rules]:
     """Return the rule files that shard weights or activations differently from all before them. weights: the logical
     axes of each weight."""
-    sizes, kept = dict.fromkeys(AXES, 2), {}
+    sizes, kept = dict.fromkeys(AXES, 2), dict[tuple, rules.Rules]()
     for one in loaded:
         layout = rules.Layout(one, sizes)
         splits = tuple(layout.spec(table, axes) for table in ("params", "grads", "optimizer") for axes in weights)
@@ -178,7 +178,10 @@ class _Choices:
         """Return an accepted cell with this pair of choices that covers many missing pairs. It starts from `alone` and
         improves one choice at a time."""
         fixed, cell = self._choices(wanted), self.alone(wanted)
-        gain = lambda cell: total(pairs(cell) & missing)
+        assert cell is not None, "`cover` leaves out pairs that no accepted cell has"
+
+        def gain(cell: dict) -> int:
+            return total(pairs(cell) & missing)
         for name in self.rng.sample(list(cell), len(cell)) * 2:
             if name in fixed:
                 continue
@@ -209,8 +212,9 @@ class _Choices:
     def _choices(self, wanted: tuple) -> dict[str, str]:
         """Return a pair of `pair` as factor -> value. "True" becomes a value that has an effect, "False" one that has
         none."""
-        values = lambda name, value: value if value in self.found[name] else self.found[name][value == "True"]
-        return {name: values(name, value) for name, value in wanted}
+        def choice(name: str, value: str) -> str:
+            return value if value in self.found[name] else self.found[name][value == "True"]
+        return {name: choice(name, value) for name, value in wanted}
 
 
 def pair(a: str, x: str, b: str, y: str) -> tuple:

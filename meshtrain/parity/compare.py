@@ -200,7 +200,9 @@ def draw_parameters(made: assembly.Assembly, seed: int):
     rng = np.random.default_rng(seed)
     # Norm scales stay near their initial value: twice that value in every norm would amplify rounding errors in
     # gradients.
-    mean = lambda info: (info.role == "norm") * (1 - made.run.model.norm_offset)
+
+    def mean(info: params_of.ParamInfo) -> float:
+        return (info.role == "norm") * (1 - made.run.model.norm_offset)
     return params_of.tree(made.model.parameters(), lambda info: (
         mean(info) + rng.standard_normal(info.shape) * (0.2 if "matrix" in info.role else 0.05)).astype(info.dtype))
 
@@ -283,7 +285,9 @@ def _answers(batch: dict, rng: np.random.Generator) -> dict:
         batch[name][B - B // 4:] = nothing
     of_answers = rng.normal(size=(B, T + 1))[np.arange(B)[:, None], batch["segments"]]
     sampled = -rng.uniform(3, 8, (B, T))
-    near = lambda: sampled + rng.normal(size=(B, T), scale=0.2)
+
+    def near() -> np.ndarray:
+        return sampled + rng.normal(size=(B, T), scale=0.2)
     made = {"weight": rng.uniform(0.5, 1.5, (B, T)), "advantage": of_answers, "sampled": sampled, "old": near(),
             "reference": near()}
     return batch | {name: x.astype(np.float32) for name, x in made.items()}

@@ -42,7 +42,8 @@ class _DrawnLayer:
     def compute(self, layout: rules_of.Layout, mesh: jax.sharding.Mesh) -> dict[str, np.ndarray]:
         """Return y ("y") and the gradients of sum(y · dy) with respect to x ("x") and each parameter, by name. Weights
         are sharded by [params], gradients by [grads], x by batch and seq of [activations]."""
-        place = lambda table, axes: NamedSharding(mesh, layout.spec(table, axes))
+        def place(table: str, axes: Sequence[str | None]) -> NamedSharding:
+            return NamedSharding(mesh, layout.spec(table, axes))
         x_at = place("activations", X_AXES)
         weights_at, grads_at = ({name: place(table, axes) for name, (_, axes) in self.parameters.items()}
                                 for table in ("params", "grads"))
@@ -97,7 +98,9 @@ def _draw(function: Callable, parameters: Declared) -> _DrawnLayer:
         raise config.ConfigError(*faults)
     width = next((n for shape, axes in parameters.values() for n, axis in zip(shape, axes) if axis == "embed"), D)
     rng = np.random.default_rng(0)
-    draw = lambda shape, scale: (scale * rng.standard_normal(shape)).astype(np.float32)
+
+    def draw(shape: Sequence[int], scale: float) -> np.ndarray:
+        return (scale * rng.standard_normal(shape)).astype(np.float32)
     values = {name: draw(shape, 0.2) for name, (shape, _) in parameters.items()}
     return _DrawnLayer(function, parameters, values, draw((B, T, width), 1.0), draw((B, T, width), 1.0))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 
 from meshtrain import assembly, config
 from meshtrain.assembly import Assembly
@@ -15,6 +16,7 @@ from meshtrain.config import Run
 from meshtrain.cost.program import audit
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.inspection import expect, unexpected
+from meshtrain.model.params import ParamInfo
 from meshtrain.names import AXES
 from meshtrain.run import say
 from meshtrain.units import size
@@ -79,8 +81,12 @@ def whole_accumulators(made: Assembly, text: str) -> list[str]:
     if made.choice or microbatches == 1:
         return []
     carried = {tuple(sorted(dims)) for loop in audit.find_carried(text, microbatches) for dims in loop}
-    split = lambda info: [made.layout.num_shards(made.layout.mesh_axes("grads", axis)) for axis in info.axes]
-    key = lambda dims: tuple(sorted(n for n in dims if n > 1))
+
+    def split(info: ParamInfo) -> list[int]:
+        return [made.layout.num_shards(made.layout.mesh_axes("grads", axis)) for axis in info.axes]
+
+    def key(dims: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted(n for n in dims if n > 1))
     carried = {key(dims) for dims in carried}
     rightly = {key(n // by for n, by in zip(info.shape, split(info))) for info in made.model.parameters()}
     return [f"the gradient of {info.name} {list(info.shape)} is held whole on every device, {size(4 * info.size)}, but "

@@ -16,7 +16,7 @@ from meshtrain import hardware
 from meshtrain.cost.formulas import calibrations
 from meshtrain.cost.formulas.mixers import MixerCost
 from meshtrain.cost.formulas.placed import Placed
-from meshtrain.cost.formulas.sizes import FLOAT32, GATHER, SCATTER, SUM, Sent
+from meshtrain.cost.formulas.sizes import FLOAT32, GATHER, SCATTER, SUM, Axes, Sent
 from meshtrain.cost.formulas.price import Links
 from meshtrain.cost.formulas.rates import Rates
 from meshtrain.names import MATMUL_ROLES
@@ -158,8 +158,9 @@ class Sampling:
 
     def _token(self) -> Iterator[Sent]:
         placed, layout = self.placed, self.placed.layout
-        send = lambda kind, axes, elements, runs: Sent(kind, axes, placed.dtype, placed.itemsize * self.rows * elements,
-                                                       runs, TOKEN)
+
+        def send(kind: str, axes: Axes, elements: float, runs: float) -> Sent:
+            return Sent(kind, axes, placed.dtype, placed.itemsize * self.rows * elements, runs, TOKEN)
         width, vocab = placed.cfg.embed_dim, layout.mesh_axes("params", "vocab")
         for product in placed.layer.products:
             yield send(SUM, product.row, product.n, product.share * placed.cfg.num_layers)

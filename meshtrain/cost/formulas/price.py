@@ -241,11 +241,13 @@ class LayerTimes:
         recurrence, recurrence_b = mixers.seconds(placed, rated, options, RECURRENCE)
         mixed, normed = placed.mean(lambda mixer: mixer.stream_bytes), placed.mean(lambda mixer: mixer.norm_inputs)
         fixed_bytes = 8 * placed.blocks * cfg.embed_dim / placed.stream_shards + mixed
-        moved = lambda times, norm: tokens * (fixed_bytes + times * placed.mlp_width + norm * normed)
+
+        def moved_bytes(times: float, norm: float) -> float:
+            return tokens * (fixed_bytes + times * placed.mlp_width + norm * normed)
         gated = cfg.gated
         fused = self.eager * placed.itemsize / 2
-        small = fused * rated.stream_s(moved(6 if gated else 4, calibrations.QK_NORM.value.forward))
-        small_b = fused * rated.stream_s(moved(10 if gated else 6, calibrations.QK_NORM.value.backward))
+        small = fused * rated.stream_s(moved_bytes(6 if gated else 4, calibrations.QK_NORM.value.forward))
+        small_b = fused * rated.stream_s(moved_bytes(10 if gated else 6, calibrations.QK_NORM.value.backward))
         if placed.float8:
             small, small_b = (each + rated.stream_s(tokens * moved)
                               for each, moved in zip((small, small_b), _float8_bytes(placed)))

@@ -6,7 +6,7 @@ tick, and all stages execute an op if any stage needs it. Uses no jax and measur
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -116,50 +116,70 @@ def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(),
     Raises: ValueError if no schedule exists for any of the chunk counts.
     """
     chunks = sorted(set(chunks))
-    found = [_simulate(schedules.make(name, p, m, v), costs, memory, usable_bytes)
+    tried = [_try(schedules.make(name, p, m, v), costs, memory, usable_bytes)
              for name in AUTOMATIC for v in chunks
              if (v > 1) == (name in schedules.INTERLEAVED) and not schedules.problems(name, p, m, v)]
-    if not found:
+    if not tried:
         raise ValueError("\n".join(schedules.problems("interleaved", p, m, min(chunks))))
     # Rounded, so that sums of the same costs in another order are equal and the order of AUTOMATIC decides.
-    first_s = found[0][1].makespan_s
-    cost = lambda entry: (round(entry[1].makespan_s / first_s, 9), entry[2].total if entry[2] else 0)
-    fitting = [entry for entry in found if entry[3] is not False]
-    best = min(fitting, key=cost) if fitting else min(found, key=lambda entry: (entry[2].total, cost(entry)))
-    schedule, outcome, held, fits = best
-    return ChosenSchedule(schedule, outcome, held and held.slots, fits, _why(found, fitting, best, usable_bytes))
+    first_s = tried[0].outcome.makespan_s
+
+    def cost(one: _Try) -> tuple[float, int]:
+        return round(one.outcome.makespan_s / first_s, 9), one.total_bytes
+    fitting = [one for one in tried if one.fits is not False]
+    best = min(fitting, key=cost) if fitting else min(tried, key=lambda one: (one.total_bytes, cost(one)))
+    return best.because(_why(tried, fitting, best, usable_bytes))
 
 
-def _simulate(schedule: Schedule, costs, memory, usable_bytes: int | None
-               ) -> tuple[Schedule, Outcome, StepBytes | None, bool | None]:
-    """Return (schedule, outcome, bytes of a step, whether they fit). Each of the last two is None if unknown."""
-    held = memory(schedule) if memory else None
-    fits = held.total <= usable_bytes if held and usable_bytes is not None else None
-    return schedule, simulate(schedule, costs(schedule) if callable(costs) else costs), held, fits
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Try:
+    """A schedule that was simulated. bytes: those of a step; fits: whether they do. Each is None if unknown."""
+    schedule: Schedule
+    outcome: Outcome
+    bytes: StepBytes | None
+    fits: bool | None
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the bytes of a step; 0 if unknown."""
+        return self.bytes.total if self.bytes else 0
+
+    @property
+    def name(self) -> str:
+        return _name(self.schedule)
+
+    def because(self, why: str) -> ChosenSchedule:
+        """Return the choice of this schedule with its reason."""
+        return ChosenSchedule(self.schedule, self.outcome, self.bytes and self.bytes.slots, self.fits, why)
 
 
-def _why(found, fitting, best, usable_bytes) -> str:
-    schedule, outcome, held, fits = best
-    what = _what(schedule, outcome, held)
-    if fits is False:
-        return (f"{what}; none of {len(found)} schedules fits into {gib(usable_bytes)}, and this one needs the "
+def _try(schedule: Schedule, costs: Costs | Callable[[Schedule], Costs],
+         memory: Callable[[Schedule], StepBytes] | None, usable_bytes: int | None) -> _Try:
+    needed = memory(schedule) if memory else None
+    fits = needed.total <= usable_bytes if needed and usable_bytes is not None else None
+    return _Try(schedule, simulate(schedule, costs(schedule) if callable(costs) else costs), needed, fits)
+
+
+def _why(tried: Sequence[_Try], fitting: Sequence[_Try], best: _Try, usable_bytes: int | None) -> str:
+    what = _what(best)
+    if best.fits is False:
+        return (f"{what}; none of {len(tried)} schedules fits into {_limit(usable_bytes)}, and this one needs the "
                 "least memory")
-    others = [entry for entry in found if entry is not best]
-    faster = [entry for entry in others if entry[3] is False and entry[1].makespan_s < outcome.makespan_s]
+    faster = [one for one in tried if one.fits is False and one.outcome.makespan_s < best.outcome.makespan_s]
     if faster:
-        first = min(faster, key=lambda entry: entry[1].makespan_s)
-        return (f"{what}; {_name(first[0])} ({first[1].bubble:.1%}) is faster but needs "
-                f"{gib(first[2].total)} of {gib(usable_bytes)}")
-    rest = [entry for entry in fitting if entry is not best]
+        first = min(faster, key=lambda one: one.outcome.makespan_s)
+        return (f"{what}; {first.name} ({first.outcome.bubble:.1%}) is faster but needs "
+                f"{gib(first.total_bytes)} of {_limit(usable_bytes)}")
+    rest = [one for one in fitting if one is not best]
     if not rest:
-        return f"{what}; the only schedule {'that fits' if fits else 'there is'}"
-    second = min(rest, key=lambda entry: entry[1].makespan_s)
-    return f"{what}, the fastest of {len(fitting)} schedules; next {_name(second[0])} ({second[1].bubble:.1%})"
+        return f"{what}; the only schedule {'that fits' if best.fits else 'there is'}"
+    second = min(rest, key=lambda one: one.outcome.makespan_s)
+    return f"{what}, the fastest of {len(fitting)} schedules; next {second.name} ({second.outcome.bubble:.1%})"
 
 
-def _what(schedule: Schedule, outcome: Outcome, held: StepBytes | None) -> str:
-    kept = f", {gib(held.slots)} of activations" if held is not None else ""
-    return f"{_name(schedule)}: modelled bubble {outcome.bubble:.1%}{kept}"
+def _what(one: _Try) -> str:
+    slots = f", {gib(one.bytes.slots)} of activations" if one.bytes is not None else ""
+    return f"{one.name}: modelled bubble {one.outcome.bubble:.1%}{slots}"
 
 
 def gib(count: int) -> str:
@@ -179,11 +199,13 @@ def chunk_counts(num_layers: int, p: int, most: int = 4) -> tuple[int, ...]:
     stored on many stages, and XLA moves them ten times (8 stages of 10 chunks: 112 GiB a step of a 70B model, a third
     of the step).
     """
-    padded = lambda v: -(-num_layers // (p * v)) * v
+    def padded(v: int) -> int:
+        return -(-num_layers // (p * v)) * v
     return tuple(v for v in range(1, most + 1) if padded(v) == padded(1) and (p % v == 0 or v % p == 0))
 
 
 # ---- the schedule of a run -------------------------------------------------------------------------------------------
+
 
 def of_run(run: Run, costs: Costs | Callable[[Schedule], Costs], p: int,
            memory: Callable[[Schedule], StepBytes] | None = None, usable_bytes: int | None = None) -> ChosenSchedule:
@@ -196,7 +218,10 @@ def of_run(run: Run, costs: Costs | Callable[[Schedule], Costs], p: int,
     if name == "auto":
         counts = chunk_counts(-(-stages.count_staged(run.model) // stages.period(run.model)), p) if v == 1 else (v,)
         return choose(p, m, costs, memory, usable_bytes, counts)
-    schedule, outcome, held, fits = _simulate(schedules.make(name, p, m, v), costs, memory, usable_bytes)
-    why = _what(schedule, outcome, held) + ", as requested"
-    return ChosenSchedule(schedule, outcome, held and held.slots, fits,
-                  why + (f"; it does not fit into {gib(usable_bytes)}" if fits is False else ""))
+    only = _try(schedules.make(name, p, m, v), costs, memory, usable_bytes)
+    why = f"{_what(only)}, as requested"
+    return only.because(why + (f"; it does not fit into {_limit(usable_bytes)}" if only.fits is False else ""))
+
+
+def _limit(usable_bytes: int | None) -> str:
+    return gib(usable_bytes or 0)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed
-from meshtrain.cost.formulas.sizes import BACKWARD, FLOAT32, FORWARD, GATHER, MICROBATCH, ONCE, SUM, Sent, WeightMove
+from meshtrain.cost.formulas.sizes import (BACKWARD, FLOAT32, FORWARD, GATHER, MICROBATCH, ONCE, SUM, Axes, Sent,
+                                           WeightMove)
 from meshtrain.names import AXES
 from meshtrain.sharding.rules import GATHERED
 
@@ -126,7 +127,9 @@ def tensor(placed: Placed, options: Options) -> Iterator[Sent]:
     (forward, backward, _), (looked_up, loss, looked_up_back) = placed.visits(options), placed.ends(options)
     split = frozenset(placed.layout.mesh_axes("activations", "residual_seq"))
     stream = placed.tokens(options) * placed.cfg.embed_dim * placed.itemsize
-    send = lambda kind, axes, times, layer: Sent(kind, axes, placed.dtype, stream, times, "tensor", "", layer)
+
+    def send(kind: str, axes: Axes, times: float, layer: bool) -> Sent:
+        return Sent(kind, axes, placed.dtype, stream, times, "tensor", "", layer)
     if placed.float8:
         axes = tuple(a for a in AXES if placed.layout.sizes[a] > 1)
         yield Sent("all-reduce", axes, FLOAT32, 4, NUM_SCALES * forward, SCALES)
@@ -164,7 +167,9 @@ def experts(placed: Placed, options: Options) -> Iterator[Sent]:
     forward, backward = (found.share * visits for visits in placed.visits(options)[:2])
     stream, choices = found.seen * found.sizes.embed_dim * placed.itemsize, found.seen * found.choices * 4
     brought, summed = found.axes
-    send = lambda kind, axes, dtype, sent_bytes, runs: Sent(kind, axes, dtype, sent_bytes, runs, ROUTED)
+
+    def send(kind: str, axes: Axes, dtype: str, sent_bytes: float, runs: float) -> Sent:
+        return Sent(kind, axes, dtype, sent_bytes, runs, ROUTED)
     there, back = ("all-to-all",) * 2 if found.by_all_to_all else ("all-gather", "reduce-scatter")
     yield send(there, brought, placed.dtype, stream, forward + 2 * backward)
     yield send(back, brought, placed.dtype, stream, forward + backward)
@@ -196,9 +201,12 @@ def _stages(placed: Placed, options: Options) -> Iterator[Sent]:
     if p == 1:
         return
     boundary = size * placed.tokens(options) * placed.cfg.embed_dim / placed.stream_shards
-    send = lambda kind, runs: Sent(kind, ("stage",), placed.dtype, boundary, runs, "stage", "", False)
-    move = lambda kind, axis, dtype, sent_bytes: Sent(
-        kind, (axis,), dtype, sent_bytes, 1, UPDATE, MICROBATCH, False)
+
+    def send(kind: str, runs: float) -> Sent:
+        return Sent(kind, ("stage",), placed.dtype, boundary, runs, "stage", "", False)
+
+    def move(kind: str, axis: str, dtype: str, sent_bytes: float) -> Sent:
+        return Sent(kind, (axis,), dtype, sent_bytes, 1, UPDATE, MICROBATCH, False)
     forward, backward, _ = (chunks * visits / placed.layers(options) for visits in placed.visits(options))
     yield send("collective-permute", forward + backward)
     if not placed.runs_masked(options):

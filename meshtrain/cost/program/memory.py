@@ -45,10 +45,12 @@ def in_loop(model, layout, num_chunks: int = 1) -> list[tuple]:
     """
     num_stages, whole = layout.sizes["stage"], model.staged[0]
     periods = stages.count_padded(model.cfg, num_stages * num_chunks) // len(whole.period) // num_stages
-    kept = lambda axis: layout.num_shards(layout.mesh_axes(GATHERED, axis))
+
+    def num_shards(axis: str | None) -> int:
+        return layout.num_shards(layout.mesh_axes(GATHERED, axis))
     found = []
     for info in model.parameters():
-        shape = tuple(n // kept(axis) for n, axis in zip(info.shape, info.axes))
+        shape = tuple(n // num_shards(axis) for n, axis in zip(info.shape, info.axes))
         if info.axes[:1] == (LAYERS,):
             if len(model.groups) > 1 and info.path[1] != whole.name:
                 continue            # layers of an incomplete period are in the stacks of whole ones
@@ -60,7 +62,8 @@ def in_loop(model, layout, num_chunks: int = 1) -> list[tuple]:
 def loop_bytes(shapes, compute_dtype: str) -> dict:
     """Return the bytes on one device of the shapes of `in_loop`: a stage's weights in the compute dtype, and its
     float32 gradient accumulators."""
-    itemsize = lambda info: np.dtype(compute_dtype if info.role in MATMUL_ROLES else info.dtype).itemsize
+    def itemsize(info) -> int:
+        return np.dtype(compute_dtype if info.role in MATMUL_ROLES else info.dtype).itemsize
     return {"loop_weights": sum(math.prod(shape) * itemsize(info) for info, shape in shapes),
             "loop_grads": sum(math.prod(shape) * 4 for info, shape in shapes if info.trainable)}
 
@@ -85,9 +88,9 @@ def measure(executable, text: str, state_abstract, microbatches: int, accumulato
     analysis = executable.memory_analysis()
     placed = executable.input_shardings[0][0]
     if loop is not None:
-        apart = lambda wanted: [        # leading layers have their own loop
-            shape for info, shape in loop if info.trainable and (info.axes[0] == LEADING) == wanted]
-        found = [audit.accumulator_bytes(text, shapes) for shapes in map(apart, (False, True)) if shapes]
+        def shapes_of(leading: bool) -> list[tuple[int, ...]]:      # leading layers have their own loop
+            return [shape for info, shape in loop if info.trainable and (info.axes[0] == LEADING) == leading]
+        found = [audit.accumulator_bytes(text, shapes) for shapes in map(shapes_of, (False, True)) if shapes]
         grads = None if None in found else sum(found)
     else:
         grads = audit.sum_carried(text, microbatches, accumulators) if microbatches > 1 else None

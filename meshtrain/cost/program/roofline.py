@@ -317,7 +317,8 @@ class _Program:
     def _group(self, ins: hlo.Instruction) -> rates.DeviceGroup:
         """Return the size of the collective's group and its members per link domain. A permute counts as a pair of
         devices: in one link domain, or in two if any of its pairs crosses domains."""
-        domain = lambda partitions: partitions // self.prices.gpu.domain_gpus(self.num_devices)
+        def domain(partitions: np.ndarray) -> np.ndarray:
+            return partitions // self.prices.gpu.domain_gpus(self.num_devices)
         if ins.op.startswith("collective-permute"):
             pairs = domain(audit.source_target_pairs(ins.attrs))
             return rates.DeviceGroup(2, 1 if (pairs[:, 0] != pairs[:, 1]).any() else 2)

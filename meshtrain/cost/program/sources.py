@@ -42,9 +42,10 @@ class Sources:
         """Parse the header of `compiled.as_text()`. In programs without these tables, instructions have source_file and
         source_line instead."""
         files = {int(n): name for n, name in re.findall(r'^(\d+) "(.*)"$', _table(text, "FileNames"), re.MULTILINE)}
-        pick = lambda table, first, second: {
-            int(n): (int(a), int(b)) for n, a, b in
-            re.findall(rf"^(\d+) \{{.*?\b{first}=(\d+).*?\b{second}=(\d+)", _table(text, table), re.MULTILINE)}
+
+        def pick(table: str, first: str, second: str) -> dict[int, tuple[int, int]]:
+            row = rf"^(\d+) \{{.*?\b{first}=(\d+).*?\b{second}=(\d+)"
+            return {int(n): (int(a), int(b)) for n, a, b in re.findall(row, _table(text, table), re.MULTILINE)}
         places = pick("FileLocations", "file_name_id", "line")
         stack = pick("StackFrames", "file_location_id", "parent_frame_id")
         # some versions print the caller's number plus one

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 
 from meshtrain.cost.program import hlo
 from meshtrain.cost.formulas.rates import AttentionKernel, GroupedMatmul, Matmul
@@ -77,14 +78,17 @@ def matmul(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> Mat
     if ins.op in ("dot", "scaled-dot"):
         contracting, batch = ins.ints("lhs_contracting_dims"), ins.ints("lhs_batch_dims")
     else:
-        numbers = lambda key: re.search(rf'"{key}":\[([^\]]*)\]', ins.attrs)
+        def numbers(key: str) -> re.Match[str] | None:
+            return re.search(rf'"{key}":\[([^\]]*)\]', ins.attrs)
         if not numbers("lhs_contracting_dimensions") or "fmha" in ins.target:   # fused attention is no single matmul
             return None
         contracting, batch = (tuple(map(int, re.findall(r"\d+", found.group(1)))) if (found := numbers(key)) else ()
                               for key in ("lhs_contracting_dimensions", "lhs_batch_dimensions"))
     lhs, rhs = module.operand_shapes(computation, ins)[:2]
     output = hlo.shapes(ins.type_text)[0][1]                                    # cuBLAS returns (result, workspace)
-    size = lambda dims: math.prod(lhs[1][d] for d in dims)
+
+    def size(dims: Iterable[int]) -> int:
+        return math.prod(lhs[1][d] for d in dims)
     k, batches = size(contracting), size(batch)
     m = math.prod(lhs[1]) // (k * batches)
     return Matmul(m, math.prod(output) // (m * batches), k, batches, max(lhs[0], rhs[0], key=hlo.dtype_bits))
@@ -129,7 +133,9 @@ def _recurrence(module: hlo.HloModule, computation: str, ins: hlo.Instruction):
     if not found:
         return
     what, arrays = found[1], module.operand_shapes(computation, ins)
-    of = lambda dtype, dims: [shape for name, shape in arrays if name == dtype and len(shape) == dims]
+
+    def of(dtype: str, dims: int) -> list[tuple[int, ...]]:
+        return [shape for name, shape in arrays if name == dtype and len(shape) == dims]
     of_chunks, H = of("s32", 2), of("bf16", 4)[0][-1]
     heads = math.prod(of_chunks[-1]) * of("f32", 3)[0][1] if of_chunks else math.prod(of("f32", 4)[0][:3])
     # dtype of the operands, else of the first result
