@@ -32,7 +32,7 @@ from meshtrain.model import transformer
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout
-from meshtrain.shipped import shipped
+from meshtrain.shipped import locate_shipped
 
 GPU, SEQ_LEN, GIB = "h100", 8192, 2**30
 GOLDEN = ROOT / "tests" / "goldens" / "rooflines.toml"
@@ -65,8 +65,8 @@ class Case:
         options = plan.COMMAND.read(f"{self.model} --gpus {self.gpus} --gpu {GPU} --global-batch {self.batch} --seq-len "
                                    f"{SEQ_LEN}".split())
         pipeline = {"schedule": self.schedule, "chunks": self.chunks} if self.schedule else {}
-        return plan.run_of(options).replaced(mesh=self.mesh,
-                          sharding={"rules": str(shipped(f"sharding_rules/{self.rule}.toml"))},
+        return plan.run_of(options).replace(mesh=self.mesh,
+                          sharding={"rules": str(locate_shipped(f"sharding_rules/{self.rule}.toml"))},
                           model={"attention": "pallas"},        # which every jax takes
                           training={"microbatches": self.microbatches, "remat": self.remat}, pipeline=pipeline)
 
@@ -90,7 +90,7 @@ def priced(case: Case) -> Price:
     """By the formulas."""
     run, spec = case.run(), MeshSpec(case.mesh)
     model, rated = transformer.build(run.model), rates.Rates(hardware.get(GPU), Assumptions(GPU))
-    layout = Layout(rules.load(shipped(f"sharding_rules/{case.rule}.toml")), spec.sizes)
+    layout = Layout(rules.load(locate_shipped(f"sharding_rules/{case.rule}.toml")), spec.sizes)
     attended = attention_pairs.count(run, layout, rated.assumed)
     options = Options.of(run, rated.gpu.name, schedule=case.schedule, chunks=case.chunks, attended=attended)
     return price(place(model.parameters(), run.model, layout, spec), rated, options)

@@ -222,7 +222,7 @@ def main(argv) -> int:
                               f"it")
         os.environ.setdefault("NPROC", "32")
         gpus = local_devices.gpus_expected() and not run.mesh.simulated_devices
-        run = run.replaced(mesh={"simulated_devices": 0 if gpus else run.mesh.stage})
+        run = run.replace(mesh={"simulated_devices": 0 if gpus else run.mesh.stage})
         devices = local_devices.start(run)
         if len(devices) < run.mesh.stage:
             raise ConfigError(f"mesh.stage={run.mesh.stage} needs as many devices, there are {len(devices)}; "
@@ -237,7 +237,7 @@ def main(argv) -> int:
 
 
 def assembled(run, devices, remat: str, schedule: str, chunks: int) -> assembly.Assembly:
-    return assembly.assemble(run.replaced(training={"remat": remat}, pipeline={"schedule": schedule, "chunks": chunks}), devices)
+    return assembly.assemble(run.replace(training={"remat": remat}, pipeline={"schedule": schedule, "chunks": chunks}), devices)
 
 
 def measure(run: config.Run, devices) -> str:

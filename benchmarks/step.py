@@ -193,7 +193,7 @@ def looped(name: str, run, made, carry, compiled, corpus, directory) -> Contesta
 
     def go(n):
         last = int(carry[0].step) + warm_up + n
-        this = run.replaced(training={"steps": last})
+        this = run.replace(training={"steps": last})
         rows = []
         with jax.set_mesh(made.mesh), MetricsWriter(directory / "metrics.jsonl") as writer:
             kept = SimpleNamespace(write=lambda row: (rows.append(row), writer.write(row)))
@@ -249,7 +249,7 @@ def main(argv) -> int:
     try:
         run = run_files.load([*argv, "--run.compilation_cache", "", "--data.validation_fraction", "0"], __doc__)
         one = {axis: 1 for axis in config.AXES} | {"simulated_devices": 0}
-        run = run.replaced(mesh=one)
+        run = run.replace(mesh=one)
         with tempfile.TemporaryDirectory() as scratch:
             text = measure(run, Path(scratch))
     except ConfigError as error:

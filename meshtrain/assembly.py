@@ -48,20 +48,20 @@ class BrokenProgramError(RunError):
 
 
 def compile_step(made: Assembly, refuse_broken: bool = True):
-    """Return the compiled training step of the run. All processes call it together. Raises: as `checked_program`, if
+    """Return the compiled training step of the run. All processes call it together. Raises: as `check_program`, if
     refuse_broken.
 
     If much of the step waits for communication, it is compiled again with a profile (see `cost.program.scheduling`),
     and the better of the two programs is returned.
     """
     lowered = made.program.lower_step()
-    step = first = _compiled(made, lowered)
+    step = first = _compile(made, lowered)
     profile = agree.on_first(lambda: _profile(made, first))
     path = profile and programs.keep_profile(profile)
     if path and (options := flags.profile_options(path)):
-        second = _compiled(made, lowered, options)
+        second = _compile(made, lowered, options)
         step = second if agree.on_first(lambda: scheduling.is_better(made, second, first)) else first
-    return checked_program(made.mesh, "the training step", step) if refuse_broken else step
+    return check_program(made.mesh, "the training step", step) if refuse_broken else step
 
 
 def _profile(made: Assembly, executable) -> str:
@@ -73,31 +73,31 @@ def _profile(made: Assembly, executable) -> str:
 
 
 def compile_evaluation(made: Assembly) -> Assembly:
-    """Return the assembly with a compiled `evaluate`. Raises: as `checked_program`."""
+    """Return the assembly with a compiled `evaluate`. Raises: as `check_program`."""
     program = made.program
     lowered = program.lower(program.evaluate, made.state_shapes.params, program.step.batch)
     return dataclasses.replace(made, program=dataclasses.replace(
-        program, evaluate=checked_program(made.mesh, "the evaluation", _compiled(made, lowered))))
+        program, evaluate=check_program(made.mesh, "the evaluation", _compile(made, lowered))))
 
 
-def _compiled(made: Assembly, lowered: jax.stages.Lowered, more: Mapping = MappingProxyType({})):
+def _compile(made: Assembly, lowered: jax.stages.Lowered, more: Mapping = MappingProxyType({})):
     """Return the compiled program, from the cache of an earlier start if possible. more: further XLA options."""
     return programs.compile(lowered, {**made.program.compiler_options, **more}, list(made.mesh.devices.flat))
 
 
 def initialize(made: Assembly) -> state.State:
-    """Compute the training state before the first step. Raises: as `checked_program`."""
-    return checked_program(made.mesh, "the initialization", made.program.compile_function(made.program.initialize))()
+    """Compute the training state before the first step. Raises: as `check_program`."""
+    return check_program(made.mesh, "the initialization", made.program.compile_function(made.program.initialize))()
 
 
 def initialize_params(made: Assembly) -> dict:
-    """Compute only the weights before the first step. Raises: as `checked_program`."""
+    """Compute only the weights before the first step. Raises: as `check_program`."""
     alone = jax.jit(lambda: made.program.initialize().params,
                     out_shardings=jax.tree.map(lambda leaf: leaf.sharding, made.state_shapes.params))
-    return checked_program(made.mesh, "the initialization of the weights", made.program.compile_function(alone))()
+    return check_program(made.mesh, "the initialization of the weights", made.program.compile_function(alone))()
 
 
-def checked_program(mesh: jax.sharding.Mesh, name: str, executable):
+def check_program(mesh: jax.sharding.Mesh, name: str, executable):
     """Return the executable, unless it is known to compute wrong numbers. name: of the program, for the message.
 
     Raises: BrokenProgramError if a collective-permute would leave devices with zeros, a fault of XLA on GPUs

@@ -174,13 +174,13 @@ def _choose_schedule(run: Run, mesh_spec: MeshSpec, model: transformer.Transform
     placed = place(model.parameters(), run.model, layout, mesh_spec)
     optimizer_bytes = state.optimizer_bytes(model, run.optimizer, run.training.steps)
 
-    def held(schedule: Schedule) -> simulate.StepBytes:
+    def bytes_of(schedule: Schedule) -> simulate.StepBytes:
         options = Options.of(run, gpu.name if gpu else "", schedule=schedule.name, chunks=schedule.num_chunks,
                              optimizer_bytes=optimizer_bytes)
         return simulate.StepBytes(round(footprint.slot_bytes(placed, options)),
                                   footprint.memory(placed, options)["total"])
     usable_bytes = hardware.usable_bytes(gpu) if gpu and gpu.hbm_bytes else None
-    return simulate.of_run(run, _stage_costs(run, placed, gpu), mesh_spec.sizes["stage"], held, usable_bytes)
+    return simulate.of_run(run, _stage_costs(run, placed, gpu), mesh_spec.sizes["stage"], bytes_of, usable_bytes)
 
 
 def _stage_costs(run: Run, placed: Placed, gpu: hardware.Gpu | None) -> Callable[[Schedule], simulate.Costs]:

@@ -411,4 +411,4 @@ def on_gpus(run: Run, num_gpus: int) -> Run:
                           f"model.embed_dim={run.model.embed_dim} and the batch of {sequences}; start fewer processes, "
                           f"or give a mesh")
     sizes = {axis: 1 for axis in AXES} | {"fsdp": n, "simulated_devices": 0}
-    return run.replaced(mesh=sizes)
+    return run.replace(mesh=sizes)

@@ -49,7 +49,7 @@ def fit(run: Run, num_devices: int) -> tuple[Run, str]:
     note = (f"{num_devices} of {full} devices: mesh.{shrunk}={sizes[shrunk]} (of {wanted[shrunk]}), "
             f"training.microbatches={count} (of {before}); the batch stays {batch}, {batch // count // num_shards} "
             f"sequences a device at a time")
-    return plain.replaced(training={"microbatches": count}), note
+    return plain.replace(training={"microbatches": count}), note
 
 
 def check(run: Run, num_devices: int) -> None:

@@ -65,7 +65,7 @@ PlanOptions = TypedDict("PlanOptions", {
 
 
 @contextlib.contextmanager
-def _told_as_python() -> Iterator[None]:
+def _reword_for_python() -> Iterator[None]:
     """Context: rewrite options in the messages of ConfigErrors as in Python: --seq-len becomes seq_len."""
     try:
         yield
@@ -152,8 +152,8 @@ class Experiment:
             raise ConfigError(f'topology={topology!r} is not a text; give a GPU and a number, e.g. "h100:8"')
         if self.run.mesh.simulated_devices:     # started first: else jax would start with one CPU device
             local_devices.start(self.run, cheaply=True)
-        run = self.run.replaced(mesh={"simulated_devices": 0})
-        with _told_as_python():
+        run = self.run.replace(mesh={"simulated_devices": 0})
+        with _reword_for_python():
             devices = topologies.find_devices(run, topology)
         return StepCosts(inspect_command.inspect_step(assembly.assemble(elastic.fit(run, len(devices))[0], devices)))
 
@@ -309,7 +309,7 @@ class Experiment:
             return self.run, None
         _, origin = self.made, resume.origin(self.run)      # checkpoints are read when jax has its devices
         with config.user_errors():
-            return self.run.replaced(data={"eos": ends.default(self.run, origin)[0]}), origin
+            return self.run.replace(data={"eos": ends.default(self.run, origin)[0]}), origin
 
     @functools.cached_property
     def _evaluate(self):
@@ -397,7 +397,7 @@ def plan(model: str | Path, gpus: int | Sequence[int], gpu: str, settings: Mappi
     if unknown := sorted({"html", "write"} & set(options)):
         raise ConfigError(f"{unknown[0]} is an option of the command line that writes a file; in "
                           f"Python, write the result of plan to a file yourself")
-    with _told_as_python():
+    with _reword_for_python():
         read = plan_command.COMMAND.of([str(model)], given_options, config.words({} if settings is None else settings))
         return shown.show_plans(plan_command.make_plans(read))
 
@@ -434,6 +434,6 @@ def prove(run_file: str | Path | None = None, settings: Mapping[str, object] | N
     run = Experiment(run_file, settings).run
     chosen: Sequence[GivenRules] = [rules] if isinstance(rules, (str, Path, Mapping, rule_files.Rules)) else rules
     files, devices = [scratch.rule_file(one) for one in chosen], local_devices.start(run, cheaply=True)
-    with _told_as_python():
+    with _reword_for_python():
         return shown.show_proof(parity.prove_layer(model, parameters or {}, files, devices, cells) if model else
                             parity.prove(run, files, devices, cells))

@@ -53,7 +53,7 @@ def start_devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -
     """Start the devices. Return (devices to use, run). Without a run file or a mesh, the quickstart uses GPUs if there
     are any."""
     if not run_files.names_mesh(argv) and devices.gpus_expected():
-        run = run.replaced(mesh={"simulated_devices": 0})
+        run = run.replace(mesh={"simulated_devices": 0})
         found = devices.start(run, cluster)
         run = devices.on_gpus(run, len(found))
         say.out(f"found {len(found)} × {found[0].device_kind}: training on {run.mesh.fsdp}, all on the axis fsdp")

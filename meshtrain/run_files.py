@@ -28,14 +28,14 @@ from meshtrain.config.messages import (
     SECTIONS, ConfigError, choices, join, keys_of, kind_of, toml, unknown_key, unknown_name, unknown_section,
     user_errors, wrong_value,
 )  # fmt: skip
-from meshtrain.config.sections import Model, Run, at_home, filled
+from meshtrain.config.sections import Model, Run, at_home, fill
 from meshtrain.config.to_toml import ENGINES, NOT_SHAPE
 from meshtrain.huggingface import folder, weight_files
-from meshtrain.shipped import found, names, rule_file, shipped
+from meshtrain.shipped import find_file, locate_shipped, names, rule_file
 from meshtrain.storage import addresses, copies, model_folder
 from meshtrain.storage.addresses import StorageError
 
-QUICKSTART = shipped("configs/quickstart.toml")
+QUICKSTART = locate_shipped("configs/quickstart.toml")
 USAGE = "python -m meshtrain.train [RUN.toml] [--section.key value ...]"
 EXTENDS = "run.extends"
 MOST_BYTES = 1 << 24  # limit of a run file's size; /dev/zero, for example, never ends
@@ -58,7 +58,7 @@ def load(argv: typing.Sequence[str], usage: str = USAGE, settings: typing.Mappin
         _override(tables, overrides, path is None)
         run, wrong, reported = _build(tables)
     if not layouts.names_axis(run):
-        run = run.model_copy(update={"mesh": filled(run.mesh.model_copy(), fsdp=-1)})
+        run = run.model_copy(update={"mesh": fill(run.mesh.model_copy(), fsdp=-1)})
     if {"--help", "-h"} & set(argv):
         with contextlib.suppress(OSError):      # `--help | head`
             print(help_text(run, usage), flush=True)
@@ -160,7 +160,7 @@ def _local(path: str | Path) -> Path:
     Raises: ConfigError.
     """
     if not addresses.is_remote(path):
-        return found(path)
+        return find_file(path)
     with user_errors():
         return copies.copy_files([path], lambda name: (), copies.Copying(copies.home()))[0]
 
@@ -237,7 +237,7 @@ def _beside(named: str, file: str | Path) -> str | Path:
     path = Path(os.path.normpath(Path(file).parent / named))
     if os.path.exists(path):
         return path
-    return names("configs").get(named) or (shipped(named) if os.path.isfile(shipped(named)) else path)
+    return names("configs").get(named) or (locate_shipped(named) if os.path.isfile(locate_shipped(named)) else path)
 
 
 def _with_origins(message: str, origins: typing.Mapping[str, str]) -> str:
@@ -324,7 +324,7 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
             faulty += [f"{name}.{key}" for key in wrong]
             sections[name] = cls(**{key: value for key, value in table.items() if key not in wrong})
     run = Run(**sections)
-    run = run.model_copy(update={"sharding": filled(run.sharding.model_copy(),
+    run = run.model_copy(update={"sharding": fill(run.sharding.model_copy(),
                                                     rules=str(rule_file(run.sharding.rules)))})
     faulty += ["model"] if "model.preset" in faulty else []
     return run, faults, re.compile("|".join(rf"\b{re.escape(name)}\b" for name in faulty) or "$^")

@@ -45,7 +45,7 @@ def find(made: Assembly, here: Places) -> Beginning:
     """Find the newest checkpoint of a run, or that of checkpoint.step. All processes call it. Raises: ConfigError if
     the run cannot continue from there."""
     with watch.phase("looking for a checkpoint", "restore"):
-        named = _named_files(made)
+        named = _read_named_files(made)
         start = resume.find(made.run, here.checkpoints, here.local, made.state_shapes, named)
     run, origin = _resolve_eos(made.run, start)
     return Beginning(dataclasses.replace(made, run=run), start, origin, named)
@@ -61,10 +61,10 @@ def _resolve_eos(run: Run, start: resume.Start) -> tuple[Run, Saved | None]:
         eos, line = agree.on_first(lambda: ends.default(run, origin))
     if line:
         say.out(line)
-    return run.replaced(data={"eos": eos}), origin
+    return run.replace(data={"eos": eos}), origin
 
 
-def _named_files(made: Assembly) -> dict[str, str]:
+def _read_named_files(made: Assembly) -> dict[str, str]:
     rl, named = made.run.rl, {"sharding.rules": made.layout.rules.text}
     if rl.rules:
         with config.user_errors():
@@ -102,7 +102,7 @@ def start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
 def with_weights(made: assembly.Assembly, given, state: State, **keys) -> State:
     """Return the initialized state with the weights that the run starts from, if there are any. keys: values of
     [checkpoint] that replace the run's."""
-    run = made.run.replaced(checkpoint=keys)
+    run = made.run.replace(checkpoint=keys)
     if given:
         pretrained.tell(given[0])
         return State(state.step, pretrained.load(*given, made.model.places(), state.params), state.opt_state)

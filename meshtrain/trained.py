@@ -93,7 +93,9 @@ class Trained:
             reader, _ = sources.reader_of(self.run.data, vocab_size=self.run.model.vocab_size)
         if isinstance(reader, tokenizer.Ids):
             return None
-        encode = lambda text: list(map(int, reader.encode([text])[0]))
+
+        def encode(text: str) -> list[int]:
+            return list(map(int, reader.encode([text])[0]))
         return Text(encode, lambda text: [reader.bos, *encode(text)], reader.decode, reader)
 
     @functools.cached_property
@@ -140,16 +142,18 @@ class Trained:
         with config.user_errors():
             layout = placement.command(model, spec.sizes)
         mesh = spec.build(found)
-        placed = lambda info: jax.sharding.NamedSharding(mesh, layout.spec("params", info.axes))
+
+        def sharding_of(info: params.ParamInfo) -> jax.sharding.NamedSharding:
+            return jax.sharding.NamedSharding(mesh, layout.spec("params", info.axes))
         with jax.set_mesh(mesh):
             if self.of_folder:
                 zeros = jax.jit(lambda: params.tree(model.parameters(), lambda info: jnp.zeros(info.shape, info.dtype)),
-                                out_shardings=params.tree(model.parameters(), placed))
+                                out_shardings=params.tree(model.parameters(), sharding_of))
                 rows = folder.match(self.weights, self.run.model, pretrained.parameter_paths(model))
                 weights = pretrained.load(self.weights, rows, model.places(), zeros())
             else:
-                wanted = params.tree(model.parameters(),
-                                     lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=placed(info)))
+                wanted = params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(
+                    info.shape, info.dtype, sharding=sharding_of(info)))
                 with config.user_errors():
                     weights = adapters.restore(self.weights, wanted)
             return LoadedModel(model, mesh, execution(self.run, model, layout, mesh), weights,
@@ -166,7 +170,7 @@ class Compiler:
     def __call__(self, name: str, jitted, *args) -> jax.stages.Compiled:
         """Return a jitted function compiled for these arguments. name: for messages. Raises:
         assembly.BrokenProgramError."""
-        return assembly.checked_program(self.mesh, name, jitted.lower(*args).compile(compiler_options=self.options))
+        return assembly.check_program(self.mesh, name, jitted.lower(*args).compile(compiler_options=self.options))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -218,7 +222,7 @@ def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: ja
     """Return execution settings for inference: no context parallelism, any sequence length, and the blockwise engine,
     which supports every mask."""
     whole = Layout(layout.rules, {**layout.sizes, "context": 1})
-    run = run.replaced(model={"attention": "blockwise"}, data={"seq_len": 2**31 - 1, "document_mask": True})
+    run = run.replace(model={"attention": "blockwise"}, data={"seq_len": 2**31 - 1, "document_mask": True})
     device = mesh.devices.flat[0]
     platform, gpu = device.platform, hardware.from_device_kind(device.device_kind)
     plain = Setting(run, whole, platform)
@@ -258,7 +262,7 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
         run, given = resolve(tables, words, allowed, command)
         # Weights are stored in the compute dtype: the further bits of a float32 copy would never be read. data.seq_len
         # does not limit a folder's model; max_seq_len is the folder's, or 0 for no limit.
-        run = run.replaced(model={"param_dtype": run.model.compute_dtype,
+        run = run.replace(model={"param_dtype": run.model.compute_dtype,
                                   "max_seq_len": found.model.get("max_seq_len", 0)})
         with config.user_errors():
             folder.match(found, run.model, pretrained.parameter_paths(transformer.build(run.model)))
@@ -279,7 +283,7 @@ def resolve(tables: Mapping, words: Sequence[str], allowed: Sequence[str],
     run, given = run_files.resolve(tables, words, allowed, command)
     sized = {axis for axis in AXES if f"mesh.{axis}" in given}
     if "tensor" not in sized and not any(getattr(run.mesh, axis) == -1 for axis in sized):
-        run = run.replaced(mesh={"tensor": -1})
+        run = run.replace(mesh={"tensor": -1})
     return run, given
 
 

@@ -77,7 +77,7 @@ class Trainer:
 
         state, feed: at `start`. Raises: Halt, ReplicasDiffer, RolloutError.
         """
-        spikes = Spikes(self.opened.made.run, start.kept("spikes"))
+        spikes = Spikes(self.opened.made.run, start.value_of("spikes"))
         while True:
             try:
                 return self._train(start, state, feed, spikes)
@@ -85,7 +85,7 @@ class Trainer:
                 step, why = error.step, str(error)
             del state       # frees its memory for the restored state
             start, state, feed = self._rewind(start, spikes, step, why)
-            spikes = Spikes(self.opened.made.run, start.kept("spikes"), start.rollbacks)
+            spikes = Spikes(self.opened.made.run, start.value_of("spikes"), start.rollbacks)
 
     def _train(self, start: resume.Start, state: State, feed: Feed, spikes: Spikes) -> End:
         """Train as `train`, to the first spike that has to be rolled back. Raises: LossSpike."""

@@ -89,7 +89,7 @@ def open_run(beginning: Beginning, here: Places, account: goodput.Account) -> tu
         with config.user_errors():
             of_answers = ends.agree_on(lambda: ends.of_run(run, beginning.origin))
             sample_prompt(run, corpus.tokenizer)        # reports a mistake before the first step
-    say.out(f"answers end with {of_answers.shown(corpus.tokenizer)}")
+    say.out(f"answers end with {of_answers.describe(corpus.tokenizer)}")
     if of_answers.note:
         say.out(f"note: {of_answers.note}")
     agree.same_everywhere("the data", corpus.fingerprint)

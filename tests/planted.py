@@ -148,7 +148,7 @@ from meshtrain import devices, parity, run_files
 from meshtrain.parity import program, proof, shrink, smallest
 words, reads, smaller = json.loads(sys.argv[1]), sys.argv[2] == "reads", sys.argv[3] == "smaller"
 run = run_files.load(words)
-found = devices.start(run.replaced(mesh={"simulated_devices": 8}), cheaply=True)
+found = devices.start(run.replace(mesh={"simulated_devices": 8}), cheaply=True)
 small, _ = shrink.shrunk(run, 8)
 cells, wrong, keys = proof.layouts(small, (), 8), None, None
 for number, cell in enumerate([] if reads else cells, 1):

@@ -49,7 +49,7 @@ def restore(saved: Saved, wanted: dict, dtype=None) -> dict:
     taken = saved.restore({"params": nest(kernels)}, part=True)
     if not found:
         return taken["params"]
-    return nest(_merged(leaves_of(taken["params"]), found["alpha"] / found["rank"], dtype))
+    return nest(_merge_all(leaves_of(taken["params"]), found["alpha"] / found["rank"], dtype))
 
 
 def warn_left_out(saved: Saved, params: dict) -> None:
@@ -68,7 +68,7 @@ def leaf(transformer: Transformer, leaves: Mapping[str, jax.Array]) -> Callable[
     def of(path: str) -> jax.Array:
         names = path, *(_adapter_path(path, one) for one in "ab")
         own = {name: leaves[name] for name in names if name in leaves}
-        return _merged(own, scale, jnp.float32)[path]
+        return _merge_all(own, scale, jnp.float32)[path]
     return of
 
 
@@ -102,18 +102,19 @@ def _abstract(stored, kernel, name: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=NamedSharding(kernel.sharding.mesh, P(*spec)))
 
 
-def _merged(leaves: Mapping[str, jax.Array], scale: float | None, dtype) -> dict[str, jax.Array]:
+def _merge_all(leaves: Mapping[str, jax.Array], scale: float | None, dtype) -> dict[str, jax.Array]:
     """Return the leaves with adapters merged into their kernels. One kernel is merged at a time."""
     out = {}
     for path, kernel in leaves.items():
         if _adapter_path(path, "a") in leaves:
-            kernel = _merge(kernel.sharding, dtype or kernel.dtype)(
+            kernel = _merge_program(kernel.sharding, dtype or kernel.dtype)(
                 kernel, *(leaves[_adapter_path(path, one)] for one in "ab"), scale)
         if f"/{LORA}/" not in path:
             out[path] = kernel
     return out
 
 
-def _merge(sharding, dtype):
+def _merge_program(sharding: NamedSharding, dtype):
+    """Return a jitted function (kernel, A, B, scale) -> the kernel with the adapter merged."""
     return jax.jit(lambda kernel, a, b, scale: lora.merge(kernel, {"a": a, "b": b}, scale).astype(dtype),
                    out_shardings=sharding)

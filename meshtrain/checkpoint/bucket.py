@@ -76,7 +76,7 @@ class BucketStore:
             buckets.write(folder.below(name), b"".join(index.add(name, own[numbers.start:numbers.stop])))
 
         def write() -> None:
-            _all_at_once(send, pieces.batched([data.nbytes for *_, data in own]))
+            _all_at_once(send, pieces.batch_ranges([data.nbytes for *_, data in own]))
             buckets.write(folder.below(f"{me}.json"), json.dumps(index.as_json()).encode())
         return write
 

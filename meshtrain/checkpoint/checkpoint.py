@@ -53,7 +53,7 @@ class Checkpoints(BackgroundSaves):
         super().__init__(every, tell or say.err)
         self.store, self.place, self.read_only = store, store.place, read_only
         self.keep, self.keep_every = keep, keep_every
-        # whether a step is still needed, see `retired`
+        # whether a step is still needed, see `removable`
         self.is_needed: Callable[[int], bool] = lambda step: False
         self.fallback: Fallback | None = None   # saves the state after a failed save
         self.check_claim, self._claimed = check_claim, False
@@ -67,7 +67,7 @@ class Checkpoints(BackgroundSaves):
         if not read_only:
             agree.on_first(lambda: store.prepare(self._report_leftovers))      # all wait until leftovers are removed
 
-    def named(self, step: int) -> str:
+    def path_of(self, step: int) -> str:
         """Return the path of a step, for messages."""
         return f"{self.place}/{step}"
 
@@ -104,10 +104,10 @@ class Checkpoints(BackgroundSaves):
             if failure := agree.exchange(self._failure)[0]:
                 raise agree.mark_agreed(CheckpointError(
                     f"{failure}; {failed + 1} saves in a row have failed, so the run stops: check {self.place} and "
-                    f"start again; the run resumes from {self._resumed_from()}"))
+                    f"start again; the run resumes from {self._describe_next_start()}"))
         return time.perf_counter() - start
 
-    def _resumed_from(self) -> str:
+    def _describe_next_start(self) -> str:
         """Return a description of the state that the next start resumes from, after failed saves."""
         if kept := self.fallback and self.fallback.last():
             return f"step {kept}, which these hosts have in {self.fallback.name}"
@@ -153,14 +153,14 @@ class Checkpoints(BackgroundSaves):
         try:
             self.check_claim()
             if index == 0:
-                self.store.remove(self.retired(), save, self._report_leftovers, failed=self._failed > 0)
+                self.store.remove(self.removable(), save, self._report_leftovers, failed=self._failed > 0)
         except rundir.LostClaimError:
             self._claimed = True
         except (OSError, ValueError) as refused:
             if index == 0:
                 self._report_leftovers(refused)
 
-    def retired(self) -> list[int]:
+    def removable(self) -> list[int]:
         """Return the steps beyond `keep` that may be removed. Steps that exports still need stay: at most `keep` of
         them, and none after a failed save, which may need their space."""
         old = [one for one in self._steps()[: -self.keep] if not self._is_kept(one)] if self.keep else []
@@ -208,7 +208,7 @@ class Checkpoints(BackgroundSaves):
                 self.fallback.save(self._current.step, *self._last)
                 kept = self.fallback.last()
             raise agree.mark_agreed(CheckpointError(
-                f"{failure}; a start on these hosts resumes from {self._resumed_from()}" if kept else failure))
+                f"{failure}; a start on these hosts resumes from {self._describe_next_start()}" if kept else failure))
 
     def __enter__(self) -> Self:
         return self
@@ -248,7 +248,7 @@ class Checkpoints(BackgroundSaves):
                 steps = now
                 continue
             if jax.process_index() == 0:
-                self.tell(f"checkpoint {self.named(newest)} is damaged ({fault})"
+                self.tell(f"checkpoint {self.path_of(newest)} is damaged ({fault})"
                           f"{self._set_damaged_aside(newest)}; trying the one before")
         damaged = agree.on_first(lambda: sorted(name for name in self.store.names()
                                                 if name.isdecimal() or ".damaged" in name))
@@ -285,7 +285,7 @@ class Checkpoints(BackgroundSaves):
         self._saved = step
         def set_aside():
             later = [one for one in self._steps() if one > step]
-            return [files.attempt(lambda: self._set_aside(one, "aside"), f"{self.named(one)} cannot be set aside",
+            return [files.attempt(lambda: self._set_aside(one, "aside"), f"{self.path_of(one)} cannot be set aside",
                                   "give a directory that can be written", ConfigError) for one in later]
         return agree.on_first(set_aside)
 
@@ -297,8 +297,8 @@ class Checkpoints(BackgroundSaves):
         def metadata():
             document = self.store.open(step).metadata()
             if document["format"] > FORMAT:
-                raise ConfigError(f"{self.named(step)} has checkpoint format {document['format']}, this version reads "
-                                  f"up to {FORMAT}: update meshtrain")
+                raise ConfigError(f"{self.path_of(step)} has checkpoint format {document['format']}, this version "
+                                  f"reads up to {FORMAT}: update meshtrain")
             return document
         return Saved(self, step, agree.on_first(metadata))
 
@@ -311,8 +311,8 @@ class Checkpoints(BackgroundSaves):
 
     def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
         stored, asked = self.store.open(step), trees.nest(trees.leaves_of(wanted)).keys()
-        wider = check_fit(self.named(step), stored.forms(only_params=part and asked <= {PARAMS}), wanted, part)
+        wider = check_fit(self.path_of(step), stored.forms(only_params=part and asked <= {PARAMS}), wanted, part)
         if wider and step not in self._told_wider:
             self._told_wider.add(step)
-            tell_widened(self.named(step), wider)
+            tell_widened(self.path_of(step), wider)
         return stored.restore(wanted, part=part)

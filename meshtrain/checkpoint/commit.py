@@ -43,7 +43,7 @@ def commit(place: Path, count: int, document: str, merge: Callable[[Path], None]
     place: the directory of the save. document: the checkpoint's metadata, as JSON. merge: merges the array indexes of
     the processes in a folder. reason: process -> why it failed. Raises: NotHandedOver.
     """
-    checksums = _handed_over(place, count, reason)
+    checksums = _read_records(place, count, reason)
     files.write(place / METADATA, document)
     for name in FOLDERS:
         if (place / name).exists():
@@ -63,7 +63,7 @@ def commit(place: Path, count: int, document: str, merge: Callable[[Path], None]
         files.sync(directory)
 
 
-def _handed_over(place: Path, count: int, reason: Callable[[int], str]) -> dict[str, list]:
+def _read_records(place: Path, count: int, reason: Callable[[int], str]) -> dict[str, list]:
     """Return name -> [bytes, checksum] of the files of all processes. Raises: NotHandedOver."""
     records = place / RECORDS
     try:

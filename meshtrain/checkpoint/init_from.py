@@ -39,7 +39,7 @@ def initial_state(run: Run, model: transformer.Transformer, layout, mesh, shapes
             if asks_state:
                 raise ValueError(f"{where} has no experts, so checkpoint.init_optimizer=true finds no state for them; "
                                  f"leave it out")
-            upcycled_params = upcycled(run, layout, mesh, source, fresh.params)
+            upcycled_params = upcycle(run, layout, mesh, source, fresh.params)
             say.out(f"weights from step {source.step} of {where}; every expert starts as a copy of its layer's MLP")
             return State(fresh.step, upcycled_params, fresh.opt_state)
         if (source_lora or run.lora.rank) and config.Lora(**source_lora) != run.lora:
@@ -58,7 +58,7 @@ def initial_state(run: Run, model: transformer.Transformer, layout, mesh, shapes
         return State(fresh.step, restored["params"], restored.get("opt_state", fresh.opt_state))
 
 
-def upcycled(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
+def upcycle(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
     """Return the parameters of a run with experts, initialized from a dense run's checkpoint. layout, mesh: those of
     the new run. fresh: its initialized parameters.
 
@@ -86,7 +86,7 @@ def upcycled(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
     restored = leaves_of(adapters.restore(source, wanted))
     adapters.warn_left_out(source, wanted)
 
-    def expanded(restored, fresh):
+    def expand(restored, fresh):
         made = {}
         for path, leaf in leaves_of(fresh).items():
             stack, is_dense = (f"{LAYERS}/layers", f"{LAYERS}/dense_layers/") if first else (LAYERS, "\0")
@@ -99,4 +99,4 @@ def upcycled(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
             else:
                 made[path] = restored[name][layers] if name in restored else leaf
         return nest(made)
-    return jax.jit(expanded, out_shardings=jax.tree.map(lambda a: a.sharding, fresh))(restored, fresh)
+    return jax.jit(expand, out_shardings=jax.tree.map(lambda a: a.sharding, fresh))(restored, fresh)

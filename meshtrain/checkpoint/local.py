@@ -322,7 +322,7 @@ class LocalCheckpoints(BackgroundSaves):
                         except (OSError, DamagedPiece) as error:
                             damaged = damaged or files.describe(error)
         for name, leaf in trees.leaves_of(wanted).items():
-            for asked in pieces.asked_of(leaf):
+            for asked in pieces.regions_here(leaf):
                 if sum(pieces.volume(pieces.intersection(one, asked)) for one in used[name]) != pieces.volume(asked):
                     return damaged or f"a part of {name} that it needs is not on its host"
         self._used[step] = {name: list(of.values()) for name, of in used.items()}, stored

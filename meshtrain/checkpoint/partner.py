@@ -113,7 +113,7 @@ class Exchange:
     def send(self, at: Sequence[list], process: int, step: int) -> None:
         """Send the files of `process` on this host to another process, which keeps a copy. at: the addresses of that
         process. Raises: TransferError."""
-        with self._asked(at, {"does": "keep", "process": process, "step": step}) as link:
+        with self._ask(at, {"does": "keep", "process": process, "step": step}) as link:
             self._send(link, process, step)
             if _exactly(link, 1) != b"\1":
                 raise OSError("the other host could not keep the files")
@@ -121,11 +121,11 @@ class Exchange:
     def fetch(self, at: Sequence[list], process: int, step: int) -> None:
         """Fetch the files of `process` to this host. at: the addresses of the process that has them. Raises:
         TransferError."""
-        with self._asked(at, {"does": "give", "process": process, "step": step}) as link:
+        with self._ask(at, {"does": "give", "process": process, "step": step}) as link:
             self._receive(link, process, step)
 
     @contextlib.contextmanager
-    def _asked(self, at: Sequence[list], header: dict):
+    def _ask(self, at: Sequence[list], header: dict):
         reasons = []
         for address, port in at:
             try:

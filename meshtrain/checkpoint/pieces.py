@@ -178,7 +178,7 @@ def own(state: Any, *, copies: bool = False) -> Iterator[tuple[str, Region, np.n
         yield from ((name, piece, whole[slices(piece, region)]) for piece in mine)
 
 
-def asked_of(leaf: jax.ShapeDtypeStruct) -> set[Region]:
+def regions_here(leaf: jax.ShapeDtypeStruct) -> set[Region]:
     """Return the regions of an array that are on this process's devices."""
     return {region_of(index, leaf.shape)
             for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
@@ -186,7 +186,7 @@ def asked_of(leaf: jax.ShapeDtypeStruct) -> set[Region]:
 
 def select_needed(some: Iterable[Piece], leaf: jax.ShapeDtypeStruct) -> list[Piece]:
     """Return the pieces of an array that this process's devices need."""
-    asked = asked_of(leaf)
+    asked = regions_here(leaf)
     return [piece for piece in some
             if any(intersection(piece.region, region) is not None for region in asked)]
 
@@ -250,7 +250,7 @@ def _array(name: str, leaf: jax.ShapeDtypeStruct, found: Sequence[tuple[Region, 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, region)
 
 
-def batched(sizes: Sequence[int], most: int = PIECE_BYTES) -> Iterator[range]:
+def batch_ranges(sizes: Sequence[int], most: int = PIECE_BYTES) -> Iterator[range]:
     """Yield ranges of consecutive sizes whose sum is at most `most`. A larger size has a range of its own."""
     start = held = 0
     for number, size in enumerate(itertools.chain(sizes, [math.inf])):

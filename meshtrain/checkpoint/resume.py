@@ -84,7 +84,7 @@ class Start:
     def step(self) -> int:
         return self.saved.step if self.saved else 0
 
-    def kept(self, name: str):
+    def value_of(self, name: str):
         """Return a value of the checkpoint's metadata; None in a fresh run."""
         return self.saved and self.saved.metadata.get(name)
 
@@ -133,7 +133,7 @@ def find(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = No
     changes = changes_of(run, saved, named) if saved else ()
     goes_back_again = any(fnmatch.fnmatchcase(key, pattern) for key, *_ in changes for pattern in RETRIED)
     if requested and (goes_back_again or not _took_effect(run, saved)):
-        saved = _verified(checkpoints, requested)
+        saved = _open_verified(checkpoints, requested)
     return Start(saved, changes_of(run, saved, named), 0 if _took_effect(run, saved) else run.data.skip_batches,
                  back=saved.step != newest)
 
@@ -142,7 +142,7 @@ def in_force(run: Run, start: Start) -> Run:
     """Return the run with data.eos of its checkpoint if the run file names none. The token that ends documents stays.
     """
     eos = start.saved.run["data"].get("eos", "") if start.saved else ""
-    return run if run.data.eos or not eos else run.replaced(data={"eos": eos})
+    return run if run.data.eos or not eos else run.replace(data={"eos": eos})
 
 
 def origin(run: Run) -> Saved | None:
@@ -168,7 +168,7 @@ def before_spike(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, 
     """Return the start after the newest checkpoint before a loss spike. The batches up to the spike are skipped.
     Batches that `start` skips after the same checkpoint stay skipped. start: the start of this run. spiked: the step of
     the spike."""
-    new = find(run.replaced(checkpoint={"step": 0}), checkpoints, local, wanted)
+    new = find(run.replace(checkpoint={"step": 0}), checkpoints, local, wanted)
     again = start.skip_batches if new.step == start.step else 0
     return dataclasses.replace(new, changes=(), skip_batches=again + spiked - new.step, back=True)
 
@@ -176,7 +176,7 @@ def before_spike(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, 
 def check_tokenizer(run: Run, start: Start, tokenizer: Tokenizer) -> None:
     """Check that the tokenizer is that of the run, before tokenizing, which may take hours. Raises: ConfigError if it
     is not."""
-    if (data := start.kept("data")) and data["tokenizer"] != [tokenizer.key, tokenizer.bos]:
+    if (data := start.value_of("data")) and data["tokenizer"] != [tokenizer.key, tokenizer.bos]:
         raise ConfigError(f"data.tokenizer={json.dumps(run.data.tokenizer)} is not the one that the run in "
                           f"{run.run.dir} was trained with (compared by its content); give that one, or another "
                           f"run.name")
@@ -184,7 +184,7 @@ def check_tokenizer(run: Run, start: Start, tokenizer: Tokenizer) -> None:
 
 def check_data(run: Run, start: Start, fingerprint: str) -> None:
     """Check that the documents are those of the run. Raises: ConfigError if they are not."""
-    if (data := start.kept("data")) and data["fingerprint"] != fingerprint:
+    if (data := start.value_of("data")) and data["fingerprint"] != fingerprint:
         raise ConfigError(f"the data are not those that the run in {run.run.dir} read up to step {start.step} "
                           f"(documents were added, removed or changed in length); restore the files or start another "
                           f"run.name")
@@ -193,7 +193,7 @@ def check_data(run: Run, start: Start, fingerprint: str) -> None:
 def check_prompts(run: Run, start: Start, digest: str) -> None:
     """Check that the run trains on the same prompts as before. digest: hash of the prompts to train on. Raises:
     ConfigError if they differ."""
-    if (data := start.kept("data")) and data["position"].get("prompts", digest) != digest:
+    if (data := start.value_of("data")) and data["position"].get("prompts", digest) != digest:
         raise ConfigError(f"data.validation_paths={json.dumps(list(run.data.validation_paths))} leaves other prompts "
                           f"to train on than the run in {run.run.dir} had up to step {start.step}: prompts that were "
                           f"held out would be trained on, or the other way round; restore data.validation_paths, or "
@@ -226,7 +226,7 @@ def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalCheckpoi
     run.dir cannot be written."""
     directory, messages = mirror.directory(run.run.dir), []
     if start.back:
-        kept_rows = _written(directory, lambda: rows.set_aside_after(directory / rows.NAME, start.step))
+        kept_rows = _write(directory, lambda: rows.set_aside_after(directory / rows.NAME, start.step))
         later = checkpoints.set_aside_after(start.step)
         kept = [f"later checkpoints are kept as {', '.join(later)}"] * bool(later)
         kept += [f"later rows in {kept_rows}"] * bool(kept_rows)
@@ -241,14 +241,14 @@ def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalCheckpoi
             say.out(line)
     if start.back:
         changes.append(("checkpoint.step", None, start.step))
-    _written(directory, lambda: rundir.write_settings(run.replaced(checkpoint={"step": 0}), directory, rules_text))
-    _written(directory, lambda: _record(directory / RECORD, start.step, changes))
-    _written(directory, lambda: rows.cut_after(directory / rows.NAME, start.step))
+    _write(directory, lambda: rundir.write_settings(run.replace(checkpoint={"step": 0}), directory, rules_text))
+    _write(directory, lambda: _record(directory / RECORD, start.step, changes))
+    _write(directory, lambda: rows.cut_after(directory / rows.NAME, start.step))
     if local is not None:
         local.begin(start.step, start.is_of(local))
 
 
-def _written(directory: Path, write: Callable):
+def _write(directory: Path, write: Callable):
     """Call write() in process 0, with retries; return its value in every process."""
     return agree.on_first(lambda: files.attempt(write, f"run.dir={directory} cannot be written",
                                                 "give a directory that can", ConfigError))
@@ -280,7 +280,7 @@ def source(run_dir: str, step: int, name: str, option: str = "checkpoint.step=",
     parameters. Raises: ConfigError if there is none."""
     checkpoints = _checkpoints_there(run_dir)
     if checkpoints and step:
-        return _verified(checkpoints, step, option, only_params=only_params)
+        return _open_verified(checkpoints, step, option, only_params=only_params)
     newest = checkpoints.newest(only_params=only_params) if checkpoints else None
     if newest is None:
         raise ConfigError(f"{name} has no complete checkpoint; give the run.dir of a run that has saved one")
@@ -296,7 +296,7 @@ def _took_effect(run: Run, saved: Saved | None) -> bool:
     return skip == run.data.skip_batches and run.checkpoint.step in (0, step)
 
 
-def _verified(checkpoints: Checkpoints, step: int, option: str = "checkpoint.step=", *,
+def _open_verified(checkpoints: Checkpoints, step: int, option: str = "checkpoint.step=", *,
               only_params: bool = False) -> Saved:
     """Return the requested checkpoint. Raises: ConfigError if it is missing or damaged."""
     steps = checkpoints.steps()
@@ -305,7 +305,7 @@ def _verified(checkpoints: Checkpoints, step: int, option: str = "checkpoint.ste
         raise agree.mark_agreed(ConfigError(f"{option}{step} is not saved: {checkpoints.place} {there}; give a saved "
                                             "step, or 0 for the newest"))
     if fault := checkpoints.fault(step, only_params=only_params):
-        raise agree.mark_agreed(ConfigError(f"{option}{step}: {checkpoints.named(step)} is damaged ({fault}); "
+        raise agree.mark_agreed(ConfigError(f"{option}{step}: {checkpoints.path_of(step)} is damaged ({fault}); "
                                             "name another"))
     return checkpoints.open(step)
 

@@ -97,15 +97,15 @@ def check_fit(name: str, stored: Mapping[str, ArrayForm], wanted: Any, part: boo
     names = needed.keys() if part else needed.keys() | stored.keys()
     other = [array for array in sorted(names) if stored.get(array) != needed.get(array)]
     wider = [array for array in other if widens(stored.get(array), needed.get(array))]
-    differences = [f"  {array}: {_shown(stored.get(array))} in the checkpoint, {_shown(needed.get(array))} in this run"
-                   for array in other if array not in wider]
+    differences = [f"  {array}: {_format(stored.get(array))} in the checkpoint, "
+                   f"{_format(needed.get(array))} in this run" for array in other if array not in wider]
     if differences:
         where = f"{name} does not fit this run (another model or optimizer?):"
         raise ValueError("\n".join([where, *differences]))
     return wider
 
 
-def _shown(form: ArrayForm | None) -> str:
+def _format(form: ArrayForm | None) -> str:
     return "absent" if form is None else f"{form[1]}{list(form[0])}"
 
 

@@ -131,7 +131,7 @@ def _with_tokenizer(found: trained.Trained) -> trained.Trained:
             key in found.given for key in GIVEN):
         raise ConfigError(f"{found.directory} has no {trained.TOKENIZER}, which the texts need; set "
                           f"--data.tokenizer to the path of its tokenizer.json, or to bytes")
-    return dataclasses.replace(found, run=found.run.replaced(data=changes))
+    return dataclasses.replace(found, run=found.run.replace(data=changes))
 
 
 def _reads_text(data: config.Data) -> bool:

@@ -242,7 +242,7 @@ def run_of(options: config.Arguments) -> Run:
         while even > 1 and odd * even > batch:
             even //= 2
         batch = max(1, round(batch / (odd * even))) * odd * even
-        run = run.replaced(data={"global_batch": batch})
+        run = run.replace(data={"global_batch": batch})
     return run
 
 
@@ -273,14 +273,14 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
         model = transformer.build(run.model, run.lora)
 
     def check(asked: Run, sizes, loaded: rules.Rules):
-        faults = config.problems(asked.replaced(sharding={"rules": str(rule_file(loaded.path))}))
+        faults = config.problems(asked.replace(sharding={"rules": str(rule_file(loaded.path))}))
         laid = design.lay_out(asked, sizes, loaded, model)
         if not faults + laid.faults:
             faults = design.engine_faults(Setting(asked, laid.layout, "gpu", gpu, installed=False), model)
         return laid.layout, faults or laid.faults
 
     def lay(sizes, loaded: rules.Rules, method: str):
-        return check(run.replaced(
+        return check(run.replace(
             mesh=sizes, context={"method": method}, pipeline={"schedule": "1f1b"},
             training={"remat": options["remat"] or "none", "microbatches": options["microbatches"] or 1}),
             sizes, loaded)
@@ -289,7 +289,7 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
         return check(with_layout(run, plan), plan.sizes, plan.rules)[1]
 
     def rate_attention(layout: rules.Layout, method: str) -> Attended:
-        return attention_pairs.count(run.replaced(context={"method": method}), layout, rated.assumed)
+        return attention_pairs.count(run.replace(context={"method": method}), layout, rated.assumed)
     fixed = {name: options[name] for name in search.FIXABLE if name in options}
     optimizer_bytes = state.optimizer_bytes(model, run.optimizer, run.training.steps)
     options_of_run = Options.of(run, gpu.name, optimizer_bytes=optimizer_bytes)
@@ -300,7 +300,7 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
 def with_layout(run: Run, plan: search.Plan) -> Run:
     """Return the run with a plan's layout."""
     options, pipelined, split = plan.options, plan.sizes["stage"] > 1, plan.sizes["context"] > 1
-    return run.replaced(
+    return run.replace(
         mesh={**plan.sizes, "placement": tuple(plan.placed.mesh.placement)}, sharding={"rules": plan.rules.path},
         context={"method": options.method if split else "ring"},
         training={"microbatches": options.microbatches, "remat": options.remat},
@@ -315,7 +315,7 @@ def verify(run: Run, question: search.Question, plan: search.Plan) -> dict:
     assembly.BrokenProgramError.
     """
     gpu, given = question.rated.gpu, question.rated.assumed.given
-    run = with_layout(run, plan).replaced(sharding={"rules": str(rule_file(plan.rules.path))})
+    run = with_layout(run, plan).replace(sharding={"rules": str(rule_file(plan.rules.path))})
     made = assembly.assemble(run, topologies.find_devices(run, f"{gpu.name}:{question.num_gpus}"))
     with gpu_compile.naming_faults("a plan's step"):
         executable = assembly.compile_step(made)

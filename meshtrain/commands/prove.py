@@ -34,7 +34,7 @@ def main(own: config.Arguments) -> int:
     if own["html"]:
         with config.user_errors():
             skin.check_free("--html", own["html"])
-    devices = local_devices.start(run.replaced(mesh={"simulated_devices": own["devices"]}), cheaply=True)
+    devices = local_devices.start(run.replace(mesh={"simulated_devices": own["devices"]}), cheaply=True)
     with say.without_noise([]):     # XLA's warnings about programs for CPUs do not matter here
         begun = say.live if say.on_terminal() and not own["json"] else lambda line: None
         proof = parity.prove(run, own["rules"], devices, own["cells"], say.out, begun)

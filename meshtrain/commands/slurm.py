@@ -15,7 +15,7 @@ from pathlib import Path
 from meshtrain import config, elastic, files, run_files
 from meshtrain.config import ConfigError
 from meshtrain.run import command, say
-from meshtrain.shipped import shipped
+from meshtrain.shipped import locate_shipped
 
 SCRIPT = "launch/slurm.sbatch"
 OUTPUT = "runs"
@@ -70,7 +70,7 @@ def job(own: config.Arguments, name: str, here: Path) -> str:
     if unfit := re.search(r"[\s\"'%$`\\]", f"{here}{python}"):
         raise ConfigError(f"{here} or {python} has {unfit[0]!r} in its name, which a job script cannot contain; use "
                           f"other directories")
-    lines = shipped(SCRIPT).read_text(encoding="utf-8").splitlines()
+    lines = locate_shipped(SCRIPT).read_text(encoding="utf-8").splitlines()
     printed = f"# meshtrain {shlex.join(['slurm', *own.words])}"
     text = "\n".join([lines[0], printed, "# Submit it with sbatch.", *lines[3:]])
     options = {"job-name": name.replace(" ", "_"), "output": f"{here}/{OUTPUT}/slurm-%j.out", "chdir": str(here),

@@ -12,12 +12,12 @@ from meshtrain.config.sections import (
     Training, Validation,
 )  # fmt: skip
 from meshtrain.config.to_toml import dump, shape_table
-from meshtrain.shipped import shipped
+from meshtrain.shipped import locate_shipped
 from meshtrain.names import AXES
 
 __all__ = [
-    "AXES", "ConfigError", "SECTIONS", "SIZE_KEYS", "dump", "is_address", "mesh_sizes",
-    "notes", "on_devices", "problems", "restarting", "shape_table", "shipped", "user_errors",
+    "AXES", "ConfigError", "SECTIONS", "SIZE_KEYS", "dump", "is_address", "locate_shipped", "mesh_sizes",
+    "notes", "on_devices", "problems", "restarting", "shape_table", "user_errors",
     "words", "Command", "Arguments", "Option", "number", "one_of", "whole",
     "Checkpoint", "Component", "Context", "Data", "Distributed", "Identity", "Lora",
     "Mesh", "Metrics", "Model", "Optimizer",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshtrain.config.sections import Run, filled
+from meshtrain.config.sections import Run, fill
 from meshtrain.names import AXES
 from meshtrain.shipped import rule_file
 
@@ -23,9 +23,9 @@ def on_devices(run: Run, num_devices: int) -> Run:
     """Return the run with the mesh and the rules that it does not set."""
     if names_axis(run) or run.mesh.fsdp != -1:
         return run
-    mesh, sharding = filled(run.mesh.model_copy(), fsdp=num_devices), run.sharding
+    mesh, sharding = fill(run.mesh.model_copy(), fsdp=num_devices), run.sharding
     if num_devices > 1 and "rules" not in sharding.model_fields_set:
-        sharding = filled(sharding.model_copy(), rules=str(rule_file(RULES)))
+        sharding = fill(sharding.model_copy(), rules=str(rule_file(RULES)))
     return run.model_copy(update={"mesh": mesh, "sharding": sharding})
 
 

@@ -22,7 +22,7 @@ def key(default, description: str, **limits):
     return Field(default, description=description, **limits)
 
 
-def filled(section, **values):
+def fill(section, **values):
     """Write derived values into a section under construction or into a copy. pydantic's setter refuses frozen sections.
 
     The values do not count as given: section.model_fields_set does not change.
@@ -77,7 +77,7 @@ class Identity(Section):
     def _fill_in(self):
         # removes slashes at the end of an address, but not those of its scheme: "s3:" would be a directory
         directory = re.sub(r"(?<![:/])/+$", "", self.dir) if "://" in self.dir else self.dir
-        return filled(self, dir=directory or f"runs/{self.name}")
+        return fill(self, dir=directory or f"runs/{self.name}")
 
 
 class Mesh(Section):
@@ -148,7 +148,7 @@ class RopeScaling(Section):
                     if name in fixed or name in options and getattr(self, name) != fields[name].default)
 
     @model_serializer
-    def _written(self) -> dict:
+    def _serialize(self) -> dict:
         return dict(self)
 
 
@@ -160,7 +160,7 @@ class Table(Section):
                     if (value := getattr(self, name)) != field.default)
 
     @model_serializer
-    def _written(self) -> dict:
+    def _serialize(self) -> dict:
         return dict(self)
 
 
@@ -321,14 +321,14 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _fill_in(self):
-        filled(self, mixers=self.mixers or ("W" if self.window else "F"),
+        fill(self, mixers=self.mixers or ("W" if self.window else "F"),
                 mlps=self.mlps or ("e" if self.num_experts else "d"))
         # A head_dim that cannot be derived stays 0, which `problems` reports.
         if self.num_experts:
-            filled(self, experts_per_token=self.experts_per_token or min(2, self.num_experts),
+            fill(self, experts_per_token=self.experts_per_token or min(2, self.num_experts),
                     expert_mlp_dim=self.expert_mlp_dim or self.mlp_dim)
         derived_head_dim = 0 if self.embed_dim % self.num_heads else self.embed_dim // self.num_heads
-        return filled(self, num_kv_heads=self.num_kv_heads or self.num_heads,
+        return fill(self, num_kv_heads=self.num_kv_heads or self.num_heads,
                        head_dim=self.head_dim or derived_head_dim)
 
     @property
@@ -370,7 +370,7 @@ class Component(Section):
 
     @model_validator(mode="after")
     def _fill_in(self):
-        return filled(self, source=self.source or source_of(self.paths))
+        return fill(self, source=self.source or source_of(self.paths))
 
 
 class Data(Section):
@@ -424,7 +424,7 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _fill_in(self):
-        return filled(self, source=self.source or ("mixture" if self.mixture else source_of(self.paths)))
+        return fill(self, source=self.source or ("mixture" if self.mixture else source_of(self.paths)))
 
 
 class Training(Section):
@@ -660,8 +660,8 @@ class Run(Section):
     metrics: Metrics = Metrics()
     distributed: Distributed = Distributed()
 
-    def replaced(self, **sections: dict) -> Run:
-        """Copy the run with these keys set: replaced(mesh={"tensor": 2}). Values are not checked."""
+    def replace(self, **sections: dict) -> Run:
+        """Copy the run with these keys set: replace(mesh={"tensor": 2}). Values are not checked."""
         return self.model_copy(update={name: getattr(self, name).model_copy(update=keys)
                                        for name, keys in sections.items()})
 
@@ -669,10 +669,10 @@ class Run(Section):
     def _fill_in(self):
         if self.model.max_seq_len == 0 and (self.model.position == "learned" or any(
                 self.model.of(mixer).rope_scaling.rope_type == "longrope" for mixer in MIXERS)):
-            filled(self, model=self.model.model_copy(update={"max_seq_len": self.data.seq_len}))
+            fill(self, model=self.model.model_copy(update={"max_seq_len": self.data.seq_len}))
         lines_of = {"dpo": "preferences", "rl": "prompts"}.get(self.training.objective)
         if lines_of and self.data.source == "jsonl" and "source" not in self.data.model_fields_set:
-            filled(self, data=filled(self.data.model_copy(), source=lines_of))
+            fill(self, data=fill(self.data.model_copy(), source=lines_of))
         if self.model.num_experts and self.experts.bias_rate and self.model.router_bias == "none":
-            filled(self, model=self.model.model_copy(update={"router_bias": "choice"}))
+            fill(self, model=self.model.model_copy(update={"router_bias": "choice"}))
         return self

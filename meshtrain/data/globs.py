@@ -13,7 +13,7 @@ import numpy as np
 
 from meshtrain import files
 from meshtrain.data.files import token_files
-from meshtrain.shipped import found as found_file
+from meshtrain.shipped import find_file
 from meshtrain.storage import addresses, copies
 
 EXAMPLES = {"text": "corpus/**/*.txt", "jsonl": "corpus/*.jsonl.gz", "parquet": "corpus/*.parquet",
@@ -75,7 +75,7 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
             except addresses.StorageError as error:
                 faults.append(f"{where}.{key}: {error}")
             continue
-        wanted = str(found_file(os.path.expanduser(pattern)))
+        wanted = str(find_file(os.path.expanduser(pattern)))
         literal = files.status(wanted) is not None
         # A file under two names would count twice, perhaps in both training and validation.
         root = os.path.dirname(wanted if literal else re.split(r"[*?[]", wanted)[0]) or "."

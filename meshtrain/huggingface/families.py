@@ -48,10 +48,10 @@ class Family:
 def _rows(where: str, **rows: str | tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """Return the tensors of one module: name -> forms. `.weight` is added to a name unless it ends with _, and a __ in
     it becomes a dot."""
-    def named(name: str) -> str:
+    def full_name(name: str) -> str:
         return name[:-1] if name.endswith("_") else f"{name}.weight"
 
-    return {where + named(name).replace("__", "."): (texts,) if isinstance(texts, str) else texts
+    return {where + full_name(name).replace("__", "."): (texts,) if isinstance(texts, str) else texts
             for name, texts in rows.items()}
 
 

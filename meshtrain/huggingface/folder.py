@@ -105,9 +105,9 @@ class WeightRow:
         found: dict = {path: [] for path in self.paths}
         length = sum(piece.form.theirs.part(self.sizes) for piece in self.pieces)
         for piece in self.pieces:
-            part = piece.form.theirs.taken(whole, self.sizes, piece.first, length)
+            part = piece.form.theirs.take(whole, self.sizes, piece.first, length)
             found[piece.path].append((piece.form, piece.form.to_ours(part, self.sizes)))
-        return {path: parts[0][0].ours.joined([x for _, x in parts], self.sizes, concatenate)
+        return {path: parts[0][0].ours.join([x for _, x in parts], self.sizes, concatenate)
                 for path, parts in found.items()}
 
     def to_theirs(self, arrays: Mapping, concatenate):
@@ -116,8 +116,8 @@ class WeightRow:
         for piece in self.pieces:
             whole = sum(one.form.ours.part(self.sizes) for one in self.pieces if one.path == piece.path)
             parts.append(piece.form.to_theirs(
-                piece.form.ours.taken(arrays[piece.path], self.sizes, piece.our_first, whole), self.sizes))
-        return self.pieces[0].form.theirs.joined(parts, self.sizes, concatenate)
+                piece.form.ours.take(arrays[piece.path], self.sizes, piece.our_first, whole), self.sizes))
+        return self.pieces[0].form.theirs.join(parts, self.sizes, concatenate)
 
     def our_shape(self, path: str) -> tuple[int, ...]:
         """Return the shape of a parameter of ours for one layer and expert, without the padding of the vocabulary."""
@@ -170,18 +170,18 @@ def settings_of(directory: Path) -> dict:
         entries, _ = weight_files.entries(directory) if model["tie_embeddings"] else ({}, [])
     except ValueError:
         return model        # missing or faulty weights are reported when they are opened
-    return _untied(family, model, _of_text(family, config, model, entries))[0]
+    return _untie(family, model, _of_text(family, config, model, entries))[0]
 
 
 def open_folder(directory: Path) -> Folder:
     """Open a model folder. Raises: ValueError that lists the faults of config.json, the index and every file's header.
     """
-    def described():
+    def describe():
         family = settings.family_of(config := settings.read(directory))
         return family, config, settings.model_keys(config, family)
 
     found, faults = [], []
-    for read in (described, lambda: weight_files.entries(directory)):
+    for read in (describe, lambda: weight_files.entries(directory)):
         try:
             found += read()
         except ValueError as error:
@@ -189,17 +189,17 @@ def open_folder(directory: Path) -> Folder:
     if faults:
         raise _at(directory, faults)
     family, config, model, entries, notes = found
-    named = _named(family, config, model, entries)
+    named = _names_in_family(family, config, model, entries)
     carried = {name: entry for name, entry in entries.items() if named[name] is None}
     entries = _of_text(family, config, model, entries)
-    model, untied = _untied(family, model, entries)
+    model, untied = _untie(family, model, entries)
     notes = [*notes, *untied, *spellings.compare(settings.text_of(config), family)[1]]
     return Folder(directory, family, config, model, entries, carried, tuple(f"{directory}: {note}" for note in notes))
 
 
 def _of_text(family: Family, config: Mapping, model: Mapping, entries: Mapping) -> dict[str, safetensors.Entry]:
     """Return the tensors of the text model, under its family's names."""
-    named = _named(family, config, model, entries)
+    named = _names_in_family(family, config, model, entries)
     return {named[name]: entry for name, entry in entries.items() if named[name] is not None}
 
 
@@ -209,7 +209,7 @@ def ends_of(family: Family) -> tuple[str, str]:
     return named["embedding/table"], named["head/kernel"]
 
 
-def _untied(family: Family, model: dict, entries: Mapping[str, safetensors.Entry]) -> tuple[dict, list[str]]:
+def _untie(family: Family, model: dict, entries: Mapping[str, safetensors.Entry]) -> tuple[dict, list[str]]:
     """Return (the keys of [model], notes). tie_embeddings is set to false if the folder has a head that is no copy of
     the embedding."""
     table, head = ends_of(family)
@@ -221,7 +221,7 @@ def _untied(family: Family, model: dict, entries: Mapping[str, safetensors.Entry
         f"transformers, it is used as the head, and the embedding is not tied"]
 
 
-def carried(directory: Path) -> Mapping[str, safetensors.Entry]:
+def read_carried(directory: Path) -> Mapping[str, safetensors.Entry]:
     """Return the tensors of a folder that are not part of its text model; none if it has no weights. Raises:
     ValueError."""
     if not model_folder.is_at(directory) or not any(os.path.lexists(directory / name) for name in (INDEX, SINGLE)):
@@ -229,10 +229,10 @@ def carried(directory: Path) -> Mapping[str, safetensors.Entry]:
     return open_folder(directory).carried
 
 
-def carried_names(directory: Path) -> list[str]:
+def list_carried(directory: Path) -> list[str]:
     """Return the names of the tensors in `carried`, of a model folder or of companion files."""
     kept = directory / CARRIED
-    return list(safetensors.read_header(kept) if files.is_file(kept) else carried(directory))
+    return list(safetensors.read_header(kept) if files.is_file(kept) else read_carried(directory))
 
 
 def prefixes_of(config: Mapping, carried: Collection[str]) -> tuple[str, str] | None:
@@ -242,7 +242,7 @@ def prefixes_of(config: Mapping, carried: Collection[str]) -> tuple[str, str] | 
     return TEXT_PREFIXES[any(name.startswith("model.") for name in carried)]
 
 
-def _named(family: Family, config: Mapping, model: Mapping, names: Collection[str]) -> dict[str, str | None]:
+def _names_in_family(family: Family, config: Mapping, model: Mapping, names: Collection[str]) -> dict[str, str | None]:
     """Return name in the folder -> name in the family; None for tensors that are not part of the text model."""
     if settings.text_of(config) is not config:
         found = {name: _name_in_text(family, name) for name in names}
@@ -326,7 +326,7 @@ def entry_of(folder: Folder, row: WeightRow, layer: int | None) -> safetensors.E
     """Return the entry of what a row reads for a layer: one tensor, several that are joined, or one expert's part."""
     names = list(row.tensors(layer))
     if len(names) > 1:
-        return safetensors.joined([folder.entries[name] for name in names])
+        return safetensors.join([folder.entries[name] for name in names])
     entry = folder.entries[names[0]]
     return entry.part(row.expert) if row.name.endswith("[{e}]") else entry
 

@@ -72,7 +72,7 @@ class Side:
         dim, shape = self.star[0], self.around(sizes, whole)
         return (*shape[:dim], math.prod(shape[dim:dim + 3]), *shape[dim + 3:])
 
-    def taken(self, x, sizes: Mapping[str, int], first: int, whole: int):
+    def take(self, x, sizes: Mapping[str, int], first: int, whole: int):
         """Return the part of x that begins at `first` along the star, in this side's shape. whole: length of x along
         the star."""
         if not self.star:
@@ -80,8 +80,8 @@ class Side:
         at = (slice(None),) * (self.star[0] + 1) + (slice(first, first + self.part(sizes)),)
         return x.reshape(self.around(sizes, whole))[at].reshape(self.shape(sizes))
 
-    def joined(self, parts, sizes: Mapping[str, int], concatenate):
-        """Return the whole of several parts; the inverse of `taken`. sizes: those of the dims around the star."""
+    def join(self, parts, sizes: Mapping[str, int], concatenate):
+        """Return the whole of several parts; the inverse of `take`. sizes: those of the dims around the star."""
         if not self.star:
             (x,) = parts
             return x
@@ -97,13 +97,13 @@ class Form:
     ours: Side
 
     def to_ours(self, x, sizes: Mapping[str, int]):
-        return self._moved(x, self.theirs, self.ours, sizes)
+        return self._reshape(x, self.theirs, self.ours, sizes)
 
     def to_theirs(self, x, sizes: Mapping[str, int]):
-        return self._moved(x, self.ours, self.theirs, sizes)
+        return self._reshape(x, self.ours, self.theirs, sizes)
 
     @staticmethod
-    def _moved(x, given: Side, wanted: Side, sizes: Mapping[str, int]):
+    def _reshape(x, given: Side, wanted: Side, sizes: Mapping[str, int]):
         return x.reshape([_product((word,), sizes) for word in given.words]).transpose(
             [given.words.index(word) for word in wanted.words]).reshape(wanted.shape(sizes))
 

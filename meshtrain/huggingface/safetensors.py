@@ -112,7 +112,7 @@ def _entry(path: Path, name: str, given, first: int) -> Entry:
     return Entry(path, dtype, tuple(shape), first + start, first + stop)
 
 
-def joined(entries: Sequence[Entry]) -> Entry:
+def join(entries: Sequence[Entry]) -> Entry:
     """Return an entry of tensors of one dtype, concatenated along their first dim."""
     first, *more = entries
     shape = (sum(entry.shape[0] for entry in entries), *first.shape[1:])

@@ -34,10 +34,10 @@ BY_LAYER = ("full_attention", "sliding_attention")
 def compare(config: Mapping, family: Family) -> tuple[list[str], list[str]]:
     """Return (faults, notes) on the settings of a text model."""
     given = {key: value for key, value in config.items() if value is not None}
-    pairs = [_named(given, names) for names in (*NAMES, *((key, alias) for alias, key in family.aliases.items()))]
-    pairs += [*_nested_pairs(given), _named(given, EVERY_KEYS, _interval), _rotary(given, family), _blocks(given)]
+    pairs = [_pairs_of(given, names) for names in (*NAMES, *((key, alias) for alias, key in family.aliases.items()))]
+    pairs += [*_pairs_inside(given), _pairs_of(given, EVERY_KEYS, _interval), _rotary(given, family), _blocks(given)]
     faults = [_differ(found) for found in pairs if len({_comparable(value) for _, value in found}) > 1]
-    faults += [f"{CONFIG}: {key}={_shown(given[key])} is not L…LG; only a pattern in which just the last layer has "
+    faults += [f"{CONFIG}: {key}={_format(given[key])} is not L…LG; only a pattern in which just the last layer has "
                f"full attention can be computed" for key in EVERY_KEYS if isinstance(given.get(key), str)
                and not re.fullmatch("L*G", given[key])]
     notes = [*_layers(given, family), *_epsilons(given, family)]
@@ -54,14 +54,14 @@ def rope(config: Mapping, family: Family) -> tuple[Mapping, list[str], list[str]
     given = new or old or family.defaults.get("rope_parameters") or {}
     if old and not new and isinstance(given, dict) and family.defaults.get("rope_parameters") and not any(
             key in given for key in BY_LAYER):
-        return given, [f"{CONFIG}: rope_scaling={_shown(old)} does not say for which layers it is; give "
+        return given, [f"{CONFIG}: rope_scaling={_format(old)} does not say for which layers it is; give "
                        f"rope_parameters with an object for each kind of layer"], []
     if not all(isinstance(one, dict) for one in (new or {}, old or {})):
         return given, [], []        # `settings` reports the fault
     if new and old:
         theta = config.get("rope_theta") or family.defaults.get("rope_theta")
         ours, theirs = (_comparable_rope(one, theta) for one in (new, old))
-        both = f"{CONFIG}: rope_parameters={_shown(new)} and rope_scaling={_shown(old)} describe different ropes"
+        both = f"{CONFIG}: rope_parameters={_format(new)} and rope_scaling={_format(old)} describe different ropes"
         if any(key in one for key in BY_LAYER for one in (new, old)) and ours != theirs:
             return given, [f"{both} for several kinds of layers; remove one of them"], []
         if ours.get("rope_theta") != theirs.get("rope_theta"):
@@ -96,17 +96,17 @@ def _within(given: Mapping, config: Mapping, family: Family) -> list[str]:
         found.append(("partial_rotary_factor", whole, "partial_rotary_factor"))
     if isinstance(local, dict):
         found.append(("rope_theta", local, "rope_local_base_freq"))
-    notes = [f"{CONFIG}: {outside}={_shown(config[outside])} and {inside}={_shown(one[inside])} inside the rope; the "
+    notes = [f"{CONFIG}: {outside}={_format(config[outside])} and {inside}={_format(one[inside])} inside the rope; the "
              f"second is taken, as transformers does" for inside, one, outside in found
              if config.get(outside) is not None and one.get(inside) is not None and config[outside] != one[inside]]
     name = "original_max_position_embeddings"
     if config.get(name) is not None and whole.get(name) is not None and config[name] != whole[name]:
-        notes.append(f"{CONFIG}: {name}={_shown(config[name])} and {_shown(whole[name])} inside the rope; "
-                     f"{_shown(original_length(whole, config))} is taken, as transformers does")
+        notes.append(f"{CONFIG}: {name}={_format(config[name])} and {_format(whole[name])} inside the rope; "
+                     f"{_format(original_length(whole, config))} is taken, as transformers does")
     if "rope_type" in whole and "type" in whole and whole["type"] != "mrope" and kind_of(
             {**whole, "rope_type": whole["type"]}) != kind_of(whole):
-        notes.append(f"{CONFIG}: rope_type={_shown(whole['rope_type'])} and type={_shown(whole['type'])} of the rope; "
-                     f"the first is taken, as transformers does")
+        kinds = f"rope_type={_format(whole['rope_type'])} and type={_format(whole['type'])}"
+        notes.append(f"{CONFIG}: {kinds} of the rope; the first is taken, as transformers does")
     return notes
 
 
@@ -117,7 +117,7 @@ def _comparable_rope(given: Mapping, theta) -> dict:
         "rope_theta": theta, "original_max_position_embeddings": None, **found, "rope_type": kind_of(given)}
 
 
-def _named(given: Mapping, names, read=lambda value: value) -> list[tuple[str, object]]:
+def _pairs_of(given: Mapping, names, read=lambda value: value) -> list[tuple[str, object]]:
     return [(name, read(given[name])) for name in names if name in given]
 
 
@@ -125,13 +125,13 @@ def _interval(value):
     return len(value) if isinstance(value, str) else value
 
 
-def _nested_pairs(given: Mapping):
+def _pairs_inside(given: Mapping):
     """Yield groups of (key, value) for settings that may also be inside another object."""
     linear, layers = given.get("linear_attn_config"), given.get("per_layer_config")
     if isinstance(linear, dict):
         for key, inside in IN_LINEAR.items():
-            inner = _named(linear, [inside])
-            yield _named(given, [key]) + [(f"linear_attn_config.{name}", value) for name, value in inner]
+            inner = _pairs_of(linear, [inside])
+            yield _pairs_of(given, [key]) + [(f"linear_attn_config.{name}", value) for name, value in inner]
         full, recurrent = linear.get("full_attn_layers"), linear.get("kda_layers")
         if isinstance(full, list) and isinstance(recurrent, list) and isinstance(given.get("layer_types"), list):
             names = of_linear(full, recurrent)
@@ -140,8 +140,8 @@ def _nested_pairs(given: Mapping):
     if isinstance(layers, dict) and layers and isinstance(one := next(iter(layers.values())), dict):
         for key, inside in IN_LAYERS.items():
             if key != "num_global_key_value_heads" or given.get("attention_k_eq_v"):
-                inner = _named(one, [inside])
-                yield _named(given, [key]) + [(f"per_layer_config.{name}", value) for name, value in inner]
+                inner = _pairs_of(one, [inside])
+                yield _pairs_of(given, [key]) + [(f"per_layer_config.{name}", value) for name, value in inner]
 
 
 def of_linear(full: list, recurrent: list) -> list[str]:
@@ -150,11 +150,11 @@ def of_linear(full: list, recurrent: list) -> list[str]:
 
 
 def _blocks(given: Mapping) -> list[tuple[str, object]]:
-    return _named(given, ("layers_block_type", "hybrid_override_pattern"), lambda value: [
+    return _pairs_of(given, ("layers_block_type", "hybrid_override_pattern"), lambda value: [
         LAYER_NAMES.get(str(one), one) for one in value] if isinstance(value, (list, str)) else value)
 
 
-def rotated_share(config: Mapping, family: Family) -> float | None:
+def rotary_share(config: Mapping, family: Family) -> float | None:
     """Return rotary_dim as a share of the head size; None if there is no rotary_dim."""
     width = config.get("head_dim") or family.defaults.get("head_dim")
     if not width and all(type(config.get(key)) is int for key in ("hidden_size", "num_attention_heads")):
@@ -164,10 +164,10 @@ def rotated_share(config: Mapping, family: Family) -> float | None:
 
 
 def _rotary(given: Mapping, family: Family) -> list[tuple[str, object]]:
-    share, inside = rotated_share(given, family), given.get("rope_parameters") or given.get("rope_scaling")
+    share, inside = rotary_share(given, family), given.get("rope_parameters") or given.get("rope_scaling")
     if share is None:
         return []
-    found = [("rotary_dim", share), *_named(given, ["partial_rotary_factor"])]
+    found = [("rotary_dim", share), *_pairs_of(given, ["partial_rotary_factor"])]
     if isinstance(inside, dict) and inside.get("partial_rotary_factor") is not None:
         found.append(("partial_rotary_factor of the rope", inside["partial_rotary_factor"]))
     return found
@@ -181,7 +181,7 @@ def _layers(given: Mapping, family: Family):
         if len(family.layers) > 1 and isinstance(names, list) and type(every) is int and every > 0 and [
                 LAYER_NAMES.get(str(name), name) for name in names] != [
                 other if (i + 1) % every == 0 else usual for i in range(len(names))]:
-            yield (f"{CONFIG}: layer_types names other layers than {key}={_shown(given[key])}; layer_types is taken, "
+            yield (f"{CONFIG}: layer_types names other layers than {key}={_format(given[key])}; layer_types is taken, "
                    f"as transformers does")
     rotated, every = given.get("no_rope_layers"), given.get("no_rope_layer_interval")
     if isinstance(rotated, list) and rotated and type(every) is int and every > 0 and rotated != [
@@ -194,12 +194,12 @@ def _epsilons(given: Mapping, family: Family):
     read = next((key for key in EPSILONS if key in family.keys), "")
     for key in EPSILONS:
         if key != read and key in family.only and {key, read} <= given.keys() and given[key] != given[read]:
-            yield (f"{CONFIG}: {read}={_shown(given[read])} and {key}={_shown(given[key])}; the first is taken, as "
+            yield (f"{CONFIG}: {read}={_format(given[read])} and {key}={_format(given[key])}; the first is taken, as "
                    f"transformers does")
 
 
 def _differ(found: list[tuple[str, object]]) -> str:
-    said = " and ".join(f"{key}={_shown(value)}" for key, value in found)
+    said = " and ".join(f"{key}={_format(value)}" for key, value in found)
     return f"{CONFIG}: {said} are the same setting with different values; remove the wrong ones"
 
 
@@ -210,5 +210,5 @@ def _comparable(value) -> object:
     return value if isinstance(value, (bool, str)) else json.dumps(value, sort_keys=True)
 
 
-def _shown(value) -> str:
+def _format(value) -> str:
     return json.dumps(value)[:80]

@@ -57,7 +57,7 @@ def _changes(made: Design, gpu: Gpu) -> Iterator[tuple[dict[str, object], Design
     rule_files = {"": made}
     if Path(run.sharding.rules).stem in REPLICATING:
         try:
-            rule_files["zero3"] = make(run.replaced(sharding={"rules": str(rule_file("zero3"))}),
+            rule_files["zero3"] = make(run.replace(sharding={"rules": str(rule_file("zero3"))}),
                                                   made.mesh_spec, "gpu", gpu)
         except ConfigError:
             pass        # the mesh or the model does not allow zero3
@@ -77,6 +77,6 @@ def _changes(made: Design, gpu: Gpu) -> Iterator[tuple[dict[str, object], Design
 def _with(made: Design, training: dict[str, object]) -> Design:
     """Return the design with other values of [training], which must not change the layout."""
     changed = Design(**{name: getattr(made, name) for name in Design.__dataclass_fields__} | {
-        "run": made.run.replaced(training=training)})
+        "run": made.run.replace(training=training)})
     vars(changed)["placed"] = made.placed
     return changed

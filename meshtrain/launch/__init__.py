@@ -2,9 +2,9 @@
 """
 from typing import TYPE_CHECKING
 
-from meshtrain.shipped import shipped
+from meshtrain.shipped import locate_shipped
 
 if TYPE_CHECKING:
     from launch import elastic, local, pod, ray, restart, samplers, supervise  # noqa: F401
 
-__path__ = [str(shipped("launch"))]
+__path__ = [str(locate_shipped("launch"))]

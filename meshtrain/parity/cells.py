@@ -17,8 +17,8 @@ from meshtrain.model import transformer
 from meshtrain.names import AXES
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding import rules
-from meshtrain.shipped import found as found_file
-from meshtrain.shipped import names, shipped
+from meshtrain.shipped import find_file
+from meshtrain.shipped import locate_shipped, names
 from meshtrain.training import objective
 
 OFF = "none"
@@ -88,7 +88,7 @@ def rules_name(path: str) -> str:
 
 
 def is_shipped(path: str) -> bool:
-    return Path(path).resolve() == shipped(f"sharding_rules/{Path(path).name}").resolve()
+    return Path(path).resolve() == locate_shipped(f"sharding_rules/{Path(path).name}").resolve()
 
 
 def title(run: Run) -> str:
@@ -113,7 +113,7 @@ def differing_rules(run: Run) -> list[str]:
 
 
 def list_shipped_rules() -> list[str]:
-    return [str(found_file(f"sharding_rules/{name}.toml")) for name in names("sharding_rules")]
+    return [str(find_file(f"sharding_rules/{name}.toml")) for name in names("sharding_rules")]
 
 
 def distinct(loaded: Sequence[rules.Rules], weights: Sequence[tuple[str | None, ...]]) -> list[rules.Rules]:

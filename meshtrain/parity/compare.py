@@ -19,7 +19,7 @@ from meshtrain import assembly, config, design
 from meshtrain.cost.program import audit
 from meshtrain.model import params as params_of
 from meshtrain.names import AXES, CHOSEN, NO_TARGET, PADDING, REJECTED
-from meshtrain.shipped import shipped
+from meshtrain.shipped import locate_shipped
 from meshtrain.training import objective
 from meshtrain.training.state import State
 
@@ -188,7 +188,7 @@ def num_devices(run: config.Run) -> int:
 def on_one_device(run: config.Run) -> config.Run:
     """Return the run on one device: no mesh, one microbatch, no remat."""
     return run.model_copy(update=dict(
-        mesh=config.Mesh(), sharding=config.Sharding(rules=str(shipped("sharding_rules/ddp.toml"))),
+        mesh=config.Mesh(), sharding=config.Sharding(rules=str(locate_shipped("sharding_rules/ddp.toml"))),
         pipeline=config.Pipeline(), context=config.Context(),
         experts=run.experts.model_copy(update=dict(dispatch="auto")),
         training=run.training.model_copy(update=dict(microbatches=1, remat="none"))))

@@ -19,7 +19,7 @@ from meshtrain.parity import cells as cells_of
 from meshtrain.parity import compare, proof
 from meshtrain.sharding import rules as rules_of
 from meshtrain.sharding.mesh import MeshSpec
-from meshtrain.shipped import found as found_file
+from meshtrain.shipped import find_file
 
 B, T, D = 8, 16, 32
 X_AXES = ("batch", "seq", None)
@@ -73,7 +73,7 @@ def prove_layer(function: Callable, parameters: Declared, rules: Sequence[str] =
     layer = _draw(function, parameters)
     one = MeshSpec({})
     with config.user_errors():
-        loaded = [rules_of.load(found_file(path)) for path in dict.fromkeys(rules or cells_of.list_shipped_rules())]
+        loaded = [rules_of.load(find_file(path)) for path in dict.fromkeys(rules or cells_of.list_shipped_rules())]
     loaded = cells_of.distinct(loaded, [tuple(axes) for _, axes in parameters.values()])
     chosen = _layouts(layer, loaded, len(devices))[:cells]
     if not chosen:

@@ -45,7 +45,7 @@ def of_run(run: Run) -> tuple[list[str], list[str]]:
     logged: list[str] = []
     try:
         with config.user_errors(), say.without_noise(logged), gpu_compile.naming_faults("the step"):
-            made = assembly.assemble(run.replaced(mesh={"full_devices": 0}), gpu_compile.topology(gpus))
+            made = assembly.assemble(run.replace(mesh={"full_devices": 0}), gpu_compile.topology(gpus))
             text = made.program.compile().as_text()
     except (config.ConfigError, gpu_compile.NotCompiledError) as error:
         return [], [f"the GPU program was not checked: on {gpus} {error}"]

@@ -16,7 +16,7 @@ from meshtrain import config
 from meshtrain.config import Run
 from meshtrain.parity import cells as cells_of
 from meshtrain.parity import compare, program, rule_files, shrink
-from meshtrain.shipped import found as found_file
+from meshtrain.shipped import find_file
 from meshtrain.units import amount
 
 TOLERANCE = compare.FLOAT32
@@ -102,7 +102,7 @@ def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | N
     began = time.monotonic()
     devices = devices if devices is not None else jax.devices()
     small, notes = shrink.shrunk(run, len(devices))
-    rules = [str(found_file(path)) for path in rules]
+    rules = [str(find_file(path)) for path in rules]
     findings: list[str] = []
     own = [path for path in dict.fromkeys(rules or [run.sharding.rules]) if not cells_of.is_shipped(path)]
     for path in own:        # meshtrain's tests check the shipped rule files
@@ -135,7 +135,7 @@ def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | N
 def layouts(small: Run, rules: Sequence[str], num_devices: int) -> list[Run]:
     """Return the runs to compare, the run's own layout first. Raises: ConfigError if no layout is allowed."""
     files = list(dict.fromkeys(rules)) or cells_of.differing_rules(small)
-    own, first, refused = small.replaced(sharding={"rules": files[0]}), [], None
+    own, first, refused = small.replace(sharding={"rules": files[0]}), [], None
     try:
         compare.check_accepted(own)
         first = [own] * (compare.num_devices(own) > 1)

@@ -11,7 +11,7 @@ from meshtrain.model import transformer
 from meshtrain.names import AXES
 from meshtrain.sharding import rules
 from meshtrain.training import objective
-from meshtrain.shipped import rule_file, shipped
+from meshtrain.shipped import locate_shipped, rule_file
 
 
 def check(small: Run, path: str) -> tuple[list[str], list[str]]:
@@ -27,7 +27,7 @@ def check(small: Run, path: str) -> tuple[list[str], list[str]]:
             notes.append(f"no table of {path} names {axis}: layouts with this mesh axis were not tested")
             continue
         sizes = dict.fromkeys(AXES, 1) | {axis: 2}
-        run = small.replaced(mesh=sizes, sharding={"rules": path})
+        run = small.replace(mesh=sizes, sharding={"rules": path})
         run = run.model_copy(update=dict(pipeline=config.Pipeline(), context=config.Context()))
         faults = design.lay_out(run, sizes, loaded, model).faults
         if axis == "stage" and not objective.of_run(small).pipelined:
@@ -41,7 +41,7 @@ def check(small: Run, path: str) -> tuple[list[str], list[str]]:
 def _find_unnamed(small: Run, loaded: rules.Rules, model, used: set[str]) -> list[str]:
     """Return a line for each logical axis of the model that no table names although ddp shards it, which every shipped
     rule file extends."""
-    usual = rules.load(shipped("sharding_rules/ddp.toml"))
+    usual = rules.load(locate_shipped("sharding_rules/ddp.toml"))
     tensors = design.tensors(small, model, rules.Layout(loaded, dict.fromkeys(AXES, 1)))
     found = []
     for logical in dict.fromkeys(name for tensor in tensors for name in tensor.axes if name):

@@ -18,6 +18,7 @@ from meshtrain.config import Run
 from meshtrain.config.messages import toml
 from meshtrain.parity import cells as cells_of
 from meshtrain.parity import compare, proof, shrink
+from meshtrain.shipped import find_file
 
 NAME = "@NAME@"
 Keys = dict[str, object]        # "section.key" -> value
@@ -117,7 +118,7 @@ def _run_of(keys: Keys, num_devices: int) -> Run | None:
 def read(text: str) -> Run:
     """Return the run of a run file's text. Raises: ValidationError."""
     run = Run(**tomllib.loads(text))
-    return run.replaced(sharding={"rules": str(cells_of.found_file(run.sharding.rules))})
+    return run.replace(sharding={"rules": str(find_file(run.sharding.rules))})
 
 
 def _tables(keys: Keys) -> str:

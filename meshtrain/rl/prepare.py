@@ -60,7 +60,7 @@ def feed_of(made: assembly.Assembly, start: resume.Start, state: State, asked: P
     run.dir. check_claim: raises an error if another start has taken over run.dir. Raises: ConfigError.
     """
     run, rl = made.run, made.run.rl
-    words = Words(tokenizer.decode, tuple(dict.fromkeys((*rl.stop, *ends.stops))), ends.ids, ends.shown(tokenizer))
+    words = Words(tokenizer.decode, tuple(dict.fromkeys((*rl.stop, *ends.stops))), ends.ids, ends.describe(tokenizer))
     local = samplers.make(made, asked.longest_with_answer(rl.max_tokens))
     position = start.saved.metadata["data"]["position"] if start.saved else None
     kept = KeptBatches(run, asked, directory)

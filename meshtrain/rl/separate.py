@@ -116,7 +116,7 @@ class OrderSampler:
         with jax.set_mesh(sampler.mesh):
             if self._generator is None or self._weights != order.weights:
                 self._weights, self._generator = "", None       # free the memory for the new weights
-                self._generator = self._load(sampler, saved, order, self._store.named(order.version))
+                self._generator = self._load(sampler, saved, order, self._store.path_of(order.version))
                 self._weights = order.weights
             return self._draw(sampler, self._generator, order, part), sampler.on
 

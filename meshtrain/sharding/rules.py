@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P, get_abstract_mesh
 
 from meshtrain import files
 from meshtrain.names import AXES
-from meshtrain.shipped import shipped
+from meshtrain.shipped import locate_shipped
 
 TABLES = ("params", "grads", "optimizer", "activations")
 GATHERED = "gathered"       # the state of a weight in a matmul, see `Layout`
@@ -152,14 +152,14 @@ def _find_base(name, path: Path, extending: Sequence[Path]) -> Path:
     if not isinstance(name, str) or not name:
         raise ValueError(f'{path}: {EXTENDS} = {name!r}: must name one rule file, e.g. {EXTENDS} = "ddp"')
     file = name if name.endswith(".toml") else f"{name}.toml"
-    candidates = [path.parent / file, shipped("sharding_rules") / file]
+    candidates = [path.parent / file, locate_shipped("sharding_rules") / file]
     present = [place for place in candidates if files.is_file(place)]
     for place in present:
         if not any(place.exists() and one.exists() and place.samefile(one) for one in extending):
             return place
     if present:
         raise ValueError(f"{path}: {EXTENDS} = {name!r} leads back to {present[0]}; a rule file cannot extend itself")
-    known = sorted(one.stem for one in shipped("sharding_rules").glob("*.toml"))
+    known = sorted(one.stem for one in locate_shipped("sharding_rules").glob("*.toml"))
     raise ValueError(f"{path}: {EXTENDS} = {name!r}: no such rule file{_nearest(name, known)}; name a file in the same "
                      f"directory, or one of {', '.join(known)}")
 

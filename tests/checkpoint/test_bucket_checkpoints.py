@@ -36,7 +36,7 @@ def place(tmp_path) -> Address:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    for function in (pieces.cut, pieces.batched):
+    for function in (pieces.cut, pieces.batch_ranges):
         monkeypatch.setattr(function, "__defaults__", (200,))
 
 

@@ -116,7 +116,7 @@ RULES = '[params]\nembed = ["data", "fsdp"]\n'
     ("rl.reward", "rewards.py:score", "1f4a score", "1f4a score", False)])
 def test_a_file_that_changes_under_its_name_is_recorded(tmp_path, key, name, before, after, told):
     section, field = key.split(".")
-    run = run_in(tmp_path).replaced(**{section: {field: name}})
+    run = run_in(tmp_path).replace(**{section: {field: name}})
     with checkpoint.Checkpoints(DirectoryStore(tmp_path / "checkpoints")) as checkpoints:
         checkpoints.save(2, {"w": jnp.ones(3)}, rundir.metadata(run, before, DATA, {key: before}))
     start = resume.find(run, checkpoint.Checkpoints(DirectoryStore(tmp_path / "checkpoints")), named={key: after})

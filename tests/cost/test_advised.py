@@ -13,7 +13,7 @@ import pytest
 import sampling
 
 from meshtrain.commands import plan
-from meshtrain.config import shipped
+from meshtrain.config import locate_shipped
 from meshtrain.cost.formulas import simulate
 from meshtrain.cost.formulas.price import Options
 from meshtrain.parallel.pipeline import schedules
@@ -101,7 +101,7 @@ def test_weights_and_states_of_large_models_are_what_is_said_of_them():
 def test_the_rule_files_split_what_zero_says(rule, gigabytes):
     """7.5B parameters on 64 GPUs in the paper's convention: 2 bytes of weights, 2 of gradients, 12 of optimizer a
     parameter."""
-    layout = Layout(rules.load(shipped(f"sharding_rules/{rule}.toml")), MeshSpec({"fsdp": 64}).sizes)
+    layout = Layout(rules.load(locate_shipped(f"sharding_rules/{rule}.toml")), MeshSpec({"fsdp": 64}).sizes)
     num_shards = {table: layout.num_shards(layout.mesh_axes(table, "embed"))
                   for table in ("params", "grads", "optimizer")}
     assert 7.5 * sum(n / num_shards[table] for table, n in (("params", 2), ("grads", 2),

@@ -15,7 +15,7 @@ from meshtrain.model import transformer
 from meshtrain.names import LAYERS, LEADING
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
-from meshtrain.shipped import shipped
+from meshtrain.shipped import locate_shipped
 from test_hybrids import MODELS
 
 PRESETS = ("gpt-oss-20b", "qwen3.5-9b", "deepseek-v3", "glm-4.7-flash")
@@ -33,7 +33,7 @@ def section(name: str, **more) -> config.Model:
 
 def placed_of(name: str, rule: str = "zero3", mesh: dict | None = None, **more):
     cfg, spec = section(name, **more), MeshSpec(mesh or {})
-    layout = rules.Layout(rules.load(shipped(f"sharding_rules/{rule}.toml")), spec.sizes)
+    layout = rules.Layout(rules.load(locate_shipped(f"sharding_rules/{rule}.toml")), spec.sizes)
     model = transformer.build(cfg)
     layout = rules.Layout(model.fit(layout.rules, spec.sizes)[0], spec.sizes)
     return place(model.parameters(), cfg, layout, spec)

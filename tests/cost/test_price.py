@@ -11,7 +11,7 @@ import published
 from meshtrain import design, run_files
 from meshtrain.commands import plan
 from meshtrain import hardware
-from meshtrain.config import shipped
+from meshtrain.config import locate_shipped
 from meshtrain.config.sections import Model
 from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import simulate
@@ -38,7 +38,7 @@ def model(preset="llama3-8b", **keys):
 def priced(rule: str, mesh: dict, options: Options, preset="llama3-8b", gpu="h100", given=None, **keys):
     cfg, rows = model(preset, **keys)
     spec = MeshSpec(mesh)
-    placed = place(rows, cfg, Layout(rules.load(shipped(f"sharding_rules/{rule}.toml")), spec.sizes), spec)
+    placed = place(rows, cfg, Layout(rules.load(locate_shipped(f"sharding_rules/{rule}.toml")), spec.sizes), spec)
     return price(placed, Rates(hardware.get(gpu), Assumptions(gpu, given or {})), options)
 
 
@@ -122,7 +122,7 @@ def test_what_auto_weighs_are_the_parts_of_the_price():
     at its ends."""
     cfg, rows = model()
     spec = MeshSpec(dict(stage=4, tensor=2))
-    path = shipped("sharding_rules/zero1.toml")
+    path = locate_shipped("sharding_rules/zero1.toml")
     placed = place(rows, cfg, Layout(rules.load(path), spec.sizes), spec)
     rated = Rates(hardware.get("h100"), Assumptions("h100"))
     for remat in ("none", "selective", "full"):
@@ -142,7 +142,7 @@ def test_auto_takes_the_schedule_that_the_planner_prices_lowest():
     open_run = plan.with_layout(run, best)
     open_run = open_run.model_copy(update={"pipeline": open_run.pipeline.model_copy(update={"schedule": "auto"}),
                                            "sharding": open_run.sharding.model_copy(
-                                               update={"rules": str(shipped(best.rules.path))})})
+                                               update={"rules": str(locate_shipped(best.rules.path))})})
     choice = design.make(open_run, best.placed.mesh, "gpu", hardware.get("h200")).choice
     assert (choice.schedule.name, choice.schedule.num_chunks) == (best.options.schedule, best.options.chunks)
 

@@ -19,7 +19,7 @@ from meshtrain.kernels import grouped
 from meshtrain.model import transformer
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
-from meshtrain.shipped import shipped
+from meshtrain.shipped import locate_shipped
 from test_roofline import ADD, PEAK, lined, loop, program
 
 MESH = MeshSpec(dict(fsdp=8)).abstract()
@@ -35,7 +35,7 @@ def table(preset: str):
 def placed(preset: str, rule: str, **mesh):
     cfg, rows = table(preset)
     spec = MeshSpec(mesh)
-    return place(rows, cfg, rules.Layout(rules.load(shipped(f"sharding_rules/{rule}.toml")), spec.sizes), spec)
+    return place(rows, cfg, rules.Layout(rules.load(locate_shipped(f"sharding_rules/{rule}.toml")), spec.sizes), spec)
 
 
 def sent_for_experts(of, options: Options) -> float:
@@ -89,7 +89,7 @@ def test_without_stages_a_step_works_through_leading_dense_layers_like_through_o
     """Formulas of a layer are then of the mean of both kinds."""
     cfg = run_files.load(["configs/quickstart.toml", "--model.preset", QWEN, "--model.mlps", "dddddddde*"]).model
     spec, options = MeshSpec(dict(fsdp=4, tensor=2)), Options(4096, 8, microbatches=2)
-    layout = rules.Layout(rules.load(shipped("sharding_rules/zero3_experts_tensor.toml")), spec.sizes)
+    layout = rules.Layout(rules.load(locate_shipped("sharding_rules/zero3_experts_tensor.toml")), spec.sizes)
     found = place(transformer.build(cfg).parameters(), cfg, layout, spec)
     assert found.visits(options) == (2 * 48,) * 3 and found.route(options).share == 40 / 48
 

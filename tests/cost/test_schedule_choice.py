@@ -198,7 +198,7 @@ def test_schedule_of_gpus_that_are_not_here_is_drawn_with_its_memory():
 
 def told_by_the_run_file() -> tuple[int, int]:
     """(GiB of a GPU, those of activations that wait for their backward), as configs/llama3-70b-pipeline.toml says."""
-    text = config.shipped("configs/llama3-70b-pipeline.toml").read_text()
+    text = config.locate_shipped("configs/llama3-70b-pipeline.toml").read_text()
     return tuple(map(int, re.search(r"# (\d+) GiB a GPU by `inspect`, (\d+) of them activations;",
                                     text).groups()))
 

@@ -93,12 +93,12 @@ def test_a_layer_of_a_period_has_the_products_of_one_layer():
     assumed = Assumptions("h100")
     attended = lambda run: attention_pairs.count(run, layout, assumed)
     assert attended(run) == Attended({"F": 1.0, "W": pytest.approx((2 - 1 / 8) / 8)}, "cudnn", documents=False)
-    packed = run.replaced(data={"document_mask": True})
+    packed = run.replace(data={"document_mask": True})
     whole = attention_pairs.row_share(8192, 2000, 1.5)
     near = attention_pairs.row_share(8192, 2000, 1.5, window=1024)
     assert attended(packed) == Attended({"F": pytest.approx(whole), "W": pytest.approx(near)},
                                               "mosaic", documents=True) and near < whole / 2
-    capped = run.replaced(model={"score_softcap": 50.0})
+    capped = run.replace(model={"score_softcap": 50.0})
     assert attended(capped).engine == "mosaic"
 
 

@@ -30,7 +30,7 @@ def executable(*lines: str):
 def test_a_permute_that_leaves_devices_with_zeros_is_refused_by_name(pairs):
     broken = executable(PERMUTE.replace("%s", pairs))
     with pytest.raises(assembly.BrokenProgramError, match=r"the evaluation to 1 collective permute.*p\.1: .*shift"):
-        assembly.checked_program(GPUS, "the evaluation", broken)
+        assembly.check_program(GPUS, "the evaluation", broken)
     also_async = executable(PERMUTE.replace("%s", pairs).replace("permute(", "permute-start("))
     assert len(audit.broken_permutes(also_async.as_text(), GPUS)) == 1
 
@@ -38,7 +38,7 @@ def test_a_permute_that_leaves_devices_with_zeros_is_refused_by_name(pairs):
 @pytest.mark.parametrize("pairs", ["{0,1},{1,0},{2,3},{3,2}", "{0,2},{1,3}", "{0,1},{2,3}"])
 def test_whole_permutes_and_shifts_along_an_axis_are_not_refused(pairs):
     sound = executable(PERMUTE.replace("%s", pairs), "%g = f32[4]{0} all-gather(%x)")
-    assert assembly.checked_program(GPUS, "the step", sound) is sound
+    assert assembly.check_program(GPUS, "the step", sound) is sound
 
 
 def test_the_search_finds_what_the_whole_audit_finds():
@@ -49,14 +49,14 @@ def test_the_search_finds_what_the_whole_audit_finds():
 
 
 def test_a_broken_program_ends_the_run_with_one_message_before_its_first_step(tmp_path, monkeypatch, capsys):
-    search = assembly.checked_program
+    search = assembly.check_program
 
     def broken(mesh, name, executable):
         if name == "the evaluation":
             executable = types.SimpleNamespace(as_text=lambda: PERMUTE.replace("%s", ""))
             mesh = GPUS
         return search(mesh, name, executable)
-    monkeypatch.setattr(assembly, "checked_program", broken)
+    monkeypatch.setattr(assembly, "check_program", broken)
     sections = {"model": TINY, "data": dict(seq_len=16, global_batch=16, cache=tmp_path / "cache"),
                 "training": dict(steps=1), "run": dict(dir=tmp_path / "run", sample_tokens=0, compilation_cache="")}
     assert train.main([word for section, keys in sections.items() for key, value in keys.items()

@@ -23,7 +23,7 @@ from meshtrain.rl import samplers
 from meshtrain.rl import sync as inference
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.moves import moves
-from meshtrain.shipped import shipped
+from meshtrain.shipped import locate_shipped
 
 needs_gpu_compiler = pytest.mark.skipif(compile.missing_wheels(),
                                         reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
@@ -34,8 +34,8 @@ FULL = Rates(hardware.get("h100"), Assumptions("h100", {
 def priced(preset: str, slots: int, room: int, **mesh) -> decode.Sampling:
     """Stored by ZeRO-3, on H100s."""
     run, _ = run_files.resolve({"model": {"preset": preset}}, [], ("model.",), "")
-    run = run.replaced(mesh=mesh, data=dict(global_batch=64, seq_len=room),
-                       sharding=dict(rules=str(shipped("sharding_rules/zero3.toml"))))
+    run = run.replace(mesh=mesh, data=dict(global_batch=64, seq_len=room),
+                       sharding=dict(rules=str(locate_shipped("sharding_rules/zero3.toml"))))
     made = design.make(run, MeshSpec(mesh), "gpu", hardware.get("h100"))
     read = placement.beside(made.model, made.layout)
     placed = place(made.model.parameters(), run.model, read, made.mesh_spec)

@@ -23,7 +23,7 @@ FROM_AN_EMPTY_DIRECTORY = """
 import json, pathlib
 import meshtrain.launch.local
 from meshtrain import config, run_files
-runs = [run_files.load([])] + [run_files.load(["configs/" + path.name]) for path in config.shipped("configs").glob("*.toml")]
+runs = [run_files.load([])] + [run_files.load(["configs/" + path.name]) for path in config.locate_shipped("configs").glob("*.toml")]
 print(json.dumps({"home": meshtrain.__path__[0], "runs": sorted(run.run.name for run in runs),
                   "rules": [run.sharding.rules for run in runs], "presets": sorted(run_files.presets()),
                   "layers": run_files.load(["--model.preset", "llama3-8b"]).model.num_layers}))

@@ -81,8 +81,8 @@ def test_pairs_of_the_rope_that_are_neighbours_become_halves():
     sizes = {"N": 1, "r": 3, "D": 1, "P": 2, "2": 2}
     pieces = [forms.parse(text) for text in ("(N *P) D -> D N *P", "(N *(r 2)) D -> D N *(2 r)")]
     theirs = np.array([10, 11, 0, 1, 2, 3, 4, 5])[:, None]
-    parts = [form.to_ours(form.theirs.taken(theirs, sizes, first, 8), sizes) for form, first in zip(pieces, (0, 2))]
-    ours = pieces[0].ours.joined(parts, sizes, np.concatenate)
+    parts = [form.to_ours(form.theirs.take(theirs, sizes, first, 8), sizes) for form, first in zip(pieces, (0, 2))]
+    ours = pieces[0].ours.join(parts, sizes, np.concatenate)
     assert ours.ravel().tolist() == [10, 11, 0, 2, 4, 1, 3, 5]
 
 
@@ -99,7 +99,7 @@ def test_what_is_written_of_a_config_is_read_as_the_same_model(name):
     assert settings.config_of(model, family, "float32", 40, theirs).get("vision_config") == theirs.get("vision_config")
     back = settings.model_keys(settings.config_of(model, settings.family_for(model), "float32", 40, {}),
                                settings.family_for(model))
-    assert settings._computed(config.Model(**back)).keys() == settings._computed(model).keys()
+    assert settings._deciding_values(config.Model(**back)).keys() == settings._deciding_values(model).keys()
 
 
 def test_every_key_of_the_model_is_compared_or_of_no_family():

@@ -164,7 +164,7 @@ def test_key_heads_that_lie_otherwise_than_query_heads_are_refused_where_sequenc
     run = config.Run(model=dict(num_heads=4, num_kv_heads=2), data=dict(seq_len=64))
     (fault,) = choices.problems(run, layout)
     assert "heads = ['tensor'] and kv_heads = []" in fault
-    assert choices.problems(run.replaced(model={"num_kv_heads": 1}), layout) == []
+    assert choices.problems(run.replace(model={"num_kv_heads": 1}), layout) == []
 
 
 def test_a_run_chooses_an_engine_for_each_width_and_score():

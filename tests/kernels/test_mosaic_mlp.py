@@ -127,9 +127,9 @@ LAYOUTS = {"zero3": ("zero3", dict(fsdp=4), {}), "zero3, no remat": ("zero3", di
 def test_over_devices_a_step_computes_what_one_device_computes_without_them(layout, monkeypatch):
     """With the kernels' own formulas in their place, and with residuals written in place."""
     rule, mesh, training = LAYOUTS[layout]
-    run = test_layouts.run_of(rule, mesh, dict(mlp_dim=256)).replaced(training=dict(remat="selective") | training)
+    run = test_layouts.run_of(rule, mesh, dict(mlp_dim=256)).replace(training=dict(remat="selective") | training)
     if "stage" in mesh:
-        run = run.replaced(pipeline={"schedule": "zero_bubble"})
+        run = run.replace(pipeline={"schedule": "zero_bubble"})
     parity.one_device(parity.on_one_device(run).model_dump_json(), 0)       # kept: without them
     calls = []
     for name, plain in (("forward", plain_forward), ("backward", plain_backward)):

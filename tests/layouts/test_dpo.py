@@ -40,7 +40,7 @@ def pairs() -> dict:
 
 def dpo_run(rule, mesh) -> config.Run:
     run = run_of(rule, mesh, training=DPO)
-    return run.replaced(data={"global_batch": PAIRS})
+    return run.replace(data={"global_batch": PAIRS})
 
 
 def plain(p, settings: dict, batch: dict):
@@ -85,7 +85,7 @@ def test_the_balance_of_experts_weighs_as_much_beside_preferences_as_beside_the_
 
     def made(objective: str, weight: float):
         run = run_of("ddp", ONE, experts, DPO if objective == "dpo" else dict(grad_clip=0.0))
-        return run.replaced(data={"global_batch": PAIRS}, experts={"aux_loss": weight, "z_loss": weight})
+        return run.replace(data={"global_batch": PAIRS}, experts={"aux_loss": weight, "z_loss": weight})
     p, made_by = None, {}
     for objective in ("dpo", "next_token"):
         of_weight = []

@@ -14,7 +14,7 @@ from drawn_rules import MODELS, draw, outcome
 
 from meshtrain import config, design
 from meshtrain.sharding import rules
-from meshtrain.shipped import names, shipped
+from meshtrain.shipped import locate_shipped, names
 
 SLOW = 400
 
@@ -58,12 +58,12 @@ def test_at_least_half_of_the_drawn_files_run_and_every_refusal_names_value_and_
 
 
 def test_drawn_files_are_no_shipped_ones_and_use_every_line(tmp_path):
-    shipped_files = [rules.load(shipped(f"sharding_rules/{name}.toml")).tables for name in names("sharding_rules")]
+    shipped_files = [rules.load(locate_shipped(f"sharding_rules/{name}.toml")).tables for name in names("sharding_rules")]
     lines, alike = Counter(), 0
     for number in range(SLOW):
         text = drawn_rules.rule_file(random.Random(number), dict.fromkeys(rules.AXES, 2))
         try:
-            tables = rules.parse(text, str(shipped("sharding_rules/drawn.toml"))).tables
+            tables = rules.parse(text, str(locate_shipped("sharding_rules/drawn.toml"))).tables
         except ValueError:
             continue
         alike += tables in shipped_files

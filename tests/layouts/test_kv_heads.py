@@ -15,7 +15,7 @@ def test_heads_are_repeated_only_where_ranks_share_them_evenly(heads, kv, tensor
     accepted = (heads, kv, tensor) in ((8, 2, 8), (8, 4, 2))
     if not accepted:
         with pytest.raises(config.ConfigError, match="does not divide"):
-            assembly.assemble(run.replaced(mesh={"tensor": tensor}),
+            assembly.assemble(run.replace(mesh={"tensor": tensor}),
                               devices[:tensor])
         return
     made = assembly.assemble(run, devices[:tensor])

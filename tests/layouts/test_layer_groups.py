@@ -36,7 +36,7 @@ def execution(remat: str = "none") -> Execution:
 
 
 def batch_of(sequences: int = 4) -> dict:
-    run = run_of("ddp", {}).replaced(data={"global_batch": sequences})
+    run = run_of("ddp", {}).replace(data={"global_batch": sequences})
     return {name: jnp.asarray(x) for name, x in parity.batch_of(run, 0).items()}
 
 
@@ -164,7 +164,7 @@ def test_layers_without_a_period_are_refused_by_a_pipeline_and_computed_without_
     faults = stages.problems(run, rules.load(run.sharding.rules), dict.fromkeys(AXES, 1) | dict(stage=2))
     assert len(faults) == 1 and "set mesh.stage to 1" in faults[0]
     with pytest.raises(config.ConfigError, match="layers that repeat with a period"):
-        parity.check_accepted(run.replaced(mesh=dict(stage=2)))
+        parity.check_accepted(run.replace(mesh=dict(stage=2)))
 
 
 # ---- aux -------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from meshtrain.names import LEADING
 from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import is_axes
-from meshtrain.shipped import shipped
+from meshtrain.shipped import locate_shipped
 from test_experts import (BATCH, MODELS, PIPELINES, SEQUENCES, STAGED, STAGED_BATCH, T, assert_equal, expected,
                           run_of)
 import steps
@@ -155,7 +155,7 @@ def test_a_checkpoint_goes_from_stages_to_none_and_to_other_stages(tmp_path):
     (dict(num_layers=7, mlps="ddde*"), dict(chunks=3), "into chunks without a layer; use at most 2")])
 def test_what_does_not_fit_behind_leading_layers_is_refused(tmp_path, model, pipeline, said):
     run = made_of(tmp_path, SPLIT, MODELS[TWO] | model, 4)
-    run = run.replaced(pipeline=pipeline)
+    run = run.replace(pipeline=pipeline)
     with pytest.raises(config.ConfigError, match=said.replace(".", r"\.")):
         assembly.assemble(run, devices(run))
 
@@ -166,7 +166,7 @@ def test_formulas_count_the_rounds_of_leading_layers_and_those_in_which_stages_i
                        "--model.mlps", "dde*", "--model.mlp_dim", "6144",
                        "--model.compute_dtype", "bfloat16"]).model
     sizes = MeshSpec(dict(stage=4, fsdp=8))
-    layout = rules.Layout(rules.load(shipped("sharding_rules/zero3_experts_fsdp.toml")), sizes.sizes)
+    layout = rules.Layout(rules.load(locate_shipped("sharding_rules/zero3_experts_fsdp.toml")), sizes.sizes)
     placed, rated = place(transformer.build(cfg).parameters(), cfg, layout, sizes), rates.Rates(
         hardware.get("h100"), Assumptions("h100"))
     assert (placed.cfg.num_layers, placed.leading.cfg.num_layers) == (46, 2) and placed.layer.depth == 12

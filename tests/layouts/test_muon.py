@@ -125,7 +125,7 @@ def newton_schulz_flops(made) -> int:
 def test_matrices_go_to_their_device_and_back_in_bf16_and_nothing_else_is_sent(case):
     rule, mesh, num_layers = case
     run = run_of(rule, mesh, num_layers=num_layers, **GPU_MODEL)
-    run = run.replaced(data={"seq_len": 64})
+    run = run.replace(data={"seq_len": 64})
     made = assembly.assemble(run, compile.topology("h100:8"))
     spec = made.program.step.state
     as_stored = rules.shardings(made.layout, made.mesh, "optimizer", spec.axes)

@@ -222,7 +222,7 @@ def rl_run(keys: dict, rule: str = "ddp", mesh: dict = ONE, microbatches: int = 
            **sections) -> config.Run:
     run = run_of(rule, mesh, TINY | model, dict(objective="rl", grad_clip=0.0, microbatches=microbatches,
                                                 loss_chunk=20))
-    return run.replaced(data={"global_batch": ROWS, "seq_len": T}, rl=dict(max_tokens=LONGEST) | keys, **sections)
+    return run.replace(data={"global_batch": ROWS, "seq_len": T}, rl=dict(max_tokens=LONGEST) | keys, **sections)
 
 
 LORA = dict(lora=dict(rank=RANK, alpha=ALPHA))
@@ -403,7 +403,7 @@ def test_the_head_multiplies_no_more_than_that_of_the_next_token():
     the accumulators."""
     found = []
     for training in (dict(objective="rl"), dict(objective="next_token")):
-        case = parity.compile_run(rl_run(KEYS["grpo"], microbatches=4).replaced(training=training))
+        case = parity.compile_run(rl_run(KEYS["grpo"], microbatches=4).replace(training=training))
         assert not case.audit.unknown_loops
         assert memory.measure(case.made, case.step)["grads"] == memory.formula(case.made)["grads"]
         found.append(case.audit.flops)
@@ -411,7 +411,7 @@ def test_the_head_multiplies_no_more_than_that_of_the_next_token():
 
 
 def test_stages_are_refused():
-    run = rl_run({}).replaced(mesh={"stage": 2}, model={"num_layers": 2})
+    run = rl_run({}).replace(mesh={"stage": 2}, model={"num_layers": 2})
     with pytest.raises(config.ConfigError, match='mesh.stage=2: pipelines do not support training.objective="rl"'):
         parity.assemble(run)
 
@@ -443,7 +443,7 @@ def test_loss_and_gradient_of_every_weight_are_those_of_trl_with_transformers(na
     shutil.copy(GOLDENS / "policy" / f"{name}.safetensors", tmp_path / "model.safetensors")
     loaded, wanted = (Loaded(place, rule, mesh, f"--training.microbatches={microbatches}")
                       for place in (GOLDENS / "policy", tmp_path))
-    run = loaded.run.replaced(data=dict(seq_len=T, global_batch=ROWS), rl=dict(max_tokens=LONGEST) | case["rl"],
+    run = loaded.run.replace(data=dict(seq_len=T, global_batch=ROWS), rl=dict(max_tokens=LONGEST) | case["rl"],
                               training=dict(objective="rl", grad_clip=0.0, loss_chunk=20), optimizer=dict(name="adamw"))
     drawn = [DrawnAnswer(np.array(one["prompt"]), np.array(one["tokens"]), *map(np.array, (sampled, one["advantage"])),
                          True, *map(np.array, scores)) for one, sampled, *scores in zip(

@@ -501,7 +501,7 @@ def test_a_sampler_tells_a_mistake_before_it_waits(tmp_path):
 
 
 def test_launchers_give_samplers_gpus_of_their_own(monkeypatch):
-    run = run_files.load(["--mesh.simulated_devices=0"]).replaced(rl={"lag": 1})
+    run = run_files.load(["--mesh.simulated_devices=0"]).replace(rl={"lag": 1})
     given = samplers.COMMAND.read(["--samplers=2", "--sampler-gpus=2"])
     assert samplers.read_options(run, given) == (2, 2)
     mine, theirs = samplers.divide_gpus(run, 2, 2, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"})
@@ -509,7 +509,7 @@ def test_launchers_give_samplers_gpus_of_their_own(monkeypatch):
     with pytest.raises(config.ConfigError, match="leave none of 4 GPUs to the trainer"):
         samplers.divide_gpus(run, 2, 2, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     with pytest.raises(config.ConfigError, match="with rl.lag=0 the trainer generates"):
-        samplers.read_options(run.replaced(rl={"lag": 0}), given)
+        samplers.read_options(run.replace(rl={"lag": 0}), given)
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from meshtrain.inference.sampling import Picking
 from meshtrain.model import params
 from meshtrain.names import MATMUL_ROLES
 from meshtrain.rl import samplers
-from meshtrain.shipped import shipped
+from meshtrain.shipped import locate_shipped
 
 MODEL = dict(vocab_size=97, embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=96)
 EXPERTS = MODEL | dict(mlps="de", num_experts=4, experts_per_token=2, expert_mlp_dim=32)
@@ -24,7 +24,7 @@ EXPERTS = MODEL | dict(mlps="de", num_experts=4, experts_per_token=2, expert_mlp
 
 def assembled(mesh: dict, rule: str = "zero3", devices=None, model=MODEL, **sections) -> assembly.Assembly:
     """dtype float32 where the model does not say otherwise."""
-    run = config.Run(mesh=mesh, sharding=dict(rules=str(shipped(f"sharding_rules/{rule}.toml"))),
+    run = config.Run(mesh=mesh, sharding=dict(rules=str(locate_shipped(f"sharding_rules/{rule}.toml"))),
                      model=dict(compute_dtype="float32") | model, data=dict(seq_len=64, global_batch=8), **sections)
     return assembly.assemble(run, devices or jax.devices()[:math.prod(mesh.values())])
 

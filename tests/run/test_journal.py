@@ -142,7 +142,7 @@ def test_only_skips_in_a_row_end_a_run(capsys):
 def test_a_sampler_that_differs_by_more_than_rounding_is_told_once(column, limit, keys, capsys):
     """Where it has the same weights as the step."""
     run = config.Run(data=dict(seq_len=32, global_batch=4), training=dict(objective="rl"),
-                     model=dict(compute_dtype="float32")).replaced(**keys)
+                     model=dict(compute_dtype="float32")).replace(**keys)
     kept = Kept()
     steps = journal.Journal(run, kept, kept, journal.Flops(6e12, 4e12))
     for number, apart in enumerate((limit / 2, 2 * limit, 3 * limit), 1):

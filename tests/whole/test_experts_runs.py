@@ -133,7 +133,7 @@ def test_a_dense_run_with_biases_in_its_mlps_is_refused(runs):
     saved = source.open(2)
     saved.metadata["run"]["model"]["mlp_bias"] = True
     with pytest.raises(ValueError, match="the MLPs of the dense run have biases"):
-        init_from.upcycled(run_files.load(["configs/quickstart.toml", "--model.num_experts",
+        init_from.upcycle(run_files.load(["configs/quickstart.toml", "--model.num_experts",
                                         "4", "--model.expert_mlp_dim", "64"]),
                            None, None, saved, {})
 

@@ -40,9 +40,9 @@ class Ends:
     bos: int | None = None
     note: str = ""
 
-    def shown(self, reader: Tokenizer) -> str:
+    def describe(self, reader: Tokenizer) -> str:
         """Return the stop tokens and strings for messages: <|im_end|> (279), <|endoftext|> (277)."""
-        found = [shown(reader, one) for one in self.ids] + [f"the text {one!r}" for one in self.stops]
+        found = [format_token(reader, one) for one in self.ids] + [f"the text {one!r}" for one in self.stops]
         return ", ".join(found) or "nothing but their length"
 
     def as_saved(self) -> dict:
@@ -60,7 +60,7 @@ def agree_on(found: Callable[[], Ends]) -> Ends:
     return Ends(**(one | {"ids": tuple(one["ids"]), "stops": tuple(one["stops"])}))
 
 
-def shown(reader: Tokenizer, id: int) -> str:
+def format_token(reader: Tokenizer, id: int) -> str:
     name = reader.library.id_to_token(id) if isinstance(reader, tokenizer.TokenizerFile) else None
     return f"{name} ({id})" if name else str(id)
 
@@ -127,8 +127,8 @@ def _of_chats(data: Data, reader: Tokenizer, folders: Sequence[Path], kinds: set
     if found.turn is not None and data.loss_on == "assistant" and kinds & set(sources.CHATS) and _is_not_learned(
             template, found.turn):
         return dataclasses.replace(found, note=(
-            f"the chat template {template.path} closes {{% generation %}} before {shown(reader, found.turn)}, so the "
-            f"model does not learn to stop; set data.chat_template to a template that closes it after this token"))
+            f"the chat template {template.path} closes {{% generation %}} before {format_token(reader, found.turn)}, "
+            f"so the model does not learn to stop; set data.chat_template to a template that closes it after this token"))
     return found
 
 
@@ -199,7 +199,7 @@ def _default(run: Run, origin: Saved | None) -> tuple[str, str]:
             _, id = sources.reader_of(run.data.model_copy(update={"eos": name}), vocab_size=vocab_size)
         except ValueError:      # this run has another tokenizer
             return "", ""
-        return name, f"documents end with {shown(reader, id)}, data.eos of {source}; set data.eos to use another"
+        return name, f"documents end with {format_token(reader, id)}, data.eos of {source}; set data.eos to use another"
     directory = next(filter(model_folder.is_at, model_folder.companion_folders("", source)), None)
     id = of_documents(directory, separator) if directory else None
     if id is None:
@@ -210,9 +210,10 @@ def _default(run: Run, origin: Saved | None) -> tuple[str, str]:
         token = reader.library.get_added_tokens_decoder().get(id)
         name = token.content if token and token.special else ""
     if not name or id >= vocab_size:
-        return "", (f"note: documents end with the separator {shown(reader, separator)}, since the eos_token_id {id} "
-                    f"of {source} is no special token of data.tokenizer; set data.eos to use another")
-    return name, f"documents end with {shown(reader, id)}, the eos_token_id of {source}; set data.eos to use another"
+        return "", (f"note: documents end with the separator {format_token(reader, separator)}, since the eos_token_id "
+                    f"{id} of {source} is no special token of data.tokenizer; set data.eos to use another")
+    token_text = format_token(reader, id)
+    return name, f"documents end with {token_text}, the eos_token_id of {source}; set data.eos to use another"
 
 
 # ---- written to folders ----------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
     """
     model, places = transformer.cfg, transformer.places()
     with user_errors():
-        theirs, beside = agree.on_first(lambda: (settings.read(source), folder.carried_names(source)) if source
+        theirs, beside = agree.on_first(lambda: (settings.read(source), folder.list_carried(source)) if source
                                         else ({}, []))
         family = settings.family_of(theirs) if theirs else settings.family_for(model)
         theirs = theirs or {"bos_token_id": ends.bos, "eos_token_id": ends.as_json(),

@@ -47,7 +47,7 @@ def _in_directory(directory: Path) -> Iterator[Path]:
     """Write into a temporary directory and rename it at the end of the block. Process 0 holds a lock and renames."""
     place = directory.with_name(f".{directory.name}.saving")
     with contextlib.ExitStack() as held:
-        on_first(directory, lambda: held.enter_context(_locked_place(directory, place)))
+        on_first(directory, lambda: held.enter_context(_lock_place(directory, place)))
         try:
             yield place
             on_first(directory, lambda: _name(place, directory))
@@ -172,7 +172,7 @@ def _judge(target: Target, act: Callable[[], Value]) -> Value:
 
 
 @contextlib.contextmanager
-def _locked_place(directory: Path, place: Path) -> Iterator[None]:
+def _lock_place(directory: Path, place: Path) -> Iterator[None]:
     """Check that `directory` is free, empty `place`, and hold a lock on `directory` until the block ends. Process 0
     calls it."""
     if files.status(directory) and not (files.is_dir(directory) and not any(directory.iterdir())):
@@ -180,7 +180,7 @@ def _locked_place(directory: Path, place: Path) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(_locked(directory, directory.with_name(f".{directory.name}.lock")))
+            held.enter_context(_lock(directory, directory.with_name(f".{directory.name}.lock")))
             if place.exists():
                 shutil.rmtree(place)        # left by a killed export
             place.mkdir()
@@ -193,7 +193,7 @@ def _locked_place(directory: Path, place: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(directory: Path, path: Path) -> Iterator[None]:
+def _lock(directory: Path, path: Path) -> Iterator[None]:
     """Hold a lock file until the block ends, then remove it. A file that a killed process has left is not locked. On a
     file system without locks (Lustre without `-o flock`) a second writer is not detected."""
     while True:

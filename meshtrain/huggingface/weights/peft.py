@@ -50,8 +50,8 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
         # a multimodal model's modules, as transformers names them in memory
         prefixes = None if settings.text_of(theirs) is theirs else TEXT_PREFIXES[1]
         rows = [row for row in folder.rows(family, model, parameter_paths(transformer), prefixes)
-                if _adapted(transformer, row)]
-    ranks = {row.name: of.rank * len(_adapted(transformer, row)) for row in rows}
+                if _adapter_paths(transformer, row)]
+    ranks = {row.name: of.rank * len(_adapter_paths(transformer, row)) for row in rows}
     tensors = {_tensor_name(row, layer, one): shape for layer in range(model.num_layers) for row in rows
                if layer in row.layers for one, shape in zip("AB", _shapes(row, ranks[row.name]))}
     modules = {row.name: row.name.removesuffix(".weight") for row in rows}
@@ -81,7 +81,7 @@ def _tensor_name(row: folder.WeightRow, layer: int, matrix: str) -> str:
     return f"{PREFIX}{row.of_layer(layer).removesuffix('.weight')}.lora_{matrix}.weight"
 
 
-def _adapted(transformer: Transformer, row: folder.WeightRow) -> list[str]:
+def _adapter_paths(transformer: Transformer, row: folder.WeightRow) -> list[str]:
     """Return the paths of a row's parameters that have adapters."""
     found = {info.name for info in transformer.parameters() if info.trainable}
     stacks = [transformer.places()[layer][0] for layer in row.layers][:1]

@@ -104,7 +104,7 @@ def copy_companions(source: Path, target: Path, names: Sequence[str] = model_fol
     Tensors of the folder that the text model does not use are copied to one more file, model_folder.CARRIED.
     """
     found = {path.name: partial(shutil.copyfile, path) for path in folder.companions(source) if path.name in names}
-    if model_folder.CARRIED in {*names} - found.keys() and (carried := folder.carried(source)):
+    if model_folder.CARRIED in {*names} - found.keys() and (carried := folder.read_carried(source)):
         found[model_folder.CARRIED] = partial(safetensors.copy, carried)
     target.mkdir(exist_ok=True)
     for name, copy in found.items():
@@ -179,9 +179,9 @@ def _program(row: folder.WeightRow, stacks, mesh, block: tuple[int, int] | None)
             each = jnp.repeat(jnp.repeat(scales, down, 0)[:rows], across, 1)[:, :columns]
             whole = whole.astype(jnp.float32) * each
         ours = row.to_ours(whole, jnp.concatenate)
-        return tuple(written(stack, ours[path], at) for path, stack in zip(row.paths, stacks, strict=True))
+        return tuple(put(stack, ours[path], at) for path, stack in zip(row.paths, stacks, strict=True))
 
-    def written(stack, x, at):
+    def put(stack, x, at):
         x, shape = x.astype(stack.dtype), stack.shape[lead:]
         if shape != x.shape:    # pad the vocabulary
             x = jnp.pad(x, [(0, ours - theirs) for ours, theirs in zip(shape, x.shape, strict=True)])
