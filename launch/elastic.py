@@ -63,10 +63,10 @@ def most(words: Sequence[str], processes: int, least: int, devices: int, full: i
              f"--devices={devices}", f"--full={full}", "--", *words], capture_output=True, text=True, timeout=LONGEST_S)
     except subprocess.TimeoutExpired:
         return 0, f"the check whether fewer can train it did not end within {LONGEST_S:g} s"
-    found = ran.stdout.split()
-    if ran.returncode or not found or not found[0].isdecimal():
+    printed = ran.stdout.split()
+    if ran.returncode or not printed or not printed[0].isdecimal():
         return 0, (ran.stderr.strip().splitlines() or ["?"])[-1].removeprefix("error: ")
-    return int(found[0]), ""
+    return int(printed[0]), ""
 
 
 @command.entry(COMMAND, __doc__)

@@ -99,7 +99,7 @@ class Slots:
         self.last = slot
 
     def _leave_out(self, slot: int) -> None:
-        there = [one for one in range(self.count) if one not in self.lost | {slot}]
+        there = [other for other in range(self.count) if other not in self.lost | {slot}]
         count, why = elastic.most(self.words, len(there), self.least, self.devices // self.count, self.full)
         if not count:
             say.err(f"process {slot} of {self.count} failed twice in a row, and the run cannot go on without it: {why}")

@@ -108,8 +108,8 @@ def _last_words(run: Run, attempt: int) -> tuple[int, str]:
         return stops.FAILED, f"for an unknown reason: {error}"
     for text in texts:
         with contextlib.suppress(ValueError, KeyError, TypeError):      # truncated: its host was lost
-            one = json.loads(text)
-            left.append((bool(one["victim"]), one["code"] == stops.STOPPED, float(one["time"]), str(one["words"])))
+            last = json.loads(text)
+            left.append((bool(last["victim"]), last["code"] == stops.STOPPED, float(last["time"]), str(last["words"])))
     secondary, stopped, _, words = min(left, default=(True, False, 0.0, ""))
     if secondary:
         return stops.FAILED, "no process failed by itself: a pod was killed, or its host is lost"

@@ -209,8 +209,8 @@ def main(given: config.Arguments) -> int:
             _sleep(wait_s, asked)
         return stops.STOPPED if asked else stops.FAILED
     finally:
-        for one in room.beside:
-            one.leave()
+        for beside in room.beside:
+            beside.leave()
         room.leave()
         ray.shutdown()
 
@@ -324,7 +324,7 @@ def life(room: Room, rest: Sequence[str], left: Path) -> supervise.LaunchOutcome
     # Concurrent, because it is polled while it runs the process.
     kind = ray.remote(num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=0, max_concurrency=4)(Process)
     bundles = [PlacementGroupSchedulingStrategy(room.group, placement_group_bundle_index=i) for i in range(count)]
-    actors = [kind.options(scheduling_strategy=one).remote() for one in bundles]
+    actors = [kind.options(scheduling_strategy=strategy).remote() for strategy in bundles]
     try:
         places = ray.get([actor.place.remote() for actor in actors], timeout=ANSWER_S)
         # Indices follow the hosts: the last axis of the placement must stay inside a host.
@@ -363,9 +363,9 @@ def _polling(running: dict[object, Member], room: Room) -> Callable[[float], Ite
             for member in members:
                 member.send(number)
         passed_on = len(asked)
-        for one in room.beside:
-            one.look()
-        done, _ = ray.wait([one for one, member in running.items() if member.code is None],
+        for beside in room.beside:
+            beside.look()
+        done, _ = ray.wait([reference for reference, member in running.items() if member.code is None],
                            timeout=min(seconds, POLL_S))
         _hear([member for member in members if member.index == 0 and member.code is None])
         for reference in done:

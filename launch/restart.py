@@ -121,8 +121,8 @@ class Failures:
             if self.most:
                 say.err(f"given up after {count} failures in a row without "
                         f"{f'a newer checkpoint than that of step {reached}' if reached else 'a checkpoint'}:")
-                for number, one in enumerate(self.said, 1):
-                    say.err(f"  {number}: {one}")
+                for number, failure in enumerate(self.said, 1):
+                    say.err(f"  {number}: {failure}")
             return None
         if reached > before:        # it will come that far again
             say.err(f"starting again from step {reached}")

@@ -56,16 +56,16 @@ def divide_gpus(run: Run, count: int, each: int, environ: Mapping[str, str]) -> 
     ConfigError."""
     if not count or not each:
         return dict(environ), dict(environ)
-    found = gpus.visible(environ)
-    if count * each >= len(found):
-        raise ConfigError(f"--samplers {count} of --sampler-gpus {each} leave none of {len(found)} GPUs to the "
+    there = gpus.visible(environ)
+    if count * each >= len(there):
+        raise ConfigError(f"--samplers {count} of --sampler-gpus {each} leave none of {len(there)} GPUs to the "
                           f"trainer; use fewer")
-    cut = len(found) - count * each
+    cut = len(there) - count * each
 
     def with_gpus(names: Sequence[str]) -> dict[str, str]:
         return {**environ, "CUDA_VISIBLE_DEVICES": ",".join(names)}
 
-    return with_gpus(found[:cut]), with_gpus(found[cut:])
+    return with_gpus(there[:cut]), with_gpus(there[cut:])
 
 
 @command.entry(COMMAND, __doc__)
@@ -75,13 +75,13 @@ def main(given: config.Arguments) -> int:
     if not count:
         raise ConfigError("--samplers is missing: nothing says how many; add e.g. --samplers 2")
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"} | ({} if each else {"CUDA_VISIBLE_DEVICES": ""})
-    found = gpus.visible(environ) if each else []
-    if count * each > len(found):
-        raise ConfigError(f"--samplers {count} of --sampler-gpus {each} need {count * each} GPUs, but {len(found)} are "
+    there = gpus.visible(environ) if each else []
+    if count * each > len(there):
+        raise ConfigError(f"--samplers {count} of --sampler-gpus {each} need {count * each} GPUs, but {len(there)} are "
                           f"visible; use fewer")
-    own = [environ | ({"CUDA_VISIBLE_DEVICES": ",".join(found[i * each:(i + 1) * each])} if each else {})
+    own = [environ | ({"CUDA_VISIBLE_DEVICES": ",".join(there[i * each:(i + 1) * each])} if each else {})
            for i in range(count)]
-    simulated = ["--mesh.simulated_devices=1"] * bool(run.mesh.simulated_devices)
+    simulated = ["--mesh.simulated_there=1"] * bool(run.mesh.simulated_there)
     return _run([sys.executable, "-m", "meshtrain.sample", run.run.dir,
                  f"--run.compilation_cache={run.run.compilation_cache}", *simulated], own, given["first"])
 
@@ -101,7 +101,7 @@ def _run(argv: Sequence[str], environs: Sequence[Mapping[str, str]], first: int)
             began[index], starts[index] = time.monotonic(), starts[index] + 1
             running[index] = supervise.begin(argv, {**environs[index], "MESHTRAIN_START": str(starts[index])},
                                              stdout=subprocess.DEVNULL)
-        for index in [index for index, one in running.items() if one.poll() is not None]:
+        for index in [index for index, sampler in running.items() if sampler.poll() is not None]:
             pid, code = running[index].pid, running.pop(index).returncode
             if code in restart.ENDS:
                 codes[index] = code
@@ -119,15 +119,15 @@ def _run(argv: Sequence[str], environs: Sequence[Mapping[str, str]], first: int)
 def end(processes: Collection[subprocess.Popen], limit_s: float) -> None:
     """Send SIGTERM to the processes, and SIGKILL to those that still run after limit_s seconds; wait for all of them.
     """
-    for one in processes:
-        one.terminate()
+    for process in processes:
+        process.terminate()
     until = time.monotonic() + limit_s
-    for one in processes:
+    for process in processes:
         try:
-            one.wait(max(0.0, until - time.monotonic()))
+            process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
-            one.kill()
-            one.wait()
+            process.kill()
+            process.wait()
 
 
 def _ending(code: int) -> str:

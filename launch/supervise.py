@@ -277,8 +277,8 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
     if len({child.code for child in ended}) == 1 and ended[0].code in AGREED:
         return LaunchOutcome(ended[0].code)
     in_order = sorted(ended, key=lambda child: child.index)
-    found = stacks.culprit(left, since) if left else None
-    first = _culprit(ended, found and found[0])
+    stuck = stacks.culprit(left, since) if left else None
+    first = _culprit(ended, stuck and stuck[0])
     if first is None:
         words = "the processes ended in different ways"
         _tell(words, *(f"{child.name}: {child.ending}" for child in in_order))
@@ -293,8 +293,8 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
         words = f"{first.name} failed first: the others lost contact with it"
     else:
         words = f"{first.name} failed first, {first.ended_s:.1f} s after the start: {first.ending}"
-    if found and found[0] == first.index:
-        words += f"; it {found[1]}"
+    if stuck and stuck[0] == first.index:
+        words += f"; it {stuck[1]}"
     _tell(words)
     shown = [first, *(child for child in ended if child.failed and not child.secondary and child is not first)]
     # the lines of process 0 are on the screen already
@@ -318,9 +318,9 @@ def _culprit(ended: Sequence[Child], stuck: int | None) -> Child | None:
     """Return the process that failed first, or None. ended: all processes in the order of their ends. stuck: the
     process that the stacks name."""
     failed = [child for child in ended if child.failed]
-    unheard = {int(index) for child in failed for line in child.lines for found in lost.UNHEARD.findall(line)
-               for index in found if index}
-    blamed = {int(found[1]) for child in failed for line in child.lines if (found := lost.BLAMED.search(line))}
+    unheard = {int(index) for child in failed for line in child.lines for match in lost.UNHEARD.findall(line)
+               for index in match if index}
+    blamed = {int(match[1]) for child in failed for line in child.lines if (match := lost.BLAMED.search(line))}
     return next((child for candidates in (
         # killed or lost, and not ended by this launcher
         (child for child in failed if (child.code is None or child.code < 0) and not child.secondary),

@@ -126,14 +126,14 @@ def status(path: str | os.PathLike) -> os.stat_result | None:
 def is_file(path: str | os.PathLike) -> bool:
     """Return whether `path` is a regular file. Unlike os.path.isfile, it raises if the file system fails, see `status`.
     """
-    found = status(path)
-    return found is not None and stat.S_ISREG(found.st_mode)
+    there = status(path)
+    return there is not None and stat.S_ISREG(there.st_mode)
 
 
 def is_dir(path: str | os.PathLike) -> bool:
     """Return whether `path` is a directory. Raises: see `status`."""
-    found = status(path)
-    return found is not None and stat.S_ISDIR(found.st_mode)
+    there = status(path)
+    return there is not None and stat.S_ISDIR(there.st_mode)
 
 
 def error_to_raise(error: OSError, what: str, remedy: str, mistake: type[Exception] = ValueError) -> Exception:
@@ -207,17 +207,17 @@ def checksums(place: Path, paths: Iterable[Path], *, sync: bool = False, missing
                 os.fsync(file.fileno())
         return str(path.relative_to(place)), [size, digest.hexdigest()]
 
-    one = checksum if sync else lambda path: patiently(lambda: checksum(path), missing=missing)
+    checksum_of = checksum if sync else lambda path: patiently(lambda: checksum(path), missing=missing)
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-        return dict(threads.map(one, paths))
+        return dict(threads.map(checksum_of, paths))
 
 
-def difference(found: list, wanted) -> str:
-    """Return how a file differs from what was written, as text; "" if it does not. found, wanted: from `checksums`."""
-    if found == wanted:
+def difference(read: list, wanted) -> str:
+    """Return how a file differs from what was written, as text; "" if it does not. read, wanted: from `checksums`."""
+    if read == wanted:
         return ""
-    if isinstance(wanted, list) and found[0] != wanted[0]:
-        return f"{found[0]} bytes, {wanted[0]} were written"
+    if isinstance(wanted, list) and read[0] != wanted[0]:
+        return f"{read[0]} bytes, {wanted[0]} were written"
     return "its checksum differs"
 
 
@@ -268,7 +268,7 @@ def replace(path: Path, content: str | bytes, *, shared: bool = False) -> None:
 def free_name(name: str, is_taken: Callable[[str], bool]) -> str:
     """Return the first of NAME, NAME-2, NAME-3, … that is not taken."""
     names = (f"{name}-{i}" if i > 1 else name for i in itertools.count(1))
-    return next(one for one in names if not is_taken(one))
+    return next(candidate for candidate in names if not is_taken(candidate))
 
 
 def set_aside(path: Path, suffix: str) -> str:

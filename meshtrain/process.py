@@ -41,12 +41,12 @@ def join(run: Run, argv: Sequence[str]) -> Iterator[Joined]:
                                *[run.training.phase_timeout_s] * 3)
     with watch.on(limits, index, count, say.err) as watchdog:
         with phases.phase(f"meeting {count} processes" if count > 1 else "starting the devices"):
-            found, run = start_devices(run, argv, cluster)
-        run, fewer = elastic.fit(run, len(found))
+            all_devices, run = start_devices(run, argv, cluster)
+        run, fewer = elastic.fit(run, len(all_devices))
         stops.end_together(agree.part)
         if fewer:
             say.out(fewer)
-        yield Joined(run, found, watchdog)
+        yield Joined(run, all_devices, watchdog)
 
 
 def start_devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -> tuple[Sequence[jax.Device], Run]:
@@ -54,10 +54,11 @@ def start_devices(run: Run, argv: Sequence[str], cluster: find.Cluster | None) -
     are any."""
     if not run_files.names_mesh(argv) and devices.gpus_expected():
         run = run.replace(mesh={"simulated_devices": 0})
-        found = devices.start(run, cluster)
-        run = devices.on_gpus(run, len(found))
-        say.out(f"found {len(found)} × {found[0].device_kind}: training on {run.mesh.fsdp}, all on the axis fsdp")
-        return found[:run.mesh.fsdp], run
+        all_devices = devices.start(run, cluster)
+        run = devices.on_gpus(run, len(all_devices))
+        say.out(f"found {len(all_devices)} × {all_devices[0].device_kind}: training on {run.mesh.fsdp}, all on the "
+                f"axis fsdp")
+        return all_devices[:run.mesh.fsdp], run
     if run.mesh.simulated_devices:      # checked before devices start, each of which takes threads and memory
         elastic.check(run, run.mesh.simulated_devices)
     return devices.start(run, cluster), run

@@ -89,17 +89,17 @@ def cluster(section, environ: Mapping[str, str]) -> Cluster | None:
     description is incomplete or contradictory.
     """
     address = section.coordinator_address
-    found: Cluster | None
+    cluster_here: Cluster | None
     if section.num_processes:
-        found = Cluster(address, section.num_processes, section.process_id, token=_token(environ, OWN_STARTS))
+        cluster_here = Cluster(address, section.num_processes, section.process_id, token=_token(environ, OWN_STARTS))
     else:
-        found = _of_environment(environ, address)
-        found = found and dataclasses.replace(found, token=_token(environ, (*OWN_STARTS, *STARTS)))
-    if address and found is None:
+        cluster_here = _of_environment(environ, address)
+        cluster_here = cluster_here and dataclasses.replace(cluster_here, token=_token(environ, (*OWN_STARTS, *STARTS)))
+    if address and cluster_here is None:
         raise ConfigError(f"distributed.coordinator_address={address} is for several processes, but no launcher's "
                           f"environment has the index of this process; give distributed.num_processes and "
                           f"distributed.process_id too")
-    return found if found is not None and found.count > 1 else None
+    return cluster_here if cluster_here is not None and cluster_here.count > 1 else None
 
 
 def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
@@ -113,9 +113,9 @@ def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
             and int(environ.get("SLURM_STEP_ID", SLURM_OWN_STEPS)) < SLURM_OWN_STEPS
             and not (ranks and _of_daemons(environ, ranks)))
     launched = srun or ranks is not None
-    named = [(words, found) for words, find in ((JAX, _jax), (TORCH, _torch))
-             if (found := find(environ, address, launched))]
-    places = [(_join(environ, words[:2]), found.count, found.index) for words, found in named]
+    named = [(words, described) for words, find in ((JAX, _jax), (TORCH, _torch))
+             if (described := find(environ, address, launched))]
+    places = [(_join(environ, words[:2]), described.count, described.index) for words, described in named]
     if launched and "TORCHELASTIC_RUN_ID" not in environ:
         step = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
         for keys in [*[(step, "SLURM_PROCID")] * srun, *((ranks.size, ranks.rank) for ranks in numbered)]:
@@ -146,8 +146,8 @@ def _ranks(environ: Mapping[str, str]) -> list[Ranks]:
     out. A launcher that counts the processes of this host comes first."""
     if OPEN_MPI.rank in environ:
         return [OPEN_MPI]
-    found = [ranks for ranks in RANKS if ranks.size in environ and ranks.rank in environ]
-    several = [ranks for ranks in found if _place(environ, ranks.size, ranks.rank)[0] > 1] or found
+    numbering = [ranks for ranks in RANKS if ranks.size in environ and ranks.rank in environ]
+    several = [ranks for ranks in numbering if _place(environ, ranks.size, ranks.rank)[0] > 1] or numbering
     return sorted(several, key=lambda ranks: not any(name in environ for name in ranks.local_size))
 
 

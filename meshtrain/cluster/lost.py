@@ -27,10 +27,10 @@ def others(error: BaseException | str) -> list[int] | None:
     text = str(error)
     if not (isinstance(error, PeerError) or LOST.search(text)):
         return None
-    found = {int(index) for pair in NAMED.findall(text) for index in pair if index}
+    indices = {int(index) for pair in NAMED.findall(text) for index in pair if index}
     for listed in TIMED_OUT.findall(text):
-        found |= {int(index) for index in re.findall(r"(\d+)\s*(?:\n|$)", listed)}
-    return sorted(found)
+        indices |= {int(index) for index in re.findall(r"(\d+)\s*(?:\n|$)", listed)}
+    return sorted(indices)
 
 
 # ---- in a line that a process wrote ----------------------------------------------------------------------------------

@@ -195,13 +195,13 @@ def _stacks_of(parent: int, thread: int, stacks: int) -> bytes:
     else:
         with contextlib.suppress(ProcessLookupError):
             os.kill(parent, STACKS)
-    found, until = b"", time.monotonic() + STACKS_S
+    text, until = b"", time.monotonic() + STACKS_S
     while time.monotonic() < until:
         time.sleep(0.1)
-        before, found = found, os.pread(stacks, MOST_STACKS, 0)
-        if found and found == before:
+        before, text = text, os.pread(stacks, MOST_STACKS, 0)
+        if text and text == before:
             break
-    return TIMEOUT + found
+    return TIMEOUT + text
 
 
 def end(parent: int, stacks: bytes, words: str, path: str, ending: int, head: int) -> None:

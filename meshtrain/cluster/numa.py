@@ -68,13 +68,13 @@ def _is_prefix(name: str, uuid: str) -> bool:
 
 def _find_gpus(root: Path) -> list[tuple[str, str, str]]:
     """Return (PCI address, model, UUID) of the GPUs that CUDA would find, sorted by address."""
-    found = []
+    gpus = []
     for folder in (root / "proc/driver/nvidia/gpus").iterdir():
         told = dict(re.findall(r"^([\w ]+):[ \t]*(.*?)[ \t]*$", (folder / "information").read_text(encoding="utf-8"),
                                re.MULTILINE))
         if _opens(root / f"dev/nvidia{told.get('Device Minor', '')}"):
-            found.append((folder.name.lower(), told.get("Model", ""), told.get("GPU UUID", "")))
-    return sorted(found)
+            gpus.append((folder.name.lower(), told.get("Model", ""), told.get("GPU UUID", "")))
+    return sorted(gpus)
 
 
 def _opens(device: Path) -> bool:

@@ -118,6 +118,6 @@ def _key(lowered: jax.stages.Lowered, options: dict, devices: Sequence[jax.Devic
 
 def _drop_old(directory: Path) -> None:
     with contextlib.suppress(OSError):
-        found = sorted(directory.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)
-        for old in found[MOST_KEPT:]:
+        newest_first = sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+        for old in newest_first[MOST_KEPT:]:
             files.remove(old) if old.is_dir() else old.unlink(missing_ok=True)

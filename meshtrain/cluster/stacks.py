@@ -144,17 +144,17 @@ def begin(directory: Path) -> str:
 def read(directory: Path, since: float = 0.0) -> dict[int, Report]:
     """Return process -> report for the newest start. since: wall clock in seconds; files last written before it are
     ignored."""
-    one = [_report_in(path, since) for path in Path(directory).glob("process-*.txt")]
-    found = {report.state.process: report for report in one if report}
-    newest = max(found.values(), key=lambda report: report.state.since, default=None)
-    return {index: report for index, report in found.items()
+    reports = [_report_in(path, since) for path in Path(directory).glob("process-*.txt")]
+    by_process = {report.state.process: report for report in reports if report}
+    newest = max(by_process.values(), key=lambda report: report.state.since, default=None)
+    return {index: report for index, report in by_process.items()
             if newest is not None and report.state.attempt == newest.state.attempt}
 
 
 def of(directory: Path, index: int, attempt: str) -> Report | None:
     """Return the report of one process; None if it has none of this start."""
-    found = _report_in(directory / f"process-{index}.txt")
-    return found if found and found.state.attempt == attempt else None
+    report_there = _report_in(directory / f"process-{index}.txt")
+    return report_there if report_there and report_there.state.attempt == attempt else None
 
 
 def culprit(directory: Path | str, since: float = 0.0) -> tuple[int, str] | None:

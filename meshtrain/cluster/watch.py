@@ -206,9 +206,9 @@ class Watchdog:
                  f"lost {name_processes(gone) if gone else 'other processes'}")
         with contextlib.suppress(OSError):
             os.pwrite(self._file.fileno(), self._state("failed" if gone is None else "lost", words).head(), 0)
-            found = stacks.culprit(self._directory) or stacks.find_dead(self._directory) if gone == [] else None
-            if found:
-                self.tell(f"error: process {self.index} of {self.count} has lost process {found[0]}: it {found[1]}")
+            dead = stacks.culprit(self._directory) or stacks.find_dead(self._directory) if gone == [] else None
+            if dead:
+                self.tell(f"error: process {self.index} of {self.count} has lost process {dead[0]}: it {dead[1]}")
         return True
 
     def close(self) -> None:
@@ -326,9 +326,9 @@ class Watchdog:
             os.fsync(self._file.fileno())       # other hosts read it
 
     def _name_culprit(self) -> None:
-        found = self._directory and stacks.culprit(self._directory)
-        if found:
-            self.tell(f"error: the culprit is process {found[0]}: it {found[1]}")
+        culprit = self._directory and stacks.culprit(self._directory)
+        if culprit:
+            self.tell(f"error: the culprit is process {culprit[0]}: it {culprit[1]}")
         elif self._directory:
             self.tell(f"error: all processes wait for each other ({self._now.phase}); see {self._directory}")
 

@@ -67,8 +67,9 @@ def main(own: config.Arguments) -> int:
         say.out(table(rows))
     if own["print-config"] and run:
         say.answer(config.dump(run)) if not own["json"] else say.err(config.dump(run))
-    found = {row.verdict for row in rows}
-    return USER_ERROR if WRONG in found else DOES_NOT_FIT if UNFIT in found else FAILED if FAULT in found else DONE
+    verdicts = {row.verdict for row in rows}
+    return (USER_ERROR if WRONG in verdicts else DOES_NOT_FIT if UNFIT in verdicts else
+            FAILED if FAULT in verdicts else DONE)
 
 
 def look_at_file(own: config.Arguments) -> tuple[list[Finding], Run | None]:
@@ -100,11 +101,11 @@ def _look_at(part: str, look: Callable[[], Iterator[Finding | tuple]]) -> tuple[
     rows, made = [], None
     try:
         with config.user_errors():
-            for found in look():
-                if isinstance(found, Finding):
-                    rows.append(found)
+            for item in look():
+                if isinstance(item, Finding):
+                    rows.append(item)
                 else:
-                    made = found
+                    made = item
     except ConfigError as error:
         rows += [Finding(part, WRONG, message) for message in error.messages]
     except FileSystemError as error:
@@ -185,17 +186,18 @@ def _data(run: Run, offline: bool) -> Iterator[Finding]:
     folders = [] if offline and addresses.is_remote(run.run.dir) else model_folder.companion_folders(
         run.run.dir, "" if offline and addresses.is_remote(run.checkpoint.init_from) else run.checkpoint.init_from)
     if data.source == "prompts":
-        corpus, found = prompts.open_prompts(data, vocab_size=vocab, seed=run.run.seed,
-                                             longest=data.seq_len - run.rl.max_tokens + 1, folders=folders)
+        corpus, examples = prompts.open_prompts(data, vocab_size=vocab, seed=run.run.seed,
+                                                longest=data.seq_len - run.rl.max_tokens + 1, folders=folders)
         yield from _tokenizer(corpus.tokenizer, vocab)
-        yield Finding("data", OK, f"{amount(len(found.prompts), 'prompt')}, {len(found.held)} held out, of up to "
-                                  f"{found.longest} tokens")
+        yield Finding("data", OK, f"{amount(len(examples.prompts), 'prompt')}, {len(examples.held)} held out, of up to "
+                                  f"{examples.longest} tokens")
         return
     described = sources.describe(data, vocab_size=vocab, folders=folders)
     yield from _tokenizer(described.tokenizer, vocab)
     training_data.sample_prompt(run, described.tokenizer)
-    for one in described.components:
-        ids, of = sources.sample(described, one), f"{one.where}: {one.source}, {amount(len(one.paths), 'file')}"
+    for component in described.components:
+        ids = sources.sample(described, component)
+        of = f"{component.where}: {component.source}, {amount(len(component.paths), 'file')}"
         if not len(ids):
             yield Finding("data", LEFT, f"{of}, nothing was read")
             continue
@@ -206,7 +208,8 @@ def _data(run: Run, offline: bool) -> Iterator[Finding]:
 def _names(data: config.Data) -> list[str]:
     """Return the values of [data] that may be addresses."""
     sections = (data, *data.mixture, *data.validation_sources)
-    paths = [path for one in sections for key in ("paths", "validation_paths") for path in getattr(one, key, ())]
+    paths = [path for section in sections for key in ("paths", "validation_paths")
+             for path in getattr(section, key, ())]
     return [*paths, data.tokenizer, data.chat_template]
 
 

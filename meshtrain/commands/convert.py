@@ -49,10 +49,10 @@ def main(asked: config.Arguments) -> None:
     copies.forget()
     run_dir, out = asked.names[0], _out(asked.names[1])
     cluster = find.cluster(config.Distributed(), os.environ | {"CUDA_VISIBLE_DEVICES": ""})
-    found = devices.start(config.Run(run=config.Identity(compilation_cache="")), cluster)
+    all_devices = devices.start(config.Run(run=config.Identity(compilation_cache="")), cluster)
     saved = resume.source(run_dir, asked["step"], run_dir, "--step ")
-    said = (_export_adapters(found, saved, run_dir, out, asked["dtype"] or "float32") if asked["adapters"] else
-            _export(found, saved, run_dir, out, asked["dtype"] or "bfloat16", int(asked["shard-gb"] * 1e9)))
+    said = (_export_adapters(all_devices, saved, run_dir, out, asked["dtype"] or "float32") if asked["adapters"] else
+            _export(all_devices, saved, run_dir, out, asked["dtype"] or "bfloat16", int(asked["shard-gb"] * 1e9)))
     if jax.process_index() == 0:
         say.out(said)
 
@@ -77,23 +77,24 @@ def _table(directory: Path) -> str:
         if not files.is_dir(directory):
             raise ConfigError(f"{directory} is not a directory; give a Hugging Face model folder, or a run directory "
                               f"and OUT")
-        found = folder.open_folder(directory)
-        shape = config.Model(**found.model)
-        folder.match(found, shape, pretrained.parameter_paths(transformer.build(shape)))
-    for note in found.notes:
+        opened = folder.open_folder(directory)
+        shape = config.Model(**opened.model)
+        folder.match(opened, shape, pretrained.parameter_paths(transformer.build(shape)))
+    for note in opened.notes:
         say.err(f"note: {note}")
-    size = sum(entry.stop - entry.start for entry in found.entries.values())
-    return (f"# {found.directory}: {found.family.architecture}, {len(found.entries)} tensors of {size / 1e9:.2f} GB\n"
+    size = sum(entry.stop - entry.start for entry in opened.entries.values())
+    return (f"# {opened.directory}: {opened.family.architecture}, {len(opened.entries)} tensors of "
+            f"{size / 1e9:.2f} GB\n"
             f"{config.shape_table(shape)}")
 
 
-def _export(found: Sequence[jax.Device], saved: Saved, run_dir: str, out: new_folder.Target, dtype: str,
+def _export(all_devices: Sequence[jax.Device], saved: Saved, run_dir: str, out: new_folder.Target, dtype: str,
             shard_bytes: int) -> str:
     """Write the weights as a model folder, with one parameter in memory at a time. Return the line to print."""
     with config.user_errors():
         shape = config.Model(**saved.run["model"])
     model = transformer.build(shape)
-    mesh = Mesh(np.array(found), ("all",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(all_devices), ("all",), axis_types=(AxisType.Auto,))
     wanted = {info.name: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=NamedSharding(
         mesh, _spread(info.shape, mesh.size))) for info in model.parameters()}
     with config.user_errors():
@@ -103,7 +104,7 @@ def _export(found: Sequence[jax.Device], saved: Saved, run_dir: str, out: new_fo
     return f"{out}: the weights of step {saved.step} of {run_dir}, {size / 1e9:.2f} GB in {dtype}"
 
 
-def _export_adapters(found: Sequence[jax.Device], saved: Saved, run_dir: str, out: new_folder.Target,
+def _export_adapters(all_devices: Sequence[jax.Device], saved: Saved, run_dir: str, out: new_folder.Target,
                      dtype: str) -> str:
     """Write the adapters as a PEFT folder. Return the line to print."""
     section = adapters.section(saved)
@@ -112,7 +113,7 @@ def _export_adapters(found: Sequence[jax.Device], saved: Saved, run_dir: str, ou
             raise ConfigError(f"--adapters: {run_dir} has no adapters, because it trained without LoRA; leave the "
                               f"option out")
         model = transformer.build(config.Model(**saved.run["model"]), config.Lora(**section))
-    whole = NamedSharding(Mesh(np.array(found), ("all",)), P())
+    whole = NamedSharding(Mesh(np.array(all_devices), ("all",)), P())
     wanted = {info.name: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=whole) for info in model.parameters()}
     with config.user_errors():
         size = peft.write(out, model, adapters.leaf_of_saved(saved, wanted, merge=False), dtype=dtype,
@@ -123,10 +124,10 @@ def _export_adapters(found: Sequence[jax.Device], saved: Saved, run_dir: str, ou
 
 def _ends(saved: Saved, run_dir: str) -> ends.Ends:
     companions = exports.find_companions(model_folder.local_path(run_dir))
-    found = ends.agree_on(lambda: ends.of_saved(saved, companions))
-    if found.note and jax.process_index() == 0:
-        say.err(f"note: {found.note}")
-    return found
+    agreed = ends.agree_on(lambda: ends.of_saved(saved, companions))
+    if agreed.note and jax.process_index() == 0:
+        say.err(f"note: {agreed.note}")
+    return agreed
 
 
 def _spread(shape: tuple[int, ...], num_shards: int) -> P:

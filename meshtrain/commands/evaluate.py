@@ -85,21 +85,21 @@ class Sums:
 def main(options: config.Arguments) -> None:
     if not options["tasks"] and (unused := options.given & {"num-fewshot", "limit", "add-bos"}):
         said = {name: f"--{name}" if options[name] is True else f"--{name} {options[name]}" for name in sorted(unused)}
-        raise ConfigError(*(f"{one} is an option of --tasks, which is missing; add e.g. --tasks hellaswag, or "
-                            f"leave it out" for one in said.values()))
-    found = trained.describe(options.names[0], options["step"], options.keys, "evaluate", keys=("data.",))
-    found = _with_tokenizer(found)
-    if 0 < (longest := found.longest()) < found.run.data.seq_len:
-        say.err(f"note: data.seq_len={found.run.data.seq_len} exceeds the model's maximum of {longest} tokens "
+        raise ConfigError(*(f"{option} is an option of --tasks, which is missing; add e.g. --tasks hellaswag, or "
+                            f"leave it out" for option in said.values()))
+    source = trained.describe(options.names[0], options["step"], options.keys, "evaluate", keys=("data.",))
+    source = _with_tokenizer(source)
+    if 0 < (longest := source.longest()) < source.run.data.seq_len:
+        say.err(f"note: data.seq_len={source.run.data.seq_len} exceeds the model's maximum of {longest} tokens "
                 f"(max_position_embeddings of its config.json); later tokens are predicted badly")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         stops.end_together(lambda: shutil.rmtree(scratch, ignore_errors=True))      # a stop request skips __exit__
-        corpus, sets = _open_data(found, bool(options["tasks"]), Path(scratch))
-        asked = _open_tasks(found, options) if options["tasks"] else None
-        placed = found.place()
+        corpus, sets = _open_data(source, bool(options["tasks"]), Path(scratch))
+        asked = _open_tasks(source, options) if options["tasks"] else None
+        placed = source.place()
         with jax.set_mesh(placed.mesh):
             scorer = placed.scorer()
-            each = {held.name or found.run.data.source: _measure(scorer, corpus, held) for held in sets}
+            each = {held.name or source.run.data.source: _measure(scorer, corpus, held) for held in sets}
             tasks = asked(scorer, placed.generator()) if asked else {}
     scores = sum(each.values(), Sums()).as_json() | {
         "sources": {name: sums.as_json() for name, sums in each.items()}, "tasks": tasks}
@@ -109,70 +109,70 @@ def main(options: config.Arguments) -> None:
 # ---- the documents ---------------------------------------------------------------------------------------------------
 
 
-def _with_tokenizer(found: trained.Trained) -> trained.Trained:
+def _with_tokenizer(source: trained.Trained) -> trained.Trained:
     """Return the model with the folder's own tokenizer, separator, end token and sequence length in its run, unless the
     command line gives others. A model of a run directory is returned unchanged. Raises: ConfigError."""
-    if not found.of_folder:
-        return found
+    if not source.of_folder:
+        return source
     changes: dict[str, object] = {}
-    path = found.directory / trained.TOKENIZER
-    if "data.seq_len" not in found.given:
-        changes["seq_len"] = min(filter(None, (SEQ_LEN, found.longest())))
-    if "data.tokenizer" not in found.given and os.path.isfile(path):
+    path = source.directory / trained.TOKENIZER
+    if "data.seq_len" not in source.given:
+        changes["seq_len"] = min(filter(None, (SEQ_LEN, source.longest())))
+    if "data.tokenizer" not in source.given and os.path.isfile(path):
         changes["tokenizer"] = str(path)
         with config.user_errors():
-            separator = found.separator()
-            names = tokenizer.names_of(path, separator, ends.of_documents(found.directory, separator))
+            separator = source.separator()
+            names = tokenizer.names_of(path, separator, ends.of_documents(source.directory, separator))
             if tokenizer.find_separator(path) is not None:
                 names[0] = ""       # opening the tokenizer finds it again, and reports if files disagree on it
         changes |= {key: name for key, name in zip(("bos_token", "eos"), names) if name
-                    and f"data.{key}" not in found.given}
-    elif "data.tokenizer" not in found.given and _reads_text(found.run.data) and any(
-            key in found.given for key in GIVEN):
-        raise ConfigError(f"{found.directory} has no {trained.TOKENIZER}, which the texts need; set "
+                    and f"data.{key}" not in source.given}
+    elif "data.tokenizer" not in source.given and _reads_text(source.run.data) and any(
+            key in source.given for key in GIVEN):
+        raise ConfigError(f"{source.directory} has no {trained.TOKENIZER}, which the texts need; set "
                           f"--data.tokenizer to the path of its tokenizer.json, or to bytes")
-    return dataclasses.replace(found, run=found.run.replace(data=changes))
+    return dataclasses.replace(source, run=source.run.replace(data=changes))
 
 
 def _reads_text(data: config.Data) -> bool:
     parts = data.mixture if data.source == "mixture" else [data]
-    return any(one.source != "tokens" for one in (*parts, *data.validation_sources))
+    return any(part.source != "tokens" for part in (*parts, *data.validation_sources))
 
 
-def _open_data(found: trained.Trained, may_be_none: bool, scratch: Path) -> tuple[
+def _open_data(source: trained.Trained, may_be_none: bool, scratch: Path) -> tuple[
         sources.Corpus | None, Sequence[packing.PackedValidation]]:
     """Return (corpus, sets to evaluate on): all documents that the command line gives, else the run's held-out ones.
 
     may_be_none: with --tasks, return (None, ()) if there are no documents to evaluate on. scratch: for the token cache
     of a folder. Raises: ConfigError.
     """
-    data, everything = found.run.data, found.of_folder or any(key in found.given for key in GIVEN)
+    data, everything = source.run.data, source.of_folder or any(key in source.given for key in GIVEN)
     if data.source == "preferences":
         if may_be_none:
             return None, ()
         raise ConfigError('data.source="preferences" has pairs of answers, but a loss is measured on texts; give '
                           "texts, e.g. --data.source text --data.paths '[\"corpus/*.txt\"]', or --tasks")
-    if found.of_folder and not any(key in found.given for key in GIVEN):
+    if source.of_folder and not any(key in source.given for key in GIVEN):
         if may_be_none:
             return None, ()
-        raise ConfigError(f"{found.directory} is a model folder, which has no documents to evaluate on; give e.g. "
+        raise ConfigError(f"{source.directory} is a model folder, which has no documents to evaluate on; give e.g. "
                           f"--data.source text --data.paths '[\"corpus/*.txt\"]', or --tasks")
-    if "data.validation_paths" in found.given and data.validation_paths:
+    if "data.validation_paths" in source.given and data.validation_paths:
         data = data.model_copy(update={"paths": data.validation_paths, "validation_paths": ()})
-    elif "data.paths" in found.given or "data.mixture" in found.given:     # without the run's held-out documents
-        given = {"validation_sources"} if "data.validation_sources" in found.given else set()
+    elif "data.paths" in source.given or "data.mixture" in source.given:     # without the run's held-out documents
+        given = {"validation_sources"} if "data.validation_sources" in source.given else set()
         data = data.model_copy(update=dict.fromkeys({"validation_paths", "validation_sources"} - given, ()))
     if everything:
         data = data.model_copy(update={"global_batch": 1})
     with config.user_errors():
-        folders = [found.files] if found.files else []
-        cache = scratch if found.of_folder else found.directory / sources.CACHE
-        corpus = sources.open_corpus(data, vocab_size=found.run.model.vocab_size, cache_dir=cache,
+        folders = [source.files] if source.files else []
+        cache = scratch if source.of_folder else source.directory / sources.CACHE
+        corpus = sources.open_corpus(data, vocab_size=source.run.model.vocab_size, cache_dir=cache,
                                      tell=say.err, folders=folders)
-        of = data, corpus, found.run.run.seed
+        of = data, corpus, source.run.run.seed
         sets = packing.open_whole(*of) if everything else packing.open_batches(*of).validation
     if not sets:
-        raise ConfigError(f"the run in {found.directory} has no held-out documents "
+        raise ConfigError(f"the run in {source.directory} has no held-out documents "
                           f"(data.validation_fraction={data.validation_fraction}); give documents, e.g. "
                           f"--data.source text --data.paths '[\"corpus/*.txt\"]'")
     return corpus, sets
@@ -218,31 +218,31 @@ def _batches(held: packing.PackedValidation, scorer: Scorer) -> Iterator[dict[st
             yield {name: np.stack([row[name] for row in taken]) for name in taken[0]}
 
 
-def _open_tasks(found: trained.Trained, options: config.Arguments):
+def _open_tasks(source: trained.Trained, options: config.Arguments):
     """Return a function (scorer, generator) -> {task: metrics} that runs the harness. Raises: ConfigError if the
     harness is not installed, or the model has no tokenizer."""
     with config.user_errors():
         tokenizer.import_extra("lm_eval", "--tasks", "eval")
     from meshtrain.inference import harness     # here: it imports lm_eval, which is an extra
-    text, stop_ids = found.text(), found.stop_ids()
+    text, stop_ids = source.text(), source.stop_ids()
     if text is None:
-        raise ConfigError(f"--tasks needs a tokenizer, but {found.directory} has none; set --data.tokenizer to the "
+        raise ConfigError(f"--tasks needs a tokenizer, but {source.directory} has none; set --data.tokenizer to the "
                           f"path of a tokenizer.json")
     for note in getattr(text.of, "notes", ()):
         say.err(f"note: {note}")
-    prefix = next((one for one in (found.separator() if found.of_folder else text.of.bos,
-                                   *stop_ids) if one is not None), None)
+    prefix = next((id for id in (source.separator() if source.of_folder else text.of.bos,
+                                 *stop_ids) if id is not None), None)
     if prefix is None:
-        raise ConfigError(f"--tasks: {found.directory} has neither bos_token_id nor eos_token_id, but each text must "
+        raise ConfigError(f"--tasks: {source.directory} has neither bos_token_id nor eos_token_id, but each text must "
                           f"begin with one of them; add one to its config.json")
-    lead = [prefix] if options["add-bos"] else found.lead(text, prefix)
-    length = found.longest() or found.run.data.seq_len
-    if found.of_folder and not found.longest():
+    lead = [prefix] if options["add-bos"] else source.lead(text, prefix)
+    length = source.longest() or source.run.data.seq_len
+    if source.of_folder and not source.longest():
         say.err(f"note: the maximum length of sequences is unknown (max_position_embeddings); contexts of tasks are "
                 f"cut to data.seq_len={length} tokens")
 
     def run_tasks(scorer, generator) -> dict:
-        words = Words(text.decode, found.ends.stops, stop_ids)
+        words = Words(text.decode, source.ends.stops, stop_ids)
         model = harness.HarnessModel(scorer, generator, text.encode, words, prefix, length, lead)
         with config.user_errors(), contextlib.redirect_stdout(sys.stderr):
             return harness.results(model, options["tasks"], options["num-fewshot"], options["limit"])
@@ -255,8 +255,8 @@ def _table(scores: dict) -> str:
 
     rows = [("", "loss", "perplexity", "bits per byte", "tokens")]
     named = scores["sources"] if len(scores["sources"]) == 1 else {**scores["sources"], "all": scores}
-    rows += [(name, show(one["loss"]), show(one["perplexity"]), show(one["bits_per_byte"]), f"{one['tokens']:,}")
-             for name, one in named.items()]
+    rows += [(name, show(sums["loss"]), show(sums["perplexity"]), show(sums["bits_per_byte"]), f"{sums['tokens']:,}")
+             for name, sums in named.items()]
     tasks = [f"{task}: {', '.join(f'{name} {value:.4g}' for name, value in metrics.items())}"
              for task, metrics in scores["tasks"].items()]
     widths = [max(map(len, column)) for column in zip(*rows)]

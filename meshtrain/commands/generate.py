@@ -100,27 +100,27 @@ MOST_PROMPT_BYTES = 1 << 28     # maximum size of a file of prompts
 @command.entry(COMMAND, __doc__, (CheckpointError, assembly.BrokenProgramError))
 def main(options: config.Arguments) -> None:
     _check_options(options)
-    found = trained.describe(options.names[0], options["step"], options.keys, "generate",
-                             keys=("data.tokenizer", "data.chat_template"))
-    talking = open_talk(found) if options["chat"] else None
-    words = _words(found, options, talking)
-    _tell(found, plain=bool(options["prompt"] or options["prompts"]) and not talking)
-    prompts = _prompts(found, options, talking)
-    limits = GenerationLimits(options["max-tokens"], words.stop_ids if words else found.stop_ids(),
-                              found.longest(), words and words.at_string)
-    _check(prompts, found, limits)
-    placed = found.place()
+    source = trained.describe(options.names[0], options["step"], options.keys, "generate",
+                              keys=("data.tokenizer", "data.chat_template"))
+    talking = open_talk(source) if options["chat"] else None
+    words = _words(source, options, talking)
+    _tell(source, plain=bool(options["prompt"] or options["prompts"]) and not talking)
+    prompts = _prompts(source, options, talking)
+    limits = GenerationLimits(options["max-tokens"], words.stop_ids if words else source.stop_ids(),
+                              source.longest(), words and words.at_string)
+    _check(prompts, source, limits)
+    placed = source.place()
     _check_memory(placed, prompts or [[]], limits, options["samples"])
     with jax.set_mesh(placed.mesh):
         if prompts:
             _answer(placed.generator(), prompts, limits, words, options)
         else:
-            _converse(placed.generator(), found, talking, limits, words, options)
+            _converse(placed.generator(), source, talking, limits, words, options)
 
 
-def _tell(found: trained.Trained, plain: bool) -> None:
+def _tell(source: trained.Trained, plain: bool) -> None:
     """Print notes about the tokenizer. plain: prompts are texts without a chat template."""
-    text = found.text()
+    text = source.text()
     of = text and text.of
     for note in (*getattr(of, "notes", ()), *filter(None, [plain and getattr(of, "beginning", "")])):
         say.err(f"note: {note}")
@@ -136,18 +136,18 @@ def _answer(generator, prompts: list[list[int]], limits: GenerationLimits, words
 
     if options["json"]:
         say.answer(json.dumps({"completions": [
-            {"prompt_ids": one.prompt, "token_ids": one.tokens, "text": words.text(one.tokens) if words else None,
-             "stopped": one.stopped} for one in ask()]}))
+            {"prompt_ids": answer.prompt, "token_ids": answer.tokens,
+             "text": words.text(answer.tokens) if words else None, "stopped": answer.stopped} for answer in ask()]}))
     elif words is None:
-        for one in ask():
-            say.out(" ".join(map(str, one.tokens)))
+        for answer in ask():
+            say.out(" ".join(map(str, answer.tokens)))
     elif len(prompts) * samples == 1:
         _stream(words, ask)
     else:
-        for number, one in enumerate(ask()):
-            prompt = json.dumps(words.decode(one.prompt), ensure_ascii=False)
+        for number, answer in enumerate(ask()):
+            prompt = json.dumps(words.decode(answer.prompt), ensure_ascii=False)
             sample = f", answer {number % samples + 1}" if samples > 1 else ""
-            say.out(f"--- {number // samples + 1}{sample}: {prompt}\n{words.text(one.tokens)}")
+            say.out(f"--- {number // samples + 1}{sample}: {prompt}\n{words.text(answer.tokens)}")
 
 
 def _picking(options: config.Arguments) -> Picking:
@@ -159,12 +159,12 @@ def _picking(options: config.Arguments) -> Picking:
 def _stream(words: Words, ask) -> str:
     """Print the text of the only answer of `ask` while it is generated. Return the text."""
     stream = TextStream(words)
-    (one,) = ask(lambda _, tokens: say.part(stream.more(tokens)))
-    say.out(stream.rest(one.tokens))
-    return words.text(one.tokens)
+    (answer,) = ask(lambda _, tokens: say.part(stream.more(tokens)))
+    say.out(stream.rest(answer.tokens))
+    return words.text(answer.tokens)
 
 
-def _converse(generator, found: trained.Trained, talking: Talk, limits: GenerationLimits,
+def _converse(generator, source: trained.Trained, talking: Talk, limits: GenerationLimits,
               words: Words, options: config.Arguments) -> None:
     """Answer each line of stdin as the next message of one conversation, until stdin ends."""
     messages: list[dict] = []
@@ -185,7 +185,7 @@ def _converse(generator, found: trained.Trained, talking: Talk, limits: Generati
         try:
             with config.user_errors():
                 prompt = talking.prompt(asked)
-            _check([prompt], found, limits)
+            _check([prompt], source, limits)
         except ConfigError as error:        # concerns only this question
             say.err(f"error: {error}")
             continue
@@ -194,15 +194,15 @@ def _converse(generator, found: trained.Trained, talking: Talk, limits: Generati
         messages = [*asked, {"role": "assistant", "content": answer}]
 
 
-def _check(prompts: list[list[int]], found: trained.Trained, limits: GenerationLimits) -> None:
+def _check(prompts: list[list[int]], source: trained.Trained, limits: GenerationLimits) -> None:
     """Check token ids and lengths of prompts. Raises: ConfigError with every prompt that the model cannot process."""
-    vocab_size, faults = found.run.model.vocab_size, []
+    vocab_size, faults = source.run.model.vocab_size, []
     for number, prompt in enumerate(prompts):
-        if beyond := [one for one in prompt if not 0 <= one < vocab_size]:
+        if beyond := [token for token in prompt if not 0 <= token < vocab_size]:
             faults.append(f"prompt {number + 1} has the id {beyond[0]}, but the model's vocabulary has ids 0 to "
                           f"{vocab_size - 1}; give other ids, or the tokenizer that belongs to the model")
         if limits.length and len(prompt) > limits.length:
-            what = ("learned positions" if found.run.model.position == "learned" else
+            what = ("learned positions" if source.run.model.position == "learned" else
                     "tokens of its config.json (max_position_embeddings)")
             faults.append(f"prompt {number + 1} has {len(prompt)} tokens, but the model supports sequences of at most "
                           f"the {limits.length} {what}; shorten it")
@@ -236,24 +236,24 @@ class Talk:
         return chat.prompt(self.template, messages, tools).tolist()
 
 
-def open_talk(found: trained.Trained) -> Talk:
+def open_talk(source: trained.Trained) -> Talk:
     """Return the chat template of a model. Raises: ConfigError without a tokenizer or a template."""
-    text = found.text()
+    text = source.text()
     if text is None:
-        raise ConfigError(f"--chat needs a tokenizer, but {found.directory} has none; set --data.tokenizer to the path "
-                          f"of a tokenizer.json with a chat template next to it")
+        raise ConfigError(f"--chat needs a tokenizer, but {source.directory} has none; set --data.tokenizer to the "
+                          f"path of a tokenizer.json with a chat template next to it")
     with config.user_errors():
-        template = chat.open_template(_chat_reader(found, text), found.run.data.chat_template,
-                                      [found.files] if found.files else [], today=True)
+        template = chat.open_template(_chat_reader(source, text), source.run.data.chat_template,
+                                      [source.files] if source.files else [], today=True)
         written = ends.of_template(template)
         return Talk(template, written.ids, written.stops)
 
 
-def _chat_reader(found: trained.Trained, text: trained.Text) -> tokenizer.Tokenizer:
+def _chat_reader(source: trained.Trained, text: trained.Text) -> tokenizer.Tokenizer:
     """Return the tokenizer as data with a chat template is read with it. Raises: ValueError."""
     if not isinstance(text.of, tokenizer.Published):
         return text.of
-    ids = [one for one in (found.separator(), *found.stop_ids()) if one is not None]
+    ids = [token for token in (source.separator(), *source.stop_ids()) if token is not None]
     name = next(filter(None, tokenizer.names_of(text.of.path, *ids)), "")
     return tokenizer.open_file(text.of.path, name)
 
@@ -261,38 +261,38 @@ def _chat_reader(found: trained.Trained, text: trained.Text) -> tokenizer.Tokeni
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 
-def _words(found: trained.Trained, options: config.Arguments, talking: Talk | None) -> Words | None:
+def _words(source: trained.Trained, options: config.Arguments, talking: Talk | None) -> Words | None:
     """Return the detokenizer with the ends of answers; None without a tokenizer. Raises: ConfigError."""
-    text, stops = found.text(), tuple(options["stop"])
+    text, stops = source.text(), tuple(options["stop"])
     if text is None:
         if option := next((name for name in ("prompt", "prompts", "stop") if options[name]), None):
-            raise ConfigError(f"--{option} needs a tokenizer, but {found.directory} has none; set --data.tokenizer "
+            raise ConfigError(f"--{option} needs a tokenizer, but {source.directory} has none; set --data.tokenizer "
                               f"to the path of a tokenizer.json, or to bytes; or give token ids, "
                               f"--prompt-ids '[[5, 6], [7]]'")
         return None
-    stops, stop_ids = stops + found.ends.stops, found.ends.ids
+    stops, stop_ids = stops + source.ends.stops, source.ends.ids
     if talking:
         stops, stop_ids = stops + talking.stops, talking.stop_ids + stop_ids
     return Words(text.decode, tuple(dict.fromkeys(stops)), tuple(dict.fromkeys(stop_ids)))
 
 
-def _prompts(found: trained.Trained, options: config.Arguments, talking: Talk | None) -> list[list[int]]:
+def _prompts(source: trained.Trained, options: config.Arguments, talking: Talk | None) -> list[list[int]]:
     """Return the prompts as token ids; [] for an interactive chat. Raises: ConfigError."""
     if options["prompt-ids"]:
         return options["prompt-ids"]
     given = options["prompt"] or (_lines(options["prompts"], bool(talking)) if options["prompts"] else [])
     prompts = []
-    for number, one in enumerate(given):
-        if not one:
+    for number, prompt in enumerate(given):
+        if not prompt:
             raise ConfigError(f"prompt {number + 1} is empty; give a text that the model can continue")
         with config.user_errors(f"prompt {number + 1} "):
             if talking:
-                prompts.append(talking.prompt(*one) if isinstance(one, tuple) else
-                               talking.prompt([{"role": "user", "content": one}]))
+                prompts.append(talking.prompt(*prompt) if isinstance(prompt, tuple) else
+                               talking.prompt([{"role": "user", "content": prompt}]))
             else:
-                prompts.append(list(found.text().prompt(one)))
+                prompts.append(list(source.text().prompt(prompt)))
         if not prompts[-1]:
-            raise ConfigError(f"the tokenizer gives no token for the prompt {json.dumps(one)}; give another prompt")
+            raise ConfigError(f"the tokenizer gives no token for the prompt {json.dumps(prompt)}; give another prompt")
     return prompts
 
 
@@ -312,10 +312,10 @@ def _lines(path: str, chats: bool) -> list:
     if text is None:
         raise ConfigError(f"--prompts {path} is larger than {MOST_PROMPT_BYTES:,} bytes; give a smaller file")
     lines = text.replace("\r\n", "\n").split("\n")
-    found = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not found:
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
         raise ConfigError(f"--prompts {path} is empty; write a prompt on each line")
-    return [_of_json(path, number, line, chats) if path.endswith(".jsonl") else line for number, line in found]
+    return [_of_json(path, number, line, chats) if path.endswith(".jsonl") else line for number, line in numbered]
 
 
 def _of_json(path: str, number: int, line: str, chats: bool) -> str | tuple[list[dict], list | None]:

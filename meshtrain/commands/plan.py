@@ -94,18 +94,18 @@ def main(options: config.Arguments) -> int:
         for option in ("html", "write"):
             if option in options:
                 skin.check_free(f"--{option}", options[option])
-    found = make_plans(options)
+    planned = make_plans(options)
     with config.user_errors():
         if "html" in options:
-            skin.write("--html", options["html"], plans.page(found.as_json()))
-        if "write" in options and found.best:
-            skin.write("--write", options["write"], run_file(found.run, found.best, options["write"]))
-    say.answer(json.dumps(found.as_json()) if options["json"] else found.text())
+            skin.write("--html", options["html"], plans.page(planned.as_json()))
+        if "write" in options and planned.best:
+            skin.write("--write", options["write"], run_file(planned.run, planned.best, options["write"]))
+    say.answer(json.dumps(planned.as_json()) if options["json"] else planned.text())
     if "html" in options:
         say.err(f"written: {options['html']}")
     if "write" in options:
-        say.err(f"written: {options['write']}" if found.best else "nothing fits, so nothing is written")
-    return DONE if any(answer.plans for _, answer in found.answers) else DOES_NOT_FIT
+        say.err(f"written: {options['write']}" if planned.best else "nothing fits, so nothing is written")
+    return DONE if any(answer.plans for _, answer in planned.answers) else DOES_NOT_FIT
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,12 +144,12 @@ class Planned:
         of_each = [(q, plan) for q, a in self.answers
                    for plan in (a.plans[:1] if several else [*a.plans[:TOLD], *a.misses])]
         samples = objective.of_run(self.run).samples
-        found = [plan.as_json() | ({"gpus": q.num_gpus} if several else {}) | length.as_json(q, plan)
-                 | ({"sampling": price_sampling(self.run, q, plan)} if samples else {})
-                 | ({"compiled": self.compiled[k]} if k < len(self.compiled) else {})
-                 for k, (q, plan) in enumerate(of_each)]
+        rows = [plan.as_json() | ({"gpus": q.num_gpus} if several else {}) | length.as_json(q, plan)
+                | ({"sampling": price_sampling(self.run, q, plan)} if samples else {})
+                | ({"compiled": self.compiled[k]} if k < len(self.compiled) else {})
+                for k, (q, plan) in enumerate(of_each)]
         others = [] if several else answer.plans[TOLD:][:OTHERS]
-        return {"plans": found, "model": self.run.model.model_dump(), "name": self.run.run.name,
+        return {"plans": rows, "model": self.run.model.model_dump(), "name": self.run.run.name,
                 "num_params": sum(info.size for info in question.rows),
                 "gpus": [q.num_gpus for q, _ in self.answers] if several else question.num_gpus,
                 "gpu": question.rated.gpu.name, "usable_bytes": question.usable_bytes,
@@ -263,7 +263,7 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
                                       for stem in sorted(names("sharding_rules"), key=len))]
         rule_files = tuple(dataclasses.replace(rules.load(rule_file(path)), path=path) for path in paths)
     if not run.model.num_experts:
-        rule_files = tuple(one for one in rule_files if "expert" not in one.tables["params"])
+        rule_files = tuple(loaded for loaded in rule_files if "expert" not in loaded.tables["params"])
     if run.model.matmul_dtype == "float8" and hardware.lacks_float8(gpu):
         raise ConfigError(f'model.matmul_dtype="float8": {gpu.name} has no float8 matmuls; use '
                           f'model.matmul_dtype="auto", or e.g. --gpu h100')

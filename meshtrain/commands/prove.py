@@ -59,10 +59,11 @@ def _write_smallest(proof: parity.Proof, run: config.Run, devices) -> str | None
     if (cell := proof.first_wrong) is None:
         return None
     say.out("searching for the smallest run file that shows the first difference …")
-    found = smallest.of(cell, devices, say.out)
-    if found.keys == smallest.keys_of(run):
+    counterexample = smallest.of(cell, devices, say.out)
+    if counterexample.keys == smallest.keys_of(run):
         say.out("this run file is the smallest that shows the difference: no key can be left out")
         return None
-    path = smallest.write(found, run.run.name)
-    say.out(f"written: {path}, {len(found.keys)} keys; python -m meshtrain.prove {path} shows the difference again")
+    path = smallest.write(counterexample, run.run.name)
+    say.out(f"written: {path}, {len(counterexample.keys)} keys; python -m meshtrain.prove {path} shows the difference "
+            f"again")
     return str(path)

@@ -75,11 +75,11 @@ def summary(data: dict) -> str:
     if speed["tokens_per_s"]:
         mfu = f", MFU {speed['mfu']:.1%} ({pages.against_price(data, 'mfu')})" if speed["mfu"] else ""
         lines += [f"{speed['tokens_per_s']:,.0f} tokens/s ({pages.against_price(data, 'tokens_per_s')}){mfu}"]
-    if (found := data["experts"]) and None not in found["max"][-1]:
-        busiest, idlest = max(found["max"][-1]), min(found["min"][-1])
-        layers = found["layers"][found["max"][-1].index(busiest)], found["layers"][found["min"][-1].index(idlest)]
+    if (loads := data["experts"]) and None not in loads["max"][-1]:
+        busiest, idlest = max(loads["max"][-1]), min(loads["min"][-1])
+        layers = loads["layers"][loads["max"][-1].index(busiest)], loads["layers"][loads["min"][-1].index(idlest)]
         lines += [f"experts: the busiest has {busiest:.2f} × the mean (layer {layers[0]}), the idlest {idlest:.2f} × "
-                  f"(layer {layers[1]}), entropy {min(found['entropy'][-1]):.3f} or more"]
+                  f"(layer {layers[1]}), entropy {min(loads['entropy'][-1]):.3f} or more"]
     if data["goodput"] is not None:
         lines += [goodput.describe(data["time_s"])]
     elif parts := {name: spent_s for name, spent_s in data["time_s"].items() if spent_s > 0}:
@@ -88,17 +88,17 @@ def summary(data: dict) -> str:
                                        for name, spent_s in parts.items())]
     if len(data["starts"]) > 1:
         lines += [f"{amount(len(data['starts']), 'start')}; "
-                  f"{amount(sum(one['steps_again'] for one in data['starts']), 'step')} taken again"]
+                  f"{amount(sum(start['steps_again'] for start in data['starts']), 'step')} taken again"]
     lines += [_of_try(data, number)
               for number in range(max(1, len(data["starts"]) - TRIES + 1), len(data["starts"]) + 1)]
     return "\n".join(map(say.escape, lines))
 
 
 def _of_try(data: dict, number: int) -> str:
-    one, last = data["starts"][number - 1], number == len(data["starts"])
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["began"]))
-    again = f", {amount(one['steps_again'], 'step')} again" if one["steps_again"] else ""
-    clock = f"; the wall clock was set by {one['clock_s']:+,.0f} s meanwhile" if one["clock_s"] else ""
-    return (f"start {number}: {began}, {one['cause'] or 'after step ' + format(one['from_step'], ',')}{again}; to step "
-            f"{one['to_step'] or 0:,} in {duration(one['run_s'])}: "
-            f"{one['how'] or (data['state'] if last else goodput.UNKNOWN)}{clock}")
+    start, last = data["starts"][number - 1], number == len(data["starts"])
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start["began"]))
+    again = f", {amount(start['steps_again'], 'step')} again" if start["steps_again"] else ""
+    clock = f"; the wall clock was set by {start['clock_s']:+,.0f} s meanwhile" if start["clock_s"] else ""
+    return (f"start {number}: {began}, {start['cause'] or 'after step ' + format(start['from_step'], ',')}{again}; to "
+            f"step {start['to_step'] or 0:,} in {duration(start['run_s'])}: "
+            f"{start['how'] or (data['state'] if last else goodput.UNKNOWN)}{clock}")

@@ -89,6 +89,6 @@ def job(own: config.Arguments, name: str, here: Path) -> str:
 
 def _replace_line(text: str, line: str, by: str) -> str:
     """Return the text with the only line that matches `line` (a pattern) replaced."""
-    found, count = re.subn(f"^{line}$", lambda _: by, text, flags=re.MULTILINE)
+    replaced, count = re.subn(f"^{line}$", lambda _: by, text, flags=re.MULTILINE)
     assert count == 1, f"{SCRIPT} has {count} lines {line}"
-    return found
+    return replaced

@@ -49,11 +49,11 @@ def _event(step: int, what: bytes) -> bytes:
 
 
 def _varint(number: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while number > 0x7F:
-        found.append(number & 0x7F | 0x80)
+        encoded.append(number & 0x7F | 0x80)
         number >>= 7
-    return bytes([*found, number])
+    return bytes([*encoded, number])
 
 
 def _key(field: int, wire: int) -> bytes:
@@ -81,12 +81,12 @@ def _bytes(field: int, value: bytes | str) -> bytes:
 
 @functools.cache
 def _table() -> list[int]:
-    found = []
+    table = []
     for byte in range(256):
         for _ in range(8):
             byte = byte >> 1 ^ CASTAGNOLI * (byte & 1)
-        found.append(byte)
-    return found
+        table.append(byte)
+    return table
 
 
 def _checksum(data: bytes) -> bytes:

@@ -84,7 +84,7 @@ class TensorBoard(rows.Appended):
         # TensorBoard reads the files in the order of their names. The names are numbers: clocks of hosts may differ.
         # Other programs write here, too: the profiler leaves an events.out.tfevents.SECONDS.HOST.profile-empty.
         numbers = (NUMBERED.fullmatch(path.name) for path in directory.glob("events.out.tfevents.*"))
-        number = 1 + max((int(found[1]) for found in numbers if found), default=0)
+        number = 1 + max((int(number[1]) for number in numbers if number), default=0)
         super().__init__(directory / f"events.out.tfevents.{number:06}")
         self.append(events.version())
         self.append(events.start(after + 1))
@@ -143,11 +143,11 @@ class WandB(contextlib.AbstractContextManager):
         """Start W&B with a history that ends after `step`."""
         import wandb
         try:
-            found = self._open(mode, identity, resume_from=f"{identity}?_step={step}")
+            opened = self._open(mode, identity, resume_from=f"{identity}?_step={step}")
             if mode != "disabled":
                 say.out(f"W&B: the history of run {identity} is cut after step {step}"
                         + ("" if mode == "online" else ", once `wandb sync` uploads this start"))
-            return found
+            return opened
         except Exception as error:
             why = " ".join(str(error).split())
             if "rewind" not in why or UNREACHED.search(why):
@@ -157,12 +157,12 @@ class WandB(contextlib.AbstractContextManager):
         if not _read_id(self._group):
             with contextlib.suppress(Exception):    # if this fails, the first run stays outside the group
                 self._open(mode, identity, group=group).finish()
-        found = self._open(mode, new, group=group)
+        opened = self._open(mode, new, group=group)
         files.replace(self._group, group)
         files.replace(self._kept, new)
         say.out(f"W&B does not let run {identity} go back to step {step} ({why[:200]}): the later steps are "
                 f"recorded in run {new} of the group {group}")
-        return found
+        return opened
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._run is None or step < self._first:
@@ -251,8 +251,8 @@ class MLflow(contextlib.AbstractContextManager):
                 self._sent = self._back
             client.update_run(identity, status="RUNNING")
         else:
-            found = client.get_experiment_by_name(experiment)
-            identity = client.create_run(found.experiment_id if found else client.create_experiment(experiment),
+            known = client.get_experiment_by_name(experiment)
+            identity = client.create_run(known.experiment_id if known else client.create_experiment(experiment),
                                          run_name=self._run.run.name).info.run_id
             given = [mlflow.entities.Param(f"{section}.{key}", str(value)[:MLFLOW_TEXT])
                      for section, table in self._run.model_dump(mode="json").items()
@@ -301,9 +301,9 @@ class Prometheus(contextlib.AbstractContextManager):
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self):
-                found = self.path.partition("?")[0] == "/metrics"
-                body = tracker._text if found else b"see /metrics\n"
-                self.send_response(200 if found else 404)
+                is_metrics = self.path.partition("?")[0] == "/metrics"
+                body = tracker._text if is_metrics else b"see /metrics\n"
+                self.send_response(200 if is_metrics else 404)
                 self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()

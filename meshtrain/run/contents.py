@@ -41,8 +41,8 @@ def are_left_by_starts(names: set[str], has_checkpoints: bool) -> bool:
 
 def _final_name(name: str) -> str:
     """Return the final name of a temporary file; any other name unchanged."""
-    found = TEMPORARY.fullmatch(name)
-    return found[1] if found else name
+    match = TEMPORARY.fullmatch(name)
+    return match[1] if match else name
 
 
 def is_sent(name: str) -> bool:
@@ -75,7 +75,7 @@ def steps(name: str) -> list[int]:
             os.listdir(os.path.join(name, CHECKPOINTS))
     except (FileNotFoundError, NotADirectoryError):
         names = []
-    return sorted(int(one) for one in names if one.isdecimal())
+    return sorted(int(entry) for entry in names if entry.isdecimal())
 
 
 def read_run_file(name: str) -> str:

@@ -58,10 +58,10 @@ def with_references(run: Run, program: Program, pairs: Pairs, corpus: Corpus, di
 def _compute(program: Program, pairs: Pairs, count: int, params: dict) -> np.ndarray:
     scores = program.compile_function(program.scores, program.step.state.abstract.params, program.step.batch)
     every = PairValidation(pairs.source, pairs.all_pairs, pairs.seq_len, pairs.global_batch)
-    found = [np.asarray(scores(params, program.place(every.batch(i, program.rows)))).reshape(-1)
-             for i in range(every.num_batches)]
+    of_batches = [np.asarray(scores(params, program.place(every.batch(i, program.rows)))).reshape(-1)
+                  for i in range(every.num_batches)]
     values = np.full(count, np.nan, np.float32)
-    values[pairs.all_pairs] = np.concatenate(found)[:len(pairs.all_pairs)]
+    values[pairs.all_pairs] = np.concatenate(of_batches)[:len(pairs.all_pairs)]
     return values
 
 
@@ -78,16 +78,16 @@ def _key(run: Run, corpus: Corpus, pairs: Pairs, params: dict) -> str:
 def _read(path: Path, count: int) -> np.ndarray | None:
     def read():
         try:
-            found = files.patiently(lambda: np.load(path, allow_pickle=False))
+            values = files.patiently(lambda: np.load(path, allow_pickle=False))
         except OSError as error:
             if path.name == FILE and not files.is_mistake(error):       # it exists, and a resumed run has no other copy
                 raise files.error_to_raise(error, f"{path} cannot be read", "") from None
             return None
         except (ValueError, EOFError):
             return None
-        return found.tolist() if found.shape == (count,) and found.dtype == np.float32 else None
-    found = agree.on_first(read)
-    return None if found is None else np.array(found, np.float32)
+        return values.tolist() if values.shape == (count,) and values.dtype == np.float32 else None
+    values = agree.on_first(read)
+    return None if values is None else np.array(values, np.float32)
 
 
 def _write(values: np.ndarray, own: Path, shared: Path) -> None:

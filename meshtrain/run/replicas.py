@@ -77,7 +77,7 @@ class Replicas:
         if not leaves:
             return []
         table = np.asarray(self._sums(*leaves).addressable_data(0)).reshape(*self.mesh.devices.shape, len(leaves))
-        found = []
+        differing = []
         for number, (name, axes) in enumerate(checked):
             sums, along = table[..., number], tuple(self.mesh.axis_names.index(axis) for axis in axes)
             if (sums == sums.max(along, keepdims=True)).all():
@@ -88,8 +88,8 @@ class Replicas:
                 groups = collections.defaultdict(list)
                 for device, held in zip(devices[:, column], rows[:, column]):
                     groups[int(held)].append(device)
-                found.append((name, sorted(groups.values(), key=len, reverse=True)))
-        return found
+                differing.append((name, sorted(groups.values(), key=len, reverse=True)))
+        return differing
 
 
 def of_run(run: Run, state, mesh: Mesh) -> Replicas | None:
@@ -128,15 +128,15 @@ def checksum(array: jax.Array) -> jax.Array:
 def digest(tree) -> str:
     """Return a digest of all bits of a pytree of arrays, as hex text. It is the same in every layout."""
     sums = jax.device_get(_checksums(tree))
-    return hashlib.blake2b(json.dumps([int(one) for one in sums]).encode(), digest_size=10).hexdigest()
+    return hashlib.blake2b(json.dumps([int(value) for value in sums]).encode(), digest_size=10).hexdigest()
 
 
 _checksums = jax.jit(lambda tree: [checksum(leaf) for leaf in jax.tree.leaves(tree)])
 
 
 def _words(groups: list[list[jax.Device]], hosts: Sequence[str]) -> str:
-    said = [[f"device {one.id} (process {one.process_index} on {hosts[one.process_index]})" for one in group]
-            for group in groups]
+    said = [[f"device {device.id} (process {device.process_index} on {hosts[device.process_index]})"
+             for device in group] for group in groups]
     most, others = said[0], [device for group in said[1:] for device in group]
     if len(said[1]) == len(most):     # a tie: either group may be the faulty one
         return " and ".join(map(", ".join, said))

@@ -200,15 +200,15 @@ def _lock(lock, directory: Path) -> None:
                 return "no locks"
             raise
 
-    found = files.attempt(flock, f"run.dir={directory} cannot be locked", "give a directory on another file system",
+    state = files.attempt(flock, f"run.dir={directory} cannot be locked", "give a directory on another file system",
                           ConfigError)
-    if found == "ours":
+    if state == "ours":
         return
     owner = _owner(directory)
-    if is_here(owner) and (found == "held" or owner["pid"] != os.getpid()):
+    if is_here(owner) and (state == "held" or owner["pid"] != os.getpid()):
         raise ConfigError(f"run.dir={directory} is in use by another run{by(owner)}; wait for it or give another "
                           f"run.name")
-    if found == "held":
+    if state == "held":
         raise _Held(owner)
     say.err(f"{directory} is on a file system without locks: a second run in it is detected only on this host; "
             f"mount it with locks (Lustre: -o flock), or make sure that no second run "
@@ -289,15 +289,15 @@ def _check_shared(directory: Path, nonce: str) -> None:
         files.patiently(look, missing=True)
     except OSError as error:
         fault, lasts = error.strerror or str(error), files.is_mistake(error)
-    found = agree.exchange([socket.gethostname(), fault, lasts])
-    blind = [f"process {index} on {host} ({fault})" for index, (host, fault, _) in enumerate(found) if fault]
+    looks = agree.exchange([socket.gethostname(), fault, lasts])
+    blind = [f"process {index} on {host} ({fault})" for index, (host, fault, _) in enumerate(looks) if fault]
     if blind:
         they = (f"{', '.join(blind[:8])}{f' and {len(blind) - 8} more' if len(blind) > 8 else ''} cannot see what "
-                f"process 0 on {found[0][0]} wrote there")
+                f"process 0 on {looks[0][0]} wrote there")
         raise agree.mark_agreed(
             ConfigError(f"run.dir={directory} is not one directory for all processes: {they}; "
                         "give a directory on a file system that all hosts have mounted")
-            if any(lasts for *_, lasts in found) else files.FileSystemError(
+            if any(lasts for *_, lasts in looks) else files.FileSystemError(
                 f"run.dir={directory}: {they}; check the file system (mounts, server) and start again"))
 
 

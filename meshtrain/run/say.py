@@ -44,11 +44,11 @@ class LineFormat:
     def dress(self, text: str, level: str) -> str:
         """Return the text as lines that begin with time, process and level, or as one JSON object. level: used if the
         text does not begin with one."""
-        found = LEVEL.match(text)
+        match = LEVEL.match(text)
         if self.kind == "json":
-            return json.dumps({"time": time.time(), "process": self.process, "level": found[1] if found else level,
+            return json.dumps({"time": time.time(), "process": self.process, "level": match[1] if match else level,
                                "text": text}, ensure_ascii=False)
-        lead, level = f"{time.strftime('%Y-%m-%d %H:%M:%S')} [{self.process}] ", found[1] if found else level
+        lead, level = f"{time.strftime('%Y-%m-%d %H:%M:%S')} [{self.process}] ", match[1] if match else level
         return "\n".join(f"{lead}{'' if LEVEL.match(line) else level + ': '}{line}" for line in text.split("\n"))
 
 
@@ -327,13 +327,13 @@ def _color(stream, text: str) -> str:
 
 def _escape_for(stream, text: str) -> str:
     """Return the text with control characters escaped if the stream is a terminal; else unchanged."""
-    return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text) if on_terminal(stream) else text
+    return CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", text) if on_terminal(stream) else text
 
 
 def escape(text: str) -> str:
     """Return a line of foreign text with control characters escaped for every stream: a terminal may show a file later.
     """
-    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def _over_live(text: str, colour: Callable[[object, str], str] = lambda stream, text: text) -> str:

@@ -106,12 +106,12 @@ def parse(text: str) -> Address:
 
 def _of_hub(text: str, rest: str) -> Address:
     kind, rest = ("datasets/", rest[len("datasets/"):]) if rest.startswith("datasets/") else ("", rest)
-    found = re.fullmatch(rf"({NAME})/({NAME})(?:@([^/]+))?(?:/(.*))?", rest)
-    if not found or found[1] in ("datasets", "models", "spaces"):
+    match = re.fullmatch(rf"({NAME})/({NAME})(?:@([^/]+))?(?:/(.*))?", rest)
+    if not match or match[1] in ("datasets", "models", "spaces"):
         raise StorageError(f"{text} is not hf://OWNER/NAME, hf://OWNER/NAME@REVISION or hf://datasets/OWNER/NAME, "
                            f"with or without /PATH; name the model or data set in full")
-    return Address(HUB, f"{kind}{found[1]}/{found[2]}", (found[4] or "").rstrip("/"),
-                   urllib.parse.unquote(found[3] or ""))
+    return Address(HUB, f"{kind}{match[1]}/{match[2]}", (match[4] or "").rstrip("/"),
+                   urllib.parse.unquote(match[3] or ""))
 
 
 def folder_of(path: str) -> str:

@@ -49,8 +49,8 @@ class _Silence(Exception):
 def list_files(folder: Address) -> list[RemoteFile]:
     """Return every file below a folder. Raises: StorageError."""
     def ask(store):
-        return [one for batch in store.list(folder.path.rstrip("/") or None) for one in batch]
-    return [_of_bucket(folder, one) for one in _ask(folder, ask) if not one["path"].endswith("/")]
+        return [entry for batch in store.list(folder.path.rstrip("/") or None) for entry in batch]
+    return [_of_bucket(folder, entry) for entry in _ask(folder, ask) if not entry["path"].endswith("/")]
 
 
 def look_up(address: Address) -> RemoteFile | None:
@@ -61,19 +61,19 @@ def look_up(address: Address) -> RemoteFile | None:
         return None
 
 
-def _of_bucket(address: Address, one: dict) -> RemoteFile:
-    return RemoteFile(address.at(one["path"]), one["size"], one["e_tag"] or "")
+def _of_bucket(address: Address, entry: dict) -> RemoteFile:
+    return RemoteFile(address.at(entry["path"]), entry["size"], entry["e_tag"] or "")
 
 
-def read_into(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -> None:
+def read_into(remote: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -> None:
     """Write the bytes of a file to an empty local file, in several requests at once. `grew` is called with the size of
     each piece, and may raise. Raises: StorageError, OSError of the local file."""
-    total = found.size
+    total = remote.size
     assert total is not None, "a bucket reports the size of every object"
 
     def read(start: int) -> int:
         stop = min(start + RANGE_BYTES, total)
-        data = memoryview(_range(found, start, stop))
+        data = memoryview(_range(remote, start, stop))
         while data:     # a write may be short
             written = os.pwrite(file.fileno(), data, start)
             data, start = data[written:], start + written
@@ -89,18 +89,18 @@ def read_into(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) ->
         pool.shutdown(cancel_futures=True)
 
 
-def read_range(found: RemoteFile, start: int, stop: int) -> bytes:
+def read_range(remote: RemoteFile, start: int, stop: int) -> bytes:
     """Return bytes [start, stop) of a bucket's file. Raises: Changed if it has changed since it was listed;
     StorageError, FileSystemError."""
     with concurrent.futures.ThreadPoolExecutor(RANGES) as pool:
-        return b"".join(pool.map(lambda begin: _range(found, begin, min(begin + RANGE_BYTES, stop)),
+        return b"".join(pool.map(lambda begin: _range(remote, begin, min(begin + RANGE_BYTES, stop)),
                                  range(start, stop, RANGE_BYTES)))
 
 
-def _range(found: RemoteFile, start: int, stop: int) -> Any:
+def _range(remote: RemoteFile, start: int, stop: int) -> Any:
     """Return the bytes of one range request."""
-    options = {"range": (start, stop)} | ({"if_match": found.etag} if found.etag else {})
-    return _ask(found.address, lambda store: store.get(found.address.path, options=options).bytes())
+    options = {"range": (start, stop)} | ({"if_match": remote.etag} if remote.etag else {})
+    return _ask(remote.address, lambda store: store.get(remote.address.path, options=options).bytes())
 
 
 def read(address: Address, start: int = 0, stop: int | None = None) -> bytes:
@@ -111,14 +111,14 @@ def read(address: Address, start: int = 0, stop: int | None = None) -> bytes:
 
 def read_versioned(address: Address) -> tuple[bytes, Version] | None:
     """Return an object of a bucket and its version for `write_if`; None if there is none. Raises: StorageError."""
-    found = _with_attributes(address)
-    return found and found[:2]
+    answer = _with_attributes(address)
+    return answer and answer[:2]
 
 
 def _with_attributes(address: Address) -> tuple[bytes, Version, dict[str, str]] | None:
     def ask(store):
-        found = store.get(address.path)
-        return found.bytes().to_bytes(), Version(found.meta["e_tag"], found.meta["version"]), found.attributes
+        answer = store.get(address.path)
+        return answer.bytes().to_bytes(), Version(answer.meta["e_tag"], answer.meta["version"]), answer.attributes
     try:
         return _ask(address, ask)
     except Missing:
@@ -159,8 +159,8 @@ def write_if(address: Address, content: bytes, before: Version | None, *, patien
         return None
     except Changed:
         # A try whose answer was lost may have written it.
-        found = _with_attributes(address)
-        return found[1] if found and found[2].get(WRITER) == nonce else None
+        answer = _with_attributes(address)
+        return answer[1] if answer and answer[2].get(WRITER) == nonce else None
 
 
 def _put(address: Address, body: bytes | Path, sent: int, *, patient: bool = True, **options: Any) -> Version:
@@ -186,18 +186,18 @@ def copy(source: Address, target: Address) -> None:
          silence_s=retries.SILENCE_S * LONGER[1])       # the server is silent while it copies
 
 
-def remove(found: Sequence[Address]) -> None:
+def remove(objects: Sequence[Address]) -> None:
     """Remove objects of one bucket. A missing object is no error. Raises: StorageError."""
-    for start in range(0, len(found), MOST_REMOVED):
-        paths = [one.path for one in found[start:start + MOST_REMOVED]]
+    for start in range(0, len(objects), MOST_REMOVED):
+        paths = [address.path for address in objects[start:start + MOST_REMOVED]]
         with contextlib.suppress(Missing):
-            _ask(found[start], lambda store: store.delete(paths), "removed")
+            _ask(objects[start], lambda store: store.delete(paths), "removed")
 
 
 def children(folder: Address) -> tuple[list[str], list[str]]:
     """Return (names of objects, names of folders) directly below a folder of a bucket. Raises: StorageError."""
-    found = _ask(folder, lambda store: store.list_with_delimiter(folder.path.rstrip("/") or None))
-    paths = [one["path"] for one in found["objects"]], found["common_prefixes"]
+    listing = _ask(folder, lambda store: store.list_with_delimiter(folder.path.rstrip("/") or None))
+    paths = [entry["path"] for entry in listing["objects"]], listing["common_prefixes"]
     objects, folders = ([path.rstrip("/").rpartition("/")[2] for path in some] for some in paths)
     return objects, folders
 
@@ -277,7 +277,7 @@ def _of_obstore(address: Address, error: Exception, verb: str) -> Exception:
     first = re.sub(r"//[^/\s]*@", "//…@", re.sub(r"\?\S+", "?…", text.partition("\n")[0]))[:300]
     first = re.sub(r" in [\d.]+[nµm]?s\b", "", first)      # so that equal reasons have equal texts
     if kind == "InvalidPathError":
-        key = found[1] if (found := re.search(r'Path "(.*?)"', text, re.DOTALL)) else first
+        key = match[1] if (match := re.search(r'Path "(.*?)"', text, re.DOTALL)) else first
         return StorageError(f"{address} cannot be {verb}: the bucket has the key {key!r} there, and no key with //, . "
                             f"or .. among its folders can be listed; rename or remove that object")
     if kind == "LibraryPanic" or re.search(

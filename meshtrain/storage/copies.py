@@ -51,8 +51,7 @@ _seen = _Seen()
 def forget() -> None:
     """Forget the files that this process found: a run begins."""
     global _seen
-    # Of the process: a run sees one state of each address, whichever thread or room asks. Only `forget` sets it.
-_seen = _Seen()
+    _seen = _Seen()
 
 
 def identities() -> str:
@@ -90,17 +89,17 @@ def match(pattern: str) -> list[str]:
     Raises: StorageError, also if no file matches."""
     wanted = addresses.parse(pattern)
     if wanted.scheme in WEB or not MAGIC.search(wanted.path) and wanted.scheme != HUB:
-        found = [one] if (one := _file(wanted)) else []
+        matching = [entry] if (entry := _file(wanted)) else []
     else:
         there = _listing(wanted.at(addresses.folder_of(wanted.path)))
-        literal = [one for one in there if one.address.path == wanted.path]
-        found = literal or [one for one in there if addresses.is_match(one.address.path, wanted.path)]
-    if not found:
+        literal = [entry for entry in there if entry.address.path == wanted.path]
+        matching = literal or [entry for entry in there if addresses.is_match(entry.address.path, wanted.path)]
+    if not matching:
         hint = "https:// has no globs; name each file" if wanted.scheme in WEB else \
             f"name files, or a glob of them, e.g. {wanted.below('**/*') if not MAGIC.search(pattern) else pattern}"
         raise StorageError(f"{pattern} matches no file; {hint}")
-    _note(pattern, found)
-    return sorted(str(one.address) for one in found)
+    _note(pattern, matching)
+    return sorted(str(entry.address) for entry in matching)
 
 
 def _file(address: Address) -> RemoteFile | None:
@@ -120,11 +119,11 @@ def _listing(folder: Address) -> list[RemoteFile]:
     if folder.scheme == HUB:
         folder = folder.at("")
     if folder not in _seen.folders:
-        found = _hub_listing(folder) if folder.scheme == HUB else buckets.list_files(folder)
-        _seen.files |= {str(one.address): one for one in found}
+        listing = _hub_listing(folder) if folder.scheme == HUB else buckets.list_files(folder)
+        _seen.files |= {str(entry.address): entry for entry in listing}
         _seen.folders.add(folder)
     inside = str(folder).rstrip("/") + "/"
-    return [one for name, one in _seen.files.items() if one and name.startswith(inside)]
+    return [entry for name, entry in _seen.files.items() if entry and name.startswith(inside)]
 
 
 def _hub_listing(folder: Address) -> list[RemoteFile]:
@@ -137,25 +136,25 @@ def _hub_listing(folder: Address) -> list[RemoteFile]:
         if is_offline():
             raise StorageError(f"{folder} has not been read on this host, and HF_HUB_OFFLINE forbids a request; start "
                                f"once without HF_HUB_OFFLINE, or copy {home()} from a host that has it")
-    found = web.list_files(folder)
-    text = json.dumps([[one.address.path, one.size, one.etag, one.commit] for one in found])
+    listing = web.list_files(folder)
+    text = json.dumps([[entry.address.path, entry.size, entry.etag, entry.commit] for entry in listing])
     with writing(kept.parent):
         kept.parent.mkdir(parents=True, exist_ok=True)
         files.replace(kept, text, shared=True)
-    return found
+    return listing
 
 
 def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def _note(name: str, found: Iterable[RemoteFile]) -> str:
-    _seen.digests[name] = _digest(sorted(_identity(one) for one in found))
+def _note(name: str, entries: Iterable[RemoteFile]) -> str:
+    _seen.digests[name] = _digest(sorted(_identity(entry) for entry in entries))
     return _seen.digests[name]
 
 
-def _identity(found: RemoteFile) -> list:
-    return [str(found.address), found.size or 0, found.etag]
+def _identity(entry: RemoteFile) -> list:
+    return [str(entry.address), entry.size or 0, entry.etag]
 
 
 def _digest(value) -> str:
@@ -189,8 +188,8 @@ def copy_files(names: Sequence[str], beside: Callable[[str], Sequence[str]], cop
         if group[0] is None:
             raise StorageError(f"{name} does not exist; name an existing file")
         groups.append([*filter(None, group)])
-    _note(f"{names[0]} and what is read with it", [one for group in groups for one in group])
-    places = [copying.directory / f"{_digest([_identity(one) for one in group])}-{_name(group[0])[:60]}"
+    _note(f"{names[0]} and what is read with it", [entry for group in groups for entry in group])
+    places = [copying.directory / f"{_digest([_identity(entry) for entry in group])}-{_name(group[0])[:60]}"
               for group in groups]
     _copy(list(zip(places, groups)), copying)
     return [place / _name(group[0]) for place, group in zip(places, groups)]
@@ -205,16 +204,16 @@ def folder(name: str, companions: Sequence[str], index: str, suffix: str, *, wei
     `copy_files`.
     """
     place = addresses.parse(name)
-    found = _web_folder(place, companions, index, suffix) if place.scheme in WEB else [
-        one for one in _listing(place) if one.address == place.below(_name(one)) and (
-            _name(one) in companions or _name(one).endswith(suffix))]
-    if not found:
+    entries = _web_folder(place, companions, index, suffix) if place.scheme in WEB else [
+        entry for entry in _listing(place) if entry.address == place.below(_name(entry)) and (
+            _name(entry) in companions or _name(entry).endswith(suffix))]
+    if not entries:
         raise StorageError(f"{name} has no {companions[0]} and no *{suffix}; name a model folder of Hugging Face's")
-    directory = home() / f"{_note(name, found)}-{os.path.basename(place.path or place.home)[:60]}"
-    remote = {directory / _name(one): one for one in found if _name(one) not in companions} if (
+    directory = home() / f"{_note(name, entries)}-{os.path.basename(place.path or place.home)[:60]}"
+    remote = {directory / _name(entry): entry for entry in entries if _name(entry) not in companions} if (
         weights == "ranges" and place.scheme in BUCKETS) else {}
-    _seen.remote |= {path: one for path, one in remote.items() if not _is_whole(path, one)}
-    _copy([(directory, [one for one in found if _name(one) in companions or weights and directory / _name(one)
+    _seen.remote |= {path: entry for path, entry in remote.items() if not _is_whole(path, entry)}
+    _copy([(directory, [entry for entry in entries if _name(entry) in companions or weights and directory / _name(entry)
                         not in remote])], Copying(home(), tell))
     return directory
 
@@ -227,44 +226,45 @@ def remote(path: Path) -> RemoteFile | None:
 def _web_folder(place: Address, companions: Sequence[str], index: str, suffix: str) -> list[RemoteFile]:
     """Return the files of a model folder on a web server, which cannot list them."""
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        found = [*filter(None, pool.map(_file, map(place.below, (*companions, f"model{suffix}"))))]
-        if not any(_name(one) == index for one in found):
-            return found
+        entries = [*filter(None, pool.map(_file, map(place.below, (*companions, f"model{suffix}"))))]
+        if not any(_name(entry) == index for entry in entries):
+            return entries
         (path,) = copy_files([str(place.below(index))], lambda name: (), Copying(home()))
         try:
             names = set(json.loads(path.read_bytes())["weight_map"].values()) if \
                 path.stat().st_size < MOST_INDEX_BYTES else set()
         except (ValueError, KeyError, TypeError, AttributeError):
-            return found        # the fault of the index is reported when the folder is opened
-        plain = [one for one in names if isinstance(one, str) and re.fullmatch(rf"[\w.-]+{re.escape(suffix)}", one)]
-        return [*found, *filter(None, pool.map(_file, map(place.below, sorted(plain))))]
+            return entries        # the fault of the index is reported when the folder is opened
+        plain = [name for name in names
+                 if isinstance(name, str) and re.fullmatch(rf"[\w.-]+{re.escape(suffix)}", name)]
+        return [*entries, *filter(None, pool.map(_file, map(place.below, sorted(plain))))]
 
 
-def _name(found: RemoteFile) -> str:
-    return found.address.path.rpartition("/")[2]
+def _name(entry: RemoteFile) -> str:
+    return entry.address.path.rpartition("/")[2]
 
 
 def _copy(groups: Sequence[tuple[Path, Sequence[RemoteFile]]], copying: Copying) -> None:
     """Copy the files that are missing in the directories. One process copies each file, and the others wait for it."""
-    wanted = {place / _name(one): one for place, group in groups for one in group}
+    wanted = {place / _name(entry): entry for place, group in groups for entry in group}
     with writing(copying.directory):
-        if not (left := {path: one for path, one in wanted.items() if not _is_whole(path, one)}):
+        if not (left := {path: entry for path, entry in wanted.items() if not _is_whole(path, entry)}):
             return
-        if refused := [one for one in left.values() if one.address.scheme == HUB and is_offline()]:
+        if refused := [entry for entry in left.values() if entry.address.scheme == HUB and is_offline()]:
             raise StorageError(f"{refused[0].address} has not been copied to {copying.directory}, and HF_HUB_OFFLINE "
                                f"forbids a request; start once without HF_HUB_OFFLINE")
         _fetch(left, copying)
 
 
-def _is_whole(path: Path, found: RemoteFile) -> bool:
+def _is_whole(path: Path, entry: RemoteFile) -> bool:
     try:
-        return files.patiently(lambda: os.stat(path)).st_size == found.size or found.size is None
+        return files.patiently(lambda: os.stat(path)).st_size == entry.size or entry.size is None
     except FileNotFoundError:
         return False
 
 
 def _fetch(wanted: dict[Path, RemoteFile], copying: Copying) -> None:
-    total, came = sum(one.size or 0 for one in wanted.values()), [0]
+    total, came = sum(entry.size or 0 for entry in wanted.values()), [0]
     what = f"copying {amount(len(wanted), 'file')}, {total / 1e6:,.1f} MB, from " \
            f"{next(iter(wanted.values())).address}{' and others' * (len(wanted) > 1)}"
     told, first = time.monotonic(), iter([f"{what}, to {copying.directory}"])
@@ -299,15 +299,15 @@ def _fetch(wanted: dict[Path, RemoteFile], copying: Copying) -> None:
         pool.shutdown(cancel_futures=True)
 
 
-def _read_into(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -> None:
+def _read_into(entry: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -> None:
     """Write a remote file to an empty local file. `grew` is called with the size of each piece, and may raise.
 
     Raises: StorageError, also if the file has changed since it was listed; OSError of the local file.
     """
-    _protocol(found.address).read_into(found, file, grew)
+    _protocol(entry.address).read_into(entry, file, grew)
     size = file.seek(0, os.SEEK_END)
-    if found.size is not None and size != found.size:
-        raise StorageError(f"{found.address} has {size:,} bytes, but its server reported {found.size:,}; "
+    if entry.size is not None and size != entry.size:
+        raise StorageError(f"{entry.address} has {size:,} bytes, but its server reported {entry.size:,}; "
                            f"start again when no program writes to it")
 
 

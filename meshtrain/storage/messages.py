@@ -51,10 +51,10 @@ def names(run_dir: str, folder: str) -> list[str]:
     """Return the names of the messages in a folder, in the form that `read` takes."""
     path = Path(run_dir) / folder
     try:
-        found = buckets.children(addresses.parse(run_dir).below(folder))[0] if addresses.is_remote(run_dir) else \
+        inside = buckets.children(addresses.parse(run_dir).below(folder))[0] if addresses.is_remote(run_dir) else \
             files.patiently(lambda: os.listdir(path))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise files.error_to_raise(error, f"{path} cannot be listed", REMEDY, StorageError) from None
-    return [f"{folder}/{name}" for name in found]
+    return [f"{folder}/{name}" for name in inside]

@@ -56,14 +56,14 @@ def fetch(source: Address, target: Path, wanted: Callable[[str], bool], within: 
     FileSystemError.
     """
     listed = buckets.list_files(source.below(within) if within else source)
-    there = {one.address.path.removeprefix(f"{source.path.rstrip('/')}/"): one for one in listed}
+    there = {entry.address.path.removeprefix(f"{source.path.rstrip('/')}/"): entry for entry in listed}
     with copies.writing(target), concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         target.mkdir(parents=True, exist_ok=True)
         here = set(filter(wanted, _names(target, _refuse)))
         # a listing may lack existing objects
         unlisted = [name for name in (here | set(needed)) - there.keys() if name.isprintable()]
-        found = pool.map(buckets.look_up, map(source.below, unlisted))
-        there |= {name: one for name, one in zip(unlisted, found) if one}
+        looked_up = pool.map(buckets.look_up, map(source.below, unlisted))
+        there |= {name: entry for name, entry in zip(unlisted, looked_up) if entry}
         sent = _read_sent(target) if needed else None
         is_newest = sent is not None and (needed[0] in sent) == (needed[0] in there) and all(
             there[name].etag == etag for name, (etag, _) in sent.items() if name in there)
@@ -202,15 +202,15 @@ class Mirror(contextlib.AbstractContextManager):
                     raise ValueError("its name has an unprintable character, so no object in the bucket can have it; "
                                      "rename the file")
                 version = buckets.write(self.target.below(name), self.source / name)
-                self._sent[name], self._sent_at[name] = (version.etag or "", found[name]), now
+                self._sent[name], self._sent_at[name] = (version.etag or "", states[name]), now
         with self._lock:
             before = self._sent.copy()
             with _collect(failed, ""):
-                found, now = self._find(failed), time.monotonic()
-                changed = [name for name, state in found.items() if self._sent.get(name, ("", None))[1] != state]
+                states, now = self._find(failed), time.monotonic()
+                changed = [name for name, state in states.items() if self._sent.get(name, ("", None))[1] != state]
                 due = [name for name in changed if all_of_them
-                       or now - self._sent_at.get(name, -math.inf) >= found[name][1] / SLOWEST_BYTES_S]
-                forgotten = [name for name in self._forgotten.copy() if name not in found]
+                       or now - self._sent_at.get(name, -math.inf) >= states[name][1] / SLOWEST_BYTES_S]
+                forgotten = [name for name in self._forgotten.copy() if name not in states]
                 if due or forgotten:
                     self.check_claim()
                 if self.needed[0] in due:
@@ -235,7 +235,7 @@ class Mirror(contextlib.AbstractContextManager):
     def _find(self, failed: dict[str, Exception]) -> dict[str, tuple]:
         """Return name -> a value that changes when the file does. failed: receives the error of each file that is gone
         or cannot be read; the name "." means the directory."""
-        found = {}
+        states = {}
 
         def note(error: OSError) -> None:
             name = os.path.relpath(error.filename, self.source)
@@ -244,15 +244,15 @@ class Mirror(contextlib.AbstractContextManager):
         for name in filter(self.wanted, _names(self.source, note)):
             with _collect(failed, name), contextlib.suppress(FileNotFoundError):
                 if state := _state(self.source / name):
-                    found[name] = state
+                    states[name] = state
         unread = tuple(f"{name}/".removeprefix("./") for name, error in failed.items()
                        if not isinstance(error, FileNotFoundError))
-        self._gone |= {name for name in self._sent.keys() - found.keys() - self._forgotten
+        self._gone |= {name for name in self._sent.keys() - states.keys() - self._forgotten
                        if not f"{name}/".startswith(unread)}
-        self._sent = {name: one for name, one in self._sent.items() if name not in self._gone}
+        self._sent = {name: record for name, record in self._sent.items() if name not in self._gone}
         if os.curdir not in failed:
             failed |= dict.fromkeys(self._gone, _Gone("removed from that directory; the bucket keeps its copy"))
-        return {name: state for name, state in found.items() if name not in self._gone}
+        return {name: state for name, state in states.items() if name not in self._gone}
 
     def _tell(self, failed: dict[str, Exception]) -> None:
         for why, some in itertools.groupby(failed, lambda name: files.describe(failed[name])):
@@ -341,15 +341,15 @@ class Lease:
     def take(self, text: str, is_dead: Callable[[str], bool]) -> None:
         """Take the lease if it is free. text: describes the owner, and differs from the texts of all others. is_dead:
         text -> whether its owner is known to have ended. Raises: LeaseHeld; StorageError, FileSystemError."""
-        found = buckets.read_versioned(self.address)
-        before = text_of(found[0]) if found else ""
-        if found and before:
-            if self._seen[0] != found[1]:
-                self._seen = found[1], time.monotonic()
+        held = buckets.read_versioned(self.address)
+        before = text_of(held[0]) if held else ""
+        if held and before:
+            if self._seen[0] != held[1]:
+                self._seen = held[1], time.monotonic()
             if not is_dead(before) and time.monotonic() - self._seen[1] < LEASE_S:
-                raise LeaseHeld(before, found[1])
+                raise LeaseHeld(before, held[1])
         self._text = text
-        self._version = buckets.write_if(self.address, self._content(), found and found[1])
+        self._version = buckets.write_if(self.address, self._content(), held and held[1])
         if self._version is None:
             raise LeaseHeld(before, before)
         self._thread = threading.Thread(target=self._keep, daemon=True, name="lease")
@@ -379,10 +379,10 @@ class Lease:
         """Rewrite the object. Return the text of another owner if there is one, else None."""
         version = buckets.write_if(self.address, self._content(), self._version)
         if version is None:     # it was removed, or another beat has written it
-            found = buckets.read_versioned(self.address)
-            if found and text_of(found[0]) != self._text:
-                return text_of(found[0])
-            version = buckets.write_if(self.address, self._content(), found and found[1])
+            held = buckets.read_versioned(self.address)
+            if held and text_of(held[0]) != self._text:
+                return text_of(held[0])
+            version = buckets.write_if(self.address, self._content(), held and held[1])
         self._version = version or self._version
         return None
 
@@ -394,8 +394,8 @@ class Lease:
         self._done.set()
         self._thread.join()
         with contextlib.suppress(StorageError, OSError):
-            found = buckets.read_versioned(self.address)
-            if found and text_of(found[0]) == self._text and buckets.write_if(self.address, b"", found[1]) and remove:
+            held = buckets.read_versioned(self.address)
+            if held and text_of(held[0]) == self._text and buckets.write_if(self.address, b"", held[1]) and remove:
                 buckets.remove([self.address])
 
 

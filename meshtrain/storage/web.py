@@ -49,7 +49,7 @@ def _url(address: Address, commit: str = "") -> str:
     return f"{hub()}/{address.home}/resolve/{urllib.parse.quote(commit, safe='')}/{urllib.parse.quote(address.path)}"
 
 
-def read_into(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -> None:
+def read_into(remote: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -> None:
     """Write the bytes of a file to an empty local file, in one request. After an interruption, the next request
     continues from the byte reached. `grew` is called with the size of each piece, and may raise."""
     reached = 0
@@ -57,10 +57,10 @@ def read_into(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) ->
     def act():
         nonlocal reached
         headers = {"Range": f"bytes={reached}-"} if reached else {}
-        with _send_request(found.address, _url(found.address, found.commit), headers) as reply:
-            if found.address.scheme != HUB and found.etag not in ("", reply.headers.get("ETag"),
-                                                                  reply.headers.get("Last-Modified")):
-                raise retries.error_of_status(found.address, 412, "")
+        with _send_request(remote.address, _url(remote.address, remote.commit), headers) as reply:
+            if remote.address.scheme != HUB and remote.etag not in ("", reply.headers.get("ETag"),
+                                                                    reply.headers.get("Last-Modified")):
+                raise retries.error_of_status(remote.address, 412, "")
             if reply.status != 206:
                 reached = 0
                 file.truncate(0)
@@ -69,9 +69,9 @@ def read_into(found: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) ->
                 file.write(chunk)
                 reached += len(chunk)
                 grew(len(chunk))
-            if found.size is not None and reached < found.size:
-                raise retries.Moment(f"the server ended the file at byte {reached:,} of {found.size:,}")
-    retries.patiently(found.address, act, lambda: reached)
+            if remote.size is not None and reached < remote.size:
+                raise retries.Moment(f"the server ended the file at byte {reached:,} of {remote.size:,}")
+    retries.patiently(remote.address, act, lambda: reached)
     file.flush()
 
 
@@ -147,8 +147,8 @@ def list_files(folder: Address) -> list[RemoteFile]:
     try:
         answer = json.loads(text)
         commit, siblings = answer["sha"], answer["siblings"]
-        return [RemoteFile(folder.at(one["rfilename"]), (one.get("lfs") or one).get("size"),
-                           (one.get("lfs") or {}).get("sha256") or one.get("blobId") or commit, commit)
-                for one in siblings]
+        return [RemoteFile(folder.at(sibling["rfilename"]), (sibling.get("lfs") or sibling).get("size"),
+                           (sibling.get("lfs") or {}).get("sha256") or sibling.get("blobId") or commit, commit)
+                for sibling in siblings]
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
         raise StorageError(f"{folder}: the hub's answer has no list of files; check HF_ENDPOINT") from None
