@@ -47,7 +47,7 @@ class BrokenProgramError(RunError):
     """A compiled program would compute wrong numbers without an error."""
 
 
-def compile_step(made: Assembly, refuse_broken: bool = True):
+def compile_step(made: Assembly, refuse_broken: bool = True) -> jax.stages.Compiled:
     """Return the compiled training step of the run. All processes call it together. Raises: as `check_program`, if
     refuse_broken.
 
@@ -64,7 +64,7 @@ def compile_step(made: Assembly, refuse_broken: bool = True):
     return check_program(made.mesh, "the training step", step) if refuse_broken else step
 
 
-def _profile(made: Assembly, executable) -> str:
+def _profile(made: Assembly, executable: jax.stages.Compiled) -> str:
     try:
         return scheduling.profile(made, executable)
     except Exception as error:      # a run must not fail because its step time cannot be predicted
@@ -80,7 +80,8 @@ def compile_evaluation(made: Assembly) -> Assembly:
         program, evaluate=check_program(made.mesh, "the evaluation", _compile(made, lowered))))
 
 
-def _compile(made: Assembly, lowered: jax.stages.Lowered, more: Mapping = MappingProxyType({})):
+def _compile(made: Assembly, lowered: jax.stages.Lowered, more: Mapping = MappingProxyType({})
+             ) -> jax.stages.Compiled:
     """Return the compiled program, from the cache of an earlier start if possible. more: further XLA options."""
     return programs.compile(lowered, {**made.program.compiler_options, **more}, list(made.mesh.devices.flat))
 
@@ -97,7 +98,7 @@ def initialize_params(made: Assembly) -> dict:
     return check_program(made.mesh, "the initialization of the weights", made.program.compile_function(alone))()
 
 
-def check_program(mesh: jax.sharding.Mesh, name: str, executable):
+def check_program(mesh: jax.sharding.Mesh, name: str, executable: jax.stages.Compiled) -> jax.stages.Compiled:
     """Return the executable, unless it is known to compute wrong numbers. name: of the program, for the message.
 
     Raises: BrokenProgramError if a collective-permute would leave devices with zeros, a fault of XLA on GPUs

@@ -14,6 +14,7 @@ import re
 import tomllib
 import types
 import typing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -42,7 +43,7 @@ MOST_BYTES = 1 << 24  # limit of a run file's size; /dev/zero, for example, neve
 NO_SETTINGS: typing.Mapping[str, object] = types.MappingProxyType({})
 
 
-def load(argv: typing.Sequence[str], usage: str = USAGE, settings: typing.Mapping[str, object] = NO_SETTINGS) -> Run:
+def load(argv: Sequence[str], usage: str = USAGE, settings: typing.Mapping[str, object] = NO_SETTINGS) -> Run:
     """Parse `argv`: an optional run file, then overrides.
 
     settings: section.key -> value; they replace those of the run file, and `argv` replaces them.
@@ -74,7 +75,7 @@ def load(argv: typing.Sequence[str], usage: str = USAGE, settings: typing.Mappin
     return run
 
 
-def resolve(tables: dict, words: typing.Sequence[str], allowed: typing.Sequence[str],
+def resolve(tables: dict, words: Sequence[str], allowed: Sequence[str],
             command: str) -> tuple[Run, frozenset[str]]:
     """Return the run of these tables with overrides, for commands that do not train.
 
@@ -102,7 +103,7 @@ def resolve(tables: dict, words: typing.Sequence[str], allowed: typing.Sequence[
 
 
 @contextlib.contextmanager
-def _model_folder():
+def _model_folder() -> Iterator[None]:
     """Raise ConfigError if checkpoint.init_from is an address that cannot be read.
 
     Without its config.json the values of [model] are unknown, so no other fault is reported.
@@ -114,13 +115,13 @@ def _model_folder():
             raise error from None
 
 
-def names_mesh(argv: typing.Sequence[str]) -> bool:
+def names_mesh(argv: Sequence[str]) -> bool:
     """Return whether `argv` sets a mesh: by a run file, at any position, or by a key of [mesh]."""
     path, overrides, _ = _arguments(argv)
     return path is not None or any(name.startswith("mesh.") for name, _ in overrides)
 
 
-def _arguments(argv):
+def _arguments(argv: Sequence[str]) -> tuple[str | Path | None, list[tuple[str, str]], list[str]]:
     """Return (run file or None, [(section.key, text)], faults)."""
     path, overrides, faults = None, [], []
     rest = [arg for arg in argv if arg not in ("--help", "-h")]
@@ -132,7 +133,8 @@ def _arguments(argv):
                               f"--section.key value")
             path = path or (arg if addresses.is_remote(arg) else Path(arg))
             continue
-        name, equals, text = arg.removeprefix("--").partition("=")
+        name, equals, value = arg.removeprefix("--").partition("=")
+        text: str | None = value
         if not equals:
             text = rest.pop(0) if rest and not rest[0].startswith("--") else None
         if not arg.startswith("--") or name.count(".") != 1:
@@ -152,7 +154,7 @@ def _first_bytes(path: Path) -> bytes:
         return file.read(MOST_BYTES + 1)
 
 
-def _local(path: str | Path) -> Path:
+def _local(path: str | Path) -> str | Path:
     """Return the local path of a run file, given as a path, a shipped file's name or an address.
 
     An address is copied first.
@@ -162,7 +164,7 @@ def _local(path: str | Path) -> Path:
     if not addresses.is_remote(path):
         return find_file(path)
     with user_errors():
-        return copies.copy_files([path], lambda name: (), copies.Copying(copies.home()))[0]
+        return copies.copy_files([str(path)], lambda name: (), copies.Copying(copies.home()))[0]
 
 
 def _read(path: Path) -> tuple[dict, list[str]]:
@@ -255,7 +257,7 @@ def _drop_shape(tables: dict) -> None:
         tables["model"] = {key: value for key, value in tables["model"].items() if key.endswith(NOT_SHAPE)}
 
 
-def _override(tables: dict, overrides, default: bool) -> None:
+def _override(tables: dict, overrides: Sequence[tuple[str, str]], default: bool) -> None:
     """Write the command line's values into the tables: as text for string keys, parsed as TOML for others.
 
     default: no file was named, so the tables are those of the quickstart.
@@ -330,7 +332,7 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
     return run, faults, re.compile("|".join(rf"\b{re.escape(name)}\b" for name in faulty) or "$^")
 
 
-def _with_folder(table: dict, checkpoint) -> tuple[dict, list[str]]:
+def _with_folder(table: dict, checkpoint: object) -> tuple[dict, list[str]]:
     """Return (the keys of [model], faults). If checkpoint.init_from is a model folder, the shape is taken from it."""
     source = checkpoint.get("init_from") if isinstance(checkpoint, dict) else None
     if not isinstance(source, str) or not model_folder.is_at(source := at_home(source)):

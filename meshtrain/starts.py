@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from meshtrain.checkpoint.saved import Saved
 from meshtrain.cluster import agree, watch
 from meshtrain.config import Run
 from meshtrain.huggingface.weights import ends, pretrained
+from meshtrain.huggingface.weights.pretrained import FolderWeights
 from meshtrain.journal import goodput
 from meshtrain.run import phases, say
 from meshtrain.sharding import rules
@@ -76,7 +76,7 @@ def _read_named_files(made: Assembly) -> dict[str, str]:
     return agree.on_first(lambda: named)
 
 
-def begin_state(made: Assembly, start: resume.Start, folder: Any, account: goodput.Account) -> State:
+def begin_state(made: Assembly, start: resume.Start, folder: FolderWeights | None, account: goodput.Account) -> State:
     """Return the state as `start_state`, and show what is done meanwhile. All processes call it together."""
     fresh = start.saved is None and not folder and not made.run.checkpoint.init_from
     with account.count_as("start" if fresh else "restore"), \
@@ -86,7 +86,7 @@ def begin_state(made: Assembly, start: resume.Start, folder: Any, account: goodp
         return agree.everywhere(lambda: start_state(made, start, folder))
 
 
-def start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
+def start_state(made: assembly.Assembly, start: resume.Start, given: FolderWeights | None) -> State:
     """Return the state after step `start.step`. given: the model folder, from `pretrained.open_folder`; None: there is
     none."""
     if start.saved is not None:
@@ -99,7 +99,7 @@ def start_state(made: assembly.Assembly, start: resume.Start, given) -> State:
     return with_weights(made, given, assembly.initialize(made))
 
 
-def with_weights(made: assembly.Assembly, given, state: State, **keys) -> State:
+def with_weights(made: assembly.Assembly, given: FolderWeights | None, state: State, **keys) -> State:
     """Return the initialized state with the weights that the run starts from, if there are any. keys: values of
     [checkpoint] that replace the run's."""
     run = made.run.replace(checkpoint=keys)

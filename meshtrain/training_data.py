@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from meshtrain import assembly, config
 from meshtrain.checkpoint import resume
@@ -22,6 +22,7 @@ from meshtrain.data.documents.contracts import Batches
 from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.huggingface.weights import ends, pretrained
 from meshtrain.huggingface.weights.ends import Ends
+from meshtrain.huggingface.weights.pretrained import FolderWeights
 from meshtrain.journal import goodput
 from meshtrain.run import dpo_reference, phases, say
 from meshtrain.run.feeds import BatchFeed
@@ -75,7 +76,7 @@ def check_source(run: Run) -> None:
                           'supports; use this objective, or another source')
 
 
-def open_run(beginning: Beginning, here: Places, account: goodput.Account) -> tuple[Any, Opened]:
+def open_run(beginning: Beginning, here: Places, account: goodput.Account) -> tuple[FolderWeights | None, Opened]:
     """Open the data of a run, and tokenize them if needed. Return (the model folder that a new run starts from, see
     `pretrained.open_folder`, or None; the opened data).
 

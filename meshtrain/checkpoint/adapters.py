@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.typing import DTypeLike
 
 from meshtrain.checkpoint.saved import Saved
 from meshtrain.cluster import agree
@@ -33,7 +34,7 @@ def describe(found: Mapping) -> str:
             f"{', '.join(found['targets']) or 'all projections'}")
 
 
-def restore(saved: Saved, wanted: dict, dtype=None) -> dict:
+def restore(saved: Saved, wanted: dict, dtype: DTypeLike | None = None) -> dict:
     """Restore parameters of a checkpoint for a model without adapters. Adapters of the checkpoint are merged.
 
     wanted: nested dicts of jax.ShapeDtypeStruct with NamedShardings, for all parameters or some. dtype: dtype of the
@@ -92,7 +93,7 @@ def _adapter_path(path: str, name: str) -> str:
     return f"{path.removesuffix(KERNEL)}{LORA}/{name}" if path.endswith(KERNEL) else ""
 
 
-def _abstract(stored, kernel, name: str) -> jax.ShapeDtypeStruct:
+def _abstract(stored: jax.ShapeDtypeStruct, kernel: jax.ShapeDtypeStruct, name: str) -> jax.ShapeDtypeStruct:
     """Return shape, dtype and sharding of an adapter's A or B. The rank is not sharded; the other dims are sharded as
     in the kernel."""
     spec = (*kernel.sharding.spec, *[None] * len(kernel.shape))[:len(kernel.shape)]
@@ -102,7 +103,7 @@ def _abstract(stored, kernel, name: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=NamedSharding(kernel.sharding.mesh, P(*spec)))
 
 
-def _merge_all(leaves: Mapping[str, jax.Array], scale: float | None, dtype) -> dict[str, jax.Array]:
+def _merge_all(leaves: Mapping[str, jax.Array], scale: float | None, dtype: DTypeLike | None) -> dict[str, jax.Array]:
     """Return the leaves with adapters merged into their kernels. One kernel is merged at a time."""
     out = {}
     for path, kernel in leaves.items():
@@ -114,7 +115,7 @@ def _merge_all(leaves: Mapping[str, jax.Array], scale: float | None, dtype) -> d
     return out
 
 
-def _merge_program(sharding: NamedSharding, dtype):
+def _merge_program(sharding: NamedSharding, dtype: DTypeLike) -> Callable[..., jax.Array]:
     """Return a jitted function (kernel, A, B, scale) -> the kernel with the adapter merged."""
     return jax.jit(lambda kernel, a, b, scale: lora.merge(kernel, {"a": a, "b": b}, scale).astype(dtype),
                    out_shardings=sharding)

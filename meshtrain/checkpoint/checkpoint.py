@@ -283,7 +283,7 @@ class Checkpoints(BackgroundSaves):
     def set_aside_after(self, step: int) -> list[str]:
         """Rename all checkpoints later than `step`, so that no run resumes from them; return their new names."""
         self._saved = step
-        def set_aside():
+        def set_aside() -> list[str]:
             later = [one for one in self._steps() if one > step]
             return [files.attempt(lambda: self._set_aside(one, "aside"), f"{self.path_of(one)} cannot be set aside",
                                   "give a directory that can be written", ConfigError) for one in later]
@@ -294,7 +294,7 @@ class Checkpoints(BackgroundSaves):
         ConfigError if a newer version wrote it; CheckpointError if it cannot be read."""
         self._join()
 
-        def metadata():
+        def metadata() -> dict:
             document = self.store.open(step).metadata()
             if document["format"] > FORMAT:
                 raise ConfigError(f"{self.path_of(step)} has checkpoint format {document['format']}, this version "

@@ -17,13 +17,15 @@ from meshtrain.model import params, transformer
 from meshtrain.names import LAYERS
 from meshtrain.run import say
 from meshtrain.run.trees import leaves_of, nest
+from meshtrain.sharding.rules import Layout
 from meshtrain.training import state
 from meshtrain.training.state import State
 
 DENSE = dict(num_experts=0, shared_expert_dim=0, mlps="d")
 
 
-def initial_state(run: Run, model: transformer.Transformer, layout, mesh, shapes: State, fresh: State) -> State:
+def initial_state(run: Run, model: transformer.Transformer, layout: Layout, mesh: jax.sharding.Mesh, shapes: State,
+                  fresh: State) -> State:
     """Return the initial state of a run, with another run's weights. layout, mesh: those of the new run. shapes: its
     state as jax.ShapeDtypeStruct with shardings. fresh: its initialized state.
 
@@ -58,7 +60,7 @@ def initial_state(run: Run, model: transformer.Transformer, layout, mesh, shapes
         return State(fresh.step, restored["params"], restored.get("opt_state", fresh.opt_state))
 
 
-def upcycle(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
+def upcycle(run: Run, layout: Layout, mesh: jax.sharding.Mesh, source: Saved, fresh: dict) -> dict:
     """Return the parameters of a run with experts, initialized from a dense run's checkpoint. layout, mesh: those of
     the new run. fresh: its initialized parameters.
 
@@ -86,7 +88,7 @@ def upcycle(run: Run, layout, mesh, source: Saved, fresh: dict) -> dict:
     restored = leaves_of(adapters.restore(source, wanted))
     adapters.warn_left_out(source, wanted)
 
-    def expand(restored, fresh):
+    def expand(restored: dict, fresh: dict) -> dict:
         made = {}
         for path, leaf in leaves_of(fresh).items():
             stack, is_dense = (f"{LAYERS}/layers", f"{LAYERS}/dense_layers/") if first else (LAYERS, "\0")

@@ -14,6 +14,7 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 
@@ -64,6 +65,7 @@ CHANGES = (
 )
 RETRIED = ("optimizer.*", "data.*", "training.grad_clip", "training.z_loss")
 RECORD = "changes.jsonl"
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Start:
     def step(self) -> int:
         return self.saved.step if self.saved else 0
 
-    def value_of(self, name: str):
+    def value_of(self, name: str) -> Any:
         """Return a value of the checkpoint's metadata; None in a fresh run."""
         return self.saved and self.saved.metadata.get(name)
 
@@ -111,7 +113,7 @@ def rule(key: str) -> str:
     return next(meaning for pattern, meaning in CHANGES if fnmatch.fnmatchcase(key, pattern))
 
 
-def find(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = None, wanted=None,
+def find(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = None, wanted: object = None,
          named: Mapping[str, str] | None = None) -> Start:
     """Return the start after the newest complete checkpoint, or after that of checkpoint.step. All processes call it.
 
@@ -164,7 +166,7 @@ def origin(run: Run) -> Saved | None:
 
 
 def before_spike(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, local: LocalCheckpoints,
-                 wanted) -> Start:
+                 wanted: object) -> Start:
     """Return the start after the newest checkpoint before a loss spike. The batches up to the spike are skipped.
     Batches that `start` skips after the same checkpoint stay skipped. start: the start of this run. spiked: the step of
     the spike."""
@@ -248,7 +250,7 @@ def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalCheckpoi
         local.begin(start.step, start.is_of(local))
 
 
-def _write(directory: Path, write: Callable):
+def _write(directory: Path, write: Callable[[], Value]) -> Value:
     """Call write() in process 0, with retries; return its value in every process."""
     return agree.on_first(lambda: files.attempt(write, f"run.dir={directory} cannot be written",
                                                 "give a directory that can", ConfigError))

@@ -4,6 +4,8 @@ from __future__ import annotations
 import os
 import typing
 
+from pydantic.fields import FieldInfo
+
 from meshtrain.config.messages import SECTIONS, ConfigError, join, keys_of, kind_of, toml, type_of
 
 EXAMPLE = '{"model.num_layers": 2} or {"model": {"num_layers": 2}}'
@@ -68,7 +70,7 @@ def _text(name: str, value: object, faults: list[str]) -> str:
     return toml(value)
 
 
-def _is_list_of_strings(field) -> bool:
+def _is_list_of_strings(field: FieldInfo) -> bool:
     of = typing.get_args(type_of(field))
     return typing.get_origin(type_of(field)) is tuple and (typing.get_args(of[0]) or of)[0] is str
 

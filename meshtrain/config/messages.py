@@ -8,9 +8,10 @@ import difflib
 import json
 import os
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from meshtrain import files
 from meshtrain.config.elsewhere import find_key
@@ -47,7 +48,7 @@ def restarting(restart: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def user_errors(prefix: str = ""):
+def user_errors(prefix: str = "") -> Iterator[None]:
     """Turn a ValueError raised inside into a ConfigError with one message per line.
 
     At a restart, credentials that are refused have worked before. They have expired, so a FileSystemError is raised
@@ -65,20 +66,20 @@ def user_errors(prefix: str = ""):
         raise ConfigError(*(prefix + str(error)).splitlines()) from None
 
 
-def type_of(field):
+def type_of(field: FieldInfo) -> typing.Any:
     """Return the type of a key. For an optional key it is the type without None."""
     of = typing.get_args(field.annotation)
     return of[0] if type(None) in of and len(of) == 2 else field.annotation
 
 
-def kind_of(field) -> str:
+def kind_of(field: FieldInfo) -> str:
     annotation = type_of(field)
     if typing.get_origin(annotation) is typing.Literal:
         return "choice"
     return {bool: "boolean", int: "integer", float: "number", str: "string"}.get(annotation, "list")
 
 
-def choices(field) -> list[str]:
+def choices(field: FieldInfo) -> list[str]:
     """Return the values of a choice that a user may name."""
     return [known for known in typing.get_args(field.annotation) if known]
 
@@ -129,13 +130,13 @@ def wrong_in_table(name: str, cls, error) -> str:
     return wrong_value(name, cls, error)
 
 
-def unknown_name(name: str, value: str, known) -> str:
+def unknown_name(name: str, value: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(value, known, n=1)
     guess = f"did you mean {toml(near[0])}? There are " if near else "use "
     return f"{name}={toml(value)} is unknown; {guess}{join(map(toml, known), 'and' if near else 'or')}"
 
 
-def unknown_section(name: str, value) -> str:
+def unknown_section(name: str, value: object) -> str:
     near = difflib.get_close_matches(name, SECTIONS, n=1)
     if (keys := keys_of(name)) and not isinstance(value, dict):
         return f"{name}={toml(value)} is outside a section; did you mean {keys[0]}?"
@@ -149,7 +150,7 @@ def keys_of(word: str) -> list[str]:
     return homes or [key for key in [find_key(word)] if key]
 
 
-def unknown_key(section: str, key: str, value, cls=None) -> str:
+def unknown_key(section: str, key: str, value: object, cls=None) -> str:
     keys = (cls or SECTIONS[section]).model_fields
     near = [f"{section}.{name}" for name in difflib.get_close_matches(key, keys, n=1)]
     elsewhere = find_key(key)
@@ -158,12 +159,12 @@ def unknown_key(section: str, key: str, value, cls=None) -> str:
     return f"{section}.{key}={toml(value)} is not a key of [{section}]; {remedy}"
 
 
-def join(names, word: str) -> str:
+def join(names: Iterable[str], word: str) -> str:
     *head, last = list(names) or ["none"]
     return f"{', '.join(head)} {word} {last}" if head else last
 
 
-def toml(value) -> str:
+def toml(value: object) -> str:
     """Format a value as TOML. JSON and TOML escape strings in the same way, except for DEL."""
     if isinstance(value, bool):
         return "true" if value else "false"

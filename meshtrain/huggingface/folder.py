@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshtrain import files, pattern
+from meshtrain.config.sections import Model
 from meshtrain.huggingface import forms, safetensors, settings, spellings, weight_files
 from meshtrain.huggingface.families import MTP, TEXT_PREFIXES, Family
 from meshtrain.huggingface.weight_files import SINGLE, TOLD, and_more
@@ -176,7 +177,7 @@ def settings_of(directory: Path) -> dict:
 def open_folder(directory: Path) -> Folder:
     """Open a model folder. Raises: ValueError that lists the faults of config.json, the index and every file's header.
     """
-    def describe():
+    def describe() -> tuple[Family, dict, dict]:
         family = settings.family_of(config := settings.read(directory))
         return family, config, settings.model_keys(config, family)
 
@@ -270,7 +271,7 @@ def _name_in_whole(family: Family, name: str, base: str, head: str) -> str:
     return base + name.removeprefix(family.prefix) if name.startswith(family.prefix) else head + name
 
 
-def rows(family: Family, model, paths: Paths, prefixes: tuple[str, str] | None = None,
+def rows(family: Family, model: Model, paths: Paths, prefixes: tuple[str, str] | None = None,
          names: Collection[str] = ()) -> list[WeightRow]:
     """Return the rows of a model under a family's names. model: the section [model]. paths: paths of our parameters.
     prefixes: an entry of TEXT_PREFIXES, for the names in a multimodal folder. names: names of a folder's tensors; they
@@ -358,7 +359,7 @@ def _are_blocks(folder: Folder, name: str, shape: tuple[int, ...]) -> bool:
         and scales.shape == wanted and folder.entries[name].shape == (*wanted, BLOCK // 2)
 
 
-def match(folder: Folder, model, paths: Paths) -> list[WeightRow]:
+def match(folder: Folder, model: Model, paths: Paths) -> list[WeightRow]:
     """Return the rows of a model; the folder has the tensors of each. paths: paths of our parameters.
 
     Raises: ValueError that lists all missing, unexpected and misshapen tensors, and unsupported dtypes.

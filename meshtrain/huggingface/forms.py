@@ -13,7 +13,9 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+from meshtrain.config.sections import Model
 
 # Letter -> its key of [model]. C: learned positions; W: expert width.
 LETTERS = {"D": "embed_dim", "N": "num_heads", "K": "num_kv_heads", "H": "head_dim", "F": "mlp_dim", "V": "vocab_size",
@@ -28,7 +30,7 @@ DERIVED = {"P": "head_dim - rope_dim", "r": "rope_dim / 2", "U": "latent.value_d
 WORD = re.compile(r"\*?\((?:[^()]|\([^()]*\))*\)|\*?\w+")
 
 
-def sizes_of(model) -> dict[str, int]:
+def sizes_of(model: Model) -> dict[str, int]:
     """Return letter -> size. model: keys of [model] as attributes, for one mixer (`Model.of`)."""
     def value(path: str) -> int:
         return functools.reduce(getattr, path.split("."), model)
@@ -137,5 +139,5 @@ def _side(text: str) -> Side | None:
     return None if re.sub(WORD, "", text).strip() or len(stars) > 1 else Side(tuple(dims), stars[0] if stars else None)
 
 
-def _product(words, sizes: Mapping[str, int]) -> int:
+def _product(words: Iterable[str], sizes: Mapping[str, int]) -> int:
     return math.prod(int(word) if word.isdecimal() else sizes[word] for word in words)

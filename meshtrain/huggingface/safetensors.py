@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -84,7 +85,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 def parse_json(text: bytes, what: str) -> dict:
     """Return a JSON object. what: its name in messages. Raises: ValueError if it is broken or has a name twice."""
-    def once(pairs):
+    def once(pairs: list[tuple[str, object]]) -> dict:
         made = dict(pairs)
         if len(made) != len(pairs):
             raise ValueError("a name occurs twice")
@@ -98,7 +99,7 @@ def parse_json(text: bytes, what: str) -> dict:
     return found
 
 
-def _entry(path: Path, name: str, given, first: int) -> Entry:
+def _entry(path: Path, name: str, given: Any, first: int) -> Entry:
     try:
         dtype, shape, (start, stop) = given["dtype"], given["shape"], given["data_offsets"]
         numbers = [*shape, start, stop]

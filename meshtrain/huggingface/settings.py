@@ -11,16 +11,19 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from meshtrain import files, pattern
+from meshtrain.config.sections import Model
 from meshtrain.huggingface import safetensors, spellings
 from meshtrain.huggingface.families import FAMILIES, HARMLESS, LACKING, MULTIMODAL, Family
 from meshtrain.huggingface.spellings import EVERY_KEYS, IDLE_ROPE_KEYS, LAYER_NAMES
 from meshtrain.storage.model_folder import CONFIG
 
 GENERATION = "generation_config.json"
+Get = Callable[[str], Any]      # key of a family -> its value in config.json, or the default of the family
 _KNOWN = ", ".join([*FAMILIES, *MULTIMODAL])
 MOST_BYTES = 1 << 24    # of a config.json
 MOST_LAYERS = 10_000
@@ -159,7 +162,7 @@ class Word:
 
         return Word(path, float(power or 1), sign or "", other or "", (plain(yes), plain(no)) if yes else ())
 
-    def ours(self, value, flat: Mapping):
+    def ours(self, value: Any, flat: Mapping) -> Any:
         if self.choice:
             return self.choice[not value]
         if self.sign:
@@ -168,7 +171,7 @@ class Word:
             return float(value) ** self.power
         return float(value) if self.is_number else value
 
-    def theirs(self, value, model):
+    def theirs(self, value: Any, model: Model) -> Any:
         if self.choice:
             return self.choice.index(value) == 0
         if self.path == "multipliers.score":
@@ -187,7 +190,7 @@ class Word:
         return self.path in NUMBERS or self.path.startswith("multipliers.")
 
 
-def _value(model, path: str):
+def _value(model: Model, path: str) -> Any:
     """Return a key of [model], of a table in it, or of a tuple. A key of a mixer has the layer's value unless it is
     set."""
     first, _, rest = path.partition(".")
@@ -225,7 +228,7 @@ def model_keys(config: Mapping, family: Family) -> dict:
         if value is not None and allowed and not any(type(value) is type(one) and value == one for one in allowed):
             faults.append(f"{CONFIG}: {key}={_format(value)} cannot be computed; only "
                           f"{' or '.join(map(_format, allowed))} can")
-    wrong = []
+    wrong: list[str] = []
     if not faults:
         flat |= {word.path: word.ours(value, flat) for word, value in last}
         layers, wrong = _layers(config, get, family, flat)
@@ -287,7 +290,7 @@ def _in_one_form(config: Mapping, family: Family):
     if "partial_rotary_factor" in family.defaults and (share := spellings.rotary_share(config, family)) is not None:
         config.setdefault("partial_rotary_factor", share)
 
-    def get(key):
+    def get(key: str) -> Any:
         return config[key] if key in config else family.defaults.get(key)
 
     if "time_step_least" in family.keys and isinstance(limit := get("time_step_limit"), list) and len(limit) == 2:
@@ -297,7 +300,7 @@ def _in_one_form(config: Mapping, family: Family):
     return config, get
 
 
-def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) -> dict:
+def config_of(model: Model, family: Family, dtype: str, longest: int, source: Mapping) -> dict:
     """Return the config.json of a model. model: the section [model]. longest: trained sequence length. source: the
     original config.json. Its other keys are kept. A key whose old value still describes the model keeps that value as
     it was written."""
@@ -330,12 +333,13 @@ def config_of(model, family: Family, dtype: str, longest: int, source: Mapping) 
     return made
 
 
-def _layer_keys(model, family: Family, get) -> dict:
+def _layer_keys(model: Model, family: Family, get: Get) -> dict:
     """Return the keys of config.json on the kinds of the layers."""
     names = {mixer: name for name, mixer in reversed(family.layers.items())}
     names = {"F": "full_attention", "N": "full_attention", "W": "sliding_attention"} | names
     mixers, mlps = ([kind[i] for kind in pattern.kinds(model)] for i in (0, 1))
-    made, dense = {}, len(mlps) - len("".join(mlps).lstrip("d"))
+    made: dict[str, Any] = {}
+    dense = len(mlps) - len("".join(mlps).lstrip("d"))
     if "layers_block_type" in family.defaults:
         kinds = [name for pair in zip(map(names.get, mixers), map({"e": "moe", "d": "mlp"}.get, mlps))
                  for name in pair if name]
@@ -355,7 +359,7 @@ def _layer_keys(model, family: Family, get) -> dict:
     return made
 
 
-def _rope_keys(model, family: Family, source: Mapping) -> dict:
+def _rope_keys(model: Model, family: Family, source: Mapping) -> dict:
     """Return the keys of config.json on the rope, in the form of transformers 4, which version 5 reads, too. A
     rope_parameters of the source that has more keys is kept if it agrees with the model."""
     given = None if source.get("rope_scaling") else source.get("rope_parameters")
@@ -386,14 +390,15 @@ def _rope_keys(model, family: Family, source: Mapping) -> dict:
     return made
 
 
-def _of_window(local, model) -> dict:
-    """Return the keys of the rope of layers with a window; empty if they are those of the model."""
+def _of_window(local: Any, model: Model) -> dict:
+    """Return the keys of the rope of layers with a window; empty if they are those of the model. local: has the keys of
+    these layers."""
     found = {"rope_theta": local.rope_theta, "rope_scaling": dict(local.rope_scaling)}
     same = found == {"rope_theta": model.rope_theta, "rope_scaling": dict(model.rope_scaling)}
     return {} if same else {f"kinds.W.{key}": value for key, value in found.items()}
 
 
-def family_for(model) -> Family:
+def family_for(model: Model) -> Family:
     """Return the first family whose config.json is read back as this model. Raises: ValueError if there is none."""
     for family in FAMILIES.values():
         try:
@@ -408,7 +413,7 @@ def family_for(model) -> Family:
                      f"model.mlps={_format(model.mlps)}); known: {_KNOWN}")
 
 
-def _deciding_values(model) -> dict:
+def _deciding_values(model: Model) -> dict:
     """Return the values that decide what a model computes; those of each mixer separately."""
     mixers, mlps = ({kind[i] for kind in pattern.kinds(model)} for i in (0, 1))
     found = {"layers": pattern.kinds(model)} | {key: getattr(model, key) for key in (
@@ -424,7 +429,7 @@ def _deciding_values(model) -> dict:
     return found | {"multipliers": dict(found["multipliers"]) | {"score": score}}
 
 
-def _near(a, b) -> bool:
+def _near(a: object, b: object) -> bool:
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=1e-9)
     if isinstance(a, dict) and isinstance(b, dict):
@@ -432,9 +437,10 @@ def _near(a, b) -> bool:
     return a == b
 
 
-def _layers(config: Mapping, get, family: Family, flat: dict) -> tuple[dict, list[str]]:
+def _layers(config: Mapping, get: Get, family: Family, flat: dict) -> tuple[dict, list[str]]:
     """Return (keys of [model] on the kinds of the layers, faults)."""
-    keys, faults = {}, []
+    keys: dict[str, Any] = {}
+    faults: list[str] = []
     if "layers_block_type" in family.defaults:
         mixers, mlps, faults = _pairs(get("layers_block_type"), family)
         keys["num_layers"] = len(mixers)
@@ -453,7 +459,7 @@ def _layers(config: Mapping, get, family: Family, flat: dict) -> tuple[dict, lis
     return keys | {"mixers": shortest(mixers), "mlps": shortest(mlps)}, faults
 
 
-def _mixers(get, family: Family, flat: dict) -> tuple[list[str], list[str]]:
+def _mixers(get: Get, family: Family, flat: dict) -> tuple[list[str], list[str]]:
     """Return (letter of each layer's mixer, faults)."""
     count, names, window = flat["num_layers"], get("layer_types"), flat.get("window")
     usual, *_, other = *family.layers, *family.layers
@@ -490,7 +496,7 @@ def _mixers(get, family: Family, flat: dict) -> tuple[list[str], list[str]]:
     return mixers, []
 
 
-def _mlps(get, family: Family, flat: dict) -> tuple[list[str], list[str]]:
+def _mlps(get: Get, family: Family, flat: dict) -> tuple[list[str], list[str]]:
     """Return (letter of each layer's MLP, faults)."""
     count, kinds, step = flat["num_layers"], get("mlp_layer_types"), get("decoder_sparse_step")
     first = get("first_k_dense_replace") if get("first_k_dense_replace") is not None else get("num_dense_layers")
@@ -509,10 +515,11 @@ def _mlps(get, family: Family, flat: dict) -> tuple[list[str], list[str]]:
         f"{key}={_format(get(key))}" for key in MLP_KEYS if key in family.defaults)]
 
 
-def _pairs(names, family: Family) -> tuple[list[str], list[str], list[str]]:
+def _pairs(names: Any, family: Family) -> tuple[list[str], list[str], list[str]]:
     """Return (mixers, MLPs, faults) for layers that are a mixer or an MLP each. A layer of ours is a mixer and the MLP
     that follows it."""
-    mixers, mlps = [], []
+    mixers: list[str] = []
+    mlps: list[str] = []
     letters = {name: (0, mixer) for name, mixer in family.layers.items()} | {"moe": (1, "e"), "mlp": (1, "d")}
     for name in names if isinstance(names, list) and names else [None]:
         side, letter = letters.get(LAYER_NAMES.get(str(name), str(name)), (2, ""))
@@ -533,7 +540,7 @@ def shortest(letters: Sequence[str]) -> str:
     return min(period, ended, key=len)
 
 
-def sublayers(model) -> tuple[list[int], list[int]]:
+def sublayers(model: Model) -> tuple[list[int], list[int]]:
     """Return (numbers of the layers' mixers, numbers of their MLPs), if each is a layer of its own; -1: the layer has
     none."""
     numbers = itertools.count()
@@ -548,7 +555,7 @@ def further_layers(config: Mapping) -> int:
     return found if type(found) is int and found > 0 else 0
 
 
-def _rope(config: Mapping, get, family: Family, flat: Mapping) -> tuple[dict, list[str]]:
+def _rope(config: Mapping, get: Get, family: Family, flat: Mapping) -> tuple[dict, list[str]]:
     """Return (keys of [model] on the rope, faults)."""
     if family.fixed["position"] != "rope" or not set("FW") & set(flat["mixers"]):
         return {}, []
@@ -572,7 +579,7 @@ def _rope(config: Mapping, get, family: Family, flat: Mapping) -> tuple[dict, li
     return keys, faults
 
 
-def _one_rope(given: Mapping, config: Mapping, get, family: Family) -> tuple[dict, list[str]]:
+def _one_rope(given: Mapping, config: Mapping, get: Get, family: Family) -> tuple[dict, list[str]]:
     """Return ({rope_theta, rope_scaling}, faults) for one object of rope_parameters or rope_scaling."""
     given = {key: value for key, value in given.items() if value is not None and key not in IDLE_ROPE_KEYS}
     theta = given.pop("rope_theta", config.get("rope_theta") or family.defaults["rope_theta"])
@@ -643,7 +650,7 @@ def _nest(flat: Mapping) -> dict:
     return made
 
 
-def _fault(theirs: str, value, word: Word) -> list[str]:
+def _fault(theirs: str, value: Any, word: Word) -> list[str]:
     if value is None:
         return [f"{CONFIG}: {theirs} is missing; every family needs it"]
     if word.path in FLAGS or word.choice:
@@ -659,9 +666,9 @@ def _fault(theirs: str, value, word: Word) -> list[str]:
     return []
 
 
-def _is_number(value) -> bool:
+def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < float("inf")
 
 
-def _format(value) -> str:
+def _format(value: object) -> str:
     return json.dumps(value)[:80]

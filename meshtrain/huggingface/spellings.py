@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from meshtrain.huggingface.families import Family
 from meshtrain.storage.model_folder import CONFIG
@@ -110,22 +111,23 @@ def _within(given: Mapping, config: Mapping, family: Family) -> list[str]:
     return notes
 
 
-def _comparable_rope(given: Mapping, theta) -> dict:
+def _comparable_rope(given: Mapping, theta: object) -> dict:
     found = {key: _comparable(value) for key, value in given.items()
              if value is not None and key not in (*IDLE_ROPE_KEYS, "type", "rope_type")}
     return found if any(key in given for key in BY_LAYER) else {
         "rope_theta": theta, "original_max_position_embeddings": None, **found, "rope_type": kind_of(given)}
 
 
-def _pairs_of(given: Mapping, names, read=lambda value: value) -> list[tuple[str, object]]:
+def _pairs_of(given: Mapping, names: Iterable[str],
+              read: Callable[[Any], object] = lambda value: value) -> list[tuple[str, object]]:
     return [(name, read(given[name])) for name in names if name in given]
 
 
-def _interval(value):
+def _interval(value: object) -> object:
     return len(value) if isinstance(value, str) else value
 
 
-def _pairs_inside(given: Mapping):
+def _pairs_inside(given: Mapping) -> Iterator[list[tuple[str, object]]]:
     """Yield groups of (key, value) for settings that may also be inside another object."""
     linear, layers = given.get("linear_attn_config"), given.get("per_layer_config")
     if isinstance(linear, dict):
@@ -173,7 +175,7 @@ def _rotary(given: Mapping, family: Family) -> list[tuple[str, object]]:
     return found
 
 
-def _layers(given: Mapping, family: Family):
+def _layers(given: Mapping, family: Family) -> Iterator[str]:
     """Yield notes on layers where a list of types and an interval contradict each other."""
     names, usual, other = given.get("layer_types"), *(list(family.layers)[i] for i in (0, -1))
     for key in EVERY_KEYS:
@@ -190,7 +192,7 @@ def _layers(given: Mapping, family: Family):
                f"taken, as transformers does")
 
 
-def _epsilons(given: Mapping, family: Family):
+def _epsilons(given: Mapping, family: Family) -> Iterator[str]:
     read = next((key for key in EPSILONS if key in family.keys), "")
     for key in EPSILONS:
         if key != read and key in family.only and {key, read} <= given.keys() and given[key] != given[read]:
@@ -203,12 +205,12 @@ def _differ(found: list[tuple[str, object]]) -> str:
     return f"{CONFIG}: {said} are the same setting with different values; remove the wrong ones"
 
 
-def _comparable(value) -> object:
+def _comparable(value: Any) -> object:
     """Return a hashable value. Numbers that differ only by rounding have the same one."""
     if type(value) in (int, float) and math.isfinite(value):
         return float(f"{value:.9g}")
     return value if isinstance(value, (bool, str)) else json.dumps(value, sort_keys=True)
 
 
-def _format(value) -> str:
+def _format(value: object) -> str:
     return json.dumps(value)[:80]

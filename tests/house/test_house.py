@@ -43,7 +43,8 @@ OPEN_TO = {
                    "journal", "parallel/pipeline", "run", "sharding", "training"},
     "parity": {"assembly", "choices", "config", "cost/program", "design", "inspection", "model", "parallel/pipeline",
                "run", "sharding", "training"},
-    "checkpoint": {"cluster", "config", "data", "data/documents", "journal", "model", "run", "storage", "training"},
+    "checkpoint": {"cluster", "config", "data", "data/documents", "journal", "model", "run", "sharding", "storage",
+                   "training"},
     # Model folders on devices: what is in such a folder is known without jax, by `huggingface` itself.
     "huggingface/weights": {"checkpoint", "cluster", "config", "data", "data/documents", "huggingface", "model", "run",
                             "storage"},

@@ -128,7 +128,8 @@ def _of_chats(data: Data, reader: Tokenizer, folders: Sequence[Path], kinds: set
             template, found.turn):
         return dataclasses.replace(found, note=(
             f"the chat template {template.path} closes {{% generation %}} before {format_token(reader, found.turn)}, "
-            f"so the model does not learn to stop; set data.chat_template to a template that closes it after this token"))
+            f"so the model does not learn to stop; set data.chat_template to a template that closes it after this "
+            f"token"))
     return found
 
 

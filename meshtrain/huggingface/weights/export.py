@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,8 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
     return written.size
 
 
-def _write_rows(rows: list[folder.WeightRow], leaves: list[jax.Array], layers, written: Files) -> None:
+def _write_rows(rows: list[folder.WeightRow], leaves: list[jax.Array],
+                layers: Sequence[tuple[int | None, int]], written: Files) -> None:
     """Write the tensors of rows of one kind. layers: [(number of the layer, its index in the leaves)]."""
     program, before = _program(rows[0], leaves, written.dtype), None
     for (layer, index), row in itertools.product(layers, rows):
@@ -102,7 +104,7 @@ def _program(row: folder.WeightRow, leaves: list[jax.Array], dtype: np.dtype):
     """Return a jitted function (leaves, layer, expert) -> the row's tensor, replicated on every device."""
     mesh, num_shards = leaves[0].sharding.mesh, [layer_shards(leaf) if row.stacked else 1 for leaf in leaves]
 
-    def gather(leaves, layer, expert):
+    def gather(leaves: list[jax.Array], layer: jax.Array, expert: jax.Array) -> jax.Array:
         ours = {}
         for path, leaf, over in zip(row.paths, leaves, num_shards, strict=True):
             x = layer_of(leaf, layer, over, dtype) if row.stacked else leaf.astype(dtype)
@@ -118,7 +120,7 @@ def layer_shards(leaf: jax.Array) -> int:
     return leaf.shape[0] // leaf.sharding.shard_shape(leaf.shape)[0]
 
 
-def layer_of(leaf, layer, num_shards: int, dtype: np.dtype):
+def layer_of(leaf: jax.Array, layer: jax.Array, num_shards: int, dtype: np.dtype) -> jax.Array:
     """Return one layer of a stack, cast to `dtype`. If stages hold the layers, an all-reduce of the layer's bits moves
     only that layer; indexing would gather the whole stack."""
     if num_shards == 1:
@@ -158,7 +160,7 @@ class Files:
             self._try(lambda: self._write(self.open[name], memoryview(numbers.reshape(-1).view(np.uint8)), begin))
 
     @staticmethod
-    def _write(file, content, begin: int) -> None:
+    def _write(file: BinaryIO, content: bytes | memoryview, begin: int) -> None:
         view = memoryview(content)
         while view:
             count = os.pwrite(file.fileno(), view[:files.CHUNK_BYTES], begin)
@@ -214,7 +216,8 @@ def write_companions(place: Path, source: Path | None, data: Mapping, names: Seq
         files.write(place / chat.TEMPLATE_FILE, template)
 
 
-def _complete(place: Path, parts, size: int, config: dict, source: Path | None, data: Mapping) -> None:
+def _complete(place: Path, parts: Mapping[str, Mapping], size: int, config: dict, source: Path | None,
+              data: Mapping) -> None:
     """Write the files that accompany the weights."""
     write_companions(place, source, data, model_folder.COMPANIONS)
     if folder.SINGLE not in parts:

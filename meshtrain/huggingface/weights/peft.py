@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import files
 from meshtrain.cluster import agree
-from meshtrain.config import user_errors
+from meshtrain.config import Lora, user_errors
 from meshtrain.huggingface import folder, safetensors, settings
 from meshtrain.huggingface.families import TEXT_PREFIXES
 from meshtrain.huggingface.weights import export, new_folder
@@ -44,6 +44,7 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
     folder names others. Raises: as `export.write`.
     """
     model, places, of = transformer.cfg, transformer.places(), transformer.lora
+    assert of is not None, "only a model with adapters exports them"
     with user_errors():
         theirs = agree.on_first(lambda: settings.read(source) if source else {})
         family = settings.family_of(theirs) if theirs else settings.family_for(model)
@@ -114,7 +115,7 @@ def _program(row: folder.WeightRow, leaves, dtype: np.dtype):
     inputs = _inputs(row)
     first, *others = row.pieces[0].form.theirs.dims[inputs]
 
-    def take_layer(leaf, layer):
+    def take_layer(leaf: jax.Array, layer: jax.Array) -> jax.Array:
         return export.layer_of(leaf, layer, min(num_shards), dtype)
 
     def both(leaves, layer):
@@ -141,7 +142,7 @@ def _short(module: str, modules: list[str]) -> str:
     return last if sum(other.rpartition(".")[2] == last for other in modules) == 1 else ".".join(module.split(".")[-2:])
 
 
-def _config(of, base: str, ranks: dict[str, int], conv1d: bool) -> dict:
+def _config(of: Lora, base: str, ranks: dict[str, int], conv1d: bool) -> dict:
     """Return the content of adapter_config.json. Ranks other than lora.rank are written as patterns, with alphas that
     keep alpha / rank. A base model from the hub is given by its name and revision."""
     revision = None

@@ -25,6 +25,7 @@ from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.huggingface import folder, safetensors, settings
 from meshtrain.huggingface.families import MTP
+from meshtrain.model.transformer import Transformer
 from meshtrain.names import LAYERS
 from meshtrain.run import say, trees
 from meshtrain.storage import model_folder
@@ -33,14 +34,15 @@ from meshtrain.storage.model_folder import KEPT
 from meshtrain.units import amount
 
 E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6], np.float32)    # code -> value
+FolderWeights = tuple[folder.Folder, list[folder.WeightRow]]      # an opened model folder, and what it has of a run
 
 
-def parameter_paths(transformer) -> folder.Paths:
+def parameter_paths(transformer: Transformer) -> folder.Paths:
     """Return the paths of a Transformer's parameters, by layer."""
     return folder.Paths.of([info.name for info in transformer.parameters()], transformer.places())
 
 
-def open_folder(run: Run, transformer) -> tuple[folder.Folder, list[folder.WeightRow]] | None:
+def open_folder(run: Run, transformer: Transformer) -> FolderWeights | None:
     """Return the model folder of checkpoint.init_from and its rows; None if it is not a model folder. Raises:
     ConfigError that lists every fault of the folder."""
     source = run.checkpoint.init_from
@@ -181,7 +183,7 @@ def _program(row: folder.WeightRow, stacks, mesh, block: tuple[int, int] | None)
         ours = row.to_ours(whole, jnp.concatenate)
         return tuple(put(stack, ours[path], at) for path, stack in zip(row.paths, stacks, strict=True))
 
-    def put(stack, x, at):
+    def put(stack: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
         x, shape = x.astype(stack.dtype), stack.shape[lead:]
         if shape != x.shape:    # pad the vocabulary
             x = jnp.pad(x, [(0, ours - theirs) for ours, theirs in zip(shape, x.shape, strict=True)])
@@ -191,7 +193,7 @@ def _program(row: folder.WeightRow, stacks, mesh, block: tuple[int, int] | None)
     return jax.jit(place, donate_argnums=0, out_shardings=shardings)
 
 
-def _from_blocks(codes, scales):
+def _from_blocks(codes: jax.Array, scales: jax.Array) -> jax.Array:
     """Return MXFP4 numbers in float32. codes: two numbers a byte, the low half first. scales: one for each
     `folder.BLOCK` numbers. Source: OCP Microscaling Formats 1.0, E2M1."""
     halves = jnp.stack([codes & 15, codes >> 4], -1).reshape(-1, folder.BLOCK)
