@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -196,7 +196,7 @@ def checksums(place: Path, paths: Iterable[Path], *, sync: bool = False, missing
     `patiently`.
     """
 
-    def checksum(path):
+    def checksum(path: Path) -> tuple[str, list]:
         digest, size = xxhash.xxh3_128(), 0
         buffer = memoryview(bytearray(min(CHUNK_BYTES, os.stat(path).st_size + 1)))
         with open(path, "rb", buffering=0) as file:
@@ -212,7 +212,7 @@ def checksums(place: Path, paths: Iterable[Path], *, sync: bool = False, missing
         return dict(threads.map(checksum_of, paths))
 
 
-def difference(read: list, wanted) -> str:
+def difference(read: list, wanted: Any) -> str:
     """Return how a file differs from what was written, as text; "" if it does not. read, wanted: from `checksums`."""
     if read == wanted:
         return ""

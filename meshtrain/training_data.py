@@ -141,7 +141,7 @@ def _feed_of_pairs(opened: Opened, start: resume.Start, state: State) -> BatchFe
             phases.phase("computing the reference log-probabilities"):
         pairs = agree.everywhere(lambda: dpo_reference.with_references(
             made.run, made.program, data, opened.corpus, opened.directory, weights))
-    return BatchFeed(made.run, made.program, pairs, start.step)
+    return BatchFeed(made.run, made.program, cast(Batches, pairs), start.step)
 
 
 def _answers() -> DataKind:

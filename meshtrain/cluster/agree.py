@@ -7,6 +7,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,11 @@ from meshtrain.cluster.lost import PeerError
 from meshtrain.cluster.meet import name_processes
 from meshtrain.config import ConfigError
 
+Value = TypeVar("Value")
 INDEX_BITS, MOST_LATE_MS = 15, 65_535      # process and milliseconds packed into 31 bits
 
 
-def on_first(function: Callable):
+def on_first(function: Callable[[], Any]) -> Any:
     """Call function() in process 0 only and return its JSON-able value in every process.
 
     Raises: a ConfigError or ValueError of process 0, in every process (use `user_errors` if the ValueError is a mistake
@@ -50,7 +52,7 @@ def on_first(function: Callable):
     return outcome["value"]
 
 
-def everywhere(function: Callable):
+def everywhere(function: Callable[[], Value]) -> Value:
     """Call function() in every process; each returns its own value, of any type. Raises: as `on_errors`."""
     with on_errors():
         return function()
@@ -110,7 +112,7 @@ def first_reports(error: BaseException) -> bool:
     return getattr(error, "agreed", False) and jax.process_index() != 0
 
 
-def exchange(value) -> list:
+def exchange(value: Any) -> list:
     """All-gather a JSON-able value. Return the values of all processes, by process index."""
     if jax.process_count() == 1:
         return [value]
@@ -246,7 +248,7 @@ def _again(outcome: dict) -> Exception:
     return mark_agreed(kinds[kind](*(messages if kind == "ConfigError" else ["\n".join(messages)])))
 
 
-def _broadcast(value):
+def _broadcast(value: Any) -> Any:
     """Return process 0's JSON-able value in every process."""
     _gather()
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)

@@ -81,7 +81,7 @@ class Cluster:
         return ""
 
 
-def cluster(section, environ: Mapping[str, str]) -> Cluster | None:
+def cluster(section: config.Distributed, environ: Mapping[str, str]) -> Cluster | None:
     """Return the cluster described by [distributed], or else by a launcher's environment; None: a single process.
 
     section: coordinator_address, num_processes and process_id of a valid run. coordinator_address (or

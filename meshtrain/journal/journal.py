@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -146,7 +146,7 @@ class Journal:
                 "mfu": flops / since.seconds / self.flops.peak if self.flops.peak else None}
 
 
-def _to_json(value):
+def _to_json(value: Any):
     """Return a metric as a number or a list of numbers. In lists, which may have many layers, each float32 is rounded
     to its shortest decimal form, which halves the text."""
     return [float(str(each)) for each in value] if value.ndim else value.item()

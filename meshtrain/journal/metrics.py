@@ -92,11 +92,11 @@ def _number_by_tag(row: dict[str, Any]) -> dict[str, float]:
     return {TAGS.get(key, key): float(value) for key, value in plain.items() if isinstance(value, (int, float))}
 
 
-def _plain(value):
+def _plain(value: Any):
     return value.item() if hasattr(value, "item") else value
 
 
-def _finite(value):
+def _finite(value: Any):
     if isinstance(value, list):
         return [_finite(_plain(each)) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -134,7 +134,7 @@ def is_change(row: Row) -> bool:
     return type(row.get("step")) is int and isinstance(row.get("key"), str) and {"from", "to"} <= row.keys()
 
 
-def _is_number(value) -> bool:
+def _is_number(value: Any) -> bool:
     return value is None or isinstance(value, float) or isinstance(value, int) and abs(value) < 1 << 63
 
 

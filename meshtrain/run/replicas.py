@@ -13,6 +13,7 @@ import json
 import math
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ class ReplicasDiffer(RunError):
 class Replicas:
     """Checks the replicas of a state. state: a pytree of arrays or ShapeDtypeStructs with NamedShardings on `mesh`."""
 
-    def __init__(self, state, mesh: Mesh):
+    def __init__(self, state: Any, mesh: Mesh):
         self.mesh = mesh
         self.leaves = [(name, leaf, _replica_axes(leaf, mesh)) for name, leaf in trees.leaves_of(state).items()]
         specs = tuple(leaf.sharding.spec for _, leaf, axes in self.leaves if axes)
@@ -57,7 +58,7 @@ class Replicas:
         self._sums = self._sums.lower(*self._abstract).compile()
         return self
 
-    def check(self, step: int, state) -> None:
+    def check(self, step: int, state: Any) -> None:
         """Compare the replicas of a state. Raises: ReplicasDiffer in all processes, with the names of arrays and
         devices."""
         if faults := self.faults(state):
@@ -69,7 +70,7 @@ class Replicas:
                 f"wrongly or lost a bit: this state is not saved. Run the same command again to resume from the last "
                 f"checkpoint. Test these devices, or run without them"))
 
-    def faults(self, state) -> list[tuple[str, list[list[jax.Device]]]]:
+    def faults(self, state: Any) -> list[tuple[str, list[list[jax.Device]]]]:
         """Return (name of the array, device groups) for every shard whose replicas differ. The devices of a group hold
         the same bits; the largest group comes first."""
         checked = [(name, axes) for name, _, axes in self.leaves if axes]
@@ -92,7 +93,7 @@ class Replicas:
         return differing
 
 
-def of_run(run: Run, state, mesh: Mesh) -> Replicas | None:
+def of_run(run: Run, state: Any, mesh: Mesh) -> Replicas | None:
     """Return the compiled check of a run; None if it is not configured, or the state has no replicas. state: see
     `Replicas`."""
     every = run.training.check_replicas_every
@@ -106,7 +107,7 @@ def of_run(run: Run, state, mesh: Mesh) -> Replicas | None:
     return replicas.compile()
 
 
-def _replica_axes(leaf, mesh: Mesh) -> tuple[str, ...]:
+def _replica_axes(leaf: Any, mesh: Mesh) -> tuple[str, ...]:
     """Return the mesh axes over which an array has replicas."""
     split = jax.tree.leaves(tuple(leaf.sharding.spec)) if leaf.size else mesh.axis_names
     return tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis not in split)
@@ -125,7 +126,7 @@ def checksum(array: jax.Array) -> jax.Array:
     return jnp.sum(words * (place + 1), dtype=jnp.uint32)
 
 
-def digest(tree) -> str:
+def digest(tree: Any) -> str:
     """Return a digest of all bits of a pytree of arrays, as hex text. It is the same in every layout."""
     sums = jax.device_get(_checksums(tree))
     return hashlib.blake2b(json.dumps([int(value) for value in sums]).encode(), digest_size=10).hexdigest()

@@ -19,7 +19,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeGuard
+from typing import TextIO, TypeGuard
 
 from meshtrain import config, files
 from meshtrain.cluster import agree, watch
@@ -186,7 +186,7 @@ def space() -> str:
     return ""
 
 
-def _lock(lock, directory: Path) -> None:
+def _lock(lock: TextIO, directory: Path) -> None:
     """Lock an open lock file. Raises: ConfigError if a process of this host uses the directory; _Held if a process of
     another host may use it."""
     def flock() -> str:
@@ -267,7 +267,7 @@ def at_work(directory: Path) -> dict | None:
     return owner | {"seen": True} if is_here(owner) else None
 
 
-def _put(lock, text: str) -> None:
+def _put(lock: TextIO, text: str) -> None:
     lock.seek(0)
     lock.truncate()
     lock.write(text)

@@ -177,7 +177,7 @@ def erase_passing() -> None:
             _output.live = 0
 
 
-def on_terminal(stream=None) -> bool:
+def on_terminal(stream: TextIO | None = None) -> bool:
     """Return whether a stream (None: stdout) is a terminal."""
     with contextlib.suppress(Exception):
         return (stream or sys.stdout).isatty()
@@ -308,7 +308,7 @@ def _add_prefix(text: str, level: str) -> str:
     return _output.format.dress(text, level) if _output.format else text
 
 
-def _color(stream, text: str) -> str:
+def _color(stream: TextIO, text: str) -> str:
     """Return the text with colours if the stream supports them; rich decides by terminal, NO_COLOR and FORCE_COLOR."""
     if not (on_terminal(stream) or os.environ.get("FORCE_COLOR")):
         return text
@@ -325,7 +325,7 @@ def _color(stream, text: str) -> str:
     return text
 
 
-def _escape_for(stream, text: str) -> str:
+def _escape_for(stream: TextIO, text: str) -> str:
     """Return the text with control characters escaped if the stream is a terminal; else unchanged."""
     return CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", text) if on_terminal(stream) else text
 
@@ -336,7 +336,7 @@ def escape(text: str) -> str:
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
-def _over_live(text: str, colour: Callable[[object, str], str] = lambda stream, text: text) -> str:
+def _over_live(text: str, colour: Callable[[TextIO, str], str] = lambda stream, text: text) -> str:
     """Return the text to write over the live line: padded to cover it. colour: function (stream, text) -> coloured
     text."""
     was, _output.live = _output.live, 0
@@ -345,7 +345,7 @@ def _over_live(text: str, colour: Callable[[object, str], str] = lambda stream, 
     return lead + colour(sys.stdout, "\n".join([first, *rest]))
 
 
-def _send(stream, text: str) -> OSError | None:
+def _send(stream: TextIO, text: str) -> OSError | None:
     """Write and flush a text. Return the system's error if the stream did not take it."""
     try:
         try:
@@ -361,7 +361,7 @@ def _send(stream, text: str) -> OSError | None:
     return None
 
 
-def _give_up(stream) -> None:
+def _give_up(stream: TextIO) -> None:
     with contextlib.suppress(Exception):    # a stream without a descriptor stays: the next line is tried again
         number = stream.fileno()
         null = os.open(os.devnull, os.O_WRONLY)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 
-def name(path) -> str:
+def name(path: tuple[Any, ...]) -> str:
     """Return the path of a leaf, as jax gives it, joined by "/"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 

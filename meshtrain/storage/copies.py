@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 from meshtrain import files
 from meshtrain.storage import addresses, buckets, web
@@ -157,7 +157,7 @@ def _identity(entry: RemoteFile) -> list:
     return [str(entry.address), entry.size or 0, entry.etag]
 
 
-def _digest(value) -> str:
+def _digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=12).hexdigest()
 
 
