@@ -70,7 +70,9 @@ def check(facts: Set[str], version: Callable[[str], str] | None = None) -> list[
 
     Raises: ConfigError for versions that compute wrong numbers.
     """
-    version, wrong, warnings = version or read_version, [], []
+    version = version or read_version
+    wrong: list[str] = []
+    warnings: list[str] = []
     for row in TABLE:
         if row.facts <= facts and _is(there := version(row.component), row.bad):
             message = f"{row.component} {there}: {row.effect} ({row.source}); {row.remedy}"
@@ -121,7 +123,7 @@ def _ptxas(environ: Mapping[str, str]) -> str:
     places = [shutil.which("ptxas", path=environ.get("PATH")), "/usr/local/cuda/bin/ptxas"]
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
-        places += [*Path(folder).glob("cu13/bin/ptxas"), *Path(folder).glob("cuda_nvcc/bin/ptxas")]
+        places += [str(path) for name in ("cu13", "cuda_nvcc") for path in Path(folder).glob(f"{name}/bin/ptxas")]
     for place in places:
         if place and os.access(place, os.X_OK):
             try:

@@ -84,7 +84,7 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
             if (target := real(path)) is not None:
                 matches[target] = path, root
         if not matches:
-            prefixed = {real(path): (path, root) for path in expand(f"{wanted}.bin")}
+            prefixed = {target: (path, root) for path in expand(f"{wanted}.bin") if (target := real(path)) is not None}
             matches = prefixed if name == "tokens" else {}      # Megatron names X.bin and X.idx by X
         found |= matches
         if matches:

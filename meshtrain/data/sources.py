@@ -21,7 +21,7 @@ import numpy as np
 
 from meshtrain.data import globs
 from meshtrain.data.cache import given_tokens, parts, token_cache
-from meshtrain.data.documents import chat, contracts, formats, tokenizer
+from meshtrain.data.documents import chat, compressed, contracts, formats, tokenizer
 from meshtrain.data.documents.contracts import Source
 from meshtrain.data.documents.conversations import Chats
 from meshtrain.data.documents.tokenizer import Tokenizer
@@ -287,12 +287,12 @@ def _open(described: Description, component: NamedFiles, cache_dir: Path, job: p
     where, source = component.where, component.source
     roots = on_this_host(component.paths, source, described.cache, job)
     paths = list(roots)
-    packed = any(path.endswith(formats.COMPRESSED) for path in paths)
+    packed = any(path.endswith(compressed.SUFFIXES) for path in paths)
     split_at = described.split_at if source in DIVIDED else ""
     if isinstance(described.tokenizer, tokenizer.Bytes) and source in ("stdlib", "text") and not (packed or split_at):
         return open_files(paths, where)
     groups = []
-    for root, together in itertools.groupby(paths, roots.get):
+    for root, together in itertools.groupby(paths, roots.__getitem__):
         # Do not write into the Python installation.
         beside = [Path(root) / CACHE] if source != "stdlib" else []
         caches = [Path(os.path.expanduser(described.cache))] if described.cache else [*beside, cache_dir]
@@ -305,9 +305,10 @@ def _open(described: Description, component: NamedFiles, cache_dir: Path, job: p
         found = token_cache.open_tokenized(kind, groups, component.field, described.tokenizer, job, chats, split_at)
     if source == "tokens" or described.tokenizer.vocab_size > described.vocab_size:
         _check_ids(list(zip(found, (paths for paths, _ in groups))), described)
-    if None in found:
+    pairs = tuple(pair for pair in found if pair is not None)
+    if len(pairs) < len(found):
         return None
-    opened = token_files.TokenFiles(tuple(found), complete=source in CHATS)
+    opened = token_files.TokenFiles(pairs, complete=source in CHATS)
     _check_not_empty(where, paths, opened, job.tell)
     return opened
 
@@ -372,6 +373,7 @@ def sample(described: Description, component: NamedFiles) -> np.ndarray:
         found = binary_files.open_ids(path)
         ids = np.asarray(token_files.map_file(found.files[0], found.dtype, found.offset, min(found.size, SAMPLED)))
     elif kind in CHATS:
+        assert described.chats is not None
         batch, _ = next(described.chats.read(path, lambda line: None), ([], 0))
         ids = np.concatenate([one.ids for one in batch]) if batch else np.zeros(0, np.int64)
     else:

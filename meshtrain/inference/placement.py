@@ -33,7 +33,8 @@ def command(model: Transformer, sizes: Mapping[str, int]) -> Layout:
               for axis in ("stage", "context") if sizes[axis] > 1]
     def lay_out(sizes: Mapping[str, int], split: Sequence[str]) -> Layout:
         return _layout(model, sizes, ("data",), ("fsdp",), split)
-    layout, split = lay_out(sizes, SPLIT), SPLIT
+    split: tuple[str, ...] = SPLIT
+    layout = lay_out(sizes, split)
     if _find_undivided(model, layout, ("kv_heads",)):
         # Whole on every device, because they are few. A recurrent mixer's value heads are sharded like its key heads.
         recurrent = any(kind.mixer in pattern.RECURRENT for kind in pattern.kinds(model.cfg))
@@ -92,7 +93,7 @@ def beside(model: Transformer, trained: Layout, given: Rules | None = None) -> L
 
 def _find_gathered(model: Transformer, layout: Layout) -> list[str]:
     """Return faults of weights that every token would gather."""
-    faults = {}
+    faults: dict[tuple[str | None, str], str] = {}
     for info in model.parameters():
         for logical in info.axes:
             split = layout.mesh_axes("params", logical)

@@ -329,7 +329,6 @@ def kernels(by_size: Mapping[int, tiles.GroupedTiles] = tiles.GROUPED, interpret
     `mosaic_grouped`, for Hopper GPUs; with 0 it is not used.
     """
     (block,) = {of.rows for of in by_size.values()}
-    given = dict(by_size=by_size, interpret=interpret)
-    rows = partial(_triton_rows, **given)
+    rows = partial(_triton_rows, by_size=by_size, interpret=interpret)
     return GroupedEngine(Taken, partial(_mosaic_rows, programs=programs, otherwise=rows) if programs else rows,
-                         partial(_triton_outer, **given), lambda *_: block)
+                         partial(_triton_outer, by_size=by_size, interpret=interpret), lambda *_: block)

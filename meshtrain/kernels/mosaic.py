@@ -43,7 +43,7 @@ def engine(scores: Scores = Scores(), interpret=False) -> Engine:
 
 def runs_on(gpu: hardware.Gpu | None) -> bool:
     """Return whether this GPU can run the Mosaic kernels."""
-    return bool(gpu and gpu.chip) and gpu.chip.compute_capability == COMPUTE_CAPABILITY
+    return gpu is not None and gpu.chip is not None and gpu.chip.compute_capability == COMPUTE_CAPABILITY
 
 
 def is_taken_on(gpu: hardware.Gpu | None) -> bool:

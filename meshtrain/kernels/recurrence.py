@@ -382,14 +382,14 @@ def _summary(after, chunks, zeros, reverse: bool):
     """
     through, _, right, _ = chunks
     if right is None:
-        def one(S, chunk):
+        def advance(S, chunk):
             return (after(S, *chunk[:3]) + chunk[3], None)
-        return jnp.prod(through, 0), lax.scan(one, zeros, chunks, reverse=reverse)[0]
+        return jnp.prod(through, 0), lax.scan(advance, zeros, chunks, reverse=reverse)[0]
     V, H = zeros.shape[-1], zeros.shape[-2]
     eye = jnp.broadcast_to(jnp.eye(H, dtype=jnp.float32), (*zeros.shape[:-1], H))
 
-    def one(wide, chunk):       # X beside M, so that one matmul serves both
+    def advance_both(wide, chunk):      # X beside M, so that one matmul serves both
         *linear, X = chunk
         return after(wide, *linear).at[..., :V].add(X), None
-    wide, _ = lax.scan(one, jnp.concatenate([zeros, eye], -1), chunks, reverse=reverse)
+    wide, _ = lax.scan(advance_both, jnp.concatenate([zeros, eye], -1), chunks, reverse=reverse)
     return wide[..., V:], wide[..., :V]

@@ -114,5 +114,5 @@ def of(head_dim: int, gpu: str, softcap: bool = False, value_dim: int = 0) -> Ti
     """
     widths = next((one for one in _HOPPER if head_dim <= one[0] and (value_dim or head_dim) <= one[1]), (0, 0))
     chip = hardware.GPUS[gpu].chip if gpu in hardware.GPUS else None
-    found = TIMED.get((gpu, *widths)) or COMPILED.get(chip and chip.compute_capability, {}).get(widths)
+    found = TIMED.get((gpu, *widths)) or (COMPILED.get(chip.compute_capability, {}).get(widths) if chip else None)
     return found._replace(dkv=found.dkv._replace(warps=8)) if found and softcap and widths == (128, 128) else found

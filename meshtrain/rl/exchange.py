@@ -45,6 +45,12 @@ class OtherVersionError(ConfigError):
     """An order was written by another version of meshtrain or jax."""
 
 
+@functools.cache
+def versions() -> str:
+    """Return the versions of meshtrain and jax as text. Other versions may sample other tokens."""
+    return f"meshtrain {meshtrain.__version__}, jax {importlib.metadata.version('jax')}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Order:
     """A request for one batch of answers. The answers are a function of these fields.
@@ -77,12 +83,6 @@ class Order:
     def rows(self, part: int) -> range:
         """Return the indices of the prompts of a part."""
         return range(part * self.part, min((part + 1) * self.part, len(self.prompts)))
-
-
-@functools.cache
-def versions() -> str:
-    """Return the versions of meshtrain and jax as text. Other versions may sample other tokens."""
-    return f"meshtrain {meshtrain.__version__}, jax {importlib.metadata.version('jax')}"
 
 
 def prompts_of_part(rl) -> int:

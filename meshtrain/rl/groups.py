@@ -172,18 +172,20 @@ class Kept:
 
     def read_held(self, weights: str | None) -> list[Completion]:
         """Return the answers that `hold` saved; [] if their key or weights differ. All processes call it together."""
-        found = unpack_arrays(self.path)
-        return unflat(*found) if all(agree.exchange(self._fits(found, weights, held=True))) else []
+        content = unpack_arrays(self.path)
+        fit = all(agree.exchange(self._fits(content, weights, held=True)))
+        return unflat(*content) if content is not None and fit else []
 
     def read(self, weights: str | None, first: int, prompts: Prompts, words: Words) -> AnswerBatch | None:
         """Return the batch; None if it is missing in a process, or its key or weights differ. All processes call this.
 
         weights: the expected checksum; None accepts any weights. first: number of prompts drawn for earlier batches.
         """
-        found = unpack_arrays(self.path)
-        if not all(agree.exchange(self._fits(found, weights))):
+        content = unpack_arrays(self.path)
+        fit = all(agree.exchange(self._fits(content, weights)))
+        if content is None or not fit:
             return None
-        told, arrays = found
+        told, arrays = content
         values = zip(unflat(told, arrays), arrays["rewards"], told["parts"], told["failures"], strict=True)
         groups = []
         for row, samples, unsteady in zip(told["rows"], told["samples"], told["unsteady"], strict=True):

@@ -218,13 +218,18 @@ class Orders:
                     kept |= set(range(step // updates, -(-step // updates) + lag))
         for directory in (self.place.orders, self.place.drawn):
             for name in os.listdir(directory):
-                if (batch := int(re.match(r"\d*", name)[0] or number)) not in kept and batch < number:
+                begin = re.match(r"\d+", name)
+                if begin and (batch := int(begin[0])) not in kept and batch < number:
                     (directory / name).unlink(missing_ok=True)
 
     def open(self, kept: Kept, weights: SamplingWeights, params: dict, pause: Pause) -> ArrivingAnswers:
         """Return the answers of a requested batch, to be read while they arrive from the samplers."""
         order = self.given[kept.number]
-        agree.on_first(lambda: self.place.has(order) or self._write_order(order))
+
+        def write_again() -> None:
+            if not self.place.has(order):
+                self._write_order(order)
+        agree.on_first(write_again)
         return ArrivingAnswers(self, order, pause.stopping)
 
 

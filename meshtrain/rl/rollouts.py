@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -64,6 +64,10 @@ class Reference:
     adapters."""
     weights: Callable[[dict], dict] | None
     origin: list
+
+    def of(self, state: State) -> dict:
+        assert self.weights is not None, "without rl.kl no batch has its scores"
+        return self.weights(state.params)
 
 
 class Rollouts:
@@ -147,7 +151,7 @@ class Rollouts:
         if missing := [name for name in SCORES if name in self.program.step.batch and name not in drawn.scores]:
             with pause.time("sampling", "score_s"):
                 for name in missing:
-                    params = state.params if name == "old" else self.reference.weights(state.params)
+                    params = state.params if name == "old" else self.reference.of(state)
                     drawn.scores[name] = np.stack([self._compute_scores(params, batch) for batch in parts])
         for name, values in drawn.scores.items():
             for batch, values_BT in zip(parts, values, strict=True):
@@ -164,7 +168,8 @@ class Rollouts:
         weights: those that sample it. first: number of prompts drawn for earlier batches. Raises: NoBatch if the run
         has to stop.
         """
-        number, before = kept.number, []
+        number = kept.number
+        before: list[Completion] = []
         generator = self.sampler.open(kept, weights, state.params, pause)
 
         def waits(found: list[Completion]) -> None:
@@ -172,7 +177,8 @@ class Rollouts:
                 if not self.sampler.saves:
                     kept.hold([*before, *found], weights.checksum or "")
                 raise NoBatch
-        groups, wanted, equal, row = [], self.rl.prompts, 0, 0
+        groups: list[Group] = []
+        wanted, equal, row = self.rl.prompts, 0, 0
         for _ in range(ROUNDS if self.rl.filter == "equal" else 1):
             prompts = self.prompts.draw(first + row, wanted - len(groups))
             counters = [(number, row + i) for i in range(len(prompts))]
@@ -209,7 +215,7 @@ class Rollouts:
                 [prompt.ids.tolist() for prompt in prompts], limits, Picking(self.rl.temperature), self.run.run.seed,
                 samples=[samples] * len(prompts), counters=counters, each=submit)
         with timed("rewards", "reward_s"):
-            outcomes = {}
+            outcomes: dict[int, workers.Reward] = {}
             while not all(agree.exchange(self.rewards.wait_for_scores(WAITS_S))):
                 waits(found)
             for part in agree.exchange({i: dataclasses.astuple(one) for i, one in self.rewards.results().items()}):
@@ -228,12 +234,12 @@ class Rollouts:
         for p, prompt in enumerate(prompts):
             these = range(p * samples, (p + 1) * samples)
             none = 0.0 if self.rl.reward_failures == "zero" else np.nan
-            scored = [ScoredAnswer(found[i], text[i], none if outcomes[i].reward is None else float(outcomes[i].reward),
+            scored = [ScoredAnswer(found[i], text[i], none if (reward := outcomes[i].reward) is None else float(reward),
                                    outcomes[i].parts, outcomes[i].failure) for i in these]
             groups.append(Group(prompt, counters[p][1], scored, sum(outcomes[i].unsteady for i in these)))
         return groups
 
-    def _check_failures(self, outcomes) -> None:
+    def _check_failures(self, outcomes: Mapping[int, workers.Reward]) -> None:
         failed = {i: one.failure for i, one in sorted(outcomes.items()) if one.failure}
         most = 0 if self.rl.reward_failures == "stop" else MOST_FAILURES * len(outcomes)
         if len(failed) > most:

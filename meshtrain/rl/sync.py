@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from meshtrain.model.params import ParamInfo, tree
+from meshtrain.model.params import ParamInfo, map_params, tree
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import MATMUL_ROLES
 from meshtrain.sharding import moves
@@ -33,9 +34,9 @@ def read_dtype(info: ParamInfo, dtype: jnp.dtype) -> jnp.dtype:
 
 def cast(model: Transformer, params: dict, dtype: jnp.dtype) -> dict:
     """Return the weights in the dtypes that samplers read, in the sharding in which they are stored."""
-    def one(info: ParamInfo):
-        return functools.reduce(dict.__getitem__, info.path, params).astype(read_dtype(info, dtype))
-    return tree(model.parameters(), one)
+    def cast_one(info: ParamInfo, w: Any) -> jax.Array:
+        return w.astype(read_dtype(info, dtype))
+    return map_params(model.parameters(), cast_one, params)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,7 +74,7 @@ class WeightSync:
 
     def program(self, infos: Sequence[ParamInfo]):
         """Return a jitted function that maps the stored arrays to the sampler's weights."""
-        way = {info: self.moves(info) for info in infos}
+        way = {info: planned for info in infos if (planned := self.moves(info))}
 
         def sharding_of(info: ParamInfo, split: moves.Split) -> NamedSharding:
             return NamedSharding(self.mesh, way[info].spec(split))

@@ -31,11 +31,13 @@ class WorkQueue:
     def __init__(self, run_dir: Path):
         self.place = SamplerFiles(run_dir)
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        self.heartbeats, self._claimed, self._began = Heartbeats(self.place), None, 0.0
+        self.heartbeats, self._began = Heartbeats(self.place), 0.0
+        self._claimed: Path | None = None
         self._orders: dict[int, tuple[int, Order]] = {}
         self._parts_s: collections.deque[float] = collections.deque(maxlen=64)
         self._work, self.slow = 0, False        # slow: while True, FIRST_S without progress are allowed
-        self._since, self._looked, self._left = time.monotonic(), False, {}     # left: skipped orders of other versions
+        self._since, self._looked = time.monotonic(), False
+        self._left: dict[int, int] = {}         # skipped orders of other versions, with their times of change
         self._beat: files.Beat | None = None
 
     def begin(self) -> None:
@@ -149,7 +151,9 @@ class WorkQueue:
         path, content = self.place.answers(order.batch, part), pack_answers(order, part, found, self.name, on)
         before = groups.unpack_arrays(path)
         if before and before[0]["order"] == order.id:
-            _compare(path, before, groups.unpack_arrays(io.BytesIO(content)))
+            now = groups.unpack_arrays(io.BytesIO(content))
+            assert now is not None
+            _compare(path, before, now)
         elif self.is_wanted(order):
             files.patiently(lambda: files.replace(path, content, shared=True))
         self.release()

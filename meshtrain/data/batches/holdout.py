@@ -42,4 +42,5 @@ def _tails(source: Source, fraction: float) -> tuple[order.SourcePart, order.Sou
         _, length = part.spans(np.arange(source.num_documents))
         runs = np.flatnonzero(length)   # one document per run here
         parts.append(order.SourcePart(source, runs.astype(np.int32), length[runs] + 1, side, fraction))
-    return tuple(parts)
+    head, tail = parts
+    return head, tail

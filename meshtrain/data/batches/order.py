@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -311,7 +311,8 @@ class Recent:
     """A thread-safe LRU cache."""
 
     def __init__(self, keep: int):
-        self.keep, self.made, self.lock = keep, {}, threading.Lock()
+        self.keep, self.lock = keep, threading.Lock()
+        self.made: dict[Any, Any] = {}
 
     def get(self, key, make: Callable):
         with self.lock:     # also while computing: threads must not all sort a large corpus

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 from fractions import Fraction
 
 import numpy as np
@@ -230,7 +231,7 @@ def _may_cut(source: Source, stream: bool, seq_len: int) -> bool:
 
 
 def _continue_streams(streams: Sequence[TokenStream | WholeStream], wanted: DataPhase, position: dict,
-               packing: str) -> tuple[tuple[TokenStream | WholeStream, ...], DataPhase]:
+                      packing: str) -> tuple[tuple[TokenStream | WholeStream, ...], DataPhase]:
     """Return (streams, phase) that continue from a position. Raises: ValueError if it belongs to other data or packing.
     """
     old_packing = position.get("packing", "stream")
@@ -249,8 +250,9 @@ def _continue_streams(streams: Sequence[TokenStream | WholeStream], wanted: Data
                          "checkpoint.init_from")
     grids = [tuple(Grid(*grid) for grid in source["grids"]) for source in position["sources"]]
     streams = [dataclasses.replace(stream, grids=one) for stream, one in zip(streams, grids)]
-    phase = DataPhase(**{name: tuple(value) if isinstance(value, list) else value
-                         for name, value in position["phase"].items()})
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
+                              for name, value in position["phase"].items()}
+    phase = DataPhase(**fields)
     if dataclasses.replace(phase, batches=0, tokens=wanted.tokens) == wanted:
         return tuple(streams), phase
     tokens = tuple(source["tokens"] for source in position["sources"])
@@ -259,7 +261,7 @@ def _continue_streams(streams: Sequence[TokenStream | WholeStream], wanted: Data
     return tuple(streams), dataclasses.replace(wanted, batches=position["batches"], tokens=tokens)
 
 
-def _read(stream: TokenStream, pieces: Pieces, tokens: np.ndarray, learn: np.ndarray | None,
+def _read(stream: TokenStream | WholeStream, pieces: Pieces, tokens: np.ndarray, learn: np.ndarray | None,
           shape: Packing) -> np.ndarray:
     """Read the texts of pieces into `tokens`, int32 [concatenated rows]. Return the target after each piece, int32
     [pieces].
@@ -294,7 +296,8 @@ def _read(stream: TokenStream, pieces: Pieces, tokens: np.ndarray, learn: np.nda
     return next_target
 
 
-def _assemble(shape: Packing, streams: Sequence[TokenStream], n: int, runs: Sequence[Runs], rows: Rows) -> Batch:
+def _assemble(shape: Packing, streams: Sequence[TokenStream | WholeStream], n: int, runs: Sequence[Runs],
+              rows: Rows) -> Batch:
     """Return these rows of batch n, from the streams' `runs`; the rest of a row is padding."""
     T, every = shape.seq_len, np.arange(shape.global_batch)
     chosen = every if rows is None else every[rows if isinstance(rows, slice) else np.asarray(rows, np.int64)]
@@ -338,8 +341,8 @@ def _assemble(shape: Packing, streams: Sequence[TokenStream], n: int, runs: Sequ
             "sequence": sequence.astype(np.int32)}
 
 
-def _check_lengths(shape: Packing, weights: Sequence[int], train: Sequence[TokenStream],
-                   held: Sequence[TokenStream]) -> list[str]:
+def _check_lengths(shape: Packing, weights: Sequence[int], train: Sequence[TokenStream | WholeStream],
+                   held: Sequence[TokenStream | WholeStream]) -> list[str]:
     """Return errors for sources that are too short for a batch, or for the hold-out."""
     T, B, faults = shape.seq_len, shape.global_batch, []
     for i, (stream, weight) in enumerate(zip(train, weights)):
@@ -372,8 +375,8 @@ def _check_lengths(shape: Packing, weights: Sequence[int], train: Sequence[Token
     return faults
 
 
-def _check_whole(shape: Packing, weights: Sequence[int], train: Sequence[WholeStream],
-                 held: Sequence[WholeStream]) -> list[str]:
+def _check_whole(shape: Packing, weights: Sequence[int], train: Sequence[TokenStream | WholeStream],
+                 held: Sequence[TokenStream | WholeStream]) -> list[str]:
     """Return errors as `_check_lengths`, counted in sequences of whole documents."""
     B, faults = shape.global_batch, []
     for i, (stream, weight) in enumerate(zip(train, weights)):

@@ -63,7 +63,7 @@ class WholeStream:
     part: SourcePart
     seed: int | None
     number: int             # of the source in its mixture
-    grids: tuple[Grid]
+    grids: tuple[Grid, ...]
 
     def __post_init__(self):
         self._order = TokenStream(self.part, self.seed, self.number, ())
@@ -99,7 +99,7 @@ class WholeStream:
                 self._counted += 1
             return bool(self._counts[self._counted] >= sequences)
 
-    def regrid(self, position: int, seq_len: int) -> tuple[Grid]:
+    def regrid(self, position: int, seq_len: int) -> tuple[Grid, ...]:
         assert seq_len == self.seq_len
         return self.grids
 

@@ -148,16 +148,18 @@ class Given(parts.Part):
 
     def _scan_mask(self, job: Job) -> int:
         """Return the mask's checksum. Raises: ValueError if it is invalid, or marks no token as a target."""
-        mask, some, crc = self.ids.mask.map(), False, 0
+        given = self.ids.mask
+        assert given is not None
+        mask, some, crc = given.map(), False, 0
         for first, chunk in token_files.chunks(mask):
             job.check_stop()
             if chunk.max() > 1:
                 k = int(np.argmax(chunk > 1))
-                raise ValueError(f"{self.ids.mask.path}: entry {first + k} (from 0) is {chunk[k]}, but a mask has 1 "
+                raise ValueError(f"{given.path}: entry {first + k} (from 0) is {chunk[k]}, but a mask has 1 "
                                  f"for loss targets and 0 for other tokens; write the file again")
             some, crc = some or bool(chunk.any()), zlib.crc32(chunk, crc)
         if len(mask) and not some:
-            raise ValueError(f"{self.ids.mask.path} is 0 everywhere, so {os.path.basename(self.inputs[0])} has no loss "
+            raise ValueError(f"{given.path} is 0 everywhere, so {os.path.basename(self.inputs[0])} has no loss "
                              f"target; write the mask again, or remove it if all tokens are targets")
         return crc
 
@@ -201,6 +203,7 @@ class Given(parts.Part):
     def _own_ends(self, separators: int) -> Iterator[np.ndarray]:
         """Yield the file's ends, without this many separators of each document. Documents that are empty in the file
         are dropped, because they have no separators."""
+        assert self.ids.ends is not None
         before = count = 0
         for ends in self.ids.ends():
             if separators:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from meshtrain import files
 from meshtrain.data import progress
@@ -142,7 +142,7 @@ class _Building:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             for k, pair in zip(left, pool.map(self._check, left)):
                 self.found[k] = pair
-        seconds, checked = time.perf_counter() - started, [self.found[k] for k in left if self.found[k]]
+        seconds, checked = time.perf_counter() - started, [pair for k in left if (pair := self.found[k])]
         if checked and (seconds > progress.TELL_SECONDS or self.job.verify):
             size = sum(pair.ids.stamp[1] for pair in checked)
             what = f"{len(checked):,} parts are" if len(checked) > 1 else "1 part is"
@@ -274,7 +274,8 @@ class _Locks:
     """
 
     def __init__(self, stack: contextlib.ExitStack):
-        self._stack, self._files, self._opening = stack, {}, threading.Lock()
+        self._stack, self._opening = stack, threading.Lock()
+        self._files: dict[Path, Any] = {}
 
     def open(self, home: Path):
         """Return the open lock file. Raises: OSError."""

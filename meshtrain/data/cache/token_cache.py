@@ -47,7 +47,8 @@ def open_tokenized(format: str, groups: Sequence[tuple[tuple[str, ...], Sequence
     field = chats.key if chats else "" if format == "text" else field
     identity = [VERSION, format, field, tokenizer.key, *[split_at] * bool(split_at)]
     key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()
-    earlier, choices, counted = {}, [], chats is None and text_bytes.are_counted(tokenizer)
+    choices, counted = [], chats is None and text_bytes.are_counted(tokenizer)
+    earlier: dict[Path, Earlier] = {}
     markers = Markers(tokenizer, split_at)
     for paths, directories in groups:
         homes = [directory / f"{format}-{key}" for directory in directories]
@@ -159,9 +160,10 @@ class Tokenized(parts.Part):
         if more and self.chats:
             return dataclasses.replace(pair, mask=token_files.open_mask(*more, tokens, pair.ids.size))
         if more:
-            pair = dataclasses.replace(pair, bytes_file=token_files.open_ends(*more, tokens))
-            if pair.bytes_file.size != pair.num_documents:
+            bytes_file = token_files.open_ends(*more, tokens)
+            if bytes_file.size != pair.num_documents:
                 raise ValueError("another size")
+            return dataclasses.replace(pair, bytes_file=bytes_file)
         return pair
 
     def _stamps(self, manifest: dict) -> list[list[int]]:
@@ -215,6 +217,7 @@ class Tokenized(parts.Part):
     def _fill_chats(self, writers: Sequence[token_files.Writer], job: Job, progress: FileProgress) -> list[dict]:
         """As `_fill`, for conversations."""
         tokens, ends, *mask = writers
+        assert self.chats is not None
         (path,) = self.inputs
         identity = _identify_input(self.home, path, job)
         for encoded, position in self.chats.read(path, job.tell):
@@ -235,7 +238,8 @@ class _Batch:
     def __init__(self, writers: Sequence[token_files.Writer], tokenizer: Tokenizer, job: Job):
         self.tokens, self.ends, *self.bytes = writers
         self.tokenizer, self.job = tokenizer, job
-        self.pieces, self.chars, self.read = [], 0, 0       # read: bytes of text so far
+        self.pieces: list[formats.TextPiece] = []
+        self.chars, self.read = 0, 0        # read: bytes of text so far
 
     def copy(self, ids: np.ndarray, num_bytes: int) -> None:
         """Add a document that is already tokenized."""
@@ -276,7 +280,8 @@ class Earlier:
     bytes of documents are needed, which older parts lack."""
 
     def __init__(self, home: Path, counted: bool):
-        self.home, self.counted, self._pairs = home, counted, {}
+        self.home, self.counted = home, counted
+        self._pairs: dict[Path, token_files.IndexedTokens | None] = {}
 
     def document(self, identity: dict, job: Job) -> tuple[np.ndarray, int] | None:
         """Return (tokens, bytes if counted) of a text; None if no complete part has it."""
@@ -298,12 +303,12 @@ class Earlier:
 
     @functools.cached_property
     def _index(self) -> dict[str, tuple[Path, int]]:
-        found = {}
+        places: dict[str, tuple[Path, int]] = {}
         for manifest in self.home.glob("*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 inputs = json.loads(manifest.read_text(encoding="utf-8"))["inputs"]
-                found.update((one["blake2b"], (manifest, k)) for k, one in enumerate(inputs))
-        return found
+                places.update((text["blake2b"], (manifest, k)) for k, text in enumerate(inputs))
+        return places
 
     def _open_verified(self, manifest: Path, job: Job) -> token_files.IndexedTokens | None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -53,7 +53,8 @@ def read(folder: Path) -> Said:
         tokens = [_decode(folder, number, token) for number, token in _object(folder / CONFIG, decoder).items()]
     both = ((legacy, MAP), (config, CONFIG))        # the first wins, as in transformers
     named = [(key, where[key], file) for key in NAMES for where, file in both if _content(where.get(key))]
-    names, notes = {}, []
+    names: dict[str, str] = {}
+    notes = []
     for key, given, _ in named:
         first = names.setdefault(key, _content(given))
         if first != _content(given):
@@ -88,7 +89,9 @@ def complete(library: Any, said: Said, named: str) -> tuple[list[str], list[str]
     Returns (notes, the changes, by which two tokenizers differ). Raises: ValueError if a token does not get its id.
     """
     from tokenizers import AddedToken       # imported here, because it belongs to an extra
-    wanted, new, otherwise, elsewhere = [], [], [], []
+    wanted, elsewhere = [], []
+    new: list[NamedToken] = []
+    otherwise: list[NamedToken] = []
     added = library.get_added_tokens_decoder()      # called once: some tokenizers have thousands of tokens
     for token in said.tokens:
         number = library.token_to_id(token.content)

@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -290,7 +290,8 @@ class _Renderer:
     """The rendering process (`rendering.py`). It is started on demand, and again after a template has ended it."""
 
     def __init__(self, template: Template):
-        self.template, self._process, self._lock = template, None, threading.Lock()
+        self.template, self._lock = template, threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
         with self._lock:
             self.names: list[str] = self._start()["names"]
 
@@ -338,8 +339,9 @@ class _Renderer:
         timer = threading.Timer(LONGEST_S, self._kill_late)
         timer.start()
         try:
-            self._process.stdin.write(json.dumps(value).encode() + b"\n")
-            self._process.stdin.flush()
+            _, stdin, _ = self._pipes()
+            stdin.write(json.dumps(value).encode() + b"\n")
+            stdin.flush()
         except BrokenPipeError:
             pass        # it has ended, so _read returns None
         finally:
@@ -349,36 +351,44 @@ class _Renderer:
         """Return the next reply; None if the process has ended, or was killed because its time or the length of its
         reply was exceeded."""
         waits, from_here = select.poll(), 0
-        waits.register(self._process.stdout)
+        process, _, stdout = self._pipes()
+        waits.register(stdout)
         while (end := self._unread.find(b"\n", from_here)) < 0:
             from_here = len(self._unread)
             if not waits.poll(1000 * LONGEST_S):
                 self._kill_late()
-            piece = os.read(self._process.stdout.fileno(), 1 << 16)
+            piece = os.read(stdout.fileno(), 1 << 16)
             if not piece:
                 return None
             self._unread += piece
             if len(self._unread) > MOST_REPLY_BYTES:
                 self._long = True
-                self._process.kill()
+                process.kill()
                 return None
         line = bytes(self._unread[:end])
         del self._unread[:end + 1]
         return json.loads(line)
 
+    def _pipes(self) -> tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]:
+        """Return the process, which was started, with its input and its output."""
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        return process, process.stdin, process.stdout
+
     def _kill_late(self) -> None:
         self._late = True
-        self._process.kill()
+        self._pipes()[0].kill()
 
     def _end(self) -> None:
-        process, self._process = self._process, None
+        process, _, _ = self._pipes()
+        self._process = None
         process.kill()
         process.communicate()
 
     def _describe_end(self) -> str:
         """Return how the process ended by itself. Raises: RuntimeError if it was killed for a reason other than the
         template."""
-        code = self._process.wait()     # it has closed its output
+        code = self._pipes()[0].wait()      # it has closed its output
         self._end()
         if self._late:
             raise RuntimeError(f"the process that renders the chat template {self.template.path} has not answered for "

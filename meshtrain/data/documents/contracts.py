@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
 Batch = dict[str, np.ndarray]
-Rows = slice | Sequence[int] | np.ndarray | None
+Rows: TypeAlias = slice | Sequence[int] | np.ndarray | None
 RUNS = 1 << 20              # maximum number of runs; 10**8 documents give runs of 96
 
 
@@ -55,8 +55,14 @@ class Source(Protocol):
 
 class ValidationSet(Protocol):
     """The held-out documents of one source; each token occurs once, in the source's own order."""
-    name: str           # of the source in its mixture; "" if it is the only one
-    weight: float       # in the validation loss of all sources; the weights add up to 1
+
+    @property
+    def name(self) -> str:
+        """The name of the source in its mixture; "" if it is the only one."""
+
+    @property
+    def weight(self) -> float:
+        """The weight in the validation loss of all sources; the weights add up to 1."""
 
     @property
     def num_batches(self) -> int: ...
@@ -79,7 +85,10 @@ class Batches(Protocol):
           index     [B, T]  position in the row
           sequence  [B]     n * global_batch + row (modulo 2**31): the same on every layout, for dropout keys
     """
-    validation: Sequence[ValidationSet]     # () for none
+
+    @property
+    def validation(self) -> Sequence[ValidationSet]:
+        """The held-out documents of each source; () for none."""
 
     def batch(self, n: int, rows: Rows = None) -> Batch:
         """Return rows of training batch n (from 0). Raises: IndexError."""

@@ -60,7 +60,10 @@ class Chats:
     def read(self, path: str, tell: Callable[[str], None] = print) -> Iterator[tuple[list[Encoded], int]]:
         """Yield (a batch of encoded conversations, bytes read so far) of a file of JSON lines, Parquet or Arrow. tell:
         receives notes on what is learned otherwise than it was written. Raises: ValueError."""
-        batch, places, chars, notes = [], [], 0, {}
+        batch: list[Conversation] = []
+        places: list[str] = []
+        notes: dict[str, list[str]] = {}
+        chars = 0
         with formats.reading(path):
             example = '{"prompt": "…", "chosen": "…", "rejected": "…"}' if self.pairs else '{"messages": […]}'
             for place, value, position in formats.read_rows(path, example, COLUMNS):
@@ -74,7 +77,7 @@ class Chats:
                 chars += sum(len(message["content"]) for one in found for message in one.messages)
                 if chars >= BATCH_CHARS or len(batch) >= BATCH_LINES:
                     yield self._encode(path, batch, places, notes), position
-                    batch, places, chars = [], [], 0
+                    batch, places, chars = list[Conversation](), list[str](), 0
             if batch:
                 yield self._encode(path, batch, places, notes), position
         for note, found in notes.items():
@@ -145,7 +148,7 @@ def parse_pair(line: dict) -> list[Conversation]:
         if given and prompt[-len(given):] != given:
             raise ValueError("has whole conversations as answers, but they do not begin with its prompt; fix it, or "
                              "leave the prompt out")
-        answers, learned = ([one[shared:] for one in both] for both in (answers, learned))
+        answers, learned = [turns[shared:] for turns in answers], [weights[shared:] for weights in learned]
     elif not prompt:
         raise ValueError("has no prompt; add one, or give whole conversations as chosen and rejected")
     if answers[0] == answers[1]:

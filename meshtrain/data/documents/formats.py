@@ -11,23 +11,21 @@ import codecs
 import contextlib
 import datetime
 import decimal
-import gzip
 import io
 import json
 import os
 import uuid
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import BinaryIO, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from meshtrain import files
+from meshtrain.data.documents import compressed
 from meshtrain.data.documents.tokenizer import import_extra
 
 # Longer documents are tokenized in pieces, cut at a newline if possible. This bounds memory and time, and loses one
 # merge across the cut per million characters.
 PIECE_CHARS = 1 << 20
 LINE_BYTES = 1 << 28     # maximum of a JSON line, which takes some 6 times its size as text and object
-COMPRESSED = (".gz", ".zst")
 ARROW_MAGIC, ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 TABLE_BEGINS = {b"PAR1": "parquet", ARROW_MAGIC[:4]: "arrow", ARROW_END[:4]: "arrow"}
 # First bytes of files that are no lines of text -> (what they are, what to do).
@@ -59,7 +57,7 @@ class TextPiece(NamedTuple):
 def read(format: str, path: str, field: str) -> Iterator[TextPiece]:
     """Yield the documents of a file. format: text, jsonl, parquet or arrow. field: the key or column of the text.
     Raises: ValueError for a faulty file."""
-    reader = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet, "arrow": read_arrow}[format]
+    reader: Any = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet, "arrow": read_arrow}[format]
     with reading(path):
         yield from reader(path) if format == "text" else reader(path, field)
 
@@ -74,16 +72,16 @@ def reading(path: str) -> Iterator[None]:
 
 def read_text(path: str) -> Iterator[TextPiece]:
     """Yield the whole file as one document. As in `read_jsonl`, files named .gz or .zst are decompressed."""
-    with open(path, "rb") as raw, _decompress(path, raw) as packed, \
-            io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as file:
+    with open(path, "rb") as raw, compressed.decompress(path, raw) as unpacked, \
+            io.TextIOWrapper(unpacked, encoding="utf-8", newline="\n") as file:
         try:
-            with _decompressing(path):
+            with compressed.reporting(path):
                 for text, last in _cut(file):
                     yield TextPiece(text, last, raw.tell())
         except UnicodeDecodeError:
             _check_kind(path)
             line, place, reason = _first_bad_line(path)
-            remedy = "decompress" if path.endswith(COMPRESSED) else "convert"
+            remedy = "decompress" if path.endswith(compressed.SUFFIXES) else "convert"
             raise fault(path, f"line {line}", f"is not UTF-8 ({reason}, byte {place} of the line)",
                         f'{remedy} the file, or use data.tokenizer="bytes"') from None
 
@@ -98,7 +96,7 @@ def read_jsonl(path: str, field: str) -> Iterator[TextPiece]:
 def read_objects(path: str, example: str) -> Iterator[tuple[int, dict, int]]:
     """Yield (line number, object, bytes of the file read so far) of JSON lines. example: an object, for error messages.
     """
-    with open(path, "rb") as raw, _decompress(path, raw) as lines:
+    with open(path, "rb") as raw, compressed.decompress(path, raw) as lines:
         number = 0
         while True:
             number += 1
@@ -236,7 +234,8 @@ def _row(number: int) -> str:
 def _find_column(path: str, schema, field: str) -> list[str]:
     """Return the names that lead to a column of strings: of a column, then of fields of structs. Raises: ValueError."""
     types = import_extra("pyarrow", f"the file {path}").types
-    strings, every = {}, {}
+    strings: dict[str, list[str]] = {}
+    every: dict[str, tuple[list[str], Any]] = {}
 
     def look(names: list[str], kind) -> None:
         plain = kind.value_type if types.is_dictionary(kind) else kind
@@ -305,7 +304,7 @@ def _check_kind(path: str, expected: str = "") -> None:
     with open(path, "rb") as file:
         begin = file.read(32)
     for first, (what, remedy) in OTHERS.items():
-        if begin.startswith(first) and what != expected and not path.endswith(COMPRESSED):
+        if begin.startswith(first) and what != expected and not path.endswith(compressed.SUFFIXES):
             raise fault(path, "", f"is {what}", remedy)
 
 
@@ -353,70 +352,13 @@ def _text_of(path: str, number: int, value: dict, field: str) -> str:
 
 
 def _next_line(path: str, lines: BinaryIO, number: int) -> bytes:
-    with _decompressing(path, f" (after line {number - 1})"):
+    with compressed.reporting(path, f" (after line {number - 1})"):
         line = lines.readline(LINE_BYTES + 1)
     if len(line) > LINE_BYTES:
         raise fault(path, f"line {number}",
                     f"is longer than {LINE_BYTES:,} bytes, the limit of a JSON line, which is held in memory",
                     "divide or remove it; documents of this length belong in a text or Parquet file")
     return line
-
-
-@contextlib.contextmanager
-def _decompressing(path: str, place: str = "") -> Iterator[None]:
-    try:
-        yield
-        return
-    except EOFError:
-        what = "ends in the middle: it was truncated"
-    except (gzip.BadGzipFile, zlib.error) as error:
-        what = f"is damaged, or not gzip: {error}"
-    except _Damaged as error:
-        what = f"is damaged, or not zstd: {error}"
-    raise ValueError(f"{path} {what}{place}; copy or compress it again") from None
-
-
-def _decompress(path: str, raw: BinaryIO) -> contextlib.AbstractContextManager[BinaryIO]:
-    if path.endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw)
-    if path.endswith(".zst"):
-        return io.BufferedReader(_Zstd(raw, import_extra("zstandard", f"the file {path}")), 1 << 20)
-    return contextlib.nullcontext(raw)
-
-
-class _Damaged(Exception):
-    pass
-
-
-class _Zstd(io.RawIOBase):
-    """A reader of concatenated zstd frames. The library's own reader accepts truncated files."""
-
-    def __init__(self, raw: BinaryIO, library):
-        # 2 GiB: for `zstd --long=31`, used by some public corpora.
-        self._raw, self._library = raw, library.ZstdDecompressor(max_window_size=1 << 31)
-        self._frame, self._rest, self._ready = None, b"", memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while not self._ready:
-            packed = self._rest or self._raw.read(1 << 17)
-            self._rest = b""
-            if not packed:
-                if self._frame is not None:
-                    raise EOFError
-                return 0
-            self._frame = self._frame or self._library.decompressobj()
-            try:
-                self._ready = memoryview(self._frame.decompress(packed))
-            except Exception as error:    # ZstdError, of a package that may not be installed
-                raise _Damaged(error) from None
-            if self._frame.eof:
-                self._frame, self._rest = None, self._frame.unused_data
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
-        return count
 
 
 def _cut_text(text: str) -> Iterator[tuple[str, bool]]:
@@ -438,7 +380,7 @@ def _cut(file: TextIO) -> Iterator[tuple[str, bool]]:
 def _first_bad_line(path: str) -> tuple[int, int, str]:
     """Return (line number, byte in it, reason) for a file that is not UTF-8. Lines may have any length."""
     number, place, decoder = 1, 0, codecs.getincrementaldecoder("utf-8")()
-    with open(path, "rb") as raw, _decompress(path, raw) as file:
+    with open(path, "rb") as raw, compressed.decompress(path, raw) as file:
         while True:
             piece, kept = file.readline(PIECE_CHARS), len(decoder.getstate()[0])
             try:

@@ -79,7 +79,8 @@ class _Written(NamedTuple):
 
 def _find_writing(steps: list[dict]) -> _Written | None:
     """Return how these steps write a text; None if a step changes or drops text in another way."""
-    as_bytes, spaces, prefix = False, False, 0
+    as_bytes = spaces = False
+    prefix: int | None = 0
     for step in steps:
         match step:
             case {"type": "ByteLevel"}:

@@ -29,9 +29,17 @@ BESIDE = (beside.CONFIG, beside.MAP, beside.ADDED, beside.MODEL, beside.TEMPLATE
 
 
 class Tokenizer(Protocol):
-    vocab_size: int    # largest id + 1, with the separator
-    bos: int           # separator before every document
-    key: str           # equal for two tokenizers exactly if they give the same ids
+    @property
+    def vocab_size(self) -> int:
+        """The largest id + 1, with the separator."""
+
+    @property
+    def bos(self) -> int:
+        """The separator before every document."""
+
+    @property
+    def key(self) -> str:
+        """Equal for two tokenizers exactly if they give the same ids."""
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text, integers [tokens], without separators. Raises: ValueError for an unsupported

@@ -160,11 +160,11 @@ class TokenFiles:
     @functools.cached_property
     def byte_totals(self) -> np.ndarray | None:
         """See contracts.Source."""
-        found = [pair.bytes_file for pair in self.pairs]
-        if not all(found):
+        ends = [pair.bytes_file for pair in self.pairs if pair.bytes_file]
+        if len(ends) < len(self.pairs):
             return None
-        before = list(itertools.accumulate((one.last() for one in found[:-1]), initial=0))
-        return contracts.totals(self.num_documents, lambda documents: self._gather(documents, before, found))
+        before = list(itertools.accumulate((numbers.last() for numbers in ends[:-1]), initial=0))
+        return contracts.totals(self.num_documents, lambda documents: self._gather(documents, before, ends))
 
     def _gather(self, documents: np.ndarray, before: Sequence[int], numbers: Sequence[Numbers]) -> np.ndarray:
         """Return the ends of documents, int64, shaped as `documents`. numbers: the ends in each pair. before: sum over

@@ -160,14 +160,16 @@ def _as_fraction(found: re.Match) -> str:
     """Return a LaTeX fraction as a/b, and a mixed number 3\\frac{1}{2} as 7/2; NONE if a or b is no number."""
     whole, *parts = found.groups()
     a, b = (first if first is not None else second for first, second in (parts[:2], parts[2:]))
-    values = [_value(part) if re.fullmatch(_PLAIN, part) else None for part in (a, b)]
-    if None in values or not values[1]:
-        return NONE if None in values else f"{a}/{b}"       # divided by zero
+    above, below = (_value(part) if re.fullmatch(_PLAIN, part) else None for part in (a, b))
+    if above is None or below is None:
+        return NONE
+    if not below:
+        return f"{a}/{b}"       # divided by zero
     if not whole:
-        return _format_fraction(values[0] / values[1])
+        return _format_fraction(above / below)
     if not (a.isdigit() and b.isdigit()):
         return f"{whole} {NONE}"
-    return _format_fraction(int(whole) + values[0] / values[1])
+    return _format_fraction(int(whole) + above / below)
 
 
 def _rewrite_mixed(found: re.Match) -> str:

@@ -48,6 +48,7 @@ def load(reward: str):
 def _module(name: str, path: str):
     loader = importlib.machinery.SourceFileLoader(name, path)       # whatever the file's suffix
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

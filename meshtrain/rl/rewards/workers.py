@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from meshtrain import environment
 from meshtrain.rl.rewards import builtin, worker
@@ -134,6 +135,7 @@ class RewardWorkers:
         process = None
         while (job := self._jobs.get()) is not None:
             number, request = job
+            reply: dict[str, Any]
             try:
                 failure = ""
                 if process is None:
@@ -161,7 +163,7 @@ def is_checked(request: bytes, share: float) -> bool:
     return int.from_bytes(hashlib.blake2b(request, digest_size=6).digest(), "big") < share * 2**48
 
 
-def _is_reply(reply: object) -> bool:
+def _is_reply(reply: Any) -> bool:
     """Return whether a reply has a form that `worker` writes: the function could write to the pipe itself."""
     match reply:
         case {"reward": reward, "parts": dict() as parts} if len(reply) == 2:
