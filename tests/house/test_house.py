@@ -168,6 +168,35 @@ def test_every_objective_that_a_run_file_names_has_its_row():
     assert set(objective.OBJECTIVES) == set(typing.get_args(config.sections.Training.model_fields["objective"].annotation))
 
 
+# ---- state of the process --------------------------------------------------------------------------------------------
+
+# Variables that functions of their module replace. Each belongs to the process as a whole: its watchdog, its signals,
+# and the files at addresses as its run has seen them.
+REPLACED = {"meshtrain/cluster/watch.py": ["_watchdog"], "meshtrain/run/stops.py": ["_listener"],
+            "meshtrain/storage/copies.py": ["_seen"]}
+
+
+def variables_of_others(text: str) -> list[int]:
+    """Lines that set a variable of another of our modules."""
+    nodes = list(ast.walk(ast.parse(text)))
+    ours = {alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom)
+            and (node.module or "").split(".")[0] == "meshtrain" for alias in node.names}
+    targets = [target for node in nodes if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign))
+               for target in (node.targets if isinstance(node, ast.Assign) else [node.target])]
+    return [target.lineno for target in targets for part in ast.walk(target) if isinstance(part, ast.Attribute)
+            and isinstance(part.value, ast.Name) and part.value.id in ours and isinstance(part.ctx, ast.Store)]
+
+
+def test_no_module_sets_a_variable_of_another_and_what_belongs_to_the_process_has_one_place():
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for here in ("meshtrain", "launch")
+             for path in sorted((ROOT / here).rglob("*.py"))}
+    assert {name: lines for name, text in texts.items() if (lines := variables_of_others(text))} == {}
+    assert {name: names for name, text in texts.items() if (names := sorted({
+        name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Global) for name in node.names}))} == REPLACED
+    assert variables_of_others("from meshtrain import files\nfiles.tell = print\nx = files.tell\n"
+                               "def f(a):\n    a.tell, files.b = print, 1\n") == [2, 5]
+
+
 # ---- concepts --------------------------------------------------------------------------------------------------------
 
 # The 177th key is data.split_at: corpora of one file have their documents' ends in the text, where no other key sees them.
