@@ -177,7 +177,7 @@ def find_known(names: Sequence[str], libraries: Sequence[Path] | None = None) ->
 
 def xla_libraries() -> list[Path]:
     """Return the paths of the installed XLA libraries."""
-    found = []
+    found: list[Path] = []
     for package, pattern in (("jaxlib", JAXLIB), ("jax_plugins", "xla_*/xla_*_plugin.so")):
         spec = importlib.util.find_spec(package)
         for folder in (spec.submodule_search_locations or ()) if spec else ():

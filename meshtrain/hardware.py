@@ -33,7 +33,7 @@ class Gpu:
     """One kind of GPU in its usual host."""
 
     name: str
-    peak_flops: dict[str, float | None] = field(hash=False)  # dtype → dense FLOP/s; float32 on tensor cores is tf32
+    peak_flops: Mapping[str, float | None] = field(hash=False)  # dtype → dense FLOP/s; float32 on tensor cores is tf32
     hbm_bytes: int | None
     hbm_bytes_per_s: float | None
     # per GPU and direction, to its peers over NVLink or Infinity Fabric in a link domain
@@ -48,7 +48,7 @@ class Gpu:
 
     @property
     def num_sms(self) -> int | None:
-        return self.chip and self.chip.num_sms
+        return self.chip.num_sms if self.chip else None
 
     @property
     def device_kind(self) -> str:
@@ -118,6 +118,7 @@ def memory_share(environ: Mapping[str, str] = os.environ) -> float:
 
 def usable_bytes(gpu: Gpu, environ: Mapping[str, str] = os.environ) -> int:
     """Return the bytes of a GPU's memory that a run may use. gpu: its memory is known. Raises: as `memory_share`."""
+    assert gpu.hbm_bytes is not None
     return int(memory_share(environ) * gpu.hbm_bytes)
 
 

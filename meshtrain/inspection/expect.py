@@ -61,7 +61,9 @@ def of(made: Assembly, program: audit.ProgramAudit, held: Mapping[str, int | Non
         values = getattr(made.run, section).model_dump(exclude_defaults=True)
         run |= {f"{section}.{key}": value for key, value in values.items() if not keys or key in keys}
     named = tensors(made)
-    counts, sent, sources = defaultdict(int), defaultdict(int), defaultdict(dict)
+    counts: dict[tuple[str, tuple[str, ...], str], int] = defaultdict(int)
+    sent: dict[tuple[str, tuple[str, ...], str], int] = defaultdict(int)
+    sources: dict[tuple[str, tuple[str, ...], str], dict[str, None]] = defaultdict(dict)
     for row in program.collectives:
         for dims, payload in zip(row.arrays, _payloads(row)):
             key = row.kind, row.axes, f"{row.dtype}[{','.join(map(str, dims))}]"
@@ -159,10 +161,10 @@ def differences(expected: Expected, found: Expected) -> list[str]:
             lines.append(f"{state}{kind} over {' × '.join(axes)} of {array}{named}: count {before.count:,} → "
                          f"{after.count:,}, bytes {before.bytes:,} → {after.bytes:,}")
     for kind in dict.fromkeys([*expected.memory_bytes, *found.memory_bytes]):
-        before, after = (side.memory_bytes.get(kind) for side in (expected, found))
-        if before != after:
-            said = ["none" if held is None else f"{held:,}" for held in (before, after)]
-            lines.append(f"memory, {kind}: bytes {' → '.join(said)}")
+        held = [side.memory_bytes.get(kind) for side in (expected, found)]
+        if held[0] != held[1]:
+            words = ["none" if count is None else f"{count:,}" for count in held]
+            lines.append(f"memory, {kind}: bytes {' → '.join(words)}")
     return lines
 
 

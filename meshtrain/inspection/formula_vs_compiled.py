@@ -32,7 +32,7 @@ class Formulas:
     matmul_flops: int
 
 
-def of(made: Assembly, ruled: Mapping[str, int | None]) -> Formulas | None:
+def of(made: Assembly, ruled: Mapping[str, int]) -> Formulas | None:
     """Return the costs of a run's step by the formulas; None for float8 matmuls, which they do not cover. ruled: bytes
     by the rules (`memory.formula`)."""
     run, schedule = made.run, made.choice and made.choice.schedule
@@ -64,8 +64,8 @@ def differences(made: Assembly, formulas: Formulas, held: Mapping[str, int | Non
     for kind, tolerance in TOLERANCE.items():
         before = formulas.memory_bytes["loop_grads" if kind == "grads" and made.choice else kind]
         beyond = tolerance * (held[kind] or 0) + (WORKSPACE if kind == "total" else 0)
-        if held[kind] is not None and abs(held[kind] - before) > beyond:
-            lines.append(f"memory, {kind}: {_than(held[kind], before)}")
+        if (compiled_bytes := held[kind]) is not None and abs(compiled_bytes - before) > beyond:
+            lines.append(f"memory, {kind}: {_than(compiled_bytes, before)}")
     compiled, priced = ({(row["kind"], *row["axes"], row["dtype"]): row for row in rows}
                         for rows in (audit.summarize(program.collectives), formulas.collectives))
     least = SMALL * sum(row["bytes"] for row in compiled.values())

@@ -67,7 +67,9 @@ class Inspected:
         """The costs of sampling, from `SamplingCosts.as_json`; None without [rl]."""
         if self.sampling is None:
             return None
-        return SamplingCosts(self.made, *self.sampling, self.memory_bytes["total"], self.assumed).as_json()
+        total = self.memory_bytes["total"]
+        assert total is not None
+        return SamplingCosts(self.made, *self.sampling, total, self.assumed).as_json()
 
     @cached_property
     def warnings(self) -> list[str]:

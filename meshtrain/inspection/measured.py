@@ -179,7 +179,7 @@ def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return the columns of the curves. If there are many rows, only those with the lowest and the highest loss of each
     interval and those with a validation are kept. smoothed: running means over `window` rows."""
     count, losses, validated = len(columns["step"]), columns["loss"], (columns["val_loss"], columns["val_reward"])
-    kept = range(count)
+    kept: Sequence[int] = range(count)
     if count > MOST_ROWS:
         stretch, chosen = -(-2 * count // MOST_ROWS), set()
         for start in range(0, count, stretch):
@@ -187,6 +187,7 @@ def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
                           key=lambda k: 0.0 if math.isnan(losses[k]) else losses[k])
             chosen |= {part[0], part[-1], *(k for k in part if not all(math.isnan(values[k]) for values in validated))}
         kept = sorted(chosen)
+
     def plain(values) -> list[float | None]:
         return [None if math.isnan(value) else float(value) for value in values]
 
@@ -210,7 +211,8 @@ def _smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 def _has_experts(row: Mapping) -> bool:
     columns = [row.get(key) for key in LOAD_BY_LAYER]
-    return all(isinstance(column, list) for column in columns) and len(set(map(len, columns))) == 1
+    lengths = {len(column) if isinstance(column, list) else None for column in columns}
+    return len(lengths) == 1 and None not in lengths
 
 
 def _experts(metric_rows: rows.MetricRows, count: int) -> dict | None:
@@ -220,11 +222,13 @@ def _experts(metric_rows: rows.MetricRows, count: int) -> dict | None:
     [layer], the worst value in the interval.
     """
     last = next(filter(_has_experts, reversed(metric_rows)), None) if count else None
-    layers = [i for i, value in enumerate(last[LOAD_BY_LAYER[0]]) if value is not None] if last else []
+    if last is None:
+        return None
+    layers = [i for i, value in enumerate(last[LOAD_BY_LAYER[0]]) if value is not None]
     if not layers:
         return None
     stretch = -(-count // MOST_STRETCHES)
-    found = {"layers": layers, "steps": [], "max": [], "min": [], "entropy": []}
+    found: dict[str, list] = {"layers": layers, "steps": [], "max": [], "min": [], "entropy": []}
     for number, row in enumerate(filter(_has_experts, metric_rows), -count % stretch):    # the first interval is short
         if len(row[LOAD_BY_LAYER[0]]) != len(last[LOAD_BY_LAYER[0]]):
             continue

@@ -41,7 +41,7 @@ class Length:
     def as_json(self, question: Question, plan: Plan) -> dict[str, float]:
         """Return the requested numbers, without restarts, validation and other pauses."""
         per_hour = 3600 * plan.price.tokens_per_s_per_gpu
-        found = {}
+        found: dict[str, float] = {}
         if self.tokens:
             found |= {"days": self.tokens / per_hour / question.num_gpus / 24, "gpu_hours": self.tokens / per_hour}
         if self.hours:
@@ -288,7 +288,7 @@ def sentences(question: Question, plans: list[Plan]) -> list[str]:
     longest = sorted(losses, key=lambda loss: -loss[1])
     waits = ", ".join(f"{name} {share(value)}" for name, value, _ in longest if value > 0.005 * one.step_s)
     held = one.memory_bytes
-    largest = max(("params", "grads", "optimizer", "activations"), key=held.get)
+    largest = max(("params", "grads", "optimizer", "activations"), key=held.__getitem__)
     sentences = [f"{bound}; other times: {waits or 'none above 1%'}.",
                  f"A GPU holds {size(held['total'])} of {size(question.usable_bytes)}, "
                  f"most of it {largest} ({size(held[largest])})"

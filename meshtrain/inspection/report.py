@@ -160,8 +160,8 @@ def memory_table(step: Inspected) -> str:
         lines += ["gradients are included in the activations, because there is one microbatch"]
     if gpu := roofline.gpu_of(made):
         usable = hardware.usable_bytes(gpu)
-        lines += [f"of {size(usable)} usable on {gpu.name}, {hardware.memory_share():g} of its {size(gpu.hbm_bytes)}: "
-                  f"{'it fits' if step.fits else 'IT DOES NOT FIT'}"]
+        whole, fits = size(gpu.hbm_bytes or 0), "it fits" if step.fits else "IT DOES NOT FIT"
+        lines += [f"of {size(usable)} usable on {gpu.name}, {hardware.memory_share():g} of its {whole}: {fits}"]
     if again := audit.count_recomputed(step.text):
         lines += [f"note: XLA recomputes {again} values because the step is close to its memory limit; "
                   "training.remat or more devices would cost less time"]
@@ -238,11 +238,11 @@ def roofline_table(line: roofline.Roofline, mesh_spec) -> str:
         rows = [(row.kind, " × ".join(row.axes), f"{row.runs:,}", size(row.sent_bytes), seconds(row.seconds),
                  seconds(row.exposed_s), beside(row)) for row in line.traffic]
         lines += ["", columns([("collective", "axes", "runs", "sent", "time", "exposed", "hidden under"), *rows])]
-    rows = [(kernel.part, f"{kernel.runs:,}", seconds(kernel.seconds), percent(kernel.seconds / line.step_s),
-             kernel.bound, f"{kernel.flops / 1e12:,.1f}", size(kernel.hbm_bytes), kernel.line, kernel.source[-70:])
-            for kernel in line.kernels[:COSTLIEST]]
-    lines += ["", columns([("costliest kernels", "runs", "time", "of step", "bound", "TFLOP",
-                        "HBM", "line", "from"), *rows])]
+    kernels = [(kernel.part, f"{kernel.runs:,}", seconds(kernel.seconds), percent(kernel.seconds / line.step_s),
+                kernel.bound, f"{kernel.flops / 1e12:,.1f}", size(kernel.hbm_bytes), kernel.line, kernel.source[-70:])
+               for kernel in line.kernels[:COSTLIEST]]
+    lines += ["", columns([("costliest kernels", "runs", "time", "of step", "bound", "TFLOP", "HBM", "line", "from"),
+                           *kernels])]
     lines += [f"warning: loop of unknown length, counted once: {name}" for name in line.unknown_loops]
     lines += [f"warning: the FLOPs of {name} are unknown, so only its bytes are counted" for name in line.uncounted]
     lines += ["", "assumptions (change one with --assume NAME=VALUE; reasons: meshtrain/cost/formulas/assumptions.py): "

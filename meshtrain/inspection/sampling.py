@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -57,7 +58,7 @@ class SamplingCosts:
                        "batch_s_at_most": token_s and passes * token_s,
                        "tokens_per_s_per_gpu": token_s and costs.slots / token_s / self.made.mesh_spec.num_devices}}
 
-    def _memory_bytes(self) -> dict[str, dict[str, int | None]]:
+    def _memory_bytes(self) -> dict[str, dict[str, Any]]:
         """Return bytes per device by kind. formula: has no temporaries. compiled: weights are the output of `sync`, the
         cache is the aliased output of `decode`. Temporaries are those of the larger of `fill` and `decode`, or those of
         `sync` beyond the size of the cache, which does not exist then."""

@@ -33,7 +33,8 @@ def find_gathers_in_loops(made: Assembly, program: audit.ProgramAudit) -> list[s
         axes = infos[name].axes
         return set() if made.choice else {a for axis in axes for a in layout.mesh_axes("params", axis)}
 
-    found, tokens = Counter(), set(layout.token_axes)
+    tokens = set(layout.token_axes)
+    found: Counter = Counter()
     for row in program.collectives:
         if row.kind != "all-gather" or row.trips == 1 or not set(row.axes) <= tokens:
             continue
@@ -49,7 +50,8 @@ def find_gathers_in_loops(made: Assembly, program: audit.ProgramAudit) -> list[s
 def find_replicated(made: Assembly, logged: Iterable[str]) -> list[str]:
     """Find tensors that XLA replicates fully to reshard them. Equal log lines count once: a step that is compiled twice
     logs each twice."""
-    named, found, seen = expect.tensors(made), Counter(), set()
+    named, seen = expect.tensors(made), set[str]()
+    found: Counter = Counter()
     for line in logged:
         if (match := REPLICATED.search(line)) and match.group() not in seen:
             seen.add(match.group())

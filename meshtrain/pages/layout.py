@@ -323,7 +323,7 @@ def params(data: dict) -> str:
         return "(" + ", ".join("+".join(axes) or "·" for axes in dims) + ")"
 
     def elements(count: int) -> Cell:
-        return number(many, count)
+        return Cell(many(count), count)
     columns = [Column("parameter", "keep code"), Column("shape", "keep"), Column("logical axes", "some"),
                Column("dtype"), Column("size", "n"), Column("read, by [params]", "some"),
                Column("stored, by [optimizer]", "some"),

@@ -162,8 +162,8 @@ def bars(rows: Sequence[Bar], show: Callable[[float], str], label: str, marks: S
         for color, name, value in row.parts:
             long = value * scale
             parts += [rect(x, y, long, height, f"c{color} gap", title=f"{name}: {show(value)}")]
-            if words := [words for words in (f"{name} {show(value)}", name) if long > 6.4 * len(words) + 8]:
-                parts += [text(x + long / 2, y + height / 2 + 4.5, words[0], 11.5, "middle", "on")]
+            if fitting := [words for words in (f"{name} {show(value)}", name) if long > 6.4 * len(words) + 8]:
+                parts += [text(x + long / 2, y + height / 2 + 4.5, fitting[0], 11.5, "middle", "on")]
             x += long
         parts += [text(right + 8 if marks else x + 8, y + 20, show(total), 12)] if beside else []
         y += height + 14

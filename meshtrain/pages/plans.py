@@ -224,7 +224,7 @@ def memory(data: dict) -> str:
     def sent(plan: dict) -> str:
         return ", ".join(f"{axes} {size(count)}" for axes, count in sorted(plan["traffic_bytes"].items())
                          if count >= 2**20) or "–"
-    rows = [(of_count(k), *(of_bytes(plan["memory_bytes"][part]) for part in (*STACKED, "total")), sent(plan))
+    rows = [[of_count(k), *(of_bytes(plan["memory_bytes"][part]) for part in (*STACKED, "total")), Cell(sent(plan))]
             for k, plan in enumerate(plans, 1)]
     key = skin.key((color, name, "") for color, name in enumerate(STACKED.values()))
     return skin.figure(drawing, key=key) + skin.table(columns, rows, "held")

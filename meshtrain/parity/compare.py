@@ -213,7 +213,8 @@ def train(case: Compiled, params, steps: int = STEPS):
     spec = case.made.program.step.state
     opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), spec.abstract.opt_state)
     state = jax.device_put(State(np.int32(0), params, opt_state), spec.sharding)
-    numbers, first = [], ()
+    numbers: list[tuple[float, float]] = []
+    first: tuple = ()
     for n in range(steps):
         state, metrics = case.step(state, case.made.program.place(batch_of(case.made.run, n)))
         if metrics["skipped"]:

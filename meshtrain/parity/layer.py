@@ -142,6 +142,7 @@ def _compare(layer: _DrawnLayer, layout: rules_of.Layout, devices, expected) -> 
     except Exception as error:      # the user's function may raise anything
         wrong = [f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"]
     name = cells_of.rules_name(layout.rules.path)
-    settings = {f"mesh.{axis}": n for axis, n in layout.sizes.items() if n > 1} | {"sharding.rules": name}
+    settings: dict[str, object] = {f"mesh.{axis}": n for axis, n in layout.sizes.items() if n > 1}
+    settings["sharding.rules"] = name
     return proof.CellResult(f"{Path(name).stem} · {spec}", settings, loss, None, leaves, (), tuple(wrong),
                             time.monotonic() - began, None)

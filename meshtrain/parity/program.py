@@ -64,7 +64,8 @@ def faults(made: Assembly, text: str, logged: list[str]) -> list[str]:
 def narrow_sums(made: Assembly, program: audit.ProgramAudit) -> list[str]:
     """Return a line for each sum of a weight's gradient over devices in a narrower dtype than float32."""
     named, infos = expect.tensors(made), {info.name: info for info in made.model.parameters()}
-    found, tokens = defaultdict(int), set(made.layout.token_axes)
+    found: dict = defaultdict(int)
+    tokens = set(made.layout.token_axes)
     for row in program.collectives:
         if row.kind in ("all-reduce", "reduce-scatter") and row.dtype in NARROW and set(row.axes) <= tokens:
             for dims in row.arrays:

@@ -153,7 +153,8 @@ def compare_cell(cell: Run, devices: Sequence[jax.Device]) -> CellResult:
     """Compare one layout with one device. Raises: ConfigError if the program refuses the layout."""
     began = time.monotonic()
     loss = norm = None
-    leaves, losses = {}, ()
+    leaves: dict[str, float] = {}
+    losses: tuple[float, ...] = ()
     try:
         case = compare.compile_run(cell, devices)
         found = compare.differences(case)

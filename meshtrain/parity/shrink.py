@@ -6,6 +6,7 @@ once. Notes name whatever the small run computes differently from the run itself
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from meshtrain import config, pattern
 from meshtrain.config import Run
@@ -78,7 +79,7 @@ def _mesh(run: Run, num_devices: int) -> config.Mesh:
     sizes = {axis: getattr(run.mesh, axis) for axis in AXES}
     sizes = {axis: max(2, num_devices // 2) if size == -1 else size for axis, size in sizes.items()}
     while math.prod(sizes.values()) > num_devices:
-        longest = max((axis for axis in AXES), key=sizes.get)
+        longest = max((axis for axis in AXES), key=sizes.__getitem__)
         sizes[longest] = 1 << (sizes[longest] - 1).bit_length() - 1      # the next lower power of two
     return config.Mesh(**sizes, placement=run.mesh.placement)
 
@@ -97,7 +98,8 @@ def _microbatches(run: Run, mesh: config.Mesh) -> int:
 def _model(run: Run) -> config.Model:
     model = run.model
     layers, patterns = _layers(model)
-    keys = dict(vocab_size=VOCAB, embed_dim=EMBED, mlp_dim=MLP, norm_eps=_norm_eps(model), num_layers=layers)
+    keys: dict[str, Any] = dict(vocab_size=VOCAB, embed_dim=EMBED, mlp_dim=MLP, norm_eps=_norm_eps(model),
+                                num_layers=layers)
     keys |= patterns
     keys |= _heads(model.num_heads, model.num_kv_heads) | {"head_dim": HEAD}
     keys |= dict(attention="auto", mlp="auto", param_dtype="float32", compute_dtype="float32", matmul_dtype="auto",

@@ -38,6 +38,7 @@ def of(cell: proof.CellResult, devices: Sequence[jax.Device], tell: Callable[[st
        ) -> Smallest:
     """Return the smallest run file that shows a difference. cell: the layout that differs. tell: gets a line for each
     comparison."""
+    assert cell.run is not None
     tried: dict[str, proof.CellResult | None] = {}
 
     def compare_keys(keys: Keys) -> proof.CellResult | None:
@@ -54,7 +55,9 @@ def of(cell: proof.CellResult, devices: Sequence[jax.Device], tell: Callable[[st
         return tried[key]
 
     keys = keys_of(cell.run)
-    tried[_run_of(keys, len(devices)).model_dump_json(exclude={"run"})] = cell
+    run = _run_of(keys, len(devices))
+    assert run is not None
+    tried[run.model_dump_json(exclude={"run"})] = cell
     sections = dict.fromkeys(name.partition(".")[0] for name in keys)
     for section in sections:        # first whole sections, then single keys
         fewer = {name: value for name, value in keys.items() if not name.startswith(f"{section}.")}
@@ -64,7 +67,9 @@ def of(cell: proof.CellResult, devices: Sequence[jax.Device], tell: Callable[[st
         before = keys
         for left_out in list(keys):
             keys = _if(compare_keys, {name: value for name, value in keys.items() if name != left_out}, keys)
-        for name in [name for name in keys if name.startswith("mesh.") and keys[name] > 2]:
+        large = [name for name, value in keys.items()
+                 if name.startswith("mesh.") and isinstance(value, int) and value > 2]
+        for name in large:
             keys = _if(compare_keys, keys | {name: 2}, keys)
     result = compare_keys(keys)
     assert result is not None, f"{keys} do not differ"

@@ -25,8 +25,8 @@ def memory(placed: Placed, options: Options) -> dict[str, int]:
         held |= {"grads": 4 * placed.held.trained, "activations": _in_stages(placed, options)}
     else:
         held["activations"] = _weights_and_grads(placed, options) + _in_layers(placed, options)
-    held = {name: int(count) for name, count in held.items()}
-    return held | {"total": sum(held.values())}
+    whole = {name: int(count) for name, count in held.items()}
+    return whole | {"total": sum(whole.values())}
 
 
 def _weights_and_grads(placed: Placed, options: Options) -> float:

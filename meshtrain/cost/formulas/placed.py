@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from meshtrain import pattern
 from meshtrain.config.sections import Model
 from meshtrain.cost.formulas import mixers, routed
+from meshtrain.cost.formulas.mixer_cost import MixerCost
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.sizes import GATHER, Axes, Held, LayerSizes, Product, WeightMove
 from meshtrain.model import parts
@@ -190,11 +191,11 @@ class Placed:
         return stream_shards(self.layout)
 
     @functools.cached_property
-    def mixers(self) -> tuple[mixers.MixerCost, ...]:
+    def mixers(self) -> tuple[MixerCost, ...]:
         """Return the kinds of mixers that the layers use."""
         return mixers.of(self.cfg, self.layout)
 
-    def mean(self, of: Callable[[mixers.MixerCost], float]) -> float:
+    def mean(self, of: Callable[[MixerCost], float]) -> float:
         """Return the mean over layers of `of(mixer)`. Layers without a mixer count 0."""
         return sum(mixer.share * of(mixer) for mixer in self.mixers)
 

@@ -60,7 +60,7 @@ class AttentionKernel:
     engine: str         # as `assumptions` names it: cudnn, pallas, mosaic, blockwise
     direction: str      # forward, backward
     flops: float
-    num_keys: int
+    num_keys: float
     head_dim: int
 
 
@@ -82,11 +82,11 @@ class Rates:
 
     def peak(self, dtype: str) -> float:
         """Return the dense FLOP/s of matmuls in this dtype, or those of bfloat16 if the GPU has no rate for it."""
-        return self.gpu.peak(dtype) or self.gpu.peak("bfloat16")
+        return self.gpu.peak(dtype) or _known(self.gpu.peak("bfloat16"))
 
     def matmul_s(self, matmul: Matmul) -> float:
         a = self.assumed
-        waves = matmul.batch * matmul.m * matmul.n / TILE / self.gpu.num_sms
+        waves = matmul.batch * matmul.m * matmul.n / TILE / _known(self.gpu.num_sms)
         full = waves / (waves + a["matmul.wave"]) * matmul.k / (matmul.k + a["matmul.k0"])
         share = a["matmul.best"] * a["matmul.sustained"] * a["matmul.clock"] * self.narrow_share(matmul.dtype)
         return matmul.flops / (self.peak(matmul.dtype) * share * full)
@@ -106,7 +106,7 @@ class Rates:
         outer = grouped.kernel == "outer"
         results = grouped.groups * grouped.k * grouped.n if outer else grouped.rows * grouped.n
         summed = grouped.rows / grouped.groups if outer else grouped.k
-        waves = results / TILE / self.gpu.num_sms
+        waves = results / TILE / _known(self.gpu.num_sms)
         share = a[f"grouped.{grouped.kernel}"] * a["matmul.sustained"] * a["matmul.clock"]
         share *= self.narrow_share(grouped.dtype)
         full = waves / (waves + a["matmul.wave"]) * summed / (summed + a["matmul.k0"])
@@ -114,7 +114,7 @@ class Rates:
         return grouped.flops / (self.peak(grouped.dtype) * share * full) + activation_s
 
     def stream_s(self, hbm_bytes: float) -> float:
-        return hbm_bytes / (self.gpu.hbm_bytes_per_s * self.assumed["hbm.share"])
+        return hbm_bytes / (_known(self.gpu.hbm_bytes_per_s) * self.assumed["hbm.share"])
 
     def attention_s(self, kernel: AttentionKernel) -> float:
         a = self.assumed
@@ -136,8 +136,8 @@ class Rates:
         a, n = self.assumed, group.size
         if n == 1:
             return 0.0
-        link = self.gpu.intra_host_bytes_per_s * a["link.share"]
-        nic = self.gpu.inter_host_bytes_per_s * a["nic.share"]
+        link = _known(self.gpu.intra_host_bytes_per_s) * a["link.share"]
+        nic = _known(self.gpu.inter_host_bytes_per_s) * a["nic.share"]
         crossing = group.domains > 1
         start_s, hop_s, host_hop_s = (US * a[name] for name in ("link.start_us", "link.hop_us", "link.host_hop_us"))
         once_s = start_s + (host_hop_s if crossing else hop_s)
@@ -163,3 +163,9 @@ class Rates:
     @property
     def launch_s(self) -> float:
         return self.assumed["kernel.launch_us"] * US
+
+
+def _known(value: float | None) -> float:
+    """Return a number of the hardware table. Only GPUs whose speed is known have prices."""
+    assert value is not None
+    return value

@@ -150,7 +150,7 @@ class _Try:
 
     def because(self, why: str) -> ChosenSchedule:
         """Return the choice of this schedule with its reason."""
-        return ChosenSchedule(self.schedule, self.outcome, self.bytes and self.bytes.slots, self.fits, why)
+        return ChosenSchedule(self.schedule, self.outcome, self.bytes.slots if self.bytes else None, self.fits, why)
 
 
 def _try(schedule: Schedule, costs: Costs | Callable[[Schedule], Costs],

@@ -73,7 +73,7 @@ class Sent:
     label: str
     overlaps: str = ""
     layer: bool = True
-    arrays: int = 1
+    arrays: float = 1
 
     def ring_bytes(self, sizes: Mapping[str, int]) -> float:
         """Return the bytes that one GPU sends in a step, in a ring."""

@@ -54,7 +54,7 @@ def summarize(found: list[Sent], sizes: Mapping[str, int]) -> list[dict]:
 
 def by_axes(found: list[Sent], sizes: Mapping[str, int]) -> dict[str, float]:
     """Return the bytes that one GPU sends in a step, by mesh axes ("data+fsdp")."""
-    sums = defaultdict(float)
+    sums: dict[str, float] = defaultdict(float)
     for sent in found:
         sums["+".join(sent.axes)] += sent.ring_bytes(sizes)
     return dict(sums)

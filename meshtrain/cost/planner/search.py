@@ -119,10 +119,11 @@ def search(question: Question) -> Answer:
     """Price every allowed layout, then vary the placement and context method of the fastest plans."""
     found: dict[tuple, Plan] = {}
     priced: dict[tuple, list[tuple[float, Options]]] = {}       # plans by the thousand would keep the collector busy
-    misses, faults, tried, laid = [], collections.Counter(), 0, 0
+    misses, tried, laid = [], 0, 0
+    faults: collections.Counter[str] = collections.Counter()
     for placed, rules, method, wrong in _layouts(question):
         laid += 1
-        if wrong:
+        if placed is None:
             faults[wrong[0]] += 1
             continue
         num_shards = placed.layout.num_shards(placed.layout.mesh_axes("activations", "batch"))
@@ -353,7 +354,7 @@ def _near(question: Question, misses: list, faults: collections.Counter[str]) ->
     for needed, placed, rules, options in sorted(misses, key=lambda miss: miss[0])[:8 * MOST_MISSES]:
         plan = _price(question, placed, rules, options)
         held = plan.price.memory_bytes
-        name = max(KIND_NAMES, key=held.get)
+        name = max(KIND_NAMES, key=held.__getitem__)
         gib = simulate.gib
         reason = (f"needs {gib(needed)} where {gib(usable)} can be used: {KIND_NAMES[name]} take {gib(held[name])}, "
                   f"with remat {options.remat} and {amount(options.microbatches, 'microbatch')}")

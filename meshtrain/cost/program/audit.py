@@ -68,7 +68,7 @@ class ProgramAudit:
     @property
     def flops(self) -> dict[str, int]:
         """Return the matmul FLOPs per device and step, by operand dtype."""
-        total = defaultdict(int)
+        total: dict[str, int] = defaultdict(int)
         for dot in self.dots:
             total[dot.dtype] += dot.flops
         return dict(total)
@@ -88,7 +88,11 @@ def read(text: str, mesh) -> ProgramAudit:
     """Audit a compiled program. text: `compiled.as_text()`; mesh: the mesh that it was compiled for."""
     module, mesh_shape = hlo.parse(text), dict(mesh.shape)
     visits, unknown = hlo.walk(module, lambda i: bool(_kind(i)) or work.multiplies(i) or i.further_rounds)
-    collectives, dots, uncounted, broken, partial = [], [], [], [], []
+    collectives: list[Collective] = []
+    dots: list[Dot] = []
+    uncounted: list[str] = []
+    broken: list[str] = []
+    partial: list[str] = []
     for visit in visits:
         ins = visit.instruction
         if ins.further_rounds or not (_kind(ins) or visit.trips):
@@ -107,7 +111,7 @@ def read(text: str, mesh) -> ProgramAudit:
                 (broken if wrong else partial).append(f"{ins.name}: {note} {short_source(ins.op_name)}".strip())
     return ProgramAudit(tuple(collectives), tuple(dots), tuple(unknown), tuple(broken),
                         tuple(partial), tuple(uncounted),
-                   sum(visit.instruction.further_rounds for visit in visits))
+                        sum(visit.instruction.further_rounds for visit in visits))
 
 
 def broken_permutes(text: str, mesh) -> list[str]:
@@ -198,6 +202,7 @@ def collective_rows(module: hlo.HloModule, visit: hlo.Visit, mesh_shape: dict[st
     """Return one row per operand dtype. Return [] if the group has one device, since XLA leaves such no-ops in the
     program."""
     ins, kind = visit.instruction, _kind(visit.instruction)
+    assert kind is not None
     if kind == "collective-permute":
         axes = permute_axes(source_target_pairs(ins.attrs), mesh_shape)
         n = math.prod(mesh_shape[a] for a in axes)
@@ -353,9 +358,10 @@ def _permute_coverage(attrs: str, op_name: str, mesh_shape: dict[str, int]) -> t
 def _dot(module: hlo.HloModule, visit: hlo.Visit) -> Dot | None:
     """Return the FLOPs of an HLO dot, a cuBLAS call or a grouped matmul. Return None if they are unknown."""
     at = module, visit.computation, visit.instruction
-    found = work.matmul(*at) or work.read_grouped(*at)
-    return found and Dot(found.dtype, round(found.flops) * visit.trips, visit.trips,
-                         _source(module, visit), visit.in_branch)
+    product = work.matmul(*at) or work.read_grouped(*at)
+    if product is None:
+        return None
+    return Dot(product.dtype, round(product.flops) * visit.trips, visit.trips, _source(module, visit), visit.in_branch)
 
 
 def sum_carried(text: str, trips: int, expected: Iterable[tuple[int, ...]]) -> int:
@@ -365,10 +371,12 @@ def sum_carried(text: str, trips: int, expected: Iterable[tuple[int, ...]]) -> i
     Shapes identify them, because the microbatch loop also carries residuals. The order of dims is ignored, because XLA
     chooses it.
     """
-    most, key = Counter(), lambda shape: tuple(sorted(n for n in shape if n > 1))
-    expected = Counter(map(key, expected))
+    def key(shape: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted(n for n in shape if n > 1))
+    most: Counter[tuple[int, ...]] = Counter()
+    wanted = Counter(map(key, expected))
     for dims in find_carried(text, trips):
-        most |= Counter(map(key, dims)) & expected
+        most |= Counter(map(key, dims)) & wanted
     return sum(4 * math.prod(shape) * n for shape, n in most.items())
 
 
@@ -378,16 +386,17 @@ def accumulator_bytes(text: str, expected: Iterable[tuple[int, ...]]) -> int | N
     Shapes identify the accumulators, because a pipeline's loops also carry activations. Return None if no loop carries
     one of the shapes.
     """
-    most, expected = Counter(), Counter(map(tuple, expected))
+    most: Counter[tuple[int, ...]] = Counter()
+    wanted = Counter(map(tuple, expected))
     for dims in find_carried(text):
         most |= Counter(dims)
-    return None if expected - most else sum(4 * math.prod(shape) * n for shape, n in expected.items())
+    return None if wanted - most else sum(4 * math.prod(shape) * n for shape, n in wanted.items())
 
 
 def find_carried(text: str, trips: int | None = None) -> list[list[tuple[int, ...]]]:
     """Return, for each outermost loop, the dims of the float32 arrays that it carries and changes. trips: select only
     loops of this many iterations."""
     module = hlo.parse(text)
-    return [[dims for dtype, dims in hlo.find_changed(module, ins.attr("body")) if dtype == "f32"]
+    return [[dims for dtype, dims in hlo.find_changed(module, ins.required("body")) if dtype == "f32"]
             for ins in module.computations[module.entry].values()
             if ins.op == "while" and trips in (None, hlo.find_trips(ins))]

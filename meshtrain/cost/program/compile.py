@@ -39,6 +39,7 @@ def target_spec(name: str) -> str:
     """
     gpu = hardware.get(name)
     chip = gpu.chip
+    assert chip is not None and chip.compute_capability is not None
     # sm_90a, not sm_90: warp-group matmuls
     features = "ACCELERATED_FEATURES" if chip.compute_capability >= 9 else "NONE"
     return f"""gpu_device_info {{

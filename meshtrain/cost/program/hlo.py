@@ -106,6 +106,12 @@ class Instruction:
         found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attrs.split("metadata={")[0])
         return found.group(1) if found else None
 
+    def required(self, key: str) -> str:
+        """Return the value of an attribute that this instruction always has."""
+        value = self.attr(key)
+        assert value is not None, f"{self.name} has no {key}"
+        return value
+
     def ints(self, key: str) -> tuple[int, ...]:
         """Return the integers of the attribute key={1,2}; () if absent."""
         found = re.search(rf"\b{key}=\{{([\d,]*)\}}", self.attrs)
@@ -133,7 +139,8 @@ class HloModule:
 @functools.lru_cache(maxsize=1)      # one program is read for several answers
 def parse(text: str) -> HloModule:
     """Parse `compiled.as_text()`. Raises: ValueError if the text has no entry computation."""
-    computations, scope, entry = {}, None, None
+    computations: dict[str, Computation] = {}
+    scope, entry = None, None
     for line in text.splitlines():
         if not line.startswith((" ", "}", "HloModule")) and (head := _COMPUTATION.match(line)):
             scope = computations.setdefault(head.group(2), {})
@@ -235,7 +242,7 @@ def _holders(module: HloModule, wanted) -> set[str]:
 # Values are int, a dict {tuple index: value} or None for "not known here". Only the few integer scalars that steer a
 # loop are ever evaluated, one step per iteration; arrays are never touched.
 
-_ARITHMETIC = {
+_ARITHMETIC: dict[str, Callable[[int, int], int | None]] = {
     "add": lambda a, b: a + b, "subtract": lambda a, b: a - b, "multiply": lambda a, b: a * b,
     "minimum": min, "maximum": max, "and": lambda a, b: a & b, "or": lambda a, b: a | b,
     "divide": lambda a, b: int(a / b) if b else None, "remainder": lambda a, b: int(math.fmod(a, b)) if b else None,
@@ -253,7 +260,8 @@ class _Frame:
     caller's values."""
 
     def __init__(self, module: HloModule, name: str, params: list):
-        self.module, self.scope, self.params, self.memo = module, module.computations[name], params, {}
+        self.module, self.scope, self.params = module, module.computations[name], params
+        self.memo: dict = {}
 
     def thunk(self, operand: str):
         return lambda: self.value(operand)
@@ -287,7 +295,7 @@ class _Frame:
             text = ins.args.strip()
             return {"true": 1, "false": 0}.get(text, int(text) if re.fullmatch(r"-?\d+", text) else None)
         if ins.op == "get-tuple-element":
-            return self.element(ins.operands[0], int(ins.attr("index")))
+            return self.element(ins.operands[0], int(ins.required("index")))
         if ins.op == "tuple":
             return {i: self.value(o) for i, o in enumerate(ins.operands)}
         if ins.op in _SAME_VALUE:
@@ -301,7 +309,7 @@ class _Frame:
         if not all(isinstance(a, int) for a in args):
             return None
         if ins.op == "compare":
-            return int(_COMPARE[ins.attr("direction")](*args))
+            return int(_COMPARE[ins.required("direction")](*args))
         if ins.op == "select":
             return args[1] if args[0] else args[2]
         if ins.op == "not":
@@ -366,7 +374,7 @@ def find_changed(module: HloModule, body: str) -> list[Shape]:
         source = scope[name]
         while source.op in _SAME_VALUE:
             source = scope[source.operands[0]]
-        passed = (source.op == "get-tuple-element" and int(source.attr("index")) == i
+        passed = (source.op == "get-tuple-element" and int(source.required("index")) == i
                   and scope[source.operands[0]].op == "parameter")      # not of a loop or a call inside
         if not passed:
             out += shapes(scope[name].type_text)

@@ -90,8 +90,9 @@ def measure(executable, text: str, state_abstract, microbatches: int, accumulato
     if loop is not None:
         def shapes_of(leading: bool) -> list[tuple[int, ...]]:      # leading layers have their own loop
             return [shape for info, shape in loop if info.trainable and (info.axes[0] == LEADING) == leading]
-        found = [audit.accumulator_bytes(text, shapes) for shapes in map(shapes_of, (False, True)) if shapes]
-        grads = None if None in found else sum(found)
+        of_loops = [audit.accumulator_bytes(text, shapes) for shapes in map(shapes_of, (False, True)) if shapes]
+        known = [grads_bytes for grads_bytes in of_loops if grads_bytes is not None]
+        grads = sum(known) if len(known) == len(of_loops) else None
     else:
         grads = audit.sum_carried(text, microbatches, accumulators) if microbatches > 1 else None
     return {"params": bytes_on_device(state_abstract.params, placed.params), "grads": grads,

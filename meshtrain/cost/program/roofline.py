@@ -155,10 +155,10 @@ class Roofline:
     @property
     def exposed_by_axes(self) -> dict[str, float]:
         """Return exposed seconds by mesh axes, for example 'fsdp' or 'data+fsdp'."""
-        out = defaultdict(float)
+        exposed_s: dict[str, float] = defaultdict(float)
         for row in self.traffic:
-            out["+".join(row.axes)] += row.exposed_s
-        return dict(out)
+            exposed_s["+".join(row.axes)] += row.exposed_s
+        return dict(exposed_s)
 
 
 def gpu_of(made) -> hardware.Gpu | None:
@@ -186,6 +186,7 @@ def instruction_seconds(made, text: str) -> dict[str, float]:
     """Return the seconds of one execution of each kernel and collective in an assembled run's compiled step. The keys
     are the names that XLA's scheduler uses. `gpu_of` must know the run's GPU."""
     gpu, run = gpu_of(made), made.run
+    assert gpu is not None
     program, played = _play(text, made.mesh_spec, rates.Rates(gpu, Assumptions(gpu.name)), run.data.document_mask,
                             run.context.method)
     transfers = {key: transfer.seconds / transfer.runs for key, transfer in played.transfers.items()}
@@ -225,7 +226,8 @@ class _Program:
             hlo.parse(text), Sources.of(text), prices, packed, method)
         self.trips, self.unknown = timeline.loop_trips(self.module, prices.assumed["experts.rounds"])
         self.mesh_shape, self.num_devices = mesh_spec.by_placement, mesh_spec.num_devices
-        self.uncounted, self._work = set(), {}
+        self.uncounted: set[str] = set()
+        self._work: dict = {}
         self.callers = {called: ins for body in self.module.computations.values() for ins in body.values()
                         if ins.op in ("while", "call", "conditional", "async-start") for called in ins.callees}
 
@@ -290,7 +292,7 @@ class _Program:
                 name=max(same, key=lambda row: row[0])[3], part=part, source=source,
                 line=line, runs=runs, seconds=seconds,
                 flops=sum(n * found.flops for _, n, found, _ in same),
-                hbm_bytes=sum(n * found.hbm_bytes for _, n, found, _ in same), bound=max(costs, key=costs.get),
+                hbm_bytes=sum(n * found.hbm_bytes for _, n, found, _ in same), bound=max(costs, key=costs.__getitem__),
                 instructions=tuple(row[3] for row in same)))
         return tuple(sorted(rows, key=lambda row: -row.seconds))
 
@@ -328,16 +330,17 @@ class _Program:
 
     def traffic(self, played: timeline.Played) -> tuple[Traffic, ...]:
         """Return the simulated collectives, merged by kind and axes, longest first."""
-        merged, sent = defaultdict(timeline.Transfer), Counter()
+        merged: dict[tuple[str, tuple[str, ...]], timeline.Transfer] = defaultdict(timeline.Transfer)
+        sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for (computation, name), transfer in played.transfers.items():
             rows = self._transfer(computation, self.module.computations[computation][name])[2]
             if rows:
                 key = rows[0].kind, rows[0].axes
                 merged[key].add(transfer, 1)
                 sent[key] += transfer.runs * sum(row.bytes for row in rows)
-        rows = [Traffic(*key, total.runs, sent[key], total.seconds, total.exposed_s, dict(total.under))
-                for key, total in merged.items()]
-        return tuple(sorted(rows, key=lambda row: -row.seconds))
+        summed = [Traffic(kind, axes, total.runs, sent[kind, axes], total.seconds, total.exposed_s, dict(total.under))
+                  for (kind, axes), total in merged.items()]
+        return tuple(sorted(summed, key=lambda row: -row.seconds))
 
 
 def links(gpu: hardware.Gpu, mesh_spec: MeshSpec) -> dict[str, tuple[int, int]]:

@@ -28,6 +28,7 @@ def profile(made, executable) -> str:
         return ""
     text = executable.as_text()
     line = roofline.of_run(made, text)
+    assert line is not None
     if line.exposed_s < max(WAITING * line.step_s, WAITING_S):
         return ""
     return "".join(f'costs {{ name: "{name}" cost_us: {1e6 * seconds:.3f} }}\n'
@@ -37,9 +38,11 @@ def profile(made, executable) -> str:
 def is_better(made, executable, other) -> bool:
     """Whether `executable` takes less time for the step than `other` by the roofline. It must also fit into a GPU's
     memory, or need no more memory than `other`."""
-    step_s, others_s = (roofline.of_run(made, each.as_text()).step_s for each in (executable, other))
+    gpu, lines = roofline.gpu_of(made), [roofline.of_run(made, each.as_text()) for each in (executable, other)]
+    line, others_line = lines
+    assert gpu is not None and line is not None and others_line is not None
     held, others = map(_bytes, (executable, other))
-    return step_s < others_s and held <= max(others, hardware.usable_bytes(roofline.gpu_of(made)))
+    return line.step_s < others_line.step_s and held <= max(others, hardware.usable_bytes(gpu))
 
 
 def _bytes(executable) -> int:

@@ -79,8 +79,8 @@ class Sources:
 
     def line(self, ins: hlo.Instruction) -> str:
         """Return the innermost line of this project, for example 'model/layers.py:55', or ''."""
-        at = next((frame for frame in self.stack(ins) if frame.ours), None)
-        return f"{at.ours.removeprefix('meshtrain/')}:{at.line}" if at else ""
+        lines = (f"{frame.ours.removeprefix('meshtrain/')}:{frame.line}" for frame in self.stack(ins) if frame.ours)
+        return next(lines, "")
 
 
 def scope_of(op_name: str) -> str:

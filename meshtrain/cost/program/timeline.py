@@ -27,7 +27,7 @@ class Transfer:
     exposed_s: float = 0.0          # seconds in which the compute stream waits for it or for a later one
     under: Counter = dataclasses.field(default_factory=Counter)     # part → seconds hidden by its kernels
 
-    def add(self, other: Transfer, times: int | Fraction) -> None:
+    def add(self, other: Transfer, times: float | Fraction) -> None:
         self.runs += times * other.runs
         self.seconds += times * other.seconds
         self.exposed_s += times * other.exposed_s
@@ -47,7 +47,7 @@ class Played:
     kernels: Counter = dataclasses.field(default_factory=Counter)                   # Key → runs
     transfers: dict[Key, Transfer] = dataclasses.field(default_factory=dict)
 
-    def add(self, other: Played, times: int | Fraction = 1) -> None:
+    def add(self, other: Played, times: float | Fraction = 1) -> None:
         self.seconds += times * other.seconds
         for mine, others in ((self.parts, other.parts), (self.kernels, other.kernels)):
             for key, count in others.items():
@@ -75,18 +75,18 @@ class Prices:
     collective: Callable[[str, hlo.Instruction], tuple[float, bool] | None]
 
 
-def play(module: hlo.HloModule, trips: Mapping[str, int], prices: Prices) -> Played:
+def play(module: hlo.HloModule, trips: Mapping[str, float], prices: Prices) -> Played:
     """Simulate the entry computation. trips: the iterations of each loop, by the name of its `while`. A conditional
     counts its costliest branch, times the fraction of executions that run it."""
     @functools.cache
-    def play(name: str) -> Played:
+    def simulate(name: str) -> Played:
         stream = _Streams()
         for ins in module.computations[name].values():
             if not work.free(ins):
-                _issue(stream, name, ins, prices, trips, play)
+                _issue(stream, name, ins, prices, trips, simulate)
         return stream.close()
 
-    step = play(module.entry)
+    step = simulate(module.entry)
     # Counts are fractions where a branch runs in a fraction of the executions.
     step.kernels = Counter({key: round(runs) for key, runs in step.kernels.items()})
     for transfer in step.transfers.values():
@@ -98,14 +98,14 @@ def loop_trips(module: hlo.HloModule, further_rounds: float = 0) -> tuple[dict[s
     """Return (iterations of every loop by the name of its `while`, names of the loops of unknown length). A loop of
     unknown length counts once. further_rounds: iterations of a loop that runs only if experts are unbalanced."""
     visits, unknown = hlo.walk(module, lambda ins: ins.op == "while" or ins.is_root)
-    runs = Counter()
+    runs: Counter[tuple[str, str]] = Counter()
     for visit in visits:
         runs[visit.computation, visit.instruction.name] += visit.trips
     found = {}
     for name, body in module.computations.items():
         for ins in body.values():
             if ins.op == "while" and runs[name, ins.name]:
-                inner = ins.attr("body")
+                inner = ins.required("body")
                 root = hlo.root(module.computations[inner]).name
                 found[ins.name] = further_rounds if ins.further_rounds else runs[inner, root] // runs[name, ins.name]
     return found, unknown
@@ -124,7 +124,7 @@ class _Streams:
     def clock(self) -> float:
         return self.total.seconds
 
-    def compute(self, inner: Played, times: int | Fraction = 1) -> None:
+    def compute(self, inner: Played, times: float | Fraction = 1) -> None:
         if not times:
             return
         begin = self.clock
@@ -164,7 +164,8 @@ def _since(intervals: list, begin: float) -> list:
     return intervals[bisect.bisect_right(intervals, begin, key=lambda interval: interval[1]):]
 
 
-def _issue(streams: _Streams, name: str, ins: hlo.Instruction, prices: Prices, trips, play) -> None:
+def _issue(streams: _Streams, name: str, ins: hlo.Instruction, prices: Prices, trips: Mapping[str, float],
+           simulate: Callable[[str], Played]) -> None:
     key = name, ins.name
     if ins.op.endswith("-done"):
         for operand in ins.operands:
@@ -179,11 +180,11 @@ def _issue(streams: _Streams, name: str, ins: hlo.Instruction, prices: Prices, t
         else:
             streams.wait(end)
     elif ins.op == "while":
-        streams.compute(play(ins.attr("body")), trips.get(ins.name, 1))
+        streams.compute(simulate(ins.required("body")), trips.get(ins.name, 1))
     elif ins.op in ("call", "async-start"):
-        streams.compute(play(ins.callees[0]))
+        streams.compute(simulate(ins.callees[0]))
     elif ins.op == "conditional":
-        longest = max((play(branch) for branch in ins.callees), key=lambda branch: branch.seconds)
+        longest = max((simulate(branch) for branch in ins.callees), key=lambda branch: branch.seconds)
         streams.compute(longest, ins.branch_share)
     else:
         seconds, part = prices.kernel(name, ins)

@@ -119,8 +119,8 @@ def read_grouped(module: hlo.HloModule, computation: str, ins: hlo.Instruction) 
     dtype, (held, _) = next((dtype, dims) for dtype, dims in arrays if len(dims) == 2)
     held = next((rows for _, rows in _row_gathers(arrays)), held)
     block, even = tiles.GROUPED[hlo.dtype_bits(dtype) // 8].rows, BALANCED_ROWS.parse(ins.op_name)
-    rows = min(held, kernels.count_executed_rows(even[0], groups, block)) if even else held
-    return GroupedMatmul(rows, groups, summed, n, dtype, found[1])
+    executed = min(held, kernels.count_executed_rows(even[0], groups, block)) if even else held
+    return GroupedMatmul(executed, groups, summed, n, dtype, found[1])
 
 
 def _recurrence(module: hlo.HloModule, computation: str, ins: hlo.Instruction):
