@@ -89,11 +89,11 @@ def _stretches(layers: tuple[Kind, ...]) -> tuple[Stretch, ...]:
     dense = length - len(mlps.lstrip("d")) if mlps.lstrip("d").strip("e") == "" else length
     dense = dense if dense < length else 0
     # Further layers become leading ones only if a period then repeats at least twice.
-    found = [(lead + period, lead) for lead in range(dense, min(length, dense + LONGEST_PERIOD + 1))
-             for period in _periods(layers[lead:])[:1] if lead == dense or 2 * period <= length - lead]
-    if not found:
+    periods = [(lead + period, lead) for lead in range(dense, min(length, dense + LONGEST_PERIOD + 1))
+               for period in _periods(layers[lead:])[:1] if lead == dense or 2 * period <= length - lead]
+    if not periods:
         return tuple(Stretch(f"part{i}", *part) for i, part in enumerate(_parts(layers)))
-    cost, lead = min(found)
+    cost, lead = min(periods)
     period, rest = layers[lead:][:cost - lead], length - lead
     whole, left = divmod(rest, len(period))
     made = []

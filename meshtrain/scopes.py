@@ -20,14 +20,14 @@ class Scope:
 
     def parse(self, op_name: str) -> tuple[int, ...] | None:
         """Return the numbers of the innermost scope of this form in `op_name`; None without one."""
-        found = list(self.pattern.finditer(op_name))
-        return tuple(map(int, found[-1].groups())) if found else None
+        matches = list(self.pattern.finditer(op_name))
+        return tuple(map(int, matches[-1].groups())) if matches else None
 
     def parse_loop(self, op_name: str) -> tuple[int, ...] | None:
         """Return the numbers of the scope that `op_name`, the name of a loop, has directly before it; None without one.
         """
-        found = re.search(f"{self.pattern.pattern}/while$", op_name)
-        return tuple(map(int, found.groups())) if found else None
+        match = re.search(f"{self.pattern.pattern}/while$", op_name)
+        return tuple(map(int, match.groups())) if match else None
 
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:

@@ -162,8 +162,8 @@ def window(run: Run) -> int:
     With several windows it is the largest.
     """
     present = {kind.mixer for kind in pattern.kinds(run.model)}
-    found = [run.model.of(mixer).window for mixer in pattern.WINDOWED if mixer in present]
-    return max((within for within in found if within < run.data.seq_len), default=0)
+    windows = [run.model.of(mixer).window for mixer in pattern.WINDOWED if mixer in present]
+    return max((within for within in windows if within < run.data.seq_len), default=0)
 
 
 def _against_kernels(setting: Setting) -> list[str]:

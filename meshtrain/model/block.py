@@ -291,7 +291,8 @@ class Attention(nnx.Module):
         self.value = None if cfg.tie_values else inward(K, "K", bias)
         self.out = Linear(cfg, rngs, "BTNH,NHD->BTD", (N, H, D), ("heads", "head_dim", "embed"),
                           bias=cfg.attention_bias == "all", std=(N * H * 2 * cfg.num_layers) ** -0.5)
-        self.query_norm, self.key_norm = (self._norm(cfg, rngs, *one) for one in ((N, "heads"), (K, "kv_heads")))
+        self.query_norm, self.key_norm = (
+            self._norm(cfg, rngs, heads, axis) for heads, axis in ((N, "heads"), (K, "kv_heads")))
         self.value_eps = cfg.norm_eps if cfg.qk_norm == "head_and_values" else 0.0
         self.gate = inward(N, "N", False) if cfg.attention_gate else None
         self.sinks = declare(rngs, jnp.dtype(cfg.param_dtype), (N,), ("heads",), "bias",

@@ -27,17 +27,17 @@ class FusedMLP(NamedTuple):
     def forward(self, layout: Layout, x_BTD, gate_DF, up_DF):
         """Return gate, up and h = act(gate) · up, each [B, T, F]. gate_DF, up_DF: the gathered weights."""
         def local(x_BTD, gate_DF, up_DF):
-            found = mosaic_mlp.forward(_rows(x_BTD), gate_DF, up_DF, self.activation, self.programs, self.interpret)
-            return tuple(y.reshape(*x_BTD.shape[:2], -1) for y in found)
+            outputs = mosaic_mlp.forward(_rows(x_BTD), gate_DF, up_DF, self.activation, self.programs, self.interpret)
+            return tuple(y.reshape(*x_BTD.shape[:2], -1) for y in outputs)
         of_x, of_y, of_w = _specs(layout)
         return on_shards(local, (of_x, of_w, of_w), (of_y,) * 3)(x_BTD, gate_DF, up_DF)
 
     def backward(self, layout: Layout, dy_BTD, down_FD, gate_BTF, up_BTF):
         """Return the gradients of gate and up, and h again, each [B, T, F]. down_FD: the gathered weight."""
         def local(dy_BTD, down_FD, gate_BTF, up_BTF):
-            found = mosaic_mlp.backward(_rows(dy_BTD), down_FD.T, _rows(gate_BTF), _rows(up_BTF), self.activation,
+            grads = mosaic_mlp.backward(_rows(dy_BTD), down_FD.T, _rows(gate_BTF), _rows(up_BTF), self.activation,
                                         self.programs, self.interpret)
-            return tuple(y.reshape(gate_BTF.shape) for y in found)
+            return tuple(y.reshape(gate_BTF.shape) for y in grads)
         of_x, of_y, _ = _specs(layout)
         of_down = layout.spec(GATHERED, ("mlp", "embed"))
         return on_shards(local, (of_x, of_down, of_y, of_y), (of_y,) * 3)(dy_BTD, down_FD, gate_BTF, up_BTF)

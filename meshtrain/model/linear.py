@@ -104,7 +104,7 @@ class RecurrentMixer(nnx.Module):
     def _convolve(self, ex: Execution, qkv, repeats: int, segments_BT):
         convolutions = (self.query_conv, repeats), (self.key_conv, repeats), (self.value_conv, 1)
         axes = [KEY_HEADS if repeats == 1 else HEADS] * 2 + [HEADS]
-        qkv = tuple(ex.layout.act(x, "batch", "seq", *one) for x, one in zip(qkv, axes))
+        qkv = tuple(ex.layout.act(x, "batch", "seq", *x_axes) for x, x_axes in zip(qkv, axes))
         kernels = [repeat_heads(ex, conv.kernel[...], conv.axes, n) for conv, n in convolutions]
         ws = tuple(small(ex, w, axes).astype(jnp.float32) for w, axes in kernels)
         assert ex.engines.recurrence is not None

@@ -68,10 +68,10 @@ def check(layers: Iterable[nnx.Module], lora) -> None:
     Raises: ValueError if a name is none.
     """
     layers = list(layers)
-    found = [name for name in LORA_TARGETS if any(name in projections(layer) for layer in layers)]
-    if missing := [name for name in lora.targets if name not in found]:
+    known = [name for name in LORA_TARGETS if any(name in projections(layer) for layer in layers)]
+    if missing := [name for name in lora.targets if name not in known]:
         raise ValueError(f"lora.targets names {', '.join(missing)}, but the layers of this model have only "
-                         f"{', '.join(found)}; leave {'them' if len(missing) > 1 else 'it'} out"
+                         f"{', '.join(known)}; leave {'them' if len(missing) > 1 else 'it'} out"
                          + " (experts have no adapters)" * any(layer.moe is not None for layer in layers))
 
 
@@ -82,9 +82,10 @@ def projections(layer: nnx.Module) -> dict[str, Linear]:
     layer with experts, only the shared experts have such projections.
     """
     mixers, mlps = (layer.attention, layer.linear), (layer.mlp, layer.moe and layer.moe.shared)
-    found = {name: getattr(part, name, None) for parts, names in ((mixers, LORA_TARGETS[:4]), (mlps, LORA_TARGETS[4:]))
+    linears = {name: getattr(part, name, None)
+               for parts, names in ((mixers, LORA_TARGETS[:4]), (mlps, LORA_TARGETS[4:]))
              for part in parts if part is not None for name in names}
-    return {name: linear for name, linear in found.items() if linear is not None}
+    return {name: linear for name, linear in linears.items() if linear is not None}
 
 
 def merge(kernel: jax.Array, adapter: Mapping[str, jax.Array], scale: float) -> jax.Array:

@@ -174,8 +174,8 @@ def _token_losses(ex, spec, of_token, x_BTD, w, targets_BT, given, with_grads: b
     zeros = jnp.zeros(chunks.targets_nrs.shape, f32)
     start = jnp.zeros((chunks.tokens.n,), f32), zeros, zeros, chunks.zeros() if with_grads else None
     (total, logps, entropies, grads), _ = jax.lax.scan(visit, start, jnp.arange(chunks.tokens.count))
-    found = total.sum(), chunks.tokens.join(logps), chunks.tokens.join(entropies)
-    return found, chunks.finish(grads) if with_grads else None
+    outputs = total.sum(), chunks.tokens.join(logps), chunks.tokens.join(entropies)
+    return outputs, chunks.finish(grads) if with_grads else None
 
 
 def largest_and_sum(x):

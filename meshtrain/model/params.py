@@ -90,13 +90,13 @@ def infos(module: Module, prefix: tuple[str, ...] = (), num_layers: int | None =
     With num_layers they are stacked by a leading dim with the logical axis `axis`.
     """
     lead, lead_axes = ((num_layers,), (axis,)) if num_layers else ((), ())
-    found = []
+    rows = []
     for path, variable in module.infos.items():
         meta = variable.get_metadata()
         value = variable.get_value() if hasattr(variable, "get_value") else variable.value
-        found.append(ParamInfo(prefix + path, lead + tuple(value.shape), jnp.dtype(value.dtype),
+        rows.append(ParamInfo(prefix + path, lead + tuple(value.shape), jnp.dtype(value.dtype),
                               lead_axes + meta["logical_axes"], meta["role"], meta["fan_in_dims"]))
-    return found
+    return rows
 
 
 def tree(infos: Sequence[ParamInfo], leaf: Callable[[ParamInfo], object]):

@@ -44,9 +44,9 @@ def of_rows(layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
     rows, tokens = shape[0] // shards, shape[1] // num_shards("seq")
     if num_shards("mlp") == 1:
         return shards, 1
-    found = [n for n in range(2, 2 * MAX_PARTS) if rows % n == 0 and rows * tokens >= n * MIN_TOKENS]
+    counts = [n for n in range(2, 2 * MAX_PARTS) if rows % n == 0 and rows * tokens >= n * MIN_TOKENS]
     # five or seven rows: one per part
-    return shards, max((n for n in found if n <= MAX_PARTS), default=min(found, default=1))
+    return shards, max((n for n in counts if n <= MAX_PARTS), default=min(counts, default=1))
 
 
 def cut(a: jax.Array, shards: int, count: int) -> list[jax.Array]:

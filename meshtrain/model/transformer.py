@@ -77,12 +77,12 @@ class Transformer:
 
     @functools.cached_property
     def _parameters(self) -> tuple[params.ParamInfo, ...]:
-        found = params.infos(self.ends)
+        infos = params.infos(self.ends)
         for group in self.groups:
-            found += group.parameters((LAYERS,) if len(self.groups) == 1 else (LAYERS, group.name))
+            infos += group.parameters((LAYERS,) if len(self.groups) == 1 else (LAYERS, group.name))
         if self.lora:
-            found = [dataclasses.replace(info, trainable=LORA in info.path) for info in found]
-        return tuple(sorted(found, key=lambda info: info.path))
+            infos = [dataclasses.replace(info, trainable=LORA in info.path) for info in infos]
+        return tuple(sorted(infos, key=lambda info: info.path))
 
     def divide(self, p: dict) -> params.Divided:
         """Return the trained and the frozen parameters."""
@@ -102,12 +102,12 @@ class Transformer:
 
     def places(self) -> list[tuple[str, int]]:
         """Return, for each layer, (the replacement of LAYERS in the paths of its stacks, its index in these stacks)."""
-        found = []
+        places = []
         for group in self.groups:
             base = LAYERS if len(self.groups) == 1 else f"{LAYERS}/{group.name}"
             names = [base] if len(group.period) == 1 else [f"{base}/{i}" for i in range(len(group.period))]
-            found += [(name, repeat) for repeat in range(group.repeats) for name in names]
-        return found
+            places += [(name, repeat) for repeat in range(group.repeats) for name in names]
+        return places
 
     # For pipelines: stages hold whole periods. The last stage is padded with identity layers.
 
@@ -142,17 +142,17 @@ class Transformer:
         Each of its arrays is zero-padded to [length, …]. layers: a tree like LAYERS.
         """
         first, *left = self.staged
-        found = [[weights] for weights in self.weights({LAYERS: layers}, first)]
+        stacks_of = [[weights] for weights in self.weights({LAYERS: layers}, first)]
         for group in left:
             stacks = self.weights({LAYERS: layers}, group)
             for i in range(group.num_layers):
                 of, at = i % len(stacks), i // len(stacks)
-                found[i].append(jax.tree.map(lambda a, at=at: a[at:at + 1], stacks[of]))
+                stacks_of[i].append(jax.tree.map(lambda a, at=at: a[at:at + 1], stacks[of]))
 
         def stack(*arrays):
             a = jnp.concatenate(arrays) if len(arrays) > 1 else arrays[0]
             return jnp.pad(a, [(0, length - a.shape[0])] + [(0, 0)] * (a.ndim - 1))
-        return first.subtree(tuple(jax.tree.map(stack, *trees) for trees in found))
+        return first.subtree(tuple(jax.tree.map(stack, *trees) for trees in stacks_of))
 
     def from_period(self, tree, before):
         """Return a tree like LAYERS: the inverse of `by_period` and `before`."""
@@ -333,7 +333,7 @@ class Transformer:
         def tensor(name, axis, *dims):
             axes = "batch", "residual_seq" if axis is None else "seq", axis, "head_dim"
             return Tensor("activations", name, (batch, seq_len, *dims), axes[:2 + len(dims)])
-        heads = {("queries", "keys", one.num_heads, one.num_kv_heads, one.head_dim) for one in (
+        heads = {("queries", "keys", own.num_heads, own.num_kv_heads, own.head_dim) for own in (
             cfg.of(mixer) for mixer in mixers if mixer in pattern.ATTENTION)}
         if mixers & set(pattern.RECURRENT):
             heads.add(("recurrent values", "recurrent keys", cfg.linear.value_heads, cfg.linear.key_heads,
@@ -346,14 +346,14 @@ class Transformer:
 
 def kv_heads_of(cfg: Model) -> dict[str, int]:
     """Return the number of key and value heads of each kind of mixer that the model has."""
-    found = {}
+    heads = {}
     for mixer in sorted({kind.mixer for kind in pattern.kinds(cfg)}):
         if mixer in pattern.RECURRENT:
-            found["recurrence"] = cfg.linear.key_heads
+            heads["recurrence"] = cfg.linear.key_heads
         elif mixer in pattern.ATTENTION and not cfg.latent.kv_dim:
             own = cfg.of(mixer).num_kv_heads
-            found["attention" + f" ({mixer})" * (own != cfg.num_kv_heads)] = own
-    return found
+            heads["attention" + f" ({mixer})" * (own != cfg.num_kv_heads)] = own
+    return heads
 
 
 def build(cfg: Model, adapters=None) -> Transformer:

@@ -112,19 +112,20 @@ def psum(x, axes):
     choice is made when the program is lowered, for the platform for which it is lowered. The program has no
     conditional.
     """
-    by_cpu = lambda x: lax.psum(x.astype(jnp.float32), axes).astype(x.dtype)
-    return lax.platform_dependent(x, cpu=by_cpu, default=lambda x: lax.psum(x, axes))
+    return lax.platform_dependent(x, cpu=lambda x: lax.psum(x.astype(jnp.float32), axes).astype(x.dtype),
+                                  default=lambda x: lax.psum(x, axes))
 
 
 def pmax(x, axes):
     """Return lax.pmax over manual mesh axes. CPUs compute in float32, as for `psum`."""
-    by_cpu = lambda x: lax.pmax(x.astype(jnp.float32), axes).astype(x.dtype)
-    return lax.platform_dependent(x, cpu=by_cpu, default=lambda x: lax.pmax(x, axes))
+    return lax.platform_dependent(x, cpu=lambda x: lax.pmax(x.astype(jnp.float32), axes).astype(x.dtype),
+                                  default=lambda x: lax.pmax(x, axes))
 
 
 def psum_scatter(x, axes, dim: int):
     """Return lax.psum_scatter (tiled) over manual mesh axes. CPUs sum in float32, as for `psum`."""
-    scatter = lambda x: lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    def scatter(x):
+        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
     return lax.platform_dependent(x, cpu=lambda x: scatter(x.astype(jnp.float32)).astype(x.dtype), default=scatter)
 
 

@@ -38,11 +38,11 @@ class Moves:
 
         The first move then begins with a permute, in which each device's shard goes to another device.
         """
-        found = set()
+        axes: set[str] = set()
         for old, new in zip(self.before, self.between):
             stay = tuple(axis for axis in new if axis in old)
-            found |= set(old) if old[:len(stay)] != stay else set()
-        return tuple(axis for axis in self.sizes if axis in found)
+            axes |= set(old) if old[:len(stay)] != stay else set()
+        return tuple(axis for axis in self.sizes if axis in axes)
 
     def spec(self, split: Split) -> P:
         return P(*(axes or None for axes in split))
@@ -56,23 +56,25 @@ class Moves:
         The bytes are those that a device holds before the collective; for an all-gather, those that it holds after.
         After a permute XLA exchanges over other axes of the same number.
         """
-        held, found = array_bytes / self.shards(self.before), []
+        held, collectives = array_bytes / self.shards(self.before), []
 
         def gather(axes: tuple[str, ...]) -> None:
             nonlocal held
             if axes:
                 held *= math.prod(self.sizes[axis] for axis in axes)
-                found.append(("all-gather", axes, held))
-        named = lambda split: {axis for axes in split for axis in axes}
-        gather(tuple(axis for axis in self.sizes if axis in named(self.before) - named(self.between)))
+                collectives.append(("all-gather", axes, held))
+
+        def axes_of(split: Split) -> set[str]:
+            return {axis for axes in split for axis in axes}
+        gather(tuple(axis for axis in self.sizes if axis in axes_of(self.before) - axes_of(self.between)))
         if self.permuted:
-            found.append(("collective-permute", self.permuted, held))
+            collectives.append(("collective-permute", self.permuted, held))
         if self.exchanged:
-            found.append(("all-to-all", self.exchanged, held))
+            collectives.append(("all-to-all", self.exchanged, held))
         held = array_bytes / self.shards(self.between)
         for axes, kept in reversed([*zip(self.between, self.after)]):     # the last dim first
             gather(tuple(axis for axis in axes if axis not in kept))
-        return found
+        return collectives
 
 
 def moves(shape: Sequence[int], before: Split, after: Split, sizes: Mapping[str, int]) -> Moves:
@@ -86,8 +88,8 @@ def moves(shape: Sequence[int], before: Split, after: Split, sizes: Mapping[str,
         for axis in axes:
             if axis in kept:
                 continue
-            into = lambda at: math.prod(sizes[a] for a in (*between[at], axis))
-            fitting = (at for at in (dim, *range(len(shape))) if shape[at] % into(at) == 0)
+            fitting = (at for at in (dim, *range(len(shape)))
+                       if shape[at] % math.prod(sizes[a] for a in (*between[at], axis)) == 0)
             if (at := next(fitting, None)) is not None:
                 between[at] += (axis,)
     return Moves(tuple(before), tuple(between), tuple(after), sizes)
@@ -98,5 +100,6 @@ def of_weight(shape: Sequence[int], axes: Sequence[str | None], stored: Layout, 
 
     axes: logical axes.
     """
-    split = lambda layout, table: tuple(layout.mesh_axes(table, axis) for axis in axes)
+    def split(layout: Layout, table: str) -> Split:
+        return tuple(layout.mesh_axes(table, axis) for axis in axes)
     return moves(shape, split(stored, "optimizer"), split(read, "params"), read.sizes)

@@ -139,8 +139,8 @@ def _tables(text: str, path: Path, extending: tuple[Path, ...]) -> dict[str, dic
              for name in TABLES}
     if base is None:
         return given
-    found = _find_base(base, path, (*extending, path))
-    inherited = _tables(_read(found, f"{path}: "), found, (*extending, path))
+    base_path = _find_base(base, path, (*extending, path))
+    inherited = _tables(_read(base_path, f"{path}: "), base_path, (*extending, path))
     return {name: inherited[name] | given[name] for name in TABLES}
 
 
@@ -155,17 +155,18 @@ def _find_base(name, path: Path, extending: Sequence[Path]) -> Path:
     candidates = [path.parent / file, locate_shipped("sharding_rules") / file]
     present = [place for place in candidates if files.is_file(place)]
     for place in present:
-        if not any(place.exists() and one.exists() and place.samefile(one) for one in extending):
+        if not any(place.exists() and file.exists() and place.samefile(file) for file in extending):
             return place
     if present:
         raise ValueError(f"{path}: {EXTENDS} = {name!r} leads back to {present[0]}; a rule file cannot extend itself")
-    known = sorted(one.stem for one in locate_shipped("sharding_rules").glob("*.toml"))
+    known = sorted(file.stem for file in locate_shipped("sharding_rules").glob("*.toml"))
     raise ValueError(f"{path}: {EXTENDS} = {name!r}: no such rule file{_nearest(name, known)}; name a file in the same "
                      f"directory, or one of {', '.join(known)}")
 
 
 def _format_tables(tables: Mapping[str, Mapping[str, Sequence[str]]], path: str) -> str:
-    line = lambda logical, axes: f"{logical} = {json.dumps(axes[0] if len(axes) == 1 else axes)}"
+    def line(logical: str, axes: Sequence[str]) -> str:
+        return f"{logical} = {json.dumps(axes[0] if len(axes) == 1 else axes)}"
     parts = ["\n".join([f"[{name}]", *(line(*entry) for entry in table.items())])
              for name, table in tables.items() if table]
     return "\n\n".join([f"# {path}, with all that it extends.", *parts]) + "\n"
@@ -229,13 +230,12 @@ def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
             if logical is None:
                 continue
             mesh_axes = [a for a in rules.mesh_axes(tensor.table, logical) if sizes[a] > 1]
-            where = lambda: f"{rules.path} [{tensor.table}] {tensor.name} {_shape(tensor)}"
             for axis in mesh_axes:
                 if axis in seen:
                     # [grads] and [optimizer] inherit the two rules from [params], so one message serves all three
                     both = frozenset((name, rules.mesh_axes(tensor.table, name)) for name in (seen[axis], logical))
                     faults.setdefault((tensor.table == "activations", axis, both), (
-                        f"{where()}: mesh axis {axis!r} shards both {seen[axis]!r} and {logical!r}; "
+                        f"{_name(rules, tensor)}: mesh axis {axis!r} shards both {seen[axis]!r} and {logical!r}; "
                         f"remove one of the two rules or set mesh.{axis} to 1"))
                 seen[axis] = logical
             num_shards = math.prod(sizes[a] for a in mesh_axes)
@@ -243,9 +243,9 @@ def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
                 split = " × ".join(f"{a} {sizes[a]}" for a in mesh_axes)
                 key = (keys or {}).get(logical)
                 faults.setdefault((logical, dim, split), (
-                    f"{where()}: {logical}={dim} does not divide over {split} = {num_shards}; make {key or logical} a "
-                    f"multiple of {num_shards}, e.g. {-(-dim // num_shards) * num_shards}, or use a mesh or rule file "
-                    f"that splits it less"))
+                    f"{_name(rules, tensor)}: {logical}={dim} does not divide over {split} = {num_shards}; make "
+                    f"{key or logical} a multiple of {num_shards}, e.g. {-(-dim // num_shards) * num_shards}, or use a "
+                    f"mesh or rule file that splits it less"))
     return [*faults.values(), *_whole_activations(rules, sizes, tensors)]
 
 
@@ -283,7 +283,7 @@ def unsplit(layout: Layout, products: Sequence[Tensor]) -> tuple[list[str], list
     for logical in SHARED:
         activation_axes = [axis for axis in layout.mesh_axes("activations", logical)
                            if axis not in layout.mesh_axes("params", logical)]
-        if activation_axes and any(logical in one.axes for one in products):
+        if activation_axes and any(logical in product.axes for product in products):
             notes.append(f"layout: {file} splits {logical} over {', '.join(activation_axes)} in [activations] but not "
                          f"in [params]: each device along it holds all of these weights, and their gradients are "
                          f"summed in every layer; write the same line in both tables")
@@ -292,15 +292,16 @@ def unsplit(layout: Layout, products: Sequence[Tensor]) -> tuple[list[str], list
 
 def _split_by(layout: Layout, products: Sequence[Tensor]) -> dict[str, set[str]]:
     """Return, for each matmul by name, the mesh axes that split it."""
-    acts = lambda *names: {axis for name in names for axis in layout.mesh_axes("activations", name)}
+    def acts(*names: str) -> set[str]:
+        return {axis for name in names for axis in layout.mesh_axes("activations", name)}
     tokens = set(layout.token_axes)
-    found = {"attention": tokens | acts("heads")}
-    for one in products:
-        found[one.name] = tokens | acts(*(name for name in one.axes if name in SHARED))
-        if "expert" in one.axes:
-            found[one.name] |= acts("residual_seq") | {
+    axes_of = {"attention": tokens | acts("heads")}
+    for product in products:
+        axes_of[product.name] = tokens | acts(*(name for name in product.axes if name in SHARED))
+        if "expert" in product.axes:
+            axes_of[product.name] |= acts("residual_seq") | {
                 a for name in NEVER_GATHERED for a in layout.mesh_axes("params", name)}
-    return found
+    return axes_of
 
 
 def _whole_activations(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor]) -> list[str]:
@@ -308,10 +309,11 @@ def _whole_activations(rules: Rules, sizes: Mapping[str, int], tensors: Sequence
 
     XLA would gather the outputs of the projections.
     """
-    of = lambda table: {logical for tensor in tensors if tensor.table == table for logical in tensor.axes}
+    def axes_in(table: str) -> set[str | None]:
+        return {logical for tensor in tensors if tensor.table == table for logical in tensor.axes}
     tokens = rules.mesh_axes("activations", "batch") + rules.mesh_axes("activations", "seq")
     faults = []
-    for logical in [name for name in SHARED if name in of("params") & of("activations")]:
+    for logical in [name for name in SHARED if name in axes_in("params") & axes_in("activations")]:
         split = [a for a in rules.mesh_axes("params", logical) if sizes[a] > 1 and a not in tokens]
         if missing := [axis for axis in split if axis not in rules.mesh_axes("activations", logical)]:
             line = ", ".join(f'"{axis}"' for axis in (*rules.tables["activations"].get(logical, ()), *missing))
@@ -320,6 +322,10 @@ def _whole_activations(rules: Rules, sizes: Mapping[str, int], tensors: Sequence
                           f"{', '.join(missing)} would repeat the work after them; write {logical} = [{line}] in "
                           f"[activations], or remove the axis from [params]")
     return faults
+
+
+def _name(rules: Rules, tensor: Tensor) -> str:
+    return f"{rules.path} [{tensor.table}] {tensor.name} {_shape(tensor)}"
 
 
 def _shape(tensor: Tensor) -> str:
@@ -347,8 +353,8 @@ class Layout:
 
     def mesh_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
         """Return the mesh axes over which XLA splits this dim here, without manual ones."""
-        found, manual = self.all_axes(table, logical), get_abstract_mesh().manual_axes
-        return tuple(a for a in found if a not in manual) if manual else found
+        axes, manual = self.all_axes(table, logical), get_abstract_mesh().manual_axes
+        return tuple(a for a in axes if a not in manual) if manual else axes
 
     def manual_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
         """Return the manual axes that split this dim. Its size here is local, and the caller must sum over these axes.

@@ -87,11 +87,11 @@ def variables(vs):
 
 def find_dependents(eqns, roots: set) -> set:
     """Return `roots` and all variables computed from them."""
-    found = set(roots)
+    dependents = set(roots)
     for eqn in eqns:
-        if not found.isdisjoint(variables(eqn.invars)):
-            found.update(eqn.outvars)
-    return found
+        if not dependents.isdisjoint(variables(eqn.invars)):
+            dependents.update(eqn.outvars)
+    return dependents
 
 
 def slice_for(eqns, outs, stop=frozenset()) -> list:

@@ -103,15 +103,20 @@ class Preference(Objective):
     def head(self, model: Transformer, ex: Execution, p, x_BTD, batch):
         margin_B = self.beta * (self.scores(model, ex, p, x_BTD, batch) - batch["reference"])
         real_B = self._pairs(batch)
-        over = lambda values_B: jnp.sum(jnp.where(real_B, values_B, 0.0))
-        loss = over(jax.nn.softplus(-margin_B))
-        return loss, loss, LayerStats.of("target", reward_margin=over(margin_B), reward_accuracy=over(margin_B > 0))
+
+        def sum_real(values_B):
+            return jnp.sum(jnp.where(real_B, values_B, 0.0))
+        loss = sum_real(jax.nn.softplus(-margin_B))
+        return loss, loss, LayerStats.of("target", reward_margin=sum_real(margin_B),
+                                         reward_accuracy=sum_real(margin_B > 0))
 
     def scores(self, model: Transformer, ex: Execution, p, x_BTD, batch):
         """Return [B]: the log-probability of the chosen answer minus that of the rejected one."""
         nll_BT = model.head_token_nll(ex, p, x_BTD, batch["targets"], self.chunk)
-        of = lambda segment: jnp.sum(jnp.where(batch["segments"] == segment, nll_BT, 0.0), -1)
-        return of(REJECTED) - of(CHOSEN)
+
+        def sum_of(segment: int):
+            return jnp.sum(jnp.where(batch["segments"] == segment, nll_BT, 0.0), -1)
+        return sum_of(REJECTED) - sum_of(CHOSEN)
 
     @staticmethod
     def _pairs(batch):

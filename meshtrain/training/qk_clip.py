@@ -27,7 +27,7 @@ def clip(model: Transformer, p: dict, bound_LN, limit: float) -> dict:
 
     bound_LN: SCORE_BOUND of the step.
     """
-    gamma_LN, kinds, found = limit / jnp.maximum(bound_LN, limit), pattern.kinds(model.cfg), []
+    gamma_LN, kinds, groups = limit / jnp.maximum(bound_LN, limit), pattern.kinds(model.cfg), []
     for first, group in model.number_groups():
         stacks = list(model.weights(p, group))
         for i, weights in enumerate(stacks):
@@ -35,8 +35,8 @@ def clip(model: Transformer, p: dict, bound_LN, limit: float) -> dict:
                 cfg, gamma = model.cfg.of(mixer), gamma_LN[group.numbers(first) + i]
                 stacks[i] = weights | {"attention": _scale(
                     weights["attention"], (_of_latents if cfg.latent.kv_dim else _of_heads)(cfg, gamma))}
-        found.append(tuple(stacks))
-    return model.with_layers(without_layers(p), found)
+        groups.append(tuple(stacks))
+    return model.with_layers(without_layers(p), groups)
 
 
 def _scale(attention: dict, factors: dict) -> dict:

@@ -24,12 +24,12 @@ def round_weights(infos: Sequence[ParamInfo], new: dict, seed: int, step) -> dic
 
     infos: of the leaves. step: number of steps taken before this one.
     """
-    def one(info: ParamInfo, w):
+    def round_leaf(info: ParamInfo, w):
         if info.dtype != jnp.bfloat16:
             return w.astype(info.dtype)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl=PRNG), TAG), step)
         return to_bfloat16(w, jax.random.fold_in(key, zlib.crc32(info.name.encode())))
-    return jax.tree.unflatten(jax.tree.structure(new), map(one, infos, jax.tree.leaves(new)))
+    return jax.tree.unflatten(jax.tree.structure(new), map(round_leaf, infos, jax.tree.leaves(new)))
 
 
 def to_bfloat16(x, key):

@@ -75,7 +75,7 @@ def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh
 
 def optimizer_bytes(model: Transformer, optimizer_cfg, steps: int) -> float:
     """Return the bytes of optimizer state per parameter, the mean over all parameters."""
-    one = MeshSpec({})
-    spec = describe(model, optimizer_cfg, steps, Layout(rules.parse(""), one.sizes), one.abstract())
+    one_device = MeshSpec({})
+    spec = describe(model, optimizer_cfg, steps, Layout(rules.parse(""), one_device.sizes), one_device.abstract())
     leaves = jax.tree.leaves(spec.abstract.opt_state)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / sum(info.size for info in model.parameters())

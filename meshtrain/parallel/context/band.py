@@ -166,7 +166,9 @@ def _return_sums(sums, D):
 def _send_on(pair, back: bool = False):
     """Send each chunk's data to the device of the next (or previous) chunk. The sequence wraps around."""
     cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
-    send = lambda tree, by: jax.tree.map(lambda x: lax.ppermute(x, AXIS, [(n, (n + by) % cp) for n in range(cp)]), tree)
+
+    def send(tree, by: int):
+        return jax.tree.map(lambda x: lax.ppermute(x, AXIS, [(n, (n + by) % cp) for n in range(cp)]), tree)
     early, late = pair
     ahead, behind = send(early, -1 if back else 1), send(late, 1 if back else -1)
     # The middle two chunks share a device, and so do the first and the last. These pairs swap without communication.

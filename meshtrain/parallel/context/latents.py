@@ -66,7 +66,9 @@ class LatentMethod(NamedTuple):
         The operands are queries, latents, weights and segments.
         """
         seq = None if self.method is None else "seq"
-        act = lambda *axes: layout.spec("activations", ("batch", seq, *axes))
+
+        def act(*axes: str) -> P:
+            return layout.spec("activations", ("batch", seq, *axes))
         # A device multiplies whole latents with the heads of its queries. Other axes that split a weight (generation
         # splits the embedding dim) are gathered here. If [activations] alone splits heads, each device takes its slice
         # of them.
@@ -91,7 +93,9 @@ def _contract(c_BSC, key_CNH, value_CNV, dk_BSNH, dv_BSNV):
     H, dtype = key_CNH.shape[2], c_BSC.dtype
     dr_BSR = dk_BSNH[..., H:].sum(2, dtype=jnp.float32)
     dk_BSNH, dv_BSNV = dk_BSNH[..., :H].astype(dtype), dv_BSNV.astype(dtype)    # operands in the compute dtype
-    product = lambda eq, a, b: products.einsum(eq, a, b, jnp.float32)
+
+    def product(eq: str, a, b):
+        return products.einsum(eq, a, b, jnp.float32)
     dc_BSC = product("BSNH,CNH->BSC", dk_BSNH, key_CNH) + product("BSNV,CNV->BSC", dv_BSNV, value_CNV)
     return (dc_BSC, dr_BSR), (product("BSC,BSNH->CNH", c_BSC, dk_BSNH), product("BSC,BSNV->CNV", c_BSC, dv_BSNV))
 

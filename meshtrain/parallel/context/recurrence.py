@@ -169,9 +169,9 @@ class Recurrence(NamedTuple):
         if runs.per_device:
             start = RecurrentState(None, runs.tails_before(segments[:, -1], BEFORE_ALL))
             across = runs.across
-        found = self.engine(*(x if x is None else runs.rows(x) for x in inputs), segments, start, across=across,
+        result = self.engine(*(x if x is None else runs.rows(x) for x in inputs), segments, start, across=across,
                             states_ZBNHV=states_ZBNHV)
-        return runs.join_heads(found.o_BTNV), found.states_ZBNHV
+        return runs.join_heads(result.o_BTNV), result.states_ZBNHV
 
 
 def recur(of: Recurrence, layout: Layout, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT):

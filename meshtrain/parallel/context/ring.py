@@ -73,8 +73,12 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Outpu
         dq_a, dk_a, dv_a = engine.backward(q1, k0, v0, s1, z0, o1, l1, g1, whole)
         block = choose(earlier, (q0, k0, v0, s0, z0, o0, l0, g0), (q1, k1, v1, s1, z1, o1, l1, g1))
         dq_b, dk_b, dv_b = engine.backward(*block, whole)
-        early = lambda x: jnp.where(earlier, x, 0.0)
-        late = lambda x: jnp.where(earlier, 0.0, x)
+
+        def early(x):
+            return jnp.where(earlier, x, 0.0)
+
+        def late(x):
+            return jnp.where(earlier, 0.0, x)
         return (dq + join(early(dq_b), dq_a + late(dq_b)),
                 (dk + join(dk_a + early(dk_b), late(dk_b)), dv + join(dv_a + early(dv_b), late(dv_b))))
 

@@ -43,8 +43,10 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Outpu
     segments = gather(segments_BT)
     dq, dk, dv = engine.backward(q, k, v, segments, segments, *whole_out, mask.within(q.shape[1]))
     dq, dk, dv = (all_heads(x.astype(q.dtype)) for x in (dq, dk, dv))
-    once = lambda x: x.astype(jnp.float32).reshape(*x.shape[:2], K, -1, x.shape[-1]).sum(3)
-    return dq, once(dk), once(dv)
+
+    def sum_copies(x):
+        return x.astype(jnp.float32).reshape(*x.shape[:2], K, -1, x.shape[-1]).sum(3)
+    return dq, sum_copies(dk), sum_copies(dv)
 
 
 def _repeat(x_BTKH, cp: int):

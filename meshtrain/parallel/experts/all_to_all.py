@@ -49,7 +49,9 @@ class AllToAll:
 
     def further_rounds(self, one_round: Callable, first):
         """Return first + the sum of one_round(round) over all later rounds."""
-        step = lambda carry: (carry[0] + 1, jax.tree.map(jnp.add, carry[1], one_round(self.round(carry[0]))))
+        def step(carry):
+            number, total = carry
+            return number + 1, jax.tree.map(jnp.add, total, one_round(self.round(number)))
         with jax.named_scope(FURTHER_ROUNDS.write()):
             return lax.while_loop(lambda carry: carry[0] < self.rounds, step, (jnp.int32(1), first))[1]
 

@@ -174,8 +174,10 @@ class ExpertMatrices:
         if bias is None:
             return self.rows({name: x_RD}, "expert_embed", groups, then, beside)
         owner_R, _ = grouped.owners(groups, x_RD)
-        biased = lambda y, bias, *beside: then(y + bias.astype(y.dtype), *beside)
-        return self.rows({name: x_RD}, "expert_embed", groups, biased, [bias[owner_R], *beside])
+
+        def add_bias(y, bias, *beside):
+            return then(y + bias.astype(y.dtype), *beside)
+        return self.rows({name: x_RD}, "expert_embed", groups, add_bias, [bias[owner_R], *beside])
 
     def zeros(self) -> dict:
         return {name: jnp.zeros(w.shape, jnp.float32) for name, w in self.arrays.items()}
@@ -240,8 +242,9 @@ class WeightGradOperands:
 
     def gradients(self, engine: grouped.GroupedEngine, axes: Mapping[str, tuple]) -> dict:
         """Return the weight gradients by name, float32. axes: the order of the dims of each weight."""
+        def outer(x_RD, d_RF, name: str):
+            return engine.outer(x_RD, d_RF, self.groups, _letters(axes[name], "expert_embed"))
         with jax.named_scope(BALANCED_ROWS.write(self.balanced_rows)):
-            outer = lambda x_RD, d_RF, name: engine.outer(x_RD, d_RF, self.groups, _letters(axes[name], "expert_embed"))
             dw = {name: outer(self.x_RD, d, name) for name, d in self.d_inward.items()} | {
                 "down": outer(self.dy_RD, self.hw_RF, "down")}
             dw |= {f"{name}_bias": grouped.sums(d, self.groups) for name, d in self.d_inward.items()
@@ -294,7 +297,8 @@ def _rounds(of: SortedAssignments | all_to_all.AllToAll, one_round: Callable, sa
     Further rounds run twice, for inputs and for weights, and add to the first round's results in place. One loop for
     both would zero-fill all gradients in every step, or delay dx until the gradients exist.
     """
-    gradients = lambda operands: operands.gradients(matrices.engine, matrices.axes)
+    def gradients(operands: WeightGradOperands) -> dict:
+        return operands.gradients(matrices.engine, matrices.axes)
     dx, dweight, operands = one_round(of.round(0), saved)
     if not split:
         dx, dweight = of.further_rounds(lambda now: one_round(now)[:2], (dx, dweight))

@@ -97,10 +97,15 @@ class SortedAssignments:
         """
         if self.one_round:
             return first
-        step = lambda carry: (carry[0] + 1, jax.tree.map(jnp.add, carry[1], one_round(self.round(carry[0]))))
-        more = lambda carry: carry[0] * self.rows < self.sizes.sum()
+
+        def step(carry):
+            number, total = carry
+            return number + 1, jax.tree.map(jnp.add, total, one_round(self.round(number)))
+
+        def has_more(carry):
+            return carry[0] * self.rows < self.sizes.sum()
         with jax.named_scope(FURTHER_ROUNDS.write()):
-            return lax.while_loop(more, step, (jnp.int32(1), first))[1]
+            return lax.while_loop(has_more, step, (jnp.int32(1), first))[1]
 
 
 def sort_by(key, e: int):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -98,24 +98,34 @@ class ExpertShards:
     def of(cls, layout: Layout, names) -> ExpertShards:
         region, axes_of = ManualRegion.of(layout), layout.mesh_axes
         automatic = {a for axis in ("batch", "residual_seq") for a in axes_of("activations", axis)}
-        by_axis = lambda name, pick: [(axis, axes) for axis in EXPERT_AXES[name] if (axes := pick(axis))]
-        own = lambda axis: tuple(a for a in axes_of("params", axis) if a in region.own)
-        others = lambda axis: tuple(a for a in axes_of("grads", axis) if a in region.others and a not in own(axis))
-        gathered = lambda axis: tuple(a for a in axes_of("params", axis) if a not in region.own)
+
+        def by_axis(name: str, pick: Callable) -> list:
+            return [(axis, axes) for axis in EXPERT_AXES[name] if (axes := pick(axis))]
+
+        def own(axis: str) -> tuple[str, ...]:
+            return tuple(a for a in axes_of("params", axis) if a in region.own)
+
+        def others(axis: str) -> tuple[str, ...]:
+            return tuple(a for a in axes_of("grads", axis) if a in region.others and a not in own(axis))
+
+        def to_gather(axis: str) -> tuple[str, ...]:
+            return tuple(a for a in axes_of("params", axis) if a not in region.own)
+
+        def to_reduce(name: str) -> tuple[str, ...]:
+            scattered = [a for _, axes in scatters[name] for a in axes]
+            return tuple(a for a in region.others if a in automatic and a not in scattered)
         scatters = {name: by_axis(name, others) for name in names}
         # A gather or scatter along any dim but the first transposes the whole weight. The gathered dim therefore goes
         # first.
-        embed_first = bool(gathered("expert_embed") or others("expert_embed"))
-        unscattered = lambda name: tuple(a for a in region.others if a in automatic
-                                         and a not in [a for _, axes in scatters[name] for a in axes])
+        embed_first = bool(to_gather("expert_embed") or others("expert_embed"))
         return cls(
             region, layout.spec("activations", ("batch", "residual_seq", None)),
             stored={name: layout.spec("params", EXPERT_AXES[name]) for name in names},
             grads={name: P(*(own(axis) + others(axis) or None for axis in EXPERT_AXES[name])) for name in names},
             axes={name: ("expert_embed", "expert", "expert_mlp")
                   if embed_first and "expert_embed" in EXPERT_AXES[name] else EXPERT_AXES[name] for name in names},
-            gathers={name: by_axis(name, gathered) for name in names}, scatters=scatters,
-            rest={name: unscattered(name) for name in names})
+            gathers={name: by_axis(name, to_gather) for name in names}, scatters=scatters,
+            rest={name: to_reduce(name) for name in names})
 
     def gather(self, weights, dtype) -> dict:
         """Cast weights to the compute dtype, then all-gather them.

@@ -128,16 +128,16 @@ class Schedule:
 
 def _phases(active: np.ndarray, loss: np.ndarray) -> list[TickRange]:
     """Group ticks into phases. active [T, 3]: whether any stage runs F, B, W. loss [T]: whether the tick has a loss."""
-    found = []
+    phases = []
     for start, stop in _equal_stretches(active):
         kinds = "".join(k for k, on in zip(KINDS, active[start]) if on)
         stretches = _equal_stretches(loss[start:stop])
         if loss[start:stop].sum() != 1 and len(stretches) <= 3 and sum(loss[start + a] for a, _ in stretches) <= 1:
-            found += [TickRange(start + a, start + b, kinds, "always" if loss[start + a] else "never")
+            phases += [TickRange(start + a, start + b, kinds, "always" if loss[start + a] else "never")
                       for a, b in stretches]
         else:
-            found.append(TickRange(start, stop, kinds, "sometimes"))
-    return found
+            phases.append(TickRange(start, stop, kinds, "sometimes"))
+    return phases
 
 
 def often(on: np.ndarray, num_chunks: int) -> str:
@@ -270,7 +270,7 @@ def parse(text: str, name: str = "table") -> Schedule:
     Raises: ValueError that lists each op that is missing, is repeated or comes before an op whose result it needs.
     """
     lines = [re.sub(r"^\s*stage\s*\d+:?", "", line).split() for line in text.splitlines() if line.strip()]
-    found: dict[tuple[int, int, int], list[int]] = {}       # (kind of op, virtual stage, microbatch) -> ticks
+    ticks_of: dict[tuple[int, int, int], list[int]] = {}       # (kind of op, virtual stage, microbatch) -> ticks
     faults: list[str] = []
     for s, words in enumerate(lines):
         for t, word in enumerate(words):
@@ -281,17 +281,17 @@ def parse(text: str, name: str = "table") -> Schedule:
                                   f"the stage is idle")
                     continue
                 kind, i, chunk = KINDS.index(match[1]), int(match[2]), ord(match[3] or "a") - ord("a")
-                found.setdefault((kind, chunk * len(lines) + s, i), []).append(t)
-    if not found:
+                ticks_of.setdefault((kind, chunk * len(lines) + s, i), []).append(t)
+    if not ticks_of:
         faults = faults or ["the schedule is empty; write a line per stage with a word per tick, e.g. F0 F1 B0 B1"]
         raise ValueError("\n".join(faults))
-    p, m = len(lines), 1 + max(i for _, _, i in found)
-    v, split = 1 + max(g for _, g, _ in found) // p, any(kind == W for kind, _, _ in found)
-    faults += _table_faults(found, p, m, v, split)
+    p, m = len(lines), 1 + max(i for _, _, i in ticks_of)
+    v, split = 1 + max(g for _, g, _ in ticks_of) // p, any(kind == W for kind, _, _ in ticks_of)
+    faults += _table_faults(ticks_of, p, m, v, split)
     if faults:
         raise ValueError("\n".join(faults[:MOST_FAULTS]))
     ops = np.full((max(map(len, lines)), p, 3, 2), -1, np.int32)
-    for (kind, g, i), (t,) in found.items():
+    for (kind, g, i), (t,) in ticks_of.items():
         ops[t, g % p, kind] = i, g // p
     return _schedule(name, p, m, v, split, ops)
 
@@ -299,14 +299,18 @@ def parse(text: str, name: str = "table") -> Schedule:
 MOST_FAULTS = 10
 
 
-def _table_faults(found: Mapping[tuple[int, int, int], Sequence[int]], p: int, m: int, v: int, split: bool
+def _table_faults(ticks_of: Mapping[tuple[int, int, int], Sequence[int]], p: int, m: int, v: int, split: bool
                   ) -> list[str]:
-    """Return the messages about missing, repeated or early ops. found: (kind, virtual stage, microbatch) -> ticks."""
-    faults, said = [], lambda kind, g, i: f"{KINDS[kind]}{i}{chr(ord('a') + g // p) if v > 1 else ''}"
+    """Return the messages about missing, repeated or early ops. ticks_of: (kind, virtual stage, microbatch) -> ticks.
+    """
+    faults = []
+
+    def name_op(kind: int, g: int, i: int) -> str:
+        return f"{KINDS[kind]}{i}{chr(ord('a') + g // p) if v > 1 else ''}"
     for i in range(m):
         for g in range(v * p):
             for kind in (F, B, W)[:2 + split]:
-                ticks, op = found.get((kind, g, i), ()), said(kind, g, i)
+                ticks, op = ticks_of.get((kind, g, i), ()), name_op(kind, g, i)
                 if len(ticks) != 1:
                     count = f"{len(ticks)} times" if ticks else "0 times"
                     faults.append(f"stage {g % p}: {op} appears {count}; every stage runs each op once for each "
@@ -315,11 +319,11 @@ def _table_faults(found: Mapping[tuple[int, int, int], Sequence[int]], p: int, m
                 before = [(F, g - 1, 1)] * (g > 0) if kind == F else [(B, g, 0)] if kind == W else [
                     (F, g, 0), *[(B, g + 1, 1)] * (g < v * p - 1)]
                 for needed, of, later in before:
-                    at = found.get((needed, of, i), ())
+                    at = ticks_of.get((needed, of, i), ())
                     if len(at) == 1 and ticks[0] < at[0] + later:
-                        faults.append(f"stage {g % p}, tick {ticks[0]}: {op} needs {said(needed, of, i)} of stage "
+                        faults.append(f"stage {g % p}, tick {ticks[0]}: {op} needs {name_op(needed, of, i)} of stage "
                                       f"{of % p}, which is in tick {at[0]}; put it in tick {at[0] + later} or later")
-    cells = collections.Counter((kind, g % p, t) for (kind, g, _), ticks in found.items() for t in ticks)
+    cells = collections.Counter((kind, g % p, t) for (kind, g, _), ticks in ticks_of.items() for t in ticks)
     faults += [f"stage {s}, tick {t}: {count} {KINDS[kind]} in one tick; a tick has one at most"
                for (kind, s, t), count in cells.items() if count > 1]
     return faults
@@ -379,9 +383,15 @@ def _slots(ops: np.ndarray, tick: np.ndarray, p: int, m: int, v: int, split: boo
     """
     num_ticks, last_g = len(ops), p * v - 1
     weight_op = W if split else B
-    at = lambda kind, g: (tick[kind, g] * TICK + MOMENT[KINDS[kind]]).tolist()
-    arrival = lambda kind, g: (tick[kind, g] * TICK + MOMENT["arrive"]).tolist()
-    loss = lambda g: (tick[F, g] * TICK + MOMENT["loss"]).tolist()
+
+    def at(kind: int, g: int) -> list[int]:
+        return (tick[kind, g] * TICK + MOMENT[KINDS[kind]]).tolist()
+
+    def arrival(kind: int, g: int) -> list[int]:
+        return (tick[kind, g] * TICK + MOMENT["arrive"]).tolist()
+
+    def loss(g: int) -> list[int]:
+        return (tick[F, g] * TICK + MOMENT["loss"]).tolist()
     # Per buffer: the columns that write it and when; the columns that read it and in which op; and the functions that
     # give the first and last moments of a virtual stage's values in it.
     buffers = {
