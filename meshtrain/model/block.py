@@ -103,7 +103,7 @@ def build_block(ex: Execution, layer: params.Module, shape: tuple[int, ...], dro
     many_rows = shape[0] > num_parts * ex.layout.num_shards(ex.layout.batch_axes)
     tokens_first = ex.layout.sequence_parallel and many_rows and not has_experts and not drops
 
-    def apply(weights, x_BTD, inputs, number):
+    def apply(weights, x_BTD, inputs: Inputs, number):
         x_BTD, part_ex = checkpoint_name(x_BTD, LAYER_INPUT), parts.tokens_first(ex) if tokens_first else ex
         pieces = [(x_BTD, inputs)]
         if num_parts > 1:
@@ -181,7 +181,8 @@ class Layer(nnx.Module):
     Returns (x_BTD, `LayerStats` of the microbatch).
     """
 
-    def __init__(self, cfg: Model, rngs, mixer: tuple[str, Callable] | None, mlp: tuple[str, Callable] | None):
+    def __init__(self, cfg: Model, rngs: nnx.Rngs, mixer: tuple[str, Callable] | None,
+                 mlp: tuple[str, Callable] | None):
         def norm(part, where):
             wanted = part is not None and cfg.norm_placement in (where, "both")
             return Norm(cfg, rngs, (cfg.embed_dim,), ("embed",)) if wanted else None
@@ -197,7 +198,7 @@ class Layer(nnx.Module):
         self.layer_scale = declare(rngs, jnp.dtype(cfg.param_dtype), (1,), (None,), "norm",
                                    value=1.0) if cfg.layer_scale else None
 
-    def __call__(self, ex: Execution, x_BTD, inputs, number):
+    def __call__(self, ex: Execution, x_BTD, inputs: Inputs, number):
         def residual(y):
             return ex.layout.act(y, "batch", "residual_seq", None)
 
@@ -278,7 +279,7 @@ class Attention(nnx.Module):
     sink is a score that takes part in a head's softmax and has no value.
     """
 
-    def __init__(self, cfg: Model, rngs, mixer: str):
+    def __init__(self, cfg: Model, rngs: nnx.Rngs, mixer: str):
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         self.num_kv_heads, self.mixer, bias = K, mixer, cfg.attention_bias != "none"
         self.mask = Mask(window=cfg.window if mixer in pattern.WINDOWED else 0)
@@ -299,14 +300,14 @@ class Attention(nnx.Module):
                              value=0.0) if cfg.attention_sinks else None
 
     @staticmethod
-    def _norm(cfg: Model, rngs, heads: int, axis: str):
+    def _norm(cfg: Model, rngs: nnx.Rngs, heads: int, axis: str):
         if cfg.qk_norm == "off":
             return None
         shape, axes = ((heads, cfg.head_dim), (axis, "head_dim")) if cfg.qk_norm == "all_heads" else (
             (cfg.head_dim,), ("head_dim",))
         return Norm(cfg, rngs, shape, axes)
 
-    def __call__(self, ex: Execution, x_BTD, inputs):
+    def __call__(self, ex: Execution, x_BTD, inputs: Inputs):
         act, repeats = ex.layout.act, kv_heads(ex.layout, self.num_kv_heads) // self.num_kv_heads
         inward = [(self.query, 1), (self.key, repeats), (self.value, repeats), (self.gate, 1)]
         q_BTNH, k_BTKH, *rest = together(ex, x_BTD, *((linear, n) for linear, n in inward if linear is not None))

@@ -5,10 +5,11 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.model.execution import Execution
+from meshtrain.model.parts import Inputs
 
 
 
-def dropout(ex: Execution, x_BTD, rate: float, inputs, site):
+def dropout(ex: Execution, x_BTD, rate: float, inputs: Inputs, site):
     """Zero elements with probability `rate`.
 
     The bits depend on (seed, step, site, global sequence, index, feature) alone. Each token's key is hashed locally, so

@@ -40,7 +40,7 @@ class ExpertEngine(Protocol):
     @property
     def z_loss(self) -> float: ...
 
-    def __call__(self, layout, x_BTD, chosen_BTK, weight_BTK, weights) -> jax.Array:
+    def __call__(self, layout: Layout, x_BTD, chosen_BTK, weight_BTK, weights) -> jax.Array:
         """Return y_BTD."""
 
 

@@ -20,6 +20,7 @@ from meshtrain.kernels.engine import Expansion, Mask, Scores
 from meshtrain.model import lora, rope
 from meshtrain.model.execution import Execution
 from meshtrain.model.layers import Linear, Norm, gather_weight, together
+from meshtrain.model.parts import Inputs
 
 NORM_EPS = 1e-6         # of the norms of latents in all published models; other norms may have another eps
 
@@ -27,7 +28,7 @@ NORM_EPS = 1e-6         # of the norms of latents in all published models; other
 class LatentAttention(nnx.Module):
     """Multi-head latent attention of a layer. cfg: the [model] section of this mixer."""
 
-    def __init__(self, cfg: Model, rngs, mixer: str):
+    def __init__(self, cfg: Model, rngs: nnx.Rngs, mixer: str):
         D, N, H, latent = cfg.embed_dim, cfg.num_heads, cfg.head_dim, cfg.latent
         Q, C, R, V = latent.query_dim, latent.kv_dim, latent.rope_dim, latent.value_dim or cfg.head_dim
         linear, biased = partial(Linear, cfg, rngs), cfg.attention_bias != "none"
@@ -46,7 +47,7 @@ class LatentAttention(nnx.Module):
         self.out = linear("BTNH,NHD->BTD", (N, V, D), ("heads", "head_dim", "embed"),
                           bias=cfg.attention_bias == "all", std=(N * V * 2 * cfg.num_layers) ** -0.5)
 
-    def __call__(self, ex: Execution, x_BTD, inputs):
+    def __call__(self, ex: Execution, x_BTD, inputs: Inputs):
         act = ex.layout.act
         first = self.query if self.query_down is None else self.query_down
         q, c_BTC, r_BTR = together(ex, x_BTD, (first, 1), (self.latent, 1), (self.key_rope, 1))

@@ -58,7 +58,7 @@ def project(ex: Execution, forms, out_axes, frozen: bool, x, ws):
     return tuple(products.einsum(eq, x, gather_weight(ex, w, axes)) for (eq, axes), w in zip(forms, ws, strict=True))
 
 
-def _project_forward(ex, forms, out_axes, frozen, x, ws):
+def _project_forward(ex: Execution, forms, out_axes, frozen, x, ws):
     full = [gather_weight(ex, w, axes) for (_, axes), w in zip(forms, ws, strict=True)]
     # With remat the gathered weight lives only inside the recomputed layer. Without remat, saving it would hold all
     # layers' gathered weights until the backward, so the shard is saved and gathered again.
@@ -66,7 +66,7 @@ def _project_forward(ex, forms, out_axes, frozen, x, ws):
     return ys, (None if frozen else x, ws if ex.numerics.remat == "none" else tuple(full))
 
 
-def _project_backward(ex, forms, out_axes, frozen, saved, dys):
+def _project_backward(ex: Execution, forms, out_axes, frozen, saved, dys):
     x, ws = saved
     dx, dws = None, []
     for (eq, axes), w, dy in reversed([*zip(forms, ws, dys, strict=True)]):
@@ -95,7 +95,7 @@ project.defvjp(_project_forward, _project_backward)
 class Linear(nnx.Module):
     """A weight of any shape, with an optional bias over its output dims. `model.lora` may freeze and adapt it."""
 
-    def __init__(self, cfg: Model, rngs, eq: str, shape, axes, *, bias=False, std=None, role="matrix"):
+    def __init__(self, cfg: Model, rngs: nnx.Rngs, eq: str, shape, axes, *, bias=False, std=None, role="matrix"):
         dtype = jnp.dtype(cfg.param_dtype)
         self.eq, self.axes = eq, tuple(axes)
         x_dims, w_dims = eq.split("->")[0].split(",")
@@ -153,11 +153,11 @@ def add_bias(ex: Execution, axes, y, bias):
     return (y.astype(jnp.float32) + small(ex, bias, axes)).astype(y.dtype)
 
 
-def _add_bias_forward(ex, axes, y, bias):
+def _add_bias_forward(ex: Execution, axes, y, bias):
     return add_bias(ex, axes, y, bias), None
 
 
-def _add_bias_backward(ex, axes, _, dy):
+def _add_bias_backward(ex: Execution, axes, _, dy):
     # Only the sum is float32. The cotangent stays in the compute dtype for later matmuls.
     db = jnp.sum(dy, range(dy.ndim - len(axes)), dtype=jnp.float32)
     return dy, place_gradient(ex, db, axes)
@@ -179,7 +179,7 @@ class Norm(nnx.Module):
     stack and repeats the norm: the step takes 6.46 s instead of 6.43.
     """
 
-    def __init__(self, cfg: Model, rngs, shape, axes, eps: float = 0.0):
+    def __init__(self, cfg: Model, rngs: nnx.Rngs, shape, axes, eps: float = 0.0):
         """Declare the weights. eps: if not 0, this is a plain RMSNorm with this eps, whatever the config's norms are.
         """
         dtype = jnp.dtype(cfg.param_dtype)
@@ -223,7 +223,7 @@ class Norm(nnx.Module):
 class Embedding(nnx.Module):
     """A table [rows, D] that is looked up by integers [B, T]."""
 
-    def __init__(self, cfg: Model, rngs, rows: int, axes):
+    def __init__(self, cfg: Model, rngs: nnx.Rngs, rows: int, axes):
         self.axes = tuple(axes)
         self.table = declare(rngs, jnp.dtype(cfg.param_dtype), (rows, cfg.embed_dim), axes, "embedding",
                              std=cfg.embedding_std)
@@ -285,12 +285,12 @@ def _by_columns(layout: Layout, axes, x_BTD):
     return jax.lax.with_sharding_constraint(x_BTD, P(batch, seq, columns))
 
 
-def _lookup_forward(ex, axes, table, ids_BT):
+def _lookup_forward(ex: Execution, axes, table, ids_BT):
     # A zero-sized array passes the number of rows to the backward without saving the table.
     return lookup(ex, axes, table, ids_BT), (ids_BT, jnp.zeros((table.shape[0], 0), table.dtype))
 
 
-def _lookup_backward(ex, axes, saved, dx_BTD):
+def _lookup_backward(ex: Execution, axes, saved, dx_BTD):
     ids_BT, rows = saved
     layout = ex.layout
     zeros = jnp.zeros((rows.shape[0], dx_BTD.shape[-1]), jnp.float32)

@@ -20,6 +20,7 @@ from meshtrain.config.sections import Model
 from meshtrain.model.execution import Execution, recompute
 from meshtrain.model.layers import Linear, Norm, add_bias, kv_heads, repeat_heads, small, together, unit
 from meshtrain.model.params import declare
+from meshtrain.model.parts import Inputs
 
 EPS = 1e-6      # added under the root in the norm of queries and keys
 HEADS, KEY_HEADS = ("heads", "head_dim"), ("kv_heads", "head_dim")
@@ -28,7 +29,7 @@ HEADS, KEY_HEADS = ("heads", "head_dim"), ("kv_heads", "head_dim")
 class Convolution(nnx.Module):
     """The weights of a causal convolution of each channel, [W, heads, width]."""
 
-    def __init__(self, cfg: Model, rngs, heads: int, width: int, axes):
+    def __init__(self, cfg: Model, rngs: nnx.Rngs, heads: int, width: int, axes):
         dtype, W = jnp.dtype(cfg.param_dtype), cfg.linear.conv_width
         self.axes = (None, *axes)
         self.kernel = declare(rngs, dtype, (W, heads, width), self.axes, "bias", std=W ** -0.5)
@@ -38,7 +39,7 @@ class Convolution(nnx.Module):
 class RecurrentMixer(nnx.Module):
     """A recurrent mixer. mixer: its letter, G, K or M."""
 
-    def __init__(self, cfg: Model, rngs, mixer: str):
+    def __init__(self, cfg: Model, rngs: nnx.Rngs, mixer: str):
         linear, D, dtype = cfg.linear, cfg.embed_dim, jnp.dtype(cfg.param_dtype)
         K, N, H, V = linear.key_heads, linear.value_heads, linear.key_dim, linear.value_dim
         self.mixer, self.num_key_heads = mixer, K
@@ -78,7 +79,7 @@ class RecurrentMixer(nnx.Module):
         self.out = Linear(cfg, rngs, "BTNH,NHD->BTD", (N, V, D), ("heads", "head_dim", "embed"),
                           std=(N * V * 2 * cfg.num_layers) ** -0.5)
 
-    def __call__(self, ex: Execution, x_BTD, inputs):
+    def __call__(self, ex: Execution, x_BTD, inputs: Inputs):
         repeats = kv_heads(ex.layout, self.num_key_heads) // self.num_key_heads
         inward = [(self.query, repeats), (self.key, repeats), (self.value, 1), (self.beta, 1),
                   (self.gate_down or self.gate, 1), (self.decay_down or self.decay, 1)]
@@ -115,7 +116,7 @@ class RecurrentMixer(nnx.Module):
             ys = [add_bias(ex, axes, y, bias) for y, (bias, axes) in zip(ys, biases, strict=True)]
         return recompute(ex, lambda ys: tuple(map(jax.nn.silu, ys)))(tuple(ys))
 
-    def _recur(self, ex: Execution, q, k, v, g, beta, inputs):
+    def _recur(self, ex: Execution, q, k, v, g, beta, inputs: Inputs):
         assert ex.engines.recurrence is not None
         with jax.named_scope("recurrence"):
             o_BTNV = ex.engines.recurrence.recur(ex.layout, q, k, v, g, beta, inputs.segments_BT)

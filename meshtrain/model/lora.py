@@ -23,7 +23,7 @@ from meshtrain.names import LORA_TARGETS
 class Adapter(nnx.Module):
     """The LoRA matrices A [in…, R] and B [R, out…] of a kernel [in…, out…]."""
 
-    def __init__(self, rngs, linear: Linear, fan_in_dims: int, rank: int, alpha: float):
+    def __init__(self, rngs: nnx.Rngs, linear: Linear, fan_in_dims: int, rank: int, alpha: float):
         x, w, y = linear.eq.replace("->", ",").split(",")
         self.scale, shape, axes = alpha / rank, linear.kernel.shape, linear.axes
         self.down_eq, self.up_eq = f"{x},{w[:fan_in_dims]}R->BTR", f"BTR,R{w[fan_in_dims:]}->{y}"

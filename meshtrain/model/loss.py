@@ -48,11 +48,11 @@ def loss_sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
     return _sums(ex, spec, x_BTD, w, targets_BT, with_grads=False)[0]
 
 
-def _loss_forward(ex, spec, x_BTD, w, targets_BT):
+def _loss_forward(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
     return _sums(ex, spec, x_BTD, w, targets_BT, with_grads=True)
 
 
-def _loss_backward(ex, spec, saved, cotangents):
+def _loss_backward(ex: Execution, spec: LossSpec, saved, cotangents):
     dx_BTD, dw = saved
     scale = cotangents[0]
     return (dx_BTD * scale).astype(dx_BTD.dtype), None if dw is None else dw * scale, None
@@ -102,11 +102,11 @@ def token_nll(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
     return chunks.tokens.join(jax.lax.scan(visit, zeros, jnp.arange(chunks.tokens.count))[0])
 
 
-def _nll_forward(ex, spec, x_BTD, w, targets_BT):
+def _nll_forward(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
     return token_nll(ex, spec, x_BTD, w, targets_BT), (x_BTD, w, targets_BT)
 
 
-def _nll_backward(ex, spec, saved, d_BT):
+def _nll_backward(ex: Execution, spec: LossSpec, saved, d_BT):
     chunks = _Chunks(ex, spec, *saved)
     d_nrs = chunks.tokens.cut(d_BT)
 
@@ -134,18 +134,18 @@ def token_losses(ex: Execution, spec: LossSpec, of_token, x_BTD, w, targets_BT, 
     return _token_losses(ex, spec, of_token, x_BTD, w, targets_BT, given, with_grads=False)[0]
 
 
-def _token_losses_forward(ex, spec, of_token, x_BTD, w, targets_BT, given):
+def _token_losses_forward(ex: Execution, spec: LossSpec, of_token, x_BTD, w, targets_BT, given):
     return _token_losses(ex, spec, of_token, x_BTD, w, targets_BT, given, with_grads=True)
 
 
-def _token_losses_backward(ex, spec, of_token, saved, cotangents):
+def _token_losses_backward(ex: Execution, spec: LossSpec, of_token, saved, cotangents):
     return *_loss_backward(ex, spec, saved, cotangents), None
 
 
 token_losses.defvjp(_token_losses_forward, _token_losses_backward)
 
 
-def _token_losses(ex, spec, of_token, x_BTD, w, targets_BT, given, with_grads: bool):
+def _token_losses(ex: Execution, spec: LossSpec, of_token, x_BTD, w, targets_BT, given, with_grads: bool):
     """Return (the result of `token_losses`, (dx_BTD, dw) or None)."""
     f32, chunks = jnp.float32, _Chunks(ex, spec, x_BTD, w, targets_BT)
     assert not chunks.manual        # the sums over the vocabulary below are not those of a pipeline

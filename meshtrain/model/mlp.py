@@ -27,17 +27,19 @@ def apply_kernels(ex: Execution, axes, x_BTD, ws):
     return _apply_kernels_forward(ex, axes, x_BTD, ws)[0]
 
 
-def _apply_kernels_forward(ex, axes, x_BTD, ws):
-    full = tuple(gather_weight(ex, *of_one) for of_one in zip(ws, axes, strict=True))
+def _apply_kernels_forward(ex: Execution, axes, x_BTD, ws):
+    assert ex.engines.mlp is not None
+    full = tuple(map(partial(gather_weight, ex), ws, axes))
     *gate_up, h_BTF = ex.engines.mlp.forward(ex.layout, x_BTD, *full[:2])
     gate_up = [checkpoint_name(y_BTF, GATE_UP) for y_BTF in gate_up]
     y_BTD = products.einsum("BTF,FD->BTD", h_BTF, full[2])
     return y_BTD, (x_BTD, ws if ex.numerics.remat == "none" else full, gate_up)
 
 
-def _apply_kernels_backward(ex, axes, saved, dy_BTD):
+def _apply_kernels_backward(ex: Execution, axes, saved, dy_BTD):
+    assert ex.engines.mlp is not None
     x_BTD, ws, gate_up = saved
-    gate, up, down = [gather_weight(ex, *of_one) for of_one in zip(ws, axes)] if ex.numerics.remat == "none" else ws
+    gate, up, down = map(partial(gather_weight, ex), ws, axes) if ex.numerics.remat == "none" else ws
     *grads, h_BTF = ex.engines.mlp.backward(ex.layout, dy_BTD, down, *gate_up)
     of_gate, of_up = (products.einsum("BTF,DF->BTD", d_BTF, w_DF) for d_BTF, w_DF in zip(grads, (gate, up)))
     dws = [products.einsum("BTD,BTF->DF", x_BTD, d_BTF, jnp.float32) for d_BTF in grads]
@@ -52,7 +54,7 @@ apply_kernels.defvjp(_apply_kernels_forward, _apply_kernels_backward)
 class MLP(nnx.Module):
     """The inward projections, the activation and the outward projection. width: replaces mlp_dim if it is not 0."""
 
-    def __init__(self, cfg: Model, rngs, width: int = 0):
+    def __init__(self, cfg: Model, rngs: nnx.Rngs, width: int = 0):
         D, F, bias = cfg.embed_dim, width or cfg.mlp_dim, cfg.mlp_bias
         self.activation = ACTIVATIONS[cfg.activation]
         self.gate = Linear(cfg, rngs, "BTD,DF->BTF", (D, F), ("embed", "mlp"), bias=bias) if cfg.gated else None

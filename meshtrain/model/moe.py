@@ -99,12 +99,12 @@ def route(layout: Layout, routing: Routing, logits_BTE, bias_E, real_BT):
     return on_shards(local, (tokens, bias, P(*tokens[:2])), out)(logits_BTE, bias_E, real_BT)
 
 
-def _route_forward(layout, routing, logits_BTE, bias_E, real_BT):
+def _route_forward(layout: Layout, routing, logits_BTE, bias_E, real_BT):
     out = route(layout, routing, logits_BTE, bias_E, real_BT)
     return out, (logits_BTE, out[0], bias_E)
 
 
-def _route_backward(layout, routing, saved, cotangents):
+def _route_backward(layout: Layout, routing, saved, cotangents):
     logits_BTE, chosen_BTK, bias_E = saved
     # The caller reduces over the axes that are already manual, as for any gradient of a weight.
     axes = layout.mesh_axes("activations", "batch") + layout.mesh_axes("activations", "residual_seq")
@@ -154,7 +154,7 @@ def balance_loss(routing: Routing, aux_loss: float, z_loss: float, logits_BTE, c
 class MoE(nnx.Module):
     """The MoE block of one layer, with its shared experts."""
 
-    def __init__(self, cfg: Model, rngs):
+    def __init__(self, cfg: Model, rngs: nnx.Rngs):
         D, E, F, dtype = cfg.embed_dim, cfg.num_experts, cfg.expert_mlp_dim, jnp.dtype(cfg.param_dtype)
         self.routing, self.num_layers = Routing.of(cfg), cfg.num_layers
         self.router = declare(rngs, dtype, (D, E), ROUTER_AXES, "router", std=D ** -0.5)

@@ -122,11 +122,11 @@ def share(ex: Execution, info: ParamInfo, w):
     return (gather_weight(ex, w, info.axes) if info.role == "matrix" else w).astype(jnp.float32)
 
 
-def _share_forward(ex, info, w):
+def _share_forward(ex: Execution, info, w):
     return share(ex, info, w), None
 
 
-def _share_backward(ex, info, _, dw):
+def _share_backward(ex: Execution, info, _, dw):
     return (ex.layout.constrain("grads", dw, info.axes),)
 
 

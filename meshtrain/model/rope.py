@@ -162,11 +162,11 @@ def norm_and_rotate(layout: Layout, heads: str, eps: float, x_BTNH, scale_H, cos
     return on_shards(local, (of_x, P(None), of_tables, of_tables), of_x)(x_BTNH, scale_H, cos_BTR, sin_BTR)
 
 
-def _norm_and_rotate_forward(layout, heads, eps, *given):
+def _norm_and_rotate_forward(layout: Layout, heads, eps, *given):
     return norm_and_rotate(layout, heads, eps, *given), given
 
 
-def _norm_and_rotate_backward(layout, heads, eps, given, dy_BTNH):
+def _norm_and_rotate_backward(layout: Layout, heads, eps, given, dy_BTNH):
     of_x, of_tables, split = _specs(layout, heads)
 
     def local(*given):

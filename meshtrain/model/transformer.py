@@ -42,7 +42,7 @@ VOCAB_MULTIPLE = 256
 class EmbeddingAndHead(nnx.Module):
     """Token and position embeddings, final norm and output head: the parameters outside the layers."""
 
-    def __init__(self, cfg: Model, rngs):
+    def __init__(self, cfg: Model, rngs: nnx.Rngs):
         V, D = pad_vocab(cfg), cfg.embed_dim
         self.embedding = Embedding(cfg, rngs, V, ("vocab", "embed"))
         if cfg.position == "learned":
@@ -206,11 +206,11 @@ class Transformer:
 
     # Pipelines use these functions, too. In embed and head_loss p needs no LAYERS.
 
-    def inputs(self, batch, dropout_key=None) -> Inputs:
+    def inputs(self, batch: dict, dropout_key=None) -> Inputs:
         ropes = rope.of(self.cfg, batch["positions"], batch.get("length"))
         return Inputs(batch["segments"], batch["index"], batch["sequence"], ropes, dropout_key)
 
-    def embed(self, ex: Execution, p, batch, dropout_key=None):
+    def embed(self, ex: Execution, p, batch: dict, dropout_key=None):
         """Return the input of the first layer [B, T, D]."""
         ends = self._ends(p)
         x_BTD = ends.embedding(ex, batch["tokens"])
@@ -233,7 +233,7 @@ class Transformer:
         """Return the nll of each token [B, T], float32, from the last layer's output; 0 without a target."""
         return token_nll(ex, *self._head_inputs(ex, p, x_BTD, chunk, temperature=temperature), targets_BT)
 
-    def head_token_losses(self, ex: Execution, p, x_BTD, batch, of_token, chunk: int, temperature: float):
+    def head_token_losses(self, ex: Execution, p, x_BTD, batch: dict, of_token, chunk: int, temperature: float):
         """Return the result of `loss.token_losses` for the last layer's output.
 
         It is (sum of the losses `of_token`, log-probability and entropy of each token [B, T]). batch: "targets" and the
@@ -250,7 +250,7 @@ class Transformer:
                         frozen=self.lora is not None, temperature=temperature)
         return spec, self._final_norm(ex, p, x_BTD), w
 
-    def through_layers(self, ex: Execution, p, batch, dropout_key=None):
+    def through_layers(self, ex: Execution, p, batch: dict, dropout_key=None):
         """Return (output of the last layer, the layers' stats added)."""
         inputs, stats = self.inputs(batch, dropout_key), LayerStats()
         x_BTD = self.embed(ex, p, batch, dropout_key)
@@ -365,7 +365,7 @@ def build(cfg: Model, adapters=None) -> Transformer:
 
     @functools.cache
     def module(kind: pattern.Kind) -> params.Module:
-        def layer(rngs):
+        def layer(rngs: nnx.Rngs):
             made = Layer(cfg.of(kind.mixer), rngs, _mixer(cfg, kind.mixer), _MLPS[kind.mlp])
             return made if adapters is None else lora.adapt(made, rngs, adapters)
         return params.Module(layer)

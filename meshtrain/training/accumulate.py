@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from meshtrain import scopes
 from meshtrain.config.sections import Run
@@ -64,7 +64,7 @@ class StepSpec:
         return objective.of_run(self.run)
 
 
-def step_spec(run: Run, model: Transformer, layout: Layout, mesh, engines: Engines,
+def step_spec(run: Run, model: Transformer, layout: Layout, mesh: Mesh, engines: Engines,
               schedule: Schedule | None) -> StepSpec:
     """Build the StepSpec of a run.
 
@@ -123,11 +123,11 @@ def evaluate(step: StepSpec, p, batch: dict):
     """Return the sum of the loss."""
     model, head = step.model, step.objective.head
 
-    def add_loss(total, microbatch, p):
+    def add_loss(total, microbatch: dict, p):
         x_BTD, _ = model.through_layers(step.ex, p, microbatch)
         return total + head(model, step.ex, p, x_BTD, microbatch)[1], None
 
-    def losses(batch, p):
+    def losses(batch: dict, p):
         return jax.lax.scan(partial(add_loss, p=p), jnp.float32(0), _of_replica(batch))[0][None]
     return _on_replicas(step, losses)(batch, _read(step, p)).sum()
 
@@ -173,7 +173,7 @@ def _on_replicas(step: StepSpec, f: Callable, out: P | None = None) -> Callable:
     if not deferred:
         return f
 
-    def on_all(batch, *args):
+    def on_all(batch: dict, *args):
         specs = P(None, deferred), *[P()] * len(args)
         return jax.shard_map(f, mesh=step.mesh, axis_names=set(deferred), check_vma=False,
                              out_specs=P(deferred) if out is None else out, in_specs=specs)(batch, *args)
@@ -223,7 +223,7 @@ def _gradients_of_replica(step: StepSpec, batch: dict, weights: params.Divided, 
         return jax.tree.map(lambda axes, g: layout.constrain("grads", g, axes), step.state.trained_axes,
                             grads, is_leaf=rules.is_axes)
 
-    def add(carry, microbatch):
+    def add(carry, microbatch: dict):
         grads, nll, buffers = carry
         grads, nll_mb, buffers, stats = _microbatch_gradients(
             step, weights, grads, microbatch, normalizers, key, stacks, buffers)
@@ -250,7 +250,7 @@ def _microbatch_gradients(step: StepSpec, weights: params.Divided, grads, microb
     layer_inputs = LayerInputs(model.inputs(microbatch, key), normalizers.tokens)
     stats, saved = LayerStats(), []
 
-    def embed(ends, microbatch):
+    def embed(ends, microbatch: dict):
         return model.embed(ex, params.join(ends, frozen_ends), microbatch, key)
 
     def add(totals, grads):

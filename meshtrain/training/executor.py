@@ -53,7 +53,7 @@ class Split:
     batch_specs: dict
 
 
-def gradients(schedule: Schedule, model: ModelFunctions, split: Split, weights, batch, extra):
+def gradients(schedule: Schedule, model: ModelFunctions, split: Split, weights, batch: dict, extra):
     """Run the schedule with its backward and return a step's metric and gradients.
 
     Returns (metric [R], gradients of layers [R, V, P, n, …], of embedding and head [R, …], of leading layers [R·P, n,
@@ -69,7 +69,7 @@ def gradients(schedule: Schedule, model: ModelFunctions, split: Split, weights, 
                         True, split, weights, batch, extra)
 
 
-def evaluate(model: ModelFunctions, split: Split, weights, batch, extra):
+def evaluate(model: ModelFunctions, split: Split, weights, batch: dict, extra):
     """Return the metric [R] of `gradients` without gradients, by the forward ticks of GPipe.
 
     Layers are [1, P, n, …]. No residuals are saved.
@@ -80,7 +80,7 @@ def evaluate(model: ModelFunctions, split: Split, weights, batch, extra):
                         False, split, weights, batch, extra)[0]
 
 
-def _over_stages(execute, differentiate: bool, split: Split, weights, batch, extra):
+def _over_stages(execute, differentiate: bool, split: Split, weights, batch: dict, extra):
     """Run execute(stage [1], weights, batch, extra) on all devices. Return the same as `gradients`, or (metric,)."""
     layers, _, leading = weights
     replicas, by_stage = P(split.deferred_axes or None), P((*split.deferred_axes, STAGE))
@@ -332,7 +332,7 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
 
 
 def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differentiate: bool,
-             stage, weights, batch, extra):
+             stage, weights, batch: dict, extra):
     this, c, following = make_shard(schedule, model, differentiate, stage, weights, batch, extra)
     wait = order.after_row if in_order else order.leave
     if model.leading:

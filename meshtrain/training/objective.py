@@ -50,11 +50,11 @@ class Objective:
         """Whether the run samples the answers that it trains on."""
         return self.data == "answers"
 
-    def count(self, batch):
+    def count(self, batch: dict):
         """Return the number of tokens or pairs by which the sums of the batch are divided."""
         raise NotImplementedError
 
-    def head(self, model: Transformer, ex: Execution, p, x_BTD, batch):
+    def head(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict):
         """Return (objective, loss, stats), sums over the microbatch. The objective is differentiated."""
         raise NotImplementedError
 
@@ -69,10 +69,10 @@ class NextToken(Objective):
     def of(cls, run: Run) -> NextToken:
         return cls(run.training.z_loss, run.training.loss_chunk)
 
-    def count(self, batch):
+    def count(self, batch: dict):
         return jnp.sum(batch["targets"] != NO_TARGET)
 
-    def head(self, model: Transformer, ex: Execution, p, x_BTD, batch):
+    def head(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict):
         objective, nll = model.head_loss(ex, p, x_BTD, batch["targets"], z_loss=self.z_loss, chunk=self.chunk)
         return objective, nll, LayerStats()
 
@@ -97,10 +97,10 @@ class Preference(Objective):
     def of(cls, run: Run) -> Preference:
         return cls(run.training.dpo_beta, run.training.loss_chunk)
 
-    def count(self, batch):
+    def count(self, batch: dict):
         return jnp.sum(self._pairs(batch))
 
-    def head(self, model: Transformer, ex: Execution, p, x_BTD, batch):
+    def head(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict):
         margin_B = self.beta * (self.scores(model, ex, p, x_BTD, batch) - batch["reference"])
         real_B = self._pairs(batch)
 
@@ -110,7 +110,7 @@ class Preference(Objective):
         return loss, loss, LayerStats.of("target", reward_margin=sum_real(margin_B),
                                          reward_accuracy=sum_real(margin_B > 0))
 
-    def scores(self, model: Transformer, ex: Execution, p, x_BTD, batch):
+    def scores(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict):
         """Return [B]: the log-probability of the chosen answer minus that of the rejected one."""
         nll_BT = model.head_token_nll(ex, p, x_BTD, batch["targets"], self.chunk)
 
@@ -119,7 +119,7 @@ class Preference(Objective):
         return sum_of(REJECTED) - sum_of(CHOSEN)
 
     @staticmethod
-    def _pairs(batch):
+    def _pairs(batch: dict):
         return jnp.any(batch["segments"] == REJECTED, -1)
 
 
@@ -150,10 +150,10 @@ class PolicyGradient(Objective):
     def fields(self):
         return Objective.fields | {name: (1, jnp.float32) for name in self.policy.reads}
 
-    def count(self, batch):
+    def count(self, batch: dict):
         return jnp.sum(batch["targets"] != NO_TARGET)
 
-    def head(self, model: Transformer, ex: Execution, p, x_BTD, batch):
+    def head(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict):
         targets_BT = batch["targets"]
         real_BT = targets_BT != NO_TARGET
         given = {name: jnp.where(real_BT, batch[name], 0.0) for name in self.policy.reads}
@@ -171,7 +171,7 @@ class PolicyGradient(Objective):
         stats = LayerStats.of("target", **sums) | LayerStats.of("step", **{MISMATCH_MAX: apart_BT.max()})
         return loss, loss, jax.lax.stop_gradient(stats)
 
-    def _of_answers(self, model: Transformer, ex: Execution, p, x_BTD, batch, given: dict) -> dict:
+    def _of_answers(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict, given: dict) -> dict:
         """Return weight, loss and slope of each token, and metrics, where they depend on the whole answer.
 
         The head's forward is computed twice. Answers cross the shards of sequences, so rows are gathered: 4·T bytes of
@@ -186,7 +186,7 @@ class PolicyGradient(Objective):
         loss, slope, metrics = self.policy.losses(logp_BT, given, answer_sums(segments_BT.astype(jnp.int32)))
         return {"weight": given["weight"], "loss": loss, "slope": slope, "metrics": metrics}
 
-    def scores(self, model: Transformer, ex: Execution, p, x_BTD, batch):
+    def scores(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict):
         """Return [B, T]: log-probabilities of the targets; 0 where there is none."""
         return -model.head_token_nll(ex, p, x_BTD, batch["targets"], self.chunk, self.temperature)
 
@@ -201,7 +201,7 @@ def answer_sums(segments_BT):
     return lambda x_BT: rows(x_BT, segments_BT)
 
 
-def tokens(batch):
+def tokens(batch: dict):
     """Return the tokens of a step without padding.
 
     The balance loss of experts is divided by them, so that its weight does not depend on the share of tokens that are

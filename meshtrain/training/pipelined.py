@@ -62,7 +62,7 @@ def build(step: StepSpec):
         g = reduce_deferred(layout, partial_axes(axes), _stage_axes(axes), g)
         return g.reshape(-1, *g.shape[3:])
 
-    def gradients(p, batch, key):
+    def gradients(p, batch: dict, key):
         count = jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
         extra = {"count": count, "tokens": objective.tokens(batch)} | ({} if key is None else {"key": key})
         weights = _into_loop(step, p, num_stages, schedule.num_chunks)
@@ -75,7 +75,7 @@ def build(step: StepSpec):
         metrics = stats.metrics(Normalizers(count, extra["tokens"]))
         return grads, nll.sum() / count, count, metrics
 
-    def evaluate(p, batch):
+    def evaluate(p, batch: dict):
         weights = _into_loop(step, p, num_stages, 1)
         return executor.evaluate(functions, split, weights, batch,
                                  dict.fromkeys(("count", "tokens"), jnp.float32(1))).sum()
@@ -93,10 +93,10 @@ def _functions(step: StepSpec, virtual_stages: int) -> ModelFunctions:
     leading = model.leading
     before = leading.num_layers if leading else 0
 
-    def prepare(microbatch, extra):
+    def prepare(microbatch: dict, extra):
         return LayerInputs(model.inputs(microbatch, extra.get("key")), extra["tokens"])
 
-    def embed(ends, frozen, microbatch, extra):
+    def embed(ends, frozen, microbatch: dict, extra):
         return model.embed(ex, params.join(ends, frozen), microbatch, extra.get("key"))
 
     def layer(module, weights, x, number, given):
@@ -115,7 +115,7 @@ def _functions(step: StepSpec, virtual_stages: int) -> ModelFunctions:
             stats += of_layer
         return x, stats
 
-    def head(ends, frozen, x, microbatch, extra):
+    def head(ends, frozen, x, microbatch: dict, extra):
         total, nll = model.head_loss(ex, params.join(ends, frozen), x, microbatch["targets"],
                                      z_loss=training.z_loss, chunk=training.loss_chunk)
         return total / extra["count"], nll

@@ -116,7 +116,7 @@ class Carry:
     ws: Any = None
 
 
-def make_shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage, weights, batch, extra):
+def make_shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage, weights, batch: dict, extra):
     """Return (Shard, initial carry with zeros, numbers [T, columns] of the tick after each)."""
     stage, (ws, (ends, frozen_ends), (leading, frozen_leading)) = stage[0], weights
     num_stages, num_chunks = schedule.num_stages, schedule.num_chunks

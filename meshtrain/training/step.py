@@ -131,7 +131,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
     gradients, sum_losses = pipelined.build(step) if step.schedule else (
         functools.partial(accumulate.gradients, step), functools.partial(accumulate.evaluate, step))
 
-    def train(state: State, batch, *loss_limit):
+    def train(state: State, batch: dict, *loss_limit):
         key = dropout_key(run.run.seed, state.step) if accumulate.drops(run) else None
         grads, loss, count, of_layers = gradients(state.params, batch, key)
         grad_norm = optax.global_norm([g for g, role in zip(jax.tree.leaves(grads), roles, strict=True)
@@ -167,7 +167,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
                    "skipped": ~finite}
         return new, metrics | qk_clip.report_bounds(moe.report_load(of_layers), run.optimizer.qk_clip)
 
-    def evaluate(p, batch):
+    def evaluate(p, batch: dict):
         total = sum_losses(p, batch)
         return total, goal.count(step.ex.after(batch, total))
 

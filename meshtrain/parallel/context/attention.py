@@ -23,11 +23,12 @@ from meshtrain.parallel.context import gather, ring, ulysses
 from meshtrain.parallel.context.latents import LatentMethod
 from meshtrain.parallel.context.zigzag import AXIS
 from meshtrain.sharding.mesh import automatic_axes
+from meshtrain.sharding.rules import Layout
 
 METHODS: dict[str, ModuleType] = {"ring": ring, "gather": gather, "ulysses": ulysses}
 
 
-def attend(method, layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask: Mask = CAUSAL, sinks_N=None):
+def attend(method, layout: Layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask: Mask = CAUSAL, sinks_N=None):
     """Return attention [B, T, N, V] within segments and the mask.
 
     N query heads are a multiple of the K key/value heads.
@@ -39,7 +40,7 @@ def attend(method, layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask: Mask = CAU
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _attend(method, layout, mask, bounded, operands, sinks_N):
+def _attend(method, layout: Layout, mask: Mask, bounded, operands, sinks_N):
     """Return (the output, an upper bound of each head's scores [N]). The bound is None if not `bounded`.
 
     operands: queries first, segments last. The bound of a head is the largest log-sum-exp, without sinks, of its real
@@ -49,7 +50,7 @@ def _attend(method, layout, mask, bounded, operands, sinks_N):
     return _attend_forward(method, layout, mask, bounded, operands, sinks_N)[0]
 
 
-def _attend_forward(method, layout, mask, bounded, operands, sinks_N):
+def _attend_forward(method, layout: Layout, mask: Mask, bounded, operands, sinks_N):
     o_BTNV, lse_BTN = method.forward(layout, mask, *operands)
     bound_N = None
     if bounded:     # over devices, an all-reduce of N numbers
@@ -67,7 +68,7 @@ def _attend_forward(method, layout, mask, bounded, operands, sinks_N):
     return (o_BTNV, bound_N), (operands, sinks_N, o_BTNV, lse_BTN)
 
 
-def _attend_backward(method, layout, mask, bounded, saved, cotangents):
+def _attend_backward(method, layout: Layout, mask: Mask, bounded, saved, cotangents):
     (operands, sinks_N, o_BTNV, lse_BTN), (do_BTNV, _) = saved, cotangents
     grads = method.backward(layout, mask, *operands, o_BTNV, lse_BTN, do_BTNV)
     dsinks_N = None
@@ -93,7 +94,7 @@ class RunAttention:
     method: ModuleType | None = None
     documents: bool = True
 
-    def __call__(self, layout, *operands, mask: Mask = CAUSAL, scores: Scores = Scores(), sinks_N=None,
+    def __call__(self, layout: Layout, *operands, mask: Mask = CAUSAL, scores: Scores = Scores(), sinks_N=None,
                  expansion: Expansion | None = None, bounded: bool = False):
         """Return the same as `_attend`.
 
@@ -115,12 +116,12 @@ class Local(NamedTuple):
     """The method without context parallelism: one engine on whole sequences."""
     engine: Engine
 
-    def forward(self, layout, mask, q, k, v, segments):
+    def forward(self, layout: Layout, mask: Mask, q, k, v, segments):
         if self.engine.partitions or not automatic_axes():
             return self.engine.forward(q, k, v, segments, segments, mask.within(q.shape[1]))
         return _over_shards(partial(self.forward, layout, mask), layout, (q, k, v, segments))
 
-    def backward(self, layout, mask, q, k, v, segments, *output):
+    def backward(self, layout: Layout, mask: Mask, q, k, v, segments, *output):
         if self.engine.partitions or not automatic_axes():
             return self.engine.backward(q, k, v, segments, segments, *output, mask.within(q.shape[1]))
         return _over_shards(partial(self.backward, layout, mask), layout, (q, k, v, segments, *output))
@@ -134,12 +135,12 @@ class ContextParallel(NamedTuple):
     method: ModuleType
     engine: Engine
 
-    def forward(self, layout, mask, *args):
+    def forward(self, layout: Layout, mask: Mask, *args):
         if self._is_manual():
             return self.method.forward(self.engine, mask, *args)
         return _over_shards(partial(self.forward, layout, mask), layout, args)
 
-    def backward(self, layout, mask, q, k, v, segments, *output):
+    def backward(self, layout: Layout, mask: Mask, q, k, v, segments, *output):
         if self._is_manual():
             return self.method.backward(self.engine, mask, q, k, v, segments, Output(*output))
         return _over_shards(partial(self.backward, layout, mask), layout, (q, k, v, segments, *output))
@@ -150,7 +151,7 @@ class ContextParallel(NamedTuple):
         return not axes or self.engine.partitions and AXIS not in axes
 
 
-def _over_shards(local, layout, args):
+def _over_shards(local, layout: Layout, args):
     """Call `local` in a shard_map over the layout's specs.
 
     `local` is (q, k, v, segments) -> o, lse or (q, k, v, segments, o, lse, do) -> dq, dk, dv.

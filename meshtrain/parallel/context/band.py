@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshtrain.kernels.engine import MASKED, Mask, Output
+from meshtrain.kernels.engine import MASKED, Engine, Mask, Output
 from meshtrain.parallel.context.zigzag import (AXIS, add, choose, gather, halves, join, merge, place,
                                                scatter, take)
 
@@ -69,7 +69,7 @@ def distances(mask: Mask, chunk: int, cp: int) -> list[Distances]:
     return [Distances(group[0], len(group), early, seen) for (early, seen), group in grouped]
 
 
-def forward(engine, mask: Mask, exchange: ChunkExchange, q_BTNH, k_BTKH, v_BTKH, segments_BT):
+def forward(engine: Engine, mask: Mask, exchange: ChunkExchange, q_BTNH, k_BTKH, v_BTKH, segments_BT):
     """Return o [B, T, N, H] and lse [B, T, N] of these queries over all visible keys, float32."""
     q, k, v, segments = map(halves, (q_BTNH, k_BTKH, v_BTKH, segments_BT))
     cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
@@ -91,7 +91,7 @@ def forward(engine, mask: Mask, exchange: ChunkExchange, q_BTNH, k_BTKH, v_BTKH,
     return join(o0, o1), join(l0, l1)
 
 
-def backward(engine, mask: Mask, exchange: ChunkExchange, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
+def backward(engine: Engine, mask: Mask, exchange: ChunkExchange, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
     """Return dq, dk, dv of this device's tokens, float32."""
     q, k, v, segments, o, lse, do = map(halves, (q_BTNH, k_BTKH, v_BTKH, segments_BT, *out))
     cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshtrain.kernels.engine import Mask, Output
+from meshtrain.kernels.engine import Engine, Mask, Output
 from meshtrain.parallel.context import band
 from meshtrain.parallel.context.zigzag import (AXIS, add, choose, gather, halves, join, merge, order, place,
                                                scatter, take)
@@ -21,7 +21,7 @@ from meshtrain.parallel.context.zigzag import (AXIS, add, choose, gather, halves
 __all__ = ["backward", "forward", "order"]
 
 
-def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
+def forward(engine: Engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
     """Return o [B, T, N, H] and lse [B, T, N] of these queries over the keys of all devices, float32."""
     if (mask := mask.within(lax.axis_size(AXIS) * q_BTNH.shape[1])).window:
         return band.forward(engine, mask, band.GATHERED, q_BTNH, k_BTKH, v_BTKH, segments_BT)
@@ -36,7 +36,7 @@ class Keys(NamedTuple):
     segments_BS: jax.Array
 
 
-def attend_gathered(engine, mask: Mask, q_BTNH, own: Keys, every: Keys):
+def attend_gathered(engine: Engine, mask: Mask, q_BTNH, own: Keys, every: Keys):
     """Return the result of `forward` without a window. every: the keys of the whole sequence, already gathered."""
     i, cp, whole = lax.axis_index(AXIS), lax.axis_size(AXIS), mask._replace(causal=False)
     (q0, q1), (k0, k1), (v0, v1), (s0, s1) = map(halves, (q_BTNH, *own))
@@ -56,7 +56,7 @@ def attend_gathered(engine, mask: Mask, q_BTNH, own: Keys, every: Keys):
     return join(o0, o1), join(l0, l1)
 
 
-def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
+def backward(engine: Engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
     """Return dq, dk, dv of this device's tokens, float32."""
     if (mask := mask.within(lax.axis_size(AXIS) * q_BTNH.shape[1])).window:
         return band.backward(engine, mask, band.GATHERED, q_BTNH, k_BTKH, v_BTKH, segments_BT, out)
@@ -65,7 +65,7 @@ def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Outpu
     return dq, scatter(dK), scatter(dV)
 
 
-def gradients_gathered(engine, mask: Mask, q_BTNH, own: Keys, every: Keys, out: Output):
+def gradients_gathered(engine: Engine, mask: Mask, q_BTNH, own: Keys, every: Keys, out: Output):
     """Return the gradients of `attend_gathered`, float32: dq, and dK and dV of the whole sequence from these queries.
     """
     i, cp, whole = lax.axis_index(AXIS), lax.axis_size(AXIS), mask._replace(causal=False)

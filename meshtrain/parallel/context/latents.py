@@ -81,15 +81,16 @@ class LatentMethod(NamedTuple):
 # ---- one device's part -----------------------------------------------------------------------------------------------
 
 
-def _expand(c_BSC, r_BSR, key_CNH, value_CNV):
+def _expand(c_BSC, r_BSR, key_CNH, value_CNV) -> tuple[jax.Array, jax.Array]:
     """Return keys, which end with r, and values of all heads of the weights."""
     k_BSNH = products.einsum("BSC,CNH->BSNH", c_BSC, key_CNH)
     r_BSNR = jnp.broadcast_to(r_BSR[:, :, None], (*k_BSNH.shape[:3], r_BSR.shape[2]))
     return jnp.concatenate([k_BSNH, r_BSNR], -1), products.einsum("BSC,CNV->BSNV", c_BSC, value_CNV)
 
 
-def _contract(c_BSC, key_CNH, value_CNV, dk_BSNH, dv_BSNV):
+def _contract(c_BSC, weights, dk_BSNH, dv_BSNV):
     """Return the gradients of `_expand`: (dc, dr), (dkey, dvalue), float32."""
+    key_CNH, value_CNV = weights
     H, dtype = key_CNH.shape[2], c_BSC.dtype
     dr_BSR = dk_BSNH[..., H:].sum(2, dtype=jnp.float32)
     dk_BSNH, dv_BSNV = dk_BSNH[..., :H].astype(dtype), dv_BSNV.astype(dtype)    # operands in the compute dtype
@@ -112,7 +113,7 @@ def _own_tokens(every: gather.Keys) -> gather.Keys:
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * T, T, 1), every)
 
 
-def _forward(engine, method, mask, q_BTNH, latents, weights, segments_BT):
+def _forward(engine: Engine, method, mask: Mask, q_BTNH, latents, weights, segments_BT):
     """Return o, lse of these queries over the keys of all devices, float32."""
     if method is None:
         k, v = _expand(*latents, *weights)
@@ -127,7 +128,7 @@ def _forward(engine, method, mask, q_BTNH, latents, weights, segments_BT):
     return gather.attend_gathered(engine, mask, q_BTNH, _own_tokens(every), every)
 
 
-def _backward(engine, method, mask, q_BTNH, latents, weights, segments_BT, out):
+def _backward(engine: Engine, method, mask: Mask, q_BTNH, latents, weights, segments_BT, out):
     """Return dq, (dc, dr) of this device's tokens, and (dkey, dvalue), which the caller sums over devices.
 
     out: o, lse, do.
@@ -135,7 +136,7 @@ def _backward(engine, method, mask, q_BTNH, latents, weights, segments_BT, out):
     if method is None:
         k, v = _expand(*latents, *weights)
         dq, dk, dv = engine.backward(q_BTNH, k, v, segments_BT, segments_BT, *out, mask.within(q_BTNH.shape[1]))
-        return dq, *_contract(latents[0], *weights, dk, dv)
+        return dq, *_contract(latents[0], weights, dk, dv)
     *latents, segments = map(zigzag.gather, (*latents, segments_BT))
     mask = mask.within(segments.shape[1])
     if method is ulysses:
@@ -143,7 +144,7 @@ def _backward(engine, method, mask, q_BTNH, latents, weights, segments_BT, out):
         q, *out = (ulysses.whole_sequence(x) for x in (q_BTNH, *out))
         dq, dk, dv = engine.backward(q, *_expand(*latents, *own), segments, segments, *out, mask)
         dq = ulysses.all_heads(dq.astype(q.dtype))
-        dlatents, dweights = _contract(latents[0], *own, dk, dv)
+        dlatents, dweights = _contract(latents[0], own, dk, dv)
         # zeros for the heads of other devices, which compute their own gradients
         first = lax.axis_index(AXIS) * own[0].shape[1]
         dweights = tuple(lax.dynamic_update_slice_in_dim(jnp.zeros(w.shape, jnp.float32), dw, first, 1)
@@ -151,5 +152,5 @@ def _backward(engine, method, mask, q_BTNH, latents, weights, segments_BT, out):
     else:
         every = gather.Keys(*_expand(*latents, *weights), segments)
         dq, dk, dv = gather.gradients_gathered(engine, mask, q_BTNH, _own_tokens(every), every, Output(*out))
-        dlatents, dweights = _contract(latents[0], *weights, dk, dv)
+        dlatents, dweights = _contract(latents[0], weights, dk, dv)
     return dq, tuple(map(zigzag.scatter, dlatents)), dweights

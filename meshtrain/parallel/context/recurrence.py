@@ -111,7 +111,7 @@ def convolve(runs: TokenRuns, layout: Layout, xs, ws, segments_BT, axes=CHANNEL_
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _convolve(runs, layout, axes, xs, ws, segments_BT):
+def _convolve(runs, layout: Layout, axes, xs, ws, segments_BT):
     tokens, weights, rows = _convolution_specs(layout, axes)
     return on_shards(partial(_convolve_shard, runs), (tokens, weights, rows), tokens)(xs, ws, segments_BT)
 
@@ -127,11 +127,11 @@ def _convolve_shard(runs, xs, ws, segments_BT):
     return tuple(ys)
 
 
-def _convolve_forward(runs, layout, axes, xs, ws, segments_BT):
+def _convolve_forward(runs, layout: Layout, axes, xs, ws, segments_BT):
     return _convolve(runs, layout, axes, xs, ws, segments_BT), (xs, ws, segments_BT)
 
 
-def _convolve_backward(runs, layout, axes, saved, dys):
+def _convolve_backward(runs, layout: Layout, axes, saved, dys):
     tokens, weights, rows = _convolution_specs(layout, axes)
     over = (*layout.mesh_axes("activations", "batch"), *layout.mesh_axes("activations", "seq"))
 
@@ -183,23 +183,23 @@ def recur(of: Recurrence, layout: Layout, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, s
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _recur(of, layout, inputs, segments_BT):
+def _recur(of, layout: Layout, inputs, segments_BT):
     return _recur_with_states(of, layout, inputs, segments_BT)[0]
 
 
-def _recur_with_states(of, layout, inputs, segments_BT):
+def _recur_with_states(of, layout: Layout, inputs, segments_BT):
     by_input, rows, heads, states = _recurrence_specs(layout)
     return on_shards(of.shard, (by_input, rows), (heads, states))(inputs, segments_BT)
 
 
-def _recur_forward(of, layout, inputs, segments_BT):
+def _recur_forward(of, layout: Layout, inputs, segments_BT):
     o_BTNV, states_ZBNHV = _recur_with_states(of, layout, inputs, segments_BT)
     # Named, so that remat can save the states. With them the backward repeats neither the scan nor its gathers.
     states_ZBNHV = checkpoint_name(states_ZBNHV, "linear_states")
     return checkpoint_name(o_BTNV, "linear_o"), (inputs, segments_BT, states_ZBNHV)
 
 
-def _recur_backward(of, layout, saved, do_BTNV):
+def _recur_backward(of, layout: Layout, saved, do_BTNV):
     def local(inputs, segments_BT, states_ZBNHV, do_BTNV):
         return jax.vjp(lambda inputs: of.shard(inputs, segments_BT, states_ZBNHV)[0], inputs)[1](do_BTNV)[0]
     by_input, rows, heads, states = _recurrence_specs(layout)

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshtrain.kernels.engine import Mask, Output
+from meshtrain.kernels.engine import Engine, Mask, Output
 from meshtrain.parallel.context import band
 from meshtrain.parallel.context.zigzag import AXIS, choose, halves, join, merge, order
 
 __all__ = ["backward", "forward", "order"]
 
 
-def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
+def forward(engine: Engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
     """Return o [B, T, N, H] and lse [B, T, N] of these queries over the keys of all devices, float32."""
     cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
     if (mask := mask.within(cp * q_BTNH.shape[1])).window:
@@ -54,7 +54,7 @@ def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
     return visit(kv, acc, cp - 1)
 
 
-def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
+def backward(engine: Engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
     """Return dq, dk, dv of this device's tokens, float32.
 
     The sums of dK and dV travel one step behind their keys, and need one more hop to return to the keys' device.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshtrain.kernels.engine import Mask, Output
+from meshtrain.kernels.engine import Engine, Mask, Output
 from meshtrain.parallel.context.zigzag import AXIS, gather
 
 __all__ = ["backward", "forward", "order"]
@@ -25,7 +25,7 @@ def order(length: int, cp: int) -> np.ndarray:
     return np.arange(length)
 
 
-def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
+def forward(engine: Engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
     """Return o [B, T, N, H] and lse [B, T, N] of these queries over the keys of all devices, float32."""
     k_BTKH, v_BTKH = (_repeat(x, lax.axis_size(AXIS)) for x in (k_BTKH, v_BTKH))
     q, k, v = (whole_sequence(x) for x in (q_BTNH, k_BTKH, v_BTKH))
@@ -34,7 +34,7 @@ def forward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
     return all_heads(o.astype(q.dtype)).astype(jnp.float32), all_heads(lse)
 
 
-def backward(engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
+def backward(engine: Engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
     """Return dq, dk, dv of this device's tokens. dk and dv are float32; dq has the compute dtype."""
     cp = lax.axis_size(AXIS)
     K = k_BTKH.shape[2]

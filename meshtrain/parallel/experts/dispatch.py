@@ -72,7 +72,7 @@ def apply(experts: RoutedExperts, layout: Layout, x_BTD, chosen_BTK, weight_BTK,
     return _apply_forward(experts, layout, x_BTD, chosen_BTK, weight_BTK, weights)[0]
 
 
-def _apply_forward(experts, layout, x_BTD, chosen_BTK, weight_BTK, weights):
+def _apply_forward(experts, layout: Layout, x_BTD, chosen_BTK, weight_BTK, weights):
     shards = ExpertShards.of(layout, weights)
 
     def local(x_BTD, chosen_BTK, weight_BTK, weights):
@@ -100,7 +100,7 @@ def _everywhere() -> P:
     return P(automatic_axes())
 
 
-def _apply_backward(experts, layout, residuals, dy_BTD):
+def _apply_backward(experts, layout: Layout, residuals, dy_BTD):
     """Return (dx, None, dweight, dw) by one manual region, or by two with pipeline stages.
 
     With stages, one region computes input gradients and one weight gradients, so that a schedule can run the second in
