@@ -89,7 +89,7 @@ def mesh(sizes: Mapping[str, int], gpus_per_host: int = 8) -> JsonTable:
     spec = MeshSpec(sizes)
     data = summary.mesh(spec, None, "any") | {"gpus_per_host": gpus_per_host}
     groups = {axis: spec.groups(axis) for axis in spec.placement if spec.sizes[axis] > 1}
-    text = "\n".join(f"{axis:8}{' '.join(str(group) for group in found)}" for axis, found in groups.items())
+    text = "\n".join(f"{axis:8}{' '.join(str(group) for group in of_axis)}" for axis, of_axis in groups.items())
     return JsonTable(groups, text, pictures.mesh(data))
 
 

@@ -175,12 +175,12 @@ class Experiment:
 
     @functools.cached_property
     def _made(self) -> assembly.Assembly:
-        found = local_devices.start(self.run, cheaply=True)
+        all_devices = local_devices.start(self.run, cheaply=True)
         wanted = math.prod(getattr(self.run.mesh, axis) for axis in AXES)
         try:
-            return assembly.assemble(self.run, found[:wanted] if 0 < wanted < len(found) else found)
+            return assembly.assemble(self.run, all_devices[:wanted] if 0 < wanted < len(all_devices) else all_devices)
         except ConfigError as error:
-            if wanted <= len(found) or not self.run.mesh.simulated_devices:
+            if wanted <= len(all_devices) or not self.run.mesh.simulated_devices:
                 raise
             raise ConfigError(*error.messages, f"for {wanted} simulated devices restart the process, in a notebook its "
                                                f"kernel, and begin with mt.simulate({wanted})") from None
@@ -285,8 +285,8 @@ class Experiment:
         with config.user_errors():
             run, origin = self._with_documents_end
             reader, _ = sources.reader_of(run.data, vocab_size=run.model.vocab_size)
-            found = ends.of_run(run, origin)
-        words = Words(reader.decode, found.stops, found.ids)
+            stop_tokens = ends.of_run(run, origin)
+        words = Words(reader.decode, stop_tokens.stops, stop_tokens.ids)
         ids = [reader.bos, *map(int, reader.encode([prompt])[0])] if isinstance(prompt, str) else prompt
         limits = GenerationLimits(max_tokens, words.stop_ids, self.run.data.seq_len, words.at_string)
         with jax.set_mesh(self.made.mesh):
@@ -412,7 +412,7 @@ def schedule(table: str, stages: int = 0, microbatches: int = 0, chunks: int = 1
     stage 1 ·  F0 F1 B0 B1 ·
     """
     written = "\n" in table or " " in table
-    stages, microbatches = (given.check_count(*one, 0) for one in (("stages", stages), ("microbatches", microbatches)))
+    stages, microbatches = given.check_count("stages", stages, 0), given.check_count("microbatches", microbatches, 0)
     with config.user_errors():
         of = schedules.parse(table) if written else schedules.make(table, stages, microbatches, chunks)
     return DrawnSchedule(of, pipeline_times.simulate(of))

@@ -247,8 +247,8 @@ def _with_origins(message: str, origins: typing.Mapping[str, str]) -> str:
 
     origins: the file of each key that an extended file sets.
     """
-    found = [name for name in origins if re.search(rf"\b{re.escape(name)}\b", message)]
-    return f"{message} ({', '.join(f'{origins[name]} gives {name}' for name in found)})" if found else message
+    extended = [name for name in origins if re.search(rf"\b{re.escape(name)}\b", message)]
+    return f"{message} ({', '.join(f'{origins[name]} gives {name}' for name in extended)})" if extended else message
 
 
 def _drop_shape(tables: dict) -> None:

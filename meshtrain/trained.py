@@ -102,10 +102,10 @@ class Trained:
     def ends(self) -> ends.Ends:
         """The tokens that end an answer: a run's end token, then those of the folder. Raises: ConfigError."""
         with config.user_errors():
-            found = ends.of_folder(self.files) if self.of_folder else ends.of_saved(self.weights, self.files)
-        if found.note:
-            say.err(f"note: {found.note}")
-        return found
+            stop_tokens = ends.of_folder(self.files) if self.of_folder else ends.of_saved(self.weights, self.files)
+        if stop_tokens.note:
+            say.err(f"note: {stop_tokens.note}")
+        return stop_tokens
 
     def stop_ids(self) -> tuple[int, ...]:
         """Return the token ids that end an answer. Raises: ConfigError."""
@@ -117,10 +117,10 @@ class Trained:
         if self.files is None:
             return None
         with config.user_errors():
-            found = tokenizer.find_separator(path) if os.path.isfile(path := self.files / TOKENIZER) else None
-        if found is None:
-            found = settings.text_of(settings.read(self.files)).get("bos_token_id")
-        return found if type(found) is int and 0 <= found < self.run.model.vocab_size else None
+            id = tokenizer.find_separator(path) if os.path.isfile(path := self.files / TOKENIZER) else None
+        if id is None:
+            id = settings.text_of(settings.read(self.files)).get("bos_token_id")
+        return id if type(id) is int and 0 <= id < self.run.model.vocab_size else None
 
     def lead(self, text: Text, prefix: int) -> list[int]:
         """Return the token ids to put before a text that is no prompt.
@@ -136,12 +136,12 @@ class Trained:
 
     def place(self) -> LoadedModel:
         """Start the backend and load the weights onto the devices of [mesh]. Raises: ConfigError, CheckpointError."""
-        found = devices.start(self.run)
+        all_devices = devices.start(self.run)
         model = transformer.build(self.run.model)
-        spec = MeshSpec(mesh_sizes(self.run, self.given, model, len(found)), self.run.mesh.placement)
+        spec = MeshSpec(mesh_sizes(self.run, self.given, model, len(all_devices)), self.run.mesh.placement)
         with config.user_errors():
             layout = placement.command(model, spec.sizes)
-        mesh = spec.build(found)
+        mesh = spec.build(all_devices)
 
         def sharding_of(info: params.ParamInfo) -> jax.sharding.NamedSharding:
             return jax.sharding.NamedSharding(mesh, layout.spec("params", info.axes))
@@ -253,20 +253,20 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
         if step:
             raise ConfigError(f"--step {step}: {directory} is a model folder, which has no steps; leave it out")
         with config.user_errors():
-            found = folder.open_folder(path)
-        for note in found.notes:
+            opened = folder.open_folder(path)
+        for note in opened.notes:
             say.err(f"note: {note}")
-        dtypes = {entry.dtype for name, entry in found.entries.items() if not name.endswith("_scale_inv")}
+        dtypes = {entry.dtype for name, entry in opened.entries.items() if not name.endswith("_scale_inv")}
         stored = "bfloat16" if dtypes <= {"BF16", "F8_E4M3"} else "float32"
-        tables = {"model": {**found.model, "compute_dtype": stored}, "data": {}}
+        tables = {"model": {**opened.model, "compute_dtype": stored}, "data": {}}
         run, given = resolve(tables, words, allowed, command)
         # Weights are stored in the compute dtype: the further bits of a float32 copy would never be read. data.seq_len
         # does not limit a folder's model; max_seq_len is the folder's, or 0 for no limit.
         run = run.replace(model={"param_dtype": run.model.compute_dtype,
-                                  "max_seq_len": found.model.get("max_seq_len", 0)})
+                                  "max_seq_len": opened.model.get("max_seq_len", 0)})
         with config.user_errors():
-            folder.match(found, run.model, pretrained.parameter_paths(transformer.build(run.model)))
-        return Trained(path, run, given, found, path)
+            folder.match(opened, run.model, pretrained.parameter_paths(transformer.build(run.model)))
+        return Trained(path, run, given, opened, path)
     # Opening checkpoints asks jax for the number of processes, which would start the backend with other devices.
     devices.start(resolve({}, words, allowed, command)[0])
     saved = resume.source(directory, step, directory, "--step ")

@@ -22,16 +22,16 @@ KERNEL = "kernel"
 
 def section(saved: Saved) -> dict:
     """Return the section [lora] of the run that saved a checkpoint; empty if the run trained the whole model."""
-    found = saved.run.get("lora", {})
-    return found if found.get("rank") else {}
+    adapters = saved.run.get("lora", {})
+    return adapters if adapters.get("rank") else {}
 
 
-def describe(found: Mapping) -> str:
+def describe(adapters: Mapping) -> str:
     """Return a description of a section [lora] for messages: rank, alpha and targets, or "the whole model"."""
-    if not found.get("rank"):
+    if not adapters.get("rank"):
         return "the whole model"
-    return (f"adapters of lora.rank={found['rank']}, alpha={found['alpha']} at "
-            f"{', '.join(found['targets']) or 'all projections'}")
+    return (f"adapters of lora.rank={adapters['rank']}, alpha={adapters['alpha']} at "
+            f"{', '.join(adapters['targets']) or 'all projections'}")
 
 
 def restore(saved: Saved, wanted: dict, dtype: DTypeLike | None = None) -> dict:
@@ -40,17 +40,17 @@ def restore(saved: Saved, wanted: dict, dtype: DTypeLike | None = None) -> dict:
     wanted: nested dicts of jax.ShapeDtypeStruct with NamedShardings, for all parameters or some. dtype: dtype of the
     merged kernels; None: the stored dtype. Raises: as `Checkpoints.restore`.
     """
-    kernels, found = leaves_of(wanted), section(saved)
-    if found:
+    kernels, adapters = leaves_of(wanted), section(saved)
+    if adapters:
         stored = leaves_of(saved.param_shapes())
         for path in [path for path in kernels if _adapter_path(path, "a") in stored]:
-            for one in "ab":
-                adapter = _adapter_path(path, one)
-                kernels[adapter] = _abstract(stored[adapter], kernels[path], one)
+            for matrix in "ab":
+                adapter = _adapter_path(path, matrix)
+                kernels[adapter] = _abstract(stored[adapter], kernels[path], matrix)
     taken = saved.restore({"params": nest(kernels)}, part=True)
-    if not found:
+    if not adapters:
         return taken["params"]
-    return nest(_merge_all(leaves_of(taken["params"]), found["alpha"] / found["rank"], dtype))
+    return nest(_merge_all(leaves_of(taken["params"]), adapters["alpha"] / adapters["rank"], dtype))
 
 
 def warn_left_out(saved: Saved, params: dict) -> None:
@@ -67,7 +67,7 @@ def leaf(transformer: Transformer, leaves: Mapping[str, jax.Array]) -> Callable[
     scale = transformer.lora and transformer.lora.alpha / transformer.lora.rank
 
     def of(path: str) -> jax.Array:
-        names = path, *(_adapter_path(path, one) for one in "ab")
+        names = path, *(_adapter_path(path, matrix) for matrix in "ab")
         own = {name: leaves[name] for name in names if name in leaves}
         return _merge_all(own, scale, jnp.float32)[path]
     return of
@@ -109,7 +109,7 @@ def _merge_all(leaves: Mapping[str, jax.Array], scale: float | None, dtype: DTyp
     for path, kernel in leaves.items():
         if _adapter_path(path, "a") in leaves:
             kernel = _merge_program(kernel.sharding, dtype or kernel.dtype)(
-                kernel, *(leaves[_adapter_path(path, one)] for one in "ab"), scale)
+                kernel, *(leaves[_adapter_path(path, matrix)] for matrix in "ab"), scale)
         if f"/{LORA}/" not in path:
             out[path] = kernel
     return out

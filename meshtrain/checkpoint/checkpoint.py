@@ -163,9 +163,9 @@ class Checkpoints(BackgroundSaves):
     def removable(self) -> list[int]:
         """Return the steps beyond `keep` that may be removed. Steps that exports still need stay: at most `keep` of
         them, and none after a failed save, which may need their space."""
-        old = [one for one in self._steps()[: -self.keep] if not self._is_kept(one)] if self.keep else []
-        held = [] if self._failed else [one for one in old if self.is_needed(one)][-self.keep:]
-        return [one for one in old if one not in held]
+        old = [step for step in self._steps()[: -self.keep] if not self._is_kept(step)] if self.keep else []
+        held = [] if self._failed else [step for step in old if self.is_needed(step)][-self.keep:]
+        return [step for step in old if step not in held]
 
     def _is_kept(self, step: int) -> bool:
         """Return whether `keep_every` protects a step from removal."""
@@ -234,9 +234,9 @@ class Checkpoints(BackgroundSaves):
         while True:
             steps = [step for step in steps if step not in gone]
             newest = max(steps, default=0)
-            if (found := newer_in(newest)) is not None:
+            if (newer := newer_in(newest)) is not None:
                 self._saved = newest
-                return found
+                return newer
             if not steps:
                 break
             fault = self.fault(newest, only_params=only_params)
@@ -284,9 +284,10 @@ class Checkpoints(BackgroundSaves):
         """Rename all checkpoints later than `step`, so that no run resumes from them; return their new names."""
         self._saved = step
         def set_aside() -> list[str]:
-            later = [one for one in self._steps() if one > step]
-            return [files.attempt(lambda: self._set_aside(one, "aside"), f"{self.path_of(one)} cannot be set aside",
-                                  "give a directory that can be written", ConfigError) for one in later]
+            later = [later_step for later_step in self._steps() if later_step > step]
+            return [files.attempt(lambda: self._set_aside(later_step, "aside"),
+                                  f"{self.path_of(later_step)} cannot be set aside",
+                                  "give a directory that can be written", ConfigError) for later_step in later]
         return agree.on_first(set_aside)
 
     def open(self, step: int) -> Saved:

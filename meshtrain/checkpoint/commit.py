@@ -78,20 +78,20 @@ def _read_records(place: Path, count: int, reason: Callable[[int], str]) -> dict
             return json.loads(files.patiently((records / str(index)).read_text, missing=True))
         except FileNotFoundError:
             return None
-    return {name: entry for one in collect(count, read, reason) for name, entry in one.items()}
+    return {name: entry for entries in collect(count, read, reason) for name, entry in entries.items()}
 
 
 def collect(count: int, read: Callable[[int], dict | None], reason: Callable[[int], str]) -> list[dict]:
     """Return the records that the processes handed over, in the order of processes. read: process -> its record; None
     if there is none. reason: process -> why it has none. Raises: NotHandedOver."""
     with concurrent.futures.ThreadPoolExecutor(READERS) as threads:
-        found = list(threads.map(read, range(count)))
-    if missing := [index for index, one in enumerate(found) if one is None]:
+        records = list(threads.map(read, range(count)))
+    if missing := [index for index, record in enumerate(records) if record is None]:
         causes = [f"process {index}: {reason(index) or 'did not write its part (its output says why)'}"
                   for index in missing[:8]]
         more = f"; and {len(missing) - 8} more processes" if len(missing) > 8 else ""
         raise NotHandedOver("; ".join(causes) + more)
-    return found
+    return records
 
 
 def _refuse(error: OSError) -> None:

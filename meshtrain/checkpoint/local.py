@@ -94,16 +94,16 @@ class LocalCheckpoints(BackgroundSaves):
         step."""
         self._join()
         self._fetch_missing(after)
-        found = collections.defaultdict(list)
+        parts = collections.defaultdict(list)
         for part in self._parts():
-            found[part.step].append(part)
-        steps = agree.exchange([step for step in found if step > after])
+            parts[part.step].append(part)
+        steps = agree.exchange([step for step in parts if step > after])
         for step in sorted({step for some in steps for step in some}, reverse=True):
-            faults = agree.exchange([socket.gethostname(), self._fault(step, found[step], wanted)])
+            faults = agree.exchange([socket.gethostname(), self._fault(step, parts[step], wanted)])
             bad = [f"process {index} on {host}: {fault}" for index, (host, fault) in enumerate(faults) if fault]
             if not bad:
                 self._whole = step
-                return Saved(self, step, agree.on_first(lambda: found[step][0].document["metadata"]))
+                return Saved(self, step, agree.on_first(lambda: parts[step][0].document["metadata"]))
             if jax.process_index() == 0:
                 more = f" and {len(bad) - 1} more" * (len(bad) > 1)
                 self.tell(f"{self.name}: step {step} is not used ({bad[0]}{more}); resuming from an older "
@@ -283,7 +283,7 @@ class LocalCheckpoints(BackgroundSaves):
 
     def _parts(self) -> list[_Part]:
         """Return the parts on this host that belong to the valid start. Unreadable parts are left out."""
-        found = []
+        parts = []
         for place in self._places("*"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 process, step = int(place.parent.name.removeprefix("process-")), int(place.name)
@@ -291,8 +291,8 @@ class LocalCheckpoints(BackgroundSaves):
                 start = (document := json.loads(text))["start"]
                 is_valid = start == self._lineage["start"] or [start, step] == self._lineage["from"]
                 if is_valid and digest == xxhash.xxh3_128_hexdigest(text.encode()):
-                    found.append(_Part(process, step, document))
-        return found
+                    parts.append(_Part(process, step, document))
+        return parts
 
     def _read(self, name: str, start: int, stop: int) -> bytes:
         with open(self._home() / name, "rb", buffering=0) as file:
@@ -323,7 +323,8 @@ class LocalCheckpoints(BackgroundSaves):
                             damaged = damaged or files.describe(error)
         for name, leaf in trees.leaves_of(wanted).items():
             for asked in pieces.regions_here(leaf):
-                if sum(pieces.volume(pieces.intersection(one, asked)) for one in used[name]) != pieces.volume(asked):
+                present = sum(pieces.volume(pieces.intersection(region, asked)) for region in used[name])
+                if present != pieces.volume(asked):
                     return damaged or f"a part of {name} that it needs is not on its host"
         self._used[step] = {name: list(of.values()) for name, of in used.items()}, stored
         return ""

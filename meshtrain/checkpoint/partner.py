@@ -40,8 +40,8 @@ class TransferError(OSError):
 def host_of(directory: Path) -> list:
     """Return [host name, device, inode] of a directory. It is equal in processes that see the same directory on the
     same host."""
-    found = os.stat(directory)
-    return [socket.gethostname(), found.st_dev, found.st_ino]
+    status = os.stat(directory)
+    return [socket.gethostname(), status.st_dev, status.st_ino]
 
 
 def partner_of(hosts: Sequence[list], index: int) -> int | None:
@@ -50,7 +50,7 @@ def partner_of(hosts: Sequence[list], index: int) -> int | None:
     distinct = list(dict.fromkeys(map(tuple, hosts)))
     if len(distinct) < 2:
         return None
-    of = {host: [number for number, one in enumerate(hosts) if tuple(one) == host] for host in distinct}
+    of = {host: [number for number, host_parts in enumerate(hosts) if tuple(host_parts) == host] for host in distinct}
     own = tuple(hosts[index])
     after = of[distinct[(distinct.index(own) + 1) % len(distinct)]]
     return after[of[own].index(index) % len(after)]
@@ -60,10 +60,10 @@ def own_addresses(first: str = "") -> list[str]:
     """Return addresses by which other hosts may reach this one, the likeliest first: the interface that leads to the
     host `first` (of process 0), the interface of the default route, then all others. Loopback addresses are returned
     only if there are no others: Debian maps a host's own name to 127.0.1.1."""
-    found = [address for host in (first, "192.0.2.1", "2001:db8::1") if host for address in _towards(host)]
-    found += _of_interfaces()
+    all_addresses = [address for host in (first, "192.0.2.1", "2001:db8::1") if host for address in _towards(host)]
+    all_addresses += _of_interfaces()
     # An IPv6 link-local address is of no use without the name of the other host's interface.
-    usable = [address for address in dict.fromkeys(found) if not (":" in address and
+    usable = [address for address in dict.fromkeys(all_addresses) if not (":" in address and
                                                                   ipaddress.ip_address(address).is_link_local)]
     far = [address for address in usable if not ipaddress.ip_address(address).is_loopback]
     return (far or usable or ["127.0.0.1"])[:MOST_ADDRESSES]
@@ -71,23 +71,23 @@ def own_addresses(first: str = "") -> list[str]:
 
 def _towards(host: str) -> list[str]:
     """Return this host's addresses on the interfaces that lead to `host`. Nothing is sent."""
-    found = []
+    addresses = []
     with contextlib.suppress(OSError, UnicodeError):
         for family, _, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)
-                found.append(probe.getsockname()[0])
-    return found
+                addresses.append(probe.getsockname()[0])
+    return addresses
 
 
 def _of_interfaces() -> list[str]:
     """Return the addresses of this host's interfaces, IPv4 before IPv6. Linux only."""
-    found = []
+    addresses = []
     with contextlib.suppress(OSError):
-        found += re.findall(r"-- (\S+)\n.*/32 host LOCAL", Path("/proc/net/fib_trie").read_text(encoding="ascii"))
-        found += [str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0])))
+        addresses += re.findall(r"-- (\S+)\n.*/32 host LOCAL", Path("/proc/net/fib_trie").read_text(encoding="ascii"))
+        addresses += [str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0])))
                   for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(addresses))
 
 
 class Exchange:
@@ -219,10 +219,10 @@ class Exchange:
 
 
 def _exactly(link: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        more = link.recv(count - len(found))
+    received = b""
+    while len(received) < count:
+        more = link.recv(count - len(received))
         if not more:
             raise ConnectionError("the connection ended early")
-        found += more
-    return found
+        received += more
+    return received

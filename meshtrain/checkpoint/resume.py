@@ -321,7 +321,7 @@ def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple
             # a new key had its default
             name, was = f"{section}.{key}", saved.run.get(section, {}).get(key, new)
             if name == "data.mixture":
-                was, new = ([one["weight"] for one in mixture] for mixture in (was, new))
+                was, new = ([source["weight"] for source in mixture] for mixture in (was, new))
             if named and name in named and (then := contents_then.get(name)) is not None:
                 if _parse(then) == _parse(named[name]):
                     continue

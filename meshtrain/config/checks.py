@@ -68,7 +68,7 @@ def _check_rules(run: Run) -> Iterator[str]:
 
 
 def _reads_bytes(run: Run) -> bool:
-    sources = {one.source for one in run.data.mixture or [run.data]}       # "": unknown, which another check reports
+    sources = {data.source for data in run.data.mixture or [run.data]}       # "": unknown, which another check reports
     return run.data.tokenizer == "bytes" and not sources <= {"tokens", ""}
 
 
@@ -171,26 +171,26 @@ CHECKS: tuple[Check, ...] = (
 
 def notes(run: Run) -> list[str]:
     """Return warnings about valid settings that are rarely intended. They are logged once before the run starts."""
-    found = layouts.notes(run) + unused.messages(run)
+    lines = layouts.notes(run) + unused.messages(run)
     if not any(getattr(run, section).model_fields_set for section in ("model", "training", "optimizer")):
-        found.append("the run file has no key of [model], [training] and [optimizer]: the run trains the default model")
+        lines.append("the run file has no key of [model], [training] and [optimizer]: the run trains the default model")
     if run.model.vocab_size > 16 * BYTE_VOCAB and _reads_bytes(run):
-        found.append(f'data.tokenizer="bytes" uses {BYTE_VOCAB} of model.vocab_size={run.model.vocab_size} ids; '
+        lines.append(f'data.tokenizer="bytes" uses {BYTE_VOCAB} of model.vocab_size={run.model.vocab_size} ids; '
                      "give data.tokenizer the path of the model's tokenizer.json")
     if run.data.packing == "stream" and "chat" in {one.source for one in run.data.mixture or [run.data]}:
-        found.append('data.packing="stream" cuts conversations at the end of sequences, so some answers have '
+        lines.append('data.packing="stream" cuts conversations at the end of sequences, so some answers have '
                      'no question; data.packing="whole" keeps them together')
     if (source := run.checkpoint.init_from) and not addresses.is_remote(source) and not os.path.isdir(source):
-        found.append(f"checkpoint.init_from={toml(source)} is not there yet; train it first")
+        lines.append(f"checkpoint.init_from={toml(source)} is not there yet; train it first")
     if run.lora.rank and not run.checkpoint.init_from:
-        found.append(f"lora.rank={run.lora.rank} without checkpoint.init_from freezes random weights")
+        lines.append(f"lora.rank={run.lora.rank} without checkpoint.init_from freezes random weights")
     if run.lora.rank and run.experts.bias_rate:
-        found.append(f"experts.bias_rate={run.experts.bias_rate} moves no bias: lora.rank={run.lora.rank} freezes "
+        lines.append(f"experts.bias_rate={run.experts.bias_rate} moves no bias: lora.rank={run.lora.rank} freezes "
                      f"the routers, too")
     if run.lora.rank and run.model.param_dtype == "float32" != run.model.compute_dtype:
-        found.append('model.param_dtype="float32" stores the frozen weights in 4 bytes each; "bfloat16" takes 2, and '
+        lines.append('model.param_dtype="float32" stores the frozen weights in 4 bytes each; "bfloat16" takes 2, and '
                      'keeps every bit of a bfloat16 folder')
-    return found
+    return lines
 
 
 def mesh_sizes(run: Run, device_count: int, enough: str = "mesh.simulated_devices={} to try it on the CPU") -> dict[

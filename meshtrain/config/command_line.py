@@ -201,13 +201,13 @@ class Command:
                 faults.append(f"{spelled}={value!r} is not an option; {remedy}")
                 continue
             name, option = known[spelled], self.options[known[spelled]]
-            for one in value if option.many and isinstance(value, (list, tuple)) else [value]:
+            for item in value if option.many and isinstance(value, (list, tuple)) else [value]:
                 try:
-                    parsed = option.parse(str(one))
+                    parsed = option.parse(str(item))
                     given.values[name] = [*given[name], parsed] if option.many else parsed
                 except ValueError as error:
                     remedy = "" if ";" in str(error) else f"; use e.g. {spelled}={option.example}"
-                    faults.append(f"{spelled}={one!r} {error}{remedy}")
+                    faults.append(f"{spelled}={item!r} {error}{remedy}")
             given.given.add(name)
         if faults:
             raise ConfigError(*faults)
@@ -219,5 +219,5 @@ class Command:
 
     def _remedy(self, name: str) -> str:
         homes = [f"--{key}" for key in keys_of(name)] * self.keys
-        near = [f"--{one}" for one in difflib.get_close_matches(name, self.options, n=1)]
+        near = [f"--{option}" for option in difflib.get_close_matches(name, self.options, n=1)]
         return f"did you mean {join(near or homes, 'or')}?" if near or homes else self._see

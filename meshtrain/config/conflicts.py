@@ -65,7 +65,7 @@ def _has_local_dir_in_run_dir(run: Run) -> bool:
 def _has_validation_data(run: Run) -> bool:
     data = run.data
     return bool(data.validation_fraction or data.validation_sources
-                or any(one.validation_paths for one in [data, *data.mixture]))
+                or any(source.validation_paths for source in [data, *data.mixture]))
 
 
 RUN: tuple[Check, ...] = (

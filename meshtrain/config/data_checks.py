@@ -16,7 +16,7 @@ def check_data(run: Run) -> Iterator[str]:
         if not data.mixture:
             yield ('data.source="mixture" has no data.mixture; give its sources, e.g. '
                    'data.mixture=[{source="jsonl", paths=["a.jsonl"], weight=0.7}, {source="stdlib", weight=0.3}]')
-        names = [one.name or str(i) for i, one in enumerate(data.mixture)]
+        names = [table.name or str(i) for i, table in enumerate(data.mixture)]
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield f'data.mixture has two sources named {toml(name)}; give each its own name'
         for key in ("paths", "field", "validation_paths"):
@@ -25,32 +25,35 @@ def check_data(run: Run) -> Iterator[str]:
                        "give it to the sources of data.mixture")
     elif data.mixture:
         yield f'data.mixture is not read by data.source={toml(data.source)}; use data.source="mixture", or leave it out'
-    names = [one.name or str(i) for i, one in enumerate(data.validation_sources)]
+    names = [table.name or str(i) for i, table in enumerate(data.validation_sources)]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f'data.validation_sources has two sources named {toml(name)}; give each its own name'
-    if data.validation_sources and any(one.validation_paths for one in [data, *data.mixture, *data.validation_sources]):
+    if data.validation_sources and any(
+            table.validation_paths for table in [data, *data.mixture, *data.validation_sources]):
         yield ("data.validation_sources and validation_paths both say what to validate on; move the "
                "files of validation_paths into a table of data.validation_sources")
-    named = [(f"data.mixture[{i}]", one) for i, one in enumerate(data.mixture)] or [("data", data)]
+    named = [(f"data.mixture[{i}]", table) for i, table in enumerate(data.mixture)] or [("data", data)]
     for key in ("chat_template", "loss_on"):
-        if getattr(data, key) != Data.model_fields[key].default and "chat" not in {one.source for _, one in named} and (
+        is_default = getattr(data, key) == Data.model_fields[key].default
+        if not is_default and "chat" not in {table.source for _, table in named} and (
                 key == "loss_on" or data.source not in ("preferences", "prompts")):
             yield (f'data.{key}={toml(getattr(data, key))} applies only to conversations; use data.source="chat", or '
                    f'leave it out')
-    named += [(f"data.validation_sources[{i}]", one) for i, one in enumerate(data.validation_sources)]
-    for where, one in named:
-        if one.field != Data.model_fields["field"].default and one.source not in (*FIELD_SOURCES, "mixture"):
-            yield (f"{where}.field={toml(one.field)} is not read by {where}.source={toml(one.source)}; use "
+    named += [(f"data.validation_sources[{i}]", table) for i, table in enumerate(data.validation_sources)]
+    for where, table in named:
+        if table.field != Data.model_fields["field"].default and table.source not in (*FIELD_SOURCES, "mixture"):
+            yield (f"{where}.field={toml(table.field)} is not read by {where}.source={toml(table.source)}; use "
                    f"{join(map(toml, FIELD_SOURCES), 'or')}, or leave it out")
-        if not one.source:
-            yield from [_say_unknown(where, one)] * bool(one.paths or one is not data)
-        elif one.source == "stdlib" and one.paths:
-            yield (f'{where}.paths={toml(one.paths)} is not read by {where}.source="stdlib"; leave {where}.source out, '
-                   f'or the paths')
-        elif one.source not in ("stdlib", "mixture") and not one.paths:
-            example = {"text": "data/*.txt", "tokens": "data/*.tokens.npy", "chat": "data/*.jsonl",
-                       "preferences": "data/*.jsonl", "prompts": "data/*.jsonl"}.get(one.source, f"data/*.{one.source}")
-            yield (f'{where}.source={toml(one.source)} has no {where}.paths to read; use e.g. '
+        if not table.source:
+            yield from [_say_unknown(where, table)] * bool(table.paths or table is not data)
+        elif table.source == "stdlib" and table.paths:
+            yield (f'{where}.paths={toml(table.paths)} is not read by {where}.source="stdlib"; leave {where}.source '
+                   f'out, or the paths')
+        elif table.source not in ("stdlib", "mixture") and not table.paths:
+            examples = {"text": "data/*.txt", "tokens": "data/*.tokens.npy", "chat": "data/*.jsonl",
+                        "preferences": "data/*.jsonl", "prompts": "data/*.jsonl"}
+            example = examples.get(table.source, f"data/*.{table.source}")
+            yield (f'{where}.source={toml(table.source)} has no {where}.paths to read; use e.g. '
                    f'{where}.paths=["{example}"]')
 
 
@@ -59,15 +62,15 @@ def check_for_source(run: Run) -> list[str]:
     return [] if run.data.source or run.data.paths else [_say_unknown("data", run.data)]
 
 
-def _say_unknown(where: str, one: Data | Component) -> str:
+def _say_unknown(where: str, table: Data | Component) -> str:
     """Return the message for a source that neither its key nor the suffixes of its files name."""
-    known = choices(type(one).model_fields["source"])
-    if not one.paths:
+    known = choices(type(table).model_fields["source"])
+    if not table.paths:
         return (f'{where}.paths names no files; give some, e.g. ["data/*.jsonl"], or {where}.source="stdlib", which is '
                 f"Python's own library")
-    several = {source_of((path,)) for path in one.paths} - {""}
+    several = {source_of((path,)) for path in table.paths} - {""}
     if len(several) > 1:
-        return (f"{where}.paths={toml(one.paths)} have several formats ({join(sorted(several), 'and')}), but a source "
-                f"has one; make each format a table of data.mixture")
-    return (f"{where}.paths={toml(one.paths)} has no suffix of a known format; give {where}.source, one of "
+        return (f"{where}.paths={toml(table.paths)} have several formats ({join(sorted(several), 'and')}), but a "
+                f"source has one; make each format a table of data.mixture")
+    return (f"{where}.paths={toml(table.paths)} has no suffix of a known format; give {where}.source, one of "
             f"{join(map(toml, [name for name in known if name not in ('stdlib', 'mixture')]), 'and')}")

@@ -20,28 +20,28 @@ def words(settings: typing.Mapping[str, object]) -> list[str]:
     if not isinstance(settings, typing.Mapping):
         raise ConfigError(f"settings={_short(settings)} is not a dict; write e.g. {EXAMPLE}")
     faults: list[str] = []
-    found: dict[str, str] = {}
+    given: dict[str, str] = {}
     for name, value in _flat(settings, faults):
-        if name in found:
+        if name in given:
             faults.append(f"{name} is given twice in settings; give it once")
-        found[name] = f"--{name}={_text(name, value, faults)}"
+        given[name] = f"--{name}={_text(name, value, faults)}"
     if faults:
         raise ConfigError(*faults)
-    return list(found.values())
+    return list(given.values())
 
 
 def _flat(settings: typing.Mapping, faults: list[str]) -> typing.Iterator[tuple[str, object]]:
     """Yield each ("section.key", value). Other names are added to faults."""
     for name, value in settings.items():
         if isinstance(name, str) and "." not in name and isinstance(value, typing.Mapping):
-            inner = {f"{name}.{key}": one for key, one in value.items()}
+            inner = {f"{name}.{key}": item for key, item in value.items()}
         else:
             inner = {name: value}
-        for key, one in inner.items():
+        for key, item in inner.items():
             if isinstance(key, str) and key.count(".") == 1 and not key.startswith("-"):
-                yield key, one
+                yield key, item
             else:
-                faults.append(f"settings[{_short(key)}]={_short(one)}: {_remedy(key)}")
+                faults.append(f"settings[{_short(key)}]={_short(item)}: {_remedy(key)}")
 
 
 def _remedy(name: object) -> str:
@@ -82,9 +82,9 @@ def _plain(value: object) -> object:
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, typing.Mapping):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     return value
 
 

@@ -350,12 +350,12 @@ SUFFIXES = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet", ".arrow": 
 
 def source_of(paths: tuple[str, ...]) -> str:
     """Return the source of these files or globs by their suffixes; "" if it is unknown or there are several."""
-    found = set()
+    sources = set()
     for path in paths:
         path = at_home(path)
         known = SUFFIXES.get(os.path.splitext(path.removesuffix(".gz").removesuffix(".zst"))[1].lower(), "")
-        found.add(known or ("tokens" if os.path.isfile(f"{path}.bin") else ""))
-    return found.pop() if len(found) == 1 else ""
+        sources.add(known or ("tokens" if os.path.isfile(f"{path}.bin") else ""))
+    return sources.pop() if len(sources) == 1 else ""
 
 
 class Component(Section):

@@ -33,14 +33,14 @@ def _caches_tokens(run: Run) -> bool:
     Plain text that is trained on as bytes needs neither. A glob counts, because it may match other files.
     """
     named = [*(run.data.mixture or [run.data]), *run.data.validation_sources]
-    paths = [path for one in named for path in (*one.paths, *one.validation_paths)]
+    paths = [path for source in named for path in (*source.paths, *source.validation_paths)]
     return (run.data.tokenizer != "bytes" or bool(run.data.split_at)
-            or any(one.source not in ("stdlib", "text") for one in named)
+            or any(source.source not in ("stdlib", "text") for source in named)
             or any(path.endswith((".gz", ".zst", "*", "?", "]")) or addresses.is_remote(path) for path in paths))
 
 
 def _reads_texts(run: Run) -> bool:
-    return any(one.source in TEXTS for one in [*(run.data.mixture or [run.data]), *run.data.validation_sources])
+    return any(source.source in TEXTS for source in [*(run.data.mixture or [run.data]), *run.data.validation_sources])
 
 
 EFFECTS = (
@@ -65,11 +65,11 @@ EFFECTS = (
 def messages(run: Run) -> list[str]:
     """Return one message for each key that has no effect and does not have its default."""
     by_folder = model_folder.is_at(run.checkpoint.init_from)
-    found = []
+    lines = []
     for effect in EFFECTS:
         section, key = effect.key.split(".")
         value = getattr(getattr(run, section), key)
         if value == SECTIONS[section].model_fields[key].default or effect.when(run) or by_folder and section == "model":
             continue
-        found.append(f"{effect.key}={toml(value)} has no effect here; it needs {effect.remedy}")
-    return found
+        lines.append(f"{effect.key}={toml(value)} has no effect here; it needs {effect.remedy}")
+    return lines

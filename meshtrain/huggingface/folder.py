@@ -96,26 +96,26 @@ class WeightRow:
         """Return name -> shape of the tensors of a layer. Mostly there is one."""
         name = self.of_layer(layer)
         if "{qkv}" in name:
-            return {name.replace("{qkv}", one): piece.form.theirs.shape(self.sizes)
-                    for one, piece in zip("qkv", self.pieces, strict=True)}
+            return {name.replace("{qkv}", letter): piece.form.theirs.shape(self.sizes)
+                    for letter, piece in zip("qkv", self.pieces, strict=True)}
         sliced = self.name.endswith("[{e}]")
         return {name: (self.sizes["E"], *self.shape) if sliced else self.shape}
 
     def to_ours(self, whole, concatenate) -> dict:
         """Return path -> our parameter. whole: the Hugging Face tensor. concatenate: numpy's or jax's."""
-        found: dict = {path: [] for path in self.paths}
+        parts_by_path: dict = {path: [] for path in self.paths}
         length = sum(piece.form.theirs.part(self.sizes) for piece in self.pieces)
         for piece in self.pieces:
             part = piece.form.theirs.take(whole, self.sizes, piece.first, length)
-            found[piece.path].append((piece.form, piece.form.to_ours(part, self.sizes)))
+            parts_by_path[piece.path].append((piece.form, piece.form.to_ours(part, self.sizes)))
         return {path: parts[0][0].ours.join([x for _, x in parts], self.sizes, concatenate)
-                for path, parts in found.items()}
+                for path, parts in parts_by_path.items()}
 
     def to_theirs(self, arrays: Mapping, concatenate):
         """Return the Hugging Face tensor; the inverse of `to_ours`."""
         parts = []
         for piece in self.pieces:
-            whole = sum(one.form.ours.part(self.sizes) for one in self.pieces if one.path == piece.path)
+            whole = sum(other.form.ours.part(self.sizes) for other in self.pieces if other.path == piece.path)
             parts.append(piece.form.to_theirs(
                 piece.form.ours.take(arrays[piece.path], self.sizes, piece.our_first, whole), self.sizes))
         return self.pieces[0].form.theirs.join(parts, self.sizes, concatenate)
@@ -147,17 +147,17 @@ class Folder:
 def companions(directory: Path) -> list[Path]:
     """Return the companion files of a folder's weights. Raises: ValueError if one is a link out of the folder, which
     might expose e.g. a private key. Links to the blobs of the hub's cache are allowed."""
-    real, found, faults = directory.resolve(), [], []
+    real, paths, faults = directory.resolve(), [], []
     blobs = real.parent.parent / "blobs" if real.parent.name == "snapshots" else real
     for path in filter(Path.is_file, (directory / name for name in COMPANIONS)):
         target = path.resolve()
         if real not in target.parents and target.parent != blobs:
             faults.append(f"{path.name} is a link to {target}, outside the folder, and is not copied; put the file "
                           f"itself there")
-        found.append(path)
+        paths.append(path)
     if faults:
         raise _at(directory, faults)
-    return found
+    return paths
 
 
 def settings_of(directory: Path) -> dict:
@@ -181,15 +181,15 @@ def open_folder(directory: Path) -> Folder:
         family = settings.family_of(config := settings.read(directory))
         return family, config, settings.model_keys(config, family)
 
-    found, faults = [], []
+    contents, faults = [], []
     for read in (describe, lambda: weight_files.entries(directory)):
         try:
-            found += read()
+            contents += read()
         except ValueError as error:
             faults += str(error).splitlines()
     if faults:
         raise _at(directory, faults)
-    family, config, model, entries, notes = found
+    family, config, model, entries, notes = contents
     named = _names_in_family(family, config, model, entries)
     carried = {name: entry for name, entry in entries.items() if named[name] is None}
     entries = _of_text(family, config, model, entries)
@@ -246,14 +246,14 @@ def prefixes_of(config: Mapping, carried: Collection[str]) -> tuple[str, str] | 
 def _names_in_family(family: Family, config: Mapping, model: Mapping, names: Collection[str]) -> dict[str, str | None]:
     """Return name in the folder -> name in the family; None for tensors that are not part of the text model."""
     if settings.text_of(config) is not config:
-        found = {name: _name_in_text(family, name) for name in names}
+        names_in_family = {name: _name_in_text(family, name) for name in names}
     elif not any(name.startswith(family.prefix) for name in names):     # a bare model, without head
-        found = {name: name if name == "lm_head.weight" else family.prefix + name for name in names}
+        names_in_family = {name: name if name == "lm_head.weight" else family.prefix + name for name in names}
     else:
-        found = {name: None if name.startswith(MTP) else name for name in names}
+        names_in_family = {name: None if name.startswith(MTP) else name for name in names}
     first = model["num_layers"]
     further = tuple(f"{family.prefix}layers.{first + i}." for i in range(min(settings.further_layers(config), 100)))
-    return {name: None if named and named.startswith(further) else named for name, named in found.items()}
+    return {name: None if named and named.startswith(further) else named for name, named in names_in_family.items()}
 
 
 def _name_in_text(family: Family, name: str) -> str | None:
@@ -290,7 +290,7 @@ def rows(family: Family, model: Model, paths: Paths, prefixes: tuple[str, str] |
     for layer, (kind, have) in enumerate(zip(pattern.kinds(model), paths.layers, strict=True)):
         kinds.setdefault((kind.mixer, have), []).append(layer)
     sizes = {mixer: forms.sizes_of(model.of(mixer)) for mixer in {mixer for mixer, _ in kinds} | {""}}
-    found: dict = {}        # (name, mixer) -> [row, its layers]
+    made_rows: dict = {}        # (name, mixer) -> [row, its layers]
     covered = {kind: set() for kind in (*kinds, ("", paths.ends))}
     for name, texts in table:
         for (mixer, have), done in covered.items():
@@ -298,12 +298,13 @@ def rows(family: Family, model: Model, paths: Paths, prefixes: tuple[str, str] |
             if paths_here <= have and not paths_here & done and (row := _row(name, texts, sizes[mixer])):
                 done |= paths_here
                 layers = kinds.get((mixer, have), ())
-                found.setdefault((name, mixer), (row, {}))[1].update(
+                made_rows.setdefault((name, mixer), (row, {}))[1].update(
                     {layer: numbers[NUMBER.search(name)[0][1]][layer] for layer in layers})
     if missing := {path for (_, have), done in covered.items() for path in have - done}:
         raise ValueError(f"{family.model_type} has no name for {', '.join(sorted(missing))}")
     made = []
-    for (name, mixer), (row, layers) in sorted(found.items(), key=lambda one: list(family.tensors).index(one[0][0])):
+    order = list(family.tensors)
+    for (name, mixer), (row, layers) in sorted(made_rows.items(), key=lambda item: order.index(item[0][0])):
         named = _name_in_whole(family, name, *prefixes) if prefixes else name
         row = dataclasses.replace(row, name=named, layers=layers, kind=f"{name} {mixer}")
         made += [row] if "{e}" not in name else [
@@ -379,26 +380,26 @@ def match(folder: Folder, model: Model, paths: Paths) -> list[WeightRow]:
             if missing := [name for name in tensors if name not in folder.entries]:
                 absent += missing
                 continue
-            found = [folder.entries[name] for name in tensors]
+            entries = [folder.entries[name] for name in tensors]
             (name, shape), *more = tensors.items()
             if row.in_blocks:
                 left.discard(name.removesuffix(BLOCKS) + SCALES)
                 if not _are_blocks(folder, name, shape):
-                    wrong.append(f"{name} is {list(found[0].shape)} of {found[0].dtype}; with its {SCALES} it must be "
-                                 f"MXFP4 of {list(shape)}")
+                    wrong.append(f"{name} is {list(entries[0].shape)} of {entries[0].dtype}; with its {SCALES} it must "
+                                 f"be MXFP4 of {list(shape)}")
                 continue
-            if found[0].dtype == "F8_E4M3":
+            if entries[0].dtype == "F8_E4M3":
                 left.discard(f"{name}_scale_inv")
-            if found[0].dtype not in safetensors.DTYPES and not _has_scales(folder, name):
-                quantized.append(f"{name} is {found[0].dtype}; only {', '.join(safetensors.DTYPES)} are read, and "
+            if entries[0].dtype not in safetensors.DTYPES and not _has_scales(folder, name):
+                quantized.append(f"{name} is {entries[0].dtype}; only {', '.join(safetensors.DTYPES)} are read, and "
                                  f"F8_E4M3 with {name}_scale_inv, a scale for each block of weight_block_size")
-            elif more and ({entry.dtype for entry in found} != {found[0].dtype} or {
-                    entry.shape[1:] for entry in found} != {shape[1:]}
-                    or sum(entry.shape[0] for entry in found) != row.shape[0]):
-                wrong.append(f"{', '.join(tensors)} are {', '.join(str(list(entry.shape)) for entry in found)}; "
+            elif more and ({entry.dtype for entry in entries} != {entries[0].dtype} or {
+                    entry.shape[1:] for entry in entries} != {shape[1:]}
+                    or sum(entry.shape[0] for entry in entries) != row.shape[0]):
+                wrong.append(f"{', '.join(tensors)} are {', '.join(str(list(entry.shape)) for entry in entries)}; "
                              f"{settings.CONFIG} requires {list(row.shape)} for all of them together")
-            elif not more and found[0].shape != shape:
-                wrong.append(f"{name} is {list(found[0].shape)}; {settings.CONFIG} requires {list(shape)}")
+            elif not more and entries[0].shape != shape:
+                wrong.append(f"{name} is {list(entries[0].shape)}; {settings.CONFIG} requires {list(shape)}")
     table, head = ends_of(folder.family)
     own = head in left and not folder.model["tie_embeddings"] and model.tie_embeddings
     if model.tie_embeddings:

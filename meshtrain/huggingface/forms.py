@@ -131,10 +131,10 @@ def _side(text: str) -> Side | None:
     for number, word in enumerate(WORD.findall(text)):
         words: list[str] = []
         for part in re.findall(r"\*\([^()]*\)|\*\w+|\w+", word[1:] if word.startswith("(") else word):
-            found = part.strip("*()").split()
+            part_words = part.strip("*()").split()
             if part.startswith("*"):
-                stars.append((number, len(words), len(words) + len(found)))
-            words += found
+                stars.append((number, len(words), len(words) + len(part_words)))
+            words += part_words
         dims.append(tuple(words))
     return None if re.sub(WORD, "", text).strip() or len(stars) > 1 else Side(tuple(dims), stars[0] if stars else None)
 

@@ -91,12 +91,12 @@ def parse_json(text: bytes, what: str) -> dict:
             raise ValueError("a name occurs twice")
         return made
     try:
-        found = json.loads(text, object_pairs_hook=once)
+        document = json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:       # invalid UTF-8 included
         raise ValueError(f"{what} is broken: {str(error)[:80]}") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise ValueError(f"{what} is broken: it is no JSON object")
-    return found
+    return document
 
 
 def _entry(path: Path, name: str, given: Any, first: int) -> Entry:
@@ -124,13 +124,13 @@ def read(entry: Entry, start: int, stop: int) -> np.ndarray:
     """Return elements [start, stop) of a tensor in row-major order, in the file's dtype."""
     dtype = READABLE[entry.dtype]
     if entry.more:
-        found, begin = [], 0
-        for one in (dataclasses.replace(entry, more=()), *entry.more):
-            end = begin + (one.stop - one.start) // dtype.itemsize
+        parts, begin = [], 0
+        for tensor in (dataclasses.replace(entry, more=()), *entry.more):
+            end = begin + (tensor.stop - tensor.start) // dtype.itemsize
             if max(start, begin) < min(stop, end):
-                found.append(read(one, max(start, begin) - begin, min(stop, end) - begin))
+                parts.append(read(tensor, max(start, begin) - begin, min(stop, end) - begin))
             begin = end
-        return np.concatenate(found) if found else np.empty(0, dtype)
+        return np.concatenate(parts) if parts else np.empty(0, dtype)
     return np.frombuffer(_bytes(entry.path, *(entry.start + at * dtype.itemsize for at in (start, stop))), dtype)
 
 
@@ -139,15 +139,15 @@ def _bytes(path: Path, start: int, stop: int) -> bytearray | bytes:
     shorter; StorageError."""
     if remote := copies.remote(path):
         return buckets.read_range(remote, start, stop)
-    found = bytearray(stop - start)
+    content = bytearray(stop - start)
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
-        left = memoryview(found)
+        left = memoryview(content)
         while left:
             if not (count := file.readinto(left)):
                 raise OSError(None, "it is shorter than it was", str(path))
             left = left[count:]
-    return found
+    return content
 
 
 def copy(entries: Mapping[str, Entry], path: Path) -> None:

@@ -110,19 +110,19 @@ def stop_ids(directory: Path) -> tuple[int, ...]:
 
 def eos_ids(directory: Path, name: str) -> tuple[int, ...]:
     """Return eos_token_id of one of a folder's files; none if it is missing. Raises: ValueError."""
-    found = text_of(read(directory, name)).get("eos_token_id") if files.is_file(directory / name) else None
-    if found is None:
+    eos = text_of(read(directory, name)).get("eos_token_id") if files.is_file(directory / name) else None
+    if eos is None:
         return ()
-    ids = found if isinstance(found, list) else [found]
-    if not all(type(one) is int and 0 <= one < 2**31 for one in ids):
-        raise ValueError(f"{directory / name}: eos_token_id={_format(found)} is not a token id or a list of them")
+    ids = eos if isinstance(eos, list) else [eos]
+    if not all(type(id) is int and 0 <= id < 2**31 for id in ids):
+        raise ValueError(f"{directory / name}: eos_token_id={_format(eos)} is not a token id or a list of them")
     return tuple(ids)
 
 
 def longest(directory: Path) -> int:
     """Return max_position_embeddings, the longest sequence that the model was made for; 0 if it is not given."""
-    found = text_of(read(directory)).get("max_position_embeddings")
-    return found if type(found) is int and found > 0 else 0
+    length = text_of(read(directory)).get("max_position_embeddings")
+    return length if type(length) is int and length > 0 else 0
 
 
 def family_of(config: Mapping) -> Family:
@@ -197,10 +197,10 @@ def _value(model: Model, path: str) -> Any:
     if first == "kinds":
         letter, _, rest = rest.partition(".")
         return getattr(model.of(letter), rest)
-    found = getattr(model, first)
+    value = getattr(model, first)
     if first == "router_groups":
-        return found[int(rest)] if found else 1
-    return getattr(found, rest) if rest else found
+        return value[int(rest)] if value else 1
+    return getattr(value, rest) if rest else value
 
 
 def model_keys(config: Mapping, family: Family) -> dict:
@@ -225,7 +225,8 @@ def model_keys(config: Mapping, family: Family) -> dict:
                 flat[word.path] = word.ours(value, flat)
     for key, allowed in family.only.items():
         value = get(key)
-        if value is not None and allowed and not any(type(value) is type(one) and value == one for one in allowed):
+        if value is not None and allowed and not any(
+                type(value) is type(choice) and value == choice for choice in allowed):
             faults.append(f"{CONFIG}: {key}={_format(value)} cannot be computed; only "
                           f"{' or '.join(map(_format, allowed))} can")
     wrong: list[str] = []
@@ -282,9 +283,9 @@ def _in_one_form(config: Mapping, family: Family):
         config["layers_block_type"] = list(letters)
     if "global_head_dim" in family.keys:
         of_layers = config.get("per_layer_config")      # of layers with full attention; shapes are checked later
-        for one in list(of_layers.values())[:1] if isinstance(of_layers, dict) else []:
-            config |= {ours: one[key] for ours, key in spellings.IN_LAYERS.items()
-                       if isinstance(one, dict) and key in one}
+        for layer in list(of_layers.values())[:1] if isinstance(of_layers, dict) else []:
+            config |= {ours: layer[key] for ours, key in spellings.IN_LAYERS.items()
+                       if isinstance(layer, dict) and key in layer}
         if not config.get("attention_k_eq_v"):
             config.pop("num_global_key_value_heads", None)
     if "partial_rotary_factor" in family.defaults and (share := spellings.rotary_share(config, family)) is not None:
@@ -393,9 +394,9 @@ def _rope_keys(model: Model, family: Family, source: Mapping) -> dict:
 def _of_window(local: Any, model: Model) -> dict:
     """Return the keys of the rope of layers with a window; empty if they are those of the model. local: has the keys of
     these layers."""
-    found = {"rope_theta": local.rope_theta, "rope_scaling": dict(local.rope_scaling)}
-    same = found == {"rope_theta": model.rope_theta, "rope_scaling": dict(model.rope_scaling)}
-    return {} if same else {f"kinds.W.{key}": value for key, value in found.items()}
+    keys = {"rope_theta": local.rope_theta, "rope_scaling": dict(local.rope_scaling)}
+    same = keys == {"rope_theta": model.rope_theta, "rope_scaling": dict(model.rope_scaling)}
+    return {} if same else {f"kinds.W.{key}": value for key, value in keys.items()}
 
 
 def family_for(model: Model) -> Family:
@@ -416,7 +417,7 @@ def family_for(model: Model) -> Family:
 def _deciding_values(model: Model) -> dict:
     """Return the values that decide what a model computes; those of each mixer separately."""
     mixers, mlps = ({kind[i] for kind in pattern.kinds(model)} for i in (0, 1))
-    found = {"layers": pattern.kinds(model)} | {key: getattr(model, key) for key in (
+    values = {"layers": pattern.kinds(model)} | {key: getattr(model, key) for key in (
         *COMPUTED, *(OF_EXPERTS if "e" in mlps else ()), *(("mlp_dim",) if "d" in mlps else ()),
         *(OF_ATTENTION if mixers & set("FWNV") else ()), *(("linear",) if mixers & set("GKM") else ()),
         *(("max_seq_len",) if model.position == "learned" else ()))}
@@ -424,9 +425,9 @@ def _deciding_values(model: Model) -> dict:
         own = model.of(letter)
         keys = ("norm_placement", *(BY_MIXER if letter in "FWNV" else ()), *(("window",) if letter in "WV" else ()), *(
             ("rope_theta", "rope_scaling") if letter in "FW" and model.position == "rope" else ()))
-        found |= {f"{letter}.{key}": getattr(own, key) for key in keys}
-    score = found["multipliers"].score or model.head_dim ** -0.5
-    return found | {"multipliers": dict(found["multipliers"]) | {"score": score}}
+        values |= {f"{letter}.{key}": getattr(own, key) for key in keys}
+    score = values["multipliers"].score or model.head_dim ** -0.5
+    return values | {"multipliers": dict(values["multipliers"]) | {"score": score}}
 
 
 def _near(a: object, b: object) -> bool:
@@ -551,8 +552,8 @@ def sublayers(model: Model) -> tuple[list[int], list[int]]:
 def further_layers(config: Mapping) -> int:
     """Return the number of layers after the model's that predict further tokens (MTP)."""
     text = text_of(config)
-    found = text.get("num_nextn_predict_layers", text.get("num_mtp_layers"))
-    return found if type(found) is int and found > 0 else 0
+    count = text.get("num_nextn_predict_layers", text.get("num_mtp_layers"))
+    return count if type(count) is int and count > 0 else 0
 
 
 def _rope(config: Mapping, get: Get, family: Family, flat: Mapping) -> tuple[dict, list[str]]:

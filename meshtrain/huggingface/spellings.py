@@ -37,7 +37,7 @@ def compare(config: Mapping, family: Family) -> tuple[list[str], list[str]]:
     given = {key: value for key, value in config.items() if value is not None}
     pairs = [_pairs_of(given, names) for names in (*NAMES, *((key, alias) for alias, key in family.aliases.items()))]
     pairs += [*_pairs_inside(given), _pairs_of(given, EVERY_KEYS, _interval), _rotary(given, family), _blocks(given)]
-    faults = [_differ(found) for found in pairs if len({_comparable(value) for _, value in found}) > 1]
+    faults = [_differ(spellings) for spellings in pairs if len({_comparable(value) for _, value in spellings}) > 1]
     faults += [f"{CONFIG}: {key}={_format(given[key])} is not L…LG; only a pattern in which just the last layer has "
                f"full attention can be computed" for key in EVERY_KEYS if isinstance(given.get(key), str)
                and not re.fullmatch("L*G", given[key])]
@@ -57,13 +57,13 @@ def rope(config: Mapping, family: Family) -> tuple[Mapping, list[str], list[str]
             key in given for key in BY_LAYER):
         return given, [f"{CONFIG}: rope_scaling={_format(old)} does not say for which layers it is; give "
                        f"rope_parameters with an object for each kind of layer"], []
-    if not all(isinstance(one, dict) for one in (new or {}, old or {})):
+    if not all(isinstance(spelling, dict) for spelling in (new or {}, old or {})):
         return given, [], []        # `settings` reports the fault
     if new and old:
         theta = config.get("rope_theta") or family.defaults.get("rope_theta")
-        ours, theirs = (_comparable_rope(one, theta) for one in (new, old))
+        ours, theirs = (_comparable_rope(spelling, theta) for spelling in (new, old))
         both = f"{CONFIG}: rope_parameters={_format(new)} and rope_scaling={_format(old)} describe different ropes"
-        if any(key in one for key in BY_LAYER for one in (new, old)) and ours != theirs:
+        if any(key in spelling for key in BY_LAYER for spelling in (new, old)) and ours != theirs:
             return given, [f"{both} for several kinds of layers; remove one of them"], []
         if ours.get("rope_theta") != theirs.get("rope_theta"):
             return given, [f"{both}, the second with a rope_theta of {theirs.get('rope_theta')}; remove one of them, "
@@ -92,14 +92,14 @@ def _within(given: Mapping, config: Mapping, family: Family) -> list[str]:
     """Return notes on keys that are both inside and outside the object of a rope, and on its two names of a type."""
     whole = given.get("full_attention") if isinstance(given.get("full_attention"), dict) else given
     local = given.get("sliding_attention")
-    found = [("rope_theta", whole, "rope_theta")]
+    keys = [("rope_theta", whole, "rope_theta")]
     if "partial_rotary_factor" in family.defaults:
-        found.append(("partial_rotary_factor", whole, "partial_rotary_factor"))
+        keys.append(("partial_rotary_factor", whole, "partial_rotary_factor"))
     if isinstance(local, dict):
-        found.append(("rope_theta", local, "rope_local_base_freq"))
-    notes = [f"{CONFIG}: {outside}={_format(config[outside])} and {inside}={_format(one[inside])} inside the rope; the "
-             f"second is taken, as transformers does" for inside, one, outside in found
-             if config.get(outside) is not None and one.get(inside) is not None and config[outside] != one[inside]]
+        keys.append(("rope_theta", local, "rope_local_base_freq"))
+    notes = [f"{CONFIG}: {outside}={_format(config[outside])} and {inside}={_format(part[inside])} inside the rope; "
+             f"the second is taken, as transformers does" for inside, part, outside in keys
+             if config.get(outside) is not None and part.get(inside) is not None and config[outside] != part[inside]]
     name = "original_max_position_embeddings"
     if config.get(name) is not None and whole.get(name) is not None and config[name] != whole[name]:
         notes.append(f"{CONFIG}: {name}={_format(config[name])} and {_format(whole[name])} inside the rope; "
@@ -112,10 +112,10 @@ def _within(given: Mapping, config: Mapping, family: Family) -> list[str]:
 
 
 def _comparable_rope(given: Mapping, theta: object) -> dict:
-    found = {key: _comparable(value) for key, value in given.items()
+    comparable = {key: _comparable(value) for key, value in given.items()
              if value is not None and key not in (*IDLE_ROPE_KEYS, "type", "rope_type")}
-    return found if any(key in given for key in BY_LAYER) else {
-        "rope_theta": theta, "original_max_position_embeddings": None, **found, "rope_type": kind_of(given)}
+    return comparable if any(key in given for key in BY_LAYER) else {
+        "rope_theta": theta, "original_max_position_embeddings": None, **comparable, "rope_type": kind_of(given)}
 
 
 def _pairs_of(given: Mapping, names: Iterable[str],
@@ -139,10 +139,10 @@ def _pairs_inside(given: Mapping) -> Iterator[list[tuple[str, object]]]:
             names = of_linear(full, recurrent)
             yield [("layer_types", [LAYER_NAMES.get(str(name), name) for name in given["layer_types"]]),
                    ("linear_attn_config.full_attn_layers", names)]
-    if isinstance(layers, dict) and layers and isinstance(one := next(iter(layers.values())), dict):
+    if isinstance(layers, dict) and layers and isinstance(layer := next(iter(layers.values())), dict):
         for key, inside in IN_LAYERS.items():
             if key != "num_global_key_value_heads" or given.get("attention_k_eq_v"):
-                inner = _pairs_of(one, [inside])
+                inner = _pairs_of(layer, [inside])
                 yield _pairs_of(given, [key]) + [(f"per_layer_config.{name}", value) for name, value in inner]
 
 
@@ -153,7 +153,7 @@ def of_linear(full: list, recurrent: list) -> list[str]:
 
 def _blocks(given: Mapping) -> list[tuple[str, object]]:
     return _pairs_of(given, ("layers_block_type", "hybrid_override_pattern"), lambda value: [
-        LAYER_NAMES.get(str(one), one) for one in value] if isinstance(value, (list, str)) else value)
+        LAYER_NAMES.get(str(block), block) for block in value] if isinstance(value, (list, str)) else value)
 
 
 def rotary_share(config: Mapping, family: Family) -> float | None:
@@ -169,10 +169,10 @@ def _rotary(given: Mapping, family: Family) -> list[tuple[str, object]]:
     share, inside = rotary_share(given, family), given.get("rope_parameters") or given.get("rope_scaling")
     if share is None:
         return []
-    found = [("rotary_dim", share), *_pairs_of(given, ["partial_rotary_factor"])]
+    pairs = [("rotary_dim", share), *_pairs_of(given, ["partial_rotary_factor"])]
     if isinstance(inside, dict) and inside.get("partial_rotary_factor") is not None:
-        found.append(("partial_rotary_factor of the rope", inside["partial_rotary_factor"]))
-    return found
+        pairs.append(("partial_rotary_factor of the rope", inside["partial_rotary_factor"]))
+    return pairs
 
 
 def _layers(given: Mapping, family: Family) -> Iterator[str]:
@@ -200,8 +200,8 @@ def _epsilons(given: Mapping, family: Family) -> Iterator[str]:
                    f"transformers does")
 
 
-def _differ(found: list[tuple[str, object]]) -> str:
-    said = " and ".join(f"{key}={_format(value)}" for key, value in found)
+def _differ(pairs: list[tuple[str, object]]) -> str:
+    said = " and ".join(f"{key}={_format(value)}" for key, value in pairs)
     return f"{CONFIG}: {said} are the same setting with different values; remove the wrong ones"
 
 

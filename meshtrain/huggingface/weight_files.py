@@ -39,23 +39,23 @@ def entries(directory: Path) -> tuple[dict[str, safetensors.Entry], list[str]]:
         pickles = sorted(path.name for path in directory.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         what = f"; {pickles[0]} is a pickle, which is not opened, because it can run code" if pickles else ""
         raise ValueError(f"there is no {SINGLE} and no {INDEX}{what}; save the model as safetensors")
-    found, faults = {}, []
+    all_entries, faults = {}, []
     for file in files:
         try:
             here = safetensors.read_header(directory / file)
         except ValueError as error:
             faults.append(f"{file}: {error}")
             continue
-        if twice := sorted(found.keys() & here.keys()):
-            faults.append(f"{file}: {twice[0]} is in {found[twice[0]].path.name}, too")
-        found |= here
+        if twice := sorted(all_entries.keys() & here.keys()):
+            faults.append(f"{file}: {twice[0]} is in {all_entries[twice[0]].path.name}, too")
+        all_entries |= here
     if not faults and weight_map is not None:
         elsewhere = [f"{INDEX}: {name} is not in {file}" for name, file in sorted(weight_map.items())
-                     if name not in found or found[name].path.name != file]
+                     if name not in all_entries or all_entries[name].path.name != file]
         faults = elsewhere[:TOLD] + and_more(elsewhere, "tensors that are not where the index says")
     if faults:
         raise ValueError("\n".join(faults))
-    return found, notes
+    return all_entries, notes
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -42,8 +42,8 @@ class Ends:
 
     def describe(self, reader: Tokenizer) -> str:
         """Return the stop tokens and strings for messages: <|im_end|> (279), <|endoftext|> (277)."""
-        found = [format_token(reader, one) for one in self.ids] + [f"the text {one!r}" for one in self.stops]
-        return ", ".join(found) or "nothing but their length"
+        words = [format_token(reader, one) for one in self.ids] + [f"the text {one!r}" for one in self.stops]
+        return ", ".join(words) or "nothing but their length"
 
     def as_saved(self) -> dict:
         """Return the entry for a checkpoint's metadata."""
@@ -54,10 +54,10 @@ class Ends:
         return list(self.ids) if len(self.ids) > 1 else next(iter(self.ids), None)
 
 
-def agree_on(found: Callable[[], Ends]) -> Ends:
+def agree_on(find: Callable[[], Ends]) -> Ends:
     """Call found() in process 0; return its value in every process. Raises: as found()."""
-    one = agree.on_first(lambda: dataclasses.asdict(found()))
-    return Ends(**(one | {"ids": tuple(one["ids"]), "stops": tuple(one["stops"])}))
+    ends = agree.on_first(lambda: dataclasses.asdict(find()))
+    return Ends(**(ends | {"ids": tuple(ends["ids"]), "stops": tuple(ends["stops"])}))
 
 
 def format_token(reader: Tokenizer, id: int) -> str:
@@ -70,7 +70,7 @@ def of_template(template: chat.Template) -> Ends:
     eos_token. If it writes no special token, the text that it writes is a stop string; with a tokenizer.json, a text of
     only white space is none. Raises: ValueError if the template refuses a question with an answer."""
     (whole,) = chat.encode(template, [chat.Conversation(PROBE, [True, True])], learn_all=True)
-    ids, library = [int(one) for one in whole.ids], template.library
+    ids, library = [int(id) for id in whole.ids], template.library
     decode = template.tokenizer.decode if library is None else lambda some: library.decode(
         list(some), skip_special_tokens=False)
     rendered = decode(ids)
@@ -81,10 +81,10 @@ def of_template(template: chat.Template) -> Ends:
     if library is None:
         return Ends(stops=(text,) if text else ())
     special = {number for number, token in library.get_added_tokens_decoder().items() if token.special}
-    turn = next((one for one in ids[end:] if one in special), None)
+    turn = next((id for id in ids[end:] if id in special), None)
     eos = library.token_to_id(template.tokens.get("eos_token") or "")
-    found = tuple(dict.fromkeys(one for one in (turn, eos) if one is not None))
-    return Ends(found, (text,) if text and turn is None else (), turn)
+    stop_ids = tuple(dict.fromkeys(id for id in (turn, eos) if id is not None))
+    return Ends(stop_ids, (text,) if text and turn is None else (), turn)
 
 
 def of_folder(directory: Path | None) -> Ends:
@@ -99,13 +99,13 @@ def of_data(data: Data, vocab_size: int, before: Ends, folders: Sequence[Path]) 
     kinds = _kinds(data)
     turn = _of_chats(data, reader, folders, kinds) if kinds & set(CHATS) else Ends()
     own = (*turn.ids, *([eos] if data.eos or kinds - set(sources.CHATS) else ()))
-    ids = tuple(dict.fromkeys(one for one in (*own, *before.ids) if one < vocab_size))
+    ids = tuple(dict.fromkeys(id for id in (*own, *before.ids) if id < vocab_size))
     stops = tuple(dict.fromkeys((*turn.stops, *before.stops)))
     return Ends(ids if ids or stops else (eos,), stops, turn.turn if turn.turn in ids else None, reader.bos, turn.note)
 
 
 def _kinds(data: Data) -> set[str]:
-    return {one.source for one in data.mixture} if data.source == "mixture" else {data.source}
+    return {source.source for source in data.mixture} if data.source == "mixture" else {data.source}
 
 
 def _of_chats(data: Data, reader: Tokenizer, folders: Sequence[Path], kinds: set[str]) -> Ends:
@@ -116,29 +116,29 @@ def _of_chats(data: Data, reader: Tokenizer, folders: Sequence[Path], kinds: set
             return Ends()
         return Ends(note=f"it is unknown what the chat template writes after an answer: {error}")
     try:
-        found = of_template(template)
+        ends = of_template(template)
     except ValueError as error:
         return Ends(note=f"it is unknown what the chat template writes after an answer, since it refuses a question "
                          f"with an answer: {error}")
-    if found.turn is None and not found.stops:
-        return dataclasses.replace(found, note=(
+    if ends.turn is None and not ends.stops:
+        return dataclasses.replace(ends, note=(
             f"the chat template {template.path} writes no token after an answer that could end it, so the model does "
             f"not learn to stop; set data.chat_template to a template that writes an end of turn"))
-    if found.turn is not None and data.loss_on == "assistant" and kinds & set(sources.CHATS) and _is_not_learned(
-            template, found.turn):
-        return dataclasses.replace(found, note=(
-            f"the chat template {template.path} closes {{% generation %}} before {format_token(reader, found.turn)}, "
+    if ends.turn is not None and data.loss_on == "assistant" and kinds & set(sources.CHATS) and _is_not_learned(
+            template, ends.turn):
+        return dataclasses.replace(ends, note=(
+            f"the chat template {template.path} closes {{% generation %}} before {format_token(reader, ends.turn)}, "
             f"so the model does not learn to stop; set data.chat_template to a template that closes it after this "
             f"token"))
-    return found
+    return ends
 
 
 def _is_not_learned(template: chat.Template, turn: int) -> bool:
     try:
-        (one,) = chat.encode(template, [chat.Conversation(PROBE, [True, True])])
+        (encoded,) = chat.encode(template, [chat.Conversation(PROBE, [True, True])])
     except ValueError:      # reported when the conversations are read, with their line
         return False
-    return turn not in one.ids[one.mask]
+    return turn not in encoded.ids[encoded.mask]
 
 
 def of_saved(saved: Saved, companions: Path | None) -> Ends:
@@ -146,8 +146,8 @@ def of_saved(saved: Saved, companions: Path | None) -> Ends:
     Raises: ValueError."""
     recorded = saved.metadata["data"]
     bos = recorded["tokenizer"][1]
-    if found := recorded.get("ends"):
-        return Ends(tuple(found["ids"]), tuple(found["stops"]), found["turn"], bos)
+    if saved_ends := recorded.get("ends"):
+        return Ends(tuple(saved_ends["ids"]), tuple(saved_ends["stops"]), saved_ends["turn"], bos)
     before = of_folder(companions)      # saved by an earlier version
     try:
         return of_data(Data(**saved.run["data"]), saved.run["model"]["vocab_size"], before,
@@ -228,11 +228,11 @@ def generation_of(source: Path, ends: Ends) -> dict | None:
     if ids == before:
         return None
     if files.is_file(source / settings.GENERATION):
-        found = settings.read(source, settings.GENERATION)
+        content = settings.read(source, settings.GENERATION)
     else:       # without the file, other programs take these from config.json
         of_config = settings.text_of(settings.read(source))
-        found = {key: of_config[key] for key in ("bos_token_id", "pad_token_id") if of_config.get(key) is not None}
-    return {**found, "eos_token_id": Ends(ids).as_json()}
+        content = {key: of_config[key] for key in ("bos_token_id", "pad_token_id") if of_config.get(key) is not None}
+    return {**content, "eos_token_id": Ends(ids).as_json()}
 
 
 def write_ends(place: Path, source: Path | None, ends: Ends) -> None:
@@ -247,13 +247,13 @@ def write_ends(place: Path, source: Path | None, ends: Ends) -> None:
     if ends.turn is None or not files.is_file(path):
         return
     (name,) = tokenizer.names_of(path, ends.turn)
-    found = {one: settings.read(place, one) for one in chat.CONFIG_FILES if files.is_file(place / one)}
+    configs = {config: settings.read(place, config) for config in chat.CONFIG_FILES if files.is_file(place / config)}
     template = place / chat.TEMPLATE_FILE
-    texts = [json.dumps(one.get("chat_template")) for one in found.values()] + [
+    texts = [json.dumps(config.get("chat_template")) for config in configs.values()] + [
         template.read_text(encoding="utf-8") if files.is_file(template) else ""]
     if not name or any("eos_token" in text for text in texts):      # a new one would change what the template writes
         return
-    for file, content in found.items():
+    for file, content in configs.items():
         token = content.get("eos_token")
         written = token.get("content") if isinstance(token, dict) else token
         if written != name and ("eos_token" in content or file == chat.CONFIG_FILES[0]):

@@ -178,8 +178,8 @@ class Files:
         for file in self.open.values():
             self._try(lambda: os.fsync(file.fileno()))
             self._try(file.close)
-        found = agree.exchange(files.describe(self.failed) if self.failed else "")
-        if faults := list(dict.fromkeys(filter(None, found))):
+        failures = agree.exchange(files.describe(self.failed) if self.failed else "")
+        if faults := list(dict.fromkeys(filter(None, failures))):
             message = f"the weights could not be written: {'; '.join(faults)}"
             raise agree.mark_agreed(CheckpointError(message)) from self.failed
 
@@ -223,9 +223,9 @@ def _complete(place: Path, parts: Mapping[str, Mapping], size: int, config: dict
     if folder.SINGLE not in parts:
         weight_map = {tensor: name for name, tensors in parts.items() for tensor in tensors}
         if files.is_file(carried := place / model_folder.CARRIED):
-            found = safetensors.read_header(carried)
-            weight_map |= dict.fromkeys(found, model_folder.CARRIED)
-            size += sum(entry.stop - entry.start for entry in found.values())
+            entries = safetensors.read_header(carried)
+            weight_map |= dict.fromkeys(entries, model_folder.CARRIED)
+            size += sum(entry.stop - entry.start for entry in entries.values())
         files.write(place / folder.INDEX,
                     json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
     files.write(place / settings.CONFIG, json.dumps(config, indent=1))

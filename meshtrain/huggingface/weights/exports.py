@@ -64,7 +64,7 @@ class Exports:
             leaves = leaves_of(params)
             leaf = leaves.get if self._of_adapters else adapters.leaf(self.transformer, leaves)
             self._try(step, lambda: self._write(step, leaf, self.run.data.model_dump(), of))
-        self._make_saved({one for one in (*self.failed, *self._due()) if one < step})
+        self._make_saved({missing for missing in (*self.failed, *self._due()) if missing < step})
         return {}
 
     def set_aside_after(self, step: int) -> None:

@@ -70,8 +70,8 @@ def _in_bucket(target: Address) -> Iterator[Path]:
             raise ConfigError(f"{target} is being written by another process; wait for it, or name another folder")
 
     def check_claim() -> None:
-        found = buckets.read_versioned(target.below(CLAIM))
-        if found is None or found[0] != nonce.encode():
+        claimed = buckets.read_versioned(target.below(CLAIM))
+        if claimed is None or claimed[0] != nonce.encode():
             raise ConfigError(f"another process also writes to {target}: it has replaced or removed {CLAIM}; wait "
                               f"for it, or name another folder")
 
@@ -89,7 +89,7 @@ def _in_bucket(target: Address) -> Iterator[Path]:
 
     def commit(etags: dict[str, str]) -> None:
         check_claim()
-        there = {one.address.path.rpartition("/")[2]: one.etag for one in buckets.list_files(target)}
+        there = {file.address.path.rpartition("/")[2]: file.etag for file in buckets.list_files(target)}
         if lost := sorted(name for name, etag in etags.items() if there.get(name) != etag):
             raise ConfigError(f"another process also writes to {target}: it has replaced or removed "
                               f"{', '.join(lost)}; wait for it, or name another folder")
@@ -133,7 +133,7 @@ def discard_half(target: Target) -> None:
     """Remove the files of an incomplete folder in a bucket, which a killed writer has left. Raises: StorageError,
     OSError."""
     if isinstance(target, Address) and not exists(target):
-        buckets.remove([one.address for one in buckets.list_files(target)])
+        buckets.remove([file.address for file in buckets.list_files(target)])
 
 
 def set_aside(target: Target) -> str:

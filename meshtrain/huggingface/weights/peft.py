@@ -53,8 +53,8 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
         rows = [row for row in folder.rows(family, model, parameter_paths(transformer), prefixes)
                 if _adapter_paths(transformer, row)]
     ranks = {row.name: of.rank * len(_adapter_paths(transformer, row)) for row in rows}
-    tensors = {_tensor_name(row, layer, one): shape for layer in range(model.num_layers) for row in rows
-               if layer in row.layers for one, shape in zip("AB", _shapes(row, ranks[row.name]))}
+    tensors = {_tensor_name(row, layer, matrix): shape for layer in range(model.num_layers) for row in rows
+               if layer in row.layers for matrix, shape in zip("AB", _shapes(row, ranks[row.name]))}
     modules = {row.name: row.name.removesuffix(".weight") for row in rows}
     names = {name: _short(module, [*modules.values()]) for name, module in modules.items()}
     config = _config(of, base, {names[name]: rank for name, rank in ranks.items()}, conv1d=family.model_type == "gpt2")
@@ -65,8 +65,8 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
                 leaves = [(leaf(_path(path, "a")), leaf(_path(path, "b"))) for path in paths_of(row, stack)]
                 program = _program(row, leaves, written.dtype)
                 for layer, index in [(layer, places[layer][1]) for layer in row.layers if places[layer][0] == stack]:
-                    for one, array in zip("AB", program(leaves, np.int32(index)), strict=True):
-                        written.put(_tensor_name(row, layer, one), array)
+                    for matrix, array in zip("AB", program(leaves, np.int32(index)), strict=True):
+                        written.put(_tensor_name(row, layer, matrix), array)
         written.close()
 
         def finish() -> None:
@@ -84,10 +84,10 @@ def _tensor_name(row: folder.WeightRow, layer: int, matrix: str) -> str:
 
 def _adapter_paths(transformer: Transformer, row: folder.WeightRow) -> list[str]:
     """Return the paths of a row's parameters that have adapters."""
-    found = {info.name for info in transformer.parameters() if info.trainable}
+    trainable = {info.name for info in transformer.parameters() if info.trainable}
     stacks = [transformer.places()[layer][0] for layer in row.layers][:1]
     return [path for stack in stacks for path in paths_of(row, stack)
-            if path.endswith("/kernel") and _path(path, "a") in found]
+            if path.endswith("/kernel") and _path(path, "a") in trainable]
 
 
 def _path(kernel: str, name: str) -> str:

@@ -55,12 +55,12 @@ def open_folder(run: Run, transformer: Transformer) -> FolderWeights | None:
         # Each of several processes reads its shares of every tensor, so no host copies the whole folder of a bucket.
         directory = model_folder.local_path(source, weights="copied" if jax.process_count() == 1 else "ranges",
                                             tell=say.out)
-        found = folder.open_folder(directory)
+        opened = folder.open_folder(directory)
         folder.companions(directory)        # checked now rather than after the compile
-        return found, folder.match(found, run.model, parameter_paths(transformer))
+        return opened, folder.match(opened, run.model, parameter_paths(transformer))
 
 
-def load(found: folder.Folder, rows: Sequence[folder.WeightRow], places: Sequence[tuple[str, int]],
+def load(source: folder.Folder, rows: Sequence[folder.WeightRow], places: Sequence[tuple[str, int]],
          params: dict) -> dict:
     """Return the parameters with the folder's values; `params` is donated.
 
@@ -69,7 +69,7 @@ def load(found: folder.Folder, rows: Sequence[folder.WeightRow], places: Sequenc
     """
     leaves = trees.leaves_of(params)
     (mesh,) = {leaf.sharding.mesh for leaf in leaves.values()}
-    shares, block = NamedSharding(mesh, P(mesh.axis_names)), settings.scale_block(found.config)
+    shares, block = NamedSharding(mesh, P(mesh.axis_names)), settings.scale_block(source.config)
     programs: dict = {}         # kind of row -> program
     for row in rows:
         programs = {key: program for key, program in programs.items() if key[0] == row.kind}
@@ -78,7 +78,7 @@ def load(found: folder.Folder, rows: Sequence[folder.WeightRow], places: Sequenc
             paths = paths_of(row, stack)
             place = programs.setdefault((row.kind, stack), _program(
                 row, [leaves[path] for path in paths], mesh, block))
-            flat, scales = _shares(folder.entry_of(found, row, layer), shares), folder.scales_of(found, row, layer)
+            flat, scales = _shares(folder.entry_of(source, row, layer), shares), folder.scales_of(source, row, layer)
             whole = scales and _whole(scales, NamedSharding(mesh, P()))
             # Wait for the previous tensor, to bound memory and order the collectives.
             stacks = jax.block_until_ready([leaves[path] for path in paths])
@@ -105,28 +105,28 @@ def copy_companions(source: Path, target: Path, names: Sequence[str] = model_fol
 
     Tensors of the folder that the text model does not use are copied to one more file, model_folder.CARRIED.
     """
-    found = {path.name: partial(shutil.copyfile, path) for path in folder.companions(source) if path.name in names}
-    if model_folder.CARRIED in {*names} - found.keys() and (carried := folder.read_carried(source)):
-        found[model_folder.CARRIED] = partial(safetensors.copy, carried)
+    copies = {path.name: partial(shutil.copyfile, path) for path in folder.companions(source) if path.name in names}
+    if model_folder.CARRIED in {*names} - copies.keys() and (carried := folder.read_carried(source)):
+        copies[model_folder.CARRIED] = partial(safetensors.copy, carried)
     target.mkdir(exist_ok=True)
-    for name, copy in found.items():
+    for name, copy in copies.items():
         copy(target / f"{name}.tmp")
         os.replace(target / f"{name}.tmp", target / name)
     files.sync(target)
 
 
-def tell(found: folder.Folder) -> None:
-    for note in found.notes:
+def tell(source: folder.Folder) -> None:
+    for note in source.notes:
         say.out(f"note: {note}")
-    files = {entry.path for entry in found.entries.values()}
+    files = {entry.path for entry in source.entries.values()}
     further = " (modules that predict further tokens are not trained with the model)" if any(
-        name.startswith(MTP) or ".layers." in name and name.startswith(found.family.prefix) and "visual" not in name
-        for name in found.carried) else ""
-    size = sum(entry.stop - entry.start for entry in found.entries.values())
-    say.out(f"weights from {found.directory}: {found.family.model_type}, {amount(len(found.entries), 'tensor')} of "
+        name.startswith(MTP) or ".layers." in name and name.startswith(source.family.prefix) and "visual" not in name
+        for name in source.carried) else ""
+    size = sum(entry.stop - entry.start for entry in source.entries.values())
+    say.out(f"weights from {source.directory}: {source.family.model_type}, {amount(len(source.entries), 'tensor')} of "
             f"{size / 1e9:.2f} GB in {amount(len(files), 'file')}"
-            + (f"; exports also have {amount(len(found.carried), 'tensor')} beside the text model{further}"
-               if found.carried else ""))
+            + (f"; exports also have {amount(len(source.carried), 'tensor')} beside the text model{further}"
+               if source.carried else ""))
 
 
 def _shares(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
@@ -138,11 +138,11 @@ def _shares(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
 
     def share(index):
         start = index[0].start or 0
-        found = np.zeros(each, dtype)
+        numbers = np.zeros(each, dtype)
         stop = min(start + each, count)
         if stop > start:
-            found[:stop - start] = _read(entry, start, stop)
-        return found
+            numbers[:stop - start] = _read(entry, start, stop)
+        return numbers
     return jax.make_array_from_callback((each * num_shards,), sharding, share)
 
 
