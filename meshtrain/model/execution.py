@@ -83,9 +83,9 @@ class Execution:
 
     @property
     def early(self) -> bool:
-        """Return whether the MLP's down projection gets its gradient before the mixer's backward (`released`).
+        """Return whether the MLP's down projection gets its gradient before the mixer's backward.
 
-        Pipelines may run all W later.
+        See `block.wait_for_gradient`. Pipelines may run all W later.
         """
         return self.layout.sizes["stage"] == 1
 

@@ -10,6 +10,7 @@ round the scale.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.export
@@ -20,6 +21,9 @@ from jax.sharding import get_abstract_mesh
 
 from meshtrain.sharding.mesh import pmax
 from meshtrain.sharding.rules import GATHERED, Layout
+
+if TYPE_CHECKING:
+    from meshtrain.model.execution import Execution
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -85,7 +89,7 @@ def largest(arrays):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def project(ex, forms, out_axes, frozen, x, ws):
+def project(ex: Execution, forms, out_axes, frozen, x, ws):
     """Return the products of x with each of ws, in the compute dtype. Gradients are those of `layers.project`.
 
     forms: ((eq, logical axes of w), …). out_axes, frozen: as in `layers.project`. Without out_axes, x is part of the
@@ -94,7 +98,7 @@ def project(ex, forms, out_axes, frozen, x, ws):
     return _forward(ex, forms, out_axes, frozen, x, ws)[0]
 
 
-def _forward(ex, forms, out_axes, frozen, x, ws):
+def _forward(ex: Execution, forms, out_axes, frozen, x, ws):
     sx = _name_scale(scale_of(over_tokens(ex.layout, largest([x])), E4M3))
     qx = quantize(x, sx, E4M3)
     if not out_axes:                        # sequence parallel: (N-1)/N of B·T·D bytes, half of bfloat16's
@@ -111,7 +115,7 @@ def _forward(ex, forms, out_axes, frozen, x, ws):
     return tuple(ys), (None if frozen else qx, sx, ws if ex.numerics.remat == "none" else full, sw)
 
 
-def _backward(ex, forms, out_axes, frozen, saved, dys):
+def _backward(ex: Execution, forms, out_axes, frozen, saved, dys):
     qx, sx, ws, sw = saved
     full = _gather_quantized(ex, forms, ws, sw) if ex.numerics.remat == "none" else ws
     scale = scale_of(over_tokens(ex.layout, largest(dys)), E5M2)
@@ -139,7 +143,7 @@ def _name_scale(scale):
     return checkpoint_name(scale, SCALE)
 
 
-def _gather_quantized(ex, forms, ws, scale):
+def _gather_quantized(ex: Execution, forms, ws, scale):
     """Return the quantized weights, gathered over the axes that split tokens: (N-1)/N bytes per element."""
     full = []
     for (_, axes), w in zip(forms, ws, strict=True):
@@ -148,7 +152,7 @@ def _gather_quantized(ex, forms, ws, scale):
     return tuple(full)
 
 
-def _dot(ex, eq, a, b, dtype):
+def _dot(ex: Execution, eq, a, b, dtype):
     return jnp.einsum(eq, a, b, precision=ex.numerics.float8, preferred_element_type=dtype)
 
 
@@ -156,5 +160,5 @@ def _rescale(x, scale):
     return x * scale.astype(x.dtype)        # a power of two: exact
 
 
-def _on_residual(ex, x_BTD):
+def _on_residual(ex: Execution, x_BTD):
     return ex.layout.act(x_BTD, "batch", "residual_seq", None)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec as P, get_abstract_mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P, get_abstract_mesh
 
 from meshtrain import files
 from meshtrain.names import AXES
@@ -427,7 +427,7 @@ def _entry(names: Sequence[str]):
     return None if not names else names[0] if len(names) == 1 else tuple(names)
 
 
-def shardings(layout: Layout, mesh, table: str, axes_tree):
+def shardings(layout: Layout, mesh: Mesh | AbstractMesh, table: str, axes_tree):
     """Return a tree of NamedShardings for a tree of logical-axes tuples."""
     return jax.tree.map(lambda axes: NamedSharding(mesh, layout.spec(table, axes)), axes_tree, is_leaf=is_axes)
 

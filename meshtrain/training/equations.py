@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from meshtrain import jax_private
 
@@ -51,11 +51,11 @@ def value_of(env, v):
     return v.val if isinstance(v, Literal) else env[v]
 
 
-def is_matmul(eqn) -> bool:
+def is_matmul(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name.startswith(("dot_general", "ragged_dot"))
 
 
-def writes_memory(eqn) -> bool:
+def writes_memory(eqn: JaxprEqn) -> bool:
     """Return whether XLA never fuses this equation, so that its output is in memory.
 
     This holds for matmuls, kernels, loops and shard_maps.
@@ -63,18 +63,18 @@ def writes_memory(eqn) -> bool:
     return is_matmul(eqn) or any(inner_jaxprs(eqn))
 
 
-def reads_slices(eqn) -> bool:
+def reads_slices(eqn: JaxprEqn) -> bool:
     """Return whether this equation reads a slice of a stacked array without a copy.
 
     This holds for loops, and for kernels other than Triton's.
     """
-    def by_triton(eqn):
+    def by_triton(eqn: JaxprEqn):
         return eqn.primitive.name == "pallas_call" or any(by_triton(e) for inner in inner_jaxprs(eqn)
                                                           for e in inner.eqns)
     return writes_memory(eqn) and not by_triton(eqn)
 
 
-def inner_jaxprs(eqn):
+def inner_jaxprs(eqn: JaxprEqn):
     for given in eqn.params.values():
         for inner in given if isinstance(given, (tuple, list)) else (given,):
             if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):

@@ -6,7 +6,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh, Mesh
 
+from meshtrain.config.sections import Optimizer
 from meshtrain.model import params
 from meshtrain.model.transformer import Transformer
 from meshtrain.sharding import rules
@@ -40,7 +42,7 @@ class StateSpec:
         return jax.tree.map(lambda a: a.sharding, self.abstract)
 
 
-def describe_params(model: Transformer, layout: Layout, mesh) -> dict:
+def describe_params(model: Transformer, layout: Layout, mesh: Mesh | AbstractMesh) -> dict:
     """Return ShapeDtypeStructs of a model's parameters with the shardings in which they are stored, by [optimizer]."""
     table = model.parameters()
     placed = rules.shardings(layout, mesh, "optimizer", params.tree(table, lambda info: info.axes))
@@ -48,8 +50,8 @@ def describe_params(model: Transformer, layout: Layout, mesh) -> dict:
         table, lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding), placed)
 
 
-def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh, balance_rate: float = 0.0,
-             balance_rule: str = "sign") -> StateSpec:
+def describe(model: Transformer, optimizer_cfg: Optimizer, steps: int, layout: Layout, mesh: Mesh | AbstractMesh,
+             balance_rate: float = 0.0, balance_rule: str = "sign") -> StateSpec:
     """Return the StateSpec of a run.
 
     Parameters and optimizer state are stored as in [optimizer]. A step reads the parameters as in [params], see
@@ -73,7 +75,7 @@ def describe(model: Transformer, optimizer_cfg, steps: int, layout: Layout, mesh
     return StateSpec(tx, params.tree(table, lambda info: info.axes), trained_axes, State(step, p, opt_state))
 
 
-def optimizer_bytes(model: Transformer, optimizer_cfg, steps: int) -> float:
+def optimizer_bytes(model: Transformer, optimizer_cfg: Optimizer, steps: int) -> float:
     """Return the bytes of optimizer state per parameter, the mean over all parameters."""
     one_device = MeshSpec({})
     spec = describe(model, optimizer_cfg, steps, Layout(rules.parse(""), one_device.sizes), one_device.abstract())
