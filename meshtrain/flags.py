@@ -168,18 +168,18 @@ def find_known(names: Sequence[str], libraries: Sequence[Path] | None = None) ->
     searched for the names, in 0.3 s.
     """
     libraries = xla_libraries() if libraries is None else libraries
-    found = set(names) if libraries else set()
+    known = set(names) if libraries else set()
     for library in libraries:
         with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
-            found = {name for name in found if code.find(name.removeprefix("--").encode() + b"\0") >= 0}
-    return found
+            known = {name for name in known if code.find(name.removeprefix("--").encode() + b"\0") >= 0}
+    return known
 
 
 def xla_libraries() -> list[Path]:
     """Return the paths of the installed XLA libraries."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for package, pattern in (("jaxlib", JAXLIB), ("jax_plugins", "xla_*/xla_*_plugin.so")):
         spec = importlib.util.find_spec(package)
         for folder in (spec.submodule_search_locations or ()) if spec else ():
-            found += Path(folder).glob(pattern)
-    return found
+            paths += Path(folder).glob(pattern)
+    return paths

@@ -74,10 +74,10 @@ class ProgramCosts(JsonTable):
     @property
     def sent_bytes(self) -> dict[str, int]:
         """Kind of collective -> bytes that a device sends in a step."""
-        found: dict[str, int] = {}
+        by_kind: dict[str, int] = {}
         for row in self.collectives["compiled"]:
-            found[row["kind"]] = found.get(row["kind"], 0) + row["bytes"]
-        return found
+            by_kind[row["kind"]] = by_kind.get(row["kind"], 0) + row["bytes"]
+        return by_kind
 
 
 class StepCosts(ProgramCosts):
@@ -165,11 +165,11 @@ def name_all(experiments: Sequence | Mapping) -> dict:
     the same layout."""
     if isinstance(experiments, Mapping):
         return dict(experiments)
-    found = {one.layout: one for one in experiments}
-    if len(found) < len(experiments):
-        raise ConfigError(f"the {len(experiments)} experiments to compare have only {len(found)} different layouts; "
-                          f'give them names, mt.compare({{"a": …}})')
-    return found
+    by_layout = {one.layout: one for one in experiments}
+    if len(by_layout) < len(experiments):
+        raise ConfigError(f"the {len(experiments)} experiments to compare have only {len(by_layout)} different "
+                          f'layouts; give them names, mt.compare({{"a": …}})')
+    return by_layout
 
 
 def comparison_row(name: str, layout: str, costs: StepCosts, steps: Sequence[Mapping[str, float]]) -> dict:

@@ -90,8 +90,8 @@ def _columns(schedule: Schedule, panel: Panel) -> list[list[str]]:
     active = (schedule.ops[..., 0] >= 0).any(1)
     slots = [(t, kind) for t in range(panel.start, panel.stop) for kind in np.flatnonzero(active[t])]
     stages = range(schedule.num_stages)
-    found = [[f"stage {s}" for s in stages], *([_cell(schedule, t, s, kind) for s in stages] for t, kind in slots)]
-    return [[cell.ljust(max(map(len, column))) for cell in column] for column in found]
+    columns = [[f"stage {s}" for s in stages], *([_cell(schedule, t, s, kind) for s in stages] for t, kind in slots)]
+    return [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
 
 
 def _width(columns: Sequence[Sequence[str]]) -> int:

@@ -41,9 +41,9 @@ def of(run_dirs: Sequence[str]) -> dict:
     for run_dir in dict.fromkeys(run_dirs):
         try:
             run_files.append(_flat(measured.run_file(run_dir)))
-            found = measured.of(run_dir)
-            told.append({key: found[key] for key in OF_RUN} | {"curves": {key: _curve(found["rows"], key)
-                                                                          for key in CURVES}})
+            data = measured.of(run_dir)
+            told.append({key: data[key] for key in OF_RUN} | {"curves": {key: _curve(data["rows"], key)
+                                                                         for key in CURVES}})
         except ValueError as error:
             mistakes.append(str(error))
     if mistakes:
@@ -59,24 +59,24 @@ def of(run_dirs: Sequence[str]) -> dict:
 
 
 def _find_duplicates(run_dirs: Sequence[str]) -> list[str]:
-    found: dict[str, str] = {}
+    run_dirs_by_place: dict[str, str] = {}
     mistakes = []
     for run_dir in run_dirs:
         directory = contents.open_run(run_dir)
         place = str(directory.resolve() if files.is_dir(directory) else directory)
-        if place in found:
-            also = "" if found[place] == run_dir else f" (as {found[place]}, too)"
+        if place in run_dirs_by_place:
+            also = "" if run_dirs_by_place[place] == run_dir else f" (as {run_dirs_by_place[place]}, too)"
             mistakes.append(f"{run_dir} is given twice{also}; give different runs")
-        found.setdefault(place, run_dir)
+        run_dirs_by_place.setdefault(place, run_dir)
     return mistakes
 
 
 def _flat(table: Mapping, begin: str = "") -> dict[str, object]:
     """Return nested tables as {"section.key": value}."""
-    found: dict[str, object] = {}
+    flat: dict[str, object] = {}
     for key, value in table.items():
-        found |= _flat(value, f"{begin}{key}.") if isinstance(value, dict) and value else {f"{begin}{key}": value}
-    return found
+        flat |= _flat(value, f"{begin}{key}.") if isinstance(value, dict) and value else {f"{begin}{key}": value}
+    return flat
 
 
 def _differing(run_files: Sequence[Mapping[str, object]]) -> list[dict]:
@@ -87,10 +87,10 @@ def _differing(run_files: Sequence[Mapping[str, object]]) -> list[dict]:
     return [{"key": key, "values": values(key)} for key in keys if len(set(values(key))) > 1]
 
 
-def _curve(found: Mapping, key: str) -> list[tuple[int, float]]:
-    """Return the points (step, value) of a curve, at most about MOST_POINTS. found: the rows of `measured.of`."""
-    values = found["smoothed"].get(key) or found[key]
-    points = [(step, value) for step, value in zip(found["step"], values) if value is not None]
+def _curve(columns: Mapping, key: str) -> list[tuple[int, float]]:
+    """Return the points (step, value) of a curve, at most about MOST_POINTS. columns: the rows of `measured.of`."""
+    values = columns["smoothed"].get(key) or columns[key]
+    points = [(step, value) for step, value in zip(columns["step"], values) if value is not None]
     every = -(-len(points) // MOST_POINTS)
     return points if every < 2 else [*points[:-1:every], points[-1]]
 
@@ -99,9 +99,9 @@ def _loss_at(run: Mapping, tokens: int) -> float | None:
     """Return the mean loss over the last fraction LATEST of the steps up to `tokens` tokens; None if these steps have
     no loss."""
     step = tokens // run["tokens_per_step"]
-    found = [line.row["loss"] for line in rows.MetricRows(contents.open_run(run["dir"]) / rows.NAME).lines()
-             if line.row and (1 - LATEST) * step < line.row["step"] <= step and line.row.get("loss") is not None]
-    return sum(found) / len(found) if found else None
+    losses = [line.row["loss"] for line in rows.MetricRows(contents.open_run(run["dir"]) / rows.NAME).lines()
+              if line.row and (1 - LATEST) * step < line.row["step"] <= step and line.row.get("loss") is not None]
+    return sum(losses) / len(losses) if losses else None
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def numbers(data: Mapping) -> list[tuple[str, list[tuple[str, float | None]]]]:
         return ("–", None) if value is None else (show(value), value)
 
     loss, share = "{:.4f}".format, "{:.1%}".format
-    found = [("state", [(re.split("[:;,]", run["state"])[0], None) for run in data["runs"]]),
+    table = [("state", [(re.split("[:;,]", run["state"])[0], None) for run in data["runs"]]),
              ("step", [(f"{run['step']:,} of {run['steps']:,}", run["step"]) for run in data["runs"]]),
              ("tokens", [(many(run["tokens"]), run["tokens"]) for run in data["runs"]])]
     of = {"loss at first": (loss, lambda run: run["loss"]["first"]),
@@ -128,8 +128,8 @@ def numbers(data: Mapping) -> list[tuple[str, list[tuple[str, float | None]]]]:
           "MFU, median": (share, lambda run: run["speed"]["mfu"] or None),
           "goodput": (share, lambda run: run["goodput"]),
           "time in all": (duration, lambda run: sum(run["time_s"].values()) or None)}
-    found += [(name, [number(show, value(run)) for run in data["runs"]]) for name, (show, value) in of.items()]
-    return [row for row in found if any(text != "–" for text, _ in row[1])]
+    table += [(name, [number(show, value(run)) for run in data["runs"]]) for name, (show, value) in of.items()]
+    return [row for row in table if any(text != "–" for text, _ in row[1])]
 
 
 def verdict(data: Mapping) -> str:

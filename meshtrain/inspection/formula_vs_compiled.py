@@ -78,9 +78,9 @@ def differences(made: Assembly, formulas: Formulas, held: Mapping[str, int | Non
         named = f": {_name_moved(made, program, key)}" if after else ""
         lines.append(f"{what}, {size(after)}, has no formula{named}" if not before
                      else f"{what}: {_than(after, before)}{named if after > before else ''}")
-    found = matmul_flops(program)
-    if abs(found - formulas.matmul_flops) > FLOPS * found:
-        lines.append(f"matmuls: {found:.4g} FLOPs compiled, {formulas.matmul_flops:.4g} by the formulas")
+    compiled_flops = matmul_flops(program)
+    if abs(compiled_flops - formulas.matmul_flops) > FLOPS * compiled_flops:
+        lines.append(f"matmuls: {compiled_flops:.4g} FLOPs compiled, {formulas.matmul_flops:.4g} by the formulas")
     return lines
 
 

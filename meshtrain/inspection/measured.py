@@ -60,14 +60,14 @@ def of(run_dir: str) -> dict:
     run, directory = run_file(run_dir := str(run_dir)), contents.open_run(run_dir)
     name, steps = run["run"]["name"], int(run["training"]["steps"])
     per_step = int(run["data"]["global_batch"]) * int(run["data"]["seq_len"])
-    found = rows.MetricRows(directory / rows.NAME)
+    metric_rows = rows.MetricRows(directory / rows.NAME)
     try:
-        metrics = _Metrics(found)
-        experts = _experts(found, metrics.with_experts)
+        metrics = _Metrics(metric_rows)
+        experts = _experts(metric_rows, metrics.with_experts)
         attempts = goodput.list_attempts(history.read(directory))
         changes = rows.Log(directory / contents.CHANGES, rows.is_change).read()
     except OSError as error:
-        raise ValueError(f"{error.filename or found.path} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{error.filename or metric_rows.path} cannot be read: {error.strerror}") from None
     done = metrics.last.get("step", 0)
     return {"name": name, "dir": run_dir, "steps": steps, "tokens_per_step": per_step, "step": done,
             "tokens": metrics.last.get("tokens", done * per_step), "state": _state(directory, attempts, done, steps),
@@ -87,10 +87,10 @@ class _Metrics:
     """All metrics rows as one float64 column per key. last: the last row. skipped: number of skipped steps.
     with_experts: number of rows with expert load by layer. no_rows: number of non-empty lines that are no rows."""
 
-    def __init__(self, found: rows.MetricRows):
+    def __init__(self, metric_rows: rows.MetricRows):
         self.columns = {key: array.array("d") for key in (*CURVES, "checkpoint_wait_s")}
         self.last, self.skipped, self.with_experts, self.no_rows = {}, 0, 0, 0
-        for line in found.lines():
+        for line in metric_rows.lines():
             if line.row is None:
                 self.no_rows += not line.empty
                 continue
@@ -191,11 +191,11 @@ def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     def plain(values) -> list[float | None]:
         return [None if math.isnan(value) else float(value) for value in values]
 
-    found = {key: plain(columns[key][k] for k in kept) for key in CURVES}
+    curves = {key: plain(columns[key][k] for k in kept) for key in CURVES}
     window = count // 40 | 1
     smoothed = {key: plain(_smooth(np.asarray(columns[key]), window)[list(kept)]) for key in SMOOTHED} if (
         window > 1) else {}
-    return found | {"step": [int(columns["step"][k]) for k in kept], "window": window, "smoothed": smoothed}
+    return curves | {"step": [int(columns["step"][k]) for k in kept], "window": window, "smoothed": smoothed}
 
 
 def _smooth(values: np.ndarray, window: int) -> np.ndarray:
@@ -228,19 +228,19 @@ def _experts(metric_rows: rows.MetricRows, count: int) -> dict | None:
     if not layers:
         return None
     stretch = -(-count // MOST_STRETCHES)
-    found: dict[str, list] = {"layers": layers, "steps": [], "max": [], "min": [], "entropy": []}
+    load: dict[str, list] = {"layers": layers, "steps": [], "max": [], "min": [], "entropy": []}
     for number, row in enumerate(filter(_has_experts, metric_rows), -count % stretch):    # the first interval is short
         if len(row[LOAD_BY_LAYER[0]]) != len(last[LOAD_BY_LAYER[0]]):
             continue
-        if number % stretch == 0 or not found["steps"]:
-            found["steps"].append(row["step"])
+        if number % stretch == 0 or not load["steps"]:
+            load["steps"].append(row["step"])
             for name in ("max", "min", "entropy"):
-                found[name].append([None] * len(layers))
-        found["steps"][-1] = row["step"]
+                load[name].append([None] * len(layers))
+        load["steps"][-1] = row["step"]
         for name, pick, key in zip(("max", "min", "entropy"), (max, min, min), LOAD_BY_LAYER):
-            values = [(had, row[key][i]) for had, i in zip(found[name][-1], layers)]
-            found[name][-1] = [pick((value for value in pair if value is not None), default=None) for pair in values]
-    return found
+            values = [(had, row[key][i]) for had, i in zip(load[name][-1], layers)]
+            load[name][-1] = [pick((value for value in pair if value is not None), default=None) for pair in values]
+    return load
 
 
 def _answers(directory: Path, last: int) -> dict | None:
@@ -259,7 +259,7 @@ def _answers(directory: Path, last: int) -> dict | None:
 
 def _read_price(directory: Path) -> dict | None:
     try:
-        found = json.loads((directory / COST).read_text(encoding="utf-8"))
+        cost = json.loads((directory / COST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and PRICED <= found.keys() else None
+    return cost if isinstance(cost, dict) and PRICED <= cost.keys() else None

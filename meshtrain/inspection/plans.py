@@ -34,19 +34,19 @@ class Length:
         return (*(("days", "GPU hours") if self.tokens else ()), *(("tokens for it",) if self.hours else ()))
 
     def cells(self, question: Question, plan: Plan) -> tuple[str, ...]:
-        found = self.as_json(question, plan)
-        return (*((f"{found['days']:,.1f}", f"{found['gpu_hours']:,.0f}") if self.tokens else ()),
-                *((f"{found['tokens_for_budget'] / 1e9:,.1f}B",) if self.hours else ()))
+        numbers = self.as_json(question, plan)
+        return (*((f"{numbers['days']:,.1f}", f"{numbers['gpu_hours']:,.0f}") if self.tokens else ()),
+                *((f"{numbers['tokens_for_budget'] / 1e9:,.1f}B",) if self.hours else ()))
 
     def as_json(self, question: Question, plan: Plan) -> dict[str, float]:
         """Return the requested numbers, without restarts, validation and other pauses."""
         per_hour = 3600 * plan.price.tokens_per_s_per_gpu
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         if self.tokens:
-            found |= {"days": self.tokens / per_hour / question.num_gpus / 24, "gpu_hours": self.tokens / per_hour}
+            numbers |= {"days": self.tokens / per_hour / question.num_gpus / 24, "gpu_hours": self.tokens / per_hour}
         if self.hours:
-            found["tokens_for_budget"] = self.hours * per_hour
-        return found
+            numbers["tokens_for_budget"] = self.hours * per_hour
+        return numbers
 
 
 def scaling(answers: list[tuple[Question, Answer]], length: Length) -> str:
@@ -145,27 +145,27 @@ def first(question: Question, answer: Answer, gap: Gap | None = None) -> dict | 
             "time_s": time_s, "mesh": summary.mesh(MeshSpec(plan.sizes, plan.placed.mesh.placement), gpu, gpu.name)}
 
 
-def sampling(found: dict) -> str:
-    """Return a text about the cost of sampling under the first plan. found: from `commands.plan.price_sampling`."""
-    if "file_bytes" in found:
-        fits = found["slots_that_fit"]
-        return (f"A separate sampler with the {found['gpus']} GPUs of a host (tensor {found['tensor']}): "
-                f"{size(found['weights_bytes'])} of weights and {size(found['cache_bytes'])} of cache on each; "
-                f"{found['slots']:,} slots"
-                + (f" ({fits:,} fit)" if fits >= found["slots"] else f", but only {fits:,} FIT: set rl.slots")
-                + f", {seconds(found['token_s'])} a token with full slots, "
-                f"{found['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU; one sampler alone samples a batch in at most "
-                f"{seconds(found['batch_s_at_most'])}. Each version of the weights is "
-                f"{size(found['file_bytes'])}, written once and read by every sampler.")
-    if not found["slots_that_fit"]:
-        return (f"Sampling under the first plan: NO slot fits next to {size(found['weights_bytes'])} of weights and "
+def sampling(costs: dict) -> str:
+    """Return a text about the cost of sampling under the first plan. costs: from `commands.plan.price_sampling`."""
+    if "file_bytes" in costs:
+        fits = costs["slots_that_fit"]
+        return (f"A separate sampler with the {costs['gpus']} GPUs of a host (tensor {costs['tensor']}): "
+                f"{size(costs['weights_bytes'])} of weights and {size(costs['cache_bytes'])} of cache on each; "
+                f"{costs['slots']:,} slots"
+                + (f" ({fits:,} fit)" if fits >= costs["slots"] else f", but only {fits:,} FIT: set rl.slots")
+                + f", {seconds(costs['token_s'])} a token with full slots, "
+                f"{costs['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU; one sampler alone samples a batch in at most "
+                f"{seconds(costs['batch_s_at_most'])}. Each version of the weights is "
+                f"{size(costs['file_bytes'])}, written once and read by every sampler.")
+    if not costs["slots_that_fit"]:
+        return (f"Sampling under the first plan: NO slot fits next to {size(costs['weights_bytes'])} of weights and "
                 f"the training state; use a larger mesh.tensor, or rl.rules that shard the weights further.")
     return (f"Sampling under the first plan, once a batch of answers: weights to the sampler "
-            f"{seconds(found['sync_s'])}; "
-            f"{found['slots']:,} slots ({found['slots_that_fit']:,} fit), "
-            f"{seconds(found['token_s'])} a token with full "
-            f"slots, {found['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU; at most "
-            f"{seconds(found['batch_s_at_most'])} a batch, if all answers have rl.max_tokens.")
+            f"{seconds(costs['sync_s'])}; "
+            f"{costs['slots']:,} slots ({costs['slots_that_fit']:,} fit), "
+            f"{seconds(costs['token_s'])} a token with full "
+            f"slots, {costs['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU; at most "
+            f"{seconds(costs['batch_s_at_most'])} a batch, if all answers have rl.max_tokens.")
 
 
 def _short(plan: Plan) -> str:
@@ -179,11 +179,11 @@ def verification_table(question: Question, plans: list[Plan], compiled: list[dic
 
     def by_axes(traffic: Mapping[str, float]) -> str:
         return ", ".join(f"{axes} {size(sent)}" for axes, sent in sorted(traffic.items()) if sent >= 2**20) or "–"
-    for k, (plan, found) in enumerate(zip(plans, compiled), 1):
-        one, held = plan.price, found["memory_bytes"]["total"]
+    for k, (plan, program) in enumerate(zip(plans, compiled), 1):
+        one, held = plan.price, program["memory_bytes"]["total"]
         fits = "" if held <= question.usable_bytes else ", does not fit"
         rows.append((str(k), size(one.memory_bytes["total"]), size(held) + fits, seconds(one.step_s),
-                     seconds(found["step_time_s"]), by_axes(one.traffic_bytes), by_axes(found["traffic_bytes"])))
+                     seconds(program["step_time_s"]), by_axes(one.traffic_bytes), by_axes(program["traffic_bytes"])))
     return columns(rows)
 
 
@@ -218,16 +218,16 @@ def alike(plans: Sequence[Plan]) -> list[tuple[str, list[Plan]]]:
     """Return groups of consecutive plans that are alike, with their numbers: [("1", [first]), ("2–4", [second, third,
     fourth]), …]. Plans are alike if they have equal schedules, remat policies and printed memory, and step times within
     ALIKE."""
-    found: list[list[Plan]] = []
+    groups: list[list[Plan]] = []
     for plan in plans:
-        if found and _row(plan) == _row(found[-1][0]) and (
-                plan.price.step_s <= (1 + ALIKE) * found[-1][0].price.step_s):
-            found[-1].append(plan)
+        if groups and _row(plan) == _row(groups[-1][0]) and (
+                plan.price.step_s <= (1 + ALIKE) * groups[-1][0].price.step_s):
+            groups[-1].append(plan)
         else:
-            found.append([plan])
-    begins = itertools.accumulate(map(len, found), initial=1)
+            groups.append([plan])
+    begins = itertools.accumulate(map(len, groups), initial=1)
     return [(f"{begin}–{begin + len(group) - 1}" if len(group) > 1 else str(begin), group)
-            for begin, group in zip(begins, found)]
+            for begin, group in zip(begins, groups)]
 
 
 def _row(plan: Plan) -> tuple[object, ...]:
@@ -300,11 +300,11 @@ def sentences(question: Question, plans: list[Plan]) -> list[str]:
 
 def _losses(question: Question, plan: Plan) -> list[tuple[str, float, str]]:
     """Return (cause, seconds, remedy) for each part of a step that is not useful compute."""
-    one, sizes, found = plan.price, plan.sizes, []
+    one, sizes, losses = plan.price, plan.sizes, []
     if RECOMPUTED[plan.options.remat].products:
-        found.append(("recomputation", one.parts["matmul"] / 4,
-                      "more memory for activations (more GPUs, or another layout), which would "
-                      "avoid recomputing the forward"))
+        losses.append(("recomputation", one.parts["matmul"] / 4,
+                       "more memory for activations (more GPUs, or another layout), which would "
+                       "avoid recomputing the forward"))
     for name, lost_s in one.exposed.items():
         crossed = link(question, plan, (name,)) if name in AXES and sizes[name] > 1 else "its links"
         remedy = {
@@ -319,9 +319,9 @@ def _losses(question: Question, plan: Plan) -> list[tuple[str, float, str]]:
             traffic.EXPERTS: "fewer, larger microbatches: experts' weights are gathered in each",
             "scales": "more tokens in each microbatch: a layer's scales cost the same for any number of tokens",
         }.get(name, "fewer stages")
-        found.append((f"{name} ({crossed})" if name in AXES else f"data exchanged {name}", lost_s, remedy))
+        losses.append((f"{name} ({crossed})" if name in AXES else f"data exchanged {name}", lost_s, remedy))
     if one.bubble_s:
-        found.append(("the pipeline's bubble", one.bubble_s,
-                      "more microbatches (a larger global batch, or fewer replicas)"))
-    found.append(("the optimizer's update", one.update_s, "states split over more GPUs"))
-    return found
+        losses.append(("the pipeline's bubble", one.bubble_s,
+                       "more microbatches (a larger global batch, or fewer replicas)"))
+    losses.append(("the optimizer's update", one.update_s, "states split over more GPUs"))
+    return losses

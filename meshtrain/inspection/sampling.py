@@ -72,8 +72,9 @@ class SamplingCosts:
                      if not info.trainable and self.costs.is_copied(info))
         weights = round(frozen) + (by_name["sync"].output_size_in_bytes if "sync" in by_name else 0)
         first = by_name["sync"].temp_size_in_bytes if "sync" in by_name else 0
-        found = {"state": ruled["state"], "weights": weights, "cache": cache, "temporaries": max(later, first - cache)}
+        compiled = {"state": ruled["state"], "weights": weights, "cache": cache,
+                    "temporaries": max(later, first - cache)}
 
         def total(held: dict[str, int | None]) -> dict[str, int | None]:
             return held | {"total": sum(filter(None, held.values()))}
-        return {"formula": total(ruled), "compiled": total(found)}
+        return {"formula": total(ruled), "compiled": total(compiled)}

@@ -34,24 +34,24 @@ def find_gathers_in_loops(made: Assembly, program: audit.ProgramAudit) -> list[s
         return set() if made.choice else {a for axis in axes for a in layout.mesh_axes("params", axis)}
 
     tokens = set(layout.token_axes)
-    found: Counter = Counter()
+    sent_bytes: Counter = Counter()
     for row in program.collectives:
         if row.kind != "all-gather" or row.trips == 1 or not set(row.axes) <= tokens:
             continue
         for dims in row.arrays:
             names = [name for name in named(dims) if infos[name].role not in ("norm", "bias")]
             if names and not any(set(row.axes) <= axes_in_params(name) for name in names):
-                found[" or ".join(names), row.axes, row.trips] += row.bytes // len(row.arrays)
+                sent_bytes[" or ".join(names), row.axes, row.trips] += row.bytes // len(row.arrays)
     return [f"{name} is all-gathered over {' × '.join(axes)} {trips:,} times a step inside a loop, {size(sent)}: "
             f"[params] of {layout.rules.path} does not split it over them, so once per step would be enough"
-            for (name, axes, trips), sent in found.items()]
+            for (name, axes, trips), sent in sent_bytes.items()]
 
 
 def find_replicated(made: Assembly, logged: Iterable[str]) -> list[str]:
     """Find tensors that XLA replicates fully to reshard them. Equal log lines count once: a step that is compiled twice
     logs each twice."""
     named, seen = expect.tensors(made), set[str]()
-    found: Counter = Counter()
+    counts: Counter = Counter()
     for line in logged:
         if (match := REPLICATED.search(line)) and match.group() not in seen:
             seen.add(match.group())
@@ -60,8 +60,8 @@ def find_replicated(made: Assembly, logged: Iterable[str]) -> list[str]:
             dims = tuple(int(n) for n in re.findall(r"\d+", array.partition("[")[2]))
             where = ", ".join(named(dims)) or audit.short_source(source.group(1) if source else "")
             where = where or "an operation without a name"
-            found[f"{array} of {where}", before, after] += 1
+            counts[f"{array} of {where}", before, after] += 1
     return [f"XLA replicates {what} on every device to change its sharding from {before} to {after}"
             + (f", {count} times in the program" if count > 1 else "")
             + "; a rule or constraint that gives both the same sharding avoids it"
-            for (what, before, after), count in found.items()]
+            for (what, before, after), count in counts.items()]

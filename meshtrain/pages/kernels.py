@@ -36,13 +36,13 @@ PLACES = {"model/loss.py": "head and loss", "model/rope.py": "rotary embedding",
 def weights(parameters: Sequence[Mapping]) -> dict[str, str]:
     """Return letters of a weight -> its name; weights with the same letters share one entry. A dimension without a
     logical axis is a dot. parameters: from the JSON of `inspect`, with name and axes."""
-    found: dict[str, list[str]] = {}
+    names_by_shape: dict[str, list[str]] = {}
     for row in parameters:
         letters = "".join(LETTERS.get(axis, ".") for axis in row["axes"] if axis != "layers")
         if len(letters.replace(".", "")) and len(letters) > 1 and not row["name"].endswith("bias"):
-            found.setdefault(letters, []).append(row["name"].removeprefix("layers/").removesuffix("/kernel"))
+            names_by_shape.setdefault(letters, []).append(row["name"].removeprefix("layers/").removesuffix("/kernel"))
     return {letters: " and ".join(sorted(set(names))) if len(set(names)) < 4 else f"{len(set(names))} weights"
-            for letters, names in found.items()}
+            for letters, names in names_by_shape.items()}
 
 
 def describe(row: Mapping, names: Mapping[str, str]) -> str:

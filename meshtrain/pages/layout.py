@@ -203,11 +203,11 @@ def _colors(data: dict) -> dict[str, int]:
 
 def _by_axes(rows: Sequence[dict]) -> dict[str, dict[str, int]]:
     """Return mesh axes → kind → bytes."""
-    found: dict[str, dict[str, int]] = {}
+    by_axes: dict[str, dict[str, int]] = {}
     for row in rows:
-        sent = found.setdefault("+".join(row["axes"]), {})
+        sent = by_axes.setdefault("+".join(row["axes"]), {})
         sent[row["kind"]] = sent.get(row["kind"], 0) + row["bytes"]
-    return found
+    return by_axes
 
 
 def _collectives(data: dict) -> str:
@@ -247,16 +247,16 @@ def differences(data: dict) -> str:
 
 
 def schedule(data: dict) -> str:
-    found = data["schedule"]
-    if not found:
+    chosen = data["schedule"]
+    if not chosen:
         return ""
-    chunks = f" in {found['num_chunks']} chunks (later ones lighter)" if found["num_chunks"] > 1 else ""
-    held = f" ({size(found['memory_bytes'])})" if found["memory_bytes"] is not None else ""
-    caption = (f"{found['name']}: {found['num_stages']} stages{chunks}, {found['num_microbatches']} microbatches. "
-               f"Bubble {found['bubble']:.1%} of the step in model time; at most the activations of "
-               f"{found['peak_live']:g} microbatches on a stage{held}.")
-    return skin.figure(lambda width: pictures.schedule(found, width=width), caption,
-                       skin.key((color, name, "") for color, name in pictures.kinds(found).values()))
+    chunks = f" in {chosen['num_chunks']} chunks (later ones lighter)" if chosen["num_chunks"] > 1 else ""
+    held = f" ({size(chosen['memory_bytes'])})" if chosen["memory_bytes"] is not None else ""
+    caption = (f"{chosen['name']}: {chosen['num_stages']} stages{chunks}, {chosen['num_microbatches']} microbatches. "
+               f"Bubble {chosen['bubble']:.1%} of the step in model time; at most the activations of "
+               f"{chosen['peak_live']:g} microbatches on a stage{held}.")
+    return skin.figure(lambda width: pictures.schedule(chosen, width=width), caption,
+                       skin.key((color, name, "") for color, name in pictures.kinds(chosen).values()))
 
 
 def time(data: dict) -> str:

@@ -21,18 +21,18 @@ SPEED = {"step_time_s": ("a step", seconds), "tokens_per_s": ("tokens/s", "{:,.0
 
 def page(data: dict) -> str:
     """Return the page as HTML. data: the dict of `measured.of`."""
-    found = [*([PageSection("rewards", "Rewards and answers", rewards(data))] if data["answers"] else []),
-             PageSection("loss", "Loss", loss(data)), PageSection("speed", "Speed", speed(data)),
-             *([PageSection("experts", "How busy the experts are", experts(data))] if data["experts"] else []),
-             PageSection("spent", "Where the time went", draw_time(data)),
-             PageSection("starts", "Starts and stops", starts(data)),
-             PageSection("more", "Gradients and learning rate", more(data))]
+    sections = [*([PageSection("rewards", "Rewards and answers", rewards(data))] if data["answers"] else []),
+                PageSection("loss", "Loss", loss(data)), PageSection("speed", "Speed", speed(data)),
+                *([PageSection("experts", "How busy the experts are", experts(data))] if data["experts"] else []),
+                PageSection("spent", "Where the time went", draw_time(data)),
+                PageSection("starts", "Starts and stops", starts(data)),
+                PageSection("more", "Gradients and learning rate", more(data))]
     if data["priced"]:
         parts = [f"<h3>{skin.esc(section.heading)}</h3>{section.body}" for section in layout.sections(data["priced"])
                  if section.body]
-        found += [PageSection("priced", "Priced before the run", "".join(parts))]
+        sections += [PageSection("priced", "Priced before the run", "".join(parts))]
     head = skin.Head("what a run did", data["name"], verdict(data), lead(data), skin.tiles(tiles(data)))
-    return skin.document(head, found, data)
+    return skin.document(head, sections, data)
 
 
 def lead(data: dict) -> str:
@@ -90,12 +90,12 @@ def _judge_trend(data: dict) -> tuple[str, str]:
     """Return (judgement, text about the trend of the loss or, if there are rewards, of the reward)."""
     if not data["loss"]["finite"]:
         return "diverged", "the loss of the last step is not finite"
-    name, found = ("reward", data["reward"]) if data["reward"] else ("loss", data["loss"]["trend"])
-    if found is None:
+    name, trend = ("reward", data["reward"]) if data["reward"] else ("loss", data["loss"]["trend"])
+    if trend is None:
         return "diverged", "no step has a finite loss"
-    begins, ends = found["begins"], found["ends"]
-    if found["count"] < FEW:
-        return "too short to judge", f"{name} {ends:.4g} after {amount(found['count'], 'step')}"
+    begins, ends = trend["begins"], trend["ends"]
+    if trend["count"] < FEW:
+        return "too short to judge", f"{name} {ends:.4g} after {amount(trend['count'], 'step')}"
     change = ends - begins
     if abs(change) <= LEVEL * max(abs(begins), abs(ends)):
         return "steady", f"{name} level at {ends:.4g}"
@@ -104,14 +104,14 @@ def _judge_trend(data: dict) -> tuple[str, str]:
 
 
 def tiles(data: dict) -> list[Tile]:
-    found, quick, good = data["loss"], data["speed"], data["state"].startswith(GOOD)
+    curve, quick, good = data["loss"], data["speed"], data["state"].startswith(GOOD)
     share = min(1.0, data["step"] / data["steps"]) if data["steps"] else 1.0
     rows = [Tile("step", f"{data['step']:,}", f"{share:.0%} of {data['steps']:,}", "" if good else BAD),
             Tile("tokens", many(data["tokens"]), f"{data['tokens_per_step']:,} a step")]
-    if found["last"] is not None:
-        rows += [Tile("loss", f"{found['last']:.4f}", f"{found['first']:.4f} at first")]
-    if found["validation"] is not None:
-        rows += [Tile("validation", f"{found['validation']:.4f}", f"at step {found['validation_step']:,}")]
+    if curve["last"] is not None:
+        rows += [Tile("loss", f"{curve['last']:.4f}", f"{curve['first']:.4f} at first")]
+    if curve["validation"] is not None:
+        rows += [Tile("validation", f"{curve['validation']:.4f}", f"at step {curve['validation_step']:,}")]
     if quick["tokens_per_s"]:
         rows += [Tile("tokens/s", f"{quick['tokens_per_s']:,.0f}", against_price(data, "tokens_per_s"))]
     if quick["mfu"]:
@@ -271,16 +271,16 @@ def starts(data: dict) -> str:
 
 
 def experts(data: dict) -> str:
-    found = data["experts"]
-    busiest, idlest, entropy = (found[name][-1] for name in ("max", "min", "entropy"))
+    load = data["experts"]
+    busiest, idlest, entropy = (load[name][-1] for name in ("max", "min", "entropy"))
     rows = [(of_count(layer), *(number("{:.2f}".format, value) for value in values))
-            for layer, *values in zip(found["layers"], busiest, idlest, entropy)]
+            for layer, *values in zip(load["layers"], busiest, idlest, entropy)]
     columns = [Column("layer", "n"), Column("busiest expert, of the mean", "n"), Column("idlest, of the mean", "n"),
                Column("entropy", "n")]
-    drawn = functools.partial(pictures.heat, [(f"layer {layer}", [column[k] for column in found["max"]])
-                                              for k, layer in enumerate(found["layers"])],
-                              found["steps"], "tokens of each layer's busiest expert by step, relative to the mean")
-    worst = max((value for column in found["max"] for value in column if value is not None), default=1.0)
+    drawn = functools.partial(pictures.heat, [(f"layer {layer}", [column[k] for column in load["max"]])
+                                              for k, layer in enumerate(load["layers"])],
+                              load["steps"], "tokens of each layer's busiest expert by step, relative to the mean")
+    worst = max((value for column in load["max"] for value in column if value is not None), default=1.0)
     caption = (f"Tokens of each layer's busiest expert relative to the mean of its experts: pale at 1, full at "
                f"{max(worst, 2):.2f}. Steps go to the right; a cell for several steps shows the worst. The table has "
                f"the last column. No token is dropped, however busy an expert is.")

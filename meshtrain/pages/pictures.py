@@ -272,13 +272,13 @@ class Plot:
         return drawing(height, parts, self.label, width, _for_hover(at_x, at_y, y_axis))
 
     def _x_range(self) -> tuple[float, float]:
-        found = [x for row in self.rows for x, _ in row.points] + [x for x, _ in self.verticals]
-        low, high = min(found), max(found)
+        values = [x for row in self.rows for x, _ in row.points] + [x for x, _ in self.verticals]
+        low, high = min(values), max(values)
         return (low, high) if high > low else (low / 2, low * 2) if self.x_axis.log else (low - 1, low + 1)
 
     def _y_range(self) -> tuple[float, float]:
-        found = [y for row in self.rows for _, y in row.points] + [y for y, _ in self.levels]
-        low, high = 0.0 if self.y_axis.zero else min(found), max(found)
+        values = [y for row in self.rows for _, y in row.points] + [y for y, _ in self.levels]
+        low, high = 0.0 if self.y_axis.zero else min(values), max(values)
         if self.y_axis.log:
             return low / 1.1, max(high, low * 1.1) * 1.1
         if high - low <= FLAT * max(abs(low), abs(high)):      # a constant up to rounding is drawn as a flat line
@@ -410,8 +410,8 @@ KINDS = {"F": (0, "forward"), "B": (1, "input gradient"), "W": (2, "weight gradi
 def kinds(data: dict) -> dict[str, tuple[int, str]]:
     """Return the kinds of ops in the schedule: {kind: (colour, name)}."""
     drawn = {op[1] for part in data["lines"] for op in part["ops"]}
-    found = {kind: words for kind, words in KINDS.items() if kind in drawn}
-    return found if data["split"] or "B" not in found else found | {"B": (found["B"][0], "both gradients")}
+    shown = {kind: words for kind, words in KINDS.items() if kind in drawn}
+    return shown if data["split"] or "B" not in shown else shown | {"B": (shown["B"][0], "both gradients")}
 
 
 def schedule(data: dict, heading: str = "", width: int = WIDTH) -> str:

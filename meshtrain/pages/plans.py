@@ -23,7 +23,7 @@ NEAR, FAR = 1.1, 4.0    # step times relative to the first plan's: of the drawin
 def page(data: dict) -> str:
     """Return the page as HTML. data: the dict of `plan --json`."""
     several = isinstance(data["gpus"], list)
-    found = [PageSection("scaling", "The best plan of each number of GPUs", scaling(data))] if several else [
+    sections = [PageSection("scaling", "The best plan of each number of GPUs", scaling(data))] if several else [
         PageSection("first", "The first plan", first(data)),
         PageSection("plans", "The plans, best first", rank(data)),
         PageSection("trade", "Memory against time", trade(data)),
@@ -33,7 +33,7 @@ def page(data: dict) -> str:
     assumed = PageSection("numbers", "What the numbers are", skin.bullets(data["caveats"]) + _list_assumed(data))
     top = skin.tiles(tiles(data)) if data["first"] else ""
     head = skin.Head("which layout", data["name"], verdict(data), lead(data), top)
-    return skin.document(head, [*found, assumed], data)
+    return skin.document(head, [*sections, assumed], data)
 
 
 def verdict(data: dict) -> str:
@@ -111,20 +111,20 @@ def _rules(plan: dict) -> str:
 
 
 def first(data: dict) -> str:
-    found = data["first"]
-    if not found:
+    plan = data["first"]
+    if not plan:
         return skin.paragraph("No layout fits; more GPUs, sequences split over mesh.context, or fewer tokens a "
                               "microbatch would.", "warn")
     step_s = data["plans"][0]["step_time_s"]
-    spent = {name: spent_s for name, spent_s in found["time_s"].items() if spent_s > layout.LEAST_SHARE * step_s}
+    spent = {name: spent_s for name, spent_s in plan["time_s"].items() if spent_s > layout.LEAST_SHARE * step_s}
     shares = [(k % pictures.COLORS, name, spent_s) for k, (name, spent_s) in enumerate(spent.items())]
     drawing = functools.partial(pictures.bars, [Bar("a step", shares, total=step_s)], seconds,
                                 "what the step consists of")
     key = skin.key((color, name, f"{spent_s / step_s:.1%}") for color, name, spent_s in shares)
-    stands, *why = found["standing"].split("\n  - ")
-    sentences = [*found["sentences"], stands] if stands else found["sentences"]
+    stands, *why = plan["standing"].split("\n  - ")
+    sentences = [*plan["sentences"], stands] if stands else plan["sentences"]
     return ("".join(map(skin.paragraph, sentences)) + skin.bullets(why) + skin.figure(drawing, key=key) + layout.mesh(
-        found["mesh"]))
+        plan["mesh"]))
 
 
 def rank(data: dict) -> str:

@@ -34,8 +34,8 @@ def page(data: dict) -> str:
 
 def verdict(data: dict) -> str:
     cells, wrong = len(data["cells"]), sum(cell["differs"] for cell in data["cells"])
-    found = amount(len(data["findings"]), "finding")
-    findings = f"{found} about rule files or the GPU program" if data["findings"] else ""
+    count = amount(len(data["findings"]), "finding")
+    findings = f"{count} about rule files or the GPU program" if data["findings"] else ""
     if not cells:
         return "No layout was compared" + (f"; {findings}." if findings else ".")
     several = plural(cells, "layout")
@@ -102,11 +102,11 @@ def heat(data: dict) -> str:
 def _names(data: dict) -> list[str]:
     """Return the names of the compared leaves. Leaves of no parameter (a step count of the optimizer) are left out if
     they are equal everywhere."""
-    found: dict[str, float] = {}
+    worst: dict[str, float] = {}
     for cell in data["cells"]:
         for name, off in cell["leaves"].items():
-            found[name] = max(found.get(name, 0.0), math.inf if off is None else off)
-    return [name for name, off in found.items() if off or not name.startswith("[")]
+            worst[name] = max(worst.get(name, 0.0), math.inf if off is None else off)
+    return [name for name, off in worst.items() if off or not name.startswith("[")]
 
 
 def heat_drawing(data: dict, width: int = skin.WIDTH) -> str:

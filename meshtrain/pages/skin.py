@@ -137,7 +137,7 @@ def document(head: Head, sections: Sequence[PageSection], data: dict) -> str:
 def program_line() -> str:
     """Return a line with time, host and versions of the program that writes the page."""
     now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    commit = f" (commit {found})" if (found := _commit()) else ""
+    commit = f" (commit {revision})" if (revision := _commit()) else ""
     return (f"Written {now} by meshtrain {meshtrain.__version__}{commit}, jax {importlib.metadata.version('jax')}, "
             f"Python {platform.python_version()}, on {socket.gethostname()}: {platform.system()} {platform.machine()}, "
             f"{os.cpu_count()} CPUs.")

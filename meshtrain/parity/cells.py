@@ -41,7 +41,7 @@ def factors(run: Run, rule_files: Sequence[str], num_devices: int) -> dict[str, 
     """Return the values that each factor may have in cells of this shrunk run. The first value of every factor but
     `rules` has no effect."""
     pipelined = objective.of_run(run).pipelined and not run.optimizer.qk_clip
-    found = {
+    values = {
         "rules": tuple(rule_files),
         "data": (OFF, "data"), "fsdp": (OFF, "fsdp"), "tensor": (OFF, "tensor"),
         "schedule": (OFF, *schedules.NAMES) if pipelined else (OFF,),
@@ -51,7 +51,7 @@ def factors(run: Run, rule_files: Sequence[str], num_devices: int) -> dict[str, 
         "dispatch": ("auto", "gather", "all_to_all") if run.model.num_experts else ("auto",),
         "longest": (OFF, *AXES) if num_devices >= 4 else (OFF,),        # the axis with four devices instead of two
     }  # fmt: skip
-    return found
+    return values
 
 
 def run_of(run: Run, cell: Cell) -> Run:
@@ -70,16 +70,16 @@ def run_of(run: Run, cell: Cell) -> Run:
 
 def settings(run: Run) -> dict[str, object]:
     """Return the keys of a run file that choose the run's layout, without those that have no effect."""
-    found: dict[str, object] = {f"mesh.{axis}": n for axis in AXES if (n := getattr(run.mesh, axis)) > 1}
-    found["sharding.rules"] = rules_name(run.sharding.rules)
+    values: dict[str, object] = {f"mesh.{axis}": n for axis in AXES if (n := getattr(run.mesh, axis)) > 1}
+    values["sharding.rules"] = rules_name(run.sharding.rules)
     if run.mesh.stage > 1:
-        found |= {"pipeline.schedule": run.pipeline.schedule, "pipeline.chunks": run.pipeline.chunks}
+        values |= {"pipeline.schedule": run.pipeline.schedule, "pipeline.chunks": run.pipeline.chunks}
     if run.mesh.context > 1:
-        found["context.method"] = run.context.method
-    found |= {"training.microbatches": run.training.microbatches, "training.remat": run.training.remat}
+        values["context.method"] = run.context.method
+    values |= {"training.microbatches": run.training.microbatches, "training.remat": run.training.remat}
     if run.experts.dispatch != "auto":
-        found["experts.dispatch"] = run.experts.dispatch
-    return found
+        values["experts.dispatch"] = run.experts.dispatch
+    return values
 
 
 def rules_name(path: str) -> str:
@@ -149,8 +149,8 @@ def cover(run: Run, found: Mapping[str, Sequence[str]], num_devices: int) -> lis
     return [run_of(run, cell) for cell in made]
 
 
-def total(found: set) -> int:
-    return sum(map(worth, found))
+def total(pairs_left: set) -> int:
+    return sum(map(worth, pairs_left))
 
 
 class _Choices:

@@ -83,21 +83,21 @@ class Differences:
         """Return "name: difference" for each number beyond the tolerance, the worst leaves first. leaves: used instead
         of self.leaves, e.g. with names of parameters."""
         worst = sorted((self.leaves if leaves is None else leaves).items(), key=lambda item: -item[1])
-        found = [("loss", self.loss, tolerance.loss), ("gradient norm", self.norm, tolerance.norm),
-                 *((f"gradient of {name}", off, tolerance.state) for name, off in worst),
-                 *((f"metric {name}", off, tolerance.metrics) for name, off in self.metrics.items()),
-                 *((f"loss of step {n}", off, tolerance.later_losses) for n, off in enumerate(self.losses, 1))]
-        return [f"{name}: {off:.1e}" for name, off, most in found if not off <= most]
+        rows = [("loss", self.loss, tolerance.loss), ("gradient norm", self.norm, tolerance.norm),
+                *((f"gradient of {name}", off, tolerance.state) for name, off in worst),
+                *((f"metric {name}", off, tolerance.metrics) for name, off in self.metrics.items()),
+                *((f"loss of step {n}", off, tolerance.later_losses) for n, off in enumerate(self.losses, 1))]
+        return [f"{name}: {off:.1e}" for name, off, most in rows if not off <= most]
 
     def by_parameter(self, names: Iterable[str]) -> dict[str, float]:
         """Return the largest difference in the optimizer state of each parameter, by its name. Leaves that belong to no
         parameter keep their paths."""
-        found: dict[str, float] = {}
+        worst: dict[str, float] = {}
         for path, off in self.leaves.items():
             keys = re.findall(r"\['([^']*)'\]", path)
             name = next((name for i in range(len(keys)) if (name := "/".join(keys[i:])) in names), path)
-            found[name] = max(off, found.get(name, 0.0))
-        return found
+            worst[name] = max(off, worst.get(name, 0.0))
+        return worst
 
 
 def check(run: config.Run, seed: int = 0, tolerance: Tolerance = FLOAT32) -> Compiled:
@@ -236,8 +236,8 @@ def evaluate(run: config.Run, seed: int = 0) -> np.ndarray:
 
 def first_moment(opt_state):
     """Return AdamW's first moment, which after one step is (1 - b1) times the clipped gradient."""
-    (found,) = [s.mu for s in jax.tree.leaves(opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu")]
-    return found
+    (moment,) = [s.mu for s in jax.tree.leaves(opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu")]
+    return moment
 
 
 def batch_of(run: config.Run, step: int) -> dict:

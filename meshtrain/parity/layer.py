@@ -110,7 +110,7 @@ def _layouts(layer: _DrawnLayer, loaded: Sequence[rules_of.Rules], num_devices: 
     two) axes."""
     axes = [axis for axis in AXES if axis != "stage"]
     together = [dict.fromkeys(some, 2) for some in itertools.combinations(axes, 3 if num_devices >= 8 else 2)]
-    found: dict[tuple, rules_of.Layout] = {}
+    by_placement: dict[tuple, rules_of.Layout] = {}
     for sizes in [{axis: 2} for axis in axes] + together + [{axis: 4} for axis in axes]:
         spec = MeshSpec(sizes)
         for file in loaded if spec.num_devices <= num_devices else ():
@@ -118,8 +118,8 @@ def _layouts(layer: _DrawnLayer, loaded: Sequence[rules_of.Rules], num_devices: 
             placed = tuple(tuple(layout.all_axes(one.table, name) for name in one.axes) for one in tensors)
             if {axis for one in placed for split in one for axis in split} >= set(sizes) and not _find_faults(
                     file, spec.sizes, tensors):
-                found.setdefault((tuple(sizes.items()), placed), layout)
-    return list(found.values())
+                by_placement.setdefault((tuple(sizes.items()), placed), layout)
+    return list(by_placement.values())
 
 
 def _find_faults(file: rules_of.Rules, sizes, tensors) -> list[str]:
@@ -133,8 +133,8 @@ def _compare(layer: _DrawnLayer, layout: rules_of.Layout, devices, expected) -> 
     began, leaves, loss, wrong = time.monotonic(), {}, None, []
     spec = MeshSpec(layout.sizes)
     try:
-        found = layer.compute(layout, spec.build(devices))
-        off = compare.leaf_differences(found, expected, proof.TOLERANCE.floor)
+        values = layer.compute(layout, spec.build(devices))
+        off = compare.leaf_differences(values, expected, proof.TOLERANCE.floor)
         leaves = {path.strip("[]'"): value for path, value in off.items()}
         loss = leaves.pop("y")
         wrong = [f"{name}: {value:.1e}" for name, value in (("the output", loss), *(

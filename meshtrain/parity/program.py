@@ -64,16 +64,16 @@ def faults(made: Assembly, text: str, logged: list[str]) -> list[str]:
 def narrow_sums(made: Assembly, program: audit.ProgramAudit) -> list[str]:
     """Return a line for each sum of a weight's gradient over devices in a narrower dtype than float32."""
     named, infos = expect.tensors(made), {info.name: info for info in made.model.parameters()}
-    found: dict = defaultdict(int)
+    counts: dict = defaultdict(int)
     tokens = set(made.layout.token_axes)
     for row in program.collectives:
         if row.kind in ("all-reduce", "reduce-scatter") and row.dtype in NARROW and set(row.axes) <= tokens:
             for dims in row.arrays:
                 names = [name for name in named(dims) if infos[name].role not in ("norm", "bias")]
                 if names:
-                    found[" or ".join(names), row.kind, row.axes, row.dtype] += row.trips
+                    counts[" or ".join(names), row.kind, row.axes, row.dtype] += row.trips
     return [f"the gradient of {names} is summed over {' × '.join(axes)} in {dtype} ({kind}, {count:,} times a step), "
-            f"but must be summed in float32" for (names, kind, axes, dtype), count in found.items()]
+            f"but must be summed in float32" for (names, kind, axes, dtype), count in counts.items()]
 
 
 def whole_accumulators(made: Assembly, text: str) -> list[str]:

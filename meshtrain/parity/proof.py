@@ -50,8 +50,8 @@ class CellResult:
         return max(self.leaves.items(), key=lambda item: item[1], default=("", 0.0))
 
     def as_json(self) -> dict:
-        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "run"}
-        return _finite(found | {"losses": list(self.losses), "wrong": list(self.wrong), "differs": self.differs})
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "run"}
+        return _finite(fields | {"losses": list(self.losses), "wrong": list(self.wrong), "differs": self.differs})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +110,10 @@ def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | N
         findings, notes = findings + forgotten, notes + more
     for finding in findings:
         tell(f"FOUND: {finding}")
-    found = layouts(small, rules, len(devices))
-    chosen = found[:cells] if cells else found
-    if len(chosen) < len(found):
-        notes.append(f"{len(chosen)} of {len(found)} layouts were tested; --cells {len(found)} covers every pair of "
+    runs = layouts(small, rules, len(devices))
+    chosen = runs[:cells] if cells else runs
+    if len(chosen) < len(runs):
+        notes.append(f"{len(chosen)} of {len(runs)} layouts were tested; --cells {len(runs)} covers every pair of "
                      f"choices")
     results = []
     for number, cell in enumerate(chosen, 1):
@@ -142,11 +142,11 @@ def layouts(small: Run, rules: Sequence[str], num_devices: int) -> list[Run]:
     except config.ConfigError as error:
         refused = error
     others = cells_of.cover(small, cells_of.factors(small, files, num_devices), num_devices)
-    found = [*first, *(cell for cell in others if cell not in first)]
-    if not found:
+    runs = [*first, *(cell for cell in others if cell not in first)]
+    if not runs:
         raise refused or config.ConfigError(f"this run has no possible layout on {num_devices} devices; use "
                                             f"--devices 8")
-    return found
+    return runs
 
 
 def compare_cell(cell: Run, devices: Sequence[jax.Device]) -> CellResult:
@@ -157,10 +157,10 @@ def compare_cell(cell: Run, devices: Sequence[jax.Device]) -> CellResult:
     losses: tuple[float, ...] = ()
     try:
         case = compare.compile_run(cell, devices)
-        found = compare.differences(case)
+        off = compare.differences(case)
         names = {info.name for info in case.made.model.parameters()}
-        loss, norm, losses, leaves = found.loss, found.norm, found.losses, found.by_parameter(names)
-        wrong = found.beyond(TOLERANCE, leaves)
+        loss, norm, losses, leaves = off.loss, off.norm, off.losses, off.by_parameter(names)
+        wrong = off.beyond(TOLERANCE, leaves)
         if wrong and cell.model.num_experts:
             # A tie of two experts, which rounding decides, occurs with one seed; a fault shows with every seed.
             wrong = compare.differences(case, seed=1).beyond(TOLERANCE) and wrong

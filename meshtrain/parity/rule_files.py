@@ -43,7 +43,7 @@ def _find_unnamed(small: Run, loaded: rules.Rules, model, used: set[str]) -> lis
     rule file extends."""
     usual = rules.load(locate_shipped("sharding_rules/ddp.toml"))
     tensors = design.tensors(small, model, rules.Layout(loaded, dict.fromkeys(AXES, 1)))
-    found = []
+    lines = []
     for logical in dict.fromkeys(name for tensor in tensors for name in tensor.axes if name):
         named = any(loaded.mesh_axes(table, logical) for table in rules.TABLES)
         tables = [table for table in rules.TABLES if logical in usual.tables[table] and (
@@ -51,7 +51,7 @@ def _find_unnamed(small: Run, loaded: rules.Rules, model, used: set[str]) -> lis
         axes = [axis for table in tables for axis in usual.tables[table][logical] if axis in used]
         if axes and not named:
             of = next(tensor for tensor in tensors if logical in tensor.axes)
-            found.append(f"{loaded.path}: no table names {logical!r}, which {of.name} has: it is whole on every device "
+            lines.append(f"{loaded.path}: no table names {logical!r}, which {of.name} has: it is whole on every device "
                          f"along {' and '.join(dict.fromkeys(axes))}; write {logical} in "
                          f"{' and '.join(f'[{table}]' for table in tables)}")
-    return found
+    return lines

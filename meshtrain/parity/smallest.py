@@ -49,9 +49,9 @@ def of(cell: proof.CellResult, devices: Sequence[jax.Device], tell: Callable[[st
         key = run.model_dump_json(exclude={"run"})
         if key not in tried:
             tried[key] = None
-            found = proof.compare_cell(run, devices)
-            tried[key] = found if found.differs else None
-            tell(f"smaller: {len(keys)} keys, {cells_of.title(run)}: {'differs' if found.differs else 'equal'}")
+            result = proof.compare_cell(run, devices)
+            tried[key] = result if result.differs else None
+            tell(f"smaller: {len(keys)} keys, {cells_of.title(run)}: {'differs' if result.differs else 'equal'}")
         return tried[key]
 
     keys = keys_of(cell.run)
@@ -83,21 +83,21 @@ def _if(differs: Callable[[Keys], object], fewer: Keys, keys: Keys) -> Keys:
 def keys_of(run: Run) -> Keys:
     """Return the keys that a run file of this run needs: those that differ from their defaults and do not follow from
     others, without those of [run]."""
-    found: Keys = {}
+    keys: Keys = {}
     for section, cls in config.SECTIONS.items():
         values, default = getattr(run, section), cls()
-        found |= {f"{section}.{name}": value for name in cls.model_fields if section != "run"
-                  and (value := getattr(values, name)) != getattr(default, name)}
-    found.pop("mesh.simulated_devices", None)
-    if found.get("data.source") == "stdlib":        # `_text` adds it, and comparisons read no data
-        del found["data.source"]
-    if "sharding.rules" in found:
-        found["sharding.rules"] = cells_of.rules_name(run.sharding.rules)
-    whole = read(_tables(found))
-    for name in list(found):
-        fewer = {other: value for other, value in found.items() if other != name}
-        found = fewer if _same(fewer, whole) else found
-    return found
+        keys |= {f"{section}.{name}": value for name in cls.model_fields if section != "run"
+                 and (value := getattr(values, name)) != getattr(default, name)}
+    keys.pop("mesh.simulated_devices", None)
+    if keys.get("data.source") == "stdlib":        # `_text` adds it, and comparisons read no data
+        del keys["data.source"]
+    if "sharding.rules" in keys:
+        keys["sharding.rules"] = cells_of.rules_name(run.sharding.rules)
+    whole = read(_tables(keys))
+    for name in list(keys):
+        fewer = {other: value for other, value in keys.items() if other != name}
+        keys = fewer if _same(fewer, whole) else keys
+    return keys
 
 
 def _same(keys: Keys, run: Run) -> bool:
@@ -143,13 +143,13 @@ def _text(keys: Keys, result: proof.CellResult, num_devices: int) -> str:
     return "\n".join([*said, again, "", _tables(keys | source)])
 
 
-def write(found: Smallest, name: str) -> Path:
+def write(smallest: Smallest, name: str) -> Path:
     """Write the run file as NAME-differs.toml, with a number if another file has this name. Return its path. Raises:
     ConfigError."""
     number = 1
     while True:
         path = Path(f"{name}-differs{f'-{number}' if number > 1 else ''}.toml")
-        text = found.text.replace(NAME, str(path))
+        text = smallest.text.replace(NAME, str(path))
         try:
             with open(path, "x", encoding="utf-8") as file:
                 file.write(text)

@@ -93,13 +93,13 @@ class Sampling:
     def sync(self) -> list[Sent]:
         """Return the collectives that move the trained weights to the sampler's layout. Frozen weights move only once,
         so they are not included."""
-        found = []
+        sents = []
         for info in self.placed.rows:
             if info.trainable and self.is_copied(info):
                 dtype = self.placed.dtype if info.role in MATMUL_ROLES else FLOAT32
-                found += [Sent(kind, axes, dtype, array_bytes, 1, SYNC, layer=False) for kind, axes, array_bytes
+                sents += [Sent(kind, axes, dtype, array_bytes, 1, SYNC, layer=False) for kind, axes, array_bytes
                           in self._moves(info).collectives(info.size * self.itemsize(info))]
-        return found
+        return sents
 
     def sync_s(self, rated: Rates) -> float:
         """Return the seconds of a sync: the longer of its collectives and its HBM traffic. HBM traffic reads the stored

@@ -53,9 +53,9 @@ def count_executed(placed: Placed, options: Options) -> float:
     visits = forward, backward, weights = placed.visits(options)
     layers = (forward + backward) * layer + weights * trained + backward * again(placed, options)
     experts = 0.0
-    if found := placed.route(options):
-        runs = sum(times * count for times, count in zip(visits, found.products))
-        experts = 2 * found.share * runs * found.rows.executed * found.sizes.embed_dim * found.sizes.width
+    if routed := placed.route(options):
+        runs = sum(times * count for times, count in zip(visits, routed.products))
+        experts = 2 * routed.share * runs * routed.rows.executed * routed.sizes.embed_dim * routed.sizes.width
     head = (2 + placed.head.trained) * loss * placed.head.k * placed.head.n
     return leading + experts + 2 * placed.tokens(options) * (layers + head)
 

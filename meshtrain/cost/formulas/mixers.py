@@ -209,10 +209,10 @@ def _expansion_s(placed: Placed, rated: Rates, options: Options) -> tuple[float,
     tokens, split = placed.tokens(options), placed.num_shards("seq")
     tokens, heads = tokens * split, split if options.method == "ulysses" else 1
     product_s = functools.partial(rated.product_s, dtype=placed.experts_dtype, itemsize=placed.itemsize)
-    found = [(w, w.n / heads) for w in placed.layer.products if w.expands]
-    forward = sum(w.share * product_s(tokens, n, w.k) for w, n in found)
+    expanding = [(w, w.n / heads) for w in placed.layer.products if w.expands]
+    forward = sum(w.share * product_s(tokens, n, w.k) for w, n in expanding)
     backward = forward + sum(
-        w.share * (product_s(tokens, w.k, n) + w.trained * product_s(w.k, n, tokens)) for w, n in found)
+        w.share * (product_s(tokens, w.k, n) + w.trained * product_s(w.k, n, tokens)) for w, n in expanding)
     moved = placed.mean(lambda mixer: tokens / heads * (mixer.keys + mixer.values) * bool(mixer.latents))
     gathered = split > 1 and options.method != "ulysses"
     each = (calibrations.GATHERED_LATENT if gathered else calibrations.EXPANDED_LATENT).value

@@ -37,11 +37,11 @@ def of(placed: Placed, options: Options, parts: Mapping[str, Part] | None = None
     return [sent for sent in sents if sent.axes and sent.array_bytes and sent.runs]
 
 
-def summarize(found: list[Sent], sizes: Mapping[str, int]) -> list[dict]:
+def summarize(sents: list[Sent], sizes: Mapping[str, int]) -> list[dict]:
     """Merge collectives by (kind, axes, dtype), largest first, in the form of `audit.summarize`. source: the label of
     the largest one."""
     merged = defaultdict(list)
-    for sent in found:
+    for sent in sents:
         merged[sent.kind, sent.axes, sent.dtype].append(sent)
     rows = []
     for (kind, axes, dtype), same in merged.items():
@@ -52,10 +52,10 @@ def summarize(found: list[Sent], sizes: Mapping[str, int]) -> list[dict]:
     return sorted(rows, key=lambda row: (-row["bytes"], row["kind"], row["axes"], row["dtype"]))
 
 
-def by_axes(found: list[Sent], sizes: Mapping[str, int]) -> dict[str, float]:
+def by_axes(sents: list[Sent], sizes: Mapping[str, int]) -> dict[str, float]:
     """Return the bytes that one GPU sends in a step, by mesh axes ("data+fsdp")."""
     sums: dict[str, float] = defaultdict(float)
-    for sent in found:
+    for sent in sents:
         sums["+".join(sent.axes)] += sent.ring_bytes(sizes)
     return dict(sums)
 
@@ -161,22 +161,22 @@ def experts(placed: Placed, options: Options) -> Iterator[Sent]:
     The forward exchanges x and y; the backward x, dy and dx; both exchange the choices with their weights. Tokens are
     gathered and scattered, or exchanged in buffers. Balanced experts need one round.
     """
-    found = placed.route(options)
-    if not found:
+    routed = placed.route(options)
+    if not routed:
         return
-    forward, backward = (found.share * visits for visits in placed.visits(options)[:2])
-    stream, choices = found.seen * found.sizes.embed_dim * placed.itemsize, found.seen * found.choices * 4
-    brought, summed = found.axes
+    forward, backward = (routed.share * visits for visits in placed.visits(options)[:2])
+    stream, choices = routed.seen * routed.sizes.embed_dim * placed.itemsize, routed.seen * routed.choices * 4
+    brought, summed = routed.axes
 
     def send(kind: str, axes: Axes, dtype: str, sent_bytes: float, runs: float) -> Sent:
         return Sent(kind, axes, dtype, sent_bytes, runs, ROUTED)
-    there, back = ("all-to-all",) * 2 if found.by_all_to_all else ("all-gather", "reduce-scatter")
+    there, back = ("all-to-all",) * 2 if routed.by_all_to_all else ("all-gather", "reduce-scatter")
     yield send(there, brought, placed.dtype, stream, forward + 2 * backward)
     yield send(back, brought, placed.dtype, stream, forward + backward)
     for dtype in ("s32", FLOAT32):
         yield send(there, brought, dtype, choices, forward + backward)
     yield send(back, brought, FLOAT32, choices, backward)
-    if found.by_all_to_all:         # the number of rounds
+    if routed.by_all_to_all:         # the number of rounds
         yield send("all-reduce", brought, "s32", 4, forward + backward)
     yield send("all-reduce", summed, placed.dtype, stream, forward + backward)
     yield send("all-reduce", summed, FLOAT32, choices, backward)

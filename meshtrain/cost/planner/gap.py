@@ -56,13 +56,13 @@ def reasons(question: Question, plan: Plan, best: Plan) -> list[str]:
     gap."""
     mine, other = _losses_s(plan), _losses_s(best)
     lost = sorted(((mine[name] - other.get(name, 0.0), name) for name in mine), reverse=True)
-    found, explained, distance = [], 0.0, plan.price.step_s - best.price.step_s
+    lines, explained, distance = [], 0.0, plan.price.step_s - best.price.step_s
     for more, name in lost[:MOST]:
         if more <= 0 or explained >= EXPLAINED * distance:
             break
         explained += more
-        found.append(f"{_cause(question, plan, best, name)} ({seconds(more)} more than the best)")
-    return found
+        lines.append(f"{_cause(question, plan, best, name)} ({seconds(more)} more than the best)")
+    return lines
 
 
 def link(question: Question, plan: Plan, axes: tuple[str, ...]) -> str:

@@ -117,7 +117,7 @@ class Answer:
 
 def search(question: Question) -> Answer:
     """Price every allowed layout, then vary the placement and context method of the fastest plans."""
-    found: dict[tuple, Plan] = {}
+    fastest: dict[tuple, Plan] = {}
     priced: dict[tuple, list[tuple[float, Options]]] = {}       # plans by the thousand would keep the collector busy
     misses, tried, laid = [], 0, 0
     faults: collections.Counter[str] = collections.Counter()
@@ -142,21 +142,21 @@ def search(question: Question) -> Answer:
                 key = tuple(placed.mesh.sizes.values()), rules.path
                 plan = _price(question, placed, rules, options)
                 priced.setdefault(key, []).append((plan.price.step_s, options))
-                if key not in found or plan.price.step_s < found[key].price.step_s:
-                    found[key] = plan
-    plans = _accept(question, [(plan, priced[key]) for key, plan in found.items()], faults)
+                if key not in fastest or plan.price.step_s < fastest[key].price.step_s:
+                    fastest[key] = plan
+    plans = _accept(question, [(plan, priced[key]) for key, plan in fastest.items()], faults)
     near = [miss for miss in misses if miss[0] <= NEAR * question.usable_bytes or not plans]
     return Answer(plans, _near(question, near, faults), tried, laid, faults)
 
 
-def _accept(question: Question, found: Iterable[tuple[Plan, list[tuple[float, Options]]]],
-           faults: collections.Counter[str]) -> list[Plan]:
+def _accept(question: Question, candidates: Iterable[tuple[Plan, list[tuple[float, Options]]]],
+            faults: collections.Counter[str]) -> list[Plan]:
     """Return the plans that training accepts, fastest first. The first `REFINED` of them are refined.
 
-    Plans beyond `REFINED` are not checked again, because their mesh and rules have passed the check. found: pairs of
-    the best plan of a layout and (step time, options) of all its plans.
+    Plans beyond `REFINED` are not checked again, because their mesh and rules have passed the check. candidates: pairs
+    of the best plan of a layout and (step time, options) of all its plans.
     """
-    waiting = [(*_order(plan), n, plan, 0, priced) for n, (plan, priced) in enumerate(found)]
+    waiting = [(*_order(plan), n, plan, 0, priced) for n, (plan, priced) in enumerate(candidates)]
     heapq.heapify(waiting)
     taken: list[Plan] = []
     while waiting and len(taken) < REFINED:
@@ -277,10 +277,10 @@ def _schedules(question: Question, p: int, m: int) -> list[tuple[str, int]]:
         return [("", 1)]
     counts = simulate.chunk_counts(-(-stages.count_staged(question.cfg) // stages.period(question.cfg)), p, MOST_CHUNKS)
     names = [question.fixed["schedule"]] if "schedule" in question.fixed else simulate.AUTOMATIC
-    found = [(name, v) for name in names for v in counts
-             if (v > 1) == (name in schedules.INTERLEAVED) and question.fixed.get("chunks", v) == v
-             and not schedules.problems(name, p, m, v)]
-    return sorted(found, key=lambda pair: round(prices.bubble_s(simulate.Costs(), pair[0], p, m, pair[1]), 9))
+    choices = [(name, v) for name in names for v in counts
+               if (v > 1) == (name in schedules.INTERLEAVED) and question.fixed.get("chunks", v) == v
+               and not schedules.problems(name, p, m, v)]
+    return sorted(choices, key=lambda pair: round(prices.bubble_s(simulate.Costs(), pair[0], p, m, pair[1]), 9))
 
 
 def _fitting(question: Question, placed: Placed, m: int, method: str) -> Iterator[tuple[Options, int]]:
@@ -350,7 +350,7 @@ def _refine(question: Question, plan: Plan) -> Plan:
 def _near(question: Question, misses: list, faults: collections.Counter[str]) -> list[Plan]:
     """Return the fastest near misses that training accepts. Each one's reason names the kind of data that takes the
     most memory."""
-    found, usable = {}, question.usable_bytes
+    misses_by_layout, usable = {}, question.usable_bytes
     for needed, placed, rules, options in sorted(misses, key=lambda miss: miss[0])[:8 * MOST_MISSES]:
         plan = _price(question, placed, rules, options)
         held = plan.price.memory_bytes
@@ -358,10 +358,10 @@ def _near(question: Question, misses: list, faults: collections.Counter[str]) ->
         gib = simulate.gib
         reason = (f"needs {gib(needed)} where {gib(usable)} can be used: {KIND_NAMES[name]} take {gib(held[name])}, "
                   f"with remat {options.remat} and {amount(options.microbatches, 'microbatch')}")
-        if (key := (tuple(plan.sizes.values()), rules.path)) in found:
+        if (key := (tuple(plan.sizes.values()), rules.path)) in misses_by_layout:
             continue
         if wrong := question.refused(plan):
             faults[wrong[0]] += 1
         else:
-            found[key] = dataclasses.replace(plan, fits=False, reason=reason)
-    return sorted(found.values(), key=_order)[:MOST_MISSES]
+            misses_by_layout[key] = dataclasses.replace(plan, fits=False, reason=reason)
+    return sorted(misses_by_layout.values(), key=_order)[:MOST_MISSES]

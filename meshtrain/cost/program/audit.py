@@ -117,14 +117,14 @@ def read(text: str, mesh) -> ProgramAudit:
 def broken_permutes(text: str, mesh) -> list[str]:
     """Return `read(text, mesh).broken_permutes`, but parse only the lines of permutes. This takes a quarter of the time
     (0.04 s for 2.4 MB)."""
-    found, mesh_shape = [], dict(mesh.shape)
+    broken, mesh_shape = [], dict(mesh.shape)
     for line in _PERMUTE.finditer(text):
         op_name = re.search(r'op_name="([^"]*)"', line.group(0))
         source = op_name.group(1) if op_name else ""
         wrong, note = _permute_coverage(line.group(0), source, mesh_shape)
         if wrong:
-            found.append(f"{line.group(1)}: {note} {short_source(source)}".strip())
-    return found
+            broken.append(f"{line.group(1)}: {note} {short_source(source)}".strip())
+    return broken
 
 
 def count_recomputed(text: str) -> int:
@@ -253,16 +253,16 @@ def replica_groups(attrs: str, num_devices: int) -> np.ndarray:
     mesh['a'=2,'b'=4], device_ids=([8]T(0)) {'b'}        axes of a mesh that XLA names itself; 'b':(2)2 is a part of b:
                                                         b split as (2 before, 2 inside, the rest behind)
     """
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\)(?= \{))? \{([^}]*)\}", attrs):
-        return _mesh_groups(*found.groups())
-    if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attrs):
-        return _iota(_ints(found.group(2)), _ints(found.group(3))).reshape(_ints(found.group(1)))
-    found = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", attrs)
-    if not found:
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\)(?= \{))? \{([^}]*)\}", attrs):
+        return _mesh_groups(*match.groups())
+    if match := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attrs):
+        return _iota(_ints(match.group(2)), _ints(match.group(3))).reshape(_ints(match.group(1)))
+    match = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", attrs)
+    if not match:
         raise ValueError(f"audit cannot parse this spelling of replica_groups: {attrs[:200]}")
-    listed = [_ints(g) for g in re.findall(r"\{([\d,]*)\}", found.group(1))]
+    listed = [_ints(g) for g in re.findall(r"\{([\d,]*)\}", match.group(1))]
     if len({len(g) for g in listed}) > 1:
-        raise ValueError(f"replica groups of unequal size: {found.group(0)[:200]}")
+        raise ValueError(f"replica groups of unequal size: {match.group(0)[:200]}")
     return np.array(listed) if listed else np.arange(num_devices)[None]
 
 
@@ -308,10 +308,10 @@ def group_axes(groups: np.ndarray, mesh_shape: dict[str, int]) -> tuple[str, ...
 
 def source_target_pairs(attrs: str) -> np.ndarray:
     """Return the (source, target) pairs of a collective-permute as an array [pairs, 2]."""
-    found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?\s*)*)\}", attrs)
-    if not found:
+    match = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?\s*)*)\}", attrs)
+    if not match:
         raise ValueError(f"a collective-permute without source_target_pairs: {attrs[:200]}")
-    return np.array(_ints(found.group(1)), dtype=int).reshape(-1, 2)
+    return np.array(_ints(match.group(1)), dtype=int).reshape(-1, 2)
 
 
 def permute_axes(pairs: np.ndarray, mesh_shape: dict[str, int]) -> tuple[str, ...]:

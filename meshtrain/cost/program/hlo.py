@@ -67,8 +67,8 @@ class Instruction:
     def op_name(self) -> str:
         """Return the JAX path of this instruction, for example 'jit(step)/while/body/…/dot_general', or '' if it has
         none."""
-        found = re.search(r'op_name="([^"]*)"', self.attrs)
-        return found.group(1) if found else ""
+        match = re.search(r'op_name="([^"]*)"', self.attrs)
+        return match.group(1) if match else ""
 
     @cached_property
     def branch_share(self) -> Fraction:
@@ -85,8 +85,8 @@ class Instruction:
     @cached_property
     def target(self) -> str:
         """Return the target of a custom call, for example '__cublas$gemm'; '' for other instructions."""
-        found = re.search(r'custom_call_target="([^"]*)"', self.attrs) if self.op.startswith("custom-call") else None
-        return found.group(1) if found else ""
+        match = re.search(r'custom_call_target="([^"]*)"', self.attrs) if self.op.startswith("custom-call") else None
+        return match.group(1) if match else ""
 
     @cached_property
     def callees(self) -> tuple[str, ...]:
@@ -103,8 +103,8 @@ class Instruction:
 
     def attr(self, key: str) -> str | None:
         """Return the value of the attribute key=%value, a computation or a word. Return None if absent."""
-        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attrs.split("metadata={")[0])
-        return found.group(1) if found else None
+        match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attrs.split("metadata={")[0])
+        return match.group(1) if match else None
 
     def required(self, key: str) -> str:
         """Return the value of an attribute that this instruction always has."""
@@ -114,8 +114,8 @@ class Instruction:
 
     def ints(self, key: str) -> tuple[int, ...]:
         """Return the integers of the attribute key={1,2}; () if absent."""
-        found = re.search(rf"\b{key}=\{{([\d,]*)\}}", self.attrs)
-        return tuple(int(n) for n in found.group(1).split(",") if n) if found else ()
+        match = re.search(rf"\b{key}=\{{([\d,]*)\}}", self.attrs)
+        return tuple(int(n) for n in match.group(1).split(",") if n) if match else ()
 
 
 Computation = dict[str, Instruction]
@@ -147,8 +147,8 @@ def parse(text: str) -> HloModule:
             entry = head.group(2) if head.group(1) else entry
         elif line.startswith("}"):
             scope = None
-        elif scope is not None and (found := _INSTRUCTION.match(line)):
-            is_root, name, rest = found.groups()
+        elif scope is not None and (match := _INSTRUCTION.match(line)):
+            is_root, name, rest = match.groups()
             scope[name] = Instruction(name, *_split(rest), is_root=bool(is_root))
     if entry is None:
         raise ValueError("no ENTRY computation: pass the text of a compiled program, compiled.as_text()")

@@ -48,15 +48,15 @@ def in_loop(model, layout, num_chunks: int = 1) -> list[tuple]:
 
     def num_shards(axis: str | None) -> int:
         return layout.num_shards(layout.mesh_axes(GATHERED, axis))
-    found = []
+    shapes = []
     for info in model.parameters():
         shape = tuple(n // num_shards(axis) for n, axis in zip(info.shape, info.axes))
         if info.axes[:1] == (LAYERS,):
             if len(model.groups) > 1 and info.path[1] != whole.name:
                 continue            # layers of an incomplete period are in the stacks of whole ones
             shape = (periods, *shape[1:])
-        found.append((info, shape))
-    return found
+        shapes.append((info, shape))
+    return shapes
 
 
 def loop_bytes(shapes, compute_dtype: str) -> dict:
@@ -78,7 +78,7 @@ def formula(state_abstract, state_shardings, trained, grads_shardings) -> dict:
 
 
 def measure(executable, text: str, state_abstract, microbatches: int, accumulators: list[tuple[int, ...]],
-             loop=None) -> dict:
+            loop=None) -> dict:
     """Return the keys of `formula` for a compiled step.
 
     accumulators: the shapes of the gradient accumulators on one device. loop: the result of `in_loop` for a pipeline;

@@ -190,13 +190,13 @@ def instruction_seconds(made, text: str) -> dict[str, float]:
     program, played = _play(text, made.mesh_spec, rates.Rates(gpu, Assumptions(gpu.name)), run.data.document_mask,
                             run.context.method)
     transfers = {key: transfer.seconds / transfer.runs for key, transfer in played.transfers.items()}
-    found = {}
+    seconds_by_name = {}
     for computation, name in (*played.kernels, *transfers):
         ins = program.module.computations[computation][name]
         scheduled = re.search(r'scheduling_name="([^"]+)"', ins.attrs)
-        found[scheduled.group(1) if scheduled else name] = float(
+        seconds_by_name[scheduled.group(1) if scheduled else name] = float(
             transfers.get((computation, name)) or program.kernel(computation, ins)[0])
-    return found
+    return seconds_by_name
 
 
 def read(text: str, mesh_spec: MeshSpec, prices: rates.Rates, tokens: int, model_flops: float, packed: bool = True,
@@ -234,17 +234,17 @@ class _Program:
     # ---- kernels
 
     def kernel(self, computation: str, ins: hlo.Instruction) -> tuple[float, str]:
-        found = work.of(self.module, computation, ins, self._count_pairs)
-        self._work[computation, ins.name] = found
-        if not found.known:
+        cost = work.of(self.module, computation, ins, self._count_pairs)
+        self._work[computation, ins.name] = cost
+        if not cost.known:
             self.uncounted.add(f"{ins.name} ({ins.target or ins.op}) {audit.short_source(ins.op_name)}".strip())
-        seconds = max(self._math_s(found), self.prices.stream_s(found.hbm_bytes)) + self.prices.launch_s
-        return seconds, self._part(computation, ins, found)
+        seconds = max(self._math_s(cost), self.prices.stream_s(cost.hbm_bytes)) + self.prices.launch_s
+        return seconds, self._part(computation, ins, cost)
 
-    def _math_s(self, found: work.Work) -> float:
-        seconds = sum(map(self.prices.matmul_s, found.matmuls))
-        seconds += self.prices.matmul_groups_s(found.grouped) if found.grouped else 0.0
-        return seconds + (self.prices.attention_s(found.attention) if found.attention else 0.0)
+    def _math_s(self, cost: work.Work) -> float:
+        seconds = sum(map(self.prices.matmul_s, cost.matmuls))
+        seconds += self.prices.matmul_groups_s(cost.grouped) if cost.grouped else 0.0
+        return seconds + (self.prices.attention_s(cost.attention) if cost.attention else 0.0)
 
     def _count_pairs(self, queries: int, keys: int, causal: bool, window: int, ahead: int) -> float:
         """Return the number of pairs of a row that a block-skipping kernel visits. If not causal, the keys are an
@@ -259,9 +259,9 @@ class _Program:
             return attention_pairs.row_share(queries, *documents, window=window) * queries * queries / 2
         return attention_pairs.whole_pairs(queries, self.mesh_shape["context"], self.method, *documents)
 
-    def _part(self, computation: str, ins: hlo.Instruction, found: work.Work) -> str:
-        part = ATTENTION if found.attention else self.sources.part(self._origin(computation, ins))
-        return part or (MATMUL if found.matmuls or found.grouped else ELEMENTWISE)
+    def _part(self, computation: str, ins: hlo.Instruction, cost: work.Work) -> str:
+        part = ATTENTION if cost.attention else self.sources.part(self._origin(computation, ins))
+        return part or (MATMUL if cost.matmuls or cost.grouped else ELEMENTWISE)
 
     def _origin(self, computation: str, ins: hlo.Instruction) -> hlo.Instruction:
         """Return the instruction whose metadata names a kernel's source. It is a matmul inside a fusion, otherwise the
@@ -277,30 +277,30 @@ class _Program:
         """Return the simulated kernels, merged by part and source line, costliest first."""
         merged = defaultdict(list)
         for (computation, name), runs in played.kernels.items():
-            ins, found = self.module.computations[computation][name], self._work[computation, name]
+            ins, cost = self.module.computations[computation][name], self._work[computation, name]
             seconds, part = self.kernel(computation, ins)
             origin = self._origin(computation, ins)
             key = part, audit.short_source(origin.op_name) or name, self.sources.line(origin)
-            merged[key].append((runs * seconds, runs, found, name))
+            merged[key].append((runs * seconds, runs, cost, name))
         rows = []
         for (part, source, line), same in merged.items():
             runs, seconds = sum(row[1] for row in same), sum(row[0] for row in same)
-            math_s, stream_s = (sum(n * price(found) for _, n, found, _ in same) for price in
-                                (self._math_s, lambda found: self.prices.stream_s(found.hbm_bytes)))
+            math_s, stream_s = (sum(n * price(cost) for _, n, cost, _ in same) for price in
+                                (self._math_s, lambda cost: self.prices.stream_s(cost.hbm_bytes)))
             costs = {"FLOPs": math_s, "HBM": stream_s, "launch": runs * self.prices.launch_s}
             rows.append(Kernel(
                 name=max(same, key=lambda row: row[0])[3], part=part, source=source,
                 line=line, runs=runs, seconds=seconds,
-                flops=sum(n * found.flops for _, n, found, _ in same),
-                hbm_bytes=sum(n * found.hbm_bytes for _, n, found, _ in same), bound=max(costs, key=costs.__getitem__),
+                flops=sum(n * cost.flops for _, n, cost, _ in same),
+                hbm_bytes=sum(n * cost.hbm_bytes for _, n, cost, _ in same), bound=max(costs, key=costs.__getitem__),
                 instructions=tuple(row[3] for row in same)))
         return tuple(sorted(rows, key=lambda row: -row.seconds))
 
     # ---- collectives
 
     def collective(self, computation: str, ins: hlo.Instruction) -> tuple[float, bool] | None:
-        found = self._transfer(computation, ins)
-        return found and found[:2]
+        transfer = self._transfer(computation, ins)
+        return transfer and transfer[:2]
 
     def _transfer(self, computation: str, ins: hlo.Instruction):
         """Return (seconds, whether asynchronous, the rows of `audit.collective_rows`), or None if the instruction is no

@@ -46,6 +46,6 @@ def is_better(made, executable, other) -> bool:
 
 
 def _bytes(executable) -> int:
-    found = executable.memory_analysis()
-    return (found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-            + found.temp_size_in_bytes)
+    memory = executable.memory_analysis()
+    return (memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+            + memory.temp_size_in_bytes)

@@ -28,8 +28,8 @@ class SourceFrame:
     @property
     def ours(self) -> str | None:
         """Return the file's path inside this project; None for a file of another package."""
-        found = _OURS.search(self.file) if "/site-packages/jax" not in self.file else None
-        return found.group(2) if found else None
+        match = _OURS.search(self.file) if "/site-packages/jax" not in self.file else None
+        return match.group(2) if match else None
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Sources:
 
     def stack(self, ins: hlo.Instruction) -> list[SourceFrame]:
         """Return the frames of an instruction, innermost first; [] if XLA dropped them."""
-        if found := re.search(r"\bstack_frame_id=(\d+)", ins.attrs):
-            number, out = int(found.group(1)), []
+        if match := re.search(r"\bstack_frame_id=(\d+)", ins.attrs):
+            number, out = int(match.group(1)), []
             while number in self.frames:
                 frame, number = self.frames[number]
                 out.append(frame)
@@ -85,11 +85,11 @@ class Sources:
 
 def scope_of(op_name: str) -> str:
     """Return the scope that a JAX path, shortened or not, is in: attention, recurrence or ""."""
-    found = _SCOPES.search(op_name)
-    return found[1] if found else ""
+    match = _SCOPES.search(op_name)
+    return match[1] if match else ""
 
 
 def _table(text: str, name: str) -> str:
     """Return the lines below a heading, up to the next empty line."""
-    found = re.search(rf"^{name}\n(.*?)\n\n", text, re.DOTALL | re.MULTILINE)
-    return found.group(1) if found else ""
+    match = re.search(rf"^{name}\n(.*?)\n\n", text, re.DOTALL | re.MULTILINE)
+    return match.group(1) if match else ""

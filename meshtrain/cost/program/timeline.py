@@ -101,14 +101,14 @@ def loop_trips(module: hlo.HloModule, further_rounds: float = 0) -> tuple[dict[s
     runs: Counter[tuple[str, str]] = Counter()
     for visit in visits:
         runs[visit.computation, visit.instruction.name] += visit.trips
-    found = {}
+    trips = {}
     for name, body in module.computations.items():
         for ins in body.values():
             if ins.op == "while" and runs[name, ins.name]:
                 inner = ins.required("body")
                 root = hlo.root(module.computations[inner]).name
-                found[ins.name] = further_rounds if ins.further_rounds else runs[inner, root] // runs[name, ins.name]
-    return found, unknown
+                trips[ins.name] = further_rounds if ins.further_rounds else runs[inner, root] // runs[name, ins.name]
+    return trips, unknown
 
 
 class _Streams:
@@ -172,8 +172,8 @@ def _issue(streams: _Streams, name: str, ins: hlo.Instruction, prices: Prices, t
             streams.wait(streams.flying.pop(operand, 0.0))
     elif ins.op.endswith("-update"):
         pass
-    elif found := prices.collective(name, ins):
-        seconds, is_async = found
+    elif transfer := prices.collective(name, ins):
+        seconds, is_async = transfer
         end = streams.start(key, seconds)
         if is_async:
             streams.flying[ins.name] = end

@@ -82,7 +82,7 @@ def matmul(module: hlo.HloModule, computation: str, ins: hlo.Instruction) -> Mat
             return re.search(rf'"{key}":\[([^\]]*)\]', ins.attrs)
         if not numbers("lhs_contracting_dimensions") or "fmha" in ins.target:   # fused attention is no single matmul
             return None
-        contracting, batch = (tuple(map(int, re.findall(r"\d+", found.group(1)))) if (found := numbers(key)) else ()
+        contracting, batch = (tuple(map(int, re.findall(r"\d+", match.group(1)))) if (match := numbers(key)) else ()
                               for key in ("lhs_contracting_dimensions", "lhs_batch_dimensions"))
     lhs, rhs = module.operand_shapes(computation, ins)[:2]
     output = hlo.shapes(ins.type_text)[0][1]                                    # cuBLAS returns (result, workspace)
@@ -102,25 +102,25 @@ def read_grouped(module: hlo.HloModule, computation: str, ins: hlo.Instruction) 
         inside = (read_grouped(module, name, inner)
                   for name in ins.callees for inner in module.computations[name].values())
         return next(filter(None, inside), None)
-    if ins.op == "custom-call" and (found := _MLP.search(ins.op_name)):
+    if ins.op == "custom-call" and (match := _MLP.search(ins.op_name)):
         (dtype, (rows, k)), (_, matrix) = module.operand_shapes(computation, ins)[:2]
-        forward = found[1] == "forward"
+        forward = match[1] == "forward"
         n = (1 + forward) * matrix[1]       # gate and up
         # elements beyond the product's output: h; of the backward gate, up, dup and h
         more = rows * n // 2 if forward else 4 * rows * n
         return GroupedMatmul(rows, 1, k, n, dtype, "mosaic", more * hlo.dtype_bits(dtype) // 8)
-    found = _GROUPED.search(ins.op_name) if ins.op == "custom-call" else None
-    if not found:
+    match = _GROUPED.search(ins.op_name) if ins.op == "custom-call" else None
+    if not match:
         return None
-    outer, arrays = found[1] == "outer", module.operand_shapes(computation, ins)
+    outer, arrays = match[1] == "outer", module.operand_shapes(computation, ins)
     matrices = hlo.shapes(ins.type_text) if outer else [shape for shape in arrays if len(shape[1]) == 3]
-    groups, summed, n = (sum(dims[found[2].index(letter)] for _, dims in matrices) for letter in "gkn")
+    groups, summed, n = (sum(dims[match[2].index(letter)] for _, dims in matrices) for letter in "gkn")
     groups, n = groups // len(matrices), n // len(matrices)
     dtype, (held, _) = next((dtype, dims) for dtype, dims in arrays if len(dims) == 2)
     held = next((rows for _, rows in _row_gathers(arrays)), held)
     block, even = tiles.GROUPED[hlo.dtype_bits(dtype) // 8].rows, BALANCED_ROWS.parse(ins.op_name)
     executed = min(held, kernels.count_executed_rows(even[0], groups, block)) if even else held
-    return GroupedMatmul(executed, groups, summed, n, dtype, found[1])
+    return GroupedMatmul(executed, groups, summed, n, dtype, match[1])
 
 
 def _recurrence(module: hlo.HloModule, computation: str, ins: hlo.Instruction):
@@ -129,10 +129,10 @@ def _recurrence(module: hlo.HloModule, computation: str, ins: hlo.Instruction):
     Its operands include keys [B, T, K, H] and values [B, T, N, V]. They also include either rates [B, N, T] with two
     integers per chunk [B, Z], or decays of chunks [B, N, Z, H].
     """
-    found = _RECURRENCE.search(ins.op_name) if ins.op == "custom-call" else None
-    if not found:
+    match = _RECURRENCE.search(ins.op_name) if ins.op == "custom-call" else None
+    if not match:
         return
-    what, arrays = found[1], module.operand_shapes(computation, ins)
+    what, arrays = match[1], module.operand_shapes(computation, ins)
 
     def of(dtype: str, dims: int) -> list[tuple[int, ...]]:
         return [shape for name, shape in arrays if name == dtype and len(shape) == dims]
@@ -141,7 +141,7 @@ def _recurrence(module: hlo.HloModule, computation: str, ins: hlo.Instruction):
     # dtype of the operands, else of the first result
     values = {"gradients": 2, recurrence_pallas.CHANNELS + "gradients": 2, "inside_gradients": 1}.get(what)
     V = (hlo.shapes(ins.type_text)[0][1] if values is None else of("bf16", 4)[values])[-1]
-    for shape, count in Counter(recurrence_pallas.products_of(what, H, V, bool(found[2]))).items():
+    for shape, count in Counter(recurrence_pallas.products_of(what, H, V, bool(match[2]))).items():
         yield Matmul(*shape, count * heads, "bf16")
 
 
@@ -164,8 +164,8 @@ def multiplies(ins: hlo.Instruction) -> bool:
 
 def _matmuls(module, computation, ins):
     """Yield the matmuls of an instruction and of the computations that a fusion calls."""
-    if found := matmul(module, computation, ins):
-        yield found
+    if product := matmul(module, computation, ins):
+        yield product
     if ins.op in (*_FUSIONS, "call", "async-start"):
         for called in ins.callees:
             for inner in module.computations[called].values():
@@ -273,8 +273,8 @@ def _needs(module, body, ins: hlo.Instruction, count: int, in_place: bool):
         inner = module.computations[ins.callees[0]]
         root = hlo.root(inner)
         names = root.operands if root.op == "tuple" else (root.name,)
-        found = _demand(module, inner, {n: math.ceil(count / whole * _elements(inner[n])) for n in names}, set())
-        return [(ins.operands[int(inner[name].args)], part) for name, part in found.items()]
+        demand = _demand(module, inner, {n: math.ceil(count / whole * _elements(inner[n])) for n in names}, set())
+        return [(ins.operands[int(inner[name].args)], part) for name, part in demand.items()]
     if ins.op in _WHOLE:
         if _GROUPED.search(ins.op_name):
             # A row counts once per gather, not once per tile of columns: tiles run side by side and share it in L2.
