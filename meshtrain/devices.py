@@ -115,9 +115,9 @@ _OF_A_HOST = re.compile("cache|visible_devices|address|dump|log|traceback|debug_
                         "|timeout|pprint|mtls|pjrt|topology|profil")
 
 
-def memory_bytes(found: Sequence[jax.Device]) -> int:
+def memory_bytes(devices: Sequence[jax.Device]) -> int:
     """Return the memory in bytes of these devices of this process; for CPU devices, the memory of the machine."""
-    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in found]
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
     return sum(limits) if all(limits) else machine_bytes()
 
 
@@ -186,8 +186,8 @@ def simulate(count: int) -> None:
             say.err(f"warning: {line}")
         refuse_unknown_flags(os.environ)
     with say.without_noise():
-        found = jax.devices()
-    if found[0].platform != "cpu" or len(found) != count:
+        devices = jax.devices()
+    if devices[0].platform != "cpu" or len(devices) != count:
         raise ConfigError(f"simulate({count}): {_other_devices(count)}")
 
 
@@ -202,8 +202,8 @@ def num_simulated() -> int:
 
 
 def _other_devices(count: int) -> str:
-    found = jax.device_count()
-    return (f"this process already runs jax with {amount(found, 'device')}; start a new process, in a "
+    here = jax.device_count()
+    return (f"this process already runs jax with {amount(here, 'device')}; start a new process, in a "
             f"notebook by restarting the kernel, and begin with:\n    import meshtrain as mt\n    mt.simulate({count})")
 
 
@@ -211,8 +211,8 @@ def _set_simulated(count: int, cheaply: bool) -> list[str]:
     """Set flags and settings for `count` simulated devices of this process. cheaply: see `start`. Return lines about
     settings of the environment that are ignored."""
     overruled = []
-    known = xla_flags.find_known([one.name for one in COMPILED_CHEAPLY]) if cheaply else ()
-    _set(os.environ, [*ON_CPUS, *SIMULATED, *(one for one in COMPILED_CHEAPLY if one.name in known)])
+    known = xla_flags.find_known([setting.name for setting in COMPILED_CHEAPLY]) if cheaply else ()
+    _set(os.environ, [*ON_CPUS, *SIMULATED, *(setting for setting in COMPILED_CHEAPLY if setting.name in known)])
     others = [flag for flag in flags_in(os.environ) if flag.partition("=")[0] != DEVICE_COUNT_FLAG]
     os.environ["XLA_FLAGS"] = " ".join([*others, f"{DEVICE_COUNT_FLAG}={count}"])
     counted = jax.config.jax_num_cpu_devices
@@ -234,18 +234,18 @@ def own_settings(environ: Mapping[str, str]) -> list[str]:
     that code may need them.
     """
     overruled, refused = [], []
-    for one in OF_JAX:
-        if one.name not in jax.config.values or _format_setting(one.name) == _plain(one.value):      # unknown, or set
-            continue
-        given, variable = f"{one.name}={_format_setting(one.name)}", one.name.upper()
+    for setting in OF_JAX:
+        if setting.name not in jax.config.values or _format_setting(setting.name) == _plain(setting.value):
+            continue        # unknown, or set
+        given, variable = f"{setting.name}={_format_setting(setting.name)}", setting.name.upper()
         if variable in environ:
-            jax.config.update(one.name, one.value)
-            overruled.append(f"{variable}={environ[variable]} is ignored: a run needs {one.name}={_plain(one.value)} "
-                             f"({one.why})")
-        if _format_setting(one.name) != _plain(one.value):
-            refused.append(f"{given} was set in this process, but a run needs {_plain(one.value)} ({one.why}); "
-                           f'reset it with jax.config.update("{one.name}", {one.value!r}), and set it only around '
-                           f"your own code")
+            jax.config.update(setting.name, setting.value)
+            overruled.append(f"{variable}={environ[variable]} is ignored: a run needs "
+                             f"{setting.name}={_plain(setting.value)} ({setting.why})")
+        if _format_setting(setting.name) != _plain(setting.value):
+            refused.append(f"{given} was set in this process, but a run needs {_plain(setting.value)} ({setting.why}); "
+                           f'reset it with jax.config.update("{setting.name}", {setting.value!r}), and set it only '
+                           f"around your own code")
     if refused:
         raise ConfigError(*refused)
     return overruled
@@ -306,10 +306,10 @@ def _keep_programs(directory: str, trims: bool) -> None:
     if not trims or jax.config.jax_compilation_cache_max_size != -1:
         return
     with contextlib.suppress(OSError):      # missing, or another process removes the same programs
-        found = sorted(((max(entry.stat().st_atime, entry.stat().st_mtime), entry.stat().st_size, entry.path)
-                        for entry in os.scandir(place) if entry.name.endswith("-cache")), reverse=True)
+        entries = sorted(((max(entry.stat().st_atime, entry.stat().st_mtime), entry.stat().st_size, entry.path)
+                          for entry in os.scandir(place) if entry.name.endswith("-cache")), reverse=True)
         kept = 0
-        for _, size, path in found:
+        for _, size, path in entries:
             kept += size
             if kept > KEPT_PROGRAM_BYTES:
                 os.unlink(path)
@@ -323,13 +323,13 @@ def prepare_gpus(environ: MutableMapping[str, str]) -> None:
     """
     with user_errors():
         hardware.memory_share(environ)
-    known = xla_flags.find_known([one.name for one in ON_GPUS if one.name.startswith("--")])
-    _set(environ, [one for one in ON_GPUS if one.name in known or not one.name.startswith("--")])
+    known = xla_flags.find_known([setting.name for setting in ON_GPUS if setting.name.startswith("--")])
+    _set(environ, [setting for setting in ON_GPUS if setting.name in known or not setting.name.startswith("--")])
 
 
 def refuse_unknown_flags(environ: Mapping[str, str]) -> None:
     """Check XLA_FLAGS. Raises: ConfigError that names the flags at which this version of XLA would abort."""
-    ours = {DEVICE_COUNT_FLAG, *(one.name for one in (*ON_GPUS, *ON_CPUS, *SIMULATED, *COMPILED_CHEAPLY))}
+    ours = {DEVICE_COUNT_FLAG, *(setting.name for setting in (*ON_GPUS, *ON_CPUS, *SIMULATED, *COMPILED_CHEAPLY))}
     given = sorted({flag.partition("=")[0] for flag in flags_in(environ)} - ours)
     libraries = [library for library in xla_flags.xla_libraries()
                  if gpus_expected() or library.name == xla_flags.JAXLIB]
@@ -365,12 +365,12 @@ def flags_in(environ: Mapping[str, str]) -> list[str]:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ConfigError(f"XLA_FLAGS={given[:200]} is neither flags nor a readable file of flags: {why}; "
                               f"give flags, --name=value, or the path of a file of flags") from None
-    while found := FLAG.match(text):
+    while match := FLAG.match(text):
         if text[0] == "-":
-            flags.append(found[0])
+            flags.append(match[0])
         elif not in_file:
             break
-        text = text[found.end():].lstrip()
+        text = text[match.end():].lstrip()
     if text:
         where = f"XLA_FLAGS={given[:200]}" if in_file else "XLA_FLAGS"
         raise ConfigError(f"{where} has {text.split()[0][:100]}, which is not a flag: XLA would ignore it and "
@@ -381,12 +381,13 @@ def flags_in(environ: Mapping[str, str]) -> list[str]:
 def _set(environ: MutableMapping[str, str], settings: Sequence[Default]) -> None:
     flags = flags_in(environ)
     given = {flag.partition("=")[0] for flag in flags}
-    flags += [f"{one.name}={one.value}" for one in settings if one.name.startswith("--") and one.name not in given]
+    flags += [f"{setting.name}={setting.value}" for setting in settings
+              if setting.name.startswith("--") and setting.name not in given]
     environ["XLA_FLAGS"] = " ".join(flags)
-    for one in settings:
-        names = hardware.MEMORY_VARIABLES if one.name in hardware.MEMORY_VARIABLES else (one.name,)
-        if not one.name.startswith("--") and not any(environ.get(name) for name in names):
-            environ[one.name] = one.value
+    for setting in settings:
+        names = hardware.MEMORY_VARIABLES if setting.name in hardware.MEMORY_VARIABLES else (setting.name,)
+        if not setting.name.startswith("--") and not any(environ.get(name) for name in names):
+            environ[setting.name] = setting.value
 
 
 def gpus_expected() -> bool:

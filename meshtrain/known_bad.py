@@ -112,8 +112,8 @@ def _nccl(environ: Mapping[str, str]) -> str:
     for folder in filter(None, environ.get("LD_LIBRARY_PATH", "").split(":")):
         library = Path(folder) / "libnccl.so.2"
         if library.exists():
-            found = re.search(r"\.so\.(\d+\.\d+\.\d+)$", library.resolve().name)
-            return found[1] if found else ""
+            match = re.search(r"\.so\.(\d+\.\d+\.\d+)$", library.resolve().name)
+            return match[1] if match else ""
     cuda13 = importlib.util.find_spec("jax_cuda13_plugin")
     return _of_package(*(f"nvidia-nccl-cu{cuda}" for cuda in ((13, 12) if cuda13 else (12, 13))))
 
@@ -130,8 +130,8 @@ def _ptxas(environ: Mapping[str, str]) -> str:
                 printed = subprocess.run([place, "--version"], capture_output=True, text=True, timeout=30).stdout
             except (OSError, subprocess.SubprocessError):
                 continue
-            found = re.search(r"\bV(\d+\.\d+\.\d+)", printed)
-            return found[1] if found else ""
+            match = re.search(r"\bV(\d+\.\d+\.\d+)", printed)
+            return match[1] if match else ""
     return ""
 
 

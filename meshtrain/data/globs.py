@@ -137,8 +137,8 @@ def expand(pattern: str) -> Iterator[str]:
 def _folders(folder: str, above: frozenset) -> Iterator[str]:
     """Yield a directory and those below it, except hidden ones and those in `above`."""
     try:
-        found = os.stat(folder or ".")
-        key = found.st_dev, found.st_ino
+        status = os.stat(folder or ".")
+        key = status.st_dev, status.st_ino
         if key in above:
             return
         with os.scandir(folder or ".") as entries:
@@ -159,13 +159,13 @@ def list_stdlib(root: str) -> list[str]:
     def belongs(name: str) -> bool:
         return name not in NOT_STDLIB and not name.startswith(NOT_STDLIB_PREFIXES)
 
-    found = []
+    paths = []
     for folder, folders, found_here in os.walk(root, onerror=refuse):
         folders[:] = filter(belongs, folders)
         # Skip links out of the library (Debian's sitecustomize.py into /etc).
-        found += [os.path.join(folder, name) for name in found_here if name.endswith(".py") and belongs(name)
+        paths += [os.path.join(folder, name) for name in found_here if name.endswith(".py") and belongs(name)
                   and not os.path.islink(os.path.join(folder, name))]
-    if not found:
+    if not paths:
         raise ValueError(f"data.source='stdlib' finds no .py file under {root} (a zipped or stripped Python?); "
                          "use data.source='text' with data.paths")
-    return sorted(found)
+    return sorted(paths)

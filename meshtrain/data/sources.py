@@ -201,11 +201,11 @@ def reader_of(data, *, vocab_size: int) -> tuple[Tokenizer, int]:
 def notes(reader: Tokenizer, vocab_size: int) -> list[str]:
     """Return lines for the user about a tokenizer: settings that are not used as its file has them, and ids beyond the
     vocabulary."""
-    found = list(getattr(reader, "notes", ()))
+    lines = list(getattr(reader, "notes", ()))
     if reader.vocab_size > vocab_size:
-        found.append(f"the tokenizer has ids up to {reader.vocab_size - 1}, but model.vocab_size={vocab_size} has 0 to "
+        lines.append(f"the tokenizer has ids up to {reader.vocab_size - 1}, but model.vocab_size={vocab_size} has 0 to "
                      f"{vocab_size - 1}; a text with a larger id is an error")
-    return found
+    return lines
 
 
 def _check_ends(data, reader: Tokenizer, eos: int, vocab_size: int) -> None:
@@ -230,16 +230,16 @@ def _find_eos(data, reader: Tokenizer, vocab_size: int) -> int:
         raise ValueError(f'data.eos={data.eos!r} is not read with data.tokenizer="bytes", whose documents end with '
                          '256; leave it out, or name a tokenizer.json')
     if isinstance(reader, tokenizer.Ids):
-        found = int(data.eos) if data.eos.isascii() and data.eos.isdigit() else vocab_size
-        if found >= vocab_size:
+        number = int(data.eos) if data.eos.isascii() and data.eos.isdigit() else vocab_size
+        if number >= vocab_size:
             raise ValueError(f'data.eos={data.eos!r} is not an id below model.vocab_size={vocab_size}, and token files '
                              'without a tokenizer.json have no names of tokens; give the id, e.g. data.eos="2"')
-        return found
-    found = reader.library.token_to_id(data.eos)
-    if found is None:
+        return number
+    number = reader.library.token_to_id(data.eos)
+    if number is None:
         raise ValueError(f"data.eos={data.eos!r} is not a token of data.tokenizer={data.tokenizer!r}; name one of its "
                          f"tokens, or leave data.eos out: documents then end with the separator")
-    return found
+    return number
 
 
 def open_corpus(data, *, vocab_size: int, cache_dir: Path, tell: Callable[[str], None] = print,
@@ -254,19 +254,20 @@ def open_corpus(data, *, vocab_size: int, cache_dir: Path, tell: Callable[[str],
 
 
 def corpus_of(described: Description, opened: Sequence[Source]) -> Corpus:
-    found = list(zip(described.components, opened))
-    trained = {one: source for one, source in found if one.use == TRAIN}
-    validation = {one.name: source for one, source in found if one.use == VALIDATION}
-    sources, names = tuple(trained.values()), tuple(one.name for one in trained)
-    return Corpus(sources, tuple(one.weight for one in trained), described.tokenizer, described.eos, names,
+    pairs = list(zip(described.components, opened))
+    trained = {component: source for component, source in pairs if component.use == TRAIN}
+    validation = {component.name: source for component, source in pairs if component.use == VALIDATION}
+    sources, names = tuple(trained.values()), tuple(component.name for component in trained)
+    return Corpus(sources, tuple(component.weight for component in trained), described.tokenizer, described.eos, names,
                   tuple(map(validation.get, names)), _fingerprint(sources, described),
-                  tuple(ValidationSource(one.name, one.weight, source) for one, source in found if one.use == CURVE))
+                  tuple(ValidationSource(component.name, component.weight, source) for component, source in pairs
+                        if component.use == CURVE))
 
 
 def _open_tokenizer(data, vocab_size: int) -> Tokenizer:
     if data.tokenizer != "bytes":
         return tokenizer.open_file(data.tokenizer, data.bos_token)
-    if {one.source for one in (data.mixture if data.source == "mixture" else [data])} == {"tokens"}:
+    if {part.source for part in (data.mixture if data.source == "mixture" else [data])} == {"tokens"}:
         # Only the separator is known; any id of the model may occur.
         if not (data.bos_token.isascii() and data.bos_token.isdigit()):
             raise ValueError(f'data.bos_token={data.bos_token!r} is not a token id, and token files without a '
@@ -299,14 +300,14 @@ def _open(described: Description, component: NamedFiles, cache_dir: Path, job: p
         kind = "text" if source == "stdlib" else source
         groups += [(group, caches) for group in token_cache.group(kind, list(together), root)]
     if source == "tokens":
-        found = given_tokens.open_given([(path, caches) for (path,), caches in groups], described.tokenizer.bos, job)
+        built = given_tokens.open_given([(path, caches) for (path,), caches in groups], described.tokenizer.bos, job)
     else:
         chats = described.chats if source in CHATS else None
-        found = token_cache.open_tokenized(kind, groups, component.field, described.tokenizer, job, chats, split_at)
+        built = token_cache.open_tokenized(kind, groups, component.field, described.tokenizer, job, chats, split_at)
     if source == "tokens" or described.tokenizer.vocab_size > described.vocab_size:
-        _check_ids(list(zip(found, (paths for paths, _ in groups))), described)
-    pairs = tuple(pair for pair in found if pair is not None)
-    if len(pairs) < len(found):
+        _check_ids(list(zip(built, (paths for paths, _ in groups))), described)
+    pairs = tuple(pair for pair in built if pair is not None)
+    if len(pairs) < len(built):
         return None
     opened = token_files.TokenFiles(pairs, complete=source in CHATS)
     _check_not_empty(where, paths, opened, job.tell)
@@ -333,14 +334,14 @@ def _check_ids(parts: Sequence[tuple[token_files.IndexedTokens | None, Sequence[
     faults, size = [], described.vocab_size
     for pair, (path, *more) in parts:
         if pair and (largest := token_files.largest(pair)) >= size:
-            document, found = token_files.first_beyond(pair, size)
+            document, beyond = token_files.first_beyond(pair, size)
             named = isinstance(described.tokenizer, tokenizer.TokenizerFile) and \
-                described.tokenizer.library.id_to_token(found)
+                described.tokenizer.library.id_to_token(beyond)
             behind = f" and {amount(len(more), 'file')} after it" if more else ""
             faults.append(f"{path}{behind}: document {document} (from 0) "
-                          f"holds the id {found}{f' ({named})' if named else ''}, but model.vocab_size={size} has 0 to "
-                          f"{size - 1}; use model.vocab_size={largest + 1} or more, or the files of another tokenizer; "
-                          f"if a model folder fixes the vocabulary, leave that text out")
+                          f"holds the id {beyond}{f' ({named})' if named else ''}, but model.vocab_size={size} has 0 "
+                          f"to {size - 1}; use model.vocab_size={largest + 1} or more, or the files of another "
+                          f"tokenizer; if a model folder fixes the vocabulary, leave that text out")
     if faults:
         raise ValueError("\n".join(faults))
 
@@ -370,15 +371,15 @@ def sample(described: Description, component: NamedFiles) -> np.ndarray:
         return np.zeros(0, np.int64)
     path = paths[int(np.argmax(open_files(paths, component.where).lengths > 0))]
     if kind == "tokens":
-        found = binary_files.open_ids(path)
-        ids = np.asarray(token_files.map_file(found.files[0], found.dtype, found.offset, min(found.size, SAMPLED)))
+        file = binary_files.open_ids(path)
+        ids = np.asarray(token_files.map_file(file.files[0], file.dtype, file.offset, min(file.size, SAMPLED)))
     elif kind in CHATS:
         assert described.chats is not None
         batch, _ = next(described.chats.read(path, lambda line: None), ([], 0))
-        ids = np.concatenate([one.ids for one in batch]) if batch else np.zeros(0, np.int64)
+        ids = np.concatenate([encoded.ids for encoded in batch]) if batch else np.zeros(0, np.int64)
     else:
         pieces = formats.read("text" if kind == "stdlib" else kind, path, component.field)
-        ids = np.concatenate([np.zeros(0, np.int64), *reader.encode([one.text for one in itertools.islice(
+        ids = np.concatenate([np.zeros(0, np.int64), *reader.encode([piece.text for piece in itertools.islice(
             pieces, SAMPLED_TEXTS)])])
     if len(ids) and (largest := int(ids.max())) >= described.vocab_size:
         raise ValueError(f"{path} begins with ids up to {largest}, but model.vocab_size={described.vocab_size} has 0 "

@@ -217,9 +217,9 @@ class _Writing:
         return self.ex.engines.recurrence.convolve(layout, xs, ws, segments_BT)
 
     def recur(self, layout: Layout, *inputs):
-        found = recurrence.recurrence(*inputs)
-        self.cache += (layout.act(found.end_BNHV, "batch", "heads", None, None),)
-        return found.o_BTNV
+        recurred = recurrence.recurrence(*inputs)
+        self.cache += (layout.act(recurred.end_BNHV, "batch", "heads", None, None),)
+        return recurred.o_BTNV
 
 
 class _Reach(NamedTuple):
@@ -254,9 +254,9 @@ class _Reading:
         return tuple(ys)
 
     def recur(self, layout: Layout, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT):
-        one = jnp.ones_like(segments_BT)
-        o_BTNV, S_BNHV = recurrence.step(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, one, recurrence.RecurrentState(
-            self._own(self.cache[3]), one[:, 0]))
+        one_segment = jnp.ones_like(segments_BT)
+        o_BTNV, S_BNHV = recurrence.step(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, one_segment, recurrence.RecurrentState(
+            self._own(self.cache[3]), one_segment[:, 0]))
         S_BNHV = layout.act(S_BNHV, "batch", "heads", None, None)
         self.cache = (*self.cache[:3], self._replace_token(self.cache[3], S_BNHV))
         return o_BTNV

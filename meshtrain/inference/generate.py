@@ -134,23 +134,24 @@ class Generator:
         firsts = [0, *itertools.accumulate(samples)]
         requests = [_Request(firsts[i] + j, i, list(map(int, prompts[i])), limits.of(prompts[i]), (*counters[i], j))
                     for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])) for j in range(samples[i])]
-        found = [Completion(request.prompt, [], "length") for request in sorted(requests, key=lambda one: one.number)]
+        completions = [Completion(request.prompt, [], "length")
+                       for request in sorted(requests, key=lambda request: request.number)]
         waiting = collections.deque(self._with_leg(request) for request in requests if request.budget > 0)
         for request in self._answer(waiting, limits, how, seed, tell):
             stopped = request.ended or request.tokens[-1] in limits.stop_ids
-            found[request.number] = Completion(request.prompt, request.tokens, "stop" if stopped else "length",
-                                               request.logprobs, request.margins)
+            completions[request.number] = Completion(request.prompt, request.tokens, "stop" if stopped else "length",
+                                                     request.logprobs, request.margins)
             if each:
-                each(request.number, found[request.number])
-        return found
+                each(request.number, completions[request.number])
+        return completions
 
     def _answer(self, waiting: collections.deque[_Request], limits: GenerationLimits, how, seed: int, tell):
         """Yield each request when it ends."""
         if not waiting:
             return
         S = self.slots_for(1 << (len(waiting) - 1).bit_length() if self.room else len(waiting))
-        ends = ((one.read + one.budget, _pad_length(one.read), *map(_pad_length, one.turns_crossed(self._turns)))
-                for one in waiting)
+        ends = ((request.read + request.budget, _pad_length(request.read),
+                 *map(_pad_length, request.turns_crossed(self._turns))) for request in waiting)
         room = cache.round_room(max(self.room, *map(max, ends)))
         programs = _programs(self.model, self.ex, S, room, how, tuple(limits.stop_ids))
         run = functools.partial(self._run, (S, room, how, limits.stop_ids))
@@ -189,11 +190,11 @@ class Generator:
     def _turns(self) -> tuple[int, ...]:
         return rope.turns(self.model.cfg)
 
-    def _with_leg(self, one: _Request) -> _Request:
+    def _with_leg(self, request: _Request) -> _Request:
         """Return the request with the number of tokens until its frequencies change, or until its budget is used."""
-        one.turn = min(one.turns_crossed(self._turns), default=0)
-        one.leg = one.turn - one.read if one.turn else one.left
-        return one
+        request.turn = min(request.turns_crossed(self._turns), default=0)
+        request.leg = request.turn - request.read if request.turn else request.left
+        return request
 
     def slots_for(self, count: int) -> int:
         """Return the number of slots for this many requests.
@@ -213,8 +214,8 @@ class Generator:
         empty = self.compiled("the allocation of the cache", jitted.empty, self.params)
         slots = jax.tree.map(lambda a, placed: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed),
                              jax.eval_shape(jitted.empty, self.params), empty.output_shardings)
-        one = _Request(0, 0, [0] * prompt, 1, (0, 0, 0), leg=1)
-        filling = _deal(collections.deque([one]), [None] * S, self._shards())
+        request = _Request(0, 0, [0] * prompt, 1, (0, 0, 0), leg=1)
+        filling = _deal(collections.deque([request]), [None] * S, self._shards())
         return {"fill": self.compiled("the reading of prompts", jitted.fill, self.params, slots, filling, np.uint32(0)),
                 "decode": self.compiled("the generation of tokens", jitted.decode, self.params, slots,
                                         np.zeros(S, bool), np.int32(1), np.int32(1))}
@@ -309,19 +310,19 @@ def _deal(waiting: collections.deque[_Request], owners: list[_Request | None], s
                       length_S, token_S, budget_S, np.zeros((S, 3), np.uint32))
     used: list[dict] = [{} for _ in range(shards)]
     while waiting and _pad_length(waiting[0].read) == T:
-        one = waiting[0]
+        request = waiting[0]
         able = [shard for shard in range(shards)
-                if free[shard] and (len(used[shard]) < rows or one.source in used[shard])]
+                if free[shard] and (len(used[shard]) < rows or request.source in used[shard])]
         if not able:
             break
-        shard = max(able, key=lambda shard: (one.source in used[shard], len(free[shard])))
+        shard = max(able, key=lambda shard: (request.source in used[shard], len(free[shard])))
         s, waiting_for = free[shard].pop(0), used[shard]
-        source = waiting_for.setdefault(one.source, len(waiting_for))
-        row, tokens = shard * rows + source, one.so_far
-        filling.prompt_PT[row, T - one.read:], filling.read_P[row] = tokens[:-1], one.read
-        filling.reach_P[row] = one.read + one.leg
-        source_S[s], length_S[s], token_S[s], budget_S[s] = source, len(tokens), tokens[-1], one.leg
-        filling.counters_S3[s], owners[s] = one.counters, waiting.popleft()
+        source = waiting_for.setdefault(request.source, len(waiting_for))
+        row, tokens = shard * rows + source, request.so_far
+        filling.prompt_PT[row, T - request.read:], filling.read_P[row] = tokens[:-1], request.read
+        filling.reach_P[row] = request.read + request.leg
+        source_S[s], length_S[s], token_S[s], budget_S[s] = source, len(tokens), tokens[-1], request.leg
+        filling.counters_S3[s], owners[s] = request.counters, waiting.popleft()
     return filling
 
 

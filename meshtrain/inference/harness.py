@@ -81,7 +81,7 @@ class HarnessModel(TemplateLM):
         A request is (texts, context ids, continuation ids).
         """
         rows = [self._cut(context + continuation, self.length + 1) for _, context, continuation in requests]
-        order, found = sorted(range(len(rows)), key=lambda i: -len(rows[i])), {}
+        order, results = sorted(range(len(rows)), key=lambda i: -len(rows[i])), {}
         while order:
             T = -(-max(len(rows[order[0]]) - 1, 1) // STEP) * STEP
             taken, order = order[:self.scorer.rows(T)], order[self.scorer.rows(T):]
@@ -89,9 +89,9 @@ class HarnessModel(TemplateLM):
             for row, i in enumerate(taken):
                 end = len(rows[i]) - 1
                 continuation = slice(end - min(len(requests[i][2]), end), end)
-                found[i] = float(logprobs[row, continuation].sum(dtype=np.float64)), bool(
+                results[i] = float(logprobs[row, continuation].sum(dtype=np.float64)), bool(
                     likeliest[row, continuation].all())
-        return [found[i] for i in range(len(rows))]
+        return [results[i] for i in range(len(rows))]
 
     def _batch(self, rows: Sequence[list[int]], T: int) -> dict[str, np.ndarray]:
         B = self.scorer.rows(T)
@@ -121,14 +121,14 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Return the text of each answer. Requests with equal options are answered together."""
-        found: dict[int, str] = {}
+        texts: dict[int, str] = {}
         alike: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
             alike.setdefault(repr(sorted(request.args[1].items())), []).append(i)
         for numbers in alike.values():
-            found |= zip(numbers, self._generate([requests[i].args[0] for i in numbers], requests[numbers[0]].args[1]),
+            texts |= zip(numbers, self._generate([requests[i].args[0] for i in numbers], requests[numbers[0]].args[1]),
                          strict=True)
-        return [found[i] for i in range(len(requests))]
+        return [texts[i] for i in range(len(requests))]
 
     def _generate(self, contexts: Sequence[str], options: dict) -> list[str]:
         until = options.get("until") or ()
@@ -181,9 +181,9 @@ def _name_in(path: Path) -> str:
     Raises: ValueError if the file cannot be read or names no task.
     """
     try:
-        found = re.search(r"^task:\s*[\"']?([^\s\"']+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(r"^task:\s*[\"']?([^\s\"']+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--tasks: {path} cannot be read: {error}; name the .yaml file of a task") from None
-    if not found:
+    if not match:
         raise ValueError(f"--tasks: {path} has no line task: NAME; name the .yaml file of a task")
-    return found[1]
+    return match[1]

@@ -39,10 +39,10 @@ class Draw(NamedTuple):
 def key(seed, batch, row, sample):
     """Return the random key of one sample, a function of these four uint32 counters. Each draw folds in its position.
     """
-    found = jax.random.key(seed, impl=PRNG)
+    random_key = jax.random.key(seed, impl=PRNG)
     for counter in (batch, row, sample):
-        found = jax.random.fold_in(found, counter)
-    return found
+        random_key = jax.random.fold_in(random_key, counter)
+    return random_key
 
 
 def pick(how: Picking, logits_BV, keys_B) -> Draw:

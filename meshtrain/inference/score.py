@@ -85,15 +85,15 @@ class Scorer:
             logits_BcV = self.model.head_logits(self.ex, p, x_BcD)
             found_Bc = jnp.take_along_axis(logits_BcV, jnp.maximum(targets_Bc, 0)[..., None], -1)[..., 0]
             return found_Bc - jax.nn.logsumexp(logits_BcV, -1), jnp.argmax(logits_BcV, -1) == targets_Bc
-        found = jax.lax.map(part, (in_parts(jnp.pad(x_BTD, [*pad, (0, 0)])), in_parts(jnp.pad(batch["targets"], pad))))
-        return tuple(jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T] for x in found)
+        scores = jax.lax.map(part, (in_parts(jnp.pad(x_BTD, [*pad, (0, 0)])), in_parts(jnp.pad(batch["targets"], pad))))
+        return tuple(jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T] for x in scores)
 
 
 def _lengths(segments_BT: np.ndarray, positions_BT: np.ndarray) -> np.ndarray:
     """Return int32 [B, T]: for each token, the number of tokens of its document up to its last one in the row."""
-    found = np.zeros_like(positions_BT, np.int32)
-    for row, segments, positions in zip(found, segments_BT, positions_BT):
+    lengths = np.zeros_like(positions_BT, np.int32)
+    for row, segments, positions in zip(lengths, segments_BT, positions_BT):
         ends = np.zeros(int(segments.max(initial=0)) + 1, np.int32)
         np.maximum.at(ends, segments, positions + 1)
         row[:] = ends[segments]
-    return found
+    return lengths

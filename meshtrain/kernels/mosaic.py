@@ -113,8 +113,8 @@ def _call(what: str, mask: Mask, scores: Scores, head_dim: int, blocks, interpre
 
 def _visits(own_BT, other_BS, mask: Mask, own_are_queries: bool, step: int):
     """Return ((low, high, bounds) of padded rows, `single` of `intervals`). Padding attends to nothing."""
-    *found, single = intervals(own_BT, other_BS, mask, own_are_queries)
-    low, high = (_pad(x, 1) for x in found)
+    *ranges, single = intervals(own_BT, other_BS, mask, own_are_queries)
+    low, high = (_pad(x, 1) for x in ranges)
     return (low, high, bounds(low, high, step)), single
 
 

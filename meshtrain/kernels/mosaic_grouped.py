@@ -62,11 +62,11 @@ def rows(pairs, dims: str, owner, count, programs: int, interpret=False):
             plgpu.set_max_registers(warpgroups.MORE, action="increase")
 
             def tile(before, block, to):
-                found, = ring.sums(before, steps, lambda slot: x_smem.at[slot, pl.ds(wg * ROWS, ROWS)],
+                y, = ring.sums(before, steps, lambda slot: x_smem.at[slot, pl.ds(wg * ROWS, ROWS)],
                                    lambda slot: (transpose(w_smem.at[slot]) if by_column else w_smem.at[slot],))
-                found = found.astype(dtype)
+                y = y.astype(dtype)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)         # the previous tile has left shared memory
-                out_smem[wg] = found
+                out_smem[wg] = y
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(out_smem.at[wg], out_ref.at[pl.ds(block * TILE + wg * ROWS, ROWS), to])
             each_tile(tile)

@@ -57,9 +57,9 @@ def parts(x, count: int) -> list:
     Three parts are exact (each holds 8 of 24 bits), except near float32's smallest numbers. The split uses
     `reduce_precision`, because XLA removes a cast to bfloat16 and back.
     """
-    found = []
+    pieces = []
     for _ in range(count):
         part = lax.reduce_precision(x, 8, 7)
-        found.append(part.astype(NARROW))
+        pieces.append(part.astype(NARROW))
         x = x - part
-    return found
+    return pieces

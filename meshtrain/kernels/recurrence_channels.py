@@ -199,14 +199,14 @@ def _inside(launch: Launch, q, k, v, decay, beta, segments, states=None):
     (B, T, N, H), V, C, array = k.shape, v.shape[3], launch.chunk, jax.ShapeDtypeStruct
     of, row, rows, state, square = chunks(launch, k, N)
     known, keys = partial(spec_for, states), array(k.shape, v.dtype)
-    found = call(
+    outputs = call(
         launch, partial(_inside_kernel, width=min(H, launch.key_columns)),
         CHANNELS + ("inside" if states is None else "inside_again"), 8, 1, grid=(T // C, N, B),
         in_specs=[of(H), of(H), of(V), of(H), row, rows, known(state(H, V))],
         out_specs=(of(V), of(H), of(H), of(H), square, known(square)),
         out_shape=(array(v.shape, v.dtype), keys, keys, keys, array((B, N, T // C, C, C), v.dtype),
                    known(array((B, N, T // C, C, C), jnp.float32))))(q, k, v, decay, beta, segments, states)
-    return found[:5] if states is None else found
+    return outputs[:5] if states is None else outputs
 
 
 # ---- from chunk to chunk ---------------------------------------------------------------------------------------------

@@ -228,13 +228,13 @@ def _inside(launch: Launch, k, v, decay, beta, segments, states=None):
     (B, T, _, H), (N, V), C, array = k.shape, v.shape[2:], launch.chunk, jax.ShapeDtypeStruct
     of, row, rows, state, inverse = chunks(launch, k, N)
     known = partial(spec_for, states)
-    found = call(
+    outputs = call(
         launch, _inside_kernel, "inside" if states is None else "inside_again", 4, 1,
         grid=(T // C, N, B), in_specs=[of(H, True), of(V), row, row, rows, known(state(H, V))],
         out_specs=(of(V), of(H), known(inverse)),
         out_shape=(array(v.shape, v.dtype), array((B, T, N, H), v.dtype),
                    known(array((B, N, T // C, C, C), jnp.float32))))(k, v, decay, beta, segments, states)
-    return found[:2] if states is None else found
+    return outputs[:2] if states is None else outputs
 
 
 # ---- from chunk to chunk ---------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def _forward(launch: Launch, q, k, u, w, decay, segments, S0, kept):
     array, o = jax.ShapeDtypeStruct, None if q is None else jax.ShapeDtypeStruct((B, T, N, V), k.dtype)
     states = pl.BlockSpec((Z, None, None, H, columns), lambda i, n, b: (0, b, n, 0, i))
     what = "summary" if q is None else "forward"
-    o, found, end = call(
+    o, passed, end = call(
         launch, partial(_forward_kernel, C=launch.chunk), what, 4, 2, w is not None,
         grid=(V // columns, N, B),
         in_specs=[spec_for(q, key), key, spec_for(u, value), spec_for(w, by_value_head), row, rows,
@@ -281,7 +281,7 @@ def _forward(launch: Launch, q, k, u, w, decay, segments, S0, kept):
         out_specs=(spec_for(q, value), spec_for(q, states), state),
         out_shape=(o, o and array((Z, B, N, H, V), k.dtype), array((B, N, H, V), jnp.float32)),
     )(q, k, u, w, decay, segments, S0)
-    return (o, found, end) if kept is None else (o, kept, None)
+    return (o, passed, end) if kept is None else (o, kept, None)
 
 
 def _reverse_kernel(q_ref, k_ref, w_ref, decay_ref, do_ref, segments, dend_ref, dnew_ref, dstates_ref, dS_ref, *,

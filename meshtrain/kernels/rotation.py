@@ -93,11 +93,11 @@ def _call(kernel, name: str, x_BTNH, scale_H, cos_BTR, sin_BTR, more, eps: float
         shapes.append(jax.ShapeDtypeStruct((grid, H), jnp.float32))
         specs.append(pl.BlockSpec((None, H), lambda i: (i, 0)))
     args = flat(x_BTNH), scale_H, flat(cos_BTR), flat(sin_BTR), *map(flat, more)
-    found = pl.pallas_call(
+    rotated = pl.pallas_call(
         partial(kernel, rows=partial(_Rows, N, count, block, H // 2), eps=eps), grid=(grid,),
         in_specs=[pl.no_block_spec] * len(args), out_specs=specs, out_shape=shapes, name=f"{NAME}_{name}",
         interpret=interpret, compiler_params=triton.CompilerParams(num_warps=4, num_stages=1))(*args)
-    return [found[0].reshape(x_BTNH.shape), *found[1:]]
+    return [rotated[0].reshape(x_BTNH.shape), *rotated[1:]]
 
 
 def forward(x_BTNH, scale_H, cos_BTR, sin_BTR, eps: float, interpret: bool = False):

@@ -112,7 +112,7 @@ def of(head_dim: int, gpu: str, softcap: bool = False, value_dim: int = 0) -> Ti
     gpu: its name in the hardware table. value_dim: width of values; 0: head_dim. softcap: its derivative needs
     registers. At width 128 dkv then spills 240 bytes in four warps and none in eight.
     """
-    widths = next((one for one in _HOPPER if head_dim <= one[0] and (value_dim or head_dim) <= one[1]), (0, 0))
+    widths = next((row for row in _HOPPER if head_dim <= row[0] and (value_dim or head_dim) <= row[1]), (0, 0))
     chip = hardware.GPUS[gpu].chip if gpu in hardware.GPUS else None
-    found = TIMED.get((gpu, *widths)) or (COMPILED.get(chip.compute_capability, {}).get(widths) if chip else None)
-    return found._replace(dkv=found.dkv._replace(warps=8)) if found and softcap and widths == (128, 128) else found
+    tiles = TIMED.get((gpu, *widths)) or (COMPILED.get(chip.compute_capability, {}).get(widths) if chip else None)
+    return tiles._replace(dkv=tiles.dkv._replace(warps=8)) if tiles and softcap and widths == (128, 128) else tiles

@@ -189,14 +189,14 @@ class Heartbeats:
         return bool(alive)
 
 
-def pack_answers(order: Order, part: int, found: Sequence[Completion], by: str, on: str) -> bytes:
+def pack_answers(order: Order, part: int, answers: Sequence[Completion], by: str, on: str) -> bytes:
     """Return the content of a file of answers. by: name of the sampler. on: see `WorkQueue.deliver`."""
-    told, arrays = groups.flat(found)
+    told, arrays = groups.flat(answers)
     return groups.pack_arrays(told | {"order": order.id, "version": order.version, "weights": order.weights, "by": by,
                                  "made_by": versions(), "on": on}, arrays)
 
 
 def has_answers(path: Path, order: Order) -> bool:
     """Return whether a file has answers to this order."""
-    found = groups.unpack_arrays(path)
-    return found is not None and found[0]["order"] == order.id
+    content = groups.unpack_arrays(path)
+    return content is not None and content[0]["order"] == order.id

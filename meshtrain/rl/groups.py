@@ -62,7 +62,7 @@ class Group:
     @property
     def equal(self) -> bool:
         """Whether all rewards of the group are equal, so that its advantages are zero. Missing rewards are ignored."""
-        return len({one.reward for one in self.answers if not np.isnan(one.reward)}) < 2
+        return len({answer.reward for answer in self.answers if not np.isnan(answer.reward)}) < 2
 
 
 @dataclasses.dataclass(eq=False)
@@ -81,21 +81,21 @@ class AnswerBatch:
 
     @property
     def answers(self) -> list[ScoredAnswer]:
-        return [one for group in self.groups for one in group.answers]
+        return [answer for group in self.groups for answer in group.answers]
 
     def numbers(self) -> dict[str, float]:
         """Return the columns of the metrics row."""
         if not (every := self.answers):
             return {"equal_groups": self.equal}
-        there = [one.reward for one in every if not np.isnan(one.reward)]
-        lengths = [len(one.drawn.tokens) for one in every]
+        there = [answer.reward for answer in every if not np.isnan(answer.reward)]
+        lengths = [len(answer.drawn.tokens) for answer in every]
         def mean(values) -> float:
             return float(np.mean(values)) if len(values) else 0.0
-        failures = [one.failure for one in every if one.failure]
+        failures = [answer.failure for answer in every if answer.failure]
         return {"reward": mean(there), "reward_std": float(np.std(there)) if len(there) else 0.0,
                 **{f"reward/{name}": value for name, value in means(every).items()},
                 "equal_groups": self.equal, "answer_tokens": mean(lengths), "answer_tokens_max": float(max(lengths)),
-                "truncated": mean([one.drawn.stopped == "length" for one in every]),
+                "truncated": mean([answer.drawn.stopped == "length" for answer in every]),
                 "reward_failed": float(len(failures)),
                 "reward_timeouts": float(sum(failure.startswith(workers.TIMEOUT) for failure in failures)),
                 "reward_unsteady": float(sum(group.unsteady for group in self.groups))}
@@ -103,8 +103,8 @@ class AnswerBatch:
 
 def means(answers: Sequence[ScoredAnswer]) -> dict[str, float]:
     """Return the mean of each part of the reward, by name, over the answers that have the part."""
-    return {name: float(np.mean([one.parts[name] for one in answers if name in one.parts]))
-            for name in sorted({name for one in answers for name in one.parts})}
+    return {name: float(np.mean([answer.parts[name] for answer in answers if name in answer.parts]))
+            for name in sorted({name for answer in answers for name in answer.parts})}
 
 
 class KeptBatches:
@@ -144,13 +144,13 @@ class Kept:
         """Write the batch and remove all but the newest `most` batches. A failed write is reported: a resumed run then
         samples the same answers again. weights: their checksum."""
         groups, every = batch.groups, batch.answers
-        said, arrays = flat([one.drawn for one in every])
+        said, arrays = flat([answer.drawn for answer in every])
         told = {"key": self.key, "weights": weights, "version": batch.version, "drawn": batch.drawn,
                 "equal": batch.equal, **said,
                 "samples": [len(group.answers) for group in groups], "rows": [group.row for group in groups],
-                "parts": [one.parts for one in every], "failures": [one.failure for one in every],
+                "parts": [answer.parts for answer in every], "failures": [answer.failure for answer in every],
                 "unsteady": [group.unsteady for group in groups]}
-        rewards = np.array([one.reward for one in every], np.float64)
+        rewards = np.array([answer.reward for answer in every], np.float64)
         content = pack_arrays(told, arrays | {"rewards": rewards} | batch.scores)
 
         def place() -> None:
@@ -200,12 +200,12 @@ class Kept:
     def find(self, weights: str) -> tuple[dict, dict] | None:
         """Return (JSON object, arrays) of the batch in this process; None if it is missing, or its key or weights
         differ."""
-        found = unpack_arrays(self.path)
-        return found if self._fits(found, weights) else None
+        content = unpack_arrays(self.path)
+        return content if self._fits(content, weights) else None
 
-    def _fits(self, found: tuple[dict, dict] | None, weights: str | None, held: bool = False) -> bool:
-        return (found is not None and found[0]["key"] == self.key and weights in (None, found[0]["weights"])
-                and found[0].get("held", False) == held)
+    def _fits(self, content: tuple[dict, dict] | None, weights: str | None, held: bool = False) -> bool:
+        return (content is not None and content[0]["key"] == self.key and weights in (None, content[0]["weights"])
+                and content[0].get("held", False) == held)
 
 
 class Completer(Protocol):
@@ -230,19 +230,19 @@ class HeldFirst:
         if len(self.held) < count:
             return self.generator.complete(prompts, limits, how, seed, samples=samples, counters=counters, each=each)
         of = [prompt for prompt, n in zip(prompts, samples, strict=True) for _ in range(n)]
-        found = [dataclasses.replace(one, prompt=list(prompt))
-                 for one, prompt in zip(self.held[:count], of, strict=True)]
+        answers = [dataclasses.replace(answer, prompt=list(prompt))
+                   for answer, prompt in zip(self.held[:count], of, strict=True)]
         del self.held[:count]
-        for i, one in enumerate(found):
-            each(i, one)
-        return found
+        for i, answer in enumerate(answers):
+            each(i, answer)
+        return answers
 
 
 def flat(answers: Sequence[Completion]) -> tuple[dict, dict]:
     """Convert answers, without their prompts, to (a JSON object, arrays)."""
     def values(name: str, dtype) -> np.ndarray:
-        return np.array([value for one in answers for value in getattr(one, name)], dtype)
-    return ({"stopped": [one.stopped for one in answers], "lengths": [len(one.tokens) for one in answers]},
+        return np.array([value for answer in answers for value in getattr(answer, name)], dtype)
+    return ({"stopped": [answer.stopped for answer in answers], "lengths": [len(answer.tokens) for answer in answers]},
             {"tokens": values("tokens", np.int32), "logprobs": values("logprobs", np.float32),
              "margins": values("margins", np.float32)})
 
@@ -274,11 +274,11 @@ def unpack_arrays(path: Path | io.BytesIO) -> tuple[dict, dict] | None:
 
 
 def _text(groups: Sequence[Group], version: int) -> bytes:
-    lines = [{**one.parts, "prompt": group.prompt.text, "place": group.prompt.place, "version": version,
-              "answer": one.text, "tokens": len(one.drawn.tokens), "stopped": one.drawn.stopped,
-              "reward": None if np.isnan(one.reward) else one.reward,
-              **({"failure": one.failure} if one.failure else {})}
-             for group in groups for one in group.answers]
+    lines = [{**answer.parts, "prompt": group.prompt.text, "place": group.prompt.place, "version": version,
+              "answer": answer.text, "tokens": len(answer.drawn.tokens), "stopped": answer.drawn.stopped,
+              "reward": None if np.isnan(answer.reward) else answer.reward,
+              **({"failure": answer.failure} if answer.failure else {})}
+             for group in groups for answer in group.answers]
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode(errors="surrogatepass")
 
 

@@ -89,8 +89,8 @@ class Orders:
         Raises: FileSystemError."""
         self.sent.store.wait()
         updates = self.rl.updates
-        return [[batch, one.version, one.weights] for batch, one in sorted(self.given.items())
-                if batch >= steps // updates and one.version * updates < steps]
+        return [[batch, order.version, order.weights] for batch, order in sorted(self.given.items())
+                if batch >= steps // updates and order.version * updates < steps]
 
     def request(self, number: int, part: int, first: int, params: dict, pause: Pause) -> SamplingWeights:
         """Request batch `number` as in samplers.Sampler; it also orders the rl.lag batches after it. Raises:
@@ -168,7 +168,7 @@ class Orders:
 
     def _order(self, batch: int, version: int, first: int) -> Order:
         """Return the order of a batch. first: number of prompts drawn for earlier batches."""
-        ids = [one.ids.tolist() for one in self.prompts.draw(first, self.rl.prompts)]
+        ids = [prompt.ids.tolist() for prompt in self.prompts.draw(first, self.rl.prompts)]
         part = prompts_of_part(self.rl)
         room = self.prompts.longest_with_answer(self.rl.max_tokens)
         return Order(batch, version, self.checksums[version], self.draws, room, part, ids)
@@ -193,9 +193,9 @@ class Orders:
 
     def _copy_kept_answers(self, order: Order) -> None:
         """Copy the answers that an earlier attempt saved in run.dir/rollouts, so that they are not sampled again."""
-        if (found := self.kept.of(order.batch).find(order.weights)) is None:
+        if (content := self.kept.of(order.batch).find(order.weights)) is None:
             return
-        every, samples = groups.unflat(*found), order.draws["samples"]
+        every, samples = groups.unflat(*content), order.draws["samples"]
         for part in order.parts:
             rows = order.rows(part)
             files.replace(self.place.answers(order.batch, part), pack_answers(
@@ -213,8 +213,8 @@ class Orders:
         kept = set(range(number - lag - 1 - self.run.checkpoint.local_every // updates, number + lag + 1))
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(self.directory / contents.CHECKPOINTS):
-                if found := re.match(r"\.?(\d+)", name):        # a leading dot: it is being written
-                    step = int(found[1])
+                if saved := re.match(r"\.?(\d+)", name):        # a leading dot: it is being written
+                    step = int(saved[1])
                     kept |= set(range(step // updates, -(-step // updates) + lag))
         for directory in (self.place.orders, self.place.drawn):
             for name in os.listdir(directory):
@@ -293,9 +293,9 @@ class ArrivingAnswers:
         path = self.orders.place.answers(self.order.batch, part)
 
         def read():
-            if (found := groups.unpack_arrays(path)) is None:
+            if (content := groups.unpack_arrays(path)) is None:
                 raise FileNotFoundError(2, "the file of answers is missing or incomplete", os.fspath(path))
-            return found
+            return content
         told, arrays = files.patiently(read, missing=True)
         if told["order"] != self.order.id:
             raise RolloutError(

@@ -38,18 +38,18 @@ def open_prompts(run: Run, directory: Path, start: resume.Start) -> tuple[source
     """Open the prompts of a run, and check that their answers fit into its batches. Raises: ConfigError."""
     data = run.data
     with user_errors():
-        corpus, found = prompts.open_prompts(
+        corpus, opened = prompts.open_prompts(
             data, vocab_size=run.model.vocab_size, seed=run.run.seed, longest=data.seq_len - run.rl.max_tokens + 1,
             folders=model_folder.companion_folders(run.run.dir, run.checkpoint.init_from))
     resume.check_tokenizer(run, start, corpus.tokenizer)
     resume.check_data(run, start, corpus.fingerprint)
-    resume.check_prompts(run, start, found.digest)
-    rollouts.check(run, found)
+    resume.check_prompts(run, start, opened.digest)
+    rollouts.check(run, opened)
     for note in sources.notes(corpus.tokenizer, run.model.vocab_size):
         say.out(f"note: {note}")
-    say.out(f"{amount(len(found.prompts), 'prompt')} to train on, {len(found.held)} held out, of up to "
-            f"{found.longest} tokens")
-    return corpus, found
+    say.out(f"{amount(len(opened.prompts), 'prompt')} to train on, {len(opened.held)} held out, of up to "
+            f"{opened.longest} tokens")
+    return corpus, opened
 
 
 def feed_of(made: assembly.Assembly, start: resume.Start, state: State, asked: Prompts, tokenizer: Tokenizer,

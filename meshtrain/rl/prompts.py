@@ -51,15 +51,15 @@ class Prompts:
     @functools.cached_property
     def digest(self) -> str:
         """Hash of the prompts to train on, with everything that their rewards read."""
-        found = hashlib.blake2b(digest_size=10)
-        for one in self.prompts:
-            found.update(json.dumps([one.ids.tolist(), one.line], sort_keys=True).encode())
-        return found.hexdigest()
+        digest = hashlib.blake2b(digest_size=10)
+        for prompt in self.prompts:
+            digest.update(json.dumps([prompt.ids.tolist(), prompt.line], sort_keys=True).encode())
+        return digest.hexdigest()
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt, held-out ones included."""
-        return max(len(one.ids) for one in (*self.prompts, *self.held))
+        return max(len(prompt.ids) for prompt in (*self.prompts, *self.held))
 
     def longest_with_answer(self, max_tokens: int) -> int:
         """Return the positions of the longest prompt with an answer. The answer's last token is only a target."""

@@ -53,7 +53,7 @@ def check(run: Run, prompts: Prompts) -> None:
             f"{count} answers of a step (rl.prompts × rl.samples / rl.updates), each up to {longest} tokens long with "
             f"its prompt; use data.global_batch={needed} or more (microbatches without answers are not computed)")
     with user_errors():
-        workers.check(rl.reward, {one.place: one.line for one in (*prompts.prompts, *prompts.held)},
+        workers.check(rl.reward, {prompt.place: prompt.line for prompt in (*prompts.prompts, *prompts.held)},
                       rl.reward_memory_gb)
 
 
@@ -132,14 +132,14 @@ class Rollouts:
         kept = self.kept.of(number)
         first = self._mark(number * self.rl.updates + part)[2]
         weights = self.sampler.request(number, part, first, state.params, pause)
-        found = kept.read(weights.checksum, first, self.prompts, self.words)
-        if found is None and part and jax.process_index() == 0:
+        earlier = kept.read(weights.checksum, first, self.prompts, self.words)
+        if earlier is None and part and jax.process_index() == 0:
             say.err(f"{kept.path} is missing or damaged. It had the answers that earlier steps trained on; "
                     f"they are sampled again, with the current weights")
         # Called twice: each call returns what the processes agreed on in the call before (agree.StopAgreement).
-        if found is None and part == 0 and (pause.stopping() or pause.stopping()):
+        if earlier is None and part == 0 and (pause.stopping() or pause.stopping()):
             raise NoBatch
-        drawn = found or self._draw(kept, weights, first, state, pause)
+        drawn = earlier or self._draw(kept, weights, first, state, pause)
         if number == 0 and part == 0 and _list_endings(drawn) == {"length"}:
             say.out(f"batch 0: no answer ended within rl.max_tokens={self.rl.max_tokens}. An answer ends with "
                     f"{self.words.ends}. Set data.eos to the end token that the model was trained with, or add its "
@@ -156,7 +156,7 @@ class Rollouts:
         for name, values in drawn.scores.items():
             for batch, values_BT in zip(parts, values, strict=True):
                 batch[name] = values_BT
-        if found is None:
+        if earlier is None:
             kept.write(drawn, weights.checksum or "", self.rl.keep)
         if part == 0:
             pause.journal.add(drawn.numbers())
@@ -172,21 +172,21 @@ class Rollouts:
         before: list[Completion] = []
         generator = self.sampler.open(kept, weights, state.params, pause)
 
-        def waits(found: list[Completion]) -> None:
+        def waits(sampled: list[Completion]) -> None:
             if pause.stopping():
                 if not self.sampler.saves:
-                    kept.hold([*before, *found], weights.checksum or "")
+                    kept.hold([*before, *sampled], weights.checksum or "")
                 raise NoBatch
         groups: list[Group] = []
         wanted, equal, row = self.rl.prompts, 0, 0
         for _ in range(ROUNDS if self.rl.filter == "equal" else 1):
             prompts = self.prompts.draw(first + row, wanted - len(groups))
             counters = [(number, row + i) for i in range(len(prompts))]
-            found = self._answer(generator, prompts, self.rl.samples, counters, pause.time, waits)
-            before += [one.drawn for group in found for one in group.answers]
+            sampled = self._answer(generator, prompts, self.rl.samples, counters, pause.time, waits)
+            before += [answer.drawn for group in sampled for answer in group.answers]
             row += len(prompts)
-            equal += sum(group.equal for group in found)
-            groups += found if self.rl.filter == "none" else [group for group in found if not group.equal]
+            equal += sum(group.equal for group in sampled)
+            groups += sampled if self.rl.filter == "none" else [group for group in sampled if not group.equal]
             if len(groups) == wanted:
                 break
         return AnswerBatch(groups, first + row, equal / row, weights.version)
@@ -211,22 +211,23 @@ class Rollouts:
                 self.rewards.submit(i, prompt.text, text[i], prompt.line)
         limits = GenerationLimits(self.rl.max_tokens, self.words.stop_ids, ended=self.words.at_string)
         with timed("sampling", "sample_s"):
-            found = generator.complete(
+            completions = generator.complete(
                 [prompt.ids.tolist() for prompt in prompts], limits, Picking(self.rl.temperature), self.run.run.seed,
                 samples=[samples] * len(prompts), counters=counters, each=submit)
         with timed("rewards", "reward_s"):
             outcomes: dict[int, workers.Reward] = {}
             while not all(agree.exchange(self.rewards.wait_for_scores(WAITS_S))):
-                waits(found)
-            for part in agree.exchange({i: dataclasses.astuple(one) for i, one in self.rewards.results().items()}):
-                outcomes |= {int(i): workers.Reward(*one) for i, one in part.items()}
-        for one in found:       # a stopped answer includes the token that ends it: it is trained on, too
-            ended = limits.ended or one.tokens[-1] in limits.stop_ids
-            assert ended if one.stopped == "stop" else len(one.tokens) == limits.tokens, one
-        wrong = [i for i, one in enumerate(found) if not np.isfinite(one.logprobs).all()]
+                waits(completions)
+            results = {i: dataclasses.astuple(reward) for i, reward in self.rewards.results().items()}
+            for part in agree.exchange(results):
+                outcomes |= {int(i): workers.Reward(*fields) for i, fields in part.items()}
+        for completion in completions:      # a stopped answer includes the token that ends it, which is trained on
+            ended = limits.ended or completion.tokens[-1] in limits.stop_ids
+            assert ended if completion.stopped == "stop" else len(completion.tokens) == limits.tokens, completion
+        wrong = [i for i, completion in enumerate(completions) if not np.isfinite(completion.logprobs).all()]
         if wrong:
             raise agree.mark_agreed(RolloutError(
-                f"the logits are not finite in {len(wrong)} of {len(found)} answers, first in an answer to "
+                f"the logits are not finite in {len(wrong)} of {len(completions)} answers, first in an answer to "
                 f"{prompts[wrong[0] // samples].place}: the run did not train on this batch; continue "
                 f"from an earlier checkpoint (checkpoint.step) with a lower optimizer.learning_rate"))
         self._check_failures(outcomes)
@@ -234,20 +235,21 @@ class Rollouts:
         for p, prompt in enumerate(prompts):
             these = range(p * samples, (p + 1) * samples)
             none = 0.0 if self.rl.reward_failures == "zero" else np.nan
-            scored = [ScoredAnswer(found[i], text[i], none if (reward := outcomes[i].reward) is None else float(reward),
+            scored = [ScoredAnswer(completions[i], text[i],
+                                   none if (reward := outcomes[i].reward) is None else float(reward),
                                    outcomes[i].parts, outcomes[i].failure) for i in these]
             groups.append(Group(prompt, counters[p][1], scored, sum(outcomes[i].unsteady for i in these)))
         return groups
 
     def _check_failures(self, outcomes: Mapping[int, workers.Reward]) -> None:
-        failed = {i: one.failure for i, one in sorted(outcomes.items()) if one.failure}
+        failed = {i: outcome.failure for i, outcome in sorted(outcomes.items()) if outcome.failure}
         most = 0 if self.rl.reward_failures == "stop" else MOST_FAILURES * len(outcomes)
         if len(failed) > most:
             raise agree.mark_agreed(RolloutError(
                 f"{len(failed)} of {len(outcomes)} answers have no reward, because rl.reward={self.rl.reward} failed: "
                 f"{'; '.join(list(dict.fromkeys(failed.values()))[:3])}; fix the function, or the lines that it "
                 f"cannot score, and start again"))
-        unsteady = sum(one.unsteady for one in outcomes.values())
+        unsteady = sum(outcome.unsteady for outcome in outcomes.values())
         if unsteady and jax.process_index() == 0:
             say.err(f"{unsteady} answers were scored twice with different rewards: rl.reward={self.rl.reward} is not "
                     f"a function of the answer, so a resumed run will differ")
@@ -258,17 +260,17 @@ class Rollouts:
         """Return a batch for each update u, with groups u, u + rl.updates, … first: step of the first update, from 0.
         """
         rl, data = self.rl, self.run.data
-        reward_GN = np.array([[one.reward for one in group.answers] for group in groups])
+        reward_GN = np.array([[answer.reward for answer in group.answers] for group in groups])
         gain_GN = answers.advantages(reward_GN, rl.advantage) if groups else []
         parts = []
         for update in range(rl.updates):
-            found = [answers.DrawnAnswer(group.prompt.ids, np.asarray(one.drawn.tokens, np.int32),
-                                         np.asarray(one.drawn.logprobs, np.float32), float(gain),
-                                         learned=not np.isnan(one.reward) and (
-                                             rl.truncated == "keep" or one.drawn.stopped == "stop"))
+            drawn = [answers.DrawnAnswer(group.prompt.ids, np.asarray(answer.drawn.tokens, np.int32),
+                                         np.asarray(answer.drawn.logprobs, np.float32), float(gain),
+                                         learned=not np.isnan(answer.reward) and (
+                                             rl.truncated == "keep" or answer.drawn.stopped == "stop"))
                      for group, gain_N in list(zip(groups, gain_GN, strict=True))[update::rl.updates]
-                     for one, gain in zip(group.answers, gain_N, strict=True)]
-            batch, _ = answers.pack(found, rl, data.global_batch, data.seq_len, (first + update) * data.global_batch)
+                     for answer, gain in zip(group.answers, gain_N, strict=True)]
+            batch, _ = answers.pack(drawn, rl, data.global_batch, data.seq_len, (first + update) * data.global_batch)
             parts.append(batch)
         return parts
 
@@ -311,13 +313,13 @@ class Rollouts:
         generator = self.sampler.generator(state.params)
         groups = self._answer(generator, prompts, 1, [(VALIDATION, row) for row in range(len(prompts))],
                                 lambda *_: contextlib.nullcontext(), waits)     # its time counts as validation
-        scored = [one for group in groups for one in group.answers]
-        found = np.array([one.reward for one in scored if not np.isnan(one.reward)])
-        return {"val_reward": float(found.mean()) if len(found) else 0.0,
-                "val_reward_error": float(found.std(ddof=1) / np.sqrt(len(found))) if len(found) > 1 else 0.0,
-                **{f"val_reward/{name}": mean for name, mean in means(scored).items()}}, len(found)
+        scored = [answer for group in groups for answer in group.answers]
+        rewards = np.array([answer.reward for answer in scored if not np.isnan(answer.reward)])
+        return {"val_reward": float(rewards.mean()) if len(rewards) else 0.0,
+                "val_reward_error": float(rewards.std(ddof=1) / np.sqrt(len(rewards))) if len(rewards) > 1 else 0.0,
+                **{f"val_reward/{name}": mean for name, mean in means(scored).items()}}, len(rewards)
 
 
 def _list_endings(drawn: AnswerBatch) -> set[str]:
     """Return the ways in which answers of a batch ended: "stop", "length"."""
-    return {one.drawn.stopped for one in drawn.answers}
+    return {answer.drawn.stopped for answer in drawn.answers}

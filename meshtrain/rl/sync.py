@@ -66,8 +66,8 @@ class WeightSync:
 
     def moves(self, info: ParamInfo) -> moves.Moves | None:
         """Return the moves of a weight; None if the sampler reads the stored array."""
-        found = moves.of_weight(info.shape, info.axes, self.stored, self.read)
-        return None if found.before == found.after and info.dtype == self.dtype_of(info) else found
+        planned = moves.of_weight(info.shape, info.axes, self.stored, self.read)
+        return None if planned.before == planned.after and info.dtype == self.dtype_of(info) else planned
 
     def dtype_of(self, info: ParamInfo) -> jnp.dtype:
         return read_dtype(info, self.dtype)
@@ -80,13 +80,13 @@ class WeightSync:
             return NamedSharding(self.mesh, way[info].spec(split))
 
         def moved(arrays: list) -> list:
-            found = []
+            weights = []
             for (info, along), w in zip(way.items(), arrays, strict=True):
                 w = w.astype(self.dtype_of(info))
                 for split in (along.before, along.between):
                     w = jax.lax.with_sharding_constraint(w, sharding_of(info, split))
-                found.append(w)
-            return found
+                weights.append(w)
+            return weights
         return jax.jit(moved, in_shardings=([sharding_of(info, along.before) for info, along in way.items()],),
                        out_shardings=[sharding_of(info, along.after) for info, along in way.items()])
 

@@ -75,7 +75,7 @@ class WorkQueue:
         None if there is no such part. Raises: OtherVersionError."""
         self.progress()
         batches = sorted(int(name[:-5]) for name in os.listdir(self.place.orders) if re.fullmatch(r"\d+\.json", name))
-        self._orders = {batch: one for batch, one in self._orders.items() if batch in batches}
+        self._orders = {batch: entry for batch, entry in self._orders.items() if batch in batches}
         for batch in batches:
             order = self._order(batch)
             if order is None or self.place.checksum_of(order.version) != order.weights:
@@ -141,14 +141,14 @@ class WorkQueue:
         """Return whether the order is still on disk unchanged."""
         return self.place.has(order)
 
-    def deliver(self, order: Order, part: int, found: Sequence[Completion], on: str) -> None:
+    def deliver(self, order: Order, part: int, answers: Sequence[Completion], on: str) -> None:
         """Write the answers to a part and release its claim. on: the sampler's mesh and devices, as text.
 
         If another sampler has delivered the part, its answers stay and are compared. Raises: RolloutError if they
         differ although `on` is the same.
         """
         self._parts_s.append(time.monotonic() - self._began)
-        path, content = self.place.answers(order.batch, part), pack_answers(order, part, found, self.name, on)
+        path, content = self.place.answers(order.batch, part), pack_answers(order, part, answers, self.name, on)
         before = groups.unpack_arrays(path)
         if before and before[0]["order"] == order.id:
             now = groups.unpack_arrays(io.BytesIO(content))

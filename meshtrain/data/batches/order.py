@@ -51,17 +51,17 @@ def bijection(indices: np.ndarray, count: int, *key: int) -> np.ndarray:
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     keys = np.random.PCG64(np.random.SeedSequence(key)).random_raw(ROUNDS)
     mask, down = (np.uint64(1) << half) - np.uint64(1), np.uint64(64) - half
-    found = indices.astype(np.uint64)
-    outside = np.arange(len(found))
+    numbers = indices.astype(np.uint64)
+    outside = np.arange(len(numbers))
     while len(outside):
-        left, right = found[outside] >> half, found[outside] & mask
+        left, right = numbers[outside] >> half, numbers[outside] & mask
         for k in keys:
             mixed = (right + k) * np.uint64(0x9E3779B97F4A7C15)     # splitmix64's finalizer
             mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
             left, right = right, left ^ (mixed >> down)
-        found[outside] = left << half | right
-        outside = outside[found[outside] >= count]
-    return found.astype(np.int64)
+        numbers[outside] = left << half | right
+        outside = outside[numbers[outside] >= count]
+    return numbers.astype(np.int64)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

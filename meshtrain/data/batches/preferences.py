@@ -39,8 +39,8 @@ class Pairs:
             raise IndexError(f"batch {n}: batches are counted from 0")
         numbers = n * self.global_batch + np.arange(self.global_batch)
         epochs, places = np.divmod(numbers, len(self.pairs))
-        found = np.array([self._order(epoch)[place] for epoch, place in zip(epochs.tolist(), places.tolist())])
-        return _rows(self, n, self.pairs[found], rows)
+        pairs = np.array([self._order(epoch)[place] for epoch, place in zip(epochs.tolist(), places.tolist())])
+        return _rows(self, n, self.pairs[pairs], rows)
 
     def tokens(self, batches: int) -> int:
         return batches * self.global_batch * self.seq_len
@@ -56,7 +56,7 @@ class Pairs:
 
     def with_references(self, references: np.ndarray) -> Pairs:
         """Return these batches with references, by pair number."""
-        held = tuple(dataclasses.replace(one, references=references) for one in self.validation)
+        held = tuple(dataclasses.replace(validation, references=references) for validation in self.validation)
         return dataclasses.replace(self, references=references, validation=held)
 
     @functools.lru_cache(maxsize=4)
@@ -82,8 +82,8 @@ class PairValidation:
     def batch(self, i: int, rows: Rows = None) -> Batch:
         if not 0 <= i < self.num_batches:
             raise IndexError(f"validation batch {i} of {self.num_batches}")
-        found = self.pairs[i * self.global_batch:(i + 1) * self.global_batch]
-        return _rows(self, i, np.append(found, np.full(self.global_batch - len(found), -1)), rows)
+        pairs = self.pairs[i * self.global_batch:(i + 1) * self.global_batch]
+        return _rows(self, i, np.append(pairs, np.full(self.global_batch - len(pairs), -1)), rows)
 
 
 def open_pairs(data, corpus: sources.Corpus, seed: int, position: dict | None = None) -> Pairs:

@@ -142,8 +142,8 @@ class WholeStream:
 
     def _window(self, window: int) -> _PackedWindow:
         def make():
-            found = self._order.window(0, window)
-            pieces = self._split_long(found.documents, found.starts, np.diff(found.ends, prepend=found.begin))
+            own = self._order.window(0, window)
+            pieces = self._split_long(own.documents, own.starts, np.diff(own.ends, prepend=own.begin))
             bins, columns, count = best_fit(pieces.count, self.seq_len)
             together = np.lexsort((columns, bins))
             firsts = np.searchsorted(bins[together], np.arange(count + 1))

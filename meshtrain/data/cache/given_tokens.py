@@ -72,20 +72,20 @@ class Given(parts.Part):
         pair = self.look() or parts.read_entry(self.home, lambda: self._recognize(job))
         if pair is None or not job.verify:
             return pair, ""
-        found, wanted = pair.checksums(job.check_stop), self.note()["crc32"]
+        checksums, wanted = pair.checksums(job.check_stop), self.note()["crc32"]
         for i, array, what in ((0, pair.ids, "ids that were"), (2, pair.mask, "mask that was")):
-            if array and found[i] != wanted[i]:
+            if array and checksums[i] != wanted[i]:
                 raise ValueError(f"{array.path} does not hold the {what} read when it was first opened, although its "
                                  f"size and time of change are the same, so it is damaged; restore it, or run touch "
                                  f"on it so that it is read again")
-        return (pair, "") if found[1] == wanted[1] else (None, "its documents' ends are damaged (wrong checksum)")
+        return (pair, "") if checksums[1] == wanted[1] else (None, "its documents' ends are damaged (wrong checksum)")
 
     def _recognize(self, job: Job) -> token_files.IndexedTokens | None:
         """Return the indexed file if its note is from a host with other inode numbers. This checks the bytes, and adds
         this host's stamps to the note."""
         note = self.note()
         stamps = self._stamps(note["derived"])
-        if [one[1:] for one in stamps] != [one[1:] for one in note["stamps"]]:
+        if [stamp[1:] for stamp in stamps] != [stamp[1:] for stamp in note["stamps"]]:
             return None
         pair = self._open(note | {"stamps": stamps})
         if pair.checksums(job.check_stop) != note["crc32"]:

@@ -84,7 +84,7 @@ class Part:
         """Record `stamps` of unchanged content as the latest in the note, which keeps the latest MOST_STAMPS. A note
         that cannot be written stays as it is."""
         known = [note["stamps"], *note.get("of_other_hosts", [])]
-        others = [one for one in known if one != stamps][:MOST_STAMPS - 1]
+        others = [other for other in known if other != stamps][:MOST_STAMPS - 1]
         with contextlib.suppress(OSError):
             files.replace(self.manifest, json.dumps(note | {"stamps": stamps, "of_other_hosts": others}), shared=True)
 
@@ -115,12 +115,12 @@ def open_all(choices: Sequence[Sequence[Part]], job: Job) -> list[IndexedTokens 
     """
     # With --verify, existing parts are checked again. Parts of another share are skipped.
     mine = [k % job.share[1] == job.share[0] for k in range(len(choices))]
-    found = [None if job.verify and mine[k] else _look(parts) for k, parts in enumerate(choices)]
-    left = [k for k, pair in enumerate(found) if pair is None and mine[k]]
+    pairs = [None if job.verify and mine[k] else _look(parts) for k, parts in enumerate(choices)]
+    left = [k for k, pair in enumerate(pairs) if pair is None and mine[k]]
     if left:
         with contextlib.ExitStack() as stack:
-            _Building(choices, found, job, _Locks(stack)).run(left)
-    return found
+            _Building(choices, pairs, job, _Locks(stack)).run(left)
+    return pairs
 
 
 def _look(parts: Sequence[Part]) -> IndexedTokens | None:

@@ -56,9 +56,9 @@ def open_tokenized(format: str, groups: Sequence[tuple[tuple[str, ...], Sequence
             earlier.setdefault(home, Earlier(home, counted))
         choices.append([Tokenized(home, paths, format, field, tokenizer, earlier[home], markers, chats, counted)
                         for home in homes])
-    found = parts.open_all(choices, job)
+    pairs = parts.open_all(choices, job)
     markers.tell(job.tell)
-    return found
+    return pairs
 
 
 def group(format: str, paths: Sequence[str], root: str) -> list[tuple[str, ...]]:
@@ -107,8 +107,8 @@ class Tokenized(parts.Part):
         manifest = self.note()
         if not parts.has_stamps(manifest, self._stamps(manifest)):
             return None
-        if any(_size_and_time(path) != (one["size"], one["mtime_ns"])
-               for path, one in zip(self.inputs, manifest["inputs"])):
+        if any(_size_and_time(path) != (text["size"], text["mtime_ns"])
+               for path, text in zip(self.inputs, manifest["inputs"])):
             return None
         return self._open(manifest)
 
@@ -222,10 +222,10 @@ class Tokenized(parts.Part):
         identity = _identify_input(self.home, path, job)
         for encoded, position in self.chats.read(path, job.tell):
             job.check_stop()
-            ends.append(tokens.count + np.cumsum([len(one.ids) for one in encoded], dtype=np.int64))
-            tokens.append(np.concatenate([one.ids for one in encoded]))
+            ends.append(tokens.count + np.cumsum([len(conversation.ids) for conversation in encoded], dtype=np.int64))
+            tokens.append(np.concatenate([conversation.ids for conversation in encoded]))
             for writer in mask:
-                writer.append(np.concatenate([one.mask for one in encoded]))
+                writer.append(np.concatenate([conversation.mask for conversation in encoded]))
             progress.reach(position)
         _check_unchanged(path, identity)
         progress.finish(identity["size"])

@@ -109,12 +109,12 @@ def complete(library: Any, said: Said, named: str) -> tuple[list[str], list[str]
     library.add_tokens([AddedToken(token.content, **token.properties) for token in wanted])
     changes = []
     for token in wanted:
-        found = library.token_to_id(token.content)
-        if found is None or token.id not in (None, found):
+        given = library.token_to_id(token.content)
+        if given is None or token.id not in (None, given):
             raise ValueError(f"{named}: {token.file} next to it adds {token.content!r} with the id {token.id}, but the "
-                             f"library gives it {found}; save the tokenizer again, so that tokenizer.json has all "
+                             f"library gives it {given}; save the tokenizer again, so that tokenizer.json has all "
                              f"tokens")
-        changes.append(json.dumps([found, token.content, dict(sorted(token.properties.items()))]))
+        changes.append(json.dumps([given, token.content, dict(sorted(token.properties.items()))]))
 
     def format_tokens(tokens):
         return _few([f"{token.content} ({library.token_to_id(token.content)})" for token in tokens])
@@ -154,7 +154,8 @@ def _of_templates(folder: Path, config: Mapping) -> list[str]:
     """Return a note if two files have different chat templates."""
     path, inside = folder / TEMPLATE, config.get("chat_template")
     if isinstance(inside, list):
-        inside = next((one.get("template") for one in inside if isinstance(one, dict) and one.get("name") == "default"),
+        inside = next((entry.get("template") for entry in inside
+                       if isinstance(entry, dict) and entry.get("name") == "default"),
                       None)
     if not isinstance(inside, str) or not path.is_file():
         return []
@@ -188,8 +189,8 @@ def _bos_id(path: Path) -> int | None:
     except ValueError:
         return None
     inside = model.get("text_config")
-    found = (inside if isinstance(inside, dict) and "bos_token_id" in inside else model).get("bos_token_id")
-    return found if type(found) is int and "model_type" in model else None
+    number = (inside if isinstance(inside, dict) and "bos_token_id" in inside else model).get("bos_token_id")
+    return number if type(number) is int and "model_type" in model else None
 
 
 def _content(given) -> str:
@@ -197,8 +198,8 @@ def _content(given) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _few(found: list[str]) -> str:
-    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+def _few(words: list[str]) -> str:
+    return ", ".join(words[:4]) + (f" and {len(words) - 4} more" if len(words) > 4 else "")
 
 
 def _object(path: Path, value) -> dict:

@@ -132,10 +132,10 @@ def open_template(tokenizer: Tokenizer, given: str = "", folders: Sequence[Path]
     home = [Path(os.path.expanduser(tokenizer.path)).parent] if isinstance(tokenizer, TokenizerFile) else []
     places = [_local(given)] if given else [*home, *map(Path, folders)]
     for place in places:
-        if found := _template_at(place, given):
-            tokens = next((tokens for folder in [*home, found[1].parent, *map(Path, folders)]
+        if text_and_path := _template_at(place, given):
+            tokens = next((tokens for folder in [*home, text_and_path[1].parent, *map(Path, folders)]
                            if (tokens := _tokens(folder))), {})
-            template = Template(found[0], str(found[1]), tokens, tokenizer, today)
+            template = Template(text_and_path[0], str(text_and_path[1]), tokens, tokenizer, today)
             template.check()
             return template
     if given:
@@ -152,8 +152,8 @@ def template_text(given: str, home: Path | None) -> str:
     Raises: ValueError if it cannot be read.
     """
     place = _local(given) if given else home
-    found = _template_at(place, given) if place else None
-    return found[0] if found else ""
+    text_and_path = _template_at(place, given) if place else None
+    return text_and_path[0] if text_and_path else ""
 
 
 def prompt(template: Template, messages: Sequence[dict], tools: list | None = None) -> np.ndarray:
@@ -174,18 +174,18 @@ def encode(template: Template, conversations: Sequence[Conversation], learn_all:
     Raises: Fault for the first conversation that cannot be encoded.
     """
     _check_special(template, conversations)
-    found = []
+    encoded = []
     for first in range(0, len(conversations), BATCH):
         batch = conversations[first:first + BATCH]
-        replies = template._renderer.ask([_request(one, None if learn_all else one.trained, False)
-                                          for one in batch], first)
+        replies = template._renderer.ask([_request(conversation, None if learn_all else conversation.trained, False)
+                                          for conversation in batch], first)
         for tokens, reply in zip(template.tokenize(replies), replies):
             mask = np.full(len(tokens.ids), learn_all)
             for begin, end in reply["spans"]:
                 mask[tokens.of(begin, end)] = True
             notes = tokens.parting, UNWRITTEN if reply["unwritten"] else ""
-            found.append(Encoded(tokens.ids, mask, tuple(filter(None, notes))))
-    return found
+            encoded.append(Encoded(tokens.ids, mask, tuple(filter(None, notes))))
+    return encoded
 
 
 def _request(conversation: Conversation, trained: Sequence[bool] | None, wants_answer: bool) -> dict:
@@ -212,12 +212,12 @@ def _strings(value) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        for key, one in value.items():
+        for key, inner in value.items():
             yield key
-            yield from _strings(one)
+            yield from _strings(inner)
     elif isinstance(value, list):
-        for one in value:
-            yield from _strings(one)
+        for inner in value:
+            yield from _strings(inner)
 
 
 def _local(given: str) -> Path:
@@ -247,24 +247,24 @@ def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
         raise ValueError(f"the chat template of {place} cannot be read: {error}; fix it, or name another as "
                          "data.chat_template") from None
     path = place / CONFIG_FILES[0]
-    found = _config(path).get("chat_template")
-    if isinstance(found, list):
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+    template = _config(path).get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         if not isinstance(named.get("default"), str):
             raise ValueError(f"{path} has chat templates of the names {', '.join(map(repr, named))}, and none is "
                              f"'default'; write one of them to a file, and name the file as data.chat_template")
-        found = named["default"]
-    if found is not None and not isinstance(found, str):
+        template = named["default"]
+    if template is not None and not isinstance(template, str):
         raise ValueError(f"{path}: chat_template is neither a string nor a list of {{name, template}}; name its file "
                          f"as data.chat_template")
-    return (found, path) if found else None
+    return (template, path) if template else None
 
 
 def _tokens(folder: Path) -> dict[str, str | None]:
     """Return bos_token, eos_token, … of the tokenizer's config; None if explicitly absent. As in transformers,
     special_tokens_map.json takes precedence if tokenizer_config.json has no added_tokens_decoder."""
-    tokens, found = {}, [_config(folder / name) for name in CONFIG_FILES]
-    for config in reversed(found) if "added_tokens_decoder" in found[0] else found:
+    tokens, configs = {}, [_config(folder / name) for name in CONFIG_FILES]
+    for config in reversed(configs) if "added_tokens_decoder" in configs[0] else configs:
         for token, value in config.items():
             value = value.get("content") if isinstance(value, dict) else value
             if token in SPECIAL_NAMES and (value is None or isinstance(value, str)):

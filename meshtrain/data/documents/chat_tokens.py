@@ -78,15 +78,16 @@ class Parted:
     def tokenize(self, replies: Sequence[dict]) -> list[Tokens]:
         """Return the tokens of texts. replies: the replies of rendering.py; their keys `text`, `begins` and `elsewhere`
         are read. Raises: ValueError."""
-        found = self._encode(self.library, [reply["text"] for reply in replies])
-        for number, begins in enumerate(self._crossings(replies, found)):
+        encoded = self._encode(self.library, [reply["text"] for reply in replies])
+        for number, begins in enumerate(self._crossings(replies, encoded)):
             if begins:
-                found[number] = self._part(replies[number]["text"], begins, found[number])
-        return [Tokens(one.ids, one.of, _elsewhere(reply) or one.parting) for one, reply in zip(found, replies)]
+                encoded[number] = self._part(replies[number]["text"], begins, encoded[number])
+        return [Tokens(tokens.ids, tokens.of, _elsewhere(reply) or tokens.parting)
+                for tokens, reply in zip(encoded, replies)]
 
     def _encode(self, library, texts: Sequence[str]) -> list[_Offsets]:
         with using(f"data.tokenizer={self.path!r}"):
-            return [_Offsets.read(one) for one in library.encode_batch(list(texts), add_special_tokens=False)]
+            return [_Offsets.read(encoding) for encoding in library.encode_batch(list(texts), add_special_tokens=False)]
 
     def _crossings(self, replies: Sequence[dict], found: Sequence[_Offsets]) -> list[list[int]]:
         """Return, for each text, the beginnings of answers before which its tokens differ from those of the text that
@@ -108,11 +109,12 @@ class Parted:
         would then write another text, e.g. with a space before each part."""
         mark, library = self._dividing
         pieces = [text[begin:end] for begin, end in zip([0, *begins], [*begins, len(text)])]
-        (found,) = self._encode(library, [mark.join(pieces)])
+        (marked,) = self._encode(library, [mark.join(pieces)])
         marks = np.array(begins) + len(mark) * np.arange(len(begins))
-        starts, stops = (places - len(mark) * np.searchsorted(marks, places) for places in (found.starts, found.stops))
-        written, wanted = (self.library.decode(one.ids.tolist(), skip_special_tokens=False) for one in (found, whole))
-        return _Offsets(found.ids, starts, stops, APART) if written == wanted else whole._replace(parting=CROSSED)
+        starts, stops = (places - len(mark) * np.searchsorted(marks, places)
+                         for places in (marked.starts, marked.stops))
+        written, wanted = (self.library.decode(one.ids.tolist(), skip_special_tokens=False) for one in (marked, whole))
+        return _Offsets(marked.ids, starts, stops, APART) if written == wanted else whole._replace(parting=CROSSED)
 
     @functools.cached_property
     def _dividing(self) -> tuple[str, Any]:

@@ -74,7 +74,7 @@ class Chats:
                     raise formats.fault(path, place, str(error)) from None
                 batch += found
                 places += [place] * len(found)
-                chars += sum(len(message["content"]) for one in found for message in one.messages)
+                chars += sum(len(message["content"]) for conversation in found for message in conversation.messages)
                 if chars >= BATCH_CHARS or len(batch) >= BATCH_LINES:
                     yield self._encode(path, batch, places, notes), position
                     batch, places, chars = list[Conversation](), list[str](), 0
@@ -91,11 +91,11 @@ class Chats:
             encoded = chat.encode(self.template, batch, self.learn_all)
         except chat.Fault as error:
             raise formats.fault(path, places[error.index], str(error)) from None
-        for place, conversation, one in zip(places, batch, encoded):
-            if not len(one.ids) or not one.mask.any():
-                what = "has no token to learn" if len(one.ids) else "is empty"
+        for place, conversation, tokens in zip(places, batch, encoded):
+            if not len(tokens.ids) or not tokens.mask.any():
+                what = "has no token to learn" if len(tokens.ids) else "is empty"
                 raise formats.fault(path, place, f"{what} as the chat template writes it; remove it")
-            for note in (*one.notes, *([NULLS] if _null_arguments(conversation) else ())):
+            for note in (*tokens.notes, *([NULLS] if _null_arguments(conversation) else ())):
                 notes.setdefault(note, []).append(place)
         return encoded
 
@@ -176,7 +176,7 @@ def read_tools(line: dict) -> list | None:
         tools = _of_json(tools, "tools", "[") if tools.strip() not in ("", "null") else None
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"has tools that are no list, but {_short(tools)}; give a list of schemas, or no tools")
-    return [_tool(one, f"tools[{i}]") for i, one in enumerate(tools or ())] or None
+    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())] or None
 
 
 def _tool(value, place: str) -> dict:
@@ -197,7 +197,7 @@ def read_messages(value, key: str) -> list[dict]:
     if not isinstance(value, list) or not value:
         raise ValueError(f'has no messages in {key!r}, but {_short(value)}; give a list, e.g. [{{"role": "user", '
                          f'"content": "…"}}, …]')
-    return [_message(one, f"{key}[{i}]") for i, one in enumerate(value)]
+    return [_message(message, f"{key}[{i}]") for i, message in enumerate(value)]
 
 
 def _turns(line: dict, key: str, role: str) -> list[dict]:
@@ -221,7 +221,7 @@ def _message(value, place: str) -> dict:
         raise ValueError(f"{place} has the {names[0]} {_short(value.get(names[0]))}; "
                          + (f"did you mean {near[0]!r}? " if near else "") + f"Known names: {', '.join(known)}")
     # Templates read role and content: ShareGPT's keys overwrite them.
-    others = {name: one for name, one in value.items() if name not in (*names, "role", "content")}
+    others = {name: inner for name, inner in value.items() if name not in (*names, "role", "content")}
     if "tool_calls" in others:
         calls = _calls(others.pop("tool_calls"), f"{place}.tool_calls")
         others |= {"tool_calls": calls} if calls else {}
@@ -258,11 +258,11 @@ def _parse_call(value, place: str) -> dict:
 def _object(value, place: str, whole: bool = False) -> dict:
     """Return a copy of an object, or of the object in a string of JSON. Keys that are null are left out, unless
     `whole`."""
-    found = _of_json(value, place, "{") if isinstance(value, str) else value
-    if not isinstance(found, dict):
+    parsed = _of_json(value, place, "{") if isinstance(value, str) else value
+    if not isinstance(parsed, dict):
         raise ValueError(f"{place}: {_short(value)} is not a JSON object; give an object, or a string "
                          f"that contains one as JSON")
-    return dict(found) if whole else _without_nulls(found)
+    return dict(parsed) if whole else _without_nulls(parsed)
 
 
 def _of_json(text: str, place: str, begin: str):
@@ -278,7 +278,7 @@ def _of_json(text: str, place: str, begin: str):
 
 
 def _without_nulls(value: dict) -> dict:
-    return {name: one for name, one in value.items() if one is not None}
+    return {name: inner for name, inner in value.items() if inner is not None}
 
 
 def _null_arguments(conversation: Conversation) -> bool:
@@ -294,10 +294,10 @@ def _has_null(value) -> bool:
 def _content(value, name: str, place: str, others: dict):
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and all(isinstance(one, dict) and isinstance(one.get("text"), str)
-                                       and one.get("type") == "text"
-                                       for one in value):
-        return _content("".join(one["text"] for one in value), name, place, others)
+    if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str)
+                                       and part.get("type") == "text"
+                                       for part in value):
+        return _content("".join(part["text"] for part in value), name, place, others)
     if value is None and others.get("tool_calls"):
         return ""
     raise ValueError(f"{place} has no text in {name!r}, but {_short(value)}; give a string")

@@ -50,7 +50,7 @@ class Markers:
         self.found: dict[str, collections.Counter] = {}     # path -> names
         names = tokenizer.library.get_added_tokens_decoder().values() if isinstance(tokenizer, TokenizerFile) else ()
         alike: dict[str, list[str]] = collections.defaultdict(list)
-        for name in sorted({one.content for one in names if one.special and len(one.content) >= SHORTEST_NAME}):
+        for name in sorted({token.content for token in names if token.special and len(token.content) >= SHORTEST_NAME}):
             alike[name[:2]].append(name[2:])
         # Names by their first two characters, the longest first: a text without these is passed at memory speed.
         self._patterns = {begin: re.compile(re.escape(begin) + "(?:" + "|".join(

@@ -277,11 +277,12 @@ def _objects(path: str, rows, first: int) -> list[dict]:
 def _plain(value, name: str):
     """Return a value of a table as a JSON value, without nulls of structs. name: for errors. Raises: ValueError."""
     if isinstance(value, dict):
-        return {key: _plain(one, f"{name}.{key}" if name else key) for key, one in value.items() if one is not None}
+        return {key: _plain(inner, f"{name}.{key}" if name else key)
+                for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
         if value and isinstance(value[0], tuple):       # a map
-            return {str(key): _plain(one, f"{name}.{key}") for key, one in value if one is not None}
-        return [_plain(one, name) for one in value]
+            return {str(key): _plain(inner, f"{name}.{key}") for key, inner in value if inner is not None}
+        return [_plain(inner, name) for inner in value]
     if isinstance(value, str) and len(value) > LINE_BYTES:
         raise ValueError(f"{name!r} has {len(value):,} characters, but the limit is {LINE_BYTES:,}")
     if value is None or isinstance(value, (str, bool, int, float)):

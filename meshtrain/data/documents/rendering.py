@@ -96,20 +96,20 @@ class Renderer:
         wanted = [trained[i] for i in answers]
         if not self.env.generation_seen:
             return self._by_prefix(messages, tools, [i for i in answers if trained[i]])
-        text, found = self._mark(messages, tools, False)
+        text, marked = self._mark(messages, tools, False)
         if all(wanted):
-            return Written(text, found, *self._begins(messages, tools, text, found))
-        if len(found) != len(answers):
-            raise ValueError(f"the chat template marks {len(found)} passages, but there are {len(answers)} answers, so "
-                             f"the answers that are no loss targets cannot be found")
-        return Written(text, [span for span, want in zip(found, wanted) if want],
-                       *self._begins(messages, tools, text, found))
+            return Written(text, marked, *self._begins(messages, tools, text, marked))
+        if len(marked) != len(answers):
+            raise ValueError(f"the chat template marks {len(marked)} passages, but there are {len(answers)} answers, "
+                             f"so the answers that are no loss targets cannot be found")
+        return Written(text, [span for span, want in zip(marked, wanted) if want],
+                       *self._begins(messages, tools, text, marked))
 
     def whole(self, messages: Sequence[dict], tools, wants_answer: bool) -> Written:
         """Return the text of messages, without spans. wants_answer: with the generation prompt at its end."""
         if self.env.generation_seen:
-            text, found = self._mark(messages, tools, wants_answer)
-            return Written(text, [], *self._begins(messages, tools, text, found))
+            text, marked = self._mark(messages, tools, wants_answer)
+            return Written(text, [], *self._begins(messages, tools, text, marked))
         text = self.render(messages, tools, wants_answer)
         return Written(text, [], self._find_prompts(messages, tools, _answers(messages), text))
 
@@ -119,11 +119,11 @@ class Renderer:
         end of the text before an answer). None: answers do not begin with the generation prompt, or the tag begins
         after it."""
         try:
-            text, found = self._mark(PROBE, None, False)
+            text, marked = self._mark(PROBE, None, False)
             asked, plain = (self.render(PROBE[:1], None, wants_answer) for wants_answer in (True, False))
         except Exception:       # a template may raise anything, and may refuse these messages
             return "", ""
-        begin = found[0][0] if found else len(text)
+        begin = marked[0][0] if marked else len(text)
         if not text.startswith(asked) or begin > len(asked):
             return None
         return text[begin:len(asked)], asked[len(plain):] if asked.startswith(plain) else ""
@@ -140,26 +140,26 @@ class Renderer:
             return True
         return not takes({}) and takes("{}")
 
-    def leaves_calls_out(self, messages: Sequence[dict], tools, found: Written) -> bool:
+    def leaves_calls_out(self, messages: Sequence[dict], tools, written: Written) -> bool:
         """Return whether there are tool calls and the text is the same without them."""
         if not any(message.get("tool_calls") for message in messages):
             return False
         without = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
         try:
-            return self.render(without, tools, False) == found.text
+            return self.render(without, tools, False) == written.text
         except Exception:       # a template may raise anything
             return False
 
-    def _begins(self, messages, tools, text: str, found: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
-        """Return `begins` and `elsewhere` of Written. found: the spans that the tag marks."""
-        if found and self.opening is not None:
+    def _begins(self, messages, tools, text: str, marked: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
+        """Return `begins` and `elsewhere` of Written. marked: the spans that the tag marks."""
+        if marked and self.opening is not None:
             opening, ending = self.opening
-            return [begin + len(opening) for begin, _ in found if text.startswith(opening, begin)
+            return [begin + len(opening) for begin, _ in marked if text.startswith(opening, begin)
                     and text.endswith(ending, 0, begin + len(opening))], False
         # The opening depends on the answer: e.g. one with reasoning begins with the tag that a generation prompt opens.
-        answers = _answers(messages) if found else []
-        begins = [one for one in self._find_prompts(messages, tools, answers, text)
-                  if any(begin <= one <= end for begin, end in found)]
+        answers = _answers(messages) if marked else []
+        begins = [place for place in self._find_prompts(messages, tools, answers, text)
+                  if any(begin <= place <= end for begin, end in marked)]
         return begins, len(begins) < len(answers) and len(messages) * len(answers) <= FEW
 
     def _mark(self, messages, tools, wants_answer: bool) -> tuple[str, list[tuple[int, int]]]:
@@ -169,12 +169,12 @@ class Renderer:
             parts = self.render(messages, tools, wants_answer).split(begin)
         finally:
             self.env.generation_marks = ("", "")
-        text, found = parts[0], []
+        text, marked = parts[0], []
         for part in parts[1:]:
             said, _, after = part.partition(end)
-            found.append((len(text), len(text) + len(said)))
+            marked.append((len(text), len(text) + len(said)))
             text += said + after
-        return text, found
+        return text, marked
 
     def _by_prefix(self, messages, tools, answers) -> Written:
         """Return the text and spans for a template without the tag. A span begins at the end of an answer's generation
@@ -224,7 +224,7 @@ class Renderer:
             known = self._resume(messages, tools, wants_answer, counts, text) if len(counts) > 1 else {}
         except (Exception, Unknown):    # as in `_find_prompts`; this reports the template's errors
             known = {}
-        found = []
+        lengths = []
         for count in counts:
             if count not in known:
                 if 0 < signal.getitimer(signal.ITIMER_PROF)[0] < SPARE_S:
@@ -233,8 +233,8 @@ class Renderer:
                                      f"or name a template with the tag")
                 prefix = self.render(messages[:count], tools, wants_answer)
                 known[count] = len(prefix) if text.startswith(prefix) else -1
-            found.append(known[count])
-        return found
+            lengths.append(known[count])
+        return lengths
 
     def _resume(self, messages, tools, wants_answer: bool, counts: Sequence[int], text: str) -> dict[int, int]:
         """Return the same as `_prefixes` for the counts that it finds, in time linear in the messages instead of
@@ -249,7 +249,7 @@ class Renderer:
         whole = Reading(messages, len(messages), 0)
         written = whole.render(self, tools, wants_answer)
         alike = len(os.path.commonprefix([written, text]))
-        found = {}
+        lengths = {}
         for count in counts:
             turn = count - 1 - whole.first
             # Messages accessed before the loop must exist; and a loop from turn 0 is the plain one.
@@ -258,8 +258,8 @@ class Renderer:
             part = Reading(messages, count, turn)
             rest = part.render(self, tools, wants_answer)[part.begins[0]:]
             begin = whole.begins[turn]
-            found[count] = begin + len(rest) if begin <= alike and text.startswith(rest, begin) else -1
-        return found
+            lengths[count] = begin + len(rest) if begin <= alike and text.startswith(rest, begin) else -1
+        return lengths
 
 
 class Reading:
@@ -426,10 +426,10 @@ def answer(renderer: Renderer, asked: dict) -> dict:
     try:
         if any(message.get("tool_calls") for message in messages) and renderer.arguments_as_text:
             messages = _with_text(messages)
-        found = renderer.whole(messages, tools, asked["prompt"]) if asked["trained"] is None else \
+        written = renderer.whole(messages, tools, asked["prompt"]) if asked["trained"] is None else \
             renderer.spans(messages, tools, asked["trained"])
-        unwritten = not asked["prompt"] and renderer.leaves_calls_out(messages, tools, found)
-        return found._asdict() | {"unwritten": unwritten}
+        unwritten = not asked["prompt"] and renderer.leaves_calls_out(messages, tools, written)
+        return written._asdict() | {"unwritten": unwritten}
     except ValueError as error:
         return {"fault": str(error)}
     except jinja2.TemplateError as error:

@@ -47,26 +47,26 @@ def lengths(reader: Tokenizer) -> Lengths | None:
         vocab.keys() >= (set(alphabet) if written.as_bytes else BYTE_TOKENS)
     if not whole and unknown is None:
         return None     # the library drops characters without a token
-    found = np.zeros(reader.vocab_size, np.int64)
+    lengths_of_ids = np.zeros(reader.vocab_size, np.int64)
     for piece, number in vocab.items():
         if not written.as_bytes and piece in BYTE_TOKENS and model.get("byte_fallback"):
-            found[number] = 1
+            lengths_of_ids[number] = 1
         elif number in added:       # special tokens never come from text
             strips = added[number].lstrip or added[number].rstrip       # the white space next to it
-            found[number] = 0 if added[number].special else UNKNOWN if strips else len(piece.encode())
+            lengths_of_ids[number] = 0 if added[number].special else UNKNOWN if strips else len(piece.encode())
         else:       # with as_bytes each character is one byte
-            found[number] = len(piece) if written.as_bytes else len(piece.replace(SPACE, " ").encode())
+            lengths_of_ids[number] = len(piece) if written.as_bytes else len(piece.replace(SPACE, " ").encode())
     if not whole:
-        found[unknown] = UNKNOWN
+        lengths_of_ids[unknown] = UNKNOWN
     # The library puts a space before each text between added tokens.
     parted = written.prefix != 0 and any(not token.special for token in added.values())
-    exact = written.prefix == 0 and not written.spaces and not (found == UNKNOWN).any()
-    return Lengths(found, None if parted else written.prefix, exact)
+    exact = written.prefix == 0 and not written.spaces and not (lengths_of_ids == UNKNOWN).any()
+    return Lengths(lengths_of_ids, None if parted else written.prefix, exact)
 
 
 def are_counted(reader: Tokenizer) -> bool:
     """Return whether the token cache counts the bytes of documents."""
-    return isinstance(reader, TokenizerFile) and not ((found := lengths(reader)) and found.exact)
+    return isinstance(reader, TokenizerFile) and not ((known := lengths(reader)) and known.exact)
 
 
 class _Written(NamedTuple):

@@ -107,7 +107,7 @@ class TokenizerFile:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         with using(f"data.tokenizer={self.path!r}"):
             encoded = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(one.ids, np.uint32) for one in encoded]
+        return [np.array(encoding.ids, np.uint32) for encoding in encoded]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         ids = np.asarray(ids)
@@ -162,7 +162,7 @@ def open_published(path: str | os.PathLike) -> Published:
 def names_of(path: str | os.PathLike, *ids: int | None) -> list[str]:
     """Return the tokens of a tokenizer.json with these ids; "" for unknown ids. Raises: ValueError."""
     library = _library(path, str(path)).library
-    return [(library.id_to_token(one) or "") if one is not None else "" for one in ids]
+    return [(library.id_to_token(number) or "") if number is not None else "" for number in ids]
 
 
 def find_separator(path: str | os.PathLike) -> int | None:
@@ -226,7 +226,7 @@ def _text_with(library: Any, bos: int) -> str:
             encoded = library.encode_batch_fast(texts, add_special_tokens=False)
     except ValueError:      # a text that cannot be encoded has no ids
         return ""
-    return next((text for text, one in zip(texts, encoded) if bos in one.ids), "")
+    return next((text for text, encoding in zip(texts, encoded) if bos in encoding.ids), "")
 
 
 class _Opened(NamedTuple):

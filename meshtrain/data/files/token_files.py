@@ -117,8 +117,8 @@ class IndexedTokens:
 
     def checksums(self, check_stop: Callable[[], None]) -> list[int]:
         """Return the checksums of the ids, the ends and, if present, the mask and the bytes."""
-        return [checksum(one.map(), check_stop)
-                for one in (self.ids, self.ends_file, self.mask, self.bytes_file) if one]
+        return [checksum(numbers.map(), check_stop)
+                for numbers in (self.ids, self.ends_file, self.mask, self.bytes_file) if numbers]
 
     def begin(self, document: int) -> int:
         """Return the index of a document's first token among the ids."""

@@ -57,16 +57,16 @@ def number(prompt: str, answer: str, line: dict) -> float:
     The answer's number is after the last ####, else in the last closed \\boxed{…}, else it is the last one.
     \\frac{…}{…} is a number; powers and roots are not.
     """
-    found = last_number(answer)
-    return float(found is not None and found == gold_number(str(line["answer"])))
+    last = last_number(answer)
+    return float(last is not None and last == gold_number(str(line["answer"])))
 
 
 def choice(prompt: str, answer: str, line: dict) -> float:
     """Return 1.0 if the answer's letter is line["answer"], else 0.0. The answer's letter is the last one in
     parentheses, else the last single capital."""
-    found = CHOICE.findall(answer) or ([(answer.strip(), "")] if len(answer.strip()) == 1 else [])
-    bracketed = [one for one, _ in found if one]
-    letter = bracketed[-1] if bracketed else found[-1][1] if found else ""
+    choices = CHOICE.findall(answer) or ([(answer.strip(), "")] if len(answer.strip()) == 1 else [])
+    bracketed = [one for one, _ in choices if one]
+    letter = bracketed[-1] if bracketed else choices[-1][1] if choices else ""
     return float(letter.upper() == _letter(str(line["answer"])) != "")
 
 
@@ -99,19 +99,19 @@ COLUMNS = {"exact": "answer", "number": "answer", "choice": "answer", "regex": "
 
 def last_number(text: str) -> Fraction | None:
     """Return the last number of an answer; None if it has none, or if the number has more than MOST_DIGITS digits."""
-    for one in reversed(NUMBER.findall(_plain(_final(text)).rpartition(TOO_LONG)[2])):
-        if (value := _value(one)) is not None:
+    for text_of_number in reversed(NUMBER.findall(_plain(_final(text)).rpartition(TOO_LONG)[2])):
+        if (value := _value(text_of_number)) is not None:
             return value
     return None
 
 
 def gold_number(text: str) -> Fraction | None:
     """Return the number of a gold answer; None if it is not one number."""
-    found = GOLD.fullmatch(_plain(_final(text)).strip(" \t\r\n$").replace("**", ""))
-    words = re.split(r"[\s/·.-]+", found[2].strip()) if found else []
-    if not found or len(words) > UNIT_WORDS or words[0].lower() in NO_UNIT or "and" in words:
+    match = GOLD.fullmatch(_plain(_final(text)).strip(" \t\r\n$").replace("**", ""))
+    words = re.split(r"[\s/·.-]+", match[2].strip()) if match else []
+    if not match or len(words) > UNIT_WORDS or words[0].lower() in NO_UNIT or "and" in words:
         return None
-    return _value(found[1])
+    return _value(match[1])
 
 
 def _final(text: str) -> str:
@@ -148,17 +148,17 @@ def _value(one: str) -> Fraction | None:
     return Fraction(numerator) / below if below else None
 
 
-def _of_ten(found: re.Match) -> str:
+def _of_ten(match: re.Match) -> str:
     """Return 3 × 10^5 or 3e5 as a fraction."""
-    number, *exponents = found.groups()
+    number, *exponents = match.groups()
     raised = next(filter(None, exponents)).translate(str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺−", "0123456789-+-"))
     value = _value(number)
     return NONE if value is None else _format_fraction(value * Fraction(10) ** int(raised))
 
 
-def _as_fraction(found: re.Match) -> str:
+def _as_fraction(match: re.Match) -> str:
     """Return a LaTeX fraction as a/b, and a mixed number 3\\frac{1}{2} as 7/2; NONE if a or b is no number."""
-    whole, *parts = found.groups()
+    whole, *parts = match.groups()
     a, b = (first if first is not None else second for first, second in (parts[:2], parts[2:]))
     above, below = (_value(part) if re.fullmatch(_PLAIN, part) else None for part in (a, b))
     if above is None or below is None:
@@ -172,10 +172,10 @@ def _as_fraction(found: re.Match) -> str:
     return _format_fraction(int(whole) + above / below)
 
 
-def _rewrite_mixed(found: re.Match) -> str:
+def _rewrite_mixed(match: re.Match) -> str:
     """Return 3 1/2 as 7/2."""
-    whole, a, b = map(int, found.groups())
-    return _format_fraction(whole + Fraction(a, b)) if a < b else found[0]
+    whole, a, b = map(int, match.groups())
+    return _format_fraction(whole + Fraction(a, b)) if a < b else match[0]
 
 
 def _format_fraction(value: Fraction) -> str:

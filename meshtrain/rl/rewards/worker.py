@@ -68,8 +68,8 @@ def number(value, name: str) -> float:
 
 def score(function, prompt: str, answer: str, line: dict) -> dict:
     try:
-        found = function(prompt, answer, line)
-        parts = found if isinstance(found, dict) else {"reward": found}
+        result = function(prompt, answer, line)
+        parts = result if isinstance(result, dict) else {"reward": result}
         if "reward" not in parts or len(parts) > MOST_PARTS:
             raise ValueError(f'a dict of rewards must have "reward" and at most {MOST_PARTS - 1} other keys, but has '
                              f'{list(parts)}')

@@ -114,10 +114,10 @@ class RewardWorkers:
         """Wait for all answers that were submitted since the last call; return number -> reward."""
         with self._changed:
             self._changed.wait_for(lambda: self._left == 0)
-            found, self._found = self._found, {}
-        return {number: dataclasses.replace(one, unsteady=any(
-            (other.reward, other.parts) != (one.reward, one.parts) for other in others))
-            for number, (one, *others) in found.items()}
+            rewards, self._found = self._found, {}
+        return {number: dataclasses.replace(first, unsteady=any(
+            (other.reward, other.parts) != (first.reward, first.parts) for other in others))
+            for number, (first, *others) in rewards.items()}
 
     def close(self) -> None:
         """Kill the processes. Waiting and unfinished answers are not scored. May be called twice."""
@@ -149,9 +149,9 @@ class RewardWorkers:
                 with contextlib.suppress(Exception):
                     process.close()
                 process = None
-            found = Reward(reply.get("reward"), reply.get("parts", {}), reply.get("failure", ""))
+            reward = Reward(reply.get("reward"), reply.get("parts", {}), reply.get("failure", ""))
             with self._changed:
-                self._found.setdefault(number, []).append(found)
+                self._found.setdefault(number, []).append(reward)
                 self._left -= 1
                 self._changed.notify_all()
         if process is not None:
@@ -167,7 +167,7 @@ def _is_reply(reply: Any) -> bool:
     """Return whether a reply has a form that `worker` writes: the function could write to the pipe itself."""
     match reply:
         case {"reward": reward, "parts": dict() as parts} if len(reply) == 2:
-            return all(isinstance(one, float) and math.isfinite(one) for one in (reward, *parts.values()))
+            return all(isinstance(value, float) and math.isfinite(value) for value in (reward, *parts.values()))
         case {"failure": str()}:
             return len(reply) == 1
     return reply == {}
