@@ -107,7 +107,7 @@ def main(options: config.Arguments) -> None:
     _tell(source, plain=bool(options["prompt"] or options["prompts"]) and not talking)
     prompts = _prompts(source, options, talking)
     limits = GenerationLimits(options["max-tokens"], words.stop_ids if words else source.stop_ids(),
-                              source.longest(), words and words.at_string)
+                              source.longest(), words.at_string if words else None)
     _check(prompts, source, limits)
     placed = source.place()
     _check_memory(placed, prompts or [[]], limits, options["samples"])
