@@ -81,7 +81,7 @@ def main(given: config.Arguments) -> int:
                           f"visible; use fewer")
     own = [environ | ({"CUDA_VISIBLE_DEVICES": ",".join(there[i * each:(i + 1) * each])} if each else {})
            for i in range(count)]
-    simulated = ["--mesh.simulated_there=1"] * bool(run.mesh.simulated_there)
+    simulated = ["--mesh.simulated_devices=1"] * bool(run.mesh.simulated_devices)
     return _run([sys.executable, "-m", "meshtrain.sample", run.run.dir,
                  f"--run.compilation_cache={run.run.compilation_cache}", *simulated], own, given["first"])
 
