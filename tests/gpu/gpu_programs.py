@@ -181,7 +181,7 @@ class Step:
         return roofline.of_run(self.made, self.text)
 
     @functools.cached_property
-    def held(self) -> dict:
+    def memory_bytes(self) -> dict:
         """Bytes by kind."""
         return memory.measure(self.made, self.executable, self.text)
 
