@@ -20,7 +20,7 @@ from meshtrain.model import transformer
 from meshtrain.model.execution import Engines
 from meshtrain.names import AXES
 from meshtrain.parallel.pipeline.schedules import Schedule
-from meshtrain.sharding import rules
+from meshtrain.sharding import rules, unmet
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout, Rules, Tensor
 from meshtrain.shipped import rule_file
@@ -113,6 +113,8 @@ def lay_out(run: Run, sizes: Mapping[str, int], loaded: Rules, model: transforme
     faults = attention.problems(run, layout) + recurrence.problems(run, layout) + experts.problems(run, layout)
     faults = faults or stages.problems(run, loaded, sizes) + rules.problems(
         fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS)
+    faults += unmet.find_unmet_names(loaded, [Tensor("params", info.name, info.shape, info.axes)
+                                              for info in model.parameters()])
     idle, partly = rules.unsplit(Layout(loaded, sizes), model.products())
     if not objective.of_run(run).pipelined and sizes["stage"] > 1:
         faults = [f'mesh.stage={sizes["stage"]}: pipelines do not support training.objective='

@@ -23,7 +23,8 @@ import numpy as np
 from meshtrain import config
 from meshtrain.names import AXES
 from meshtrain.parallel.pipeline import schedules
-from meshtrain.sharding.rules import ACTIVATION_ONLY, LOGICAL, TABLES
+from meshtrain.sharding.logical import LOGICAL
+from meshtrain.sharding.rules import TABLES
 from meshtrain.shipped import names
 
 T, SEQUENCES, DEVICES = 24, 24, 8
@@ -114,7 +115,7 @@ def rule_file(rng: random.Random, sizes: dict[str, int]) -> str:
             _task(rng, axis, give)
     for _ in range(rng.choice((0, 0, 1, 1, 2, 3))):
         table = rng.choice(TABLES)
-        logical = rng.choice([name for name in LOGICAL if table == "activations" or name not in ACTIVATION_ONLY])
+        logical = rng.choice([name for name in LOGICAL if table == "activations" or LOGICAL[name] != "activation"])
         count = rng.choice((0, 1, 1, 1, 2, 3))
         tables[table][logical] = rng.sample([a for a in AXES if a != "stage" or rng.random() < 0.1], min(4, count))
     lines = [f"extends = {json.dumps(base)}"] if base else []

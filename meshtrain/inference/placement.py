@@ -80,7 +80,7 @@ def beside(model: Transformer, trained: Layout, given: Rules | None = None) -> L
         return _layout(model, trained.sizes, rows, (), split)
     tables = {name: {logical: axes for logical, axes in table.items() if logical not in ("seq", "residual_seq")}
               for name, table in given.tables.items()}
-    given = Rules(tables, given.text, given.path)
+    given = Rules(tables, given.text, given.path, given.names)
     layout = Layout(model.fit(given, trained.sizes)[0], trained.sizes)
     tensors = [Tensor("params", info.name, info.shape, info.axes) for info in model.parameters()]
     faults = rules.problems(layout.rules, trained.sizes,

@@ -14,7 +14,6 @@ from meshtrain.cost.formulas import flops
 from meshtrain.cost.program import audit, roofline
 from meshtrain.inspection import formula_vs_compiled, memory, summary
 from meshtrain.inspection.inspected import Inspected
-from meshtrain.sharding import rules
 from meshtrain.units import amount, operations, seconds, size
 
 LABELS = {"params": "weights", "grads": "gradients", "optimizer": "optimizer state", "activations": "activations",
@@ -76,14 +75,14 @@ def as_json(step: Inspected) -> dict:
 def params_table(made: Assembly) -> str:
     """Return a table of the parameters: logical axes, spec by [params] and by [optimizer], bytes per device of the
     stored parameter and of its gradient."""
-    rows, replicated = [], []
+    rows, replicated, names = [], [], made.layout.rules.names
     for row in summary.parameters(made):
         axes = " ".join(f"{axis or '·'}={n}" for axis, n in zip(row["axes"], row["shape"]))
         rows.append((row["name"], axes, _spec(row["read"]), _spec(row["stored"]), size(row["stored_bytes"]),
                      size(row["grads_bytes"])))
         if made.mesh_spec.num_devices > 1 and row["stored_bytes"] == row["bytes"] >= LARGE:
             replicated.append(f"warning: {row['name']} ({size(row['stored_bytes'])}) is stored whole on every device; "
-                              f"a rule for {' or '.join(repr(a) for a in row['axes'] if a in rules.LOGICAL)} in "
+                              f"a rule for {' or '.join(repr(a) for a in row['axes'] if a in names)} in "
                               f"[params] or [optimizer] would split it")
     header = ("parameter", "logical axes", "[params] spec", "stored, by [optimizer]", "weights", "gradients")
     totals = memory.formula(made)

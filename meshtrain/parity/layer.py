@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -18,11 +18,13 @@ from meshtrain.names import AXES
 from meshtrain.parity import cells as cells_of
 from meshtrain.parity import compare, proof
 from meshtrain.sharding import rules as rules_of
+from meshtrain.sharding.logical import nearest
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.shipped import find_file
 
 B, T, D = 8, 16, 32
 X_AXES = ("batch", "seq", None)
+HINTS = "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab"
 Declared = Mapping[str, tuple[tuple[int, ...], tuple[str | None, ...]]]
 
 
@@ -70,15 +72,15 @@ def prove_layer(function: Callable, parameters: Declared, rules: Sequence[str] =
     empty: the shipped ones. devices, cells, tell: see `prove`. Raises: ConfigError.
     """
     began, devices = time.monotonic(), devices if devices is not None else jax.devices()
-    layer = _draw(function, parameters)
     one = MeshSpec({})
     with config.user_errors():
         loaded = [rules_of.load(find_file(path)) for path in dict.fromkeys(rules or cells_of.list_shipped_rules())]
+    layer = _draw(function, parameters, {name for file in loaded for name in file.weight_names})
     loaded = cells_of.distinct(loaded, [tuple(axes) for _, axes in parameters.values()])
     chosen = _layouts(layer, loaded, len(devices))[:cells]
     if not chosen:
         raise config.ConfigError("no rule file splits this layer on these devices: give its parameters logical axes "
-                                 f"that rule files name, e.g. {', '.join(rules_of.LOGICAL[3:9])}")
+                                 f"that rule files name, e.g. {', '.join(HINTS)}")
     expected = layer.compute(rules_of.Layout(loaded[0], one.sizes), one.build(devices))
     results = []
     for place, layout in enumerate(chosen, 1):
@@ -88,12 +90,14 @@ def prove_layer(function: Callable, parameters: Declared, rules: Sequence[str] =
     return proof.Proof(name, None, len(devices), tuple(results), (), (), time.monotonic() - began)
 
 
-def _draw(function: Callable, parameters: Declared) -> _DrawnLayer:
-    """Return the layer with random parameters, x and dy. Raises: ConfigError for unknown logical axes."""
+def _draw(function: Callable, parameters: Declared, known: Collection[str]) -> _DrawnLayer:
+    """Return the layer with random parameters, x and dy. known: logical axes of weights. Raises: ConfigError for
+    others."""
     faults = [f"{name}: shape {tuple(shape)} has {len(shape)} dims, but {tuple(axes)} names {len(axes)}"
               for name, (shape, axes) in parameters.items() if len(shape) != len(axes)]
-    faults += [f"{name}: there is no logical axis {axis!r}; use {', '.join(rules_of.LOGICAL[3:])} or None"
-               for name, (_, axes) in parameters.items() for axis in axes if axis and axis not in rules_of.LOGICAL]
+    faults += [f"{name}: there is no logical axis {axis!r}{nearest(axis, known)}; use {', '.join(sorted(known))} or "
+               f"None, or declare it in [names] of a rule file"
+               for name, (_, axes) in parameters.items() for axis in axes if axis and axis not in known]
     if faults:
         raise config.ConfigError(*faults)
     width = next((n for shape, axes in parameters.values() for n, axis in zip(shape, axes) if axis == "embed"), D)

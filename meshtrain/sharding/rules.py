@@ -4,13 +4,12 @@ The tables are `[params]`, `[grads]` (inherits params), `[optimizer]` (inherits 
 is line by line: a line replaces the inherited one, and `embed = []` removes it. `extends = "ddp"` inherits the tables
 of another file in the same way. So ZeRO-1 is ddp with `embed = ["data", "fsdp"]` in [optimizer], ZeRO-2 has that line
 in [grads], ZeRO-3 in [params]. Megatron's sequence parallelism is `residual_seq = "tensor"`. Mesh axes of size 1 have
-no effect, so a file may name all five. Mistakes that jax accepts silently (a dim that does not divide, an axis that
-splits no work) are refused. This module knows no model and no step.
+no effect, so a file may name all five. A fifth table, `[names]`, declares logical axes beside ours.
+Mistakes that jax accepts silently (a dim that does not divide, an axis that splits no work) are refused. This module knows no model and no step.
 """
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 import math
@@ -22,17 +21,13 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P, get_abstract_mesh
 
 from meshtrain import files
-from meshtrain.names import AXES
+from meshtrain.sharding import logical as logical_axes
+from meshtrain.sharding.logical import LOGICAL, NAMES, nearest
 from meshtrain.shipped import locate_shipped
 
 TABLES = ("params", "grads", "optimizer", "activations")
 GATHERED = "gathered"       # the state of a weight in a matmul, see `Layout`
-LOGICAL = ("batch", "seq", "residual_seq", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers", "expert",
-           "expert_embed", "expert_mlp")
-ACTIVATION_ONLY = ("batch", "seq", "residual_seq")
-SHARED = ("heads", "kv_heads", "mlp", "vocab")      # dims of both weights and activations
 NEVER_GATHERED = ("expert", "expert_mlp")      # tokens are dispatched to experts instead
-OTHERS_AXES = {"dp": "data", "tp": "tensor", "pp": "stage", "cp": "context"}     # words of other trainers, for messages
 EXTENDS, BOM = "extends", "\ufeff"      # BOM: some editors on Windows write it before the text
 # A table without rules for expert axes shards the matrices of experts like other matrices.
 AS_OTHERS = {"expert_embed": "embed", "expert_mlp": "mlp"}
@@ -42,11 +37,27 @@ AS_OTHERS = {"expert_embed": "embed", "expert_mlp": "mlp"}
 class Rules:
     """The four tables of one rule file, with inheritance resolved: table -> logical axis -> mesh axes.
 
-    text: an equivalent file without `extends`.
+    text: an equivalent file without `extends`. names: the logical axes that its lines may name, and their kinds.
     """
     tables: Mapping[str, Mapping[str, tuple[str, ...]]]
     text: str
     path: str
+    names: Mapping[str, str] = dataclasses.field(default_factory=lambda: LOGICAL)
+
+    @functools.cached_property
+    def shared(self) -> tuple[str, ...]:
+        """The dims of both weights and activations."""
+        return tuple(name for name, kind in self.names.items() if kind == "both")
+
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """The dims that weights may have."""
+        return tuple(name for name, kind in self.names.items() if kind != "activation")
+
+    @property
+    def declared(self) -> dict[str, str]:
+        """The names of [names] and their kinds, with those of the extended files."""
+        return {name: kind for name, kind in self.names.items() if name not in LOGICAL}
 
     def mesh_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
         named = self.tables[table]
@@ -67,12 +78,12 @@ def load(path: str | Path, key: str = "sharding.rules") -> Rules:
 
 def parse(text: str, path: str = "<rules>") -> Rules:
     """Check the text of a rule file. Raises: ValueError that lists every fault."""
-    given = _tables(text, Path(path), ())
+    given, declared = _read_tables(text, Path(path), ())
     tables = {"activations": given["activations"]}
     for name, inherited in (("params", ""), ("grads", "params"), ("optimizer", "grads")):
         tables[name] = {**tables.get(inherited, {}), **given[name]}
     extends = EXTENDS in tomllib.loads(text.removeprefix(BOM))
-    return Rules(tables, _format_tables(given, path) if extends else text, path)
+    return Rules(tables, _format_tables(given, declared, path) if extends else text, path, {**LOGICAL, **declared})
 
 
 def text_of(tables: Mapping[str, object]) -> str:
@@ -96,7 +107,10 @@ def text_of(tables: Mapping[str, object]) -> str:
                 if isinstance(axes, str) or isinstance(axes, list) and all(isinstance(axis, str) for axis in axes):
                     lines.append(f"{json.dumps(str(logical))} = {json.dumps(axes)}")
                 else:
-                    faults += [f"rules [{name}] {fault}" for fault in _entry_faults(name, logical, axes)]
+                    known = {logical: LOGICAL.get(logical, "both")}
+                    wrong = (logical_axes.find_name_faults({logical: axes}, {}) if name == NAMES else
+                             logical_axes.find_line_faults(name, logical, axes, known))
+                    faults += [f"rules [{name}] {fault}" for fault in wrong]
     if faults:
         raise ValueError("\n".join(faults))
     return "\n".join(lines) + "\n"
@@ -112,8 +126,10 @@ def _read(path: Path, prefix: str) -> str:
         raise ValueError(f"{prefix}cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _tables(text: str, path: Path, extending: tuple[Path, ...]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Return the lines of all TABLES of a file, merged with those of the file that it extends.
+def _read_tables(text: str, path: Path, extending: tuple[Path, ...]
+                 ) -> tuple[dict[str, dict[str, tuple[str, ...]]], dict[str, str]]:
+    """Return (the lines of all TABLES of a file, merged with those of the file that it extends; the names that they
+    declare, with their kinds).
 
     extending: the chain of files that extend this one. Raises: ValueError.
     """
@@ -123,25 +139,32 @@ def _tables(text: str, path: Path, extending: tuple[Path, ...]) -> dict[str, dic
         quotes = "; put names in quotes, e.g. embed = \"fsdp\"" if "Invalid value" in str(error) else ""
         raise ValueError(f"{path}: not valid TOML: {error}{quotes}") from None
     base = raw.pop(EXTENDS, None)
+    inherited: dict[str, dict[str, tuple[str, ...]]] = {name: {} for name in TABLES}
+    names: dict[str, str] = {}
+    if base is not None:        # first: the lines of this file may have its names
+        base_path = _find_base(base, path, (*extending, path))
+        inherited, names = _read_tables(_read(base_path, f"{path}: "), base_path, (*extending, path))
     faults = []
     for name, table in raw.items():
-        if name not in TABLES:
-            faults.append(f"{path}: unknown table [{name}]{_nearest(name, (*TABLES, EXTENDS))}; the tables are "
-                          f"{_brackets(TABLES)}")
+        if name not in (*TABLES, NAMES):
+            faults.append(f"{path}: unknown table [{name}]{nearest(name, (*TABLES, NAMES, EXTENDS))}; the tables are "
+                          f"{_brackets((*TABLES, NAMES))}")
         elif not isinstance(table, dict):
-            faults.append(f"{path}: {name} must be a table, write [{name}] and the rules below it")
-        else:
-            for logical, axes in table.items():
-                faults += [f"{path} [{name}] {fault}" for fault in _entry_faults(name, logical, axes)]
+            content = "names" if name == NAMES else "rules"
+            faults.append(f"{path}: {name} must be a table, write [{name}] and the {content} below it")
+    own: dict = raw[NAMES] if isinstance(raw.get(NAMES), dict) else {}
+    faults += [f"{path} [{NAMES}] {fault}" for fault in logical_axes.find_name_faults(own, names)]
+    names = {**names, **own}
+    known = {**LOGICAL, **names}
+    for name in TABLES:
+        if isinstance(raw.get(name), dict):
+            faults += [f"{path} [{name}] {fault}" for logical, axes in raw[name].items()
+                       for fault in logical_axes.find_line_faults(name, logical, axes, known)]
     if faults:
         raise ValueError("\n".join(faults))
     given = {name: {k: (v,) if isinstance(v, str) else tuple(v) for k, v in raw.get(name, {}).items()}
              for name in TABLES}
-    if base is None:
-        return given
-    base_path = _find_base(base, path, (*extending, path))
-    inherited = _tables(_read(base_path, f"{path}: "), base_path, (*extending, path))
-    return {name: inherited[name] | given[name] for name in TABLES}
+    return {name: inherited[name] | given[name] for name in TABLES}, names
 
 
 def _find_base(name, path: Path, extending: Sequence[Path]) -> Path:
@@ -160,47 +183,16 @@ def _find_base(name, path: Path, extending: Sequence[Path]) -> Path:
     if present:
         raise ValueError(f"{path}: {EXTENDS} = {name!r} leads back to {present[0]}; a rule file cannot extend itself")
     known = sorted(file.stem for file in locate_shipped("sharding_rules").glob("*.toml"))
-    raise ValueError(f"{path}: {EXTENDS} = {name!r}: no such rule file{_nearest(name, known)}; name a file in the same "
+    raise ValueError(f"{path}: {EXTENDS} = {name!r}: no such rule file{nearest(name, known)}; name a file in the same "
                      f"directory, or one of {', '.join(known)}")
 
 
-def _format_tables(tables: Mapping[str, Mapping[str, Sequence[str]]], path: str) -> str:
+def _format_tables(tables: Mapping[str, Mapping[str, Sequence[str]]], declared: Mapping[str, str], path: str) -> str:
     def line(logical: str, axes: Sequence[str]) -> str:
         return f"{logical} = {json.dumps(axes[0] if len(axes) == 1 else axes)}"
     parts = ["\n".join([f"[{name}]", *(line(*entry) for entry in table.items())])
-             for name, table in tables.items() if table]
+             for name, table in {NAMES: {name: (kind,) for name, kind in declared.items()}, **tables}.items() if table]
     return "\n\n".join([f"# {path}, with all that it extends.", *parts]) + "\n"
-
-
-def _entry_faults(table: str, logical: str, axes) -> list[str]:
-    if logical not in LOGICAL:
-        return [f"{logical}: unknown logical axis{_nearest(logical, LOGICAL)}; known: {', '.join(LOGICAL)}"]
-    if table != "activations" and logical in ACTIVATION_ONLY:
-        return [f"{logical}: only activations have this axis; move the line to [activations]"]
-    axes = [axes] if isinstance(axes, str) else axes
-    if not isinstance(axes, list) or not all(isinstance(axis, str) for axis in axes):
-        return [f"{logical} = {axes!r}: must be a mesh axis or a list of them, e.g. \"tensor\" or [\"data\", \"fsdp\"]"]
-    faults = [f"{logical}: unknown mesh axis {axis!r}{_suggest(logical, axis)}; the axes are {', '.join(AXES)}"
-              for axis in axes if axis not in AXES]
-    faults += [f"{logical}: mesh axis {axis!r} is listed twice; list it once" for axis in sorted(set(axes))
-               if axes.count(axis) > 1]
-    return faults
-
-
-def _suggest(logical: str, axis: str) -> str:
-    """Return a hint with our name of the mesh axis, if `axis` is another trainer's word or misspelt; else ""."""
-    if axis.lower() in ("none", "null", ""):
-        return f" (did you mean no axis? write {logical} = [])"
-    if axis in OTHERS_AXES:
-        return f" (did you mean {OTHERS_AXES[axis]!r}?)"
-    if axis in ("ep", "expert", "experts", "expert_parallel"):
-        return " (experts have no axis of their own; split them over data, fsdp or tensor)"
-    return _nearest(axis, AXES)
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), 1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def _brackets(names: Iterable[str]) -> str:
@@ -280,7 +272,7 @@ def unsplit(layout: Layout, products: Sequence[Tensor]) -> tuple[list[str], list
             faults.append(f"mesh.{axis}={size}: {file} names {axis!r} in {_brackets(named)}, where it splits no matmul "
                           f"of this model: every device along it would repeat the same work; write {remedy}, "
                           f"or set mesh.{axis} to 1")
-    for logical in SHARED:
+    for logical in layout.rules.shared:
         activation_axes = [axis for axis in layout.mesh_axes("activations", logical)
                            if axis not in layout.mesh_axes("params", logical)]
         if activation_axes and any(logical in product.axes for product in products):
@@ -295,9 +287,10 @@ def _split_by(layout: Layout, products: Sequence[Tensor]) -> dict[str, set[str]]
     def acts(*names: str) -> set[str]:
         return {axis for name in names for axis in layout.mesh_axes("activations", name)}
     tokens = set(layout.token_axes)
-    axes_of = {"attention": tokens | acts("heads")}
+    has_heads = any("heads" in product.axes for product in products)
+    axes_of = {"attention": tokens | acts("heads")} if has_heads else {}
     for product in products:
-        axes_of[product.name] = tokens | acts(*(name for name in product.axes if name in SHARED))
+        axes_of[product.name] = tokens | acts(*(name for name in product.axes if name in layout.rules.shared))
         if "expert" in product.axes:
             axes_of[product.name] |= acts("residual_seq") | {
                 a for name in NEVER_GATHERED for a in layout.mesh_axes("params", name)}
@@ -313,7 +306,7 @@ def _whole_activations(rules: Rules, sizes: Mapping[str, int], tensors: Sequence
         return {logical for tensor in tensors if tensor.table == table for logical in tensor.axes}
     tokens = rules.mesh_axes("activations", "batch") + rules.mesh_axes("activations", "seq")
     faults = []
-    for logical in [name for name in SHARED if name in axes_in("params") & axes_in("activations")]:
+    for logical in [name for name in rules.shared if name in axes_in("params") & axes_in("activations")]:
         split = [a for a in rules.mesh_axes("params", logical) if sizes[a] > 1 and a not in tokens]
         if missing := [axis for axis in split if axis not in rules.mesh_axes("activations", logical)]:
             line = ", ".join(f'"{axis}"' for axis in (*rules.tables["activations"].get(logical, ()), *missing))

@@ -9,7 +9,6 @@ The step does gradient clipping and skips bad steps.
 Sources: arXiv:1711.05101 (AdamW), 2302.06675 (Lion), 1804.04235 (Adafactor), 2502.16982 (Muon at scale, "Moonlight").
 """
 
-import itertools
 import math
 from typing import Any
 
@@ -89,37 +88,6 @@ def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
         return cfg.learning_rate * rise * (1 - (1 - cfg.final_fraction) * fall)
 
     return learning_rate
-
-
-def state_axes(tx: optax.GradientTransformation, abstract_params: Any, logical_axes: Any) -> Any:
-    """Return the logical axes of every leaf of the optimizer state, by which the rules' [optimizer] table shards it.
-
-    logical_axes: a tree like params whose leaves are tuples of names. Returns the structure of `tx.init(params)` with a
-    tuple per leaf, one name or None per dim. The state contains tuples itself, so map over the state first:
-    `jax.tree.map(lambda leaf, axes: …, jax.eval_shape(tx.init, params), axes_tree)`.
-
-    It works for any optimizer. `init` is traced twice on parameters in which each dim has a unique size, and a dim of
-    the state is recognized by its two sizes. A dim with the same size in both traces is a constant (muon keeps three
-    coefficients).
-    """
-    axis_of_size = {}
-
-    def probe_state(first: int):
-        sizes = itertools.count(first)
-
-        def probe(leaf, axes):
-            if len(axes) != leaf.ndim:
-                raise ValueError(f"logical axes {axes} do not fit a parameter of shape {leaf.shape}: one name or None "
-                                 f"per dim")
-            shape = tuple(itertools.islice(sizes, leaf.ndim))
-            axis_of_size.update(zip(shape, axes, strict=True))
-            return jax.ShapeDtypeStruct(shape, leaf.dtype)
-        return jax.eval_shape(tx.init, jax.tree.map(probe, abstract_params, logical_axes))
-
-    def name_axis(size, other):
-        return None if size == other else axis_of_size.get(size)
-    return jax.tree.map(lambda leaf, other: tuple(map(name_axis, leaf.shape, other.shape)),
-                        probe_state(1009), probe_state(1_000_003))
 
 
 def _rule(cfg: Optimizer, roles, matrix_dims, placements, dtype):

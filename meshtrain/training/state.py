@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from meshtrain.config.sections import Optimizer
 from meshtrain.model import params
 from meshtrain.model.transformer import Transformer
-from meshtrain.sharding import rules
+from meshtrain.sharding import rules, states
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout
 from meshtrain.training import optimizer
@@ -68,7 +68,7 @@ def describe(model: Transformer, optimizer_cfg: Optimizer, steps: int, layout: L
     roles, matrix_dims = select_trained(lambda info: info.role), select_trained(lambda info: info.matrix_dims)
     tx = optimizer.build(optimizer_cfg, steps, roles, matrix_dims,
                          place(trained_axes), model.cfg.compute_dtype, balance_rate, balance_rule)
-    placed = place(optimizer.state_axes(tx, trained_p, trained_axes))
+    placed = place(states.state_axes(tx, trained_p, trained_axes))
     opt_state = jax.tree.map(lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
                              jax.eval_shape(tx.init, trained_p), placed)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=place(()))

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshtrain import assembly, config as run_file
+from meshtrain.sharding import states
 from meshtrain.training import optimizer
 from meshtrain.training.state import State
 
@@ -198,7 +199,7 @@ def test_a_sharded_update_equals_the_plain_one(name):
     place = lambda tree, axes: jax.tree.map(lambda _, a: NamedSharding(mesh, P(*map(rules.get, a))), tree, axes)
     tx, params, grads = build(config(name)), random_params(1), random_params(2)
     state = tx.init(params)
-    shardings = place(params, AXES), place(state, optimizer.state_axes(tx, params, AXES))
+    shardings = place(params, AXES), place(state, states.state_axes(tx, params, AXES))
     update = functools.partial(tx.update, step=0)
     step = jax.jit(update, out_shardings=shardings)
     sharded = step(jax.device_put(grads, shardings[0]), jax.device_put(state, shardings[1]),
@@ -213,7 +214,7 @@ def test_state_axes_name_every_dim_of_the_state(name):
     tx = build(config(name))
     params = jax.eval_shape(random_params)
     state = jax.eval_shape(tx.init, params)
-    axes = optimizer.state_axes(tx, params, AXES)
+    axes = states.state_axes(tx, params, AXES)
     size = {"layers": L, "embed": D, "heads": N, "head_dim": H, "mlp": F, "vocab": V}
 
     def check(leaf, axes):
@@ -231,13 +232,21 @@ def test_a_constant_dim_of_the_state_is_no_dim_of_a_parameter():
     """Whatever its size: one that a probe has once is another in the next."""
     held = lambda params: {"table": jnp.zeros((1009, 1010, 3)), "moments": jax.tree.map(jnp.zeros_like, params)}
     tx = optax.GradientTransformation(held, lambda grads, state, params=None: (grads, state))
-    axes = optimizer.state_axes(tx, jax.eval_shape(random_params), AXES)
+    axes = states.state_axes(tx, jax.eval_shape(random_params), AXES)
     assert axes["table"] == (None, None, None) and axes["moments"] == AXES
+
+
+def test_a_square_state_is_split_once_by_the_name_of_its_rows():
+    """A preconditioner [D, D] of each dim, as of Shampoo. Two dims over one mesh axis would be jax's error."""
+    squares = lambda params: jax.tree.map(lambda w: [jnp.zeros((n, n)) for n in w.shape], params)
+    tx = optax.GradientTransformation(squares, lambda grads, state, params=None: (grads, state))
+    axes = states.state_axes(tx, jax.ShapeDtypeStruct((D, F), jnp.float32), ("embed", "mlp"))
+    assert axes == [("embed", None), ("mlp", None)]
 
 
 def test_adafactor_rows_and_columns_get_the_axes_that_remain():
     tx = build(config("adafactor"))
-    moments = optax.tree.get(optimizer.state_axes(tx, jax.eval_shape(random_params), AXES), "moments")
+    moments = optax.tree.get(states.state_axes(tx, jax.eval_shape(random_params), AXES), "moments")
     assert moments == {
         "embed": (("vocab",), ("embed",)),
         "layers": {
