@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 
@@ -14,19 +14,16 @@ GPU_PLATFORMS = ("gpu", "cuda")
 T = TypeVar("T", covariant=True)
 
 
-@dataclass(frozen=True, eq=False)
-class Setting:
-    """What a choice may look at.
+class Place(NamedTuple):
+    """Devices and the layout on them.
 
-    platform: jax's name. gpu: the devices' row in the hardware table; None if it has none. device: one of the devices;
-    None if they are only named. installed: whether choices depend on the software that is installed here; False:
-    current versions of all software are assumed, as by the planner.
+    platform: jax's name. gpu: the devices' row in the hardware table; None if it has none. installed: whether choices
+    depend on the software that is installed here; False: current versions of all software are assumed, as by the
+    planner.
     """
-    run: Run
     layout: Layout
     platform: str
     gpu: Gpu | None = None
-    device: jax.Device | None = None
     installed: bool = True
 
     @property
@@ -37,6 +34,33 @@ class Setting:
     def gpu_name(self) -> str:
         """The GPU's name in the hardware table; "" if it has no row."""
         return self.gpu.name if self.gpu else ""
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What the choices of a run may look at: the run, and the fields of a `Place`.
+
+    device: one of the devices; None if they are only named.
+    """
+    run: Run
+    layout: Layout
+    platform: str
+    gpu: Gpu | None = None
+    device: jax.Device | None = None
+    installed: bool = True
+
+    @property
+    def place(self) -> Place:
+        return Place(self.layout, self.platform, self.gpu, self.installed)
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.place.on_gpus
+
+    @property
+    def gpu_name(self) -> str:
+        """The GPU's name in the hardware table; "" if it has no row."""
+        return self.place.gpu_name
 
 
 @dataclass(frozen=True)
