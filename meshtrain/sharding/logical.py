@@ -12,8 +12,8 @@ from meshtrain.names import AXES
 
 NAMES = "names"             # the table of a rule file that declares names
 # What a name may stand for. weight: a dim of weights that a matmul sums over, or of independent weights (layers). A
-# line of [activations] may have it, too. activation: only activations have it. both: a dim of weights and of their outputs,
-# so that a split of it in both splits the matmul.
+# line of [activations] may have it, too. activation: only activations have it. both: a dim of weights and of their
+# outputs, so that a split of it in both splits the matmul.
 KINDS = ("weight", "activation", "both")
 LOGICAL: Mapping[str, str] = {
     "batch": "activation", "seq": "activation", "residual_seq": "activation", "embed": "weight", "heads": "both",

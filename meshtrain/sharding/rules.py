@@ -5,7 +5,8 @@ is line by line: a line replaces the inherited one, and `embed = []` removes it.
 of another file in the same way. So ZeRO-1 is ddp with `embed = ["data", "fsdp"]` in [optimizer], ZeRO-2 has that line
 in [grads], ZeRO-3 in [params]. Megatron's sequence parallelism is `residual_seq = "tensor"`. Mesh axes of size 1 have
 no effect, so a file may name all five. A fifth table, `[names]`, declares logical axes beside ours.
-Mistakes that jax accepts silently (a dim that does not divide, an axis that splits no work) are refused. This module knows no model and no step.
+Mistakes that jax accepts silently (a dim that does not divide, an axis that splits no work) are refused. This module
+knows no model and no step.
 """
 from __future__ import annotations
 
