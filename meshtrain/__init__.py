@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meshtrain.interface import (
-        ConfigError, Experiment, Rules, bars, check_answer, compare, curves, inspect, mesh, plan, prove, schedule,
-        shards, simulate, size,
+        ConfigError, Experiment, Layout, Rules, bars, check_answer, compare, curves, inspect, mesh, plan, prove,
+        schedule, shards, simulate, size, unpack,
     )  # fmt: skip
 
 __version__ = "0.1.0"
 __all__ = [
-    "ConfigError", "Experiment", "Rules", "bars", "check_answer", "compare", "curves", "inspect", "mesh", "plan",
-    "prove", "schedule", "shards", "simulate", "size",
+    "ConfigError", "Experiment", "Layout", "Rules", "bars", "check_answer", "compare", "curves", "inspect", "mesh",
+    "plan", "prove", "schedule", "shards", "simulate", "size", "unpack",
 ]  # fmt: skip
 
 

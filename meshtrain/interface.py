@@ -39,6 +39,8 @@ from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.inspection import report, step_costs, summary, topologies
 from meshtrain.inspection.inspected import Inspected
+from meshtrain.library.layouts import Layout
+from meshtrain.library.unpack import unpack
 from meshtrain.names import AXES, PRNG
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding import rules as rule_files
@@ -46,8 +48,8 @@ from meshtrain.shown import DrawnSchedule, JsonTable, ProgramCosts, Rows, StepCo
 from meshtrain.training.state import State
 from meshtrain.units import size
 
-__all__ = ["ConfigError", "Experiment", "Rules", "bars", "check_answer", "compare", "curves", "inspect", "mesh", "plan",
-           "prove", "schedule", "shards", "simulate", "size"]
+__all__ = ["ConfigError", "Experiment", "Layout", "Rules", "bars", "check_answer", "compare", "curves", "inspect",
+           "mesh", "plan", "prove", "schedule", "shards", "simulate", "size", "unpack"]
 
 DRAWN_EVERY_S = 0.5     # interval at which `Experiment.train` redraws its curve
 # Settings of an experiment without a run file that replace the quickstart's mesh and optimizer.

@@ -1,0 +1,1 @@
+"""The library under anybody's model: layouts, gradients, training and pipelines of arrays and functions."""

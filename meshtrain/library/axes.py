@@ -1,0 +1,85 @@
+"""The logical axes of a tree of arrays: a tree like it, or globs of paths. The path of a leaf is a/b/0/c."""
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from meshtrain.sharding.logical import nearest
+
+Axes = tuple[str | None, ...]
+
+
+def list_leaves(tree: Any) -> dict[str, Any]:
+    """Return path -> leaf, in the order of jax.tree.leaves. Raises: ValueError for two leaves of one path."""
+    flat = [(name_path(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    if twice := [name for name, count in Counter(name for name, _ in flat).items() if count > 1]:
+        raise ValueError(f"params: {twice[0]} is the path of {len(flat) - len(dict(flat)) + 1} arrays; rename one of "
+                         f"their keys")
+    return dict(flat)
+
+
+def name_path(path: Sequence[Any]) -> str:
+    """Return the path of a leaf of a pytree: the keys, indices and attributes that lead to it, joined by /."""
+    return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
+def match(leaves: Mapping[str, Any], given: Any) -> tuple[dict[str, Axes], list[str]]:
+    """Return (path -> logical axes of the leaves that `given` names, faults).
+
+    given: a tree with the leaves' paths whose leaves are tuples of names or None a dim, or a dict from globs of paths
+    to such tuples; `*` stands for any text. Each entry must name a leaf, and a leaf has one entry.
+    """
+    entries = list_entries(given)
+    is_flat = isinstance(given, Mapping) and all(isinstance(key, str) and _is_entry(one) for key, one in given.items())
+    matched: dict[str, Axes] = {}
+    by: dict[str, str] = {}
+    faults = []
+    for path, entry in entries.items():
+        names = [path] if path in leaves else [name for name in leaves if fnmatch.fnmatchcase(name, path)] * is_flat
+        if entry is None or isinstance(entry, Sequence) and not entry and not names:
+            continue        # a container without leaves
+        if not names:
+            faults.append(f"axes[{path!r}]: no parameter is called so{nearest(path, leaves)}")
+        elif not _is_entry(entry):
+            faults.append(f"axes[{path!r}] = {entry!r} is not a tuple with a name or None for each dim; write e.g. "
+                          f"(\"embed\", \"mlp\")")
+            matched |= {name: (None,) * np.ndim(leaves[name]) for name in names}
+        else:
+            faults += [f"axes: {by[name]!r} and {path!r} both name {name}, with other axes; give it one entry"
+                       for name in names if name in matched and matched[name] != tuple(entry)]
+            matched |= dict.fromkeys(names, tuple(entry))
+            by |= dict.fromkeys(names, path)
+    return matched, faults
+
+
+def list_entries(given: Any) -> dict[str, Any]:
+    """Return path -> entry of a tree of axes. Raises: ValueError."""
+    flat = jax.tree_util.tree_flatten_with_path(given, is_leaf=lambda x: x is None or _is_entry(x))[0]
+    return {name_path(path): entry for path, entry in flat}
+
+
+def find_shape_faults(leaves: Mapping[str, Any], named: Mapping[str, Axes], remedy: str = "") -> list[str]:
+    """Return a fault for each leaf whose axes are not one for each dim, and for each leaf of two dims or more without
+    axes. remedy: where to write them."""
+    faults = []
+    for name, leaf in leaves.items():
+        shape, axes = np.shape(leaf), named.get(name)
+        if axes is None and len(shape) > 1:
+            faults.append(f"{name} {shape}: no logical axes{remedy}; name its dims, e.g. (\"embed\", \"mlp\"), or "
+                          f"write {(None,) * len(shape)} to keep it whole on every device")
+        elif axes is not None and len(axes) != len(shape):
+            faults.append(f"{name} {shape}: {len(shape)} dims, and {axes} names {len(axes)}; give a name or None for "
+                          f"each dim")
+    return faults
+
+
+def _is_entry(x: Any) -> bool:
+    """Return whether x gives the axes of one array."""
+    return isinstance(x, (tuple, list, P)) and (type(x) is not list or len(x) > 0) and all(
+        axis is None or isinstance(axis, str) for axis in x)

@@ -1,0 +1,132 @@
+"""Models of other libraries as a tree of arrays, their logical axes, and a function that puts arrays back.
+
+Flax's nnx and linen keep names in metadata, which is read. Any other pytree (a dict, a module of equinox) needs them as
+an argument. No such library but flax is imported: a module of equinox is a pytree, whose leaves that are no parameters
+(functions, integers) stay in it.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.core import meta
+
+from meshtrain import config
+from meshtrain.library import axes as axes_of
+from meshtrain.library.axes import Axes
+
+# Metadata of an nnx variable that may have its logical axes, in this order: ours, then those of flax's versions.
+METADATA = ("logical_axes", "out_sharding", "sharding_names", "sharding")
+NNX_REMEDY = (" in its metadata: nnx.with_metadata(init, logical_axes=(…)), or nnx.with_partitioning(init, (…)) and "
+              "the module made in `with nnx.use_eager_sharding(False):`, because flax takes these names for mesh axes "
+              "otherwise")
+LINEN_REMEDY = " in its metadata: nn.with_logical_partitioning(init, (…))"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parts:
+    """A model as arrays. params: the trained arrays, a tree. axes: their logical axes, a tuple for each, in a tree like
+    params. join: params -> what was unpacked, with these arrays."""
+    params: Any
+    axes: Any
+    join: Callable[[Any], Any]
+
+
+def unpack(module: Any, axes: Any = None) -> Parts:
+    """Return the parameters of a model, their logical axes, and the function that makes the model of parameters again.
+
+    module: an nnx module, linen's variables (the result of `init`), a module of equinox, or any tree of arrays. Trained
+    are nnx's Params, and floating-point arrays of a tree. axes: a tree like the parameters with a tuple of names or
+    None for each dim; or {"glob of a path": tuple}, each used at least once; they replace metadata. Arrays without axes
+    stay whole, and need them from two dims on. Raises: ConfigError with every fault.
+
+    >>> parts = mt.unpack({"up": np.ones((32, 64)), "steps": 3}, {"up": ("embed", "mlp")})
+    >>> parts.axes["up"], parts.join(parts.params)["steps"]
+    (('embed', 'mlp'), 3)
+    """
+    if isinstance(module, nnx.Module):
+        return _unpack_nnx(module, axes)
+    if any(map(_is_box, jax.tree.leaves(module, is_leaf=_is_box))):
+        return _unpack_linen(module, axes)
+
+    def select(leaf):
+        return leaf if _is_trained(leaf) else None
+
+    def join(params):
+        return jax.tree.map(lambda new, old: old if new is None else new, params, module, is_leaf=lambda x: x is None)
+    params = jax.tree.map(select, module)
+    return Parts(params, _name(params, {}, axes, ""), join)
+
+
+def _unpack_nnx(module: nnx.Module, axes: Any) -> Parts:
+    graph, trained, rest = nnx.split(module, nnx.Param, ...)
+    others = {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(rest)}
+    if states := [name for name, variable in others.items() if isinstance(variable, nnx.BatchStat)]:
+        raise config.ConfigError(f"{states[0]}: statistics of a batch (nnx.BatchStat) are no function of parameters "
+                                 f"and rows; use a norm without them, e.g. nnx.LayerNorm")
+    if keys := [name for name, variable in others.items() if isinstance(variable, nnx.RngState)]:
+        raise config.ConfigError(f"{keys[0]}: random numbers that a module keeps (nnx.Rngs) would be the same in every "
+                                 f"step; make the module without them, and pass rngs when it is called")
+    flat = list(nnx.to_flat_state(trained))
+    metadata = {"/".join(map(str, path)): found for path, variable in flat
+                if (found := _read_metadata(variable.get_metadata())) is not None}
+    params: dict = {}
+    for path, variable in flat:
+        home = functools.reduce(lambda tree, key: tree.setdefault(key, {}), path[:-1], params)
+        home[path[-1]] = variable.get_value()
+
+    def join(params):
+        state = [(path, variable.replace(functools.reduce(operator.getitem, path, params))) for path, variable in flat]
+        return nnx.merge(graph, nnx.from_flat_state(state), rest)
+    return Parts(params, _name(params, metadata, axes, NNX_REMEDY), join)
+
+
+def _unpack_linen(variables: Any, axes: Any) -> Parts:
+    if isinstance(variables, Mapping) and "params" in variables and (
+            other := [name for name in variables if name != "params"]):
+        raise config.ConfigError(f"variables have the collection {other[0]!r} beside 'params', which is no function of "
+                                 f"parameters and rows; unpack {{'params': …}} alone")
+    boxes = axes_of.list_leaves(jax.tree.map(_Whole, variables, is_leaf=_is_box))
+    metadata = {name: found for name, box in boxes.items() if (found := _read_metadata({"sharding": getattr(
+        box.value, "names", None)})) is not None}
+    params = jax.tree.map(lambda x: x.value if _is_box(x) else x, variables, is_leaf=_is_box)
+    return Parts(params, _name(params, metadata, axes, LINEN_REMEDY), lambda params: params)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    """A leaf for jax: flax's boxes are nodes."""
+    value: Any
+
+
+def _is_box(x: Any) -> bool:
+    return isinstance(x, meta.AxisMetadata)
+
+
+def _is_trained(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _read_metadata(metadata: Mapping[str, Any]) -> Axes | None:
+    """Return the logical axes in an array's metadata; None if there are none."""
+    return next((tuple(metadata[name]) for name in METADATA if metadata.get(name) is not None), None)
+
+
+def _name(params: Any, metadata: Mapping[str, Axes], given: Any, remedy: str) -> Any:
+    """Return a tree like params of their axes. given: replaces metadata. Raises: ConfigError with every fault."""
+    with config.user_errors():
+        leaves = axes_of.list_leaves(params)
+        matched, faults = axes_of.match(leaves, given) if given is not None else ({}, [])
+        named = {**metadata, **matched}
+        faults += axes_of.find_shape_faults(leaves, named, remedy)
+        if faults:
+            raise config.ConfigError(*faults)
+    full = [named.get(name, (None,) * np.ndim(leaf)) for name, leaf in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(params), full)
