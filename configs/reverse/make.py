@@ -26,7 +26,9 @@ def main() -> None:
     while len(words) < TRAINED + HELD_OUT:
         words["".join(draw.sample(string.ascii_lowercase, LENGTH))] = None
     held, trained = list(words)[:HELD_OUT], list(words)[HELD_OUT:]
-    prompt = lambda word: {"prompt": f"{word}=", "answer": word[::-1]}
+
+    def prompt(word: str) -> dict[str, str]:
+        return {"prompt": f"{word}=", "answer": word[::-1]}
     write("demonstrations", [{"text": f"{word}={word[::-1] if i % 2 else word}"} for i, word in enumerate(trained)])
     write("prompts", list(map(prompt, trained[:TRAINED // 2])))
     write("held_out", list(map(prompt, held)))

@@ -43,8 +43,10 @@ class Replicas:
         specs = tuple(leaf.sharding.spec for _, leaf, axes in self.leaves if axes)
         self._abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
                           for _, leaf, axes in self.leaves if axes]
-        local = lambda *shards: jnp.stack([checksum(shard) for shard in shards])[None]
-        summed = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(mesh.axis_names), check_vma=False)
+
+        def sum_shards(*shards: jax.Array) -> jax.Array:
+            return jnp.stack([checksum(shard) for shard in shards])[None]
+        summed = jax.shard_map(sum_shards, mesh=mesh, in_specs=specs, out_specs=P(mesh.axis_names), check_vma=False)
         # an all-gather, 4 bytes per array and device
         self._sums = jax.jit(summed, out_shardings=NamedSharding(mesh, P()))
 

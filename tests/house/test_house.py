@@ -234,6 +234,42 @@ def test_functions_have_few_parameters_classes_few_fields_and_names_of_their_own
     assert concepts(ROOT / "meshtrain", ROOT / "launch") == ({}, {}, {})
 
 
+# Names of what a function gives, such as a property `gathered`, are among them.
+MOST_PARTICIPLES = 45
+IRREGULAR = {"bound", "built", "chosen", "done", "drawn", "found", "given", "gone", "held", "kept", "known", "left", "lost",
+             "made", "seen", "sent", "shown", "spent", "taken", "told", "written"}
+VERBS = {"embed", "exceed", "feed", "need", "proceed", "seed", "speed"}
+
+
+def named_by_participles(text: str) -> list[str]:
+    """Functions whose first word is a participle: `opened`, `saved_bytes`."""
+    names = [(node.name, node.name.strip("_").partition("_")[0]) for node in ast.walk(ast.parse(text))
+             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("__")]
+    return [name for name, word in names if word in IRREGULAR or word.endswith("ed") and word not in VERBS]
+
+
+def test_few_functions_are_named_by_participles():
+    assert named_by_participles("class A:\n    def _opened(self): pass\ndef open_made(): pass\ndef need(): pass\n"
+                                "def sent_bytes(): pass\ndef __reversed__(): pass\n") == ["sent_bytes", "_opened"]
+    named = {f"{path.relative_to(ROOT)}: {name}" for here in ("meshtrain", "launch")
+             for path in (ROOT / here).rglob("*.py") for name in named_by_participles(path.read_text(encoding="utf-8"))}
+    assert len(named) <= MOST_PARTICIPLES, f"functions are verbs: {sorted(named)}"
+
+
+# Tables of keys and of model families; and what renders chat templates is a script, which imports nothing of meshtrain.
+MOST_LINES, MOST_LONG_TESTS = 450, 16
+LONG_FILES = {"meshtrain/config/sections.py", "meshtrain/data/documents/rendering.py", "meshtrain/huggingface/families.py",
+              "meshtrain/huggingface/settings.py"}
+
+
+def test_a_file_is_read_in_one_sitting():
+    long = {path.relative_to(ROOT).as_posix() for here in ("meshtrain", "launch", "benchmarks", "tests")
+            for path in (ROOT / here).rglob("*.py") if path.read_text(encoding="utf-8").count("\n") > MOST_LINES}
+    tests = {name for name in long if name.startswith("tests/")}
+    assert long - tests == LONG_FILES
+    assert len(tests) <= MOST_LONG_TESTS, sorted(tests)
+
+
 def test_lines_of_the_program_end_at_120_columns():
     wide = [f"{path.relative_to(ROOT)}:{number}" for here in ("meshtrain", "launch")
             for path in (ROOT / here).rglob("*.py")
