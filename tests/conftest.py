@@ -33,6 +33,7 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 import pytest  # noqa: E402
 import sampling  # noqa: E402
 import tiers  # noqa: E402
+import workers  # noqa: E402
 from kept_programs import GPU_PROGRAMS, PROGRAMS, PROGRAMS_BYTES, gpu_programs_in, programs_in, trim  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
@@ -42,8 +43,8 @@ settings.load_profile("no deadline")
 # The longest first.
 LONG = [f"test_{name}.py" for name in (
     "soak", "many_processes", "slurm", "faults", "notebooks",
-    "cells", "supervise", "commands", "checkpoint", "watch", "disturbed", "rl", "generate", "mistakes", "gpu_programs",
-    "samplers", "recurrence", "several_processes", "stops", "advised", "experts",
+    "cells", "supervise", "commands", "checkpoint", "watch", "disturbed", "rl", "generate", "mistakes",
+    "gpu_formulas", "gpu_programs", "samplers", "recurrence", "several_processes", "stops", "advised", "experts",
     "launchers", "chat", "export", "recurrence_pallas", "fuzz", "recurrence_context", "search",
     "first_light", "dpo_runs", "fault_table", "float8")]
 MOST_WORKERS = 8
@@ -57,6 +58,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.pluginmanager.register(tiers.Selection(config), "tiers")
+    config.pluginmanager.register(workers, "workers")
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         trim(PROGRAMS, PROGRAMS_BYTES)
         trim(GPU_PROGRAMS, PROGRAMS_BYTES)

@@ -1,5 +1,5 @@
 """What experts cost in closed formulas: rows and tiles, which dispatch and which layout sends less, and plans for them.
-That the formulas are those of compiled programs, and what these send and multiply: `test_gpu_programs`."""
+That the formulas are those of compiled programs, and what these send and multiply: `test_gpu_formulas`."""
 import contextlib
 import dataclasses
 import functools

@@ -113,6 +113,22 @@ MODELS = {
 CORE = ("dense zero3 data2 fsdp8 tensor4", "dense zero3 fsdp64 selective", "staged zero1 stage4 fsdp16 1f1b",
         "routed zero3_experts_fsdp data8 fsdp8")
 
+# The rows that more than one file asks for.
+ZERO3_TENSOR, DDP_TENSOR = "dense zero3 data2 fsdp8 tensor4", "dense ddp data16 tensor4"
+DENSE_STEPS = ("dense ddp fsdp64", "dense zero1 fsdp64", "dense zero2 fsdp64", "dense zero3 fsdp64",
+               "dense hsdp_zero1 data8 fsdp8", ZERO3_TENSOR)
+# What these promise the others promise apart.
+DENSE_CELLS = ("dense hsdp data8 fsdp8", DDP_TENSOR)
+SELECTIVE, OFFLOAD = "dense zero3 fsdp64 selective", "dense zero3 fsdp64 offload"
+STAGED_STEPS = ("staged zero3 stage4 fsdp4 tensor4 interleaved_zero_bubble2",
+                "staged zero3 data2 fsdp2 tensor4 stage2 context2 1f1b", "staged zero1 stage4 fsdp16 1f1b")
+STAGED_CELLS = (
+    "staged zero3 stage4 fsdp16 1f1b", "staged ddp stage4 fsdp16 1f1b", "staged zero1 stage4 fsdp16 zero_bubble",
+    "staged zero3 stage4 fsdp4 tensor4 1f1b", "staged zero3 stage4 fsdp16 interleaved_zero_bubble2",
+    "staged zero3 data2 fsdp2 tensor4 stage2 context2 interleaved_zero_bubble2")
+ROUTED_STEP = "routed zero3_experts_fsdp data8 fsdp8"
+RINGED_STEP = "ringed zero3 fsdp2 context4 full"
+
 
 def without_spare(setting: Setting, choose=choices.choose) -> Choice:
     """Choose experts whose buffers have no rows to spare."""
@@ -242,6 +258,12 @@ class Step:
     def kernels(self, engine=pallas) -> Counter:
         """{(kernel of this engine of attention, shape of its first result): calls}."""
         return kernels(self.text, engine)
+
+
+def shapes_of(it: Step) -> tuple[int, int, int, int, int]:
+    """(tokens that a GPU's experts see, choices of a token, experts of a GPU, embed_dim, expert_mlp_dim)"""
+    cfg, gpus = it.run.model, it.sizes["fsdp"]
+    return gpus * it.tokens, cfg.experts_per_token, cfg.num_experts // gpus, cfg.embed_dim, cfg.expert_mlp_dim
 
 
 @functools.cache

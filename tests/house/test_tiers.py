@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiers
+import workers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,8 +56,8 @@ def test_c(number): pass
 """
 
 
-def run_tests(folder, *options: str) -> str:
-    (folder / "conftest.py").write_text(CONFTEST)
+def run_tests(folder, *options: str, conftest: str = CONFTEST) -> str:
+    (folder / "conftest.py").write_text(conftest)
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options], cwd=folder,
                           env=os.environ | {"PYTHONPATH": str(Path(tiers.__file__).parent)}, capture_output=True,
                           text=True)
@@ -97,3 +98,16 @@ def test_a_landing_takes_its_parts_and_says_so(tmp_path):
 def test_a_test_of_the_table_that_is_not_there_is_told(tmp_path):
     (tmp_path / "test_a.py").write_text(TESTS.replace("test_b", "test_d"))
     assert "names tests that are not there: test_a: test_b" in run_tests(tmp_path)
+
+
+@pytest.mark.full
+def test_files_that_read_the_same_programs_go_to_one_worker(tmp_path):
+    """Four workers would take a file each."""
+    files = (*workers.TOGETHER, "test_other.py", "test_another.py")
+    for name in files:
+        (tmp_path / name).write_text("import os, pathlib\n"
+                                     "def test_a(): pathlib.Path(__file__ + '.pid').write_text(str(os.getpid()))\n")
+    done = run_tests(tmp_path, "-n", "4", "--dist", "loadfile", conftest="pytest_plugins = ['workers']\n")
+    together = {(tmp_path / f"{name}.pid").read_text() for name in workers.TOGETHER}
+    apart = {(tmp_path / f"{name}.pid").read_text() for name in files} - together
+    assert "4 passed" in done and len(together) == 1 and len(apart) == 2

@@ -161,7 +161,7 @@ def test_what_does_not_fit_behind_leading_layers_is_refused(tmp_path, model, pip
 
 
 def test_formulas_count_the_rounds_of_leading_layers_and_those_in_which_stages_idle():
-    """What the compiled program holds, sends and multiplies beside them: `test_gpu_programs`."""
+    """What the compiled program holds, sends and multiplies beside them: `test_gpu_formulas`."""
     cfg = run_files.load(["configs/quickstart.toml", "--model.preset", "qwen3-30b-a3b",
                        "--model.mlps", "dde*", "--model.mlp_dim", "6144",
                        "--model.compute_dtype", "bfloat16"]).model
