@@ -40,6 +40,7 @@ from meshtrain.inference.sampling import Picking
 from meshtrain.inspection import report, step_costs, summary, topologies
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.library.layouts import Layout
+from meshtrain.library.ring import ring_attention, token_order
 from meshtrain.library.unpack import unpack
 from meshtrain.names import AXES, PRNG
 from meshtrain.parallel.pipeline import schedules
@@ -49,7 +50,7 @@ from meshtrain.training.state import State
 from meshtrain.units import size
 
 __all__ = ["ConfigError", "Experiment", "Layout", "Rules", "bars", "check_answer", "compare", "curves", "inspect",
-           "mesh", "plan", "prove", "schedule", "shards", "simulate", "size", "unpack"]
+           "mesh", "plan", "prove", "ring_attention", "schedule", "shards", "simulate", "size", "token_order", "unpack"]
 
 DRAWN_EVERY_S = 0.5     # interval at which `Experiment.train` redraws its curve
 # Settings of an experiment without a run file that replace the quickstart's mesh and optimizer.

@@ -49,7 +49,7 @@ def after_row(values: Any, done: jax.Array) -> Any:
     and about one program in a hundred gives wrong numbers or hangs. Only the sum of one row of `done` is read, because
     `done` may be sharded over an automatic axis.
     """
-    line = done[0, :, 0].sum() if done.ndim == 3 else done
+    line = done[0, :, 0].sum() if done.ndim == 3 else done[0].sum() if done.ndim > 1 else done
     if isinstance(values, jax.Array):
         return after(values, line)
     return jax.tree.map(lambda a: after(a, line) if jnp.issubdtype(a.dtype, jnp.integer) else a, values)

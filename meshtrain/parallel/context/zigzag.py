@@ -20,6 +20,36 @@ def order(length: int, cp: int) -> np.ndarray:
     return np.concatenate([chunks[[i, 2 * cp - 1 - i]].ravel() for i in range(cp)])
 
 
+def from_natural(x):
+    """Return this device's two chunks of rows in zigzag order. x [B, 2c, …]: its chunks 2·i and 2·i + 1 in natural
+    order.
+
+    Two permutes of a chunk each: all chunks of even numbers go to different devices, and so do those of odd numbers.
+    """
+    even, odd = (_send(chunk, homes) for chunk, homes in zip(halves(x), _homes()))
+    is_even = lax.axis_index(AXIS) % 2 == 0
+    return join(*choose(is_even, (even, odd), (odd, even)))
+
+
+def to_natural(x):
+    """Return this device's two chunks of rows in natural order, the inverse of `from_natural`."""
+    early, late = halves(x)
+    is_even = lax.axis_index(AXIS) % 2 == 0
+    chunks = choose(is_even, (early, late), (late, early))
+    return join(*(_send(chunk, np.argsort(homes)) for chunk, homes in zip(chunks, _homes())))
+
+
+def _homes() -> tuple[np.ndarray, np.ndarray]:
+    """Return, for the even and for the odd chunks, the device that has chunk 2·i, or 2·i + 1, in zigzag order."""
+    chunks = np.arange(2 * lax.axis_size(AXIS))
+    homes = np.minimum(chunks, chunks[::-1])
+    return homes[::2], homes[1::2]
+
+
+def _send(x, homes: np.ndarray):
+    return lax.ppermute(x, AXIS, list(enumerate(homes.tolist())))
+
+
 def halves(x):
     """Split a device's [B, 2c, …] into its early and late chunk, each [B, c, …]."""
     c = x.shape[1] // 2
