@@ -35,9 +35,9 @@ def measure(made: Assembly, executable, text: str | None = None) -> dict:
     """Return the bytes per device by kind of a compiled step. text: its `as_text()`, if already available."""
     trained = made.model.divide(made.program.step.state.abstract.params)[0]
     shapes = jax.tree.map(lambda a, s: s.shard_shape(a.shape), trained, grads_shardings(made))
-    accumulators = jax.tree.leaves(shapes, is_leaf=lambda shape: isinstance(shape, tuple))
+    shapes = jax.tree.leaves(shapes, is_leaf=lambda shape: isinstance(shape, tuple))
     held = program_memory.measure(executable, text or executable.as_text(), made.program.step.state.abstract,
-                                   made.run.training.microbatches, accumulators, _loop(made))
+                                   made.run.training.microbatches, shapes, _loop(made))
     host = executable.memory_analysis().host_temp_size_in_bytes
     return held | ({"host": host} if program_memory.host_bytes(made.run, made.layout) else {})
 

@@ -15,6 +15,7 @@ from meshtrain.config import Run
 from meshtrain.cost.program import roofline
 from meshtrain.inspection import chart
 from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.training import accumulators
 
 
 def of_run(made: Assembly) -> dict:
@@ -67,7 +68,8 @@ def parameters(made: Assembly) -> list[dict]:
                      "bytes": info.size * itemsize, "dtype": np.dtype(info.dtype).name,
                      "read": _split(shards["params"]),
                      "stored": _split(shards["optimizer"]), "grads": _split(shards["grads"]),
-                     "stored_bytes": held["optimizer"] * itemsize, "grads_bytes": held["grads"] * 4})
+                     "stored_bytes": held["optimizer"] * itemsize,
+                     "grads_bytes": held["grads"] * accumulators.ITEMSIZE})
     return rows
 
 

@@ -19,6 +19,7 @@ from meshtrain.inspection import expect, unexpected
 from meshtrain.model.params import ParamInfo
 from meshtrain.names import AXES
 from meshtrain.run import say
+from meshtrain.training import accumulators
 from meshtrain.units import size
 
 GPU, HOST = "h100", 8
@@ -62,7 +63,7 @@ def faults(made: Assembly, text: str, logged: list[str]) -> list[str]:
 
 
 def narrow_sums(made: Assembly, program: audit.ProgramAudit) -> list[str]:
-    """Return a line for each sum of a weight's gradient over devices in a narrower dtype than float32."""
+    """Return a line for each sum of a weight's gradient over devices in a narrower dtype than accumulators have."""
     named, infos = expect.tensors(made), {info.name: info for info in made.model.parameters()}
     counts: dict = defaultdict(int)
     tokens = set(made.layout.token_axes)
@@ -73,7 +74,7 @@ def narrow_sums(made: Assembly, program: audit.ProgramAudit) -> list[str]:
                 if names:
                     counts[" or ".join(names), row.kind, row.axes, row.dtype] += row.trips
     return [f"the gradient of {names} is summed over {' × '.join(axes)} in {dtype} ({kind}, {count:,} times a step), "
-            f"but must be summed in float32" for (names, kind, axes, dtype), count in counts.items()]
+            f"but must be summed in {accumulators.DTYPE}" for (names, kind, axes, dtype), count in counts.items()]
 
 
 def whole_accumulators(made: Assembly, text: str) -> list[str]:
@@ -90,7 +91,7 @@ def whole_accumulators(made: Assembly, text: str) -> list[str]:
         return tuple(sorted(n for n in dims if n > 1))
     carried = {key(dims) for dims in carried}
     rightly = {key(n // by for n, by in zip(info.shape, split(info))) for info in made.model.parameters()}
-    return [f"the gradient of {info.name} {list(info.shape)} is held whole on every device, {size(4 * info.size)}, but "
-            f"[grads] of {made.layout.rules.path} splits it {math.prod(split(info))} ways"
+    return [f"the gradient of {info.name} {list(info.shape)} is held whole on every device, "
+            f"{size(accumulators.ITEMSIZE * info.size)}, but [grads] of {made.layout.rules.path} splits it {math.prod(split(info))} ways"
             for info in made.model.parameters() if info.trainable and math.prod(split(info)) > 1
             and key(info.shape) in carried - rightly]

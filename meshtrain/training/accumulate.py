@@ -35,7 +35,7 @@ from meshtrain.sharding import rules
 from meshtrain.sharding.mesh import automatic_axes, on_shards
 from meshtrain.sharding.order import by_gloo
 from meshtrain.sharding.rules import Layout
-from meshtrain.training import backward, objective, qk_clip, state
+from meshtrain.training import accumulators, backward, objective, qk_clip, state
 from meshtrain.training.backward import LayerStack, Residuals, SplitLayer, Weights
 
 
@@ -85,9 +85,9 @@ def step_spec(run: Run, model: Transformer, layout: Layout, mesh: Mesh, engines:
     batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims,
                                         dtype, sharding=place(dims))
              for name, (dims, dtype) in objective.of_run(run).fields.items()}
-    held = state.describe(model, run.optimizer, training.steps, layout, mesh, run.experts.bias_rate,
-                          run.experts.bias_rule)
-    return StepSpec(run, model, layout, mesh, held, ex, deferred, batch, schedule,
+    state_spec = state.state_spec(model, run.optimizer, training.steps, layout, mesh, run.experts.bias_rate,
+                                  run.experts.bias_rule)
+    return StepSpec(run, model, layout, mesh, state_spec, ex, deferred, batch, schedule,
                     attention.token_order(run, layout.sizes),
                     in_place=ex.engines.by_kernels and jax.__version_info__ >= backward.IN_PLACE_SINCE)
 
@@ -229,7 +229,7 @@ def _gradients_of_replica(step: StepSpec, batch: dict, weights: params.Divided, 
             step, weights, grads, microbatch, normalizers, key, stacks, buffers)
         return (pin(grads), nll + nll_mb, buffers), stats
 
-    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), weights.trained)
+    zeros = accumulators.zeros(weights.trained)
     buffers = jax.tree.map(partial(residual_buffer, layout, batch["segments"].shape[1]), buffers)
     start = pin(zeros), jnp.float32(0), buffers
     (grads, nll, _), stats = _scan_microbatches(step, add, start, batch, used)
@@ -246,15 +246,12 @@ def _microbatch_gradients(step: StepSpec, weights: params.Divided, grads, microb
     the weights. stacks, buffers: from `_layer_stacks`. The buffers are overwritten.
     """
     model, ex = step.model, step.ex
-    ends, frozen_ends = backward.wide(without_layers(weights.trained)), without_layers(weights.frozen)
+    ends, frozen_ends = accumulators.widen(without_layers(weights.trained)), without_layers(weights.frozen)
     layer_inputs = LayerInputs(model.inputs(microbatch, key), normalizers.tokens)
     stats, saved = LayerStats(), []
 
     def embed(ends, microbatch: dict):
         return model.embed(ex, params.join(ends, frozen_ends), microbatch, key)
-
-    def add(totals, grads):
-        return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), totals, grads)
 
     def head(read, x_BTD):
         total, nll, of_head = step.objective.head(model, ex, params.join(ends | read, frozen_ends), x_BTD, microbatch)
@@ -270,7 +267,7 @@ def _microbatch_gradients(step: StepSpec, weights: params.Divided, grads, microb
     _, head_vjp, (nll, of_head) = jax.vjp(head, read, x_BTD, has_aux=True)
 
     d_head, dx_BTD = head_vjp(1 / normalizers.targets)
-    head_grads = add({name: grads[name] for name in read}, d_head)
+    head_grads = accumulators.add({name: grads[name] for name in read}, d_head)
     # Added before the layers' backward. Otherwise the head's gradient, float32 and not yet reduced, takes memory
     # during it. The norm's gradient is left out, because its reduction would come first.
     large = {name: g for name, g in head_grads.items() if name != "final_norm"}
@@ -279,13 +276,12 @@ def _microbatch_gradients(step: StepSpec, weights: params.Divided, grads, microb
     dx_BTD = ex.after(dx_BTD, (head_grads, nll, of_head))
     stack_grads = [model.weights(grads, group) for group in model.groups]
     for i in reversed(range(len(stacks))):
-        dx_BTD, stack_grads[i] = stacks[i].backward(stack_weights[i], layer_inputs, saved[i], dx_BTD, stack_grads[i],
-                                                    True)
+        dx_BTD, stack_grads[i] = stacks[i].backward(stack_weights[i], layer_inputs, saved[i], dx_BTD, stack_grads[i])
     if ex.in_order:     # XLA gathers token ids for the embedding's gradient, and would do it during the loops above
         _, embed_vjp = jax.vjp(lambda ends: embed(ends, ex.after(microbatch, dx_BTD)), ends)
     d_embed, = embed_vjp(dx_BTD)
     head_grads, nll = ex.after((head_grads, nll), dx_BTD)
-    ends_grads = add(without_layers(grads) | head_grads, d_embed)
+    ends_grads = accumulators.add(without_layers(grads) | head_grads, d_embed)
     buffers = [into if into is None else residuals for into, residuals in zip(buffers, saved)]
     return model.with_layers(ends_grads, stack_grads), nll, buffers, stats + of_head
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
-from meshtrain.training import equations
+from meshtrain.training import accumulators, equations
 
 # Primitives that only name, cast or reshape a value.
 PASSING = {"name", "reduce_precision", "convert_element_type", "reshape", "squeeze", "sharding_constraint", "copy"}
@@ -26,8 +26,8 @@ IN_PLACE_SINCE = (0, 11)    # first jax with which XLA writes residuals in place
 class StackEntry(NamedTuple):
     """A layer's index into stacked residuals, in three forms: equal at run time, but XLA compiles each differently."""
     counter: jax.Array      # the loop counter: XLA lets a matmul or kernel write its output there in place
-    again: jax.Array        # to read that output back; a read at `counter` would be folded into a temporary
-    listed: jax.Array       # to read the output back; XLA would fold a read at `counter` into a temporary
+    again: jax.Array        # to read that output back: XLA would fold a read at `counter` into a temporary
+    listed: jax.Array       # to write a residual that is not written in place: read from the list of layer numbers
 
 
 class Weights(NamedTuple):
@@ -50,8 +50,8 @@ class SplitLayer:
     """Forward, input gradient (B) and weight gradient (W) of one layer.
 
     The layer is y, stats = f(weights, x, inputs), differentiated by weights.trained and x. x is one array; y is like x.
-    Weight gradients are float32. residuals, stats, passed: ShapeDtypeStructs of what the forward saves and reports, and
-    of the values that B passes to W.
+    Weight gradients have the dtype of `accumulators`. residuals, stats, passed: ShapeDtypeStructs of what the forward
+    saves and reports, and of the values that B passes to W.
     """
 
     def __init__(self, f: Callable, weights: Weights, x, inputs):
@@ -290,7 +290,7 @@ class LayerStack:
             return self.layer.input_gradient(self._entry(weights, i), inputs, saved_i, dy)
         return jax.lax.scan(visit, dy, (self._numbers(), saved), reverse=True)
 
-    def weight_gradient(self, weights: Weights, inputs, saved_for_weights: list, passed: list, total, on):
+    def weight_gradient(self, weights: Weights, inputs, saved_for_weights: list, passed: list, total, on=True):
         """Return `total` [n, …] with the gradients of weights.trained added to it if `on`.
 
         They are added in place, because the stacked gradients of one microbatch would be as large as the total.
@@ -298,15 +298,15 @@ class LayerStack:
         def visit(total, entry):
             i, saved_i, passed_i = entry
             d_trained = self.layer.weight_gradient(self._entry(weights, i), inputs, saved_i, passed_i)
-            return add_at(total, self.first + i, d_trained, on), None
+            return accumulators.add_at(total, self.first + i, d_trained, on), None
         return jax.lax.scan(visit, total, (self._numbers(), saved_for_weights, passed))[0]
 
-    def backward(self, weights: Weights, inputs, saved: Residuals, dy, total, on):
+    def backward(self, weights: Weights, inputs, saved: Residuals, dy, total, on=True):
         """Return dx, and `total` as `weight_gradient` returns it."""
         def visit(carry, entry):
             (dy, total), (i, saved_i) = carry, entry
             dx, d_trained = self.layer.backward(self._entry(weights, i), inputs, saved_i, dy)
-            return (dx, add_at(total, self.first + i, d_trained, on)), None
+            return (dx, accumulators.add_at(total, self.first + i, d_trained, on)), None
         return jax.lax.scan(visit, (dy, total), (self._numbers(), saved), reverse=True)[0]
 
     def _forward_in_place(self, weights: Weights, x, inputs, buffers: Residuals):
@@ -339,23 +339,6 @@ def of_one_layer(stacked):
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
 
 
-def add_at(total, i, new, on):
-    """Return `total` [n, …] with `new` added to entry i if `on`.
-
-    The addition is in place, in one kernel. XLA for GPUs fuses it so only if both slices have the same index, the index
-    is an instruction outside the fusion, and there is no reshape between the slices.
-    """
-    i = jax.lax.optimization_barrier(i)
-
-    def add(t, d):
-        # without this barrier, cuBLAS accumulates into a copy of the entry, which is then written back
-        d = jax.lax.optimization_barrier(d)
-        at = _start(t, (i,))
-        old = jax.lax.dynamic_slice(t, at, (1, *t.shape[1:]), allow_negative_indices=False)
-        return jax.lax.dynamic_update_slice(t, old + jnp.where(on, d, 0)[None], at, allow_negative_indices=False)
-    return jax.tree.map(add, total, new)
-
-
 def take(tree, *at):
     """Return entry `at` of the leading dims, [n, …] -> […].
 
@@ -380,20 +363,8 @@ def _start(a, at):
     return *at, *(0 for _ in a.shape[len(at):])
 
 
-def wide(w):
-    """Cast weights to float32 before differentiation, so that their gradients are float32.
-
-    bfloat16 gradients would be rounded in every microbatch. Layers cast the weights down again, and XLA removes both
-    casts.
-    """
-    def widen(a):
-        return jax.ShapeDtypeStruct(a.shape, jnp.float32) if isinstance(a, jax.ShapeDtypeStruct) else a.astype(
-            jnp.float32)
-    return jax.tree.map(widen, w)
-
-
 def _widen(weights: Weights) -> Weights:
-    return weights._replace(trained=wide(weights.trained))
+    return weights._replace(trained=accumulators.widen(weights.trained))
 
 
 def _aval(a):

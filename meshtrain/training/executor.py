@@ -26,34 +26,34 @@ from meshtrain.parallel.pipeline.schedules import Schedule, TickRange
 from meshtrain.scopes import TAKEN
 from meshtrain.sharding import order
 from meshtrain.sharding.mesh import psum
-from meshtrain.training import backward
-from meshtrain.training.backward import Residuals, add_at, put, take
+from meshtrain.training import accumulators
+from meshtrain.training.backward import Residuals, put, take
 from meshtrain.training.shard import Carry, ModelFunctions, Shard, make_shard
 
 STAGE = "stage"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Split:
+class Placement:
     """How the executor's arguments are sharded.
 
-    deferred_axes: batch axes over which the caller reduces gradients after the step.
+    summed_axes: the axes over which the caller sums gradients after the step: those of the batch, and of sequences.
 
-    layer_axes: (of layers, of frozen layers). For each leaf and each dim after n: the deferred axes that shard this
+    layer_axes: (of layers, of frozen layers). For each leaf and each dim after n: the summed axes that shard this
     dim. The leaf's gradient is already reduced over these axes. leading_axes: the same for leading layers.
 
     ends_specs: (of embedding and head, of their frozen weights). Like batch_specs, these are PartitionSpecs by leaf
-    over `stage` and the deferred axes.
+    over `stage` and the summed axes.
     """
     mesh: jax.sharding.Mesh
-    deferred_axes: tuple[str, ...]
+    summed_axes: tuple[str, ...]
     layer_axes: tuple
     leading_axes: tuple
     ends_specs: tuple
     batch_specs: dict
 
 
-def gradients(schedule: Schedule, model: ModelFunctions, split: Split, weights, batch: dict, extra):
+def gradients(schedule: Schedule, model: ModelFunctions, placement: Placement, weights, batch: dict, extra):
     """Run the schedule with its backward and return a step's metric and gradients.
 
     Returns (metric [R], gradients of layers [R, V, P, n, …], of embedding and head [R, …], of leading layers [R·P, n,
@@ -62,34 +62,34 @@ def gradients(schedule: Schedule, model: ModelFunctions, split: Split, weights, 
 
     weights: ((layers, frozen layers), (ends, frozen ends), (leading, frozen leading)). Layers are [V, P, n, …] with P
     sharded over stage. Layer (v, s, i) has the number (v·P + s)·n + i. leading: [n, …]. batch: [M, R, …]. extra:
-    replicated. R: the product of the sizes of the deferred axes, and sharded over them. For a leaf that some of these
+    replicated. R: the product of the sizes of the summed axes, and sharded over them. For a leaf that some of these
     axes shard already, R leaves those axes out.
     """
-    return _over_stages(partial(_execute, schedule, model, order.on_cpus(split.mesh), True),
-                        True, split, weights, batch, extra)
+    return _over_stages(partial(_execute, schedule, model, order.on_cpus(placement.mesh), True),
+                        True, placement, weights, batch, extra)
 
 
-def evaluate(model: ModelFunctions, split: Split, weights, batch: dict, extra):
+def evaluate(model: ModelFunctions, placement: Placement, weights, batch: dict, extra):
     """Return the metric [R] of `gradients` without gradients, by the forward ticks of GPipe.
 
     Layers are [1, P, n, …]. No residuals are saved.
     """
     microbatches, stages = jax.tree.leaves(batch)[0].shape[0], jax.tree.leaves(weights[0])[0].shape[1]
     schedule = schedules.make("gpipe", stages, microbatches)
-    return _over_stages(partial(_execute, schedule, model, order.on_cpus(split.mesh), False),
-                        False, split, weights, batch, extra)[0]
+    return _over_stages(partial(_execute, schedule, model, order.on_cpus(placement.mesh), False),
+                        False, placement, weights, batch, extra)[0]
 
 
-def _over_stages(execute, differentiate: bool, split: Split, weights, batch: dict, extra):
+def _over_stages(execute, differentiate: bool, placement: Placement, weights, batch: dict, extra):
     """Run execute(stage [1], weights, batch, extra) on all devices. Return the same as `gradients`, or (metric,)."""
     layers, _, leading = weights
-    replicas, by_stage = P(split.deferred_axes or None), P((*split.deferred_axes, STAGE))
+    replicas, by_stage = P(placement.summed_axes or None), P((*placement.summed_axes, STAGE))
 
     def dims(axes):
         return (on or None for on in axes)
 
     def others(axes):
-        return tuple(a for a in split.deferred_axes if a not in sum(axes, ()))
+        return tuple(a for a in placement.summed_axes if a not in sum(axes, ()))
 
     def by_leaf(tree, axes, spec):
         return jax.tree.map(lambda _, axes: spec(axes), tree, axes)
@@ -97,17 +97,18 @@ def _over_stages(execute, differentiate: bool, split: Split, weights, batch: dic
     out_specs = [replicas]
     if differentiate:
         out_specs += [
-            by_leaf(layers[0], split.layer_axes[0],
+            by_leaf(layers[0], placement.layer_axes[0],
                     lambda axes: P(others(axes) or None, None, STAGE, None, *dims(axes))),
-            jax.tree.map(lambda spec: P(*replicas, *spec), split.ends_specs[0]),
-            by_leaf(leading[0], split.leading_axes[0], lambda axes: P((*others(axes), STAGE), None, *dims(axes))),
+            jax.tree.map(lambda spec: P(*replicas, *spec), placement.ends_specs[0]),
+            by_leaf(leading[0], placement.leading_axes[0], lambda axes: P((*others(axes), STAGE), None, *dims(axes))),
             by_stage]
-    weight_specs = (by_leaf(layers, split.layer_axes, lambda axes: P(None, STAGE, None, *dims(axes))), split.ends_specs,
-                    by_leaf(leading, split.leading_axes, lambda axes: P(None, *dims(axes))))
-    in_specs = P(STAGE), weight_specs, split.batch_specs, jax.tree.map(lambda _: P(), extra)
-    step = jax.shard_map(execute, mesh=split.mesh, axis_names={STAGE, *split.deferred_axes}, in_specs=in_specs,
+    weight_specs = (by_leaf(layers, placement.layer_axes, lambda axes: P(None, STAGE, None, *dims(axes))),
+                    placement.ends_specs,
+                    by_leaf(leading, placement.leading_axes, lambda axes: P(None, *dims(axes))))
+    in_specs = P(STAGE), weight_specs, placement.batch_specs, jax.tree.map(lambda _: P(), extra)
+    step = jax.shard_map(execute, mesh=placement.mesh, axis_names={STAGE, *placement.summed_axes}, in_specs=in_specs,
                          out_specs=tuple(out_specs), check_vma=False)
-    return step(jnp.arange(split.mesh.shape[STAGE]), weights, batch, extra)
+    return step(jnp.arange(placement.mesh.shape[STAGE]), weights, batch, extra)
 
 
 # ---- the slots of a tick ---------------------------------------------------------------------------------------------
@@ -135,6 +136,11 @@ def _run_layers(this: Shard, kinds: set[str], wait: Callable, c: Carry, tick, x)
     reads = [(buffer, slot) for buffer, slot in (("R", "B_r"), ("Q", "B_q"), ("Q", "W_q"), ("Z", "W_z"))
              if slot[0] in kinds]
 
+    def add_grads(c: Carry, kind: str, i, dw) -> Carry:
+        """Add the gradient of layer i of the chunk of this B or W."""
+        at, on = tick[f"{kind}_chunk"] * this.depth + i, tick[f"{kind}_on"] > 0
+        return replace(c, layer_grads=accumulators.add_at(c.layer_grads, at, dw, on))
+
     def visit(carry, i):
         c, x, dx = carry
         back = this.depth - 1 - i
@@ -152,22 +158,23 @@ def _run_layers(this: Shard, kinds: set[str], wait: Callable, c: Carry, tick, x)
                 c = replace(c, Z=put(c.Z, z, tick["B_z"], back))
             else:
                 dx, dw = split_layer.backward(weights, tick["B_e"], residuals, dx)
-                c = replace(c, ws=add_at(c.ws, tick["B_chunk"] * this.depth + back, dw, tick["B_on"] > 0))
+                c = add_grads(c, "B", back, dw)
         if "W" in kinds:
             weights = this.layer(tick["W_chunk"], back)
             # On the first stage, W uses this tick's B. A tick with W always has B.
             z = jax.tree.map(lambda new, old: jnp.where(tick["W_z"] == tick["B_z"], new, old), z, saved["W_z"])
             dw = split_layer.weight_gradient(weights, w_e, saved["W_q"], z)
-            c = replace(c, ws=add_at(c.ws, tick["W_chunk"] * this.depth + back, dw, tick["W_on"] > 0))
+            c = add_grads(c, "W", back, dw)
         if "F" in kinds:
             c = replace(c, R=put(c.R, r, tick["F_r"], i), Q=put(c.Q, q, tick["F_q"], i),
                         stats=c.stats.add_if(tick["F_on"] > 0, stats))
         return (c, x, dx), None
 
     dx = take(c.D, tick["B_d"]) if "B" in kinds else None
-    changed = Carry(Q=c.Q, R=c.R, Z=c.Z, stats=c.stats, ws=c.ws)
+    changed = Carry(Q=c.Q, R=c.R, Z=c.Z, stats=c.stats, layer_grads=c.layer_grads)
     (changed, y, dx), _ = lax.scan(visit, (changed, x, dx), jnp.arange(this.depth))
-    return replace(c, Q=changed.Q, R=changed.R, Z=changed.Z, stats=changed.stats, ws=changed.ws), y, dx
+    return replace(c, Q=changed.Q, R=changed.R, Z=changed.Z, stats=changed.stats,
+                   layer_grads=changed.layer_grads), y, dx
 
 
 def _add_loss(this: Shard, phase: _Phase, c: Carry, tick, y):
@@ -182,14 +189,15 @@ def _add_loss(this: Shard, phase: _Phase, c: Carry, tick, y):
 
         def head(ends, y):
             return this.head(ends, y, number)
-        (_, metric), (d_ends, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(backward.wide(this.ends[0]), shared)
-        return c.metric + jnp.where(on > 0, metric, 0.0), _add(c.ends, d_ends, on > 0), dy
+        (_, metric), (new, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(
+            accumulators.widen(this.ends[0]), shared)
+        return c.metric + jnp.where(on > 0, metric, 0.0), accumulators.add(c.end_grads, new, on > 0), dy
 
     # Only new values pass through the cond, because XLA would copy the buffers.
     if not this.split_layer:
         return replace(c, metric=_sometimes(this, phase, "loss", tick, metric, lambda: c.metric))
-    metric, d_ends, dy = _sometimes(this, phase, "loss", tick, with_gradients, lambda: (c.metric, c.ends, y))
-    return replace(c, metric=metric, ends=d_ends, D=put(c.D, dy, tick["loss_d"]))
+    metric, end_grads, dy = _sometimes(this, phase, "loss", tick, with_gradients, lambda: (c.metric, c.end_grads, y))
+    return replace(c, metric=metric, end_grads=end_grads, D=put(c.D, dy, tick["loss_d"]))
 
 
 def _embedding_gradient(this: Shard, c, tick, dx):
@@ -199,17 +207,17 @@ def _embedding_gradient(this: Shard, c, tick, dx):
     """
     shared = _share(dx, tick["B_first"])
     if this.model.leading:
-        return c.ends, shared
-    return _add_embedding_gradient(this, c.ends, tick["embed_grad_mb"], shared, tick["embed_grad_on"] > 0), shared
+        return c.end_grads, shared
+    return _add_embedding_gradient(this, c.end_grads, tick["embed_grad_mb"], shared, tick["embed_grad_on"] > 0), shared
 
 
-def _add_embedding_gradient(this: Shard, ends, i, dx, on):
-    """Return `ends` (gradients of embedding and head) with those of microbatch i's embedding added if `on`.
+def _add_embedding_gradient(this: Shard, end_grads, i, dx, on):
+    """Return `end_grads` (gradients of embedding and head) with those of microbatch i's embedding added if `on`.
 
     dx: cotangent of the embedding.
     """
-    _, vjp = jax.vjp(lambda ends: this.embed(ends, i), backward.wide(this.ends[0]))
-    return _add(ends, vjp(dx)[0], on)
+    _, vjp = jax.vjp(lambda ends: this.embed(ends, i), accumulators.widen(this.ends[0]))
+    return accumulators.add(end_grads, vjp(dx)[0], on)
 
 
 # ---- leading layers --------------------------------------------------------------------------------------------------
@@ -261,19 +269,20 @@ def _store_leading_cotangent(this: Shard, c: Carry, tick, dx):
 def _leading_backward(this: Shard, c: Carry, saved):
     """Add the gradients of the leading layers, and of the embedding before them, to c."""
     def run_round(sums, visited):
-        ends, leading = sums
+        end_grads, leading_grads = sums
         k, dy, saved = visited
         i, on = _of_round(this, k, this.stage)
-        dx, leading = this.leading_stack.backward(this.leading, this.prepare(i), saved, dy, leading, on)
-        if not jax.tree.leaves(ends):
-            return (ends, leading), None
+        dx, leading_grads = this.leading_stack.backward(this.leading, this.prepare(i), saved, dy, leading_grads, on=on)
+        if not jax.tree.leaves(end_grads):
+            return (end_grads, leading_grads), None
 
-        def of_stage(ends, s):
+        def add_of_stage(end_grads, s):
             i, on = _of_round(this, k, s)
-            return _add_embedding_gradient(this, ends, i, _share(dx, s == this.stage), on), None
-        return (lax.scan(of_stage, ends, jnp.arange(this.schedule.num_stages))[0], leading), None
-    (ends, leading), _ = lax.scan(run_round, (c.ends, c.leading), (jnp.arange(_rounds(this)), c.L, saved))
-    return replace(c, ends=ends, leading=leading)
+            return _add_embedding_gradient(this, end_grads, i, _share(dx, s == this.stage), on), None
+        return (lax.scan(add_of_stage, end_grads, jnp.arange(this.schedule.num_stages))[0], leading_grads), None
+    (end_grads, leading_grads), _ = lax.scan(
+        run_round, (c.end_grads, c.leading_grads), (jnp.arange(_rounds(this)), c.L, saved))
+    return replace(c, end_grads=end_grads, leading_grads=leading_grads)
 
 
 def _rounds(this: Shard) -> int:
@@ -318,8 +327,8 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
         tick, following = wait(tick, c.metric), wait(following, c.metric)
     if "B" in phase.kinds and phase.embed_grad != "never":
         grads, shared = _sometimes(this, phase, "embed_grad", tick, lambda: _embedding_gradient(this, c, tick, dx),
-                                   lambda: (c.ends, dx))
-        c, following = replace(c, ends=grads), wait(following, shared)
+                                   lambda: (c.end_grads, dx))
+        c, following = replace(c, end_grads=grads), wait(following, shared)
         c = _store_leading_cotangent(this, c, tick, shared) if this.model.leading else c
     # Arrivals are written after the loss. A masked loss writes into a slot of D that is free only until here.
     if "y" in arrived:
@@ -333,6 +342,11 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
 
 def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differentiate: bool,
              stage, weights, batch: dict, extra):
+    """Run the schedule on one device, inside the shard_map of `_over_stages`.
+
+    Returns what `gradients` returns, as this device's part, or (metric,) without `differentiate`. stage: [1].
+    in_order: collectives run in the order of the program.
+    """
     this, c, following = make_shard(schedule, model, differentiate, stage, weights, batch, extra)
     wait = order.after_row if in_order else order.leave
     if model.leading:
@@ -344,10 +358,10 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differen
     if not differentiate:
         return (c.metric[None],)
     c = _leading_backward(this, c, saved) if model.leading else c
-    ends, leading, stats = jax.tree.map(lambda a: a[None], (c.ends, c.leading, c.stats))
+    of_replica = jax.tree.map(lambda a: a[None], (c.end_grads, c.leading_grads, c.stats))
     # [V·n, …] -> [1, V, 1, n, …], where the 1s are this device's replica and stage.
-    ws = jax.tree.map(lambda a: a.reshape(1, schedule.num_chunks, 1, -1, *a.shape[1:]), c.ws)
-    return c.metric[None], ws, ends, leading, stats
+    layer_grads = jax.tree.map(lambda a: a.reshape(1, schedule.num_chunks, 1, -1, *a.shape[1:]), c.layer_grads)
+    return c.metric[None], layer_grads, *of_replica
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,7 +396,3 @@ def _share(x, here):
     """Broadcast x from the stage where `here` is set: an all-reduce over stage. It is exact, because all others add 0.
     """
     return psum(jnp.where(here > 0, x, 0), STAGE)
-
-
-def _add(total, new, on):
-    return jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), total, new)

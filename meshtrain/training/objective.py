@@ -33,8 +33,9 @@ class Objective:
     fields: array of a batch -> (its number of dims after [batch], dtype). fills_all: whether every microbatch has
     targets; if not, microbatches after the last target are skipped. data: what batches are made of: "documents",
     "pairs" of answers with the margins of a reference model, or "answers" that the run samples and scores. pipelined:
-    whether pipeline stages support it. spikes: whether an unusually large loss is a fault. column, unit: the column of
-    metrics.jsonl that shows progress.
+    whether pipeline stages support it: all of them call `head` on the output of the last stage, and it must report no
+    stats. spikes: whether an unusually large loss is a fault. column, unit: the column of metrics.jsonl that shows
+    progress.
     """
     fields = {name: (dims, jnp.int32) for name, dims in FIELDS.items()}
     fills_all = True

@@ -107,6 +107,15 @@ def _rule(cfg: Optimizer, roles, matrix_dims, placements, dtype):
     return optax.partition({"muon": _muon(roles, matrix_dims, placements, dtype), "adam": adam}, labels)
 
 
+def without_balance(roles, grads):
+    """Return the gradients, with None in place of those of role `balance`.
+
+    These are no gradients but counts, the tokens of each expert. They are exact whole numbers: nothing may scale, clip,
+    round or narrow them, or an expert with exactly the mean would be above or below it. The norm leaves them out.
+    """
+    return jax.tree.map(lambda role, g: None if role == "balance" else g, roles, grads)
+
+
 def _balance(rule, roles, rate: float, by: str):
     """Return `rule` for all leaves except those of role `balance`.
 
@@ -126,9 +135,10 @@ def _balance(rule, roles, rate: float, by: str):
         return rate * (jnp.sign(missing) if by == "sign" else missing / jnp.maximum(total, 1))
 
     def update(grads, state, params=None, **extra):
-        quiet = jax.tree.map(lambda role, g: jnp.zeros_like(g) if role == "balance" else g, roles, grads)
+        of_weights = without_balance(roles, grads)
+        quiet = jax.tree.map(lambda g, kept: jnp.zeros_like(g) if kept is None else g, grads, of_weights)
         updates, state = rule.update(quiet, state, params, **extra)
-        return jax.tree.map(lambda role, u, g: towards(g) if role == "balance" else u, roles, updates, grads), state
+        return jax.tree.map(lambda g, kept, u: towards(g) if kept is None else u, grads, of_weights, updates), state
     return optax.GradientTransformationExtraArgs(rule.init, update)
 
 

@@ -18,7 +18,7 @@ from meshtrain.model import block, params
 from meshtrain.model.loss import with_balance_loss
 from meshtrain.model.stats import LayerStats, Normalizers
 from meshtrain.model.transformer import without_layers
-from meshtrain.names import LAYERS, NO_TARGET
+from meshtrain.names import LAYERS
 from meshtrain.parallel.pipeline import stages
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import GATHERED
@@ -49,7 +49,7 @@ def build(step: StepSpec):
     def of_parts(subtree):
         return tuple(_map_axes(whole_axes, subtree(part[LAYERS])) for part in axes)
     before_axes, axes = model.before(layers_axes), model.divide(step.state.axes)
-    split = executor.Split(
+    placement = executor.Placement(
         step.mesh, summed, layer_axes=of_parts(model.first), leading_axes=of_parts(model.before),
         ends_specs=_map_axes(lambda axes: layout.spec("params", axes, drop=others), tuple(map(without_layers, axes))),
         batch_specs={name: abstract.sharding.spec for name, abstract in step.batch.items()})
@@ -63,21 +63,22 @@ def build(step: StepSpec):
         return g.reshape(-1, *g.shape[3:])
 
     def gradients(p, batch: dict, key):
-        count = jnp.maximum(jnp.sum(batch["targets"] != NO_TARGET), 1).astype(jnp.float32)
+        count = jnp.maximum(step.objective.count(batch), 1).astype(jnp.float32)
         extra = {"count": count, "tokens": objective.tokens(batch)} | ({} if key is None else {"key": key})
         weights = _into_loop(step, p, num_stages, schedule.num_chunks)
-        nll, ws, ends, before, stats = executor.gradients(schedule, functions, split, weights, batch, extra)
+        nll, layer_grads, ends, before, stats = executor.gradients(schedule, functions, placement, weights, batch,
+                                                                   extra)
         grads = _map_axes(lambda axes, g: reduce_deferred(layout, summed, axes, g), ends_axes, ends)
         before = _map_axes(lambda axes, g: reduce_deferred(layout, (*partial_axes(axes), executor.STAGE), axes, g),
                            before_axes, before)
-        layers = model.from_period(_map_axes(out_of_stages, model.first(layers_axes), ws), before)
+        layers = model.from_period(_map_axes(out_of_stages, model.first(layers_axes), layer_grads), before)
         grads[LAYERS] = _map_axes(lambda axes, g: layout.constrain("optimizer", g, axes), layers_axes, layers)
         metrics = stats.metrics(Normalizers(count, extra["tokens"]))
         return grads, nll.sum() / count, count, metrics
 
     def evaluate(p, batch: dict):
         weights = _into_loop(step, p, num_stages, 1)
-        return executor.evaluate(functions, split, weights, batch,
+        return executor.evaluate(functions, placement, weights, batch,
                                  dict.fromkeys(("count", "tokens"), jnp.float32(1))).sum()
 
     return gradients, evaluate
@@ -88,10 +89,11 @@ def _functions(step: StepSpec, virtual_stages: int) -> ModelFunctions:
 
     If their number does not divide over the stages, the last stages are padded with identity layers.
     """
-    model, ex, training, num_layers = step.model, step.ex, step.run.training, step.model.cfg.num_layers
+    model, ex, num_layers = step.model, step.ex, step.model.cfg.num_layers
     uneven = stages.count_padded(step.run.model, virtual_stages) > stages.count_staged(step.run.model)
     leading = model.leading
     before = leading.num_layers if leading else 0
+    goal = type(step.objective).__name__
 
     def prepare(microbatch: dict, extra):
         return LayerInputs(model.inputs(microbatch, extra.get("key")), extra["tokens"])
@@ -116,8 +118,11 @@ def _functions(step: StepSpec, virtual_stages: int) -> ModelFunctions:
         return x, stats
 
     def head(ends, frozen, x, microbatch: dict, extra):
-        total, nll = model.head_loss(ex, params.join(ends, frozen), x, microbatch["targets"],
-                                     z_loss=training.z_loss, chunk=training.loss_chunk)
+        total, nll, stats = step.objective.head(model, ex, params.join(ends, frozen), x, microbatch)
+        if stats.by_name:
+            raise ValueError(f"mesh.stage={step.layout.sizes[executor.STAGE]}: the objective {goal} reports "
+                             f"{', '.join(stats.by_name)}, and pipelines report nothing of their head; use "
+                             f"mesh.stage=1, or return LayerStats()")
         return total / extra["count"], nll
 
     def leading_period(weights, x, given):

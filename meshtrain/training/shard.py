@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.parallel.pipeline.schedules import Schedule
-from meshtrain.training import backward
+from meshtrain.training import accumulators, backward
 from meshtrain.training.backward import LayerStack, SplitLayer, Weights, take
 
 
@@ -99,8 +99,8 @@ class Carry:
 
     D, Q, R, X, Z: the buffers of the schedule, [slots, …]: cotangents and inputs of chunks, residuals that the weight
     gradient reads and those that it does not, values that B passes to W. L: see the leading layers below. The others
-    but `tick` are sums: stats, gradients of embedding and head, of leading layers and of layers (ws), and the metric.
-    tick: the numbers and inputs of the tick that comes next.
+    but `tick` are sums: stats, the metric, and the gradients of layers, of embedding and head (end_grads), and of
+    leading layers. tick: the numbers and inputs of the tick that comes next.
     """
     D: Any = None
     L: Any = None
@@ -109,20 +109,20 @@ class Carry:
     X: Any = None
     Z: Any = None
     stats: Any = None
-    ends: Any = None
-    leading: Any = None
+    end_grads: Any = None
+    leading_grads: Any = None
     metric: Any = None
     tick: Any = None
-    ws: Any = None
+    layer_grads: Any = None
 
 
 def make_shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, stage, weights, batch: dict, extra):
     """Return (Shard, initial carry with zeros, numbers [T, columns] of the tick after each)."""
-    stage, (ws, (ends, frozen_ends), (leading, frozen_leading)) = stage[0], weights
+    stage, (layers, (ends, frozen_ends), (leading, frozen_leading)) = stage[0], weights
     num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
-    depth = jax.tree.leaves(ws)[0].shape[2]
+    depth = jax.tree.leaves(layers)[0].shape[2]
     # [V, 1, n, …] -> [V·n, …]
-    flat, frozen = jax.tree.map(lambda a: a.reshape(num_chunks * depth, *a.shape[3:]), ws)
+    flat, frozen = jax.tree.map(lambda a: a.reshape(num_chunks * depth, *a.shape[3:]), layers)
     numbers = ((jnp.arange(num_chunks) * num_stages + stage)[:, None] * depth + jnp.arange(depth)).reshape(-1)
     batch = jax.tree.map(lambda a: a[:, 0], batch)                                      # [M, 1, …] -> [M, …]
     count = len(jax.tree.leaves((leading, frozen_leading))[0]) if model.leading else 0
@@ -142,15 +142,14 @@ def make_shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, s
     def buffer(avals, *shape):
         return jax.tree.map(lambda a: jnp.zeros((*shape, *a.shape), a.dtype), avals)
 
-    def zeros(tree):
-        return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
     carry = Carry(X=buffer(x, slots["X"]), metric=jnp.float32(0))
     if split_layer:
         saved, stats = split_layer.residuals, split_layer.stats
         carry = replace(carry, R=buffer(saved.for_inputs, slots["R"], depth), Q=buffer(
             saved.for_weights, slots["Q"], depth), D=buffer(x, slots["D"]))
-        carry = replace(carry, ws=zeros(flat), ends=zeros(ends), leading=zeros(leading.trained),
-                        stats=zeros(stats | leading_stack.stats if leading_stack else stats))
+        carry = replace(carry, layer_grads=accumulators.zeros(flat), end_grads=accumulators.zeros(ends),
+                        leading_grads=accumulators.zeros(leading.trained),
+                        stats=buffer(stats | leading_stack.stats if leading_stack else stats))
         if schedule.split:
             carry = replace(carry, Z=buffer(split_layer.passed, slots["Z"], depth))
     # The numbers are in the carry, because XLA would otherwise fuse their selection into each use and repeat it per

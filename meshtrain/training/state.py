@@ -50,8 +50,8 @@ def describe_params(model: Transformer, layout: Layout, mesh: Mesh | AbstractMes
         table, lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding), placed)
 
 
-def describe(model: Transformer, optimizer_cfg: Optimizer, steps: int, layout: Layout, mesh: Mesh | AbstractMesh,
-             balance_rate: float = 0.0, balance_rule: str = "sign") -> StateSpec:
+def state_spec(model: Transformer, optimizer_cfg: Optimizer, steps: int, layout: Layout,
+               mesh: Mesh | AbstractMesh, balance_rate: float = 0.0, balance_rule: str = "sign") -> StateSpec:
     """Return the StateSpec of a run.
 
     Parameters and optimizer state are stored as in [optimizer]. A step reads the parameters as in [params], see
@@ -78,6 +78,6 @@ def describe(model: Transformer, optimizer_cfg: Optimizer, steps: int, layout: L
 def optimizer_bytes(model: Transformer, optimizer_cfg: Optimizer, steps: int) -> float:
     """Return the bytes of optimizer state per parameter, the mean over all parameters."""
     one_device = MeshSpec({})
-    spec = describe(model, optimizer_cfg, steps, Layout(rules.parse(""), one_device.sizes), one_device.abstract())
-    leaves = jax.tree.leaves(spec.abstract.opt_state)
+    held = state_spec(model, optimizer_cfg, steps, Layout(rules.parse(""), one_device.sizes), one_device.abstract())
+    leaves = jax.tree.leaves(held.abstract.opt_state)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / sum(info.size for info in model.parameters())

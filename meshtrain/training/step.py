@@ -20,7 +20,7 @@ from meshtrain.model import float8, moe, params
 from meshtrain.model.stats import SCORE_BOUND
 from meshtrain.names import PRNG
 from meshtrain.training import accumulate, pipelined, qk_clip, rounding
-from meshtrain.training.optimizer import learning_rate_schedule
+from meshtrain.training.optimizer import learning_rate_schedule, without_balance
 from meshtrain.training.state import State
 
 DROPOUT = 0x64726F70        # tag of the keys of dropout, larger than any number of keys that a seed is split into
@@ -114,7 +114,7 @@ def dropout_key(seed: int, step) -> jax.Array:
 
 def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -> Program:
     """Build the jitted functions of a run. memory_share: see `flags.options`."""
-    run, model, layout, mesh, spec = step.run, step.model, step.layout, step.mesh, step.state
+    run, model, layout, mesh, state_spec = step.run, step.model, step.layout, step.mesh, step.state
     split = any(layout.sizes[axis] > 1 for axis in ("stage", "tensor", "context"))
     training, goal, numerics = run.training, step.objective, step.ex.numerics
     platform = mesh.devices.flat[0].platform
@@ -134,17 +134,15 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
     def train(state: State, batch: dict, *loss_limit):
         key = dropout_key(run.run.seed, state.step) if accumulate.drops(run) else None
         grads, loss, count, of_layers = gradients(state.params, batch, key)
-        grad_norm = optax.global_norm([g for g, role in zip(jax.tree.leaves(grads), roles, strict=True)
-                                       if role != "balance"])
-        # Counts of role `balance` are not scaled: they must stay whole numbers, or an expert with exactly the mean
-        # would be above or below it.
+        of_weights = without_balance(roles, jax.tree.leaves(grads))
+        grad_norm = optax.global_norm(of_weights)
         if training.grad_clip:
             clip = jnp.minimum(1.0, training.grad_clip / (grad_norm + 1e-12))
-            clipped = [g if role == "balance" else g * clip
-                       for g, role in zip(jax.tree.leaves(grads), roles, strict=True)]
+            clipped = [count if g is None else g * clip
+                       for g, count in zip(of_weights, jax.tree.leaves(grads), strict=True)]
             grads = jax.tree.unflatten(jax.tree.structure(grads), clipped)
         trained, frozen = model.divide(state.params)
-        updates, opt_state = spec.tx.update(grads, state.opt_state, trained, step=state.step)
+        updates, opt_state = state_spec.tx.update(grads, state.opt_state, trained, step=state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         if loss_limit:
             finite &= loss <= loss_limit[0]
@@ -173,19 +171,19 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
 
     def initialize():
         p = model.init(jax.random.key(run.run.seed, impl=PRNG))
-        return State(jnp.int32(0), p, spec.tx.init(model.divide(p)[0]))
+        return State(jnp.int32(0), p, state_spec.tx.init(model.divide(p)[0]))
 
     batch_shardings = {name: abstract.sharding for name, abstract in step.batch.items()}
     whole, limited = NamedSharding(mesh, P()), training.loss_spike == "skip"
     return Program(
-        train=jax.jit(train, in_shardings=(spec.sharding, batch_shardings, *[whole] * limited),
-                      out_shardings=(spec.sharding, whole),
+        train=jax.jit(train, in_shardings=(state_spec.sharding, batch_shardings, *[whole] * limited),
+                      out_shardings=(state_spec.sharding, whole),
                       donate_argnums=0),
         limited=limited,
         gradients=gradients,
-        evaluate=jax.jit(evaluate, in_shardings=(spec.sharding.params, batch_shardings), out_shardings=whole),
-        initialize=jax.jit(initialize, out_shardings=spec.sharding),
+        evaluate=jax.jit(evaluate, in_shardings=(state_spec.sharding.params, batch_shardings), out_shardings=whole),
+        initialize=jax.jit(initialize, out_shardings=state_spec.sharding),
         scores=jax.jit(functools.partial(accumulate.scores, step), out_shardings=whole,
-                       in_shardings=(spec.sharding.params, batch_shardings)) if goal.scores else None,
+                       in_shardings=(state_spec.sharding.params, batch_shardings)) if goal.scores else None,
         step=step,
         compiler_options=flags.options(platform, facts, memory_share))

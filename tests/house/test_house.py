@@ -60,9 +60,10 @@ OPEN_TO = {
 }
 UNBOUND = {"commands", "launch"}
 # The sections of a run file are data, and what a process says, which signals it gets and what its directory contains
-# are known to every room, whatever else their rooms do.
+# are known to every room, whatever else their rooms do. So is the dtype of accumulators, which the accountant counts.
 EVERYONE = {"config/sections", "run/contents", "run/phases", "run/say", "run/stops", "names", "scopes", "pattern",
-            "shipped", "jax_private", "units", "files", "panics", "hardware", "flags", "environment"}
+            "shipped", "jax_private", "units", "files", "panics", "hardware", "flags", "environment",
+            "training/accumulators"}
 
 
 def room(name: str) -> str:

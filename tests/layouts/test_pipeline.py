@@ -14,7 +14,9 @@ import pytest
 from meshtrain import assembly, config
 from meshtrain.checkpoint import checkpoint
 from meshtrain.checkpoint.directory import DirectoryStore
+from meshtrain.model.stats import LayerStats
 from meshtrain.parallel.pipeline import schedules
+from meshtrain.training import objective
 from test_layouts import MODEL, RULES, T
 
 SEQUENCES = 48
@@ -36,6 +38,36 @@ def run_of(rule: str, mesh: dict, schedule: str = "1f1b", model: dict = {}, trai
 def test_evaluation_equals_one_device():
     run = run_of("zero1", dict(stage=2, data=2), "interleaved", dict(num_layers=4))
     np.testing.assert_allclose(parity.evaluate(run), parity.evaluate(parity.on_one_device(run)), rtol=1e-5)
+
+
+class Doubled(objective.NextToken):
+    def head(self, model, ex, p, x_BTD, batch):
+        total, nll, stats = super().head(model, ex, p, x_BTD, batch)
+        return 2 * total, 2 * nll, stats
+
+
+class Reporting(objective.NextToken):
+    def head(self, model, ex, p, x_BTD, batch):
+        total, nll, stats = super().head(model, ex, p, x_BTD, batch)
+        return total, nll, stats | LayerStats.of("target", nll_twice=2 * nll)
+
+
+def doubled_run() -> config.Run:
+    # z_loss of its own: the reference on one device is cached by the run
+    return run_of("zero1", dict(stage=2), model=dict(num_layers=2), training=dict(microbatches=2, z_loss=3e-4),
+                  data=dict(global_batch=4))
+
+
+def test_stages_train_the_loss_of_an_objective_of_ones_own(monkeypatch):
+    monkeypatch.setitem(objective.OBJECTIVES, "next_token", Doubled.of)
+    case = parity.check(doubled_run())
+    assert parity.train(case, parity.draw_parameters(case.made, 0), 1)[0][0, 0] > 10, "twice log 259 is 11"
+
+
+def test_stages_refuse_an_objective_whose_head_reports_numbers(monkeypatch):
+    monkeypatch.setitem(objective.OBJECTIVES, "next_token", Reporting.of)
+    with pytest.raises(ValueError, match="mesh.stage=2: the objective Reporting reports nll_twice, .*mesh.stage=1"):
+        parity.assemble(doubled_run()).program.lower_step()
 
 
 def test_state_goes_from_any_number_of_stages_and_chunks_to_any_other(tmp_path):

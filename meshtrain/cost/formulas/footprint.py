@@ -13,16 +13,17 @@ from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.formulas.sizes import GATHER, SCATTER
 from meshtrain.parallel.pipeline import schedules, stages
+from meshtrain.training import accumulators
 
 
 def memory(placed: Placed, options: Options) -> dict[str, int]:
     """Return the bytes on one device by kind, with the keys of `inspect`. grads: the gradient accumulators of the
     microbatch loop. activations: all temporaries."""
-    held = {"params": placed.held.stored_bytes, "grads": 4 * placed.held.grads,
+    held = {"params": placed.held.stored_bytes, "grads": accumulators.ITEMSIZE * placed.held.grads,
             "optimizer": options.optimizer_bytes * placed.held.stored}
     if placed.mesh.sizes["stage"] > 1:
         # The loop's accumulators are those of a full stage.
-        held |= {"grads": 4 * placed.held.trained, "activations": _in_stages(placed, options)}
+        held |= {"grads": accumulators.ITEMSIZE * placed.held.trained, "activations": _in_stages(placed, options)}
     else:
         held["activations"] = _weights_and_grads(placed, options) + _in_layers(placed, options)
     whole = {name: int(count) for name, count in held.items()}
@@ -38,9 +39,9 @@ def _weights_and_grads(placed: Placed, options: Options) -> float:
     alone = options.microbatches == 1
     if not placed.by_layer:          # a matrix's gradient and its sum live outside the accumulators
         # Where gradients are reduce-scattered XLA keeps the initial zeros of the head's for all microbatches.
-        zeros = 4 * placed.head.n * placed.head.k * bool(placed.moving(SCATTER, "ends"))
-        return (placed.itemsize * placed.held.cast + 8 * placed.layer.largest + zeros
-                - 4 * placed.held.ends_grads * alone)
+        zeros = accumulators.ITEMSIZE * placed.head.n * placed.head.k * bool(placed.moving(SCATTER, "ends"))
+        return (placed.itemsize * placed.held.cast + 2 * accumulators.ITEMSIZE * placed.layer.largest + zeros
+                - accumulators.ITEMSIZE * placed.held.ends_grads * alone)
     # XLA transposes shards that it concatenates along their last dim.
     return placed.held.moved + placed.held.transposed + placed.itemsize * placed.layer.largest
 
@@ -56,7 +57,8 @@ def _in_layers(placed: Placed, options: Options) -> float:
     # A chunk's float32 logits and their gradient; the output, normed, and its gradient; the gathered head.
     loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 3 * size * tokens * stream
     loss += size * head if placed.by_layer else 0
-    gradient = 4 * head * placed.head.trained       # of the head, float32: added to the sum before the layers' backward
+    # Of the head, added to the sum before the layers' backward.
+    gradient = accumulators.ITEMSIZE * head * placed.head.trained
     layer = size * tokens * _working_width(placed, options) + _part_grads_bytes(placed, options)
     if experts:
         inputs, weights = (size * tokens * width for width in _expert_backward_widths(placed, options))
@@ -75,8 +77,8 @@ def _early_zeros(placed: Placed) -> float:
     whole = layout.num_shards(layout.mesh_axes("params", "vocab")) == 1
     if layout.sizes["context"] == 1 or "context" not in layout.mesh_axes("params", "embed") or not whole:
         return 0
-    return 4 * sum(info.size for info in placed.rows if info.role == "embedding" and info.axes[0] == "vocab"
-                   and info.trainable)
+    return accumulators.ITEMSIZE * sum(info.size for info in placed.rows if info.role == "embedding"
+                                       and info.axes[0] == "vocab" and info.trainable)
 
 
 def residual_width(placed: Placed, options: Options) -> float:
@@ -226,7 +228,7 @@ def _part_grads_bytes(placed: Placed, options: Options) -> float:
     gates = 1 + cfg.gated
     mixers = placed.mean(lambda mixer: mixer.inward + mixer.outputs)
     of_dense = cfg.embed_dim * (mixers + (gates + 1) * _widest_mlp(placed))
-    return 4 * (of_dense if cfg.num_experts else placed.layer.used)
+    return accumulators.ITEMSIZE * (of_dense if cfg.num_experts else placed.layer.used)
 
 
 # ---- pipelines -------------------------------------------------------------------------------------------------------
@@ -240,7 +242,7 @@ def _in_stages(placed: Placed, options: Options) -> float:
     # A chunk's float32 logits and their gradient; the stage's output as it is broadcast, normed, and its gradient. The
     # float32 gradients of head and embedding from one microbatch live together.
     loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 7 * size * tokens * stream
-    loss += 16 * placed.head.n * placed.head.k
+    loss += 4 * accumulators.ITEMSIZE * placed.head.n * placed.head.k
     # A layer of B and one of F, with their weights sliced out of the stack.
     layer = size * tokens * (_working_width(placed, options) + 4 * stream + 2
                              * placed.mlp_width) + size * placed.layer.used

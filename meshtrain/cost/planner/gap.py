@@ -13,6 +13,7 @@ from meshtrain.cost.formulas.placed import RECOMPUTED
 from meshtrain.cost.formulas.price import Links
 from meshtrain.cost.planner.search import Answer, Plan, Question
 from meshtrain.names import AXES
+from meshtrain.training import accumulators
 from meshtrain.units import amount, seconds
 
 EXPLAINED, MOST = 0.8, 3        # stop at reasons for this fraction of the gap, or at this number of reasons
@@ -156,8 +157,8 @@ def _products_s(question: Question, plan: Plan) -> float:
 
 
 def _each_s(question: Question, plan: Plan, elements: Mapping[tuple[str, ...], float], kind: str) -> float:
-    """Return the seconds to all-gather one layer's weights, or to reduce-scatter its float32 gradients."""
-    itemsize = 4 if kind == "reduce-scatter" or question.cfg.compute_dtype == "float32" else 2
+    """Return the seconds to all-gather one layer's weights, or to reduce-scatter its gradients."""
+    itemsize = accumulators.ITEMSIZE if kind == "reduce-scatter" else plan.placed.itemsize
     links = Links(question.rated, plan.placed.mesh)
     return sum(question.rated.collective_s(kind, n * itemsize, links.group(axes)) for axes, n in elements.items())
 

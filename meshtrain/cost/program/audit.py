@@ -16,6 +16,7 @@ import numpy as np
 
 from meshtrain.cost.program import hlo, work
 from meshtrain.scopes import is_scope
+from meshtrain.training import accumulators
 from meshtrain.units import amount
 
 KINDS = (
@@ -365,8 +366,8 @@ def _dot(module: hlo.HloModule, visit: hlo.Visit) -> Dot | None:
 
 
 def sum_carried(text: str, trips: int, expected: Iterable[tuple[int, ...]]) -> int:
-    """Return the bytes of accumulators: float32 arrays of the expected shapes that the outermost loop of `trips`
-    iterations carries and changes.
+    """Return the bytes of accumulators: arrays of their dtype and the expected shapes that the outermost loop of
+    `trips` iterations carries and changes.
 
     Shapes identify them, because the microbatch loop also carries residuals. The order of dims is ignored, because XLA
     chooses it.
@@ -377,11 +378,11 @@ def sum_carried(text: str, trips: int, expected: Iterable[tuple[int, ...]]) -> i
     wanted = Counter(map(key, expected))
     for dims in find_carried(text, trips):
         most |= Counter(map(key, dims)) & wanted
-    return sum(4 * math.prod(shape) * n for shape, n in most.items())
+    return sum(accumulators.ITEMSIZE * math.prod(shape) * n for shape, n in most.items())
 
 
 def accumulator_bytes(text: str, expected: Iterable[tuple[int, ...]]) -> int | None:
-    """Return the bytes of float32 arrays of the expected shapes that the program's outermost loops carry and change.
+    """Return the bytes of the accumulators of the expected shapes that the program's outermost loops carry and change.
 
     Shapes identify the accumulators, because a pipeline's loops also carry activations. Return None if no loop carries
     one of the shapes.
@@ -390,13 +391,13 @@ def accumulator_bytes(text: str, expected: Iterable[tuple[int, ...]]) -> int | N
     wanted = Counter(map(tuple, expected))
     for dims in find_carried(text):
         most |= Counter(dims)
-    return None if wanted - most else sum(4 * math.prod(shape) * n for shape, n in wanted.items())
+    return None if wanted - most else sum(accumulators.ITEMSIZE * math.prod(shape) * n for shape, n in wanted.items())
 
 
 def find_carried(text: str, trips: int | None = None) -> list[list[tuple[int, ...]]]:
-    """Return, for each outermost loop, the dims of the float32 arrays that it carries and changes. trips: select only
-    loops of this many iterations."""
+    """Return, for each outermost loop, the dims of the arrays with the dtype of accumulators that it carries and
+    changes. trips: select only loops of this many iterations."""
     module = hlo.parse(text)
-    return [[dims for dtype, dims in hlo.find_changed(module, ins.required("body")) if dtype == "f32"]
+    return [[dims for dtype, dims in hlo.find_changed(module, ins.required("body")) if dtype == accumulators.HLO_DTYPE]
             for ins in module.computations[module.entry].values()
             if ins.op == "while" and trips in (None, hlo.find_trips(ins))]

@@ -11,6 +11,7 @@ from meshtrain.cost.program import audit
 from meshtrain.names import LAYERS, LEADING, MATMUL_ROLES
 from meshtrain.parallel.pipeline import stages
 from meshtrain.sharding.rules import GATHERED
+from meshtrain.training import accumulators
 
 
 def bytes_on_device(abstract, shardings) -> int:
@@ -21,8 +22,9 @@ def bytes_on_device(abstract, shardings) -> int:
 
 
 def accumulator_bytes(abstract_params, grads_shardings) -> int:
-    """Return the bytes on one device of the float32 gradient accumulators."""
-    sizes = jax.tree.map(lambda a, s: math.prod(s.shard_shape(a.shape)) * 4, abstract_params, grads_shardings)
+    """Return the bytes on one device of the gradient accumulators."""
+    sizes = jax.tree.map(lambda a, s: math.prod(s.shard_shape(a.shape)) * accumulators.ITEMSIZE, abstract_params,
+                         grads_shardings)
     return sum(jax.tree.leaves(sizes))
 
 
@@ -61,11 +63,11 @@ def in_loop(model, layout, num_chunks: int = 1) -> list[tuple]:
 
 def loop_bytes(shapes, compute_dtype: str) -> dict:
     """Return the bytes on one device of the shapes of `in_loop`: a stage's weights in the compute dtype, and its
-    float32 gradient accumulators."""
+    gradient accumulators."""
     def itemsize(info) -> int:
         return np.dtype(compute_dtype if info.role in MATMUL_ROLES else info.dtype).itemsize
     return {"loop_weights": sum(math.prod(shape) * itemsize(info) for info, shape in shapes),
-            "loop_grads": sum(math.prod(shape) * 4 for info, shape in shapes if info.trainable)}
+            "loop_grads": sum(math.prod(shape) * accumulators.ITEMSIZE for info, shape in shapes if info.trainable)}
 
 
 def formula(state_abstract, state_shardings, trained, grads_shardings) -> dict:
@@ -77,11 +79,11 @@ def formula(state_abstract, state_shardings, trained, grads_shardings) -> dict:
             "activations": None, "total": None}
 
 
-def measure(executable, text: str, state_abstract, microbatches: int, accumulators: list[tuple[int, ...]],
+def measure(executable, text: str, state_abstract, microbatches: int, shapes: list[tuple[int, ...]],
             loop=None) -> dict:
     """Return the keys of `formula` for a compiled step.
 
-    accumulators: the shapes of the gradient accumulators on one device. loop: the result of `in_loop` for a pipeline;
+    shapes: those of the gradient accumulators on one device. loop: the result of `in_loop` for a pipeline;
     grads is None unless the pipeline's loops carry an accumulator for each of these parameters. activations:
     temporaries without the accumulators. total: arguments + temporaries (outputs alias donated arguments).
     """
@@ -90,11 +92,11 @@ def measure(executable, text: str, state_abstract, microbatches: int, accumulato
     if loop is not None:
         def shapes_of(leading: bool) -> list[tuple[int, ...]]:      # leading layers have their own loop
             return [shape for info, shape in loop if info.trainable and (info.axes[0] == LEADING) == leading]
-        of_loops = [audit.accumulator_bytes(text, shapes) for shapes in map(shapes_of, (False, True)) if shapes]
+        of_loops = [audit.accumulator_bytes(text, of_loop) for of_loop in map(shapes_of, (False, True)) if of_loop]
         known = [grads_bytes for grads_bytes in of_loops if grads_bytes is not None]
         grads = sum(known) if len(known) == len(of_loops) else None
     else:
-        grads = audit.sum_carried(text, microbatches, accumulators) if microbatches > 1 else None
+        grads = audit.sum_carried(text, microbatches, shapes) if microbatches > 1 else None
     return {"params": bytes_on_device(state_abstract.params, placed.params), "grads": grads,
             "optimizer": bytes_on_device(state_abstract.opt_state, placed.opt_state),
             "activations": analysis.temp_size_in_bytes - (grads or 0),
