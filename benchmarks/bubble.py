@@ -70,11 +70,11 @@ def compiled_step(schedule: schedules.Schedule, mesh, slept: list):
     ws = jnp.zeros((schedule.num_chunks, schedule.num_stages, 1))
     batch = jnp.ones((schedule.num_microbatches, 1, 1, 4, 8))
 
-    split = executor.Split(mesh, deferred_axes=(), layer_axes=((), {}), leading_axes=({}, {}), ends_specs=(P(), {}),
+    placement = executor.Placement(mesh, summed_axes=(), layer_axes=((), {}), leading_axes=({}, {}), ends_specs=(P(), {}),
                            batch_specs=P())
 
     def step(ws, batch):
-        return executor.gradients(schedule, model, split, ((ws, {}), (jnp.ones(()), {}), ({}, {})), batch, ())
+        return executor.gradients(schedule, model, placement, ((ws, {}), (jnp.ones(()), {}), ({}, {})), batch, ())
     with jax.set_mesh(mesh):
         return jax.jit(step).lower(ws, batch).compile(), (ws, batch)
 

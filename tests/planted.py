@@ -71,7 +71,7 @@ TABLE = [
     Planted("a_window_of_one_token_more", "mask", WINDOW, "one device computes the same"),
     # ---- scales
     Planted("mean_of_the_microbatches_means", "scale"),
-    Planted("replicas_are_averaged", "scale", (), CELL, "meshtrain/training/accumulate.py::reduce_deferred",
+    Planted("replicas_are_averaged", "scale", (), CELL, "meshtrain/training/reduction.py::reduce_deferred",
             'return layout.constrain("optimizer", g.sum(0), axes)',
             'return layout.constrain("optimizer", g.mean(0), axes)'),
     Planted("stages_divide_by_one_token_more", "scale", (), CELL, "meshtrain/training/pipelined.py::_functions.head",
@@ -109,7 +109,7 @@ TABLE = [
     Planted("expert_rounds_forgotten_by_all_to_all", "reduction", EXPERTS),
     Planted("expert_rows_sent_back_in_every_round", "reduction", EXPERTS),
     Planted("gradients_are_reduced_in_bfloat16", "reduction", ("--sharding.rules", "sharding_rules/zero1.toml"), CELL,
-            "meshtrain/training/accumulate.py::reduce_deferred",
+            "meshtrain/training/reduction.py::reduce_deferred",
             'return layout.constrain("optimizer", g.sum(0), axes)',
             'return layout.constrain("optimizer", g.astype(jnp.bfloat16).sum(0), axes).astype(jnp.float32)'),
     # ---- schedules
@@ -127,7 +127,7 @@ TABLE = [
     Planted("what_layers_kept_before_is_left_in_place", "schedule"),
     # ---- rules
     Planted("whole_accumulators", "rule", ("--sharding.rules", "sharding_rules/zero2.toml", *MICROBATCHES), PROGRAM,
-            "meshtrain/training/accumulate.py::_gradients_of_replica.pin", 'layout.constrain("grads", g, axes)',
+            "meshtrain/training/reduction.py::accumulate.constrain", 'layout.constrain("grads", g, axes)',
             "jax.lax.with_sharding_constraint(g, P())"),
     Planted("optimizer_states_lie_like_parameters", "rule", (), "no number changes: the states need more memory"),
     Planted("placement_is_read_backwards", "rule", (), "no number changes: other devices are neighbours"),

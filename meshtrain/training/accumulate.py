@@ -1,16 +1,12 @@
-"""Gradients of a step and loss of an evaluation, by a scan over microbatches (`pipelined`: through pipeline stages).
+"""Gradients of a step and loss of an evaluation of the transformer (`pipelined`: through pipeline stages).
 
-The constraints that give the compiled program ZeRO's memory and collectives are here. Accumulators are sharded as in
-[grads]. The scan runs in a shard_map that is manual over the batch axes that [grads] does not name, so that nothing is
-reduced over them before the scan ends. The final sum and its sharding as in [optimizer] are one expression. The loss is
-the sum over the step's tokens divided by their number, not a mean of means.
-
-Source: arXiv:1910.02054 (ZeRO).
+`reduction` scans over microbatches and shards and sums gradients. Here is what it runs: the transformer's forward and
+backward of a microbatch, layer by layer. The loss is the sum over the step's tokens divided by their number, not a mean
+of means.
 """
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -19,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from meshtrain import scopes
 from meshtrain.config.sections import Run
 from meshtrain.model import float8, params
 from meshtrain.model.block import LayerGroup
@@ -31,12 +26,11 @@ from meshtrain.model.transformer import Transformer, without_layers
 from meshtrain.names import NO_TARGET
 from meshtrain.parallel.context import attention
 from meshtrain.parallel.pipeline.schedules import Schedule
-from meshtrain.sharding import rules
-from meshtrain.sharding.mesh import automatic_axes, on_shards
 from meshtrain.sharding.order import by_gloo
 from meshtrain.sharding.rules import Layout
-from meshtrain.training import accumulators, backward, objective, qk_clip, state
+from meshtrain.training import accumulators, backward, objective, qk_clip, reduction, state
 from meshtrain.training.backward import LayerStack, Residuals, SplitLayer, Weights
+from meshtrain.training.reduction import Backward, Reduction
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,6 +52,10 @@ class StepSpec:
     schedule: Schedule | None       # the pipeline's schedule; None without stages
     order: np.ndarray | None        # the token at each place of a sequence; None: the natural order
     in_place: bool = False          # whether residuals are written directly into their buffers (`LayerStack`)
+
+    @property
+    def reduction(self) -> Reduction:
+        return Reduction(self.layout, self.mesh, self.state.trained_axes, self.deferred_axes)
 
     @property
     def objective(self) -> objective.Objective:
@@ -103,19 +101,12 @@ def gradients(step: StepSpec, p, batch: dict, key):
 
     p: parameters. key: of dropout, or None. metrics: the numbers that layers and the objective report, by name.
     """
-    layout, deferred, trained_axes = step.layout, step.deferred_axes, step.state.trained_axes
     weights = step.model.divide(_read(step, p))
     count = jnp.maximum(step.objective.count(batch), 1).astype(jnp.float32)
     normalizers = Normalizers(count, objective.tokens(batch))
     used = _count_used(step, step.ex.after(batch, normalizers))
-    grads, nll, stats = _on_replicas(step, partial(_gradients_of_replica, step))(
-        step.ex.after(batch, (normalizers, used)), weights, normalizers, key, used)
-
-    def reduce(axes, g):
-        # Constrained once more, before the sum. Otherwise propagation shards the accumulators inside the loop
-        # (ZeRO-1: 11 all-gathers per microbatch).
-        return reduce_deferred(layout, deferred, axes, _constrain_unsummed(layout, deferred, axes, g))
-    grads = jax.tree.map(reduce, trained_axes, grads, is_leaf=rules.is_axes)
+    grads, nll, stats = reduction.accumulate(step.reduction, partial(_make_backward, step),
+                                             step.ex.after(batch, (normalizers, used)), weights, (normalizers, key), used)
     return grads, nll.sum() / count, count, stats.metrics(normalizers)
 
 
@@ -128,8 +119,8 @@ def evaluate(step: StepSpec, p, batch: dict):
         return total + head(model, step.ex, p, x_BTD, microbatch)[1], None
 
     def losses(batch: dict, p):
-        return jax.lax.scan(partial(add_loss, p=p), jnp.float32(0), _of_replica(batch))[0][None]
-    return _on_replicas(step, losses)(batch, _read(step, p)).sum()
+        return jax.lax.scan(partial(add_loss, p=p), jnp.float32(0), reduction.select_replica(batch))[0][None]
+    return reduction.on_replicas(step.reduction, losses)(batch, _read(step, p)).sum()
 
 
 def scores(step: StepSpec, p, batch: dict):
@@ -141,7 +132,7 @@ def scores(step: StepSpec, p, batch: dict):
     goal, used = step.objective, _count_used(step, batch)
 
     def score(batch, p, used):
-        batch = _of_replica(batch)
+        batch = reduction.select_replica(batch)
 
         def put(carry, microbatch):
             m, scores = carry
@@ -150,9 +141,9 @@ def scores(step: StepSpec, p, batch: dict):
             return (m + 1, jax.lax.dynamic_update_index_in_dim(scores, new, m, 0)), LayerStats()
         B, T = batch["targets"].shape[1:]
         shape = (step.run.training.microbatches, B) + (() if goal.fills_all else (T,))
-        (_, scores), _ = _scan_microbatches(step, put, (jnp.int32(0), jnp.zeros(shape, jnp.float32)), batch, used)
+        (_, scores), _ = reduction.scan_microbatches(put, (jnp.int32(0), jnp.zeros(shape, jnp.float32)), batch, used)
         return scores[:, None]
-    by_token = _on_replicas(step, score, P(None, step.deferred_axes or None))(
+    by_token = reduction.on_replicas(step.reduction, score, P(None, step.deferred_axes or None))(
         batch if used is None else step.ex.after(batch, used), _read(step, p), used)
     return by_token if goal.fills_all or step.order is None else by_token[..., np.argsort(step.order)]
 
@@ -163,28 +154,6 @@ def _read(step: StepSpec, p):
     return step.model.as_read(step.layout, p, dtype=step.ex.numerics.dtype if cast else None)
 
 
-def _on_replicas(step: StepSpec, f: Callable, out: P | None = None) -> Callable:
-    """Return f(batch, *args) run on each replica's part of the batch, [microbatches, 1, …].
-
-    It runs in a shard_map that is manual over the deferred axes. f returns arrays with a dim of size 1 for its replica.
-    It is the first dim unless `out` says otherwise.
-    """
-    deferred = step.deferred_axes
-    if not deferred:
-        return f
-
-    def on_all(batch: dict, *args):
-        specs = P(None, deferred), *[P()] * len(args)
-        return jax.shard_map(f, mesh=step.mesh, axis_names=set(deferred), check_vma=False,
-                             out_specs=P(deferred) if out is None else out, in_specs=specs)(batch, *args)
-    return on_all
-
-
-def _of_replica(batch: dict) -> dict:
-    """Return [microbatches, …], the only replica's part of the batch [microbatches, 1, …]."""
-    return jax.tree.map(lambda x: x[:, 0], batch)
-
-
 def _count_used(step: StepSpec, batch: dict):
     """Return how many microbatches are computed: up to the last one with a target. None means all."""
     if step.objective.fills_all:
@@ -193,47 +162,13 @@ def _count_used(step: StepSpec, batch: dict):
     return jnp.max(jnp.where(has_M, 1 + jnp.arange(len(has_M)), 0))
 
 
-def _scan_microbatches(step: StepSpec, f: Callable, carry, batch: dict, used):
-    """Return (carry, stats added) of `lax.scan` of f over the microbatches.
+def _make_backward(step: StepSpec, weights: params.Divided, rows: dict, normalizers: Normalizers, key) -> Backward:
+    """Return the forward and backward of the transformer for microbatches like `rows`."""
+    stacks, buffers = _layer_stacks(step, weights, rows, normalizers, key)
 
-    used: if not None, scan only the first `used` microbatches.
-    """
-    if used is None:
-        carry, stats = jax.lax.scan(f, carry, batch)
-        return carry, stats.combine()
-
-    def microbatch(m):
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, m, 0, keepdims=False), batch)
-    stats = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(lambda: f(carry, microbatch(0))[1]))
-
-    def body(m, carried):
-        carry, more = f(carried[0], microbatch(m))
-        return carry, carried[1] + more
-    with jax.named_scope(scopes.AT_MOST.write(step.run.training.microbatches)):
-        return jax.lax.fori_loop(0, used, body, (carry, stats))
-
-
-def _gradients_of_replica(step: StepSpec, batch: dict, weights: params.Divided, normalizers: Normalizers, key, used):
-    """Return (gradients, nll, stats) of a replica's part of the batch, each with a leading dim of size 1."""
-    layout, batch = step.layout, _of_replica(batch)
-    stacks, buffers = _layer_stacks(step, weights, jax.tree.map(lambda x: x[0], batch), normalizers, key)
-
-    def pin(grads):
-        """Constrain accumulators to the sharding of [grads]."""
-        return jax.tree.map(lambda axes, g: layout.constrain("grads", g, axes), step.state.trained_axes,
-                            grads, is_leaf=rules.is_axes)
-
-    def add(carry, microbatch: dict):
-        grads, nll, buffers = carry
-        grads, nll_mb, buffers, stats = _microbatch_gradients(
-            step, weights, grads, microbatch, normalizers, key, stacks, buffers)
-        return (pin(grads), nll + nll_mb, buffers), stats
-
-    zeros = accumulators.zeros(weights.trained)
-    buffers = jax.tree.map(partial(residual_buffer, layout, batch["segments"].shape[1]), buffers)
-    start = pin(zeros), jnp.float32(0), buffers
-    (grads, nll, _), stats = _scan_microbatches(step, add, start, batch, used)
-    return jax.tree.map(lambda x: x[None], (grads, nll, stats))
+    def add(grads, microbatch: dict, buffers):
+        return _microbatch_gradients(step, weights, grads, microbatch, normalizers, key, stacks, buffers)
+    return Backward(add, weights.trained, buffers)
 
 
 def _microbatch_gradients(step: StepSpec, weights: params.Divided, grads, microbatch: dict, normalizers: Normalizers,
@@ -310,19 +245,6 @@ def _apply_period(step: StepSpec, group: LayerGroup, weights: Weights, x_BTD, gi
     return with_balance_loss(y_BTD, stats, given.tokens), stats
 
 
-def residual_buffer(layout: Layout, sequences: int, like):
-    """Return a residual buffer like `like` without initialization. Zeros would take 0.3% of a step of llama3-8b.
-
-    The buffer is allocated on each device separately; otherwise XLA allocates the whole array on each. It is zeros if
-    it is not [layers, sequences, …], or if axes other than those of the sequences may split it.
-    """
-    axes = layout.batch_axes
-    if like.shape[1:2] != (sequences,) or layout.num_shards(axes) != layout.num_shards(automatic_axes()):
-        return jnp.zeros(like.shape, like.dtype)
-    shape = like.shape[0], sequences // layout.num_shards(axes), *like.shape[2:]
-    return on_shards(lambda: jax.lax.empty(shape, like.dtype), (), P(None, axes or None))()
-
-
 def _stack_weights(model: Transformer, weights: params.Divided) -> list[Weights]:
     """Return the stacked weights of each group, as its `LayerStack` takes them."""
     return [Weights(model.weights(weights.trained, group), group.numbers(first), model.weights(weights.frozen, group))
@@ -332,38 +254,3 @@ def _stack_weights(model: Transformer, weights: params.Divided) -> list[Weights]
 def drops(run: Run) -> bool:
     """Return whether the run uses dropout, so that a step needs a key."""
     return run.model.embedding_dropout > 0 or run.model.residual_dropout > 0
-
-
-def _constrain_unsummed(layout: Layout, deferred: tuple[str, ...], axes, g):
-    """Constrain [replicas, …] accumulators to the sharding of [grads], with one copy per replica."""
-    if all(n == 1 for n in layout.sizes.values()):
-        return g
-    return jax.lax.with_sharding_constraint(g, P(deferred or None, *layout.spec("grads", axes, drop=deferred)))
-
-
-def reduce_deferred(layout: Layout, deferred: tuple[str, ...], axes, g):
-    """Sum a [replicas, …] accumulator and shard the sum as in [optimizer].
-
-    It is a reduce-scatter where [optimizer] shards over `deferred`. Sum and constraint are one expression, because a
-    [grads] constraint between them would make it an all-reduce. If [optimizer] shards over only some of the `deferred`
-    axes, the sum is reduce-scattered over those first, and its shards are all-reduced over the others ((N-1)/N of the
-    payload, then 2(N-1)/N of a shard).
-    """
-    split = layout.spec("optimizer", axes)
-    if not deferred:
-        return layout.constrain("optimizer", g[0], axes)
-    used = {a for entry in split if entry for a in ((entry,) if isinstance(entry, str) else entry)}
-    scattered = tuple(a for a in deferred if a in used)
-    rest = tuple(a for a in deferred if a not in used)
-    if scattered and rest:
-        pinned = layout.spec("grads", axes, drop=deferred)
-        g = g.reshape([layout.sizes[a] for a in deferred] + list(g.shape[1:]))
-        g = jax.lax.with_sharding_constraint(g, P(*deferred, *pinned))
-        g = g.sum(tuple(deferred.index(a) for a in scattered))
-        g = jax.lax.with_sharding_constraint(g, P(*rest, *split))
-        return layout.constrain("optimizer", g.sum(tuple(range(len(rest)))), axes)
-    if (sliced := layout.spec("optimizer", axes, drop=deferred)) != layout.spec("grads", axes, drop=deferred):
-        # First a slice over the axes that only [optimizer] has besides (context); otherwise the sum becomes an
-        # all-reduce.
-        g = jax.lax.with_sharding_constraint(g, P(deferred, *sliced))
-    return layout.constrain("optimizer", g.sum(0), axes)

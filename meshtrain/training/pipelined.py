@@ -23,7 +23,8 @@ from meshtrain.parallel.pipeline import stages
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import GATHERED
 from meshtrain.training import executor, objective
-from meshtrain.training.accumulate import LayerInputs, StepSpec, reduce_deferred
+from meshtrain.training.accumulate import LayerInputs, StepSpec
+from meshtrain.training.reduction import reduce_deferred
 from meshtrain.training.shard import ModelFunctions
 
 _map_axes = functools.partial(jax.tree.map, is_leaf=rules.is_axes)

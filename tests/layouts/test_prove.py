@@ -22,7 +22,7 @@ from meshtrain.cost.program.audit import Collective, ProgramAudit
 from meshtrain.pages import proofs
 from meshtrain.parity import cells, compare, program, rule_files, shrink, smallest
 from meshtrain.sharding import rules
-from meshtrain.training import accumulate
+from meshtrain.training import reduction
 from test_pages import embedded, standing_alone
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -47,8 +47,8 @@ def averaged(monkeypatch):
     def wrong(layout, deferred, axes, g):
         right = accumulate_right(layout, deferred, axes, g)
         return right / layout.num_shards(deferred) if deferred else right
-    accumulate_right = accumulate.reduce_deferred
-    monkeypatch.setattr(accumulate, "reduce_deferred", wrong)
+    accumulate_right = reduction.reduce_deferred
+    monkeypatch.setattr(reduction, "reduce_deferred", wrong)
 
 
 # ---- the small run ---------------------------------------------------------------------------------------------------
