@@ -1,0 +1,106 @@
+"""Gradients of anybody's loss, by rule files: values, placement, what is refused. What is sent: `test_gradient_bytes`."""
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import AXES, STACK, Layout, draw_params, draw_rows, head, loss, plain
+
+from meshtrain.library.gradients import gradients
+from meshtrain.library.stack import Stack
+
+LAYOUTS = {"one device": ("ddp", {}), "ddp": ("ddp", dict(data=8)), "zero1": ("zero1", dict(data=4, fsdp=2)),
+           "zero2": ("zero2", dict(fsdp=8)), "zero3": ("zero3", dict(fsdp=8)), "hsdp": ("hsdp_zero1", dict(data=2, fsdp=4)),
+           "zero3, tensor": ("zero3", dict(fsdp=4, tensor=2))}
+
+
+def compute(layout: Layout, loss, rows=None, axes=AXES, microbatches=4, **given):
+    rows = draw_rows() if rows is None else rows
+    params = jax.device_put(draw_params(), layout.stored())
+    step = jax.jit(gradients(layout, loss, axes, microbatches, **given.pop("options", {})))
+    return step(params, jax.device_put(rows, layout.batch(rows)), **given)
+
+
+@pytest.mark.parametrize("loss", [loss, STACK], ids=["loss", "stack"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_mean_over_masked_tokens_and_every_gradient_are_those_of_one_device(name, loss):
+    layout = Layout(*LAYOUTS[name])
+    with jax.default_matmul_precision("highest"):
+        value, grads = compute(layout, loss)
+        expected, expected_grads = plain(draw_params(), draw_rows())
+    # sums of float32 in another order
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for (path, g), e, stored in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected_grads),
+                                    jax.tree.leaves(layout.stored()), strict=True):
+        assert np.abs(g - e).max() <= 2e-6 * np.abs(e).max(), jax.tree_util.keystr(path)
+        assert g.dtype == np.float32 and g.sharding.is_equivalent_to(stored, g.ndim), "placed as [optimizer]"
+
+
+def drop_out(params, rows, keys):
+    """Half of each row's inputs, by a key of its own."""
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, (rows["x"].shape[1],)))(keys)
+    return loss(params, rows | {"real": rows["real"] & kept})
+
+
+def test_dropout_is_that_of_one_device_and_another_in_each_row():
+    key = jax.random.key(3)
+    with jax.default_matmul_precision("highest"):
+        found = [compute(Layout(*LAYOUTS[name]), drop_out, key=key)[0] for name in ("one device", "ddp", "zero2")]
+        rows = draw_rows()
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(32, dtype=jnp.uint32))
+        total, count = drop_out(draw_params(), rows, keys)
+    np.testing.assert_allclose(found, total / count, rtol=1e-6)
+    assert len({key.tobytes() for key in np.asarray(jax.random.key_data(keys))}) == 32
+
+
+def test_weights_are_read_in_the_compute_dtype_and_gradients_are_summed_in_float32():
+    seen = []
+
+    def note(params, rows):
+        seen.append(params["out"].dtype)
+        return loss(params, rows)
+    _, grads = compute(Layout("zero1", dict(data=2)), note, options=dict(compute="bfloat16"))
+    assert {*map(str, seen)} == {"bfloat16"} and {str(g.dtype) for g in jax.tree.leaves(grads)} == {"float32"}
+
+
+def mean(params, rows):
+    total, count = loss(params, rows)
+    return total / count
+
+
+def pair(ends, x):
+    return x, x
+
+
+REFUSED = {
+    "a mean": (mean, r"the loss returned a scalar; return two scalars \(sum, count\)"),
+    "sums by row": (lambda p, rows: (loss(p, rows)[0] * jnp.ones(4), 1), r"the loss returned \(\(4,\), \(\)\)"),
+    "a head of means": (Stack(lambda e, rows: e["table"][rows["x"]], lambda w, x: x, lambda e, x, rows: x.sum()),
+                        "the head of the Stack returned a scalar"),
+    "two streams": (Stack(lambda e, rows: {"a": e["table"][rows["x"]]}, lambda w, x: x, head),
+                    "embed returned .*x must be one array"),
+    "a layer of two": (Stack(lambda e, rows: e["table"][rows["x"]], pair, head), "layer returned .*one array like x"),
+    "another dtype": (Stack(lambda e, rows: e["table"][rows["x"]], lambda w, x: x.astype(jnp.bfloat16), head),
+                      r"layer turned x float32\[.*\] into bfloat16\[.*return y.astype\(x.dtype\)"),
+    "other layers": (Stack(lambda e, rows: e["table"][rows["x"]], lambda w, x: x, head, layers="layers"),
+                     "params have no 'layers', .*they are blocks, out, table"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_sum_and_no_stack_is_refused(name):
+    wrong, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        compute(Layout("ddp", dict(data=2)), wrong)
+
+
+@pytest.mark.parametrize("rows, message", [
+    (draw_rows(24), "24 rows do not divide over 4 microbatches × data 4; use a multiple of 16, e.g. 32"),
+    (draw_rows(32) | {"x": draw_rows(16)["x"]}, "must be \\[B, …\\] with the same number of rows")])
+def test_rows_that_do_not_divide_are_refused(rows, message):
+    with pytest.raises(ValueError, match=message):
+        compute(Layout("ddp", dict(data=4)), loss, rows)
+
+
+def test_a_stack_with_a_key_is_refused():
+    with pytest.raises(ValueError, match="a Stack takes no key"):
+        compute(Layout("ddp", {}), STACK, key=jax.random.key(0))
