@@ -41,6 +41,7 @@ from meshtrain.inspection import report, step_costs, summary, topologies
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.library.layouts import Layout
 from meshtrain.library.ring import ring_attention, token_order
+from meshtrain.library.stack import Stack
 from meshtrain.library.unpack import unpack
 from meshtrain.names import AXES, PRNG
 from meshtrain.parallel.pipeline import schedules
@@ -49,8 +50,9 @@ from meshtrain.shown import DrawnSchedule, JsonTable, ProgramCosts, Rows, StepCo
 from meshtrain.training.state import State
 from meshtrain.units import size
 
-__all__ = ["ConfigError", "Experiment", "Layout", "Rules", "bars", "check_answer", "compare", "curves", "inspect",
-           "mesh", "plan", "prove", "ring_attention", "schedule", "shards", "simulate", "size", "token_order", "unpack"]
+__all__ = ["ConfigError", "Experiment", "Layout", "Rules", "Stack", "bars", "check_answer", "compare", "curves",
+           "inspect", "mesh", "plan", "prove", "ring_attention", "schedule", "shards", "simulate", "size",
+           "token_order", "unpack"]
 
 DRAWN_EVERY_S = 0.5     # interval at which `Experiment.train` redraws its curve
 # Settings of an experiment without a run file that replace the quickstart's mesh and optimizer.

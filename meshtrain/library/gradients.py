@@ -1,8 +1,8 @@
 """Gradients of any loss by a rule file: the trainer's own accumulation and reduction, without its model.
 
-A loss returns sums over the rows that it is given, and what to divide them by: (sum, count). It is called on a part of a
-microbatch, so a row must not depend on another one, and a mean must not be taken before the sum over all rows is known.
-Gradients are accumulated as [grads] says, reduced over the other batch axes once a step, and placed as [optimizer].
+A loss returns sums over the rows that it is given, and what to divide them by: (sum, count). It is called on a part of
+a microbatch, so a row must not depend on another one, and a mean must not be taken before the sum over all rows is
+known. Gradients are accumulated as [grads] says, reduced over the other batch axes once a step, and placed as [optimizer].
 
 Source: arXiv:1910.02054 (ZeRO).
 """
@@ -25,10 +25,11 @@ from meshtrain.training import accumulators, reduction
 from meshtrain.training.reduction import Backward, Reduction
 
 if TYPE_CHECKING:
-    from meshtrain.library.layouts import Layout
+    from meshtrain.library.layouts import TreeLayout
 
 
-def gradients(layout: Layout, loss: Callable, axes: Any, microbatches: int = 1, compute: str | None = None) -> Callable:
+def gradients(layout: TreeLayout, loss: Callable, axes: Any, microbatches: int = 1,
+              compute: str | None = None) -> Callable:
     """Return f(params, rows, key=None) -> (mean loss, gradients like params, float32, placed as in [optimizer]).
 
     The mean is Σ sum ÷ max(1, Σ count) over all rows, whatever the layout. f is to be called inside `jax.jit`; its
@@ -48,8 +49,8 @@ def gradients(layout: Layout, loss: Callable, axes: Any, microbatches: int = 1, 
 
     def compute_gradients(params, rows, key=None):
         if key is not None and isinstance(loss, Stack):
-            raise ValueError("gradients: a Stack takes no key, because its layers get no rows; draw the masks from rows, "
-                             "or give the loss as one function")
+            raise ValueError("gradients: a Stack takes no key, because its layers get no rows; draw the masks from "
+                             "rows, or give the loss as one function")
         with nullcontext() if not jax.sharding.get_abstract_mesh().empty else jax.sharding.use_abstract_mesh(mesh):
             reduced = Reduction(inner, mesh, axes, inner.find_deferred_axes(flat))
             weights = _read(inner, axes, params, compute)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from meshtrain import config, shipped
 from meshtrain.config import ConfigError
 from meshtrain.inspection import report
 from meshtrain.library import axes as axes_of
+from meshtrain.library import gradients
 from meshtrain.library.axes import Axes
 from meshtrain.library.unpack import unpack
 from meshtrain.names import AXES
@@ -143,6 +144,17 @@ class TreeLayout:
         named = self._match(leaves, axes, "gathered")
         return jax.tree.unflatten(jax.tree.structure(weights), [
             self._constrain(leaf, GATHERED, named[name]) for name, leaf in leaves.items()])
+
+    def gradients(self, loss: Callable, axes: Any, microbatches: int = 1, compute: str | None = None) -> Callable:
+        """Return f(params, rows, key=None) -> (mean loss, gradients stored as [optimizer] says), for a jitted step.
+
+        loss(params, rows) -> (sum, count) over the rows that it is given, or an `mt.Stack`. [grads] is made true: each
+        axis is reduced once a step, or once a microbatch where [grads] splits over it. See `library.gradients`.
+        """
+        def compute_gradients(params: Any, rows: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
+            named = self.name(params, axes)[1]
+            return gradients.gradients(self, loss, named, microbatches, compute)(params, rows, key)
+        return compute_gradients
 
     def _constrain(self, x: jax.Array, table: str, names: Sequence[str | None]) -> jax.Array:
         if self.mesh.size == 1:

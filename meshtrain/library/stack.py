@@ -1,8 +1,8 @@
 """A model of like layers as three functions: before the layers, one layer, after them.
 
-The same three serve gradients layer by layer (each layer's gradient is added to its sum as soon as it exists, and ZeRO-3
-gathers one layer at a time) and pipelines. A loss as one function does neither: `jax.grad` keeps the gathered weights
-of all layers as residuals.
+The same three serve gradients layer by layer (each layer's gradient is added to its sum as soon as it exists, and
+ZeRO-3 gathers one layer at a time) and pipelines. A loss as one function does neither: `jax.grad` keeps the gathered
+weights of all layers as residuals.
 """
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Stack:
     weights w; x keeps its shape and dtype. head(ends, x, rows) -> (sum, count), as every loss returns them. layers: the
     key of the stacked weights.
 
-    It goes wherever a loss goes: `stack(params, rows)` is (sum, count). The weights that `embed`, `layer` and `head` get
-    are gathered as a matmul takes them, so they need no call of `Layout.gathered`.
+    It goes wherever a loss goes: `stack(params, rows)` is (sum, count). The weights that `embed`, `layer` and `head`
+    get are gathered as a matmul takes them, so they need no call of `Layout.gathered`.
     """
     embed: Callable
     layer: Callable
@@ -49,8 +49,8 @@ class Stack:
         """Return (ends, stacked layers) of params, or of a tree like them. Raises: ValueError without layers."""
         if not isinstance(tree, dict) or self.layers not in tree:
             names = ", ".join(map(str, tree)) if isinstance(tree, dict) else type(tree).__name__
-            raise ValueError(f"Stack: params have no {self.layers!r}, the weights of the layers stacked [L, …] (they are "
-                             f"{names}); give their key as layers=")
+            raise ValueError(f"Stack: params have no {self.layers!r}, the weights of the layers stacked [L, …] (they "
+                             f"are {names}); give their key as layers=")
         return {name: w for name, w in tree.items() if name != self.layers}, tree[self.layers]
 
     def check(self, blocks: Any, x: Any) -> None:
@@ -61,14 +61,14 @@ class Stack:
         sizes = {jnp.shape(w)[:1] for w in jax.tree.leaves(blocks)}
         if len(sizes) != 1 or sizes == {()}:
             shapes = ", ".join(str(jnp.shape(w)) for w in jax.tree.leaves(blocks))
-            raise ValueError(f"Stack: the weights of {self.layers!r} are {shapes or 'empty'}; all must be stacked [L, …] "
-                             f"with the same number of layers L")
+            raise ValueError(f"Stack: the weights of {self.layers!r} are {shapes or 'empty'}; all must be stacked "
+                             f"[L, …] with the same number of layers L")
         y = jax.eval_shape(self.layer, backward.of_one_layer(blocks), jax.ShapeDtypeStruct(x.shape, x.dtype))
         if not hasattr(y, "shape"):
             raise ValueError(f"Stack: layer returned {jax.tree.structure(y)}; it must return one array like x")
         if (y.shape, y.dtype) != (x.shape, x.dtype):
-            raise ValueError(f"Stack: layer turned x {x.dtype}{list(x.shape)} into {y.dtype}{list(y.shape)}; it must keep "
-                             f"shape and dtype, e.g. return y.astype(x.dtype)")
+            raise ValueError(f"Stack: layer turned x {x.dtype}{list(x.shape)} into {y.dtype}{list(y.shape)}; it must "
+                             f"keep shape and dtype, e.g. return y.astype(x.dtype)")
 
     def make_backward(self, layout: rules.Layout, axes: dict, weights: dict, rows: Any) -> Backward:
         """Return the `Backward` of this stack, layer by layer. axes: logical axes, a tree like weights."""
@@ -112,8 +112,8 @@ def check_sums(result: Any, name: str) -> tuple[jax.Array, jax.Array]:
     """Return (sum, count) in float32. name: of the function that returned them. Raises: ValueError."""
     if not isinstance(result, tuple) or len(result) != 2 or any(jnp.shape(x) != () for x in result):
         returned = jax.tree.map(jnp.shape, result)
-        raise ValueError(f"{name} returned {'a scalar' if returned == () else returned}; return two scalars (sum, count): "
-                         f"the sum over the rows, and the number by which the sums of all rows are divided, e.g. "
-                         f"(nats.sum(), mask.sum()). A mean cannot be added to the means of other rows")
+        returned = "a scalar" if returned == () else returned
+        raise ValueError(f"{name} returned {returned}; return two scalars (sum, count): the sum over the rows, and the "
+                         f"number by which the sums of all rows are divided, e.g. (nats.sum(), mask.sum()). A mean cannot be added to the means of other rows")
     total, count = result
     return jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32)

@@ -92,6 +92,7 @@ def whole_accumulators(made: Assembly, text: str) -> list[str]:
     carried = {key(dims) for dims in carried}
     rightly = {key(n // by for n, by in zip(info.shape, split(info))) for info in made.model.parameters()}
     return [f"the gradient of {info.name} {list(info.shape)} is held whole on every device, "
-            f"{size(accumulators.ITEMSIZE * info.size)}, but [grads] of {made.layout.rules.path} splits it {math.prod(split(info))} ways"
+            f"{size(accumulators.ITEMSIZE * info.size)}, but [grads] of {made.layout.rules.path} splits it "
+            f"{math.prod(split(info))} ways"
             for info in made.model.parameters() if info.trainable and math.prod(split(info)) > 1
             and key(info.shape) in carried - rightly]

@@ -106,7 +106,8 @@ def gradients(step: StepSpec, p, batch: dict, key):
     normalizers = Normalizers(count, objective.tokens(batch))
     used = _count_used(step, step.ex.after(batch, normalizers))
     grads, nll, stats = reduction.accumulate(step.reduction, partial(_make_backward, step),
-                                             step.ex.after(batch, (normalizers, used)), weights, (normalizers, key), used)
+                                             step.ex.after(batch, (normalizers, used)), weights, (normalizers, key),
+                                             used)
     return grads, nll.sum() / count, count, stats.metrics(normalizers)
 
 
@@ -162,15 +163,6 @@ def _count_used(step: StepSpec, batch: dict):
     return jnp.max(jnp.where(has_M, 1 + jnp.arange(len(has_M)), 0))
 
 
-def _make_backward(step: StepSpec, weights: params.Divided, rows: dict, normalizers: Normalizers, key) -> Backward:
-    """Return the forward and backward of the transformer for microbatches like `rows`."""
-    stacks, buffers = _layer_stacks(step, weights, rows, normalizers, key)
-
-    def add(grads, microbatch: dict, buffers):
-        return _microbatch_gradients(step, weights, grads, microbatch, normalizers, key, stacks, buffers)
-    return Backward(add, weights.trained, buffers)
-
-
 def _microbatch_gradients(step: StepSpec, weights: params.Divided, grads, microbatch: dict, normalizers: Normalizers,
                           key, stacks: list[LayerStack], buffers: list[Residuals | None]):
     """Run the forward and backward of one microbatch. The backward is explicit for each layer stack.
@@ -178,7 +170,7 @@ def _microbatch_gradients(step: StepSpec, weights: params.Divided, grads, microb
     Returns (grads with the microbatch's gradients added, nll, buffers, stats). Each layer's gradient is added to its
     accumulator as soon as it exists, so the gradients of a microbatch never exist beside their sums. This saves 4 bytes
     per accumulated parameter compared with `jax.grad` of the whole model. Gradients are float32, whatever the dtype of
-    the weights. stacks, buffers: from `_layer_stacks`. The buffers are overwritten.
+    the weights. The buffers are overwritten.
     """
     model, ex = step.model, step.ex
     ends, frozen_ends = accumulators.widen(without_layers(weights.trained)), without_layers(weights.frozen)
@@ -221,21 +213,24 @@ def _microbatch_gradients(step: StepSpec, weights: params.Divided, grads, microb
     return model.with_layers(ends_grads, stack_grads), nll, buffers, stats + of_head
 
 
-def _layer_stacks(step: StepSpec, weights: params.Divided, microbatch: dict, normalizers: Normalizers, key):
-    """Return (the `LayerStack` of each group, the ShapeDtypeStructs of the residuals that their forwards save).
+def _make_backward(step: StepSpec, weights: params.Divided, rows: dict, normalizers: Normalizers, key) -> Backward:
+    """Return the forward and backward of the transformer for microbatches like `rows`.
 
-    The scan over microbatches carries the residual buffers and overwrites them. If they were allocated inside the loop,
-    XLA would fill them with zeros, which takes 3% of a step of llama3-8b. Their structs are None if residuals are
-    offloaded to the host.
+    Its buffers are the residuals of each group's `LayerStack`, None if residuals are offloaded to the host. If they
+    were allocated inside the loop, XLA would fill them with zeros, which takes 3% of a step of llama3-8b.
     """
     model = step.model
-    inputs = LayerInputs(jax.eval_shape(lambda: model.inputs(microbatch, key)), normalizers.tokens)
-    x_BTD = jax.eval_shape(lambda: model.embed(step.ex, params.join(*weights), microbatch, key))
+    inputs = LayerInputs(jax.eval_shape(lambda: model.inputs(rows, key)), normalizers.tokens)
+    x_BTD = jax.eval_shape(lambda: model.embed(step.ex, params.join(*weights), rows, key))
     stacks, shapes = [], jax.eval_shape(partial(_stack_weights, model), weights)
     for group, stacked in zip(model.groups, shapes, strict=True):
         layer = SplitLayer(partial(_apply_period, step, group), backward.of_one_layer(stacked), x_BTD, inputs)
         stacks.append(LayerStack(layer, group.repeats, in_place=step.in_place))
-    return stacks, [None if step.ex.numerics.remat == "offload" else stack.residuals for stack in stacks]
+
+    def add(grads, microbatch: dict, buffers: list[Residuals | None]):
+        return _microbatch_gradients(step, weights, grads, microbatch, normalizers, key, stacks, buffers)
+    buffers = [None if step.ex.numerics.remat == "offload" else stack.residuals for stack in stacks]
+    return Backward(add, weights.trained, buffers)
 
 
 def _apply_period(step: StepSpec, group: LayerGroup, weights: Weights, x_BTD, given: LayerInputs):

@@ -1,8 +1,8 @@
 """Gradients over microbatches: accumulated as [grads] says, reduced once, and placed as in [optimizer].
 
-The constraints that give the compiled program ZeRO's memory and collectives are here. The scan over microbatches runs in
-a shard_map that is manual over the batch axes that [grads] does not name, so that nothing is reduced over them before
-the scan ends. The final sum and its sharding as in [optimizer] are one expression. What a microbatch computes is a
+The constraints that give the compiled program ZeRO's memory and collectives are here. The scan over microbatches runs
+in a shard_map that is manual over the batch axes that [grads] does not name, so that nothing is reduced over them
+before the scan ends. The final sum and its sharding as in [optimizer] are one expression. What a microbatch computes is a
 `Backward`: of the transformer (`accumulate`), of a stack or of any loss (`meshtrain.library`). This module knows no
 model. Source: arXiv:1910.02054 (ZeRO).
 """

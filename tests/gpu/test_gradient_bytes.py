@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import pytest
 import small_models
 from gpu_programs import needs_compiler
-from small_models import AXES, STACK, Layout
+from jax.sharding import NamedSharding, PartitionSpec as P
+from small_models import AXES, STACK
 
 from meshtrain.cost.program import audit, compile
-from meshtrain.library.gradients import gradients
+from meshtrain.library.layouts import Layout
 
 MICROBATCHES = 4
 N = 7 / 8           # what a device of eight sends or receives of an array that is gathered or scattered
@@ -25,12 +26,9 @@ def compiled(name: str, loss):
     """(the program, the layout, bytes of the float32 weights, those of the layers)."""
     layout = Layout(name, MESH[name], compile.topology("h100:8"))
     params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, small_models.draw_params(D=128, F=512)))
-    rows = small_models.draw_rows(64)
-
-    def place(tree, shardings):
-        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)
-    step = jax.jit(gradients(layout, loss, AXES, MICROBATCHES))
-    traced = step.trace(place(params, layout.stored()), place(rows, layout.batch(rows)))
+    by_rows = NamedSharding(layout.mesh, P(layout.inner.batch_axes))
+    rows = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=by_rows), small_models.draw_rows(64))
+    traced = jax.jit(layout.gradients(loss, AXES, MICROBATCHES)).trace(layout.place(params, AXES), rows)
     weights, in_layers = (sum(4 * a.size for a in jax.tree.leaves(tree)) for tree in (params, params["blocks"]))
     return traced.lower(lowering_platforms=("cuda",)).compile(), layout, weights, in_layers
 

@@ -53,8 +53,6 @@ OPEN_TO = {
                 "inspection", "journal", "kernels", "model", "parallel/context", "parallel/pipeline", "parity", "run",
                 "sharding", "shown", "storage", "training"},
     # Training on sampled answers comes after pretraining: the command hands the trainer what it needs of this room.
-    # Under anybody's model: what the trainer does with its own, for functions and arrays.
-    "library": {"model", "sharding", "training"},
     "rl/rewards": set(),
     "rl": {"assembly", "checkpoint", "choices", "cluster", "config", "cost/formulas", "data", "data/batches",
            "data/documents", "devices", "huggingface/weights", "inference", "journal", "model", "rl/rewards", "run",

@@ -42,12 +42,10 @@ def test_gradients_added_layer_by_layer_are_those_of_autodiff(remat, model, monk
 
     @jax.jit
     def both(p):
-        given = batch, Normalizers(count, count), jax.random.key(5)
-        stacks, avals = accumulate._layer_stacks(step, model.divide(p), *given)
+        made = accumulate._make_backward(step, model.divide(p), batch, Normalizers(count, count), jax.random.key(5))
         # of an earlier microbatch: nobody reads it
-        room = jax.tree.map(lambda a: jnp.full(a.shape, 3, a.dtype), avals)
-        return by_autodiff(p), accumulate._microbatch_gradients(
-            step, model.divide(p), before, *given, stacks, room)
+        room = jax.tree.map(lambda a: jnp.full(a.shape, 3, a.dtype), made.buffers)
+        return by_autodiff(p), made.add(before, batch, room)
     with jax.default_matmul_precision("highest"):
         (expected, *expected_sums), (got, nll, _, stats) = both(p)
     sums = [nll, {name: stat.value for name, stat in stats.by_name.items()}]

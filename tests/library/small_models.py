@@ -5,29 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.library.stack import Stack
-from meshtrain.sharding import rules
-from meshtrain.sharding.mesh import MeshSpec
-from meshtrain.shipped import locate_shipped
 
 V, D, F, L, T = 64, 32, 64, 4, 8
 AXES = {"blocks": {"up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed")},
         "table": ("vocab", "embed"), "out": ("embed", "vocab")}
-
-
-class Layout:
-    """The two fields of a `meshtrain.library.layouts.Layout` that gradients read."""
-
-    def __init__(self, name: str, sizes: dict, devices=None):
-        spec = MeshSpec(sizes)
-        self.inner = rules.Layout(rules.load(locate_shipped("sharding_rules") / f"{name}.toml"), spec.sizes)
-        self.mesh = spec.build(jax.devices()[:spec.num_devices] if devices is None else devices)
-
-    def stored(self, axes=AXES):
-        return rules.shardings(self.inner, self.mesh, "optimizer", axes)
-
-    def batch(self, rows):
-        spec = jax.sharding.PartitionSpec(self.inner.batch_axes or None)
-        return jax.tree.map(lambda _: jax.sharding.NamedSharding(self.mesh, spec), rows)
 
 
 def draw_params(seed: int = 0, D: int = D, F: int = F) -> dict:

@@ -3,9 +3,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import AXES, STACK, Layout, draw_params, draw_rows, head, loss, plain
+from small_models import AXES, STACK, draw_params, draw_rows, head, loss, plain
 
-from meshtrain.library.gradients import gradients
+from meshtrain.library.layouts import Layout
 from meshtrain.library.stack import Stack
 
 LAYOUTS = {"one device": ("ddp", {}), "ddp": ("ddp", dict(data=8)), "zero1": ("zero1", dict(data=4, fsdp=2)),
@@ -15,9 +15,8 @@ LAYOUTS = {"one device": ("ddp", {}), "ddp": ("ddp", dict(data=8)), "zero1": ("z
 
 def compute(layout: Layout, loss, rows=None, axes=AXES, microbatches=4, **given):
     rows = draw_rows() if rows is None else rows
-    params = jax.device_put(draw_params(), layout.stored())
-    step = jax.jit(gradients(layout, loss, axes, microbatches, **given.pop("options", {})))
-    return step(params, jax.device_put(rows, layout.batch(rows)), **given)
+    step = jax.jit(layout.gradients(loss, axes, microbatches, **given.pop("options", {})))
+    return step(layout.place(draw_params(), axes), rows, **given)
 
 
 @pytest.mark.parametrize("loss", [loss, STACK], ids=["loss", "stack"])
@@ -30,7 +29,7 @@ def test_the_mean_over_masked_tokens_and_every_gradient_are_those_of_one_device(
     # sums of float32 in another order
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     for (path, g), e, stored in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected_grads),
-                                    jax.tree.leaves(layout.stored()), strict=True):
+                                    jax.tree.leaves(layout.shardings(draw_params(), AXES)), strict=True):
         assert np.abs(g - e).max() <= 2e-6 * np.abs(e).max(), jax.tree_util.keystr(path)
         assert g.dtype == np.float32 and g.sharding.is_equivalent_to(stored, g.ndim), "placed as [optimizer]"
 
