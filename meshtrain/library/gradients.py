@@ -2,7 +2,8 @@
 
 A loss returns sums over the rows that it is given, and what to divide them by: (sum, count). It is called on a part of
 a microbatch, so a row must not depend on another one, and a mean must not be taken before the sum over all rows is
-known. Gradients are accumulated as [grads] says, reduced over the other batch axes once a step, and placed as [optimizer].
+known. Gradients are accumulated as [grads] says, reduced over the other batch axes once a step, and placed as in
+[optimizer].
 
 Source: arXiv:1910.02054 (ZeRO).
 """

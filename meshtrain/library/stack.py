@@ -114,6 +114,7 @@ def check_sums(result: Any, name: str) -> tuple[jax.Array, jax.Array]:
         returned = jax.tree.map(jnp.shape, result)
         returned = "a scalar" if returned == () else returned
         raise ValueError(f"{name} returned {returned}; return two scalars (sum, count): the sum over the rows, and the "
-                         f"number by which the sums of all rows are divided, e.g. (nats.sum(), mask.sum()). A mean cannot be added to the means of other rows")
+                         f"number by which the sums of all rows are divided, e.g. (nats.sum(), mask.sum()). A "
+                         f"mean cannot be added to the means of other rows")
     total, count = result
     return jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32)

@@ -2,8 +2,8 @@
 
 The constraints that give the compiled program ZeRO's memory and collectives are here. The scan over microbatches runs
 in a shard_map that is manual over the batch axes that [grads] does not name, so that nothing is reduced over them
-before the scan ends. The final sum and its sharding as in [optimizer] are one expression. What a microbatch computes is a
-`Backward`: of the transformer (`accumulate`), of a stack or of any loss (`meshtrain.library`). This module knows no
+before the scan ends. The final sum and its sharding as in [optimizer] are one expression. What a microbatch computes is
+a `Backward`: of the transformer (`accumulate`), of a stack or of any loss (`meshtrain.library`). This module knows no
 model. Source: arXiv:1910.02054 (ZeRO).
 """
 from __future__ import annotations
