@@ -6,16 +6,17 @@ import functools
 from collections.abc import Callable, Mapping
 
 import jax
+import jax.numpy as jnp
 
 from meshtrain import config, hardware
-from meshtrain.choices import attention, engines, experts, float8, recurrence, stages
+from meshtrain.choices import attention, custom_mixers, engines, experts, float8, recurrence, stages
 from meshtrain.choices.setting import Choice, Refusal, Setting
-from meshtrain.config import ConfigError, Run
+from meshtrain.config import ConfigError, Run, named
 from meshtrain.cost.formulas import assumptions, attention_pairs, footprint, price, rates, simulate
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.place import place
 from meshtrain.cost.formulas.placed import Placed
-from meshtrain.inference import placement
+from meshtrain.inference import cache, placement
 from meshtrain.model import transformer
 from meshtrain.model.execution import Engines
 from meshtrain.names import AXES
@@ -24,7 +25,7 @@ from meshtrain.sharding import rules, unmet
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout, Rules, Tensor
 from meshtrain.shipped import rule_file
-from meshtrain.training import objective, state
+from meshtrain.training import objective, optimizer, state
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,6 +61,7 @@ def make(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | None,
         if faults := float8.problems(setting):
             raise ConfigError(*faults)
         model = transformer.build(run.model, run.lora)
+        _try_custom(run, model)
     laid = lay_out(run, sizes, loaded, model)
     if laid.faults:
         raise ConfigError(*laid.faults)
@@ -92,6 +94,21 @@ def refusals(run: Run, platform: str, gpu: hardware.Gpu | None) -> list[str]:
     return laid.faults or engine_faults(Setting(run, laid.layout, platform, gpu, installed=False), model)
 
 
+def _try_custom(run: Run, model: transformer.Transformer) -> None:
+    """Execute the run's own code once, so that its faults are found before anything is compiled. Raises: ValueError."""
+    if not any(named.values(run)):
+        return
+    goal = objective.of_run(run)
+    state.optimizer_bytes(model, run.optimizer, run.training.steps)
+    rate = jax.eval_shape(optimizer.learning_rate_schedule(run.optimizer, run.training.steps),
+                          jax.ShapeDtypeStruct((), jnp.int32))
+    if getattr(rate, "shape", None) != ():
+        raise ValueError(f'optimizer.schedule="{run.optimizer.schedule}" returns {rate} for a step; return the '
+                         f"learning rate, a scalar")
+    if run.run.sample_tokens or goal.samples:
+        cache.check(run.model)
+
+
 # ---- the layout ------------------------------------------------------------------------------------------------------
 
 
@@ -110,7 +127,8 @@ def lay_out(run: Run, sizes: Mapping[str, int], loaded: Rules, model: transforme
     layout = Layout(fitted, sizes)
     # Checks of context parallelism come first: a length that follows only the rules' remedy might be refused again.
     # Stages have their own checks, so the rules are checked with stage 1.
-    faults = attention.problems(run, layout) + recurrence.problems(run, layout) + experts.problems(run, layout)
+    faults = custom_mixers.problems(run, layout)
+    faults += attention.problems(run, layout) + recurrence.problems(run, layout) + experts.problems(run, layout)
     faults = faults or stages.problems(run, loaded, sizes) + rules.problems(
         fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS)
     faults += unmet.find_unmet_names(loaded, [Tensor("params", info.name, info.shape, info.axes)

@@ -5,17 +5,60 @@ scan over the periods, so only the layers of one period are compiled.
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:       # the sections check patterns by this file
     from meshtrain.config.sections import Model
 
-MIXERS = {"F": "attention to all tokens", "W": "attention within model.window", "N": "as F, without rope",
-          "V": "as W, without rope", "G": "gated delta rule", "K": "Kimi delta attention", "M": "Mamba-2", ".": "none"}
+
+@dataclasses.dataclass(frozen=True)
+class Mixer:
+    """What a letter of `model.mixers` means. words: for --help. family: ATTENTION, RECURRENT or CUSTOM (code of one's
+    own, in `model.custom`), "" without a mixer. windowed: has model.window. rotated: has rope."""
+    words: str
+    family: str
+    windowed: bool = False
+    rotated: bool = False
+
+    @property
+    def attends(self) -> bool:
+        return self.family == ATTENTION
+
+    @property
+    def recurs(self) -> bool:
+        return self.family == RECURRENT
+
+
+ATTENTION, RECURRENT, CUSTOM = "attention", "recurrent", "custom"
+MIXERS = {
+    "F": Mixer("attention to all tokens", ATTENTION, rotated=True),
+    "W": Mixer("attention within model.window", ATTENTION, windowed=True, rotated=True),
+    "N": Mixer("as F, without rope", ATTENTION),
+    "V": Mixer("as W, without rope", ATTENTION, windowed=True),
+    "G": Mixer("gated delta rule", RECURRENT),
+    "K": Mixer("Kimi delta attention", RECURRENT),
+    "M": Mixer("Mamba-2", RECURRENT),
+    "X": Mixer("the class model.custom.X", CUSTOM),
+    "Y": Mixer("the class model.custom.Y", CUSTOM),
+    "Z": Mixer("the class model.custom.Z", CUSTOM),
+    ".": Mixer("none", ""),
+}
 MLPS = {"d": "dense", "e": "experts", ".": "none"}
-ATTENTION, WINDOWED, ROTATED, RECURRENT = "FWNV", "WV", "FW", "GKM"
 LONGEST_PERIOD = 12
+
+
+def mixer(letter: str) -> Mixer:
+    """Return the row of a letter. Raises: ValueError for a letter without a row."""
+    if letter not in MIXERS:
+        raise ValueError(f"there is no mixer {letter!r}; the table of letters has {', '.join(MIXERS)}")
+    return MIXERS[letter]
+
+
+def has(cfg: Model, family: str) -> bool:
+    """Return whether a layer has a mixer of this family."""
+    return any(mixer(kind.mixer).family == family for kind in kinds(cfg))
 
 
 class Kind(NamedTuple):
@@ -57,7 +100,7 @@ def _kinds(mixers: str, mlps: str, num_layers: int) -> tuple[Kind, ...]:
 def rope_mixers(cfg: Model) -> dict:
     """Return letter -> settings of the mixers with rope that the model has."""
     present = {kind.mixer for kind in kinds(cfg)} if cfg.position == "rope" else ()
-    return {mixer: cfg.of(mixer) for mixer in ROTATED if mixer in present}
+    return {letter: cfg.of(letter) for letter in MIXERS if letter in present and mixer(letter).rotated}
 
 
 def rope_width(cfg: Model) -> int:

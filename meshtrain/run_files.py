@@ -19,8 +19,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from meshtrain import files, pattern
-from meshtrain.config import layouts
+from meshtrain import custom, files, pattern
+from meshtrain.config import layouts, named
 from meshtrain.config.checks import problems
 from meshtrain.config.conflicts import Check, Conflict
 from meshtrain.config.data_checks import check_for_source
@@ -144,6 +144,8 @@ def _arguments(argv: Sequence[str]) -> tuple[str | Path | None, list[tuple[str, 
             faults.append(f"{arg} is not an option; {remedy}")
         elif text is None:
             faults.append(f"{arg} has no value; write {arg} VALUE or {arg}=VALUE")
+        elif name == "run.code":
+            faults.append(f"{arg}: the program writes this key; leave it out")
         else:
             overrides.append((name, text))
     return path, overrides, faults
@@ -326,8 +328,9 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
             faulty += [f"{name}.{key}" for key in wrong]
             sections[name] = cls(**{key: value for key, value in table.items() if key not in wrong})
     run = Run(**sections)
-    run = run.model_copy(update={"sharding": fill(run.sharding.model_copy(),
-                                                    rules=str(rule_file(run.sharding.rules)))})
+    code = custom.describe(value for _, value, _ in named.values(run))
+    run = run.model_copy(update={"sharding": fill(run.sharding.model_copy(), rules=str(rule_file(run.sharding.rules))),
+                                 "run": fill(run.run.model_copy(), code=code)})
     faulty += ["model"] if "model.preset" in faulty else []
     return run, faults, re.compile("|".join(rf"\b{re.escape(name)}\b" for name in faulty) or "$^")
 
@@ -390,6 +393,8 @@ def help_text(run: Run, usage: str = USAGE) -> str:
     for name, section in run:
         lines += ["", type(section).__doc__]
         for key, field in type(section).model_fields.items():
-            named = f" ({', '.join(choices(field))})" if kind_of(field) == "choice" else ""
-            lines.append(f"  {f'--{name}.{key} {toml(getattr(section, key))}':<47} {field.description}{named}")
+            known = choices(field) if kind_of(field) == "choice" else []
+            known += ["file.py:name"] * bool(named.find(field))
+            shown = f" ({', '.join(known)})" if known else ""
+            lines.append(f"  {f'--{name}.{key} {toml(getattr(section, key))}':<47} {field.description}{shown}")
     return "\n".join(lines)

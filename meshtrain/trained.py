@@ -25,13 +25,13 @@ from meshtrain.data import sources
 from meshtrain.data.documents import tokenizer
 from meshtrain.huggingface import folder, settings
 from meshtrain.huggingface.weights import ends, pretrained
-from meshtrain.inference import placement
+from meshtrain.inference import cache, placement
 from meshtrain.inference.generate import Generator
 from meshtrain.inference.score import Scorer
 from meshtrain.model import params, transformer
 from meshtrain.model.execution import Engines, Execution, Numerics
 from meshtrain.names import AXES
-from meshtrain.run import say
+from meshtrain.run import contents, say
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.order import by_gloo
 from meshtrain.sharding.rules import Layout
@@ -192,7 +192,9 @@ class LoadedModel:
         return self.compile("the reading of the weights", read, self.params)(self.params)
 
     def generator(self) -> Generator:
-        """Return a generator of answers. Raises: assembly.BrokenProgramError."""
+        """Return a generator of answers. Raises: assembly.BrokenProgramError; ConfigError as `cache.check`."""
+        with config.user_errors():
+            cache.check(self.model.cfg)
         return Generator(self.model, self.ex, self.read, self.compile)
 
     def scorer(self) -> Scorer:
@@ -270,8 +272,8 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
     # Opening checkpoints asks jax for the number of processes, which would start the backend with other devices.
     devices.start(resolve({}, words, allowed, command)[0])
     saved = resume.source(directory, step, directory, "--step ")
-    run, given = resolve({"model": {**saved.run["model"], "matmul_dtype": "auto"}, "data": saved.run["data"]},
-                           words, allowed, command)
+    section = contents.model_section(saved.run, directory) | {"matmul_dtype": "auto"}
+    run, given = resolve({"model": section, "data": saved.run["data"]}, words, allowed, command)
     kept = path / pretrained.KEPT
     return Trained(path, run, given, saved, kept if model_folder.is_at(kept) else None)
 

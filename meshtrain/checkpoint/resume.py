@@ -42,7 +42,7 @@ FREE = "free"               # affects no number, or this start only
 
 # The first matching pattern applies.
 CHANGES = (
-    ("run.seed", STAYS),
+    ("run.seed", STAYS), ("run.code", RECORDED),
     ("run.*", FREE),
     ("model.compute_dtype", RECORDED), ("model.matmul_dtype", RECORDED),
     ("model.attention", RECORDED), ("model.mlp", RECORDED), ("model.*_dropout", RECORDED),
@@ -63,7 +63,7 @@ CHANGES = (
     ("validation.*", FREE), ("checkpoint.*", FREE), ("metrics.*", FREE), ("distributed.*", FREE),
     ("*", RECORDED),
 )
-RETRIED = ("optimizer.*", "data.*", "training.grad_clip", "training.z_loss")
+RETRIED = ("optimizer.*", "data.*", "run.code", "training.grad_clip", "training.z_loss")
 RECORD = "changes.jsonl"
 Value = TypeVar("Value")
 

@@ -59,9 +59,9 @@ class Need:
 def need_of(run: Run) -> Need:
     """Return what a run needs. Its messages name keys of run files."""
     model, present = run.model, {kind.mixer for kind in pattern.kinds(run.model)}
-    sections = [model.of(mixer) for mixer in pattern.ATTENTION if mixer in present]
+    sections = [model.of(letter) for letter, row in pattern.MIXERS.items() if row.attends and letter in present]
     heads = [Heads(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, value_dim(cfg)) for cfg in sections]
-    windows = [model.of(mixer).window for mixer in pattern.WINDOWED if mixer in present]
+    windows = [model.of(letter).window for letter in present if pattern.mixer(letter).windowed]
     return Need(model.compute_dtype, tuple(dict.fromkeys(heads)), run.data.seq_len, run.context.method,
                 max((within for within in windows if within < run.data.seq_len), default=0), model.score_softcap,
                 run.data.document_mask, bool(model.latent.kv_dim), run.training.deterministic, model.attention)
@@ -178,7 +178,7 @@ def _why(setting: Setting, need: Need, name: str, reasons: list[str]) -> tuple[s
 
 def _window_of(run: Run, within: int) -> str:
     """Return the window for the user's line; "" if all layers attend to all earlier tokens."""
-    count = sum(kind.mixer in pattern.WINDOWED for kind in pattern.kinds(run.model))
+    count = sum(pattern.mixer(kind.mixer).windowed for kind in pattern.kinds(run.model))
     if not within:
         return ""
     return f", window {within:,}" + (f" in {count} layers of {run.model.num_layers}" * (count < run.model.num_layers))

@@ -3,8 +3,7 @@ from __future__ import annotations
 
 from meshtrain.choices.setting import Choice, Setting
 from meshtrain.config.sections import Run
-from meshtrain.kernels import grouped, mosaic
-from meshtrain.kernels.activations import ACTIVATIONS
+from meshtrain.kernels import activations, grouped, mosaic
 from meshtrain.parallel.experts import all_to_all
 from meshtrain.parallel.experts.dispatch import RoutedExperts
 from meshtrain.parallel.experts.region import ManualRegion
@@ -27,7 +26,7 @@ def choose(setting: Setting) -> Choice[RoutedExperts | None]:
     engine = grouped.loop() if setting.platform == "cpu" else grouped.kernels(
         programs=gpu.num_sms or 0 if gpu and mosaic.is_taken_on(gpu) else 0)
     sent = dispatch(run.experts.dispatch, run.model.experts_per_token, layout)
-    experts = RoutedExperts(engine, run.model.num_experts, ACTIVATIONS[run.model.activation],
+    experts = RoutedExperts(engine, run.model.num_experts, activations.find(run.model.activation),
                             run.experts.aux_loss, run.experts.z_loss,
                             saves_inward=saves_inward(run.training.remat, layout.sizes["stage"]),
                             by_all_to_all=sent.value == "all_to_all")

@@ -32,10 +32,11 @@ def problems(run: Run, layout: Layout) -> list[str]:
 def choose(setting: Setting) -> Choice[LinearAttention | None]:
     """Choose the functions of recurrent mixers; None without them. No line tells the choice on CPUs."""
     run = setting.run
-    if not _is_present(run):
+    own = pattern.has(run.model, pattern.CUSTOM)        # may call the functions, with widths of its own
+    if not _is_present(run) and not own:
         return Choice(None)
     runs = TokenRuns(0) if setting.layout.sizes[AXIS] == 1 else TokenRuns(1 if run.context.method == "ulysses" else 2)
-    name = engine(run, setting.platform, setting.gpu)
+    name = Choice("xla") if own else engine(run, setting.platform, setting.gpu)
     scan = recurrence_pallas.engine() if name.value == "pallas" else recurrence.recurrence
     return Choice(LinearAttention(partial(convolve, runs), partial(recur, Recurrence(scan, runs))), name.why)
 
@@ -49,7 +50,7 @@ def engine(run: Run, platform: str, gpu: hardware.Gpu | None) -> Choice[str]:
 
 def _is_present(run: Run) -> bool:
     """Return whether the model has recurrent mixers."""
-    return pattern.share(run.model, mixers=pattern.RECURRENT) > 0
+    return pattern.has(run.model, pattern.RECURRENT)
 
 
 def _against_kernels(run: Run, platform: str, gpu: hardware.Gpu | None) -> list[str]:

@@ -25,7 +25,7 @@ from meshtrain.config import ConfigError
 from meshtrain.huggingface import folder
 from meshtrain.huggingface.weights import ends, export, exports, new_folder, peft, pretrained
 from meshtrain.model import transformer
-from meshtrain.run import command, say
+from meshtrain.run import command, contents, say
 from meshtrain.storage import addresses, copies, model_folder
 
 COMMAND = config.Command("meshtrain.convert", {
@@ -92,7 +92,7 @@ def _export(all_devices: Sequence[jax.Device], saved: Saved, run_dir: str, out: 
             shard_bytes: int) -> str:
     """Write the weights as a model folder, with one parameter in memory at a time. Return the line to print."""
     with config.user_errors():
-        shape = config.Model(**saved.run["model"])
+        shape = config.Model(**contents.model_section(saved.run, run_dir))
     model = transformer.build(shape)
     mesh = Mesh(np.array(all_devices), ("all",), axis_types=(AxisType.Auto,))
     wanted = {info.name: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=NamedSharding(
@@ -112,7 +112,7 @@ def _export_adapters(all_devices: Sequence[jax.Device], saved: Saved, run_dir: s
         if not section:
             raise ConfigError(f"--adapters: {run_dir} has no adapters, because it trained without LoRA; leave the "
                               f"option out")
-        model = transformer.build(config.Model(**saved.run["model"]), config.Lora(**section))
+        model = transformer.build(config.Model(**contents.model_section(saved.run, run_dir)), config.Lora(**section))
     whole = NamedSharding(Mesh(np.array(all_devices), ("all",)), P())
     wanted = {info.name: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=whole) for info in model.parameters()}
     with config.user_errors():

@@ -109,6 +109,8 @@ def main(options: config.Arguments) -> None:
     limits = GenerationLimits(options["max-tokens"], words.stop_ids if words else source.stop_ids(),
                               source.longest(), words.at_string if words else None)
     _check(prompts, source, limits)
+    with config.user_errors():
+        cache.check(source.run.model)
     placed = source.place()
     _check_memory(placed, prompts or [[]], limits, options["samples"])
     with jax.set_mesh(placed.mesh):

@@ -20,7 +20,7 @@ from meshtrain import assembly, config, design, run_files
 from meshtrain import hardware
 from meshtrain.choices.setting import Setting
 from meshtrain.config import ConfigError, Run
-from meshtrain.cost.formulas import assumptions, attention_pairs, calibrations, decode, rates
+from meshtrain.cost.formulas import assumptions, attention_pairs, calibrations, decode, mixers, rates
 from meshtrain.cost.formulas.options import Attended, Options
 from meshtrain.cost.formulas.place import place
 from meshtrain.cost.planner import gap, search
@@ -124,6 +124,10 @@ class Planned:
     def best(self) -> search.Plan | None:
         return next(iter(self.answers[0][1].plans), None)
 
+    @property
+    def _notes(self) -> list[str]:
+        return [*filter(None, [self.unopened]), *config.note_custom(self.run)]
+
     def text(self) -> str:
         """Return the text that the command prints."""
         (question, answer), several = self.answers[0], len(self.answers) > 1
@@ -133,8 +137,7 @@ class Planned:
             parts.append(texts.sampling(price_sampling(self.run, question, answer.plans[0])))
         if self.compiled:
             parts.append(texts.verification_table(question, answer.plans, self.compiled))
-        if self.unopened:
-            parts.append(f"note: {self.unopened}")
+        parts += [f"note: {note}" for note in self._notes]
         return "\n\n".join(parts)
 
     def as_json(self) -> dict:
@@ -160,7 +163,7 @@ class Planned:
                 "first": None if several else texts.first(question, answer, self.behind),
                 "others": [{"mesh": dict(plan.sizes), "rules": plan.rules.path, "step_time_s": plan.price.step_s,
                             "memory_bytes": plan.price.memory_bytes["total"]} for plan in others],
-                "caveats": [*texts.caveats(question, answer), *filter(None, [self.unopened])],
+                "caveats": [*texts.caveats(question, answer), *self._notes],
                 "assumed": question.rated.assumed.as_dict(formula=True),
                 "reasons": question.rated.assumed.reasons(formula=True), "median_error": assumptions.MEDIAN_ERROR}
 
@@ -271,6 +274,11 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
         usable = int(options["max-memory"] * 2**30)
     with config.user_errors():
         model = transformer.build(run.model, run.lora)
+        unpriced = transformer.find_custom(run.model, mixers.PRICE)
+    if unpriced:
+        raise ConfigError(*(f'model.custom.{letter}="{value}" has no price: formulas cannot compare layouts; give the '
+                            f"class an attribute `price`, a MixerCost, or compile one layout by inspect"
+                            for letter, value in unpriced.items()))
 
     def check(asked: Run, sizes, loaded: rules.Rules):
         faults = config.problems(asked.replace(sharding={"rules": str(rule_file(loaded.path))}))

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshtrain import pattern
-from meshtrain.config import conflicts, data_checks, layer_checks, layouts, path_checks, unused
+from meshtrain import custom, pattern
+from meshtrain.config import conflicts, data_checks, layer_checks, layouts, named, path_checks, unused
 from meshtrain.config.conflicts import Check, Conflict
 from meshtrain.config.messages import ConfigError, join, next_multiple, toml, unknown_name
 from meshtrain.config.sections import Mesh, Run
@@ -76,7 +76,7 @@ def _check_clip(run: Run) -> Iterator[str]:
     if not run.optimizer.qk_clip:
         return
     key, model = f"optimizer.qk_clip={run.optimizer.qk_clip:g}", run.model
-    present = {kind.mixer for kind in pattern.kinds(model)} & {*pattern.ATTENTION}
+    present = {kind.mixer for kind in pattern.kinds(model) if pattern.mixer(kind.mixer).attends}
     normed = sorted(mixer for mixer in present if model.of(mixer).qk_norm != "off")
     if not present:
         yield f"{key} clips attention scores, but model.mixers={toml(model.mixers)} has no attention; leave it out"
@@ -85,6 +85,11 @@ def _check_clip(run: Run) -> Iterator[str]:
                f"divides by their length, so it has no effect; leave one of them out")
     for check in conflicts.QK_CLIP:
         yield from check(run)
+
+
+def _check_custom(run: Run) -> Iterator[str]:
+    for key, value, signature in named.values(run):
+        yield from custom.find_faults(key, value, signature)
 
 
 def _check_lora_targets(run: Run) -> Iterator[str]:
@@ -145,7 +150,7 @@ def _check_profile(run: Run) -> Iterator[str]:
 
 # All checks, in the order of their messages.
 CHECKS: tuple[Check, ...] = (
-    path_checks.check_texts, path_checks.check_addresses,
+    path_checks.check_texts, path_checks.check_addresses, _check_custom,
     *conflicts.RUN, _check_keep_every, *conflicts.CHECKPOINT, path_checks.check_init_from,
     _check_mesh, _check_rules,
     Conflict(lambda run: run.model.position == "learned" and run.data.seq_len > run.model.max_seq_len,
@@ -169,9 +174,18 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
+def note_custom(run: Run) -> list[str]:
+    """Return what the cost formulas leave out of the run's own code."""
+    left_out = {"training.objective": "what it computes besides the model's head",
+                "model.activation": "its elementwise work if it differs from that of swiglu or gelu",
+                "model.custom": "what a mixer without `price` computes and saves besides its weight matrices"}
+    return [f'{key}="{value}": cost formulas (MFU, plan) leave out {what}; inspect prices the compiled program'
+            for key, value, _ in named.values(run) for name, what in left_out.items() if key.startswith(name)]
+
+
 def notes(run: Run) -> list[str]:
     """Return warnings about valid settings that are rarely intended. They are logged once before the run starts."""
-    lines = layouts.notes(run) + unused.messages(run)
+    lines = layouts.notes(run) + unused.messages(run) + note_custom(run)
     if not any(getattr(run, section).model_fields_set for section in ("model", "training", "optimizer")):
         lines.append("the run file has no key of [model], [training] and [optimizer]: the run trains the default model")
     if run.model.vocab_size > 16 * BYTE_VOCAB and _reads_bytes(run):

@@ -30,7 +30,7 @@ def check_layers(run: Run) -> Iterator[str]:
         yield (f"model.mixers={toml(model.mixers)} and model.mlps={toml(model.mlps)} give a layer neither a mixer nor "
                f"an MLP; use fewer model.num_layers")
     of = {letter: model.of(letter) for letter in present}
-    windowed = [letter for letter in present if letter in pattern.WINDOWED]
+    windowed = [letter for letter in present if MIXERS[letter].windowed]
     if idle := [letter for letter, _ in model.kinds if letter not in present]:
         yield (f"model.kinds has {join(map(toml, idle), 'and')}, but no layer of model.mixers={toml(model.mixers)} "
                f"uses it; leave it out")
@@ -47,13 +47,20 @@ def check_layers(run: Run) -> Iterator[str]:
                f"the pattern, or leave the window out")
     yield from rope_scaling.problems(model)
     for letter in present:
-        if letter in pattern.ATTENTION:
+        if MIXERS[letter].attends:
             yield from _check_heads(of[letter], f"model.kinds.{letter}: " * (of[letter] is not model))
-    if recurrent := [letter for letter in present if letter in pattern.RECURRENT]:
+    if recurrent := [letter for letter in present if MIXERS[letter].recurs]:
         yield from _check_recurrent(model, recurrent)
-    elif model.linear != type(model.linear)():
+    elif model.linear != type(model.linear)() and not pattern.has(model, pattern.CUSTOM):
         yield (f"model.linear={toml(model.linear)} is used by no layer of model.mixers={toml(model.mixers)}; use G, K "
                f"or M in the pattern, or leave it out")
+    for letter in present:
+        if MIXERS[letter].family == pattern.CUSTOM and not getattr(model.custom, letter):
+            yield (f"model.mixers={toml(model.mixers)} has layers of {letter} without a class; give model.custom, e.g. "
+                   f'{{{letter} = "mixers.py:Mixer"}}')
+    if idle := [letter for letter, _ in model.custom if letter not in present]:
+        yield (f"model.custom has {join(idle, 'and')}, but no layer of model.mixers={toml(model.mixers)} uses it; "
+               f"leave it out")
     experts = any(kind.mlp == "e" for kind in kinds)
     if experts and not model.num_experts:
         yield (f"model.mlps={toml(model.mlps)} has layers with experts, but model.num_experts=0; set it, e.g. 8, or "
@@ -66,9 +73,9 @@ def check_layers(run: Run) -> Iterator[str]:
 def _kind_keys(letter: str) -> set[str]:
     """Return the keys of model.kinds that layers of a mixer read."""
     heads = set(MixerKeys.model_fields) - {"norm_placement", "window", "rope_theta", "rope_scaling"}
-    return {"norm_placement"} | (heads if letter in pattern.ATTENTION else set()) | (
-        {"window"} if letter in pattern.WINDOWED else set()) | (
-        {"rope_theta", "rope_scaling"} if letter in pattern.ROTATED else set())
+    return {"norm_placement"} | (heads if MIXERS[letter].attends else set()) | (
+        {"window"} if MIXERS[letter].windowed else set()) | (
+        {"rope_theta", "rope_scaling"} if MIXERS[letter].rotated else set())
 
 
 def _check_heads(cfg: Model, prefix: str) -> Iterator[str]:

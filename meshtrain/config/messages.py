@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from meshtrain import files
+from meshtrain.config import named
 from meshtrain.config.elsewhere import find_key
 from meshtrain.config.sections import Component, Run
 from meshtrain.storage.addresses import Refused
@@ -74,14 +75,15 @@ def type_of(field: FieldInfo) -> typing.Any:
 
 def kind_of(field: FieldInfo) -> str:
     annotation = type_of(field)
-    if typing.get_origin(annotation) is typing.Literal:
+    if typing.get_origin(annotation) is typing.Literal or named.find(field):
         return "choice"
     return {bool: "boolean", int: "integer", float: "number", str: "string"}.get(annotation, "list")
 
 
 def choices(field: FieldInfo) -> list[str]:
-    """Return the values of a choice that a user may name."""
-    return [known for known in typing.get_args(field.annotation) if known]
+    """Return the values of a choice that a user may name, without code of the run's own."""
+    one_of = named.find(field)
+    return [known for known in (one_of.names if one_of else typing.get_args(field.annotation)) if known]
 
 
 def wrong_value(section: str, cls, error) -> str:
@@ -100,7 +102,10 @@ def wrong_value(section: str, cls, error) -> str:
         kind = "table"
     example = type_of(field)(1) if field.default is None and kind in ("integer", "number") else field.default
     if error["type"] == "literal_error" and isinstance(value, str):
-        return unknown_name(name, value, choices(field))
+        own = 'code of your own, "file.py:name"'
+        if not choices(field):
+            return f"{name}={toml(value)} does not name {own}"
+        return unknown_name(name, value, choices(field)) + (f", or {own}" if named.find(field) else "")
     bounds = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
     for limit, words in bounds.items():
         if limit in limits and error["type"] in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):

@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_serializer, model_validator
 
+from meshtrain import custom
+from meshtrain.config.named import OneOf
 from meshtrain.pattern import MIXERS, MLPS
 from meshtrain.names import LORA_TARGETS, PIPELINE_SCHEDULES, PLACEMENT
 
@@ -51,6 +53,13 @@ ROPE_OPTIONS = {"yarn": ("truncate", "attention_factor", "mscale", "mscale_all_d
                 "proportional": ("factor",)}
 # Path of a file or directory. ~ is expanded here, because a shell does not expand it in `--run.dir=~/…`.
 PathKey = Annotated[str, AfterValidator(at_home)]
+# Keys whose value may be code of the run's own. docs/extend.md describes what each is called with.
+Activation = Annotated[str, OneOf(("swiglu", "geglu", "swiglu_clamped", "gelu", "relu2"), custom.Signature((1, 2)))]
+OptimizerName = Annotated[str, OneOf(("adamw", "lion", "adafactor", "muon"), custom.Signature((2,)))]
+Schedule = Annotated[str, OneOf(("cosine", "linear", "wsd", "constant"), custom.Signature((2,)))]
+ObjectiveName = Annotated[str, OneOf(("next_token", "dpo", "rl"), custom.Signature(
+    methods={"of": 1, "count": 1, "head": 5}))]
+CustomMixer = Annotated[str, OneOf((), custom.Signature(methods={"__init__": 2, "__call__": 3}))]
 
 
 class Section(BaseModel):
@@ -64,6 +73,9 @@ class Identity(Section):
     dir: PathKey = key("", "directory of the run's files, or s3://… or gs://…; empty = runs/<name>")
     extends: PathKey = key(
         "", "another run file, relative to this one or shipped; it gives the keys that this file leaves out")
+    code: tuple[str, ...] = key(
+        (), "file and digest of each file of the run's own code; written by the program, whatever a run file gives",
+        strict=False)
     seed: int = key(0, "seed of the initialization, the data order and dropout", ge=0, lt=2**32)
     compilation_cache: str = key(
         "~/.cache/meshtrain", "cache of compiled programs for later runs, up to 8 GiB; empty = off")
@@ -224,6 +236,14 @@ class LatentKeys(Table):
     value_dim: int = key(0, "width of a value; 0 = head_dim", ge=0)
 
 
+class CustomKeys(Table):
+    """model.custom: mixers of the run's own by their letters, e.g. {X = "mixers.py:Mixer"}."""
+
+    X: CustomMixer = key("", "class of the mixer X")
+    Y: CustomMixer = key("", "class of the mixer Y")
+    Z: CustomMixer = key("", "class of the mixer Z")
+
+
 class Multipliers(Table):
     """model.multipliers: constant factors of activations."""
 
@@ -242,7 +262,7 @@ class Model(Section):
     num_layers: int = key(4, "transformer layers", ge=1, le=10_000)
     mixers: str = key(
         "", "mixer of each layer, repeated up to num_layers; * at the end repeats the last letter: " + ", ".join(
-            f"{letter} {what}" for letter, what in MIXERS.items()) + "; empty = W with a window, else F")
+            f"{letter} {row.words}" for letter, row in MIXERS.items()) + "; empty = W with a window, else F")
     mlps: str = key(
         "", "MLP of each layer, like mixers: " + ", ".join(f"{letter} {what}" for letter, what in MLPS.items())
         + "; empty = e with experts, else d")
@@ -256,7 +276,7 @@ class Model(Section):
         "before", "norms before mixer and MLP, after them, or both")
     norm_eps: float = key(1e-5, "added to the variance in a norm", gt=0)
     norm_offset: float = key(0.0, "added to a norm's weights; with Gemma's 1 they are around 0", ge=0, le=1)
-    activation: Literal["swiglu", "geglu", "swiglu_clamped", "gelu", "relu2"] = key(
+    activation: Activation = key(
         "swiglu", "swiglu, geglu and swiglu_clamped have three matrices, gelu and relu2 two")
     multipliers: Multipliers = key(Multipliers(), "constant factors, e.g. {residual = 0.22, logits = 0.1}")
     layer_scale: bool = key(False, "multiply each layer's output by a fixed number of its own")
@@ -282,6 +302,7 @@ class Model(Section):
     latent: LatentKeys = key(
         LatentKeys(), "attention by latents (MLA), e.g. {kv_dim = 512, rope_dim = 64, value_dim = 128}")
     linear: LinearKeys = key(LinearKeys(), "the recurrent mixers, e.g. {key_heads = 16, value_heads = 32}")
+    custom: CustomKeys = key(CustomKeys(), 'classes of the mixers X, Y and Z, e.g. {X = "mixers.py:Mixer"}')
     mlp_bias: bool = key(False, "biases of the MLP and of experts")
     num_experts: int = key(0, "experts per layer, instead of its MLP; 0 = a dense model", ge=0)
     experts_per_token: int = key(0, "experts per token; 0 = 2, if there are experts", ge=0)
@@ -334,6 +355,8 @@ class Model(Section):
     @property
     def gated(self) -> bool:
         """Whether MLPs and experts have two inward projections."""
+        if custom.is_path(self.activation):
+            return custom.count_arguments(self.activation) == 2
         return self.activation not in ("gelu", "relu2")
 
     def of(self, mixer: str) -> Model:
@@ -437,7 +460,7 @@ class Training(Section):
         "what the backward recomputes instead of storing; offload: as full, with layers' inputs in host memory"
     )
     grad_clip: float = key(1.0, "largest global norm of the gradient; 0 = off", ge=0)
-    objective: Literal["next_token", "dpo", "rl"] = key(
+    objective: ObjectiveName = key(
         "next_token", "the next token, preferences (DPO), or rewards of sampled answers ([rl])")
     dpo_beta: float = key(0.1, "DPO's beta: weight of the divergence from the reference", gt=0)
     z_loss: float = key(0.0, "weight of the z-loss (squared log-partition), which keeps logits small; 0 = off", ge=0)
@@ -470,7 +493,7 @@ class Training(Section):
 class Optimizer(Section):
     """[optimizer]: the update and the learning-rate schedule."""
 
-    name: Literal["adamw", "lion", "adafactor", "muon"] = key("adamw", "optimizer")
+    name: OptimizerName = key("adamw", "optimizer")
     learning_rate: float = key(3e-4, "peak learning rate", gt=0)
     b1: float = key(0.9, "decay of the first moment", ge=0, lt=1)
     b2: float = key(0.95, "decay of the second moment", ge=0, lt=1)
@@ -479,7 +502,7 @@ class Optimizer(Section):
     qk_clip: float = key(
         0.0, "after a step, scale down the query and key weights of heads whose scores may exceed this, e.g. 100; the "
         "bound of a score is the log-sum-exp; 0 = off", ge=0)
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = key("cosine", "learning rate after the warm-up")
+    schedule: Schedule = key("cosine", "learning rate after the warm-up")
     warmup_steps: int = key(0, "steps of linear warm-up; may be longer than the run", ge=0)
     decay_steps: int = key(0, "steps of the final decay of wsd; cosine and linear fall until the last step", ge=0)
     final_fraction: float = key(0.1, "final learning rate as a share of the peak", ge=0, le=1)

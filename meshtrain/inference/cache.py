@@ -30,7 +30,7 @@ from meshtrain.kernels import convolution, decode, products, recurrence
 from meshtrain.kernels.engine import MASKED, Expansion, Mask
 from meshtrain.model.execution import Execution
 from meshtrain.model.loss import cap
-from meshtrain.model.transformer import Transformer
+from meshtrain.model.transformer import Transformer, find_custom
 from meshtrain.names import PADDING
 from meshtrain.parallel.context.recurrence import CHANNEL_AXES
 from meshtrain.sharding.mesh import on_shards
@@ -64,8 +64,16 @@ def slot_bytes(cfg: Model, room: int, itemsize: int) -> int:
         keys = cfg.of(mixer)
         latent = keys.latent
         width = latent.kv_dim + latent.rope_dim if latent.kv_dim else 2 * keys.num_kv_heads * keys.head_dim
-        return width * places(keys.window if mixer in pattern.WINDOWED else 0, room)
-    return itemsize * sum(of(kind.mixer) for kind in pattern.kinds(cfg) if kind.mixer in pattern.ATTENTION)
+        return width * places(keys.window if pattern.mixer(mixer).windowed else 0, room)
+    return itemsize * sum(of(kind.mixer) for kind in pattern.kinds(cfg) if pattern.mixer(kind.mixer).attends)
+
+
+def check(cfg: Model) -> None:
+    """Check that the cache has a state for every mixer. Raises: ValueError for a mixer of the run's own without
+    `cache = True`."""
+    for letter, value in find_custom(cfg, "cache").items():
+        raise ValueError(f'model.custom.{letter}="{value}" has no cache, so the model cannot generate; if the mixer '
+                         f"reads other tokens by one call of ex.engines only, give the class `cache = True`")
 
 
 def empty(model: Transformer, ex: Execution, p, slots: int, room: int) -> list:
@@ -92,7 +100,11 @@ def read(model: Transformer, ex: Execution, p, batch) -> list:
             weights, number = scanned
             kept = [_Writing(ex) for _ in group.period]
             for i, layer in enumerate(group.period):
-                x_BTD, _ = layer.bind(weights[i])(_through(ex, kept[i]), x_BTD, inputs, number + i)
+                bound = layer.bind(weights[i])
+                x_BTD, _ = bound(_through(ex, kept[i]), x_BTD, inputs, number + i)
+                if bound.mixer is not None and len(kept[i].cache) not in (2, 4):
+                    raise ValueError(f"the mixer {type(bound.mixer).__name__} leaves no state in the cache, so the "
+                                     f"model cannot generate: a layer calls attention, or convolve and recur, once")
             return x_BTD, tuple(layer.cache for layer in kept)
         x_BTD, cache = lax.scan(repeat, x_BTD, (model.weights(p, group), group.numbers(first)))
         caches.append(cache)
@@ -203,18 +215,24 @@ class _Writing:
         self.ex = ex
         self.cache: tuple[jax.Array, ...] = ()
 
+    def _begin(self) -> None:
+        if self.cache:
+            raise ValueError("a layer reads other tokens twice, but the cache has the state of one call of ex.engines")
+
     def attend(self, layout: Layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, *, mask: Mask, **kind):
+        self._begin()
         T = k_BTKH.shape[1]
         first = T - places(mask.window, T)
         self.cache = tuple(_constrain(layout, _by_head(x)[..., first:, :], "batch") for x in (k_BTKH, v_BTKH))
         return self.ex.engines.attention(layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, mask=mask, **kind)
 
-    def convolve(self, layout: Layout, xs, ws, segments_BT):
+    def convolve(self, layout: Layout, xs, ws, segments_BT, axes=CHANNEL_AXES):
+        self._begin()
         tails = (convolution.tail(x, segments_BT, ws[0].shape[0]) for x in xs)
         # Padding is not part of the prompt. The tokens after it are then treated as one document.
         self.cache = tuple(jnp.where((tail.segments_BS == PADDING)[..., None, None], 0, tail.x_BSND) for tail in tails)
         assert self.ex.engines.recurrence is not None
-        return self.ex.engines.recurrence.convolve(layout, xs, ws, segments_BT)
+        return self.ex.engines.recurrence.convolve(layout, xs, ws, segments_BT, axes=axes)
 
     def recur(self, layout: Layout, *inputs):
         recurred = recurrence.recurrence(*inputs)
@@ -240,7 +258,7 @@ class _Reading:
     def __init__(self, cache, index, reach: _Reach):
         self.cache, self.index, self.at_S, self.reach = cache, index, reach.at_S, reach
 
-    def convolve(self, layout: Layout, xs, ws, segments_BT):
+    def convolve(self, layout: Layout, xs, ws, segments_BT, axes=CHANNEL_AXES):
         """Convolve one token of each slot with the tail in the cache.
 
         segments are 0 for slots that are done; their output is not read.

@@ -116,6 +116,9 @@ class Generator:
     room: int = 0
     kept: dict = dataclasses.field(default_factory=dict, repr=False)
 
+    def __post_init__(self):
+        cache.check(self.model.cfg)
+
     def complete(self, prompts: Sequence[Sequence[int]], limits: GenerationLimits,
                  how: sampling.Picking = sampling.Picking(), seed: int = 0,
                  tell: Callable[[int, list[int]], None] | None = None,

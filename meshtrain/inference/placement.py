@@ -37,7 +37,7 @@ def command(model: Transformer, sizes: Mapping[str, int]) -> Layout:
     layout = lay_out(sizes, split)
     if _find_undivided(model, layout, ("kv_heads",)):
         # Whole on every device, because they are few. A recurrent mixer's value heads are sharded like its key heads.
-        recurrent = any(kind.mixer in pattern.RECURRENT for kind in pattern.kinds(model.cfg))
+        recurrent = pattern.has(model.cfg, pattern.RECURRENT)
         split = tuple(logical for logical in SPLIT if logical != "kv_heads" and not (recurrent and logical == "heads"))
         layout = lay_out(sizes, split)
     if wrong := _find_undivided(model, layout, split):

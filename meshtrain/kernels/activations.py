@@ -4,8 +4,12 @@ An activation is a function of the inward projections: (gate, up), or up alone.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+
+from meshtrain import custom
 
 SLOPE, LIMIT = 1.702, 7.0      # of swiglu_clamped
 
@@ -24,6 +28,21 @@ ACTIVATIONS = {
     "gelu": jax.nn.gelu,
     "relu2": lambda up: jnp.square(jax.nn.relu(up)),
 }
+
+
+def find(name: str) -> Callable:
+    """Return the activation of a value of `model.activation`. Raises: ValueError if code of the run's own is not an
+    activation."""
+    if not custom.is_path(name):
+        return ACTIVATIONS[name]
+    function, x = custom.load(name), jax.ShapeDtypeStruct((2, 3, 4), jnp.bfloat16)
+    try:
+        y = jax.eval_shape(function, *[x] * custom.count_arguments(name))
+    except Exception as error:
+        raise ValueError(f'model.activation="{name}" raised {type(error).__name__}: {error}') from error
+    if (getattr(y, "shape", None), getattr(y, "dtype", None)) != (x.shape, x.dtype):
+        raise ValueError(f'model.activation="{name}" returns {y} for {x}; it must be elementwise and keep the dtype')
+    return function
 
 
 def _silu(gate):

@@ -98,10 +98,11 @@ def build_block(ex: Execution, layer: params.Module, shape: tuple[int, ...], dro
     """
     infos = params.infos(layer)
     has_experts = any("expert" in info.axes for info in infos)
+    takes_rows = layer.bind(layer.state).mixer_name == pattern.CUSTOM       # [B, T, D], whatever the layout
     can_share = not has_experts and _can_share(ex, infos)
     shards, num_parts = parts.of_rows(ex.layout, shape) if can_share else (1, 1)
     many_rows = shape[0] > num_parts * ex.layout.num_shards(ex.layout.batch_axes)
-    tokens_first = ex.layout.sequence_parallel and many_rows and not has_experts and not drops
+    tokens_first = ex.layout.sequence_parallel and many_rows and not (has_experts or takes_rows or drops)
 
     def apply(weights, x_BTD, inputs: Inputs, number):
         x_BTD, part_ex = checkpoint_name(x_BTD, LAYER_INPUT), parts.tokens_first(ex) if tokens_first else ex
@@ -175,8 +176,8 @@ def rematerialize(layer: Callable, ex: Execution) -> Callable:
 class Layer(nnx.Module):
     """Residual block of a mixer and an MLP, either of which may be absent. Norms are before them, after them, or both.
 
-    mixer, mlp: (name, (cfg, rngs) -> module), or None. The name is that in the parameter tree: attention or linear, mlp
-    or moe. The norms around any mixer are named attention_norm and attention_post_norm.
+    mixer, mlp: (name, (cfg, rngs) -> module), or None. The name is that in the parameter tree: attention, linear or
+    custom, mlp or moe. The norms around any mixer are named attention_norm and attention_post_norm.
 
     Returns (x_BTD, `LayerStats` of the microbatch).
     """
@@ -191,12 +192,18 @@ class Layer(nnx.Module):
             return given[1](cfg, rngs) if given and given[0] == name else None
         self.dropout, self.residual_multiplier = cfg.residual_dropout, cfg.multipliers.residual
         self.attention_norm = norm(mixer, "before")
-        self.attention, self.linear = part(mixer, "attention"), part(mixer, "linear")
+        self.mixer_name = mixer[0] if mixer else ""
+        if mixer:
+            setattr(self, self.mixer_name, mixer[1](cfg, rngs))
         self.attention_post_norm = norm(mixer, "after")
         self.mlp_norm, self.mlp_post_norm = norm(mlp, "before"), norm(mlp, "after")
         self.mlp, self.moe = part(mlp, "mlp"), part(mlp, "moe")
         self.layer_scale = declare(rngs, jnp.dtype(cfg.param_dtype), (1,), (None,), "norm",
                                    value=1.0) if cfg.layer_scale else None
+
+    @property
+    def mixer(self) -> nnx.Module | None:
+        return getattr(self, self.mixer_name) if self.mixer_name else None
 
     def __call__(self, ex: Execution, x_BTD, inputs: Inputs, number):
         def residual(y):
@@ -204,14 +211,17 @@ class Layer(nnx.Module):
 
         def apply_norm(norm, x_BTD):
             return x_BTD if norm is None else norm(ex, x_BTD)
-        mixer, stats = self.linear if self.attention is None else self.attention, LayerStats()
+        mixer, stats = self.mixer, LayerStats()
         if mixer is not None:
             h_BTD = self._full(ex, apply_norm(self.attention_norm, x_BTD))
             y_BTD = mixer(ex, h_BTD, inputs)
-            if self.attention is not None:
+            if isinstance(y_BTD, tuple):        # attention also returns the bound of its scores
                 y_BTD, bound_N = y_BTD
                 if bound_N is not None and ex.bounds is not None:
                     stats = LayerStats.of("step", **{SCORE_BOUND: in_row(number, bound_N, *ex.bounds)})
+            if (y_BTD.shape, y_BTD.dtype) != (h_BTD.shape, h_BTD.dtype):
+                raise ValueError(f"the mixer {type(mixer).__name__} returns {y_BTD.dtype}{list(y_BTD.shape)} for "
+                                 f"{h_BTD.dtype}{list(h_BTD.shape)}; return the shape and dtype of the input")
             y_BTD = apply_norm(self.attention_post_norm, residual(y_BTD))
             x_BTD = residual(self._add(x_BTD, dropout(ex, y_BTD, self.dropout, inputs, 2 * number)))
             if self.attention_post_norm is None:
@@ -282,7 +292,7 @@ class Attention(nnx.Module):
     def __init__(self, cfg: Model, rngs: nnx.Rngs, mixer: str):
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         self.num_kv_heads, self.mixer, bias = K, mixer, cfg.attention_bias != "none"
-        self.mask = Mask(window=cfg.window if mixer in pattern.WINDOWED else 0)
+        self.mask = Mask(window=cfg.window if pattern.mixer(mixer).windowed else 0)
         self.scores = Scores(cfg.multipliers.score, cfg.score_softcap)
 
         def inward(heads, axis, bias):

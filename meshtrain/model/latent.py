@@ -34,7 +34,7 @@ class LatentAttention(nnx.Module):
         linear, biased = partial(Linear, cfg, rngs), cfg.attention_bias != "none"
         norm, by_head = partial(Norm, cfg, rngs, eps=NORM_EPS), ("embed", "heads", "head_dim")
         self.mixer, self.rope_dim = mixer, R
-        self.mask = Mask(window=cfg.window if mixer in pattern.WINDOWED else 0)
+        self.mask = Mask(window=cfg.window if pattern.mixer(mixer).windowed else 0)
         self.scores = Scores(cfg.multipliers.score, cfg.score_softcap)
         self.query_down = linear("BTD,DQ->BTQ", (D, Q), ("embed", None), bias=biased) if Q else None
         self.query_latent_norm = norm((Q,), (None,)) if Q else None

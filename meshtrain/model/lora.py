@@ -81,7 +81,7 @@ def projections(layer: nnx.Module) -> dict[str, Linear]:
     They are the mixer's query, key, value and out, and the MLP's gate, up and down, as far as the layer has them. In a
     layer with experts, only the shared experts have such projections.
     """
-    mixers, mlps = (layer.attention, layer.linear), (layer.mlp, layer.moe and layer.moe.shared)
+    mixers, mlps = (layer.mixer,), (layer.mlp, layer.moe and layer.moe.shared)
     linears = {name: getattr(part, name, None)
                for parts, names in ((mixers, LORA_TARGETS[:4]), (mlps, LORA_TARGETS[4:]))
              for part in parts if part is not None for name in names}

@@ -9,8 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.config.sections import Model
-from meshtrain.kernels import products
-from meshtrain.kernels.activations import ACTIVATIONS
+from meshtrain.kernels import activations, products
 from meshtrain.model.execution import Execution, recompute
 from meshtrain.model.layers import Linear, gather_weight, place_gradient, together
 
@@ -56,7 +55,7 @@ class MLP(nnx.Module):
 
     def __init__(self, cfg: Model, rngs: nnx.Rngs, width: int = 0):
         D, F, bias = cfg.embed_dim, width or cfg.mlp_dim, cfg.mlp_bias
-        self.activation = ACTIVATIONS[cfg.activation]
+        self.activation = activations.find(cfg.activation)
         self.gate = Linear(cfg, rngs, "BTD,DF->BTF", (D, F), ("embed", "mlp"), bias=bias) if cfg.gated else None
         self.up = Linear(cfg, rngs, "BTD,DF->BTF", (D, F), ("embed", "mlp"), bias=bias)
         self.down = Linear(cfg, rngs, "BTF,FD->BTD", (F, D), ("mlp", "embed"), bias=bias,

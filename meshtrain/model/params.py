@@ -93,6 +93,9 @@ def infos(module: Module, prefix: tuple[str, ...] = (), num_layers: int | None =
     rows = []
     for path, variable in module.infos.items():
         meta = variable.get_metadata()
+        if "logical_axes" not in meta:
+            raise ValueError(f"the parameter {'/'.join(path)} has no logical axes; declare it by Linear or Norm of "
+                             f"meshtrain.model.layers, or by declare of meshtrain.model.params")
         value = variable.get_value() if hasattr(variable, "get_value") else variable.value
         rows.append(ParamInfo(prefix + path, lead + tuple(value.shape), jnp.dtype(value.dtype),
                               lead_axes + meta["logical_axes"], meta["role"], meta["fan_in_dims"]))

@@ -100,8 +100,8 @@ def tokens_first(ex: Execution) -> Execution:
         o_BTNV, bound_N = ex.engines.attention(ex.layout, *transpose((q, k, v)), segments_BT, **kind)
         return transpose(o_BTNV), bound_N
 
-    def convolve(layout, xs, ws, segments_BT):
-        return transpose(ex.engines.recurrence.convolve(ex.layout, transpose(xs), ws, segments_BT))
+    def convolve(layout, xs, ws, segments_BT, **axes):
+        return transpose(ex.engines.recurrence.convolve(ex.layout, transpose(xs), ws, segments_BT, **axes))
 
     def recur(layout, *inputs):
         return transpose(ex.engines.recurrence.recur(ex.layout, *transpose(inputs[:-1]), inputs[-1]))

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshtrain import pattern
+from meshtrain import custom, pattern
 from meshtrain.config.sections import Lora, Model
 from meshtrain.kernels import products
 from meshtrain.model import lora, params, rope
@@ -334,8 +334,8 @@ class Transformer:
             axes = "batch", "residual_seq" if axis is None else "seq", axis, "head_dim"
             return Tensor("activations", name, (batch, seq_len, *dims), axes[:2 + len(dims)])
         heads = {("queries", "keys", own.num_heads, own.num_kv_heads, own.head_dim) for own in (
-            cfg.of(mixer) for mixer in mixers if mixer in pattern.ATTENTION)}
-        if mixers & set(pattern.RECURRENT):
+            cfg.of(mixer) for mixer in mixers if pattern.mixer(mixer).attends)}
+        if pattern.has(cfg, pattern.RECURRENT):
             heads.add(("recurrent values", "recurrent keys", cfg.linear.value_heads, cfg.linear.key_heads,
                        cfg.linear.key_dim))
         return [tensor("residual stream", None, cfg.embed_dim), *(
@@ -348,9 +348,9 @@ def kv_heads_of(cfg: Model) -> dict[str, int]:
     """Return the number of key and value heads of each kind of mixer that the model has."""
     heads = {}
     for mixer in sorted({kind.mixer for kind in pattern.kinds(cfg)}):
-        if mixer in pattern.RECURRENT:
+        if pattern.mixer(mixer).recurs:
             heads["recurrence"] = cfg.linear.key_heads
-        elif mixer in pattern.ATTENTION and not cfg.latent.kv_dim:
+        elif pattern.mixer(mixer).attends and not cfg.latent.kv_dim:
             own = cfg.of(mixer).num_kv_heads
             heads["attention" + f" ({mixer})" * (own != cfg.num_kv_heads)] = own
     return heads
@@ -379,11 +379,25 @@ def build(cfg: Model, adapters=None) -> Transformer:
 _MLPS = {"d": ("mlp", MLP), "e": ("moe", MoE), ".": None}
 
 
-def _mixer(cfg: Model, mixer: str):
+def _mixer(cfg: Model, letter: str):
     """Return (name in the parameter tree, (cfg, rngs) -> module); None without a mixer."""
-    name, make = ("linear", RecurrentMixer) if mixer in pattern.RECURRENT else (
-        "attention", LatentAttention if cfg.latent.kv_dim else Attention)
-    return None if mixer == "." else (name, lambda cfg, rngs: make(cfg, rngs, mixer))
+    family = pattern.mixer(letter).family
+    if not family:
+        return None
+    if family == pattern.CUSTOM:
+        value, key = getattr(cfg.custom, letter), f"model.custom.{letter}"
+        return pattern.CUSTOM, lambda cfg, rngs: custom.call(key, value, cfg, rngs)
+    name, make = {pattern.RECURRENT: ("linear", RecurrentMixer),
+                  pattern.ATTENTION: ("attention", LatentAttention if cfg.latent.kv_dim else Attention)}[family]
+    return name, lambda cfg, rngs: make(cfg, rngs, letter)
+
+
+def find_custom(cfg: Model, says: str = "") -> dict[str, str]:
+    """Return letter -> "file.py:name" of the mixers of the run's own that the model has. says: a class attribute; those
+    that set it to something true are left out. Raises: ValueError as `custom.load`."""
+    letters = {kind.mixer for kind in pattern.kinds(cfg) if pattern.mixer(kind.mixer).family == pattern.CUSTOM}
+    given = {letter: getattr(cfg.custom, letter) for letter in sorted(letters)}
+    return {letter: value for letter, value in given.items() if not (says and getattr(custom.load(value), says, None))}
 
 
 def without_layers(tree: dict) -> dict:

@@ -23,7 +23,7 @@ from meshtrain.rl import exchange, sync
 from meshtrain.rl.exchange import Order, SamplerFiles
 from meshtrain.rl.groups import RolloutError
 from meshtrain.rl.work_queue import WorkQueue
-from meshtrain.run import replicas, say
+from meshtrain.run import contents, replicas, say
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.trained import Compiler
 
@@ -72,12 +72,13 @@ class SeparateSampler:
         return f"{self.mesh.size} × {self.mesh.devices.flat[0].device_kind} {sizes} jax {jax.__version__}"
 
 
-def make(saved: Saved, words: Sequence[str]) -> SeparateSampler:
-    """Return a separate sampler for the run that saved these weights. words: keys of the command line. Raises:
-    ConfigError."""
+def make(saved: Saved, run_dir: str, words: Sequence[str]) -> SeparateSampler:
+    """Return a separate sampler for the run in run_dir that saved these weights. words: keys of the command line.
+    Raises: ConfigError."""
     sections = saved.run
-    run, given = trained.resolve({"model": {**sections["model"], "matmul_dtype": "auto"}, "lora": sections["lora"],
-                                  "data": sections["data"]}, words, trained.KEYS, COMMAND)
+    section = contents.model_section(sections, run_dir) | {"matmul_dtype": "auto"}
+    tables = {"model": section, "lora": sections["lora"], "data": sections["data"]}
+    run, given = trained.resolve(tables, words, trained.KEYS, COMMAND)
     here = devices.start(run)
     model = transformer.build(run.model, run.lora)
     spec = MeshSpec(trained.mesh_sizes(run, given, model, len(here)), run.mesh.placement)
@@ -109,7 +110,7 @@ class OrderSampler:
             self._store = Checkpoints(DirectoryStore(SamplerFiles(self.run_dir).weights), read_only=True)
         saved = self._store.open(order.version)
         if self._sampler is None:
-            self._sampler = make(saved, self.words)
+            self._sampler = make(saved, str(self.run_dir), self.words)
             held = sum(info.size for info in self._sampler.model.parameters())
             say.out(f"sampling answers on {self._sampler.on}: {held:,} parameters")
         sampler = self._sampler

@@ -9,8 +9,10 @@ import contextlib
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
+from meshtrain import custom
 from meshtrain.storage import addresses, buckets, mirror
 
 CONFIG, RULES, LOCK, CHECKPOINTS, TENSORBOARD = "config.toml", "rules.toml", ".lock", "checkpoints", "tensorboard"
@@ -18,6 +20,7 @@ METRICS, CHANGES, REFERENCE = "metrics.jsonl", "changes.jsonl", "reference.npy"
 ROLLOUTS, SAMPLERS = "rollouts", "samplers"
 HISTORY, STACKS, EXPORT = "history.jsonl", "stacks", "export"
 ALIVE = ".alive"                                            # heartbeat file of earlier versions
+CODE = "code"                                               # copies of the run's own code, by digest
 KEPT = "hf"                                                 # tokenizer and config files of the initial weights
 CACHE = ".meshtrain"                                        # token cache
 RESTARTS, LAST_WORDS = "restarts.json", "last_words"        # files of launchers
@@ -26,7 +29,7 @@ RESTARTS, LAST_WORDS = "restarts.json", "last_words"        # files of launchers
 BEFORE_THE_CLAIM = frozenset({CACHE, RESTARTS, LAST_WORDS})
 # Written by a start before its first step. In a directory without a lock file, these names are foreign files.
 BEFORE_THE_FIRST_STEP = BEFORE_THE_CLAIM | {LOCK, RULES, CONFIG, CHANGES, REFERENCE, ROLLOUTS, SAMPLERS,
-                                            CHECKPOINTS, TENSORBOARD, HISTORY, ALIVE, STACKS}
+                                            CHECKPOINTS, TENSORBOARD, HISTORY, ALIVE, STACKS, CODE}
 # Files that the mirror does not upload to a bucket: they stay on the host, or other code writes them.
 NOT_SENT = BEFORE_THE_CLAIM | {CHECKPOINTS, STACKS, LOCK, EXPORT}
 NEEDED = (CONFIG, METRICS, REFERENCE, KEPT)                 # no later start can rewrite these; the first marks a run
@@ -66,6 +69,20 @@ def open_run(name: str) -> Path:
         raise addresses.StorageError(f"{name} is not a directory in a bucket; give the run.dir of a run, e.g. "
                                      f"s3://BUCKET/runs/quickstart")
     return mirror.read(address, lambda name: is_sent(name) or name == LOCK)
+
+
+def model_section(run: Mapping[str, dict], name: str) -> dict:
+    """Return the section [model] of a run's checkpoint, where its own code is the copy in the run's directory. run: the
+    saved sections; name: run.dir. Raises: as `open_run`."""
+    section, code = run["model"], run["run"].get("code", ())
+    own = {key: value for key, value in section.items() if custom.is_path(value)}
+    letters = {key: value for key, value in section.get("custom", {}).items() if value}
+    if not own and not letters:
+        return section
+    place = Path(name, CODE) if not addresses.is_remote(name) else mirror.read(
+        addresses.parse(name), lambda entry: entry.startswith(f"{CODE}/"), within=CODE)
+    return section | {key: custom.in_copy(value, code, place) for key, value in own.items()} | {
+        "custom": {key: custom.in_copy(value, code, place) for key, value in letters.items()}}
 
 
 def steps(name: str) -> list[int]:

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO, TypeGuard
 
-from meshtrain import config, files
+from meshtrain import config, custom, files
 from meshtrain.cluster import agree, watch
-from meshtrain.config import ConfigError, Run
+from meshtrain.config import ConfigError, Run, named
 from meshtrain.run import contents, say
 from meshtrain.run.contents import LOCK
 from meshtrain.storage.mirror import LostClaimError
@@ -312,7 +312,11 @@ def settings(run: Run) -> dict[str, dict]:
 
 
 def write_settings(run: Run, directory: Path, rules_text: str) -> None:
-    """Write rules.toml (the rules in use), then config.toml (the resolved run file), which makes this a run directory.
-    """
+    """Write rules.toml (the rules in use) and copies of the run's own code, then config.toml (the resolved run file),
+    which makes this a run directory."""
+    values = [value for _, value, _ in named.values(run)]
+    if custom.describe(values) != run.run.code:
+        raise ConfigError(f"{' and '.join(run.run.code)} changed while the run started; start it again")
+    custom.keep(values, directory / contents.CODE)
     (directory / contents.RULES).write_text(rules_text, encoding="utf-8")
     files.replace(directory / contents.CONFIG, config.dump(run))

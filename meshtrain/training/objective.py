@@ -15,6 +15,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from meshtrain import custom
 from meshtrain.config.sections import Run
 from meshtrain.model.execution import Execution
 from meshtrain.model.stats import LayerStats
@@ -45,6 +46,11 @@ class Objective:
     column, unit = "loss", NATS
     # (model, ex, params, x_BTD, batch) -> what `Program.scores` returns of a microbatch
     scores: Callable[..., jax.Array] | None = None
+
+    @classmethod
+    def of(cls, run: Run) -> Objective:
+        """Return the objective of a run."""
+        return cls()
 
     @property
     def samples(self) -> bool:
@@ -217,4 +223,15 @@ OBJECTIVES: dict[str, Callable[[Run], Objective]] = {
 
 
 def of_run(run: Run) -> Objective:
-    return OBJECTIVES[run.training.objective](run)
+    """Return the run's objective. Raises: ValueError if code of the run's own is not an objective."""
+    name = run.training.objective
+    if not custom.is_path(name):
+        return OBJECTIVES[name](run)
+    given = custom.load(name)
+    if not (isinstance(given, type) and issubclass(given, Objective)):
+        raise ValueError(f'training.objective="{name}" is no subclass of meshtrain.training.objective.Objective')
+    made = given.of(run)
+    if made.data != "documents" or set(made.fields) - set(FIELDS):
+        raise ValueError(f'training.objective="{name}" has data="{made.data}" and the fields {", ".join(made.fields)}, '
+                         f'but code of your own trains on documents with {", ".join(FIELDS)}')
+    return made

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from meshtrain import custom
 from meshtrain.config.sections import Optimizer
 from meshtrain.names import LAYERS, MATMUL_ROLES, ROLES
 from meshtrain.training import adafactor, muon
@@ -73,7 +74,11 @@ def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
 
     A warm-up that is longer than the run is cut to the run, which then ends at the peak. A decay that is longer than
     the steps after the warm-up is cut to these steps.
+
+    A schedule of the run's own is called with (cfg, steps) and returns the whole function.
     """
+    if custom.is_path(cfg.schedule):
+        return custom.call("optimizer.schedule", cfg.schedule, cfg, steps)
     warmup = min(cfg.warmup_steps, steps)
     decay = min(cfg.decay_steps, steps - warmup) if cfg.schedule == "wsd" else steps - warmup
 
@@ -92,6 +97,12 @@ def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
 
 def _rule(cfg: Optimizer, roles, matrix_dims, placements, dtype):
     """Return the direction of the update, before weight decay and learning rate."""
+    if custom.is_path(cfg.name):
+        if not isinstance(rule := custom.call("optimizer.name", cfg.name, cfg, roles), optax.GradientTransformation):
+            raise ValueError(f'optimizer.name="{cfg.name}" returned a {type(rule).__name__}; return an '
+                             f"optax.GradientTransformation: the update's direction, before weight decay and learning "
+                             f"rate")
+        return rule
     adam = optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)
     if cfg.name == "adamw":
         return adam

@@ -18,7 +18,8 @@ from meshtrain.model.stats import SCORE_BOUND
 
 def bounds(run: Run) -> tuple[int, int] | None:
     """Return `Execution.bounds` of a run."""
-    heads = [run.model.of(kind.mixer).num_heads for kind in pattern.kinds(run.model) if kind.mixer in pattern.ATTENTION]
+    heads = [run.model.of(kind.mixer).num_heads for kind in pattern.kinds(run.model)
+             if pattern.mixer(kind.mixer).attends]
     return (run.model.num_layers, max(heads)) if run.optimizer.qk_clip else None
 
 
@@ -31,8 +32,8 @@ def clip(model: Transformer, p: dict, bound_LN, limit: float) -> dict:
     for first, group in model.number_groups():
         stacks = list(model.weights(p, group))
         for i, weights in enumerate(stacks):
-            if (mixer := kinds[first + i].mixer) in pattern.ATTENTION:
-                cfg, gamma = model.cfg.of(mixer), gamma_LN[group.numbers(first) + i]
+            if pattern.mixer(letter := kinds[first + i].mixer).attends:
+                cfg, gamma = model.cfg.of(letter), gamma_LN[group.numbers(first) + i]
                 stacks[i] = weights | {"attention": _scale(
                     weights["attention"], (_of_latents if cfg.latent.kv_dim else _of_heads)(cfg, gamma))}
         groups.append(tuple(stacks))

@@ -51,8 +51,9 @@ def commands(page: Path) -> list[str]:
 
 
 def find_run_files(page: Path) -> dict[str, str]:
-    """Name -> text of the run files that a page shows whole: blocks of TOML that begin with their name."""
-    return dict(re.findall(r"```toml\n# ([\w-]+\.toml)\n(.*?)```", page.read_text(), re.DOTALL))
+    """Name -> text of the run files, and of the files of one's own code, that a page shows whole: blocks of TOML and Python
+    that begin with their name."""
+    return dict(re.findall(r"```(?:toml|python)\n# ([\w-]+\.(?:toml|py))\n(.*?)```", page.read_text(), re.DOTALL))
 
 
 @pytest.fixture

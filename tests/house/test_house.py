@@ -2,12 +2,12 @@
 import ast
 import collections
 import re
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 
 import rooms
 from meshtrain import config, units
+from meshtrain.config import messages
 from meshtrain.training import objective
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -62,7 +62,7 @@ UNBOUND = {"commands", "launch"}
 # The sections of a run file are data, and what a process says, which signals it gets and what its directory contains
 # are known to every room, whatever else their rooms do. So is the dtype of accumulators, which the accountant counts.
 EVERYONE = {"config/sections", "run/contents", "run/phases", "run/say", "run/stops", "names", "scopes", "pattern",
-            "shipped", "jax_private", "units", "files", "panics", "hardware", "flags", "environment",
+            "shipped", "jax_private", "custom", "units", "files", "panics", "hardware", "flags", "environment",
             "training/accumulators"}
 
 
@@ -171,7 +171,7 @@ def test_only_rl_and_config_ask_for_an_objective_by_its_name():
 
 
 def test_every_objective_that_a_run_file_names_has_its_row():
-    assert set(objective.OBJECTIVES) == set(typing.get_args(config.sections.Training.model_fields["objective"].annotation))
+    assert set(objective.OBJECTIVES) == set(messages.choices(config.sections.Training.model_fields["objective"]))
 
 
 # ---- state of the process --------------------------------------------------------------------------------------------
@@ -208,7 +208,9 @@ def test_no_module_sets_a_variable_of_another_and_what_belongs_to_the_process_ha
 # The 177th key is data.split_at: corpora of one file have their documents' ends in the text, where no other key sees them.
 # The 180th is run.log_format: whether lines are for a reader at a terminal or for a collector of logs no other key tells.
 # The 181st is run.sample_prompt: a text of the user's own to continue is in no other key.
-MOST_PARAMETERS, MOST_FIELDS, MOST_KEYS, MOST_RULE_FILES = 8, 12, 181, 9
+# The 182nd and 183rd are model.custom and run.code: which class a letter of model.mixers means, and what a run's own code was
+# when the run began, no other key can tell.
+MOST_PARAMETERS, MOST_FIELDS, MOST_KEYS, MOST_RULE_FILES = 8, 12, 183, 9
 
 
 def concepts(*packages: Path) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:

@@ -1,7 +1,6 @@
 """Optimizers: every matrix of the stacked layers alone, decay where it belongs, state placed by logical axes."""
 
 import functools
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +11,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshtrain import assembly, config as run_file
+from meshtrain.config import messages
 from meshtrain.sharding import states
 from meshtrain.training import optimizer
 from meshtrain.training.state import State
 
-NAMES, SCHEDULES = (get_args(run_file.SECTIONS["optimizer"].model_fields[key].annotation)
-                    for key in ("name", "schedule"))
+NAMES, SCHEDULES = (messages.choices(run_file.SECTIONS["optimizer"].model_fields[key]) for key in ("name", "schedule"))
 L, D, N, H, F, V = 3, 8, 2, 4, 12, 16
 
 SHAPES = {

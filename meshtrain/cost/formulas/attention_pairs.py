@@ -22,7 +22,7 @@ BLOCK = 128     # assumption: tokens of a kernel's block of queries or keys; at 
 
 def window(cfg: Model, mixer: str, seq_len: int) -> int:
     """Return how many tokens a token attends to in layers of this mixer; 0 means the whole sequence."""
-    within = cfg.of(mixer).window if mixer in pattern.WINDOWED else 0
+    within = cfg.of(mixer).window if pattern.mixer(mixer).windowed else 0
     return within if within < seq_len else 0
 
 
@@ -42,7 +42,7 @@ def count(run: Run, layout: Layout, assumed: Assumptions) -> Attended:
     cfg, length = run.model, run.data.seq_len
     gpu = hardware.GPUS.get(assumed.gpu_name)
     engine = attention.engine(Setting(run, layout, GPU_PLATFORMS[0], gpu, installed=False)).value
-    mixers = sorted({kind.mixer for kind in pattern.kinds(cfg)} & set(pattern.ATTENTION))
+    mixers = sorted({kind.mixer for kind in pattern.kinds(cfg) if pattern.mixer(kind.mixer).attends})
     if not run.data.document_mask or engine not in OURS:        # the others mask what they have computed
         return Attended({mixer: causal_share(cfg, mixer, length) for mixer in mixers}, engine, False)
     documents = assumed["documents.mean"], assumed["documents.sigma"]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from meshtrain import pattern
+from meshtrain import custom, pattern
 from meshtrain.config.sections import Model
 from meshtrain.cost.formulas import attention_pairs, calibrations
 from meshtrain.cost.formulas.mixer_cost import MixerCost, exchange, key_heads, num_shards, pad
@@ -40,7 +40,7 @@ class AttentionCost(MixerCost):
         heads = cfg.num_heads / num_shards(layout, "heads")
         return cls(letter, share, heads, key_heads(layout, cfg.num_kv_heads), cfg.head_dim, cfg.head_dim,
                    cfg.qk_norm != "off", heads * cfg.head_dim * cfg.attention_gate,
-                   window=cfg.window if letter in pattern.WINDOWED else 0, tied=cfg.tie_values)
+                   window=cfg.window if pattern.mixer(letter).windowed else 0, tied=cfg.tie_values)
 
     @classmethod
     def flops(cls, cfg: Model, letter: str, seq_len: int) -> float:
@@ -169,7 +169,7 @@ class LatentCost(AttentionCost):
     def of(cls, cfg: Model, letter: str, share: float, layout: Layout) -> MixerCost:
         heads, latent = cfg.num_heads / num_shards(layout, "heads"), cfg.latent
         return cls(letter, share, heads, heads, cfg.head_dim, value_dim(cfg),
-                   window=cfg.window if letter in pattern.WINDOWED else 0, kv_dim=latent.kv_dim,
+                   window=cfg.window if pattern.mixer(letter).windowed else 0, kv_dim=latent.kv_dim,
                    rope_dim=latent.rope_dim, query_dim=latent.query_dim)
 
     @property
@@ -203,6 +203,60 @@ class LatentCost(AttentionCost):
             yield exchange(placed, "all-to-all", tokens * (self.queries + self.outputs), size, forward + 2 * backward)
 
 
+@dataclasses.dataclass(frozen=True)
+class UnpricedCost(MixerCost):
+    """A mixer of the run's own without a class in its attribute `price`. Its weight matrices are counted like all
+    others; what it computes and saves besides counts nothing. `plan` refuses it, and a training run says so."""
+
+    part = ""
+
+    @classmethod
+    def of(cls, cfg: Model, letter: str, share: float, layout: Layout) -> MixerCost:
+        return cls(letter, share, 0.0, 0.0, 1, 1)
+
+    @classmethod
+    def flops(cls, cfg: Model, letter: str, seq_len: int) -> float:
+        return 0.0
+
+    @property
+    def outward(self) -> float:
+        return 0.0
+
+    @property
+    def stream_bytes(self) -> float:
+        return 0.0
+
+    def residual_width(self, itemsize: int) -> float:
+        return 0.0
+
+    def backward_width(self, itemsize: int, options: Options, times: int) -> float:
+        return 0.0
+
+    def split_backward_width(self, itemsize: int, options: Options, num_shards: int) -> float:
+        return 0.0
+
+    def exchanges(self, placed: Placed, options: Options) -> Iterator[Sent]:
+        return iter(())
+
+    def seconds(self, placed: Placed, rated: Rates, options: Options) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def slot_bytes(self, num_layers: float, itemsize: int, places: Callable[[int], int]) -> float:
+        return 0.0
+
+    def read_bytes(self, itemsize: int, length: float) -> float:
+        return 0.0
+
+    def decode_products(self, num_layers: float, length: float) -> float:
+        return 0.0
+
+    def reads_in_a_loop(self, by_kernels: bool) -> bool:
+        return False
+
+
+PRICE = "price"     # attribute of a mixer of the run's own: its MixerCost
+
+
 def _expansion_s(placed: Placed, rated: Rates, options: Options) -> tuple[float, float]:
     """Return the seconds in which a layer's attention expands latents (forward, backward). The backward expands them
     again. If sequences are split, each device expands the whole sequence, or with ulysses only its own heads."""
@@ -223,10 +277,16 @@ def _expansion_s(placed: Placed, rated: Rates, options: Options) -> tuple[float,
 
 
 def class_of(cfg: Model, letter: str) -> type[MixerCost]:
-    """Return the class of a mixer. cfg: the [model] section with this mixer's values."""
-    if letter in pattern.RECURRENT:
-        return RecurrenceCost
-    return LatentCost if cfg.latent.kv_dim else AttentionCost
+    """Return the class of a mixer. cfg: the [model] section with this mixer's values. Raises: ValueError for a mixer
+    without a class."""
+    family = pattern.mixer(letter).family
+    if family == pattern.CUSTOM:
+        return getattr(custom.load(getattr(cfg.custom, letter)), PRICE, None) or UnpricedCost
+    classes = {pattern.RECURRENT: RecurrenceCost,
+               pattern.ATTENTION: LatentCost if cfg.latent.kv_dim else AttentionCost}
+    if family not in classes:
+        raise ValueError(f"the mixer {letter!r} ({pattern.mixer(letter).words}) has no cost; add its class here")
+    return classes[family]
 
 
 def of(cfg: Model, layout: Layout) -> tuple[MixerCost, ...]:

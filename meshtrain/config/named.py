@@ -1,0 +1,43 @@
+"""The type of a key whose value is one of a few names, or code of the run's own, "file.py:name"."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from meshtrain import custom
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """An annotation of a string key. names: the program's own. signature: of code of the run's own. The spelling of a
+    value is checked here, its file among the checks of the run."""
+    names: tuple[str, ...]
+    signature: custom.Signature
+
+    def __get_pydantic_core_schema__(self, source: object, handler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: str) -> str:
+        if value not in self.names and not custom.is_path(value) and (value or self.names):
+            raise PydanticCustomError("literal_error", "is not one of the names")
+        return value
+
+
+def find(field: FieldInfo) -> OneOf | None:
+    """Return the annotation of a key; None if it has none."""
+    return next((one for one in field.metadata if isinstance(one, OneOf)), None)
+
+
+def values(sections: Iterable[tuple[str, BaseModel]]) -> Iterator[tuple[str, str, custom.Signature]]:
+    """Yield (key, value, signature) of each key of these sections that names code of the run's own."""
+    for section, table in sections:
+        for key, field in type(table).model_fields.items():
+            value, one_of = getattr(table, key), find(field)
+            if one_of and custom.is_path(value):
+                yield f"{section}.{key}", value, one_of.signature
+            elif section == "model" and isinstance(value, BaseModel):
+                yield from values([(f"{section}.{key}", value)])

@@ -1,0 +1,208 @@
+"""A run's own code, given by path: "file.py:name". This module knows no key, no jax and no model.
+
+A file is checked by its syntax tree, without being executed, and executed once for each content. A digest of the file,
+and of what it imports from its own folder, identifies the content. Copies in run.dir serve later commands.
+"""
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import hashlib
+import importlib
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshtrain import files
+
+
+def is_path(value: object) -> bool:
+    """Return whether a value names code of the run's own."""
+    return isinstance(value, str) and ".py:" in value and value.rpartition(":")[2].isidentifier()
+
+
+def split(value: str) -> tuple[Path, str]:
+    """Return (file, name in it)."""
+    path, _, name = value.rpartition(":")
+    return Path(path).expanduser(), name
+
+
+# ---- checks by the syntax tree ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What a key calls. takes: possible numbers of a function's arguments. methods: method -> number of its arguments
+    after self; then the name must be a class."""
+    takes: tuple[int, ...] = ()
+    methods: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+def find_faults(key: str, value: str, signature: Signature) -> Iterator[str]:
+    """Yield the reasons why the file cannot serve the key, found without executing it."""
+    (path, name), said = split(value), f'{key}="{value}"'
+    try:
+        there = _names(path)
+        digest(path)
+    except (OSError, SyntaxError, ValueError) as error:
+        where = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        yield (f"{said}: {path} cannot be read: {getattr(error, 'strerror', None) or error}{where}; give a Python "
+               f"file, relative to the current directory, {Path.cwd()}")
+        return
+    node, wanted = there.get(name), "class" if signature.methods else "function"
+    if name not in there:
+        near = difflib.get_close_matches(name, there, 1)
+        yield f"{said}: {path} has no {name}; " + (
+            f"did you mean {near[0]}?" if near else f"it has {', '.join(there) or 'no names'}")
+    elif isinstance(node, ast.FunctionDef if signature.methods else ast.ClassDef):
+        yield f"{said}: {name} is no {wanted}; give a {wanted}"
+    elif isinstance(node, ast.FunctionDef):
+        yield from (f"{said}: {name} {fault}" for fault in _find_miscalls(node, signature.takes))
+    elif isinstance(node, ast.ClassDef):
+        methods = [method for method in node.body if isinstance(method, ast.FunctionDef)]
+        for method in methods:
+            if count := signature.methods.get(method.name):
+                faults = _find_miscalls(method, (count,), 1)
+                yield from (f"{said}: {name}.{method.name} {fault}" for fault in faults)
+
+
+def count_arguments(value: str) -> int:
+    """Return the number of a function's arguments, found without executing its file. Raises: OSError, SyntaxError."""
+    path, name = split(value)
+    node = _names(path).get(name)
+    return len(node.args.posonlyargs + node.args.args) if isinstance(node, ast.FunctionDef) else 1
+
+
+def _names(path: Path) -> dict[str, ast.stmt]:
+    """Return the names that a file's statements define, with their statements."""
+    there: dict[str, ast.stmt] = {}
+    for node in ast.parse(path.read_bytes()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            there[node.name] = node
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            there |= {alias.asname or alias.name: node for alias in node.names}
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            there |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+    return there
+
+
+def _find_miscalls(function: ast.FunctionDef, takes: Sequence[int], unnamed: int = 0) -> Iterator[str]:
+    """Yield why a function cannot be called with one of these numbers of arguments. unnamed: number of arguments before
+    them (self)."""
+    arguments = function.args
+    most = len(arguments.posonlyargs + arguments.args) - unnamed
+    least = most - len(arguments.defaults)
+    if not any(least <= count and (count <= most or arguments.vararg) for count in takes):
+        yield f"takes {most} arguments, but is called with {' or '.join(map(str, takes))}"
+    if None in arguments.kw_defaults:
+        yield "has keyword arguments without defaults, which are never given; give them defaults"
+
+
+# ---- contents --------------------------------------------------------------------------------------------------------
+
+
+def read_sources(path: Path) -> dict[str, bytes]:
+    """Return name -> content of the file and of the files that it imports from its own folder. Names are relative to
+    the folder; the file's own is first. Raises: OSError, SyntaxError."""
+    contents: dict[str, bytes] = {}
+
+    def visit(name: str) -> None:
+        contents[name] = (path.parent / name).read_bytes()
+        for node in ast.walk(ast.parse(contents[name])):
+            before = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
+                words = f"{before}{alias.name}".split(".")
+                places = ["/".join(words[:n]) for n in range(1, len(words) + 1)]
+                for other in (f"{place}{end}" for place in places for end in (".py", "/__init__.py")):
+                    if other not in contents and (path.parent / other).is_file():
+                        visit(other)
+    visit(path.name)
+    return contents
+
+
+def digest(path: Path) -> str:
+    """Return a hash of `read_sources`, 16 hexadecimal digits. Raises: as `read_sources`."""
+    contents = sorted(read_sources(path).items())
+    return hashlib.sha256(b"".join(f"{name} {len(text)} ".encode() + text for name, text in contents)).hexdigest()[:16]
+
+
+def load(value: str) -> Any:
+    """Return what the value names. The file is executed once for each content. Raises: ValueError."""
+    path, name = split(value)
+    try:
+        module = _execute(str(path), digest(path))
+        return getattr(module, name)
+    except (OSError, SyntaxError, AttributeError) as error:
+        raise ValueError(f"{value} cannot be loaded: {error}") from error
+
+
+def call(key: str, value: str, *arguments: object) -> Any:
+    """Load what the value names, and call it. key: of the run file, for messages. Raises: ValueError, also for the
+    errors of the called code."""
+    called = load(value)
+    try:
+        return called(*arguments)
+    except Exception as error:
+        raise ValueError(f'{key}="{value}" raised {type(error).__name__}: {error}') from error
+
+
+@functools.cache
+def _execute(path: str, content: str) -> types.ModuleType:
+    """Return the executed file. content: its digest. Modules of its folder hide others of the same name, and are
+    hidden from all other code."""
+    own, *beside = read_sources(Path(path)).items()
+    module = types.ModuleType(f"meshtrain_custom_{content}")
+    module.__file__ = path
+    names = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name, _ in beside}
+    hidden = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    sys.modules[module.__name__] = module       # dataclasses look their module up
+    sys.path.insert(0, str(Path(path).parent.resolve()))
+    importlib.invalidate_caches()
+    try:
+        exec(compile(own[1], path, "exec"), module.__dict__)
+    except Exception as error:
+        raise ValueError(f"{path} raised {type(error).__name__} when it was executed: {error}") from error
+    finally:
+        sys.path.pop(0)
+        sys.dont_write_bytecode = writes
+        for name in names:
+            sys.modules.pop(name, None)
+        sys.modules.update(hidden)
+    return module
+
+
+# ---- copies in run.dir -----------------------------------------------------------------------------------------------
+
+
+def describe(values: Iterable[str]) -> tuple[str, ...]:
+    """Return a line "FILE DIGEST" for each file that the values name. A file that cannot be read has none."""
+    lines = []
+    for path in sorted({split(value)[0] for value in values}):
+        try:
+            lines.append(f"{path} {digest(path)}")
+        except (OSError, SyntaxError, ValueError):      # `find_faults` tells it
+            continue
+    return tuple(lines)
+
+
+def keep(values: Iterable[str], directory: Path) -> None:
+    """Copy the files that the values name to directory/DIGEST/. Files that are there are not written again."""
+    for path in {split(value)[0] for value in values}:
+        for name, content in read_sources(path).items():
+            place = directory / digest(path) / name
+            if not place.is_file():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                files.replace(place, content)
+
+
+def in_copy(value: str, lines: Sequence[str], directory: Path) -> str:
+    """Return the value with its file replaced by the copy that `keep` made. lines: what `describe` returned then."""
+    path, name = split(value)
+    digests = dict(line.rpartition(" ")[::2] for line in lines)
+    return f"{directory / digests[str(path)] / path.name}:{name}" if str(path) in digests else value
