@@ -49,9 +49,10 @@ def find_faults(key: str, value: str, signature: Signature) -> Iterator[str]:
         there = _names(path)
         digest(path)
     except (OSError, SyntaxError, ValueError) as error:
-        where = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
-        yield (f"{said}: {path} cannot be read: {getattr(error, 'strerror', None) or error}{where}; give a Python "
-               f"file, relative to the current directory, {Path.cwd()}")
+        why = f"{error.msg} in line {error.lineno}" if isinstance(error, SyntaxError) else (
+            getattr(error, "strerror", None) or error)
+        yield (f"{said}: {path} cannot be read: {why}; give a Python file, relative to the current directory, "
+               f"{Path.cwd()}")
         return
     node, wanted = there.get(name), "class" if signature.methods else "function"
     if name not in there:
@@ -199,6 +200,20 @@ def keep(values: Iterable[str], directory: Path) -> None:
             if not place.is_file():
                 place.parent.mkdir(parents=True, exist_ok=True)
                 files.replace(place, content)
+
+
+def identify(value: object, lines: Sequence[str]) -> object:
+    """Return the value of a key with the digests of files in place of their names, so that content is compared. lines:
+    what `describe` returned."""
+    digests = dict(line.rpartition(" ")[::2] for line in lines)
+    if isinstance(value, dict):
+        return {key: identify(part, lines) for key, part in value.items()}
+    if isinstance(value, (list, tuple)) and set(value) == set(lines):
+        return set(digests.values())
+    if not is_path(value):
+        return value
+    path, name = split(str(value))
+    return digests.get(str(path), path), name
 
 
 def in_copy(value: str, lines: Sequence[str], directory: Path) -> str:

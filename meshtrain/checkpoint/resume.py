@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from meshtrain import files
+from meshtrain import custom, files
 from meshtrain.checkpoint.bucket import BucketStore
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.directory import DirectoryStore
@@ -315,6 +315,7 @@ def _open_verified(checkpoints: Checkpoints, step: int, option: str = "checkpoin
 def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple[tuple[str, object, object], ...]:
     """Return the changes to record. Raises: ConfigError that lists every fixed setting that has changed."""
     refused, recorded = [], []
+    code_then = saved.run.get("run", {}).get("code", ())
     contents_then = {"sharding.rules": saved.metadata.get("rules"), **saved.metadata.get("files", {})}
     for section, values in rundir.settings(run).items():
         for key, new in values.items():
@@ -328,6 +329,8 @@ def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple
                 if was == new:
                     was, new = (f"{new} ({_digest(content)})" for content in (then, named[name]))
             if was == new or name == "data.eos" and not new:       # see `in_force`
+                continue
+            if custom.identify(was, code_then) == custom.identify(new, run.run.code):
                 continue
             if rule(name) == STAYS:
                 refused.append(f"{name}={json.dumps(new)}, but the run in {run.run.dir} has {json.dumps(was)}; on "
