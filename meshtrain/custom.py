@@ -127,8 +127,10 @@ def read_sources(path: Path) -> dict[str, bytes]:
 
 
 def digest(path: Path) -> str:
-    """Return a hash of `read_sources`, 16 hexadecimal digits. Raises: as `read_sources`."""
-    contents = sorted(read_sources(path).items())
+    """Return a hash of `read_sources`, 16 hexadecimal digits. The file's own name does not count. Raises: as
+    `read_sources`."""
+    (_, own), *beside = read_sources(path).items()
+    contents = [("", own), *sorted(beside)]
     return hashlib.sha256(b"".join(f"{name} {len(text)} ".encode() + text for name, text in contents)).hexdigest()[:16]
 
 

@@ -134,6 +134,20 @@ def test_a_file_of_another_name_with_the_same_content_is_no_change(tmp_path):
         ("sharding.rules", "sharding_rules/zero3.toml", "sharding_rules/ddp.toml"),)
 
 
+def test_code_of_ones_own_is_compared_by_its_content(tmp_path):
+    here, there, home = tmp_path / "mine.py", tmp_path / "moved.py", tmp_path / "run"
+    here.write_text("def f(up): return up\n")
+    saved(home, run_in(home, "--model.activation", f"{here}:f"), 2)
+    here.rename(there)
+    assert found(home, "--model.activation", f"{there}:f").changes == ()
+    there.write_text("def f(up): return 2 * up\n")
+    with pytest.raises(ConfigError, match="model.activation="):     # another file of another name
+        found(home, "--model.activation", f"{there}:f")
+    there.rename(here)
+    (change,) = found(home, "--model.activation", f"{here}:f").changes
+    assert change[0] == "run.code" and [len(lines) for lines in change[1:]] == [1, 1] and change[1] != change[2]
+
+
 @pytest.mark.parametrize("line", ["", "no JSON", "[]", "{}", '{"step": 3, "key": "a"}', '{"step": "3", "key": "a", '
                                   '"from": 1, "to": 2}', "null", '{"torn'])
 def test_a_line_of_the_changes_that_is_none_is_told_and_stays_and_forbids_nothing(two, line, capfd):
