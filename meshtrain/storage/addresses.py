@@ -10,7 +10,7 @@ import fnmatch
 import re
 import urllib.parse
 
-BUCKETS, WEB, HUB = ("s3", "gs"), ("https", "http"), "hf"
+WEB, HUB = ("https", "http"), "hf"
 EXAMPLES = "s3://BUCKET/…, gs://BUCKET/…, hf://OWNER/NAME, hf://datasets/OWNER/NAME/… and https://HOST/…"
 MAGIC = re.compile(r"[*?[]")
 NAME = r"[\w.-]+"       # of an owner, a model or a data set of the hub
@@ -31,6 +31,22 @@ class Missing(StorageError):
 
 class Changed(StorageError):
     """The file has changed since it was listed or read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """The buckets of a scheme. opened_by: MODULE:CLASS of one bucket, see `buckets.Objects`. credentials: the variables
+    that the user sets, for messages. endpoint: variables that name another server begin with it."""
+    opened_by: str
+    credentials: str
+    endpoint: str
+
+
+BUCKETS = {
+    "s3": Buckets("obstore.store:S3Store", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SKIP_SIGNATURE=true for a "
+                  "public bucket), AWS_REGION and AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": Buckets("obstore.store:GCSStore", "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_BASE_URL"),
+}
 
 
 @dataclasses.dataclass(frozen=True)

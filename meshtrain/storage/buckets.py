@@ -1,4 +1,4 @@
-"""Reads and writes objects of buckets (s3://, gs://) through obstore.
+"""Reads and writes objects of buckets: s3:// and gs:// through obstore, and the schemes of `addresses.BUCKETS`.
 
 Credentials come from the environment: AWS_*, GOOGLE_*. They are sent only to the store's own host. Messages hide
 everything in the library's text that may be secret. A request is repeated if the server fails or does not answer. This
@@ -15,13 +15,13 @@ import math
 import os
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from meshtrain import files, panics
 from meshtrain.storage import retries
-from meshtrain.storage.addresses import Address, Changed, Missing, RemoteFile, StorageError
+from meshtrain.storage.addresses import BUCKETS, Address, Changed, Missing, RemoteFile, StorageError
 
 # A server is silent while it receives an object, and the library does not report its progress. So the time limit of a
 # write is its bytes / SENT_BYTES_S, at least SILENCE_S. It is repeated with limits that are LONGER times as long.
@@ -31,6 +31,7 @@ PART_BYTES = 64 << 20   # of a multipart upload; S3 accepts 10,000 parts
 MOST_REMOVED = 1000     # objects in a request
 HEADERS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION")
 WRITER = "writer"       # an attribute of an object: the ID of the write that made it
+STATUS_OF = {"FileNotFoundError": 404, "FileExistsError": 412, "PermissionError": 403}
 ENDPOINT = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d+)?(/[!-~]*)?")
 Value = TypeVar("Value")
 
@@ -40,6 +41,36 @@ class Version:
     """The version of an object. A write that names a version is refused if the object has changed since."""
     etag: str | None
     number: str | None      # Google's generation
+
+
+class Objects(Protocol):
+    """One bucket. These methods of obstore's stores are all that is used of a bucket; a class of another system has the
+    same. It is called with the bucket's name and with keyword arguments for HTTP, and used by several threads and
+    processes at once. Paths are those of objects in the bucket, and of folders without a slash at the end.
+
+    Each method may raise FileNotFoundError, PermissionError, and FileExistsError if the condition of a request does not
+    hold. After any other OSError the request is repeated. Source: developmentseed.org/obstore.
+    """
+
+    def list(self, prefix: str | None = None) -> Iterable[Sequence[Mapping[str, Any]]]:
+        """Yield batches of the objects below a folder, or of all: "path", "size" (bytes) and "e_tag"."""
+
+    def list_with_delimiter(self, prefix: str | None = None) -> Mapping[str, Any]:
+        """Return "objects" directly in a folder, as in `list`, and "common_prefixes", the paths of folders in it."""
+
+    def get(self, path: str, *, options: Any = None) -> Any:
+        """Return an object: bytes(), its meta (as in `list`, and "version") and the attributes of its write. options:
+        "range" (start, stop); "if_match", the e_tag that it must have; "head": without its bytes."""
+
+    def put(self, path: str, file: bytes | Path, *, mode: Any = "overwrite", attributes: Any = None,
+            **options: Any) -> Mapping[str, Any]:
+        """Write an object as a whole; return its "e_tag", which changes with each write, and "version" (or None). mode:
+        "create" if the object must not exist, or the "e_tag" and "version" that it must have. options: of uploads."""
+
+    def copy(self, source: str, target: str) -> None: ...
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Remove objects. A missing object is no error, or FileNotFoundError if all are removed."""
 
 
 class _Silence(Exception):
@@ -56,7 +87,7 @@ def list_files(folder: Address) -> list[RemoteFile]:
 def look_up(address: Address) -> RemoteFile | None:
     """Return a file; None if there is none. Raises: StorageError."""
     try:
-        return _of_bucket(address, _ask(address, lambda store: store.head(address.path)))
+        return _of_bucket(address, _ask(address, lambda store: store.get(address.path, options={"head": True}).meta))
     except Missing:
         return None
 
@@ -106,7 +137,7 @@ def _range(remote: RemoteFile, start: int, stop: int) -> Any:
 def read(address: Address, start: int = 0, stop: int | None = None) -> bytes:
     """Return an object of a bucket, or bytes [start, stop) of it. Raises: Missing if there is none; StorageError."""
     options = None if stop is None else {"range": (start, stop)}
-    return _ask(address, lambda store: store.get(address.path, options=options).bytes().to_bytes())
+    return _ask(address, lambda store: bytes(store.get(address.path, options=options).bytes()))
 
 
 def read_versioned(address: Address) -> tuple[bytes, Version] | None:
@@ -118,7 +149,7 @@ def read_versioned(address: Address) -> tuple[bytes, Version] | None:
 def _with_attributes(address: Address) -> tuple[bytes, Version, dict[str, str]] | None:
     def ask(store):
         answer = store.get(address.path)
-        return answer.bytes().to_bytes(), Version(answer.meta["e_tag"], answer.meta["version"]), answer.attributes
+        return bytes(answer.bytes()), Version(answer.meta["e_tag"], answer.meta["version"]), answer.attributes
     try:
         return _ask(address, ask)
     except Missing:
@@ -214,8 +245,7 @@ def _check_environment(address: Address) -> None:
 def endpoints(address: Address) -> list[str]:
     """Return the servers that the environment sets in place of the store's own. Without them, a bucket's name is
     ambiguous."""
-    wanted = {"s3": "AWS_ENDPOINT", "gs": "GOOGLE_BASE_URL"}[address.scheme]
-    return [value for key, value in _environment() if key.startswith(wanted)]
+    return [value for key, value in _environment() if key.startswith(BUCKETS[address.scheme].endpoint)]
 
 
 def _environment() -> tuple[tuple[str, str], ...]:
@@ -224,18 +254,17 @@ def _environment() -> tuple[tuple[str, str], ...]:
 
 
 @functools.lru_cache(maxsize=16)
-def _bucket(scheme: str, name: str, environment: tuple, silence_s: float) -> Any:
-    store = importlib.import_module("obstore.store")
-    kind = store.S3Store if scheme == "s3" else store.GCSStore
+def _bucket(scheme: str, name: str, environment: tuple, silence_s: float) -> Objects:
+    module, _, kind = BUCKETS[scheme].opened_by.partition(":")
     # max_retries: `retries.patiently` repeats requests instead. allow_http: for endpoints in the environment.
     # read_timeout: from the start of a request to its answer, then between two reads. timeout: of a whole request; it
     # has no limit.
-    return kind(name, retry_config={"max_retries": 0}, client_options={
+    return getattr(importlib.import_module(module), kind)(name, retry_config={"max_retries": 0}, client_options={
         "allow_http": True, "connect_timeout": "10s", "read_timeout": f"{silence_s * 1000:.0f}ms",
         "timeout": "365days"})
 
 
-def _ask(address: Address, act: Callable[[Any], Value], verb: str = "read", *, patient: bool = False,
+def _ask(address: Address, act: Callable[[Objects], Value], verb: str = "read", *, patient: bool = False,
          silence_s: float | None = None) -> Value:
     """Return act(store), with obstore's store of the address's bucket; repeat it if the server fails. verb: the action
     in messages, e.g. "read". patient: repeat it for longer. silence_s: time limit of a request; None: the default.
@@ -252,13 +281,13 @@ def _ask(address: Address, act: Callable[[Any], Value], verb: str = "read", *, p
     except (exceptions.BaseError, OSError, ValueError, panics.LibraryPanic):
         # the library's text may repeat the credentials
         raise StorageError(f"{address}: the environment has credentials or an endpoint that cannot be used; check "
-                           f"{retries.CREDENTIALS[address.scheme]}") from None
+                           f"{BUCKETS[address.scheme].credentials}") from None
 
     def judge():
         try:
             with panics.caught():
                 return act(store)
-        except (exceptions.BaseError, FileNotFoundError, panics.LibraryPanic) as error:
+        except (exceptions.BaseError, OSError, panics.LibraryPanic) as error:
             raise _of_obstore(address, error, verb) from None
     return retries.patiently(address, judge, verb=verb, patient=patient)
 
@@ -268,7 +297,7 @@ def _of_obstore(address: Address, error: Exception, verb: str) -> Exception:
     text, kind = str(error), type(error).__name__
     if re.search(r"https?://(169\.254\.\d+\.\d+|\[fd00:|metadata)", text):   # obstore looks for a role of the machine
         return StorageError(f"{address}: there are no credentials in the environment, and this machine has no role; "
-                            f"set {retries.CREDENTIALS[address.scheme]}")
+                            f"set {BUCKETS[address.scheme].credentials}")
     if status := re.search(r"status code: (\d{3}) ?([A-Za-z ]*)", text):
         code = re.search(r"<Code>([A-Za-z.]+)</Code>", text)
         return retries.error_of_status(address, int(status[1]), code[1] if code else status[2].strip(), verb)
@@ -280,8 +309,10 @@ def _of_obstore(address: Address, error: Exception, verb: str) -> Exception:
         key = match[1] if (match := re.search(r'Path "(.*?)"', text, re.DOTALL)) else first
         return StorageError(f"{address} cannot be {verb}: the bucket has the key {key!r} there, and no key with //, . "
                             f"or .. among its folders can be listed; rename or remove that object")
-    if kind == "LibraryPanic" or re.search(
+    if kind in STATUS_OF:
+        return retries.error_of_status(address, STATUS_OF[kind], first, verb)
+    if kind == "LibraryPanic" or isinstance(error, OSError) or re.search(
             r"HTTP error|error sending request|timed? ?out|connection|decoding", first, re.IGNORECASE):
         return retries.Moment(first)
-    credentials = f" and to {retries.CREDENTIALS[address.scheme]}" if re.search("credential|token|sign", first) else ""
+    credentials = f" and to {BUCKETS[address.scheme].credentials}" if re.search("credential|token|sign", first) else ""
     return StorageError(f"{address} cannot be {verb}: {first}; check the address{credentials}")

@@ -6,16 +6,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from meshtrain import files
-from meshtrain.storage.addresses import HUB, Address, Changed, Missing, Refused, StorageError
+from meshtrain.storage.addresses import BUCKETS, HUB, Address, Changed, Missing, Refused, StorageError
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0)     # before each further try
 PATIENT_PAUSES_S = (*PAUSES_S, 8.0, 15.0, 30.0)     # for writes in the background
 SILENCE_S = 30.0        # a request fails after this long without a byte from the server
-CREDENTIALS = {"s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SKIP_SIGNATURE=true for a public bucket), "
-                     "AWS_REGION and AWS_ENDPOINT_URL",
-               "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-               HUB: "HF_TOKEN (for a gated model accept its terms at the hub first)",
-               "https": "", "http": ""}
+HUB_CREDENTIALS = "HF_TOKEN (for a gated model accept its terms at the hub first)"
 EXPIRED = ("ExpiredToken", "TokenRefreshRequired")     # S3 sends these with status 400
 Value = TypeVar("Value")
 
@@ -49,7 +45,7 @@ def error_of_status(address: Address, code: int, what: str, verb: str = "read") 
     """Return the error for an HTTP status. what: the status in words."""
     if code in (408, 409, 425, 429) or code >= 500:     # 409: S3 rejects one of two concurrent writes
         return Moment(f"the server answers {code} ({what})")
-    told = CREDENTIALS[address.scheme]
+    told = BUCKETS[address.scheme].credentials if address.scheme in BUCKETS else HUB_CREDENTIALS * (address.scheme == HUB)
     if code in (401, 403) or what in EXPIRED:
         return Refused(f"{address} is refused with {code} ({what})" + (
             f": it cannot be {verb} with these credentials; set {told}" if told else
