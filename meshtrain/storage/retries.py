@@ -45,7 +45,8 @@ def error_of_status(address: Address, code: int, what: str, verb: str = "read") 
     """Return the error for an HTTP status. what: the status in words."""
     if code in (408, 409, 425, 429) or code >= 500:     # 409: S3 rejects one of two concurrent writes
         return Moment(f"the server answers {code} ({what})")
-    told = BUCKETS[address.scheme].credentials if address.scheme in BUCKETS else HUB_CREDENTIALS * (address.scheme == HUB)
+    credentials = {HUB: HUB_CREDENTIALS} | {scheme: buckets.credentials for scheme, buckets in BUCKETS.items()}
+    told = credentials.get(address.scheme, "")
     if code in (401, 403) or what in EXPIRED:
         return Refused(f"{address} is refused with {code} ({what})" + (
             f": it cannot be {verb} with these credentials; set {told}" if told else
