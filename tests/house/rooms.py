@@ -1,11 +1,12 @@
 """The rooms of the package and what they import, as a picture: python tests/house/rooms.py writes docs/rooms.svg.
 
 A room stands above every room that it imports. A line leads to a room that no other room on the way imports: the others follow
-from these. Numbers are the way of one batch through a training step, WAY.
+from these. Numbers are those of the way of a step in docs/code.md.
 """
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,18 +14,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PICTURE = ROOT / "docs" / "rooms.svg"
 
-# The way of one batch: the file that has it, and what happens to it there. Files are checked by tests/house/test_rooms.py.
-WAY: tuple[tuple[str, str], ...] = (
-    ("data/batches/packing.py", "Documents become rows of tokens."),
-    ("run/loop.py", "The rows of a step are put on the devices, and the step runs."),
-    ("training/accumulate.py", "Gradients are summed over microbatches."),
-    ("training/backward.py", "The layers run forward and backward, with the gathered weights of one layer at a time."),
-    ("model/transformer.py", "Embedding, layers and head."),
-    ("parallel/context/attention.py", "Attention over the devices that share a sequence, or on one device."),
-    ("kernels/blockwise.py", "The product of queries and keys."),
-    ("training/optimizer.py", "The update of the weights."),
-    ("checkpoint/checkpoint.py", "The state is saved."),
-)
+PAGE = ROOT / "docs" / "code.md"
+
+
+def read_way() -> list[str]:
+    """The files that a batch passes, as the numbered list of docs/code.md has them."""
+    section = PAGE.read_text(encoding="utf-8").partition("## The way of a step")[2].partition("\n## ")[0]
+    return re.findall(r"^\d+\. \[meshtrain/(\S+)\]", section, re.MULTILINE)
 
 
 def read_modules(root: Path = ROOT) -> dict[str, set[str]]:
@@ -124,7 +120,7 @@ def draw(edges: Mapping[str, set[str]], way: Mapping[str, list[int]]) -> str:
     parts = [pictures.line(at[room][0], at[room][1] + height, at[there][0], at[there][1], "rule")
              for room in sorted(lines) for there in sorted(lines[room])]
     for room, (x, y, wide) in sorted(at.items()):
-        stations = "".join("①②③④⑤⑥⑦⑧⑨⑩"[number - 1] for number in way.get(room, ()))
+        stations = "".join("①②③④⑤⑥⑦⑧⑨⑩⑪⑫⑬⑭⑮"[number - 1] for number in way.get(room, ()))
         parts += [pictures.rect(x - wide / 2, y, wide, height, "c0" if stations else "c7", 0.35 if stations else 0.12),
                   pictures.text(x, y + 21, f"{stations} {room}".strip(), 12, "middle")]
     return skin.alone(pictures.drawing(len(rows) * step - step + height + 8, parts, "rooms and what they import")) + "\n"
@@ -132,7 +128,7 @@ def draw(edges: Mapping[str, set[str]], way: Mapping[str, list[int]]) -> str:
 
 def stations(rooms: Iterable[str]) -> dict[str, list[int]]:
     numbers: dict[str, list[int]] = {}
-    for number, (path, _) in enumerate(WAY, 1):
+    for number, path in enumerate(read_way(), 1):
         numbers.setdefault(room_of("meshtrain." + path.removesuffix(".py").replace("/", "."), rooms), []).append(number)
     return numbers
 

@@ -1,4 +1,6 @@
 """The pages say what is so: their commands parse, their links and files exist, their keys are keys."""
+import ast
+import builtins
 import fnmatch
 import json
 import math
@@ -150,28 +152,66 @@ def test_the_command_of_ci_is_that_of_the_first_page():
     assert block.startswith("bash\n") and block.count("\n") == 2 and "pytest" in block and ".venv/" in block
 
 
-def test_the_page_of_the_code_leads_to_the_scores_by_the_files_that_the_call_passes(monkeypatch):
+CODE = ROOT / "docs" / "code.md"
+
+
+def listed(form: str) -> list[tuple[str, str]]:
+    """(file below meshtrain/, the text after it) of the items of the page of the code that begin with `form`."""
+    found = re.findall(rf"^{form} \[meshtrain/(\S+)\]\(\S+\)(.*(?:\n   ? ?\S.*)*)", CODE.read_text(), re.MULTILINE)
+    return [(path, text) for path, text in found]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_page_of_the_code_leads_to_the_scores_by_the_files_that_a_step_passes(stages, monkeypatch):
     stacks, scores = [], blockwise._scores
     monkeypatch.setattr(blockwise, "_scores", lambda *args, **words: stacks.append(traceback.extract_stack())
                         or scores(*args, **words))
-    run = config.Run(model=dict(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16),
-                     data=dict(seq_len=16, global_batch=1))
-    made = assembly.assemble(run, jax.devices()[:1])
-    with jax.set_mesh(made.mesh):
-        assembly.compile_evaluation(made)
+    run = config.Run(model=dict(num_layers=2, embed_dim=16, num_heads=2, mlp_dim=16), mesh=dict(stage=stages),
+                     data=dict(seq_len=16, global_batch=2), training=dict(microbatches=2))
+    made = assembly.assemble(run, jax.devices()[:stages])
+    made.program.lower_step()
     package = ROOT / "meshtrain"
-    passed = dict.fromkeys(str(Path(frame.filename).relative_to(package))
-                           for frame in stacks[0] if frame.filename.startswith(f"{package}/"))
-    listed = re.findall(r"^\d+\. \[meshtrain/(\S+)\]", (ROOT / "docs" / "code.md").read_text(), re.MULTILINE)
-    assert listed == ["commands/train.py", *passed] and len(listed) <= 8
+    passed = list(dict.fromkeys(str(Path(frame.filename).relative_to(package))
+                                for frame in stacks[0] if frame.filename.startswith(f"{package}/")))
+    way, staged = ([path for path, _ in listed(form)] for form in (r"\d+\.", "-"))
+    on_the_way = {"commands/train.py", "assembly.py", "data/batches/packing.py", "run/loop.py", "training/optimizer.py",
+                  "checkpoint/checkpoint.py"}       # before the step is traced, and after the layers
+    if stages == 1:
+        assert [path for path in way if path not in on_the_way] == passed
+    else:
+        at = way.index("training/accumulate.py")
+        assert way[at + 1] == "training/reduction.py"       # both are replaced
+        assert [path for path in way[:at] + staged[:3] + way[at + 2:] if path not in on_the_way] == passed
 
 
 def test_the_page_of_the_code_names_functions_that_its_files_have():
-    page = (ROOT / "docs" / "code.md").read_text()
-    named = re.findall(r"^\d+\. \[meshtrain/(\S+)\](.*(?:\n   .*)*)", page, re.MULTILINE)
-    wrong = {(path, name) for path, text in named for name in re.findall(r"`(\w+)`", text)
-             if not re.search(rf"(def|class) {name}\b", (ROOT / "meshtrain" / path).read_text())}
-    assert len(named) == 8 and not wrong
+    items = [*listed(r"\d+\."), *listed("-")]
+    wrong = {(path, name) for path, text in items for name in re.findall(r"`(\w+)`", text)
+             if not re.search(rf"((def|class) {name}\b|^{name}\b.* = )", (ROOT / "meshtrain" / path).read_text(), re.MULTILINE)}
+    beside = re.findall(r"`(\w+)`(?: in| of|, in) `([\w/]+\.py)`", CODE.read_text())
+    wrong |= {(path, name) for name, path in beside
+              if not re.search(rf"(def|class) {name}\b|^{name}\b", read_source(path), re.MULTILINE)}
+    assert len(items) > 20 and len(beside) > 10 and not wrong
+
+
+def read_source(path: str) -> str:
+    """The text of a file that a page names from the root of the repository or of the package."""
+    return next(home / path for home in (ROOT, ROOT / "meshtrain") if (home / path).is_file()).read_text()
+
+
+def test_names_on_the_page_of_the_code_are_names_of_the_code():
+    """Of files, folders, functions, classes, constants, arguments and words that are values."""
+    known, homes = set(dir(builtins)), (ROOT, ROOT / "meshtrain", ROOT / "tests", *(ROOT / "tests").iterdir())
+    for path in (ROOT / "meshtrain").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            known |= {getattr(node, field, None) for field in ("name", "attr", "id", "arg", "value")
+                      if isinstance(getattr(node, field, None), str)}
+    text = re.sub(r"^```.*?^```", "", CODE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    named = {name for name in re.findall(r"`([^`\s]+)`", text) if re.fullmatch(r"[\w./]+", name)}
+    wrong = {name for name in named if not name.startswith("optax.")
+             if not (any((home / name).exists() for home in homes) if "/" in name or name.endswith((".py", ".json"))
+                     else set(name.split(".")) <= known or name in known)}
+    assert len(named) > 100 and not wrong
 
 
 # ---- what a command printed is what it prints ------------------------------------------------------------------------

@@ -1,20 +1,10 @@
-"""The picture of the rooms is that of the imports, and the way of a batch is that of docs/code.md."""
-import re
-
+"""The picture of the rooms is that of the imports, with the numbers of docs/code.md."""
 import pytest
 import rooms
-
-CODE = rooms.ROOT / "docs" / "code.md"
 
 
 def test_the_picture_is_drawn_from_the_imports_as_they_are():
     assert rooms.PICTURE.read_text(encoding="utf-8") == rooms.drawn(), "run python tests/house/rooms.py"
-
-
-def test_the_page_tells_the_way_of_a_batch_and_its_files_exist():
-    assert all((rooms.ROOT / "meshtrain" / path).is_file() for path, _ in rooms.WAY)
-    section = CODE.read_text(encoding="utf-8").partition("## The way of a batch")[2].partition("\n## ")[0]
-    assert tuple(re.findall(r"^\d+\. `(\S+)`: (.*)$", section, re.MULTILINE)) == rooms.WAY
 
 
 def test_lines_that_follow_from_others_are_left_out_and_circles_are_refused():
