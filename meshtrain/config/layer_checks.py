@@ -1,7 +1,7 @@
 """Checks of the layers: their patterns, and the keys that mixers, heads, recurrences and routers read."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from meshtrain import pattern
 from meshtrain.config import rope_scaling
@@ -17,7 +17,7 @@ EXPERT_KEYS = ("experts_per_token", "expert_mlp_dim", "shared_expert_dim", "shar
 def check_layers(run: Run) -> Iterator[str]:
     """Check the layers' patterns and the keys that their mixers read."""
     model = run.model
-    known = {"mixers": MIXERS, "mlps": MLPS}
+    known: dict[str, Iterable[str]] = {"mixers": MIXERS, "mlps": MLPS}
     for key, letters in known.items():
         given = getattr(model, key)
         if not given.rstrip("*") or set(given.removesuffix("*")) - set(letters):

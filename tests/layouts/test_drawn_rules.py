@@ -13,6 +13,7 @@ import sampling
 from drawn_rules import MODELS, draw, outcome
 
 from meshtrain import config, design
+from meshtrain.names import AXES
 from meshtrain.sharding import rules
 from meshtrain.shipped import locate_shipped, names
 
@@ -61,7 +62,7 @@ def test_drawn_files_are_no_shipped_ones_and_use_every_line(tmp_path):
     shipped_files = [rules.load(locate_shipped(f"sharding_rules/{name}.toml")).tables for name in names("sharding_rules")]
     lines, alike = Counter(), 0
     for number in range(SLOW):
-        text = drawn_rules.rule_file(random.Random(number), dict.fromkeys(rules.AXES, 2))
+        text = drawn_rules.rule_file(random.Random(number), dict.fromkeys(AXES, 2))
         try:
             tables = rules.parse(text, str(locate_shipped("sharding_rules/drawn.toml"))).tables
         except ValueError:

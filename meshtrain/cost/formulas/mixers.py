@@ -282,8 +282,8 @@ def class_of(cfg: Model, letter: str) -> type[MixerCost]:
     family = pattern.mixer(letter).family
     if family == pattern.CUSTOM:
         return getattr(custom.load(getattr(cfg.custom, letter)), PRICE, None) or UnpricedCost
-    classes = {pattern.RECURRENT: RecurrenceCost,
-               pattern.ATTENTION: LatentCost if cfg.latent.kv_dim else AttentionCost}
+    classes: dict[str, type[MixerCost]] = {pattern.RECURRENT: RecurrenceCost,
+                                           pattern.ATTENTION: LatentCost if cfg.latent.kv_dim else AttentionCost}
     if family not in classes:
         raise ValueError(f"the mixer {letter!r} ({pattern.mixer(letter).words}) has no cost; add its class here")
     return classes[family]
