@@ -39,6 +39,7 @@ from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.inspection import report, step_costs, summary, topologies
 from meshtrain.inspection.inspected import Inspected
+from meshtrain.library.fit import fit
 from meshtrain.library.layouts import Layout
 from meshtrain.library.ring import ring_attention, token_order
 from meshtrain.library.stack import Stack
@@ -50,7 +51,7 @@ from meshtrain.shown import DrawnSchedule, JsonTable, ProgramCosts, Rows, StepCo
 from meshtrain.training.state import State
 from meshtrain.units import size
 
-__all__ = ["ConfigError", "Experiment", "Layout", "Rules", "Stack", "bars", "check_answer", "compare", "curves",
+__all__ = ["ConfigError", "Experiment", "Layout", "Rules", "Stack", "bars", "check_answer", "compare", "curves", "fit",
            "inspect", "mesh", "plan", "prove", "ring_attention", "schedule", "shards", "simulate", "size",
            "token_order", "unpack"]
 

@@ -110,7 +110,7 @@ class Trainer:
                       hooks.Export(self.exporting, self.opened.ends))
             checks = [hooks.CheckReplicas(self.compiled.replicas, run.training.check_replicas_every, saving)
                       ] if self.compiled.replicas else []
-            state, done = loop.train(made.program, self.compiled.step, state, feed, run.training.steps, journal,
+            state, done = loop.train(made.program.limit, self.compiled.step, state, feed, run.training.steps, journal,
                                      (validation, trace, *checks, *saving), self.stop)
         # A stop request during the step of a spike: only the local checkpoint has this state.
         if start.is_of(places.local) and done == start.step < run.training.steps:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -244,7 +244,7 @@ def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalCheckpoi
     if start.back:
         changes.append(("checkpoint.step", None, start.step))
     _write(directory, lambda: rundir.write_settings(run.replace(checkpoint={"step": 0}), directory, rules_text))
-    _write(directory, lambda: _record(directory / RECORD, start.step, changes))
+    _write(directory, lambda: record_changes(directory / RECORD, start.step, changes))
     _write(directory, lambda: rows.cut_after(directory / rows.NAME, start.step))
     if local is not None:
         local.begin(start.step, start.is_of(local))
@@ -356,8 +356,9 @@ def _digest(content: str) -> str:
     return hashlib.blake2b(content.encode(), digest_size=4).hexdigest()
 
 
-def _record(path: Path, step: int, changes: list[tuple[str, object, object]]) -> None:
-    """Append changes to the record, except those that a start killed before its first checkpoint has already recorded.
+def record_changes(path: Path, step: int, changes: Sequence[tuple[str, object, object]]) -> None:
+    """Append changes (key, old value, new value) to the record, except those that a start killed before its first
+    checkpoint has already recorded.
     """
     known = [(row["step"], row["key"], row["to"]) for row in rows.Log(path, rows.is_change).read()]
     added = [{"step": step, "key": key, "from": old, "to": new, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}

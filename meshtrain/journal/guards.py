@@ -49,13 +49,20 @@ class Guard(Protocol):
 
 
 class SkippedSteps:
-    """Prints skipped steps, and stops the run after training.max_skipped_steps in a row.
+    """Prints skipped steps, and stops the run after `most` in a row.
 
-    in_a_row: the number of skipped steps up to the last row.
+    remedy: what the user can change, for the message. in_a_row: the number of skipped steps up to the last row.
     """
 
-    def __init__(self, run: Run):
-        self.most, self.optimizer, self.in_a_row = run.training.max_skipped_steps, run.optimizer, 0
+    def __init__(self, most: int, remedy: str):
+        self.most, self.remedy, self.in_a_row = most, remedy, 0
+
+    @classmethod
+    def of_run(cls, run: Run) -> SkippedSteps:
+        return cls(run.training.max_skipped_steps, (
+            f"Lower optimizer.learning_rate={run.optimizer.learning_rate}, lengthen "
+            f"optimizer.warmup_steps={run.optimizer.warmup_steps}, leave these batches out by data.skip_batches, "
+            f"or continue from an earlier checkpoint (checkpoint.step); all four are allowed on resume"))
 
     def see(self, row: Row) -> None:
         """Raises: TooManySkippedSteps."""
@@ -70,10 +77,7 @@ class SkippedSteps:
         if self.in_a_row >= self.most:
             raise TooManySkippedSteps(
                 f"{self.in_a_row} steps in a row, up to step {row['step']}, had a loss or gradient norm that "
-                f"is not finite, or a loss spike; none of them was applied. Lower "
-                f"optimizer.learning_rate={self.optimizer.learning_rate}, lengthen "
-                f"optimizer.warmup_steps={self.optimizer.warmup_steps}, leave these batches out by data.skip_batches, "
-                f"or continue from an earlier checkpoint (checkpoint.step); all four are allowed on resume")
+                f"is not finite, or a loss spike; none of them was applied. {self.remedy}")
 
 
 class Mismatch:

@@ -56,18 +56,21 @@ class _Step(NamedTuple):
 class Journal:
     """Writes metrics rows and progress lines, and calls the guards.
 
-    account: counts goodput. spikes: the losses so far. hosts: the host name of each process.
+    account: counts goodput. spikes: the losses so far. hosts: the host name of each process. guards: instead of the
+    run's.
     """
 
     def __init__(self, run: Run, writer: RowWriter, progress: RowDisplay, flops: Flops,
-                 account: goodput.Account | None = None, spikes: Spikes | None = None, hosts: Sequence[str] = ()):
+                 account: goodput.Account | None = None, spikes: Spikes | None = None, hosts: Sequence[str] = (),
+                 guards: Sequence[Guard] | None = None):
         self.every, self.samples = run.metrics.every, objective.of_run(run).samples
         self.tokens_per_step = run.data.global_batch * run.data.seq_len
         self.writer, self.progress, self.flops = writer, progress, flops
         self.account = account or goodput.Account()
         self.spikes, self.stragglers = spikes or Spikes(run), Stragglers(hosts)
         # called in this order; spikes last: a run that skipped too many steps stops instead of going back
-        self.guards: tuple[Guard, ...] = (Mismatch(run), SkippedSteps(run), self.spikes)
+        self.guards: tuple[Guard, ...] = (Mismatch(run), SkippedSteps.of_run(run), self.spikes
+                                          ) if guards is None else tuple(guards)
         self.times = StepTimes()
         self._pending: _Step | None = None
         self._extra: dict[str, float] = {}

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from meshtrain.run import trees
 from meshtrain.sharding.logical import nearest
 
 Axes = tuple[str | None, ...]
@@ -17,16 +18,11 @@ Axes = tuple[str | None, ...]
 
 def list_leaves(tree: Any) -> dict[str, Any]:
     """Return path -> leaf, in the order of jax.tree.leaves. Raises: ValueError for two leaves of one path."""
-    flat = [(name_path(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    flat = [(trees.name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
     if twice := [name for name, count in Counter(name for name, _ in flat).items() if count > 1]:
         raise ValueError(f"params: {twice[0]} is the path of {len(flat) - len(dict(flat)) + 1} arrays; rename one of "
                          f"their keys")
     return dict(flat)
-
-
-def name_path(path: Sequence[Any]) -> str:
-    """Return the path of a leaf of a pytree: the keys, indices and attributes that lead to it, joined by /."""
-    return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 
 
 def match(leaves: Mapping[str, Any], given: Any) -> tuple[dict[str, Axes], list[str]]:
@@ -61,7 +57,7 @@ def match(leaves: Mapping[str, Any], given: Any) -> tuple[dict[str, Axes], list[
 def list_entries(given: Any) -> dict[str, Any]:
     """Return path -> entry of a tree of axes. Raises: ValueError."""
     flat = jax.tree_util.tree_flatten_with_path(given, is_leaf=lambda x: x is None or _is_entry(x))[0]
-    return {name_path(path): entry for path, entry in flat}
+    return {trees.name(path): entry for path, entry in flat}
 
 
 def find_shape_faults(leaves: Mapping[str, Any], named: Mapping[str, Axes], remedy: str = "") -> list[str]:

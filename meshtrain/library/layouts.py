@@ -150,7 +150,17 @@ class TreeLayout:
 
         loss(params, rows) -> (sum, count) over the rows that it is given, or an `mt.Stack`. [grads] is made true: each
         axis is reduced once a step, or once a microbatch where [grads] splits over it. See `library.gradients`.
+
+        >>> layout, axes = mt.Layout("zero1", {"data": 4}), {"w": ("embed", None)}
+        >>> f = layout.gradients(lambda p, rows: ((rows @ p["w"]).sum(), rows.shape[0]), axes)
+        >>> mean, grads = jax.jit(f)(layout.place({"w": np.ones((8, 2))}, axes), np.ones((4, 8)))
+        >>> float(mean), grads["w"].sharding.spec == jax.P("data", None)
+        (16.0, True)
         """
+        if (stages := self.spec.sizes["stage"]) > 1:
+            raise ConfigError(f"mesh.stage={stages}: gradients without a pipeline would repeat the work of every "
+                              f"stage; use mesh.stage=1, or a pipeline")
+
         def compute_gradients(params: Any, rows: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
             named = self.name(params, axes)[1]
             return gradients.gradients(self, loss, named, microbatches, compute)(params, rows, key)

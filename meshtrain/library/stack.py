@@ -31,6 +31,12 @@ class Stack:
 
     It goes wherever a loss goes: `stack(params, rows)` is (sum, count). The weights that `embed`, `layer` and `head`
     get are gathered as a matmul takes them, so they need no call of `Layout.gathered`.
+
+    >>> stack = mt.Stack(lambda ends, rows: rows @ ends["in"], lambda w, x: x @ w,
+    ...                  lambda ends, x, rows: (x.sum(), x.shape[0]))
+    >>> total, count = stack({"in": jnp.ones((3, 2)), "blocks": jnp.ones((4, 2, 2))}, jnp.ones((5, 3)))
+    >>> float(total), count
+    (480.0, 5)
     """
     embed: Callable
     layer: Callable

@@ -17,7 +17,6 @@ from meshtrain.cluster import agree, watch
 from meshtrain.journal.journal import Journal
 from meshtrain.journal.step_times import StepEnd
 from meshtrain.run import garbage, phases, rundir
-from meshtrain.run.stops import Listener
 from meshtrain.training.state import State
 from meshtrain.training.step import Program
 
@@ -47,9 +46,8 @@ class StepBatch(NamedTuple):
     paused: bool = False
 
 
-class Feed(Protocol):
-    """The source of the loop's batches. evaluates: whether its validation computes losses."""
-    evaluates: bool
+class StepFeed(Protocol):
+    """The source of the loop's batches."""
 
     def next(self, done: int, state: State, journal: Journal, stop: Stop) -> StepBatch:
         """Return the batch of step `done` + 1. state: the state after `done` steps. journal: for numbers of the metrics
@@ -58,14 +56,19 @@ class Feed(Protocol):
     def tokens(self, steps: int) -> int:
         """Return the number of tokens in the run's first `steps` batches."""
 
+    def close(self) -> None:
+        """Release threads and processes. The loop calls it at its end."""
+
+
+class Feed(StepFeed, Protocol):
+    """The source of a run's batches, which a run resumes. evaluates: whether its validation computes losses."""
+    evaluates: bool
+
     def position(self, steps: int) -> dict:
         """Return the position after the run's first `steps` batches: JSON for the checkpoint, used on a resume."""
 
     def validation(self, program: Program, stop: Stop) -> Validator:
         """Return the validation of the run. program: with a compiled evaluation if the feed evaluates."""
-
-    def close(self) -> None:
-        """Release threads and processes. The loop calls it at its end."""
 
 
 class Validator(Hook, Protocol):
@@ -82,11 +85,16 @@ class NoBatch(Exception):
     """The run has to stop before the feed has a batch. All processes raise it together."""
 
 
+class StopRequest(Protocol):
+    """number: of the signal that requested a stop; None before one has. See `stops.Listener`."""
+    number: int | None
+
+
 class Stop:
     """Makes all processes end the loop after the same step, once one of them got a stop request (`listener`) or lost
     its `claim` on run.dir."""
 
-    def __init__(self, listener: Listener, claim: rundir.Claim | None = None):
+    def __init__(self, listener: StopRequest, claim: rundir.Claim | None = None):
         self.listener, self.claim, self.agreement, self.agreed = listener, claim, agree.StopAgreement(), False
 
     def must_stop(self, late_s: float | None = None) -> bool:
@@ -141,12 +149,13 @@ class StepClock:
         return StepEnd(seen, late_s if late_s > 2 * every_s else 0.0)
 
 
-def train(program: Program, step: Callable, state: State, feed: Feed, last: int, journal: Journal,
-          hooks: Sequence[Hook], stop: Stop) -> tuple[State, int]:
+def train(limit: Callable[[float], Sequence[jax.Array]], step: Callable, state: State, feed: StepFeed, last: int,
+          journal: Journal, hooks: Sequence[Hook], stop: Stop) -> tuple[State, int]:
     """Train from state.step to step `last`. Return (state, its step). After a stop request the step is below `last`.
 
-    All processes call this together. step: the compiled training step. feed: closed at the end. hooks: called in this
-    order. Raises: TooManySkippedSteps, LossSpike.
+    All processes call this together. step: the compiled training step (state, batch, *limit(loss)). limit: the largest
+    loss that is no spike -> further arguments of the step, see `Program.limit`. feed: closed at the end. hooks: called
+    in this order. Raises: TooManySkippedSteps, LossSpike.
     """
     done = first = int(state.step)
 
@@ -183,7 +192,7 @@ def train(program: Program, step: Callable, state: State, feed: Feed, last: int,
                               ) if ended.done() and not waited else 0.0
             done, came, before = done + 1, time.perf_counter(), ended
             with jax.profiler.StepTraceAnnotation("train", step_num=done):
-                state, metrics = step(state, batch, *program.limit(journal.spikes.limit(done)))
+                state, metrics = step(state, batch, *limit(journal.spikes.limit(done)))
             if not all(value.is_ready() for value in metrics.values()):     # the step was dispatched just now
                 came = time.perf_counter()
             ended = clock.observe(metrics)

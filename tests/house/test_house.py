@@ -49,9 +49,9 @@ OPEN_TO = {
     "huggingface/weights": {"checkpoint", "cluster", "config", "data", "data/documents", "huggingface", "model", "run",
                             "storage"},
     # What others build on: beside the interface, above the trainer and the accountant.
-    "library": {"checkpoint", "choices", "cluster", "config", "cost/formulas", "cost/program", "data/documents",
-                "inspection", "journal", "kernels", "model", "parallel/context", "parallel/pipeline", "parity", "run",
-                "sharding", "shown", "storage", "training"},
+    "library": {"checkpoint", "choices", "cluster", "config", "cost/formulas", "cost/program", "given", "inspection",
+                "journal", "kernels", "model", "parallel/context", "parallel/pipeline", "parity", "run", "sharding",
+                "shown", "storage", "training"},
     # Training on sampled answers comes after pretraining: the command hands the trainer what it needs of this room.
     "rl/rewards": set(),
     "rl": {"assembly", "checkpoint", "choices", "cluster", "config", "cost/formulas", "data", "data/batches",

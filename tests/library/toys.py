@@ -8,6 +8,7 @@ from flax import linen, nnx
 
 from meshtrain.library import unpack
 from meshtrain.library.layouts import Layout
+from meshtrain.library.stack import Stack
 
 V, D, F, L, B, T = 64, 32, 64, 2, 32, 8
 AXES = {"table": ("vocab", "embed"), "blocks": {"up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed")},
@@ -42,6 +43,17 @@ def build_dict(layout: Layout) -> tuple[unpack.Parts, Callable]:
         h, _ = jax.lax.scan(layer, h, p["blocks"])
         return sum_nats(layout.constrain(h @ p["head"], "batch", "seq", "vocab"), rows["y"])
     return unpack.unpack(params, AXES), loss
+
+
+def build_stack(layout: Layout) -> tuple[unpack.Parts, Callable]:
+    """The model of `build_dict` as three functions."""
+    parts, _ = build_dict(layout)
+
+    def layer(w, h):
+        u = layout.constrain(jax.nn.relu(h @ w["up"]), "batch", "seq", "mlp")
+        return layout.constrain(h + u @ w["down"], "batch", "seq", None)
+    return parts, Stack(lambda ends, rows: layout.constrain(ends["table"][rows["x"]], "batch", "seq", None), layer,
+                        lambda ends, h, rows: sum_nats(h @ ends["head"], rows["y"]))
 
 
 def build_nnx(layout: Layout) -> tuple[unpack.Parts, Callable]:
@@ -86,4 +98,4 @@ def build_linen(layout: Layout) -> tuple[unpack.Parts, Callable]:
     return parts, lambda p, rows: sum_nats(model.apply(p, rows["x"]), rows["y"])
 
 
-BUILD = {"dict": build_dict, "nnx": build_nnx, "linen": build_linen}
+BUILD = {"dict": build_dict, "nnx": build_nnx, "linen": build_linen, "stack": build_stack}

@@ -51,7 +51,7 @@ class Bench:
         writer = SimpleNamespace(write=lambda row: (self.rows.append(row), self.events.append(("row", row["step"]))))
         log = Journal(self.run, writer, Progress(self.run.training.steps), Flops(0.0))
         feed = BatchFeed(self.run, self.program, self.data, start)
-        return loop.train(self.program, self._step, State(start), feed, self.run.training.steps, log, hooks,
+        return loop.train(self.program.limit, self._step, State(start), feed, self.run.training.steps, log, hooks,
                           self.stop)[1]
 
     def _step(self, state, batch):

@@ -1,0 +1,297 @@
+"""Training of any loss by a rule file: the trainer's loop, metrics and checkpoints around a step of functions.
+
+This module knows no model: the loss, the optimizer and the data are functions. `run_dir` has the directory of a run.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import hashlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from meshtrain import flags, given
+from meshtrain.config import ConfigError
+from meshtrain.config.sections import Run
+from meshtrain.journal.guards import SkippedSteps
+from meshtrain.journal.journal import Flops, Journal
+from meshtrain.journal.rows import Row
+from meshtrain.library import run_dir
+from meshtrain.library.axes import list_leaves
+from meshtrain.library.layouts import TreeLayout
+from meshtrain.library.run_dir import LoopParts
+from meshtrain.library.stack import Stack
+from meshtrain.run import loop, say, stops
+from meshtrain.run.loop import StepBatch
+from meshtrain.shown import Rows, history
+from meshtrain.training.state import State
+from meshtrain.training.step import dropout_key
+
+REMEDY = "Lower the learning rate, clip gradients (optax.clip_by_global_norm), or look at the data of these steps"
+MOST_SKIPPED = 10       # steps in a row
+
+
+class FitOptions(TypedDict, total=False):
+    """Options of `fit`. microbatches: of a step; default: 1. dir: the directory of the run; default: nothing is saved.
+    every: steps between checkpoints; 0: only after the last step. keep: number of checkpoints; default: 2. keys:
+    whether the loss gets a key for each row, for dropout. seed: of these keys. compute: the dtype in which weights are
+    read."""
+    microbatches: int
+    dir: str | Path | None
+    every: int
+    keep: int
+    keys: bool
+    seed: int
+    compute: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """Checked arguments of `fit`."""
+    steps: int
+    microbatches: int = 1
+    dir: str | Path | None = None
+    every: int = 0
+    keep: int = 2
+    keys: bool = False
+    seed: int = 0
+    compute: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fit:
+    """The result of `fit`. state: step, params and opt_state, stored by [optimizer]. history: a row of metrics for each
+    step that this call took."""
+    state: State
+    history: Rows
+
+    @property
+    def params(self) -> Any:
+        """The trained parameters, a tree like those that were given."""
+        return self.state.params
+
+
+def fit(loss: Callable, params: Any, axes: Any = None, *, layout: TreeLayout,
+        optimizer: optax.GradientTransformation, data: Callable[[int], Any], steps: int,
+        **options: Unpack[FitOptions]) -> Fit:
+    """Train until `steps` steps are taken. Return the state and the metrics.
+
+    loss(params, rows) -> (sum, count), or a `Stack`; params, axes: see `Layout.gradients`. optimizer: of optax;
+    clipping and schedules belong to it. It updates the shards of [optimizer]. data(n) -> rows, arrays [B, …], of the
+    step after n steps: a function of n alone, called in every process. options: see `FitOptions`.
+
+    A step whose loss or gradients are not finite changes only the count of steps; ten in a row end the run. With `dir`
+    the call resumes from the newest checkpoint there: bit for bit on the same layout, up to the order of sums on
+    another one. `python -m meshtrain.report DIR` shows its metrics. A stop signal then ends the process after the
+    current step, with its state saved and exit code 75.
+
+    Raises: ConfigError; TooManySkippedSteps; CheckpointError.
+
+    >>> done = mt.fit(lambda p, rows: (jnp.sum((rows * p["w"] - 3) ** 2), rows.size), {"w": np.zeros(1)}, {},
+    ...               layout=mt.Layout("ddp", {"data": 4}), optimizer=optax.sgd(0.1),
+    ...               data=lambda n: np.ones(8, np.float32), steps=30)
+    >>> round(float(done.params["w"][0]), 2), len(done.history)
+    (3.0, 30)
+    """
+    asked = _check(data, steps, options)
+    params, named = layout.name(params, axes)
+    _check_trained(params)
+    first = data(0)
+    feed = _Feed(layout, data, list_leaves(first))
+    wanted = _describe_state(layout, optimizer, params, named)
+    with jax.set_mesh(layout.mesh), contextlib.ExitStack() as stack:
+        directory = None
+        if asked.dir is not None:
+            run = _describe_run(asked, feed)
+            facts = _list_facts(layout, loss, named, asked, feed)
+            directory = stack.enter_context(run_dir.open_directory(run, facts, layout.rules.text))
+        state = directory.restore(wanted) if directory else None
+        if state is None:
+            state = _begin_state(layout, optimizer, params, named, wanted)
+        start = int(state.step)
+        if start >= asked.steps:
+            return Fit(state, history([]))
+        step = _make_step(layout, loss, named, optimizer, asked, wanted).lower(wanted, layout.batch(first)).compile(
+            compiler_options=flags.options(layout.mesh.devices.flat[0].platform))
+        taken: list[Row] = []
+        guards = SkippedSteps(MOST_SKIPPED, REMEDY),
+        with directory.train(start, str(layout.spec), guards, taken) if directory else _train_here(
+                _describe_run(asked, feed), guards, taken) as training:
+            state, done = loop.train(lambda limit: (), step, state, feed, asked.steps, *training)
+    if done < asked.steps:
+        say.out(f"stopped after step {done}, saved in {asked.dir}; call fit again to resume")
+        raise SystemExit(stops.STOPPED)
+    return Fit(state, history(taken))
+
+
+@contextlib.contextmanager
+def _train_here(run: Run, guards: Sequence, taken: list[Row]) -> Iterator[LoopParts]:
+    """Context of a loop without a directory: rows are appended to `taken`, nothing is printed or saved."""
+    journal = Journal(run, run_dir.RowList(taken), _Silent(), Flops(0.0), guards=guards)
+    yield LoopParts(journal, (), loop.Stop(_NoSignals()))
+
+
+class _Silent:
+    """A display of rows that shows nothing."""
+
+    def step(self, row: Row) -> None:
+        pass
+
+
+class _NoSignals:
+    """A loop.StopRequest that is never made."""
+    number: int | None = None
+
+
+class _Feed:
+    """A loop.StepFeed of data(n). Raises: ConfigError for rows of another form than those of step 0."""
+
+    def __init__(self, layout: TreeLayout, data: Callable[[int], Any], first: Mapping[str, Any]):
+        self.layout, self.data = layout, data
+        self.forms = {name: (np.shape(leaf), jax.dtypes.canonicalize_dtype(np.result_type(leaf)))
+                      for name, leaf in first.items()}
+        sizes = {shape[:1] for shape, _ in self.forms.values()}
+        if len(sizes) != 1 or sizes == {()}:
+            shapes = ", ".join(str(shape) for shape, _ in self.forms.values())
+            raise ConfigError(f"data(0) has {shapes or 'no arrays'}; each array must be [B, …] with the same number of "
+                              f"rows B")
+        (self.num_rows,) = sizes.pop()
+        lengths = {shape[1] for shape, dtype in self.forms.values()
+                   if len(shape) > 1 and np.issubdtype(dtype, np.integer)}
+        # of metrics: sequences are integers [B, T], and other rows count as one token each
+        self.length = lengths.pop() if len(lengths) == 1 else 1
+
+    def next(self, done: int, state: State, journal: Journal, stop: loop.Stop) -> StepBatch:
+        rows = self.data(done)
+        forms = {name: (np.shape(leaf), jax.dtypes.canonicalize_dtype(np.result_type(leaf)))
+                 for name, leaf in list_leaves(rows).items()}
+        if forms != self.forms:
+            name = next(name for name in {**self.forms, **forms} if forms.get(name) != self.forms.get(name))
+            raise ConfigError(f"data({done}) has {name} {_format(forms.get(name))}, and data(0) had "
+                              f"{_format(self.forms.get(name))}; give rows of one shape and dtype in every step")
+        return StepBatch(self.layout.batch(rows), self.tokens(1))
+
+    def tokens(self, steps: int) -> int:
+        return steps * self.num_rows * self.length
+
+    def close(self) -> None:
+        pass
+
+
+def _format(form: tuple[tuple[int, ...], Any] | None) -> str:
+    return "absent" if form is None else f"{form[1]}{list(form[0])}"
+
+
+def _make_step(layout: TreeLayout, loss: Callable, named: Any, optimizer: optax.GradientTransformation, asked: _Asked,
+               wanted: State) -> jax.stages.Wrapped:
+    """Return the jitted step (state, rows) -> (state, metrics), which donates the state."""
+    gradients = layout.gradients(loss, named, asked.microbatches, asked.compute)
+
+    def train(state: State, rows):
+        key = dropout_key(asked.seed, state.step) if asked.keys else None
+        mean, grads = gradients(state.params, rows, key)
+        norm = optax.global_norm(grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        finite = jnp.isfinite(mean) & jnp.isfinite(norm)
+        new = optax.apply_updates(state.params, updates), opt_state
+        new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (state.params, state.opt_state))
+        rates = optax.tree.get_all_with_path(state.opt_state, "learning_rate")      # of optax.inject_hyperparams
+        rate = rates[0][1] if len(rates) == 1 else math.nan
+        metrics = {"loss": mean, "grad_norm": norm, "learning_rate": jnp.asarray(rate, jnp.float32), "skipped": ~finite}
+        return State(state.step + 1, *new), metrics
+    places = jax.tree.map(lambda leaf: leaf.sharding, wanted)
+    return jax.jit(train, out_shardings=(places, NamedSharding(layout.mesh, P())), donate_argnums=0)
+
+
+def _describe_state(layout: TreeLayout, optimizer: optax.GradientTransformation, params: Any, named: Any) -> State:
+    """Return the state as ShapeDtypeStructs with shardings: what is compiled for, and restored."""
+    shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, params))
+    opt_state = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+                             jax.eval_shape(optimizer.init, shapes), layout.states(optimizer, shapes, named))
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(layout.mesh, P()))
+    return State(step, layout.place(shapes, named), opt_state)
+
+
+def _begin_state(layout: TreeLayout, optimizer: optax.GradientTransformation, params: Any, named: Any,
+                 wanted: State) -> State:
+    places = jax.tree.map(lambda leaf: leaf.sharding, wanted)
+    # copies: the step donates its state, and the caller keeps params
+    stored = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=places.params)(layout.place(params, named))
+    opt_state = jax.jit(optimizer.init, out_shardings=places.opt_state)(stored)
+    return State(jax.device_put(np.int32(0), places.step), stored, opt_state)
+
+
+def _check(data: object, steps: object, options: Mapping[str, Any]) -> _Asked:
+    """Return checked options. Raises: ConfigError with every fault."""
+    known, faults = [field.name for field in dataclasses.fields(_Asked) if field.name != "steps"], []
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            faults.append(f"fit has no option {name!r}{hint}; its options are {', '.join(known)}")
+    if not callable(data):
+        faults.append(f"data={str(data)[:60]!r} is no function; give data(n) -> rows of the step after n steps, so "
+                      f"that a resumed run sees the same rows")
+    for name, value, least in (("steps", steps, 1), ("microbatches", options.get("microbatches", 1), 1),
+                               ("every", options.get("every", 0), 0), ("keep", options.get("keep", 2), 1)):
+        try:
+            given.check_count(name, value, least)
+        except ConfigError as error:
+            faults += error.messages
+    if options.get("every") and options.get("dir") is None:
+        faults.append(f"every={options['every']}: without dir nothing is saved; give dir=, or leave every out")
+    if faults:
+        raise ConfigError(*faults)
+    return _Asked(int(steps), **options)        # type: ignore[call-overload]
+
+
+def _check_trained(params: Any) -> None:
+    for name, leaf in list_leaves(params).items():
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise ConfigError(f"params: {name} has dtype {jnp.result_type(leaf)} and cannot be trained; "
+                              f"mt.unpack leaves such arrays out")
+
+
+def _describe_run(asked: _Asked, feed: _Feed) -> Run:
+    """Return a run file's sections for the trainer's pieces, which read of them only what is set here."""
+    name = Path(asked.dir).name if asked.dir is not None else ""
+    return Run(run={"name": name or "fit", "dir": str(asked.dir or ""), "seed": asked.seed},
+               training={"steps": asked.steps, "microbatches": asked.microbatches},
+               data={"global_batch": feed.num_rows, "seq_len": feed.length},
+               checkpoint={"every": asked.every, "keep": asked.keep})
+
+
+def _list_facts(layout: TreeLayout, loss: Callable, named: Any, asked: _Asked, feed: _Feed) -> dict[str, str | int]:
+    """Return what the numbers of a run depend on. A change is reported when a run resumes."""
+    functions = (loss.embed, loss.layer, loss.head) if isinstance(loss, Stack) else (loss,)
+    named_rows = ", ".join(f"{name} {_format(form)}" for name, form in sorted(feed.forms.items()))
+    return {"loss": _digest(*map(_read_source, functions)), "axes": _digest(str(named)),
+            "rules": f"{Path(layout.rules.path).stem} {_digest(layout.rules.text)}", "mesh": str(layout.spec),
+            "rows": named_rows, "microbatches": asked.microbatches, "seed": asked.seed,
+            "compute": asked.compute or "as stored"}
+
+
+def _digest(*texts: str) -> str:
+    """Return a short digest; "unknown" without texts."""
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12] if all(texts) else "unknown"
+
+
+def _read_source(function: Callable) -> str:
+    """Return the source of a function without that of the functions it calls; "" if it has none (typed into python)."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""

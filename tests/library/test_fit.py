@@ -1,0 +1,159 @@
+"""`mt.fit`: any dialect on any layout trains like one device, resumes, and refuses what it cannot train."""
+import functools
+import json
+import os
+import signal
+import tomllib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+
+from meshtrain import config
+from meshtrain.inspection import measured
+from meshtrain.journal.guards import TooManySkippedSteps
+from meshtrain.library.fit import fit
+from meshtrain.library.layouts import Layout
+
+MESHES = {"ddp": {"data": 8}, "zero1": {"data": 4, "fsdp": 2}, "zero3": {"fsdp": 8}, "zero3 with tensor": {"fsdp": 4, "tensor": 2}}
+TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+
+
+def layout_of(name: str) -> Layout:
+    return Layout(name.split()[0], MESHES[name])
+
+
+def train(dialect: str, layout: Layout, steps: int = 5, **options):
+    parts, loss = toys.BUILD[dialect](layout)
+    return fit(loss, parts.params, parts.axes, layout=layout, optimizer=TX, data=toys.rows, steps=steps, **options)
+
+
+@functools.cache
+def on_one_device(dialect: str):
+    return train("dict" if dialect == "stack" else dialect, Layout("ddp"))
+
+
+def losses(*runs) -> list[float]:
+    return [row["loss"] for run in runs for row in run.history]
+
+
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("dialect", toys.BUILD)
+def test_five_steps_have_the_losses_of_one_device(dialect, name):
+    run = train(dialect, layout_of(name), microbatches=2)
+    # float32 sums in another order, through five updates
+    np.testing.assert_allclose(losses(run), losses(on_one_device(dialect)), rtol=2e-6)
+    assert losses(run)[4] < losses(run)[0] - 0.3
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), run.params, on_one_device(dialect).params)
+
+
+def test_a_run_resumes_bit_for_bit_on_its_layout_and_up_to_sums_on_another(tmp_path, capsys):
+    whole = train("dict", layout_of("zero1"), keys=False)
+    first = train("dict", layout_of("zero1"), 3, dir=tmp_path, every=2)
+    again = train("dict", layout_of("zero1"), 4, dir=tmp_path, every=2)
+    assert losses(first, again) == losses(whole)[:4] and int(again.state.step) == 4
+    other = train("dict", layout_of("zero3 with tensor"), 5, dir=tmp_path, microbatches=2)
+    np.testing.assert_allclose(losses(other), losses(whole)[4:], rtol=1e-6)
+    assert other.params["head"].sharding.spec == jax.P("fsdp", "tensor")
+    assert losses(train("dict", layout_of("zero1"), 5, dir=tmp_path)) == [], "it is finished"
+    told = capsys.readouterr().out
+    assert 'from step 5 on: mesh="fsdp 4 × tensor 2" (was "data 4 × fsdp 2")' in told and "microbatches=2 (was 1)" in told
+
+    report = measured.of(tmp_path)
+    assert (report["step"], report["steps"], report["tokens"], report["state"]) == (5, 5, 5 * 32 * 8, "finished")
+    assert report["rows"]["loss"] == losses(first, again, other) and len(report["starts"]) == 3
+    assert {change["key"] for change in report["changes"]} == {"mesh", "rules", "microbatches"}
+    assert tomllib.loads((tmp_path / "config.toml").read_text())["fit"]["rows"] == "x int32[32, 8], y int32[32, 8]"
+
+
+def test_another_loss_is_told_and_other_arrays_are_refused(tmp_path, capsys):
+    layout = Layout("ddp", {"data": 2})
+
+    def one(p, rows):
+        return jnp.sum((rows * p["w"]) ** 2), rows.size
+
+    def other(p, rows):
+        return jnp.sum((rows * p["w"]) ** 4), rows.size
+    run = functools.partial(fit, layout=layout, optimizer=optax.sgd(0.1), data=lambda n: np.ones(4, np.float32), dir=tmp_path)
+    run(one, {"w": np.ones(1)}, {}, steps=1)
+    run(other, {"w": np.ones(1)}, {}, steps=2)
+    assert "from step 2 on: loss=" in capsys.readouterr().out
+    assert [json.loads(line)["key"] for line in (tmp_path / "changes.jsonl").read_text().splitlines()] == ["loss"]
+    with pytest.raises(config.ConfigError, match="params/w: float32.1. in the checkpoint, float32.2. in this run"):
+        run(other, {"w": np.ones(2)}, {}, steps=3)
+
+
+def test_a_step_that_is_not_finite_changes_only_the_count_and_ten_in_a_row_end_the_run():
+    def train_with(bad, steps):
+        return fit(lambda p, rows: (jnp.sum((rows * p["w"] - 1) ** 2), rows.size), {"w": np.zeros(1)}, {},
+                   layout=Layout("ddp", {"data": 2}), optimizer=optax.adam(0.1), steps=steps,
+                   data=lambda n: np.full(4, np.nan if n in bad else 1, np.float32))
+    run = train_with({1, 2}, 4)
+    assert [row["skipped"] for row in run.history] == [False, True, True, False] and int(run.state.step) == 4
+    assert run.params["w"] == train_with({}, 2).params["w"]
+    with pytest.raises(TooManySkippedSteps, match="Lower the learning rate, clip gradients"):
+        train_with(set(range(20)), 20)
+
+
+def test_a_stop_request_saves_the_step_and_ends_the_process_by_its_code(tmp_path):
+    def train_to(steps, stopping):
+        def data(n):
+            if stopping and n == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return np.ones(4, np.float32)
+        return fit(lambda p, rows: (jnp.sum((rows * p["w"] - 1) ** 2), rows.size), {"w": np.zeros(1)}, {}, data=data,
+                   layout=Layout("ddp", {"data": 2}), optimizer=optax.sgd(0.1), steps=steps, dir=tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        train_to(500, True)
+    assert ended.value.code == 75
+    step = measured.of(tmp_path)["step"]
+    assert 3 <= step < 500 and train_to(step + 1, False).history[0]["step"] == step + 1
+
+
+def test_dropout_has_the_same_keys_on_every_layout_and_others_in_every_step():
+    def drop(p, rows, keys):
+        kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, (8,)))(keys)
+        return jnp.sum(kept * rows * p["w"]), rows.shape[0]
+
+    def run(layout, seed=0):
+        return losses(fit(drop, {"w": np.ones(1)}, {}, layout=layout, optimizer=optax.sgd(0.0), steps=3, keys=True,
+                          data=lambda n: np.ones((16, 8), np.float32), seed=seed))
+    one = run(Layout("ddp"))
+    assert run(Layout("ddp", {"data": 4, "fsdp": 2})) == pytest.approx(one, rel=1e-6)
+    assert len({*one, *run(Layout("ddp"), seed=1)}) >= 5
+
+
+ROWS = np.ones(4, np.float32)
+MISTAKES = {
+    "an option": (dict(microbatch=2), "fit has no option 'microbatch' .did you mean 'microbatches'"),
+    "no microbatches": (dict(microbatches=0), "microbatches=0 is not a whole number of at least 1"),
+    "every without dir": (dict(every=5), "every=5: without dir nothing is saved"),
+    "a list of rows": (dict(data=[ROWS]), "is no function; give data.n."),
+    "rows of other forms": (dict(data=lambda n: np.ones(4 + n, np.float32)), r"data.1. has .*float32.5., and data.0. had .*float32.4."),
+    "no rows": (dict(data=lambda n: {}), "data.0. has no arrays"),
+    "rows that do not divide": (dict(data=lambda n: np.ones(5, np.float32)), "batch=5 does not divide over data 2"),
+    "rows and microbatches": (dict(microbatches=4), "4 rows do not divide over 4 microbatches × data 2"),
+    "a mean": (dict(loss=lambda p, rows: jnp.mean(rows * p["w"])), "return two scalars .sum, count."),
+    "integers": (dict(params={"w": np.ones(1, np.int32)}), "params: w has dtype int32 and cannot be trained"),
+    "stages": (dict(layout=Layout("ddp", {"stage": 2, "data": 2}), params={"w": np.ones((2, 2))}, axes={"w": ("layers", "mlp")}),
+               "mesh.stage=2: gradients without a pipeline"),
+    "a bucket": (dict(dir="s3://bucket/run"), "dir=s3://bucket/run is no directory of this host"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_message(mistake):
+    changed, said = MISTAKES[mistake]
+    given = dict(loss=lambda p, rows: (jnp.sum(rows * p["w"]), rows.size), params={"w": np.ones(1)}, axes={},
+                 layout=Layout("ddp", {"data": 2}), optimizer=optax.sgd(0.1), data=lambda n: ROWS, steps=2) | changed
+    with pytest.raises(ValueError, match=said):
+        fit(given.pop("loss"), given.pop("params"), given.pop("axes"), **given)
+
+
+def test_the_directory_of_another_run_is_refused(tmp_path):
+    (tmp_path / "config.toml").write_text("[run]\nname = 'a'\n")
+    with pytest.raises(config.ConfigError, match="holds a run of python -m meshtrain.train"):
+        train("dict", Layout("ddp"), dir=tmp_path)
