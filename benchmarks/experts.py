@@ -15,6 +15,7 @@ others.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -37,6 +38,7 @@ from meshtrain.cost.formulas import flops
 from meshtrain.cost.program import audit
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.cost.program import roofline
+from meshtrain.cost.program.compiled import CompiledProgram
 from meshtrain.data import sources
 from meshtrain.data.batches import packing
 from meshtrain.scopes import BALANCED_ROWS
@@ -270,11 +272,12 @@ def balance_section() -> list[str]:
 
 def balanced(name: str) -> list[str]:
     made = assembly.assemble(run_files.load([str(ROOT / "configs" / f"{name}.toml")]), gpu_compile.topology("h100:64"))
-    text = assembly.compile_step(made, refuse_broken=False).as_text()
-    priced = [roofline.of_run(made, text)]
+    program = CompiledProgram.of_run(made, assembly.compile_step(made, refuse_broken=False))
+    further = dataclasses.replace(program, assumed={"experts.rounds": 1})
+    priced = [program.roofline]
     if ManualRegion.of(made.layout).own:
-        priced += [roofline.of_run(made, loaded(text, load)) for load in LOADS]
-        priced.append(roofline.of_run(made, loaded(text, LOADS[-1]), {"experts.rounds": 1}))
+        priced += [roofline.read(loaded(program.text, load), made.mesh, priced_as.prices, program.workload)
+                   for load, priced_as in [*((load, program) for load in LOADS), (LOADS[-1], further)]]
     cells = [f"{line.step_s:.2f} s, **{line.mfu:.1%}**, {line.exposed_s / line.step_s:.1%}" for line in priced]
     print(name, *cells, file=sys.stderr)
     return [name, *cells, *["the same"] * (2 + len(LOADS) - len(cells))]

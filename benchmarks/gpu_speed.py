@@ -32,6 +32,7 @@ from meshtrain import hardware
 from meshtrain.cost.formulas import assumptions, attention_pairs, flops
 from meshtrain.cost.formulas import rates as formula_rates
 from meshtrain.cost.program import audit, roofline
+from meshtrain.cost.program.compiled import CompiledProgram
 from meshtrain.cost.program.work import PRODUCTS
 from meshtrain.inspection import memory
 from meshtrain.kernels import tiles
@@ -267,7 +268,7 @@ def told(plan: Plan, made, step, measured: Measured) -> dict:
     step_s, tokens = statistics.median(measured.times), run.data.global_batch * run.data.seq_len
     needed = tokens * flops.model_flops_per_token(made.model.parameters(), run.model, run.data.seq_len)
     peak = gpu and gpu.peak(run.model.compute_dtype)
-    held, line = memory.measure(made, step)["total"], roofline.of_run(made, step.as_text())
+    held, line = memory.measure(made, step)["total"], CompiledProgram.of_run(made, step).roofline
     whole = run_of(plan, count, run.training.microbatches).model.num_layers
 
     def gib(value: float | None) -> str:

@@ -26,7 +26,7 @@ from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.place import place
 from meshtrain.cost.formulas.price import Price, price
 from meshtrain.cost.program import compile as gpu_compile
-from meshtrain.cost.program import roofline
+from meshtrain.cost.program.compiled import CompiledProgram
 from meshtrain.inspection import memory
 from meshtrain.model import transformer
 from meshtrain.sharding import rules
@@ -100,7 +100,7 @@ def compiled(case: Case) -> tuple[float, int]:
     """(seconds by the roofline, bytes of a GPU) of the compiled step."""
     made = assembly.assemble(case.run(), gpu_compile.topology(f"{GPU}:{case.gpus}"))
     executable = assembly.compile_step(made)
-    return roofline.of_run(made, executable.as_text()).step_s, memory.measure(made, executable)["total"]
+    return CompiledProgram.of_run(made, executable).roofline.step_s, memory.measure(made, executable)["total"]
 
 
 def measure(case: Case) -> tuple[str, str]:

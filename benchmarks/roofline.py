@@ -12,8 +12,10 @@ import functools
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -25,6 +27,7 @@ from meshtrain import hardware
 from meshtrain.cost.formulas import flops
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.cost.program import roofline
+from meshtrain.cost.program.compiled import CompiledProgram
 from meshtrain.inspection import memory
 
 GPUS, HOPPER = ("h100", "a100-80gb", "h200", "b200"), ("h100", "h200")
@@ -103,16 +106,19 @@ PUBLISHED = (
 
 @functools.cache
 def program(gpu: str, case: Case):
-    """(assembled run, its compiled step, the text of it)."""
+    """(assembled run, its compiled step)."""
     run = run_files.load([str(ROOT / "configs" / case.run_file), *case.words.split()])
     made = assembly.assemble(run, gpu_compile.topology(f"{gpu}:{case.num_gpus}"))
-    executable = assembly.compile_step(made, refuse_broken=False)
-    return made, executable, executable.as_text()
+    return made, assembly.compile_step(made, refuse_broken=False)
+
+
+def line_of(gpu: str, case: Case, given: Mapping[str, float] = MappingProxyType({})) -> roofline.Roofline:
+    return CompiledProgram.of_run(*program(gpu, case), given).roofline
 
 
 def row(gpu: str, case: Case) -> list[str]:
-    made, executable, text = program(gpu, case)
-    line, flat = roofline.of_run(made, text), roofline.of_run(made, text, FLAT)
+    made, executable = program(gpu, case)
+    line, flat = line_of(gpu, case), line_of(gpu, case, FLAT)
     held = memory.measure(made, executable)["total"]
     fits = "" if held <= hardware.usable_bytes(hardware.get(gpu)) else " (does not fit)"
 
@@ -125,8 +131,7 @@ def row(gpu: str, case: Case) -> list[str]:
 
 
 def compared(run: Published) -> list[str]:
-    made, _, text = program(run.gpu, run.case)
-    line = roofline.of_run(made, text, run.given)
+    line = line_of(run.gpu, run.case, run.given)
     ours = line.tokens_per_s / line.num_gpus
     print(f"{run.source} {run.case.name}: {ours:,.0f} against {run.tokens_per_s:,.0f}", flush=True)
     return [run.source, run.case.name, f"{run.case.num_gpus} × {run.gpu}", f"{run.tokens_per_s:,.0f}", f"{ours:,.0f}",
@@ -139,19 +144,18 @@ def table(header: tuple, rows: list[list[str]]) -> list[str]:
 
 def with_table(gpu: str, case: Case) -> str:
     """A sentence: the case's MFU at flat rates, where it is counted as 6·N with the embedding in N."""
-    made, _, text = program(gpu, case)
+    made, _ = program(gpu, case)
     cfg, table = made.run.model, made.model.parameters()
     counted = flops.model_flops_per_token(table, cfg, made.run.data.seq_len)
     more = 6 * sum(info.size for info in table if info.role == "embedding")
-    mfu = roofline.of_run(made, text, FLAT).mfu
+    mfu = line_of(gpu, case, FLAT).mfu
     return (f"MFU counts matrices that multiply. Counted as 6·N, with the table that is only looked up in N, "
             f"{case.name} on {gpu} has {mfu * (1 + more / counted):.1%} at flat rates in place of {mfu:.1%}.")
 
 
 def costliest(gpu: str, case: Case, count: int = 10) -> list[str]:
     """A table of the costliest kernels, and the sentence above it."""
-    made, _, text = program(gpu, case)
-    line = roofline.of_run(made, text)
+    line = line_of(gpu, case)
     rows = [[kernel.part, f"{kernel.runs:,}", f"{1e3 * kernel.seconds:,.0f}", f"{kernel.seconds / line.step_s:.1%}",
              kernel.bound, kernel.line, f"`{kernel.source[-60:]}`"] for kernel in line.kernels[:count]]
     return [f"The costliest kernels of {case.name} on {gpu}:", "",

@@ -11,6 +11,7 @@ from meshtrain import config, design, flags, hardware
 from meshtrain.cluster import agree, programs
 from meshtrain.config import Run
 from meshtrain.cost.program import audit, scheduling
+from meshtrain.cost.program.compiled import CompiledProgram
 from meshtrain.design import Design
 from meshtrain.run import say
 from meshtrain.run.exits import RunError
@@ -60,13 +61,14 @@ def compile_step(made: Assembly, refuse_broken: bool = True) -> jax.stages.Compi
     path = profile and programs.keep_profile(profile)
     if path and (options := flags.profile_options(path)):
         second = _compile(made, lowered, options)
-        step = second if agree.on_first(lambda: scheduling.is_better(made, second, first)) else first
+        one, other = (CompiledProgram.of_run(made, executable) for executable in (first, second))
+        step = second if agree.on_first(lambda: scheduling.is_better(other, one)) else first
     return check_program(made.mesh, "the training step", step) if refuse_broken else step
 
 
 def _profile(made: Assembly, executable: jax.stages.Compiled) -> str:
     try:
-        return scheduling.profile(made, executable)
+        return scheduling.profile(CompiledProgram.of_run(made, executable))
     except Exception as error:      # a run must not fail because its step time cannot be predicted
         say.err(f"note: the step keeps XLA's own schedule, because its time cannot be predicted: {error!r}")
         return ""

@@ -95,8 +95,8 @@ class StepCosts(ProgramCosts):
         self.memory_bytes = JsonTable(data["memory_bytes"], report.memory_table(step), self.picture)
         line, choice = data["roofline"], step.made.choice
         # None without a GPU of known speed
-        self.roofline = step.roofline and JsonTable(
-            line, report.roofline_table(step.roofline, step.made.mesh_spec), layout.time_drawing(line, legend=True))
+        self.roofline = step.program.roofline and JsonTable(
+            line, report.roofline_table(step.program.roofline, step.made.mesh), layout.time_drawing(line, legend=True))
         # None without a pipeline
         self.schedule = choice and DrawnSchedule(choice.schedule, choice.outcome)
 

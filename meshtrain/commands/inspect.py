@@ -67,18 +67,18 @@ def main(own: config.Arguments) -> int:
     made = assembly.assemble(run, devices)
     if note := summary.note_unopened(run):
         made = dataclasses.replace(made, notes=(*made.notes, note))
-    if given and not roofline.gpu_of(made):
+    if given and not roofline.gpu_of(made.mesh):
         raise ConfigError("--assume changes the roofline, which needs a GPU of known speed; add e.g. --topology h100:8")
     step = inspect_step(made, given)
-    now = expect.of(made, step.program, step.memory_bytes)
+    now = expect.of(made, step.program.audit, step.memory_bytes)
     if own["update"]:
         _write(own["expect"], expect.dumps(
             now, f"python -m meshtrain.inspect {shlex.join(word for word in own.words if word != '--update')}"))
     if as_json or own["html"] or not own["expect"]:
         _tell(step, own)
-    if step.program.broken_permutes or before and _differs(before, now, own["expect"]):
+    if step.program.audit.broken_permutes or before and _differs(before, now, own["expect"]):
         return FAILED
-    gpu, needed = roofline.gpu_of(made), step.memory_bytes["total"]
+    gpu, needed = step.program.gpu, step.memory_bytes["total"]
     if step.fits or gpu is None or needed is None:
         return DONE
     plan, change = f"python -m meshtrain.plan {' '.join(own.names or ['RUN.toml'])}", fitting.remedy(made, gpu, needed)

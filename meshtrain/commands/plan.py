@@ -330,10 +330,10 @@ def verify(run: Run, question: search.Question, plan: search.Plan) -> dict:
     step = Inspected(made, executable,
                      {name: value for name, value in given.items() if not assumptions.TABLE[name].formula})
     sent: dict[str, int] = {}
-    for row in step.program.collectives:
+    for row in step.program.audit.collectives:
         axes = "+".join(row.axes)
         sent[axes] = sent.get(axes, 0) + row.bytes
-    return {"memory_bytes": step.memory_bytes, "traffic_bytes": sent, "step_time_s": step.roofline.step_s}
+    return {"memory_bytes": step.memory_bytes, "traffic_bytes": sent, "step_time_s": step.program.roofline.step_s}
 
 
 def price_sampler(run: Run, question: search.Question) -> dict:

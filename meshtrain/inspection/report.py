@@ -14,6 +14,7 @@ from meshtrain.cost.formulas import flops
 from meshtrain.cost.program import audit, roofline
 from meshtrain.inspection import formula_vs_compiled, memory, summary
 from meshtrain.inspection.inspected import Inspected
+from meshtrain.sharding.mesh import AnyMesh
 from meshtrain.units import amount, operations, seconds, size
 
 LABELS = {"params": "weights", "grads": "gradients", "optimizer": "optimizer state", "activations": "activations",
@@ -26,11 +27,11 @@ def text(step: Inspected) -> str:
     warnings = [differences(step), *(f"warning: {line}" for line in step.warnings)]
     return "\n\n".join([
         before(step.made), params_table(step.made), memory_table(step),
-        collectives_table(step), matmuls(step.program, step.formulas), "\n".join(warnings),
+        collectives_table(step), matmuls(step.program.audit, step.formulas), "\n".join(warnings),
         *([sampling_table(step.sampling_costs)] if step.sampling_costs else []),
         *([f"rl.lag={lag}: this is the cost of sampling for validation; separate processes sample the answers for "
            f"training, and `plan` prints the cost of one such process"] if (lag := step.made.run.rl.lag) else []),
-        *([roofline_table(step.roofline, step.made.mesh_spec)] if step.roofline else [])])
+        *([roofline_table(step.program.roofline, step.made.mesh)] if step.program.roofline else [])])
 
 
 def before(made: Assembly) -> str:
@@ -60,15 +61,15 @@ def _dtypes(cfg: Model) -> str:
 def as_json(step: Inspected) -> dict:
     """Return the output of `inspect --json`. formula: null without formulas. roofline: null unless compiled for a GPU
     of known speed. differences: empty unless compiled for GPUs. sampling: null without [rl]."""
-    formulas, program, gpu = step.formulas, step.program, roofline.gpu_of(step.made)
+    formulas, program, line = step.formulas, step.program.audit, step.program.roofline
     return {"memory_bytes": {"formula": formulas.memory_bytes if formulas else memory.formula(step.made),
-                             "compiled": step.memory_bytes, "usable": gpu and hardware.usable_bytes(gpu)},
-            "broken_permutes": list(program.broken_permutes), "recomputed_by_xla": audit.count_recomputed(step.text),
+                             "compiled": step.memory_bytes, "usable": step.program.usable_bytes},
+            "broken_permutes": list(program.broken_permutes), "recomputed_by_xla": step.program.num_recomputed,
             "collectives": {"formula": formulas and formulas.collectives,
                             "compiled": audit.summarize(program.collectives)},
             "matmul_flops": {"formula": formulas and formulas.matmul_flops,
                              "compiled": formula_vs_compiled.matmul_flops(program)},
-            "differences": step.differences, "roofline": step.roofline and step.roofline.as_json(),
+            "differences": step.differences, "roofline": line and line.as_json(),
             "sampling": step.sampling_costs, "warnings": step.warnings, **summary.of_run(step.made)}
 
 
@@ -97,7 +98,7 @@ def _spec(split: list[list[str]]) -> str:
 
 def collectives_table(step: Inspected) -> str:
     """Return a table of a step's collectives: bytes sent per device by mesh axes, by formulas and compiled."""
-    program, formulas = step.program, step.formulas
+    program, formulas = step.program.audit, step.formulas
 
     def key(row: Mapping) -> tuple[str, ...]:
         return (row["kind"], *row["axes"], row["dtype"])
@@ -136,7 +137,7 @@ def differences(step: Inspected) -> str:
     """Return lines about differences between the compiled step and the formulas."""
     if not step.formulas:
         return "not compared with formulas: there are none for float8 projections"
-    if not step.for_gpus:
+    if not step.program.for_gpus:
         return ("not compared with formulas: they describe GPU programs, and programs for simulated devices send more; "
                 "add --topology, e.g. h100:8")
     return "\n".join(f"warning: {line}" for line in step.differences) or "the compiled step agrees with the formulas"
@@ -157,11 +158,11 @@ def memory_table(step: Inspected) -> str:
     lines = [columns([("memory per device", "formulas", "compiled"), *rows])]
     if held["grads"] is None:
         lines += ["gradients are included in the activations, because there is one microbatch"]
-    if gpu := roofline.gpu_of(made):
+    if gpu := step.program.gpu:
         usable = hardware.usable_bytes(gpu)
         whole, fits = size(gpu.hbm_bytes or 0), "it fits" if step.fits else "IT DOES NOT FIT"
         lines += [f"of {size(usable)} usable on {gpu.name}, {hardware.memory_share():g} of its {whole}: {fits}"]
-    if again := audit.count_recomputed(step.text):
+    if again := step.program.num_recomputed:
         lines += [f"note: XLA recomputes {again} values because the step is close to its memory limit; "
                   "training.remat or more devices would cost less time"]
     if made.choice:
@@ -213,14 +214,14 @@ def sampling_table(data: dict) -> str:
 COSTLIEST = 10
 
 
-def roofline_table(line: roofline.Roofline, mesh_spec) -> str:
+def roofline_table(line: roofline.Roofline, mesh: AnyMesh) -> str:
     """Return the roofline of a step as text: step time, shares, collectives, costliest kernels, assumptions."""
     def percent(share: float) -> str:
         return f"{share:.1%}"
     shares = ", ".join(f"{name} {percent(share)}" for name, share in line.shares.items())
     domains = ", ".join(f"{axis} {n} GPUs over NVLink" if inside == n else
         f"{axis} {amount(n // inside, 'host')} with {amount(inside, 'network card')} each"
-        for axis, (n, inside) in roofline.links(line.gpu, mesh_spec).items()) or "none"
+        for axis, (n, inside) in roofline.links(line.gpu, mesh).items()) or "none"
     lines = [f"roofline on {line.num_gpus} × {line.gpu.name}, nothing measured: {line.step_s:.3f} s a step, "
              f"{line.tokens_per_s / line.num_gpus:,.0f} tokens/s a GPU, MFU {percent(line.mfu)} of the "
              f"{line.mfu_dtype} peak",

@@ -31,7 +31,7 @@ class SamplingCosts:
 
     def as_json(self) -> dict:
         """Return the costs per device as JSON. Times are null unless compiled for a GPU of known speed."""
-        costs, gpu, held = self.costs, roofline.gpu_of(self.made), self._memory_bytes()
+        costs, gpu, held = self.costs, roofline.gpu_of(self.made.mesh), self._memory_bytes()
         rated = gpu and rates.Rates(gpu, Assumptions(gpu.name, self.assumed))
         sizes, layout = self.made.mesh_spec.sizes, costs.placed.layout
 

@@ -14,14 +14,14 @@ from meshtrain import hardware
 from meshtrain.config import Run
 from meshtrain.cost.program import roofline
 from meshtrain.inspection import chart
-from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.sharding.mesh import AnyMesh
 from meshtrain.training import accumulators
 
 
 def of_run(made: Assembly) -> dict:
     """Return a run as JSON. Bytes and links are those of one device."""
     kind, simulated = made.mesh.devices.flat[0].device_kind, bool(made.run.mesh.simulated_devices)
-    on = mesh(made.mesh_spec, roofline.gpu_of(made), kind, simulated)
+    on = mesh(made.mesh, roofline.gpu_of(made.mesh), kind, simulated)
     return {"run": _run(made), "mesh": on, "parameters": parameters(made),
             "schedule": made.choice and chart.as_json(made.choice), "notes": list(made.notes)}
 
@@ -45,14 +45,15 @@ def _run(made: Assembly) -> dict:
             "rules": made.layout.rules.path, "rules_text": made.layout.rules.text}
 
 
-def mesh(spec: MeshSpec, gpu: hardware.Gpu | None, device: str, simulated: bool = False) -> dict:
+def mesh(device_mesh: AnyMesh, gpu: hardware.Gpu | None, device: str, simulated: bool = False) -> dict:
     """Return a mesh on its hosts as JSON. links: for each axis larger than 1, its size and how many members of a group
     share a link domain. gpu: None if its speed is unknown. device: jax's name of the device kind."""
     host = gpu or hardware.GPUS["cpu"]
-    return {"sizes": dict(spec.sizes), "placement": list(spec.placement), "num_devices": spec.num_devices,
+    sizes = dict(device_mesh.shape)
+    return {"sizes": sizes, "placement": list(sizes), "num_devices": math.prod(sizes.values()),
             "device": device, "simulated": simulated, "gpu": gpu and gpu.name, "hbm_bytes": gpu and gpu.hbm_bytes,
             "gpus_per_host": host.gpus_per_host, "gpus_per_link_domain": host.gpus_per_link_domain,
-            "links": {axis: {"size": n, "inside": inside} for axis, (n, inside) in roofline.links(host, spec).items()}}
+            "links": {axis: {"size": n, "inside": inside} for axis, (n, inside) in roofline.links(host, device_mesh).items()}}
 
 
 def parameters(made: Assembly) -> list[dict]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from meshtrain import assembly, config
 from meshtrain.assembly import Assembly
 from meshtrain.config import Run
-from meshtrain.cost.program import audit
+from meshtrain.cost.program import audit, carried
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.inspection import expect, unexpected
 from meshtrain.model.params import ParamInfo
@@ -23,7 +23,6 @@ from meshtrain.training import accumulators
 from meshtrain.units import size
 
 GPU, HOST = "h100", 8
-NARROW = ("bf16", "f16")
 
 
 def target(run: Run) -> str:
@@ -67,8 +66,8 @@ def narrow_sums(made: Assembly, program: audit.ProgramAudit) -> list[str]:
     named, infos = expect.tensors(made), {info.name: info for info in made.model.parameters()}
     counts: dict = defaultdict(int)
     tokens = set(made.layout.token_axes)
-    for row in program.collectives:
-        if row.kind in ("all-reduce", "reduce-scatter") and row.dtype in NARROW and set(row.axes) <= tokens:
+    for row in program.narrow_sums:
+        if set(row.axes) <= tokens:
             for dims in row.arrays:
                 names = [name for name in named(dims) if infos[name].role not in ("norm", "bias")]
                 if names:
@@ -82,17 +81,17 @@ def whole_accumulators(made: Assembly, text: str) -> list[str]:
     microbatches = made.run.training.microbatches
     if made.choice or microbatches == 1:
         return []
-    carried = {tuple(sorted(dims)) for loop in audit.find_carried(text, microbatches) for dims in loop}
+    in_loops = {tuple(sorted(dims)) for loop in carried.find_arrays(text, microbatches) for dims in loop}
 
     def split(info: ParamInfo) -> list[int]:
         return [made.layout.num_shards(made.layout.mesh_axes("grads", axis)) for axis in info.axes]
 
     def key(dims: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted(n for n in dims if n > 1))
-    carried = {key(dims) for dims in carried}
+    in_loops = {key(dims) for dims in in_loops}
     rightly = {key(n // by for n, by in zip(info.shape, split(info))) for info in made.model.parameters()}
     return [f"the gradient of {info.name} {list(info.shape)} is held whole on every device, "
             f"{size(accumulators.ITEMSIZE * info.size)}, but [grads] of {made.layout.rules.path} splits it "
             f"{math.prod(split(info))} ways"
             for info in made.model.parameters() if info.trainable and math.prod(split(info)) > 1
-            and key(info.shape) in carried - rightly]
+            and key(info.shape) in in_loops - rightly]

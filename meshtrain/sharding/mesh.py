@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,14 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh
 
 from meshtrain.names import AXES, PLACEMENT
+
+
+class AnyMesh(Protocol):
+    """A mesh with any axes: jax's Mesh or AbstractMesh, or a MeshSpec."""
+
+    @property
+    def shape(self) -> Mapping[str, int]:
+        """Axis → size. Partition i has the row-major index i over these axes."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -57,8 +66,8 @@ class MeshSpec:
         return math.prod(self.sizes.values())
 
     @property
-    def by_placement(self) -> dict[str, int]:
-        """The sizes, slowest axis first: the shape in which devices and XLA's partitions 0 … n−1 are arranged."""
+    def shape(self) -> dict[str, int]:
+        """The sizes, slowest axis first, as in jax's Mesh: devices and XLA's partitions 0 … n−1 are arranged so."""
         return {axis: self.sizes[axis] for axis in self.placement}
 
     def in_domain(self, axes: Sequence[str], domain: int) -> tuple[int, int]:
@@ -75,8 +84,8 @@ class MeshSpec:
         for axis in axes:
             if axis not in AXES:
                 raise ValueError(f"unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}")
-        spanned = [i for i, axis in enumerate(self.by_placement) if axis in axes]
-        ids = np.arange(self.num_devices).reshape(list(self.by_placement.values()))
+        spanned = [i for i, axis in enumerate(self.shape) if axis in axes]
+        ids = np.arange(self.num_devices).reshape(list(self.shape.values()))
         groups = np.moveaxis(ids, spanned, range(-len(spanned), 0)).reshape(
             -1, math.prod(self.sizes[axis] for axis in set(axes)))
         return sorted(sorted(group) for group in groups.tolist())
@@ -93,12 +102,12 @@ class MeshSpec:
         """
         if len(devices) < self.num_devices:
             raise ValueError(f"the mesh needs {self.num_devices} devices ({self}), but there are {len(devices)}")
-        placed = np.array(devices[:self.num_devices]).reshape(list(self.by_placement.values()))
-        return Mesh(placed, tuple(self.by_placement), axis_types=(AxisType.Auto,) * len(AXES))
+        placed = np.array(devices[:self.num_devices]).reshape(list(self.shape.values()))
+        return Mesh(placed, tuple(self.shape), axis_types=(AxisType.Auto,) * len(AXES))
 
     def abstract(self) -> AbstractMesh:
         """Return the same mesh without devices, for shapes and shardings."""
-        return AbstractMesh(tuple(self.by_placement.values()), tuple(self.by_placement),
+        return AbstractMesh(tuple(self.shape.values()), tuple(self.shape),
                             axis_types=(AxisType.Auto,) * len(AXES))
 
     def __str__(self) -> str:

@@ -197,7 +197,7 @@ def test_summary_merges_by_kind_axes_and_dtype():
         ("all-reduce", ["data"], 2, 768),
         ("all-reduce", ["tensor"], 1, 256),
     ]
-    assert set(rows[0]) == {"kind", "axes", "count", "bytes", "dtype", "source"}
+    assert set(rows[0]) == {"kind", "axes", "count", "bytes", "dtype", "source", "line"}
 
 
 # ---- permutes that lose data -----------------------------------------------------------------------------------------

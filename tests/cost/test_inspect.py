@@ -54,6 +54,8 @@ def test_inspect_json_is_the_contract(tiny, microbatches):
         assert 0 <= compiled["grads"] - formula["grads"] <= 16, "but for scalars that the loop carries too"
     assert compiled["total"] >= compiled["params"] + compiled["optimizer"] + compiled["activations"]
     assert told["collectives"]["compiled"], "data 8 reduces its gradients"
+    for row in told["collectives"]["compiled"]:
+        assert type(row.pop("line")) is str
     for row in told["collectives"]["compiled"] + told["collectives"]["formula"]:
         assert {key: type(value) for key, value in row.items()} == ROW
         assert set(row["axes"]) <= {"data"} and row["count"] > 0 and row["bytes"] > 0

@@ -18,6 +18,7 @@ from meshtrain import hardware
 from meshtrain.cost.formulas.assumptions import TABLE, Assumptions, parse
 from meshtrain.cost.formulas import attention_pairs, price, rates
 from meshtrain.cost.program import audit, compile, hlo, roofline, sources, work
+from meshtrain.cost.program.compiled import CompiledProgram
 from meshtrain.sharding.mesh import MeshSpec
 
 H100 = hardware.get("h100")
@@ -46,8 +47,7 @@ def program(entry: str, *computations: str, result="f32[1024,1024]") -> str:
 
 
 def lined(text: str, mesh=None, packed=True, **given) -> roofline.Roofline:
-    return roofline.read(text, MeshSpec(mesh or {"fsdp": 8}), plain(**given), tokens=1000,
-                         model_flops=1e15, packed=packed)
+    return roofline.read(text, MeshSpec(mesh or {"fsdp": 8}), plain(**given), roofline.Workload(1000, 1e15, packed=packed))
 
 
 ADD = """%add_body (a: f32[1024,1024], b: f32[1024,1024]) -> f32[1024,1024] {
@@ -428,7 +428,7 @@ GATHER = "replica_groups={}, dimensions={{0}}"
 def test_who_shares_a_host_follows_from_the_placement(mesh, groups, size, per_host):
     spec = MeshSpec(mesh)
     text = program("ROOT %r = f32[8192,1024]{1,0} all-gather(%x), " + GATHER.format(groups))
-    found = roofline._Program(text, spec, plain(), True)
+    found = roofline._Program(text, spec, plain(), roofline.Workload(0, 0))
     assert found._group(found.module.computations["main"]["r"]) == rates.DeviceGroup(size, per_host)
 
 
@@ -589,8 +589,9 @@ def test_a_real_step_has_the_matmul_flops_of_the_audit_and_lies_between_its_boun
     run = config.Run(mesh=dict(fsdp=8), sharding=dict(rules=str(CHECKOUT / "sharding_rules/zero3.toml")), model=MODEL,
                      data=dict(seq_len=256, global_batch=16), training=dict(microbatches=2, remat="full"))
     made = assembly.assemble(run, compile.topology("h100:8"))
-    text = made.program.compile().as_text()
-    line = roofline.of_run(made, text, {"link.contend": 0, "step.overhead": 0})
+    executable = made.program.compile()
+    text = executable.as_text()
+    line = CompiledProgram.of_run(made, executable, {"link.contend": 0, "step.overhead": 0}).roofline
     kernels = sum(kernel.flops for kernel in line.kernels if "pallas_call" in kernel.source)
     assert sum(kernel.flops for kernel in line.kernels) - kernels == sum(audit.read(text, made.mesh).flops.values())
     # Of 2 layers and 2 microbatches of one row on a GPU: two forwards (remat), dq and dkv.
@@ -607,7 +608,7 @@ def test_a_real_step_has_the_matmul_flops_of_the_audit_and_lies_between_its_boun
     assert 0 < sent["reduce-scatter"] < 3 * sent["all-gather"]
     lines = {kernel.line.partition(":")[0] for kernel in line.kernels if kernel.part == "matmul"}
     assert {"model/layers.py", "model/loss.py"} <= lines
-    assert roofline.of_run(made, text, {"matmul.best": 0.1}).compute_s > line.compute_s
+    assert CompiledProgram.of_run(made, executable, {"matmul.best": 0.1}).roofline.compute_s > line.compute_s
 
 
 @pytest.mark.long
@@ -617,8 +618,8 @@ def test_the_shipped_8b_run_keeps_the_time_that_the_roofline_predicts_for_it():
     written."""
     made = assembly.assemble(run_files.load([str(CHECKOUT / "configs/llama3-8b.toml"), "--training.remat", "selective"]),
                              compile.topology("h100:8"))
-    text = made.program.compile().as_text()
-    line = roofline.of_run(made, text)
+    program = CompiledProgram.of_run(made, made.program.compile())
+    line = program.roofline
     assert line.mfu > 0.435 and line.shares["attention"] < 0.18 and line.shares["communication"] < 0.03
-    assert set(audit.read(text, made.mesh).flops) == {"bf16"}, "no float32 matmul"
+    assert set(program.audit.flops) == {"bf16"}, "no float32 matmul"
     assert [kernel.name for kernel in line.kernels if kernel.seconds > line.step_s / 100 and not kernel.line] == []

@@ -20,6 +20,7 @@ from meshtrain import assembly, config
 from meshtrain.choices import experts as choices
 from meshtrain.choices.setting import Choice, Setting
 from meshtrain.cost.program import audit, compile, hlo, roofline
+from meshtrain.cost.program.compiled import CompiledProgram
 from meshtrain.inspection import formula_vs_compiled, memory
 from meshtrain.kernels import mosaic, pallas
 from meshtrain.model import parts
@@ -194,7 +195,7 @@ class Step:
 
     @functools.cached_property
     def priced(self) -> roofline.Roofline:
-        return roofline.of_run(self.made, self.text)
+        return CompiledProgram.of_run(self.made, self.executable).roofline
 
     @functools.cached_property
     def memory_bytes(self) -> dict:

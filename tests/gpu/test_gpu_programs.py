@@ -12,7 +12,8 @@ from gpu_programs import (ATTENTION, DDP_TENSOR, DENSE_CELLS, DENSE_STEPS, EXACT
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import assembly, hardware, run_files
-from meshtrain.cost.program import audit, compile, hlo, memory, roofline
+from meshtrain.cost.program import audit, compile, hlo, memory
+from meshtrain.cost.program.compiled import CompiledProgram
 from meshtrain.kernels import mosaic, pallas, tiles
 from meshtrain.sharding.mesh import MeshSpec, pmax, psum
 from meshtrain.training import backward
@@ -76,7 +77,7 @@ def test_the_shipped_70b_run_hides_its_tensor_axis_under_the_matmuls_of_its_part
     """20.6 s a step, 6.1% of it exposed and 4.3% on tensor, when this was written; with whole microbatches 21.6 s and
     15.6%."""
     made = assembly.assemble(run_files.load([str(RULES.parent / "configs/llama3-70b.toml")]), compile.topology("h100:64"))
-    line = roofline.of_run(made, made.program.compile().as_text())
+    line = CompiledProgram.of_run(made, made.program.compile()).roofline
     assert line.mfu > 0.35 and line.exposed_s < 0.1 * line.step_s
     assert line.exposed_by_axes["tensor"] < 0.05 * line.step_s
 

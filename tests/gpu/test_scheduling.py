@@ -9,9 +9,10 @@ import jax
 import pytest
 from kept_programs import programs_in
 
-from meshtrain import assembly, config, flags
+from meshtrain import assembly, config, flags, hardware
 from meshtrain.cluster import programs
-from meshtrain.cost.program import compile, hlo, roofline, scheduling
+from meshtrain.cost.program import compile, compiled, hlo, roofline, scheduling
+from meshtrain.cost.program.compiled import CompiledProgram
 
 needs_compiler = pytest.mark.skipif(
     compile.missing_wheels(), reason=f"pip install -e '.[gpu-compile]': no {compile.missing_wheels()}")
@@ -32,8 +33,12 @@ def both():
     return made().program.compile(), assembly.compile_step(made())
 
 
+def program(executable) -> CompiledProgram:
+    return CompiledProgram.of_run(made(), executable)
+
+
 def line_of(executable) -> roofline.Roofline:
-    return roofline.of_run(made(), executable.as_text())
+    return program(executable).roofline
 
 
 @needs_compiler
@@ -60,7 +65,7 @@ def test_absent_gpus_are_not_timed_and_old_jax_starts_the_traffic_of_experts_by_
 @needs_compiler
 def test_the_profile_has_the_seconds_of_every_kernel_and_collective():
     once, _ = both()
-    line, each = line_of(once), roofline.instruction_seconds(made(), once.as_text())
+    line, each = line_of(once), program(once).instruction_seconds()
     names = {name for kernel in line.kernels for name in kernel.instructions}
     assert len(names - set(each)) <= .02 * len(names)       # XLA renames some when it makes them synchronous
     starts = Counter(ins.op for body in hlo.parse(once.as_text()).computations.values() for ins in body.values()
@@ -70,16 +75,16 @@ def test_the_profile_has_the_seconds_of_every_kernel_and_collective():
                if row.op == "all-gather-start" and "[4096,14336]" in row.type_text]
     # 118 MB, of which the network of eight GPUs a host brings 7/8 to each: between its rate and that of NVLink
     assert gathers and all(118e6 / 450e9 < seconds < 118e6 / 50e9 for seconds in gathers)
-    written = scheduling.profile(made(), once)
+    written = scheduling.profile(program(once))
     assert written.count("costs {") == len(each) and 'name: "' in written
 
 
 @needs_compiler
 def test_the_shorter_step_is_kept_if_the_memory_is_there(monkeypatch):
-    once, again = both()
-    assert scheduling.is_better(made(), again, once) and not scheduling.is_better(made(), once, again)
-    monkeypatch.setattr(scheduling.hardware, "usable_bytes", lambda gpu: 0)
-    assert scheduling.is_better(made(), again, once) == (scheduling._bytes(again) <= scheduling._bytes(once))
+    once, (before, after) = both()[0], map(program, both())
+    assert scheduling.is_better(after, before) and not scheduling.is_better(before, after)
+    monkeypatch.setattr(hardware, "usable_bytes", lambda gpu: 0)
+    assert scheduling.is_better(after, before) == (after.memory_bytes["total"] <= before.memory_bytes["total"])
     monkeypatch.setattr(scheduling, "is_better", lambda *_: False)
     kept = assembly.compile_step(made())
     assert line_of(kept).step_s == line_of(once).step_s
@@ -89,21 +94,21 @@ def test_the_shorter_step_is_kept_if_the_memory_is_there(monkeypatch):
 def test_a_step_that_waits_little_or_runs_on_one_gpu_is_compiled_once(monkeypatch):
     once, _ = both()
     monkeypatch.setattr(scheduling, "WAITING", 1.0)
-    assert scheduling.profile(made(), once) == ""
+    assert scheduling.profile(program(once)) == ""
     monkeypatch.setattr(scheduling, "WAITING", 0.0)
-    assert scheduling.profile(made(), once)
+    assert scheduling.profile(program(once))
     monkeypatch.setattr(scheduling, "WAITING_S", 10.0)
-    assert scheduling.profile(made(), once) == ""
+    assert scheduling.profile(program(once)) == ""
     monkeypatch.setattr(scheduling, "WAITING_S", 0.0)
-    assert scheduling.profile(made(1), None) == ""
+    assert scheduling.profile(CompiledProgram.of_run(made(1), None)) == ""
     cpu = assembly.assemble(config.Run(mesh=dict(fsdp=8), data=dict(global_batch=8)), jax.devices())
-    assert scheduling.profile(cpu, None) == ""
+    assert scheduling.profile(CompiledProgram.of_run(cpu, None)) == ""
 
 
 @needs_compiler
 def test_a_step_that_cannot_be_priced_is_trained_all_the_same(monkeypatch, capfd):
     once, _ = both()
-    monkeypatch.setattr(scheduling.roofline, "of_run", lambda *_: 1 / 0)
+    monkeypatch.setattr(compiled.rooflines, "read", lambda *_: 1 / 0)
     assert assembly.compile_step(made()).as_text() == once.as_text()
     assert "the step keeps XLA's own schedule" in capfd.readouterr().err
 

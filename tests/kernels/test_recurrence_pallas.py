@@ -63,7 +63,8 @@ def test_kernels_compiled_for_a_gpu_spill_little_fit_its_shared_memory_and_are_p
             *kernels, "inside", "inside_again", "inside_gradients")]
     assert set(found) == {f"{recurrence_blocks.NAME}_{what}" for what in kernels}
     assert all(one.spilled_bytes <= MAX_SPILLED_BYTES for one in found.values()), found
-    priced = roofline.read(text, MeshSpec({}), rates.Rates(hardware.get(gpu), Assumptions(gpu, {})), T, 1.0)
+    priced = roofline.read(text, MeshSpec({}), rates.Rates(hardware.get(gpu), Assumptions(gpu, {})),
+                           roofline.Workload(T, 1.0))
     (forward,) = [kernel for kernel in priced.kernels if f"{recurrence_blocks.NAME}_{kernels[0]}" in kernel.source]
     # with the state; q k^T for all columns, where another kernel has not made it
     C, columns, products = 64, 0 if kind == "channels" else V[kind] // 32, 2 if kind == "sum" else 3

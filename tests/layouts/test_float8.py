@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from meshtrain import assembly, config, run_files
 from meshtrain.commands import inspect
 from meshtrain import hardware
-from meshtrain.cost.program import compile as gpu_compile, roofline
+from meshtrain.cost.program import compile as gpu_compile
+from meshtrain.cost.program.compiled import CompiledProgram
 from meshtrain.model import float8, layers
 from meshtrain.model.execution import Engines, Execution, Numerics
 from meshtrain.names import AXES
@@ -346,7 +347,7 @@ def test_a_layer_of_8b_takes_two_thirds_of_its_time_in_bfloat16():
     def seconds(matmul_dtype, num_layers):
         asked = ["configs/llama3-8b.toml", "--model.num_layers", str(num_layers), "--model.matmul_dtype", matmul_dtype]
         made = assembly.assemble(run_files.load(asked), gpu_compile.topology("h100:8"))
-        line = roofline.of_run(made, made.program.compile().as_text())
+        line = CompiledProgram.of_run(made, made.program.compile()).roofline
         assert not line.uncounted and line.mfu_dtype == "bfloat16"
         return line.parts["matmul"] + line.parts["elementwise"]
     bfloat16, in_float8 = (seconds(dtype, 4) - seconds(dtype, 2) for dtype in ("bfloat16", "float8"))

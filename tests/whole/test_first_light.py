@@ -21,7 +21,8 @@ from benchmarks import tiles as tile_timing  # noqa: E402
 from benchmarks.gpu_record import BEGUN, FAILED, RIGHT, WRONG, Item, Record  # noqa: E402
 from meshtrain import assembly, config  # noqa: E402
 from meshtrain import hardware
-from meshtrain.cost.program import compile, roofline
+from meshtrain.cost.program import compile
+from meshtrain.cost.program.compiled import CompiledProgram
 from meshtrain.inspection import memory
 from meshtrain.cost.formulas import attention_pairs  # noqa: E402
 from meshtrain.kernels import blockwise, grouped, recurrence_pallas  # noqa: E402
@@ -481,7 +482,7 @@ def test_speed_programs_fit_at_first_go_and_xla_recomputes_nothing(plan, gpus):
     whole = gpu_speed.run_of(plan, len(devices), gpu_speed.Sizes().microbatches).model.num_layers
     assert (.5 if layers < whole else 0) * gpu_of.hbm_bytes < held <= .9 * hardware.usable_bytes(gpu_of)
     seconds = {name: 1.2 * kernel.seconds / len(kernel.instructions)
-               for kernel in roofline.of_run(made, step.as_text()).kernels
+               for kernel in CompiledProgram.of_run(made, step).roofline.kernels
                for name in kernel.instructions}
     measured = gpu_speed.Measured((1.0, 2.0, 4.0), 3.0, held, seconds | {"nccl": 1e-3}, (11.0, 10.0))
     found = gpu_speed.told(plan, made, step, measured)

@@ -169,7 +169,7 @@ def test_the_places_on_a_page_are_those_of_the_mesh():
     told = {"sizes": dict(spec.sizes), "placement": list(spec.placement)}
     for place in [(0, 0, 0, 0, 0), (1, 0, 3, 2, 1), (0, 0, 2, 1, 0)]:
         at = dict(zip(spec.sizes, place))
-        device = int(np.ravel_multi_index([at[axis] for axis in spec.placement], list(spec.by_placement.values())))
+        device = int(np.ravel_multi_index([at[axis] for axis in spec.placement], list(spec.shape.values())))
         assert tuple(pictures.coordinate(told, axis, device) for axis in spec.sizes) == place
 
 

@@ -4,25 +4,29 @@
 Counts are multiplied by loop trips, and the operands of combined collectives are counted separately. Loops of unknown
 length, permutes that reach only some devices and matmuls of unknown size are listed by name.
 
-The mesh is any object with `.shape` (axis name → size). Partition i is the row-major index over those axes.
+The mesh has any axes (`sharding.mesh.AnyMesh`).
 """
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from meshtrain.cost.program import hlo, work
+from meshtrain.cost.program.sources import Sources
 from meshtrain.scopes import is_scope
-from meshtrain.training import accumulators
+from meshtrain.sharding.mesh import AnyMesh
 from meshtrain.units import amount
 
 KINDS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast",
 )  # fmt: skip
+
+
+NARROW = ("bf16", "f16")    # dtypes whose sums over devices lose digits of a gradient
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Collective:
     is_async: bool
     in_branch: bool  # inside a conditional: see `hlo.Visit`
     arrays: tuple[tuple[int, ...], ...] = ()  # dims of each operand's full array over the group
+    line: str = ""  # of Python, see `sources.line_of`
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class Dot:
     trips: int
     source: str
     in_branch: bool  # inside a conditional: see `hlo.Visit`
+    line: str = ""  # of Python, see `sources.line_of`
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,12 @@ class ProgramAudit:
             total[dot.dtype] += dot.flops
         return dict(total)
 
+    @property
+    def narrow_sums(self) -> tuple[Collective, ...]:
+        """The collectives that sum over devices in a narrower dtype than float32."""
+        return tuple(row for row in self.collectives
+                     if row.kind in ("all-reduce", "reduce-scatter") and row.dtype in NARROW)
+
     def require_known(self) -> "ProgramAudit":
         """Return self if every count is exact. Raises: ValueError naming the loops of unknown length."""
         if self.unknown_loops:
@@ -85,9 +97,9 @@ class ProgramAudit:
         return self
 
 
-def read(text: str, mesh) -> ProgramAudit:
+def read(text: str, mesh: AnyMesh) -> ProgramAudit:
     """Audit a compiled program. text: `compiled.as_text()`; mesh: the mesh that it was compiled for."""
-    module, mesh_shape = hlo.parse(text), dict(mesh.shape)
+    module, mesh_shape, sources = hlo.parse(text), dict(mesh.shape), Sources.of(text)
     visits, unknown = hlo.walk(module, lambda i: bool(_kind(i)) or work.multiplies(i) or i.further_rounds)
     collectives: list[Collective] = []
     dots: list[Dot] = []
@@ -99,13 +111,13 @@ def read(text: str, mesh) -> ProgramAudit:
         if ins.further_rounds or not (_kind(ins) or visit.trips):
             continue
         if not _kind(ins):
-            if dot := _dot(module, visit):
+            if dot := _dot(module, visit, sources):
                 dots.append(dot)
             else:
                 uncounted.append(f"{ins.name} ({ins.target or ins.op}) {short_source(ins.op_name)}".strip())
             continue
         if visit.trips or visit.in_branch:      # of further rounds, none
-            collectives += collective_rows(module, visit, mesh_shape)
+            collectives += collective_rows(module, visit, mesh_shape, sources)
         if _kind(ins) == "collective-permute":
             wrong, note = _permute_coverage(ins.attrs, ins.op_name, mesh_shape)
             if note:
@@ -115,7 +127,7 @@ def read(text: str, mesh) -> ProgramAudit:
                         sum(visit.instruction.further_rounds for visit in visits))
 
 
-def broken_permutes(text: str, mesh) -> list[str]:
+def broken_permutes(text: str, mesh: AnyMesh) -> list[str]:
     """Return `read(text, mesh).broken_permutes`, but parse only the lines of permutes. This takes a quarter of the time
     (0.04 s for 2.4 MB)."""
     broken, mesh_shape = [], dict(mesh.shape)
@@ -136,24 +148,25 @@ def count_recomputed(text: str) -> int:
 _PERMUTE = re.compile(r"^ *(?:ROOT )?%?(\S+) = .* collective-permute(?:-start)?\(.*$", re.MULTILINE)
 
 
-def collectives(text: str, mesh) -> list[Collective]:
+def collectives(text: str, mesh: AnyMesh) -> list[Collective]:
     """Return the collectives of a program. Raises: ValueError if one is in a loop of unknown length."""
     return list(read(text, mesh).require_known().collectives)
 
 
 def summarize(rows: Iterable[Collective]) -> list[dict]:
-    """Merge rows by (kind, axes, dtype), largest first, in the form that `inspect --json` prints. source: the source of
-    the largest row."""
+    """Merge rows by (kind, axes, dtype), largest first, in the form that `inspect --json` prints. source, line: those
+    of the largest row."""
     merged = defaultdict(list)
     for row in rows:
         merged[row.kind, row.axes, row.dtype].append(row)
     out = []
     for (kind, axes, dtype), same in merged.items():
-        sources = list(dict.fromkeys(r.source for r in sorted(same, key=lambda r: -r.bytes)))
+        same.sort(key=lambda r: -r.bytes)
+        sources = list(dict.fromkeys(r.source for r in same))
         more = f" (+{len(sources) - 1} more)" if len(sources) > 1 else ""
         out.append({
             "kind": kind, "axes": list(axes), "count": sum(r.count for r in same), "bytes": sum(r.bytes for r in same),
-            "dtype": dtype, "source": sources[0] + more,
+            "dtype": dtype, "source": sources[0] + more, "line": same[0].line,
         })  # fmt: skip
     return sorted(out, key=lambda r: (-r["bytes"], r["kind"], r["axes"], r["dtype"]))
 
@@ -166,19 +179,19 @@ def short_source(op_name: str) -> str:
     return "/".join("remat" if p == "rematted_computation" else p for p in parts)
 
 
-_JIT = re.compile(r"jit\(\w+\)")       # a part of a JAX path
+_JIT = re.compile(r"jit\([^)]*\)")       # a part of a JAX path
 
 
-def _source(module: hlo.HloModule, visit: hlo.Visit) -> str:
-    """Return the short JAX path of an instruction. If XLA dropped it (reduce-scatters on GPUs), return the path of an
-    operand."""
+def _named(module: hlo.HloModule, visit: hlo.Visit) -> hlo.Instruction:
+    """Return the instruction whose metadata names the source of a visited one: itself, or if XLA dropped its metadata
+    (reduce-scatters on GPUs), an operand."""
     scope, near = module.computations[visit.computation], [visit.instruction]
     for _ in range(4):  # a few hops: bitcasts and fusions stand between a matmul and its reduce-scatter
         for ins in near:
             if ins.op_name:
-                return short_source(ins.op_name)
+                return ins
         near = [scope[o] for ins in near for o in ins.operands if o in scope]
-    return ""
+    return visit.instruction
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
@@ -199,7 +212,8 @@ def ring_bytes(kind: str, payload_bytes: int, n: int) -> int:
     return payload_bytes
 
 
-def collective_rows(module: hlo.HloModule, visit: hlo.Visit, mesh_shape: dict[str, int]) -> list[Collective]:
+def collective_rows(module: hlo.HloModule, visit: hlo.Visit, mesh_shape: dict[str, int],
+                    sources: Sources) -> list[Collective]:
     """Return one row per operand dtype. Return [] if the group has one device, since XLA leaves such no-ops in the
     program."""
     ins, kind = visit.instruction, _kind(visit.instruction)
@@ -222,16 +236,16 @@ def collective_rows(module: hlo.HloModule, visit: hlo.Visit, mesh_shape: dict[st
         arrays[shape[0]].append(tuple(size * n if k in joined else size for k, size in enumerate(shape[1])))
     # The tuple form of all-to-all passes one operand per peer: together they are one logical array.
     one_array = kind == "all-to-all" and not re.search(r"\bdimensions=\{\d", ins.attrs)
-    rows = []
+    rows, named = [], _named(module, visit)
     for dtype, sizes in by_dtype.items():
         payload = sum(sizes) * visit.trips * (n if kind == "all-gather" else 1)
         started = ins.op.endswith("-start") or visit.is_async
         rows.append(Collective(
             kind=kind, axes=axes, count=visit.trips * (1 if one_array else len(sizes)),
             bytes=ring_bytes(kind, payload, n),
-            payload_bytes=payload, dtype=dtype, source=_source(module, visit), trips=visit.trips, group_size=n,
+            payload_bytes=payload, dtype=dtype, source=short_source(named.op_name), trips=visit.trips, group_size=n,
             is_async=started and '"is_sync":true' not in ins.attrs, in_branch=visit.in_branch,
-            arrays=tuple(arrays[dtype][:1] if one_array else arrays[dtype]),
+            arrays=tuple(arrays[dtype][:1] if one_array else arrays[dtype]), line=sources.line(named),
         ))  # fmt: skip
     return rows
 
@@ -356,48 +370,12 @@ def _permute_coverage(attrs: str, op_name: str, mesh_shape: dict[str, int]) -> t
 # ---- matmuls ---------------------------------------------------------------------------------------------------------
 
 
-def _dot(module: hlo.HloModule, visit: hlo.Visit) -> Dot | None:
+def _dot(module: hlo.HloModule, visit: hlo.Visit, sources: Sources) -> Dot | None:
     """Return the FLOPs of an HLO dot, a cuBLAS call or a grouped matmul. Return None if they are unknown."""
     at = module, visit.computation, visit.instruction
     product = work.matmul(*at) or work.read_grouped(*at)
     if product is None:
         return None
-    return Dot(product.dtype, round(product.flops) * visit.trips, visit.trips, _source(module, visit), visit.in_branch)
-
-
-def sum_carried(text: str, trips: int, expected: Iterable[tuple[int, ...]]) -> int:
-    """Return the bytes of accumulators: arrays of their dtype and the expected shapes that the outermost loop of
-    `trips` iterations carries and changes.
-
-    Shapes identify them, because the microbatch loop also carries residuals. The order of dims is ignored, because XLA
-    chooses it.
-    """
-    def key(shape: Iterable[int]) -> tuple[int, ...]:
-        return tuple(sorted(n for n in shape if n > 1))
-    most: Counter[tuple[int, ...]] = Counter()
-    wanted = Counter(map(key, expected))
-    for dims in find_carried(text, trips):
-        most |= Counter(map(key, dims)) & wanted
-    return sum(accumulators.ITEMSIZE * math.prod(shape) * n for shape, n in most.items())
-
-
-def accumulator_bytes(text: str, expected: Iterable[tuple[int, ...]]) -> int | None:
-    """Return the bytes of the accumulators of the expected shapes that the program's outermost loops carry and change.
-
-    Shapes identify the accumulators, because a pipeline's loops also carry activations. Return None if no loop carries
-    one of the shapes.
-    """
-    most: Counter[tuple[int, ...]] = Counter()
-    wanted = Counter(map(tuple, expected))
-    for dims in find_carried(text):
-        most |= Counter(dims)
-    return None if wanted - most else sum(accumulators.ITEMSIZE * math.prod(shape) * n for shape, n in wanted.items())
-
-
-def find_carried(text: str, trips: int | None = None) -> list[list[tuple[int, ...]]]:
-    """Return, for each outermost loop, the dims of the arrays with the dtype of accumulators that it carries and
-    changes. trips: select only loops of this many iterations."""
-    module = hlo.parse(text)
-    return [[dims for dtype, dims in hlo.find_changed(module, ins.required("body")) if dtype == accumulators.HLO_DTYPE]
-            for ins in module.computations[module.entry].values()
-            if ins.op == "while" and trips in (None, hlo.find_trips(ins))]
+    named = _named(module, visit)
+    return Dot(product.dtype, round(product.flops) * visit.trips, visit.trips, short_source(named.op_name),
+               visit.in_branch, sources.line(named))

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from meshtrain.config.sections import Run
-from meshtrain.cost.program import audit
+from meshtrain.cost.program import carried
 from meshtrain.names import LAYERS, LEADING, MATMUL_ROLES
 from meshtrain.parallel.pipeline import stages
 from meshtrain.sharding.rules import GATHERED
@@ -92,11 +92,11 @@ def measure(executable, text: str, state_abstract, microbatches: int, shapes: li
     if loop is not None:
         def shapes_of(leading: bool) -> list[tuple[int, ...]]:      # leading layers have their own loop
             return [shape for info, shape in loop if info.trainable and (info.axes[0] == LEADING) == leading]
-        of_loops = [audit.accumulator_bytes(text, of_loop) for of_loop in map(shapes_of, (False, True)) if of_loop]
+        of_loops = [carried.all_bytes(text, of_loop) for of_loop in map(shapes_of, (False, True)) if of_loop]
         known = [grads_bytes for grads_bytes in of_loops if grads_bytes is not None]
         grads = sum(known) if len(known) == len(of_loops) else None
     else:
-        grads = audit.sum_carried(text, microbatches, shapes) if microbatches > 1 else None
+        grads = carried.sum_bytes(text, microbatches, shapes) if microbatches > 1 else None
     return {"params": bytes_on_device(state_abstract.params, placed.params), "grads": grads,
             "optimizer": bytes_on_device(state_abstract.opt_state, placed.opt_state),
             "activations": analysis.temp_size_in_bytes - (grads or 0),

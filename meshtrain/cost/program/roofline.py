@@ -3,25 +3,27 @@ kernels run in XLA's schedule.
 
 Nothing is measured: rates are hardware peaks (`hardware`) times assumed fractions (`assumptions`). Attention counts the
 pairs that its kernel computes: cuDNN's causal half, or the visited blocks of packed documents in our kernels. A
-collective runs at the rate of the links in its group. The mesh's placement determines the hosts of a group.
+collective runs at the rate of the links in its group. The order of the mesh's devices determines the hosts of a group.
+The mesh has any axes; only the chunks of context parallelism are found by the name of their axis.
 """
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from jax.sharding import Mesh
 
 from meshtrain import hardware
 from meshtrain.cost.formulas.assumptions import Assumptions
-from meshtrain.cost.formulas import attention_pairs, flops, rates
+from meshtrain.cost.formulas import attention_pairs, rates
 from meshtrain.cost.program import audit, hlo, timeline, work
 from meshtrain.cost.program.sources import ATTENTION, OPTIMIZER, RECURRENCE, Sources
-from meshtrain.names import AXES
-from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.sharding.mesh import AnyMesh
 
 MATMUL, ELEMENTWISE = "matmul", "elementwise"
 PARTS = (ATTENTION, RECURRENCE, MATMUL, ELEMENTWISE, OPTIMIZER)
@@ -62,18 +64,30 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Workload:
+    """What a step computes, as far as its program does not show it.
+
+    tokens, model_flops: those of a step on all GPUs, see `cost.formulas.flops`; tokens is 0 if unknown. mfu_dtype: the dtype to whose
+    peak the MFU refers; the compute dtype, also with float8 projections. packed: whether a row holds several documents.
+    context_method: the context parallelism method.
+    """
+    tokens: int
+    model_flops: float
+    mfu_dtype: str = "bfloat16"
+    packed: bool = True
+    context_method: str = "ring"
+
+
+@dataclass(frozen=True)
 class Roofline:
     """The estimated time of a step on `num_gpus` GPUs.
 
     step_s = compute_s (kernels) + exposed_s (collectives) + contention_s (the slowdown of kernels that overlap
-    collectives) + host_s. tokens, model_flops: those of a step on all GPUs, see `flops`.
+    collectives) + host_s.
     """
     prices: rates.Rates
     num_gpus: int
-    tokens: int
-    model_flops: float
-    # mfu refers to the peak of the compute dtype, also with float8 projections
-    mfu_dtype: str
+    workload: Workload
     exposed_s: float
     hidden_s: float
     parts: Mapping[str, float]      # seconds of kernels
@@ -112,11 +126,15 @@ class Roofline:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.tokens / self.step_s
+        return self.workload.tokens / self.step_s
 
     @property
     def mfu(self) -> float:
-        return self.model_flops / (self.step_s * self.num_gpus * self.prices.peak(self.mfu_dtype))
+        return self.workload.model_flops / (self.step_s * self.num_gpus * self.prices.peak(self.mfu_dtype))
+
+    @property
+    def mfu_dtype(self) -> str:
+        return self.workload.mfu_dtype
 
     @property
     def shares(self) -> dict[str, float]:
@@ -161,34 +179,16 @@ class Roofline:
         return dict(exposed_s)
 
 
-def gpu_of(made) -> hardware.Gpu | None:
-    """Return the GPU that an assembled run is compiled for. Return None if the hardware table lacks its memory
-    bandwidth."""
-    gpu = hardware.from_device_kind(made.mesh.devices.flat[0].device_kind)
+def gpu_of(mesh: Mesh) -> hardware.Gpu | None:
+    """Return the GPU of a mesh. Return None if the hardware table lacks its memory bandwidth."""
+    gpu = hardware.from_device_kind(mesh.devices.flat[0].device_kind)
     return gpu if gpu and gpu.hbm_bytes_per_s else None
 
 
-def of_run(made, text: str, given: Mapping[str, float] | None = None) -> Roofline | None:
-    """Return the roofline of an assembled run's compiled step. Return None if `gpu_of` finds no GPU.
-
-    text: `executable.as_text()`. given: assumptions to replace, by name. Raises: ValueError for unknown names.
-    """
-    gpu, run = gpu_of(made), made.run
-    if gpu is None:
-        return None
-    tokens = run.data.global_batch * run.data.seq_len
-    model_flops = tokens * flops.model_flops_per_token(made.model.parameters(), run.model, run.data.seq_len)
-    return read(text, made.mesh_spec, rates.Rates(gpu, Assumptions(gpu.name, given or {})), tokens, model_flops,
-                run.data.document_mask, run.model.compute_dtype, run.context.method)
-
-
-def instruction_seconds(made, text: str) -> dict[str, float]:
-    """Return the seconds of one execution of each kernel and collective in an assembled run's compiled step. The keys
-    are the names that XLA's scheduler uses. `gpu_of` must know the run's GPU."""
-    gpu, run = gpu_of(made), made.run
-    assert gpu is not None
-    program, played = _play(text, made.mesh_spec, rates.Rates(gpu, Assumptions(gpu.name)), run.data.document_mask,
-                            run.context.method)
+def instruction_seconds(text: str, mesh: AnyMesh, prices: rates.Rates, workload: Workload) -> dict[str, float]:
+    """Return the seconds of one execution of each kernel and collective in a compiled program. The keys are the names
+    that XLA's scheduler uses."""
+    program, played = _play(text, mesh, prices, workload)
     transfers = {key: transfer.seconds / transfer.runs for key, transfer in played.transfers.items()}
     seconds_by_name = {}
     for computation, name in (*played.kernels, *transfers):
@@ -199,33 +199,27 @@ def instruction_seconds(made, text: str) -> dict[str, float]:
     return seconds_by_name
 
 
-def read(text: str, mesh_spec: MeshSpec, prices: rates.Rates, tokens: int, model_flops: float, packed: bool = True,
-         dtype: str = "bfloat16", method: str = "ring") -> Roofline:
-    """Return the roofline of a compiled program.
-
-    tokens, model_flops: those of a step on all GPUs. packed: whether a row holds several documents. method: the context
-    parallelism method.
-    """
-    program, played = _play(text, mesh_spec, prices, packed, method)
+def read(text: str, mesh: AnyMesh, prices: rates.Rates, workload: Workload) -> Roofline:
+    """Return the roofline of a compiled program. text: `executable.as_text()`."""
+    program, played = _play(text, mesh, prices, workload)
     hidden_s = sum(transfer.hidden_s for transfer in played.transfers.values())
     return Roofline(
-        prices, mesh_spec.num_devices, tokens, model_flops, dtype, played.exposed_s, hidden_s, dict(played.parts),
+        prices, program.device_ids.size, workload, played.exposed_s, hidden_s, dict(played.parts),
         program.kernels(played), program.traffic(played), tuple(program.unknown), tuple(sorted(program.uncounted)))
 
 
-def _play(text: str, mesh_spec: MeshSpec, prices: rates.Rates, packed: bool, method: str):
-    program = _Program(text, mesh_spec, prices, packed, method)
+def _play(text: str, mesh: AnyMesh, prices: rates.Rates, workload: Workload):
+    program = _Program(text, mesh, prices, workload)
     return program, timeline.play(program.module, program.trips, timeline.Prices(program.kernel, program.collective))
 
 
 class _Program:
     """A parsed program and the costs of its instructions."""
 
-    def __init__(self, text: str, mesh_spec: MeshSpec, prices: rates.Rates, packed: bool, method: str = "ring"):
-        self.module, self.sources, self.prices, self.packed, self.method = (
-            hlo.parse(text), Sources.of(text), prices, packed, method)
+    def __init__(self, text: str, mesh: AnyMesh, prices: rates.Rates, workload: Workload):
+        self.module, self.sources, self.prices, self.workload = hlo.parse(text), Sources.of(text), prices, workload
         self.trips, self.unknown = timeline.loop_trips(self.module, prices.assumed["experts.rounds"])
-        self.mesh_shape, self.num_devices = mesh_spec.by_placement, mesh_spec.num_devices
+        self.mesh_shape, self.device_ids = dict(mesh.shape), device_ids(mesh)
         self.uncounted: set[str] = set()
         self._work: dict = {}
         self.callers = {called: ins for body in self.module.computations.values() for ins in body.values()
@@ -250,14 +244,15 @@ class _Program:
         """Return the number of pairs of a row that a block-skipping kernel visits. If not causal, the keys are an
         earlier chunk or the chunk at the edge of a window."""
         a = self.prices.assumed
-        documents = a["documents.mean"], a["documents.sigma"]
-        if window and (not self.packed or not causal):
-            return attention_pairs.band_pairs(queries, keys, ahead, window, *documents if self.packed else ())
-        if not self.packed:
+        documents, packed = (a["documents.mean"], a["documents.sigma"]), self.workload.packed
+        if window and (not packed or not causal):
+            return attention_pairs.band_pairs(queries, keys, ahead, window, *documents if packed else ())
+        if not packed:
             return queries * keys / (2 if causal else 1)
         if causal:
             return attention_pairs.row_share(queries, *documents, window=window) * queries * queries / 2
-        return attention_pairs.whole_pairs(queries, self.mesh_shape["context"], self.method, *documents)
+        chunks = self.mesh_shape.get("context", 1)
+        return attention_pairs.whole_pairs(queries, chunks, self.workload.context_method, *documents)
 
     def _part(self, computation: str, ins: hlo.Instruction, cost: work.Work) -> str:
         part = ATTENTION if cost.attention else self.sources.part(self._origin(computation, ins))
@@ -311,7 +306,8 @@ class _Program:
         core = next((i for i in held if i.op.removesuffix("-start") in audit.KINDS), None)
         if core is None:
             return None
-        rows = audit.collective_rows(self.module, hlo.Visit(inside, core, 1, started, False), self.mesh_shape)
+        rows = audit.collective_rows(self.module, hlo.Visit(inside, core, 1, started, False), self.mesh_shape,
+                                     self.sources)
         kind, group = core.op.removesuffix("-start"), self._group(core)
         seconds = self.prices.collective_s(kind, sum(row.payload_bytes for row in rows), group)
         return seconds, started and '"is_sync":true' not in ins.attrs, tuple(rows)
@@ -319,12 +315,14 @@ class _Program:
     def _group(self, ins: hlo.Instruction) -> rates.DeviceGroup:
         """Return the size of the collective's group and its members per link domain. A permute counts as a pair of
         devices: in one link domain, or in two if any of its pairs crosses domains."""
+        ids = self.device_ids.reshape(-1)
+
         def domain(partitions: np.ndarray) -> np.ndarray:
-            return partitions // self.prices.gpu.domain_gpus(self.num_devices)
+            return ids[partitions] // self.prices.gpu.domain_gpus(ids.size)
         if ins.op.startswith("collective-permute"):
             pairs = domain(audit.source_target_pairs(ins.attrs))
             return rates.DeviceGroup(2, 1 if (pairs[:, 0] != pairs[:, 1]).any() else 2)
-        groups = audit.replica_groups(ins.attrs, self.num_devices)
+        groups = audit.replica_groups(ins.attrs, ids.size)
         domains = max(len(np.unique(row)) for row in domain(groups))
         return rates.DeviceGroup(groups.shape[1], groups.shape[1] // domains)
 
@@ -343,7 +341,22 @@ class _Program:
         return tuple(sorted(summed, key=lambda row: -row.seconds))
 
 
-def links(gpu: hardware.Gpu, mesh_spec: MeshSpec) -> dict[str, tuple[int, int]]:
+def device_ids(mesh: AnyMesh) -> np.ndarray:
+    """Return the numbers of a mesh's devices in its shape: 0 … n−1 in the order of the devices' ids, or of the
+    partitions if the mesh has no devices."""
+    sizes = tuple(mesh.shape.values())
+    if not isinstance(mesh, Mesh):
+        return np.arange(math.prod(sizes)).reshape(sizes)
+    ids = np.array([device.id for device in mesh.devices.flat])
+    return np.argsort(np.argsort(ids)).reshape(sizes)
+
+
+def links(gpu: hardware.Gpu, mesh: AnyMesh) -> dict[str, tuple[int, int]]:
     """Return {mesh axis: (its size, its members in one link domain)} for axes larger than 1."""
-    domain = gpu.domain_gpus(mesh_spec.num_devices)
-    return {axis: mesh_spec.in_domain((axis,), domain) for axis in AXES if mesh_spec.sizes[axis] > 1}
+    domains = device_ids(mesh) // gpu.domain_gpus(math.prod(mesh.shape.values()))
+    members = {}
+    for k, (axis, size) in enumerate(mesh.shape.items()):
+        most = max(len(set(group)) for group in np.moveaxis(domains, k, -1).reshape(-1, size).tolist())
+        if size > 1:
+            members[axis] = size, max(1, size // most)
+    return members

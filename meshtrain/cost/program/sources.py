@@ -2,12 +2,14 @@
 
 XLA prints a table of stack frames above the program, and an instruction names its innermost frame. Attention is found
 by the scope "attention" in its JAX path, because jax loses the frames inside it. Recurrences are found by their scope
-and files, the optimizer by its files.
+and files, the optimizer by its files and those of optax. Programs of other projects have the same scopes if their code
+uses `jax.named_scope`.
 """
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from meshtrain.cost.program import hlo
@@ -18,6 +20,10 @@ _RECURRENCE_FILES = re.compile(r"meshtrain/(kernels/(recurrence\w*|convolution)|
 _OPTIMIZER_FILES = re.compile(r"meshtrain/training/(optimizer|adafactor|muon)\.py$")
 _STEP_FILE = re.compile(r"meshtrain/training/step\.py$")
 _OURS = re.compile(r"(^|/)(meshtrain/.*)$")
+_OPTAX_FILES = re.compile(r"/optax/(?!losses/|_src/loss)")
+# Files of Python, of installed packages and of notebooks' kernels.
+_INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|^<frozen ")
+_JAX_FILES = re.compile(r"-packages/jax(lib)?/")
 
 
 @dataclass(frozen=True)
@@ -28,8 +34,24 @@ class SourceFrame:
     @property
     def ours(self) -> str | None:
         """Return the file's path inside this project; None for a file of another package."""
-        match = _OURS.search(self.file) if "/site-packages/jax" not in self.file else None
+        match = _OURS.search(self.file) if not _JAX_FILES.search(self.file) else None
         return match.group(2) if match else None
+
+    @property
+    def name(self) -> str:
+        """Return 'model/layers.py:55' for a file of this project, else the last two parts of the path and the line."""
+        ours = self.ours
+        path = ours.removeprefix("meshtrain/") if ours else "/".join(self.file.split("/")[-2:])
+        return f"{path}:{self.line}"
+
+
+def line_of(frames: Iterable[SourceFrame]) -> str:
+    """Return the line that frames, innermost first, name: the innermost of this project or outside installed packages,
+    for example 'model/layers.py:55', else the innermost outside jax; "" without one."""
+    frames = list(frames)
+    own = [frame for frame in frames if frame.ours or not _INSTALLED.search(frame.file)]
+    installed = [frame for frame in frames if not _JAX_FILES.search(frame.file)]
+    return next((frame.name for frame in (*own, *installed)), "")
 
 
 @dataclass(frozen=True)
@@ -38,6 +60,7 @@ class Sources:
     frames: Mapping[int, tuple[SourceFrame, int]]
 
     @classmethod
+    @functools.lru_cache(maxsize=1)      # one program is read for several answers
     def of(cls, text: str) -> Sources:
         """Parse the header of `compiled.as_text()`. In programs without these tables, instructions have source_file and
         source_line instead."""
@@ -75,12 +98,13 @@ class Sources:
             return RECURRENCE
         if any(_OPTIMIZER_FILES.search(file) for file in ours) or (ours and _STEP_FILE.search(ours[0])):
             return OPTIMIZER        # step.py calls the gradients; what it computes itself is the update
+        if any(_OPTAX_FILES.search(frame.file) for frame in frames):
+            return OPTIMIZER
         return "" if frames or ins.op_name.startswith("jit(") else None
 
     def line(self, ins: hlo.Instruction) -> str:
-        """Return the innermost line of this project, for example 'model/layers.py:55', or ''."""
-        lines = (f"{frame.ours.removeprefix('meshtrain/')}:{frame.line}" for frame in self.stack(ins) if frame.ours)
-        return next(lines, "")
+        """Return `line_of` the instruction's frames."""
+        return line_of(self.stack(ins))
 
 
 def scope_of(op_name: str) -> str:
