@@ -63,7 +63,7 @@ class Gpu:
     def peak(self, dtype: str) -> float | None:
         """Return the dense FLOP/s of matmuls with operands of this dtype; None if unknown. dtype: any usual spelling
         (bfloat16 or bf16)."""
-        return self.peak_flops.get(_DTYPES.get(dtype, dtype))
+        return self.peak_flops.get(dtype_name(dtype))
 
     def domain_gpus(self, num_gpus: int) -> int:
         """Return how many consecutive GPUs of the mesh share a link domain, in a job of `num_gpus`.
@@ -130,9 +130,14 @@ _DTYPES = {
 }  # fmt: skip
 
 
+def dtype_name(dtype: str) -> str:
+    """Return the table's name of a dtype: bf16 → bfloat16. Unknown dtypes keep their names."""
+    return _DTYPES.get(dtype, dtype)
+
+
 def is_float8(dtype: str) -> bool:
     """Return whether matmuls in this dtype have the peak of float8: e4m3 and e5m2, with any kind of scales."""
-    return _DTYPES.get(dtype, dtype) == "float8"
+    return dtype_name(dtype) == "float8"
 
 
 _A100 = {"float32": 19.5 * _T, "bfloat16": 312 * _T, "float16": 312 * _T}

@@ -37,7 +37,7 @@ from meshtrain.huggingface.weights import ends, pretrained
 from meshtrain.inference.detokenizer import Words
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
-from meshtrain.inspection import report, step_costs, summary, topologies
+from meshtrain.inspection import functions, report, step_costs, summary, topologies
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.library.fit import fit
 from meshtrain.library.layouts import Layout
@@ -366,11 +366,16 @@ def compare(experiments: Sequence[Experiment] | Mapping[str, Experiment], steps:
     return shown.comparison(rows, costs, steps)
 
 
-def inspect(step: Experiment | str | Path | Callable, *args, topology: str | None = None) -> ProgramCosts:
-    """Return memory, traffic and time of a compiled step. step: an experiment, a run file or your own jitted function.
+def inspect(step: Experiment | str | Path | Callable, *args, topology: str | None = None,
+            mesh: functions.GivenMesh = None, options: functions.GivenOptions = None, tokens: int = 0,
+            assume: Mapping[str, float] | None = None) -> ProgramCosts:
+    """Return memory, traffic and time of a compiled step. step: an experiment, a run file, your own jitted function, or
+    `make(mesh) -> (jitted, args)` for a function that names its mesh.
 
-    For a function, the result has only its collectives. args: of the function; arrays on a mesh, or arrays that its
-    in_shardings place on one. topology: see `Experiment.inspect`. Raises: ConfigError.
+    args: of the function: arrays, or ShapeDtypeStructs with a sharding. topology: GPUs to compile for, "h100:8";
+    default: the devices of this process. The others are for functions only. mesh: sizes of axes, or a mesh; default:
+    that of the arguments. options: XLA options, or "meshtrain" for those that it gives each of its programs; default:
+    none. tokens: of a step, on all devices. assume: assumptions of the roofline, by name. Raises: ConfigError.
 
     >>> mt.inspect(run).sent_bytes["all-gather"] > 0
     True
@@ -378,13 +383,13 @@ def inspect(step: Experiment | str | Path | Callable, *args, topology: str | Non
     if isinstance(step, (str, Path)):
         step = Experiment(step)
     if isinstance(step, Experiment):
+        if args or mesh is not None or options is not None or tokens or assume:
+            raise ConfigError("args, mesh, options, tokens and assume are for a function of jax.jit; an experiment has "
+                              "its own")
         return step.inspect(topology)
-    lower = getattr(step, "lower", None)
-    if lower is None or topology is not None:
-        raise ConfigError("inspect takes an Experiment, a run file, or a function that jax.jit returned; a function is "
-                          "compiled for the devices of this process, so give it no topology")
-    with say.without_noise():
-        return shown.program_costs(lower(*args).compile())
+    target = functions.Target(topology, mesh, options, tokens, assume or {})
+    with _reword_for_python():
+        return shown.FunctionCosts(functions.inspect(step, args, target))
 
 
 def plan(model: str | Path, gpus: int | Sequence[int], gpu: str, settings: Mapping[str, object] | None = None,

@@ -122,3 +122,22 @@ def cudnn_attention() -> CudnnAttention | None:
         return backward_p.bind(q, k, v, *absent(q, 7), lse, o, do, **settings_of(*how))
 
     return CudnnAttention(forward, backward)
+
+
+def frames(eqn) -> list[tuple[str, int]]:
+    """Return the (file, line) of the Python frames that wrote an equation of a jaxpr, innermost first; [] if this jax
+    lacks them."""
+    try:
+        return [(frame.file_name, frame.line_num) for frame in eqn.source_info.traceback.frames]
+    except AttributeError:
+        return []
+
+
+def manual_axes(eqn) -> frozenset[str]:
+    """Return the mesh axes over which a shard_map equation runs its body once for each position. Raises: KeyError if
+    this jax has another parameter for them."""
+    for name in ("newly_manual_axes", "manual_axes"):
+        if name in eqn.params:
+            return frozenset(eqn.params[name])
+    raise KeyError(f"a shard_map of jax {jax.__version__} has the parameters {', '.join(eqn.params)}, none of which "
+                   f"names its manual axes")

@@ -2,19 +2,19 @@
 notebook."""
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
-import jax
-
-from meshtrain import parity
+from meshtrain import config, parity
 from meshtrain.commands import plan
 from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import simulate
-from meshtrain.cost.program import audit
-from meshtrain.inspection import chart, report
+from meshtrain.inspection import chart, function_report, report
+from meshtrain.inspection.functions import InspectedFunction
 from meshtrain.inspection.inspected import Inspected
-from meshtrain.pages import layout, pictures, plans, proofs, skin
+from meshtrain.pages import functions as functions_page, layout, pictures, plans, proofs, skin
 from meshtrain.pages.pictures import Bar, PlotAxis, PlotCurve
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.units import amount, seconds, size
@@ -35,8 +35,8 @@ class Shown:
 class JsonTable(Shown, dict):
     """A JSON object with a text and a picture.
 
-    >>> JsonTable({"total": 3}, "total 3")["total"]
-    3
+    >>> JsonTable({"total": 3}, "total 3")["total"], JsonTable({"total": 3}, "total 3").json
+    (3, '{"total": 3}')
     """
 
     def __init__(self, data: dict, text: str, picture: str = ""):
@@ -44,6 +44,11 @@ class JsonTable(Shown, dict):
         self.text, self.picture = text, picture
 
     __str__ = Shown.__repr__
+
+    @property
+    def json(self) -> str:
+        """The object as JSON text."""
+        return json.dumps(self)
 
 
 class Rows(Shown, list):
@@ -61,15 +66,33 @@ class Rows(Shown, list):
 
 
 class ProgramCosts(JsonTable):
-    """The traffic of a compiled program. Result of mt.inspect(jitted, *args).
+    """The costs of a compiled program. memory_bytes, collectives and roofline draw themselves; roofline is None without
+    a GPU of known speed.
 
     >>> mt.Experiment(mesh={"data": 2}).inspect().collectives["compiled"][0]["axes"]
     ['data']
     """
+    memory_bytes: JsonTable
+    collectives: JsonTable
+    roofline: JsonTable | None
 
-    def __init__(self, data: dict, text: str, picture: str, collectives: JsonTable):
-        super().__init__(data, text, picture)
-        self.collectives = collectives
+    def __init__(self, data: dict, text: str, make_page: Callable[[dict], str]):
+        super().__init__(data, text, layout.memory_drawing(data, legend=True))
+        self._make_page = make_page
+
+    def _add_tables(self, memory: str, collectives: str, roofline: str | None) -> None:
+        """Set the attributes. The arguments are their texts."""
+        sent = layout.traffic_drawing(self, legend=True) if self["collectives"]["compiled"] else ""
+        self.memory_bytes = JsonTable(self["memory_bytes"], memory, self.picture)
+        self.collectives = JsonTable(self["collectives"], collectives, sent)
+        self.roofline = None if roofline is None else JsonTable(
+            self["roofline"], roofline, layout.time_drawing(self["roofline"], legend=True))
+
+    def write_page(self, file: str | Path) -> None:
+        """Write the costs as an HTML page: one new file without external resources. Raises: ConfigError if it exists or
+        cannot be written."""
+        with config.user_errors():
+            skin.write("file", str(file), self._make_page(self))
 
     @property
     def sent_bytes(self) -> dict[str, int]:
@@ -88,34 +111,26 @@ class StepCosts(ProgramCosts):
     """
 
     def __init__(self, step: Inspected):
-        data = report.as_json(step)
-        sent = layout.traffic_drawing(data, legend=True) if data["collectives"]["compiled"] else ""
-        super().__init__(data, report.text(step), layout.memory_drawing(data, legend=True),
-                         JsonTable(data["collectives"], report.collectives_table(step), sent))
-        self.memory_bytes = JsonTable(data["memory_bytes"], report.memory_table(step), self.picture)
-        line, choice = data["roofline"], step.made.choice
-        # None without a GPU of known speed
-        self.roofline = step.program.roofline and JsonTable(
-            line, report.roofline_table(step.program.roofline, step.made.mesh), layout.time_drawing(line, legend=True))
+        super().__init__(report.as_json(step), report.text(step), layout.page)
+        program, choice = step.program, step.made.choice
+        self._add_tables(report.memory_table(step), report.collectives_table(program.audit, step.formulas),
+                         report.roofline_table(program.roofline, program.mesh) if program.roofline else None)
         # None without a pipeline
         self.schedule = choice and DrawnSchedule(choice.schedule, choice.outcome)
 
 
-def program_costs(compiled: jax.stages.Compiled) -> ProgramCosts:
-    """Return the traffic of a compiled program. Raises: ConfigError if none of its arrays is on a mesh."""
-    shardings = jax.tree.leaves([compiled.input_shardings, compiled.output_shardings])
-    meshes = [one.mesh for one in shardings if isinstance(one, jax.sharding.NamedSharding)]
-    if not meshes:
-        raise ConfigError("no argument or result of this function is on a mesh, so it has no collectives; give it "
-                          "arrays with a NamedSharding, or shardings by jax.jit or jax.shard_map")
-    rows = audit.summarize(audit.read(compiled.as_text(), meshes[0]).collectives)
-    lines = [f"{row['kind']} over {' × '.join(row['axes'])}: {row['count']} × {row['dtype']}, {size(row['bytes'])} "
-             f"sent by a device" for row in rows]
-    bars = [Bar(" × ".join(row["axes"]), [(k % pictures.COLORS, row["kind"], row["bytes"])])
-            for k, row in enumerate(rows)]
-    sent = JsonTable({"compiled": rows}, "\n".join(lines) or "no collectives",
-                     pictures.bars(bars, size, "bytes that a device sends", legend=True) if bars else "")
-    return ProgramCosts({"collectives": sent}, sent.text, sent.picture, sent)
+class FunctionCosts(ProgramCosts):
+    """The costs of a function of another project. Result of mt.inspect(jitted, *args).
+
+    >>> mt.inspect(jax.jit(lambda x: x @ x), jax.numpy.ones((64, 64)))["matmul_flops"]["traced"] == 2 * 64**3
+    True
+    """
+
+    def __init__(self, function: InspectedFunction):
+        super().__init__(function_report.as_json(function), function_report.text(function), functions_page.page)
+        program = function.program
+        self._add_tables(function_report.memory_table(function), report.collectives_table(program.audit),
+                         report.roofline_table(program.roofline, program.mesh) if program.roofline else None)
 
 
 class DrawnSchedule(JsonTable):

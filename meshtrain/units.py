@@ -23,7 +23,9 @@ def operations(count: float) -> str:
 
 
 def seconds(value: float) -> str:
-    return f"{value:.3f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
+    if value >= 1:
+        return f"{value:.3f} s"
+    return f"{1e6 * value:.1f} µs" if 0 < value < 5e-5 else f"{1e3 * value:.1f} ms"
 
 
 def duration(value: float) -> str:

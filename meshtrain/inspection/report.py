@@ -27,7 +27,8 @@ def text(step: Inspected) -> str:
     warnings = [differences(step), *(f"warning: {line}" for line in step.warnings)]
     return "\n\n".join([
         before(step.made), params_table(step.made), memory_table(step),
-        collectives_table(step), matmuls(step.program.audit, step.formulas), "\n".join(warnings),
+        collectives_table(step.program.audit, step.formulas), matmuls(step.program.audit, step.formulas),
+        "\n".join(warnings),
         *([sampling_table(step.sampling_costs)] if step.sampling_costs else []),
         *([f"rl.lag={lag}: this is the cost of sampling for validation; separate processes sample the answers for "
            f"training, and `plan` prints the cost of one such process"] if (lag := step.made.run.rl.lag) else []),
@@ -96,10 +97,9 @@ def _spec(split: list[list[str]]) -> str:
     return "(" + ", ".join("+".join(axes) or "·" for axes in split) + ")"
 
 
-def collectives_table(step: Inspected) -> str:
-    """Return a table of a step's collectives: bytes sent per device by mesh axes, by formulas and compiled."""
-    program, formulas = step.program.audit, step.formulas
-
+def collectives_table(program: audit.ProgramAudit, formulas: formula_vs_compiled.Formulas | None = None) -> str:
+    """Return a table of a step's collectives: bytes sent per device by mesh axes, compiled and, if there are any, by
+    formulas."""
     def key(row: Mapping) -> tuple[str, ...]:
         return (row["kind"], *row["axes"], row["dtype"])
     compiled, priced = ({key(row): row for row in rows} for rows in (
@@ -110,11 +110,13 @@ def collectives_table(step: Inspected) -> str:
     rows = []
     for at in dict.fromkeys([*compiled, *priced]):
         row = compiled.get(at) or priced[at] | {"count": 0, "source": ""}
-        rows.append((row["kind"], " × ".join(row["axes"]), row["dtype"], show(priced, at), show(compiled, at),
-                     f"{row['count']:,}", row["source"][:60]))
+        by_formulas = (show(priced, at),) if formulas else ()
+        rows.append((row["kind"], " × ".join(row["axes"]), row["dtype"], *by_formulas, show(compiled, at),
+                     f"{row['count']:,}", row.get("line", ""), row["source"][:60]))
     if not rows:
         return "collectives of the compiled step: none"
-    lines = [columns([("sent per device", "axes", "dtype", "by formulas", "compiled", "count", "from"), *rows])]
+    heads = ("by formulas", "compiled") if formulas else ("compiled",)
+    lines = [columns([("sent per device", "axes", "dtype", *heads, "count", "line", "from"), *rows])]
     lines += [f"warning: loop of unknown length, counted once: {name}" for name in program.unknown_loops]
     if program.further_rounds:
         lines += [f"a balanced load of experts is assumed: {amount(program.further_rounds, 'loop')} of further "
@@ -214,17 +216,19 @@ def sampling_table(data: dict) -> str:
 COSTLIEST = 10
 
 
-def roofline_table(line: roofline.Roofline, mesh: AnyMesh) -> str:
-    """Return the roofline of a step as text: step time, shares, collectives, costliest kernels, assumptions."""
+def roofline_table(line: roofline.Roofline, mesh: AnyMesh, change: str = "--assume NAME=VALUE") -> str:
+    """Return the roofline of a step as text: step time, shares, collectives, costliest kernels, assumptions. change:
+    how the reader changes an assumption."""
     def percent(share: float) -> str:
         return f"{share:.1%}"
     shares = ", ".join(f"{name} {percent(share)}" for name, share in line.shares.items())
     domains = ", ".join(f"{axis} {n} GPUs over NVLink" if inside == n else
         f"{axis} {amount(n // inside, 'host')} with {amount(inside, 'network card')} each"
         for axis, (n, inside) in roofline.links(line.gpu, mesh).items()) or "none"
-    lines = [f"roofline on {line.num_gpus} × {line.gpu.name}, nothing measured: {line.step_s:.3f} s a step, "
-             f"{line.tokens_per_s / line.num_gpus:,.0f} tokens/s a GPU, MFU {percent(line.mfu)} of the "
-             f"{line.mfu_dtype} peak",
+    speed = f"{line.tokens_per_s / line.num_gpus:,.0f} tokens/s a GPU, " if line.workload.tokens else ""
+    step = f"{line.step_s:.3f} s" if line.step_s >= 0.1 else seconds(line.step_s)
+    lines = [f"roofline on {line.num_gpus} × {line.gpu.name}, nothing measured: {step} a step, {speed}"
+             f"MFU {percent(line.mfu)} of the {line.mfu_dtype} peak",
              f"of the step: {shares}",
              "communication = time spent waiting; contention = slowdown of kernels that overlap with communication; "
              f"{seconds(line.free_matmul_s)} of matmuls overlap with no communication",
@@ -245,7 +249,7 @@ def roofline_table(line: roofline.Roofline, mesh: AnyMesh) -> str:
                            *kernels])]
     lines += [f"warning: loop of unknown length, counted once: {name}" for name in line.unknown_loops]
     lines += [f"warning: the FLOPs of {name} are unknown, so only its bytes are counted" for name in line.uncounted]
-    lines += ["", "assumptions (change one with --assume NAME=VALUE; reasons: meshtrain/cost/formulas/assumptions.py): "
+    lines += ["", f"assumptions (change one with {change}; reasons: meshtrain/cost/formulas/assumptions.py): "
               + ", ".join(
         f"{name} {value:g}" for name, value in line.assumed.as_dict().items())]
     return "\n".join(lines)

@@ -53,7 +53,8 @@ def mesh(device_mesh: AnyMesh, gpu: hardware.Gpu | None, device: str, simulated:
     return {"sizes": sizes, "placement": list(sizes), "num_devices": math.prod(sizes.values()),
             "device": device, "simulated": simulated, "gpu": gpu and gpu.name, "hbm_bytes": gpu and gpu.hbm_bytes,
             "gpus_per_host": host.gpus_per_host, "gpus_per_link_domain": host.gpus_per_link_domain,
-            "links": {axis: {"size": n, "inside": inside} for axis, (n, inside) in roofline.links(host, device_mesh).items()}}
+            "links": {axis: {"size": n, "inside": inside}
+                      for axis, (n, inside) in roofline.links(host, device_mesh).items()}}
 
 
 def parameters(made: Assembly) -> list[dict]:

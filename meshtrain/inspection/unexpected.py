@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from meshtrain.assembly import Assembly
 from meshtrain.cost.program import audit
@@ -20,7 +20,7 @@ REPLICATED = re.compile(r"Involuntary full rematerialization.*?from sharding (\{
 
 def warnings(made: Assembly, program: audit.ProgramAudit, logged: Iterable[str]) -> list[str]:
     """Return a line for each unexpected collective. logged: XLA's log lines from the compilation of `program`."""
-    return find_gathers_in_loops(made, program) + find_replicated(made, logged)
+    return find_gathers_in_loops(made, program) + find_replicated(logged, expect.tensors(made))
 
 
 def find_gathers_in_loops(made: Assembly, program: audit.ProgramAudit) -> list[str]:
@@ -47,10 +47,10 @@ def find_gathers_in_loops(made: Assembly, program: audit.ProgramAudit) -> list[s
             for (name, axes, trips), sent in sent_bytes.items()]
 
 
-def find_replicated(made: Assembly, logged: Iterable[str]) -> list[str]:
+def find_replicated(logged: Iterable[str], named: Callable[[tuple[int, ...]], list[str]]) -> list[str]:
     """Find tensors that XLA replicates fully to reshard them. Equal log lines count once: a step that is compiled twice
-    logs each twice."""
-    named, seen = expect.tensors(made), set[str]()
+    logs each twice. named: dims of an array -> the names of parameters that have them."""
+    seen = set[str]()
     counts: Counter = Counter()
     for line in logged:
         if (match := REPLICATED.search(line)) and match.group() not in seen:

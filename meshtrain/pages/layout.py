@@ -11,11 +11,15 @@ from meshtrain.pages.skin import Cell, Column, PageSection, Tile, number, of_byt
 from meshtrain.units import amount, flop, many, seconds, size
 
 # Part of the memory → (name in the bar, name in the table).
-MEMORY = {"params": ("weights", "weights, as they are stored"), "grads": ("gradients", "gradient accumulators"),
+MEMORY = {"arguments": ("arguments", "arguments of the function"),
+          "outputs": ("outputs", "outputs that reuse no argument"),
+          "temporaries": ("temporaries", "activations and other temporaries"),
+          "params": ("weights", "weights, as they are stored"), "grads": ("gradients", "gradient accumulators"),
           "optimizer": ("optimizer", "optimizer state"), "activations": ("activations", "activations and temporaries"),
           "host": ("", "on the host"), "loop_weights": ("", "weights in the pipeline's loop"),
           "loop_grads": ("", "gradients in the pipeline's loop")}
 STACKED = ("params", "grads", "optimizer", "activations")
+OF_A_FUNCTION = ("arguments", "outputs", "temporaries")
 LEAST_SHARE = 0.002         # parts of a bar with a smaller share are not drawn
 SHARES = ("matmul", "attention", "elementwise", "optimizer", "communication", "contention", "host",
           "recurrence")
@@ -97,8 +101,8 @@ def mesh(data: dict) -> str:
     """Return the section of the mesh as HTML. data: the entry "mesh" of the JSON."""
     order = ", ".join(axis for axis in data["placement"] if data["sizes"][axis] > 1)
     caption = ("Each column is a device, each row a mesh axis, each number the device's coordinate on it. Devices are "
-               f"assigned in the order of mesh.placement, slowest link first: {order}. An axis whose numbers change "
-               f"within a host uses the links of the host.")
+               f"assigned in the order of the axes (mesh.placement of a run file), slowest link first: {order}. An "
+               f"axis whose numbers change within a host uses the links of the host.")
     if data["simulated"]:
         caption += " These devices are simulated on one machine; they are drawn as if on hosts of eight GPUs."
     elif data["gpus_per_link_domain"] > data["gpus_per_host"]:
@@ -132,13 +136,13 @@ def over(mesh: dict, axes: str) -> str:
 
 def memory(data: dict) -> str:
     held, bars = data["memory_bytes"], memory_bars(data)
-    compiled, formula = held["compiled"], held["formula"]
+    compiled, formula = held["compiled"], held["formula"] or {}
     key = skin.key(sorted({(color, name, "") for bar in bars for color, name, _ in bar.parts}))
     names = [name for name in dict.fromkeys([*compiled, *formula]) if name != "total"]
 
-    def cells(name: str) -> tuple[Cell, Cell]:
-        return of_bytes(compiled.get(name)), of_bytes(formula.get(name))
-    table = skin.table([Column("on a device"), Column("as compiled", "n"), Column(bars[1].label, "n")],
+    def cells(name: str) -> list[Cell]:
+        return [of_bytes(part.get(name)) for part in (compiled, formula)[:len(bars)]]
+    table = skin.table([Column("on a device"), *(Column(bar.label, "n") for bar in bars)],
                        [(MEMORY.get(name, ("", name))[1], *cells(name)) for name in names], "memory-parts",
                        total=("total", *cells("total")))
     again = data["recomputed_by_xla"]
@@ -149,8 +153,10 @@ def memory(data: dict) -> str:
 
 def memory_bars(data: dict) -> list[Bar]:
     held = data["memory_bytes"]
-    return [Bar("as compiled", stack(held["compiled"])),
-            Bar("by formulas" if held["formula"].get("total") else "by the rules", stack(held["formula"]))]
+    bars = [Bar("as compiled", stack(held["compiled"]))]
+    if formula := held["formula"]:
+        bars.append(Bar("by formulas" if formula.get("total") else "by the rules", stack(formula)))
+    return bars
 
 
 def memory_drawing(data: dict, legend: bool = False, width: int = skin.WIDTH) -> str:
@@ -163,7 +169,8 @@ def stack(held: dict) -> list[tuple[int, str, float]]:
     """Return the parts of a device's memory as (colour, name, bytes). What remains of the total is batches and scalars.
     For a pipeline, the gradients are those in its loop, which are at least as large as the others."""
     parts = held | ({"grads": held["loop_grads"]} if held.get("loop_grads") else {})
-    known = [(k, MEMORY[part][0], parts[part]) for k, part in enumerate(STACKED) if parts.get(part)]
+    names = OF_A_FUNCTION if OF_A_FUNCTION[0] in held else STACKED
+    known = [(k, MEMORY[part][0], parts[part]) for k, part in enumerate(names) if parts.get(part)]
     rest = (held.get("total") or 0) - sum(value for *_, value in known)
     return [*known, (len(STACKED), "other arguments", rest)] if rest > LEAST_SHARE * (held.get("total") or 0) else known
 
@@ -213,7 +220,7 @@ def _by_axes(rows: Sequence[dict]) -> dict[str, dict[str, int]]:
 def _collectives(data: dict) -> str:
     """Return a table with a row for each kind, axes and dtype, by formulas and compiled."""
     rows, mesh, formula = data["collectives"]["compiled"], data["mesh"], data["collectives"]["formula"] or []
-    named = kernels.weights(data["parameters"])
+    named = kernels.weights(data.get("parameters", ()))
 
     def at(row: dict) -> tuple[str, tuple[str, ...], str]:
         return row["kind"], tuple(row["axes"]), row["dtype"]
@@ -223,12 +230,14 @@ def _collectives(data: dict) -> str:
         return of_bytes(rows[key]["bytes"] if key in rows else None)
     columns = [Column("collective", "keep"), Column("axes", "keep"), Column("dtype"), Column("count", "n"),
                Column("sent by a device", "n"), *([Column("by formulas", "n")] if formula else []),
-               Column("over", "keep"), Column("from", "some")]
+               Column("over", "keep"), Column("line", "keep"), Column("from", "some")]
+
     def source(row: dict | None) -> Cell | str:
         return Cell(kernels.describe(row, named), title=row["source"]) if row and row["source"] else ""
 
     cells = [(kind, " × ".join(axes), dtype, of_count(compiled.get(key, {}).get("count")), sent(compiled, key),
-              *([sent(priced, key)] if formula else []), over(mesh, "+".join(axes)), source(compiled.get(key)))
+              *([sent(priced, key)] if formula else []), over(mesh, "+".join(axes)),
+              compiled.get(key, {}).get("line", ""), source(compiled.get(key)))
              for key in dict.fromkeys([*compiled, *priced]) for kind, axes, dtype in [key]]
     return skin.table(columns, cells, "collectives", search="collective, axis or operation")
 
@@ -269,7 +278,8 @@ def time(data: dict) -> str:
                f"with kernels, and {seconds(line['free_matmul_s'])} of matmuls overlap with no collective.")
     drawn = skin.figure(lambda width: time_drawing(line, width=width), caption,
                         skin.key((k, name, percent(share)) for k, name, share in shares))
-    return (drawn + _draw_exposed(line) + "<h3>Kernels, costliest first</h3>" + _kernels(line, data["parameters"])
+    return (drawn + _draw_exposed(line) + "<h3>Kernels, costliest first</h3>"
+            + _kernels(line, data.get("parameters", ()))
             + skin.bullets(f"warning: counted once, its length is unknown: loop {name}"
                            for name in line["unknown_loops"])
             + skin.bullets(f"warning: the FLOPs of {name} are unknown, so only its bytes are counted"

@@ -16,7 +16,6 @@ from meshtrain.names import AXES
 from meshtrain.pages.skin import PHONE, WIDTH, esc
 
 COLORS = 8
-AXIS_COLOR = {axis: k for k, axis in enumerate(AXES)}
 
 
 def drawing(height: float, parts: Iterable[str], label: str, width: int = WIDTH, more: str = "") -> str:
@@ -105,11 +104,12 @@ def _host(data: dict, order: Sequence[str], host: int, cell: float, at: tuple[fl
         parts += [text(x + cell * len(ids) / 2, y + 32, f"{ids[0]:,} … {ids[-1]:,}", 11, "middle", "soft")]
     for row, axis in enumerate(order):
         top, places = y + 40 + ROW * row, [coordinate(data, axis, i) for i in ids]
+        color = (AXES if axis in AXES else order).index(axis) % COLORS
         start = 0
         for k in range(1, len(places) + 1):
             if k == len(places) or places[k] != places[start]:
                 shade, word = 0.2 + 0.5 * places[start] / (data["sizes"][axis] - 1), str(places[start])
-                parts += [rect(x + cell * start, top, cell * (k - start) - 2, ROW - 3, f"c{AXIS_COLOR[axis]}", shade)]
+                parts += [rect(x + cell * start, top, cell * (k - start) - 2, ROW - 3, f"c{color}", shade)]
                 if small(word) * (k - start) >= 6.5:
                     parts += [text(x + cell * (start + k) / 2 - 1, top + 12, word, min(11, small(word) * (k - start)),
                                    "middle")]

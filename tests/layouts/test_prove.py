@@ -227,7 +227,7 @@ def test_a_rule_file_of_ones_own_is_proved_in_place_of_the_shipped_ones(without_
 
 
 def row(dims, kind="reduce-scatter", axes=("fsdp",), dtype="bf16") -> Collective:
-    return Collective(kind, axes, 1, 1000, 1000, dtype, "", 1, 8, True, False, (dims,))
+    return Collective(kind, axes, 1000, 1000, dtype, "", 1, 8, True, False, (dims,))
 
 
 def test_gradients_that_are_summed_in_bfloat16_are_named_and_activations_are_not():

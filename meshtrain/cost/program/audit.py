@@ -36,7 +36,6 @@ class Collective:
     kind: str  # as HLO spells it, without -start
     # mesh axes that the group spans, in mesh order; 'data:2~' = part of one, or no product of axes
     axes: tuple[str, ...]
-    count: int  # executions, each operand of a combined instruction counted apart
     bytes: int  # what the GPU sends in a ring: see ring_bytes
     payload_bytes: int  # the logical arrays: the full one for all-gather, reduce-scatter and all-reduce
     dtype: str
@@ -45,8 +44,13 @@ class Collective:
     group_size: int
     is_async: bool
     in_branch: bool  # inside a conditional: see `hlo.Visit`
-    arrays: tuple[tuple[int, ...], ...] = ()  # dims of each operand's full array over the group
+    arrays: tuple[tuple[int, ...], ...]  # dims of each operand's full array over the group
     line: str = ""  # of Python, see `sources.line_of`
+
+    @property
+    def count(self) -> int:
+        """Return the executions in a step, each operand of a combined instruction counted apart."""
+        return self.trips * len(self.arrays)
 
 
 @dataclass(frozen=True)
@@ -241,8 +245,7 @@ def collective_rows(module: hlo.HloModule, visit: hlo.Visit, mesh_shape: dict[st
         payload = sum(sizes) * visit.trips * (n if kind == "all-gather" else 1)
         started = ins.op.endswith("-start") or visit.is_async
         rows.append(Collective(
-            kind=kind, axes=axes, count=visit.trips * (1 if one_array else len(sizes)),
-            bytes=ring_bytes(kind, payload, n),
+            kind=kind, axes=axes, bytes=ring_bytes(kind, payload, n),
             payload_bytes=payload, dtype=dtype, source=short_source(named.op_name), trips=visit.trips, group_size=n,
             is_async=started and '"is_sync":true' not in ins.attrs, in_branch=visit.in_branch,
             arrays=tuple(arrays[dtype][:1] if one_array else arrays[dtype]), line=sources.line(named),

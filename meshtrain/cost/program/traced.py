@@ -1,0 +1,113 @@
+"""Counts the matmul FLOPs of a traced function before it is partitioned: those that the devices of a mesh share.
+
+A compiled program with more FLOPs on all devices together repeats work. This is the one sign of a mesh axis that splits
+nothing, because such a program computes right numbers. Knows no mesh and no model.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.core import Jaxpr
+
+from meshtrain import jax_private
+from meshtrain.cost.program.sources import SourceFrame, line_of
+
+KERNELS = ("pallas_call",)      # whose matmuls the compiled program does not show, either
+OTHERS = {"conv_general_dilated": "convolutions", "ragged_dot": "ragged matmuls", "ragged_dot_general":
+          "ragged matmuls"}     # products that are no dot_general
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedFlops:
+    """The matmul FLOPs of a function, over all devices. products: by (line of Python, dtype of the operands). bounds:
+    why the count is only a bound: loops of unknown length and conditionals with matmuls. uncounted: other products."""
+    products: Counter[tuple[str, str]]
+    bounds: tuple[str, ...]
+    uncounted: tuple[str, ...]
+
+    @property
+    def total(self) -> int:
+        return self.products.total()
+
+    @property
+    def by_line(self) -> Counter[str]:
+        return self._sum_by(0)
+
+    @property
+    def by_dtype(self) -> Counter[str]:
+        return self._sum_by(1)
+
+    def _sum_by(self, part: int) -> Counter[str]:
+        flops: Counter[str] = Counter()
+        for key, count in self.products.items():
+            flops[key[part]] += count
+        return flops
+
+
+def count(jaxpr: Jaxpr) -> TracedFlops:
+    """Count the matmul FLOPs of a jaxpr.
+
+    The body of a scan counts with its length, that of a shard_map with the sizes of its manual axes, a conditional with
+    its costliest branch, that of a while loop once.
+    """
+    bounds: dict[str, None] = {}
+    uncounted: dict[str, None] = {}
+
+    def visit(jaxpr: Jaxpr) -> Counter[tuple[str, str]]:
+        flops: Counter[tuple[str, str]] = Counter()
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            if name == "dot_general":
+                dtype = max((operand.aval.dtype for operand in eqn.invars), key=lambda dtype: dtype.itemsize)
+                flops[_line(eqn), dtype.name] += _product(eqn)
+            elif name in OTHERS:
+                uncounted[f"{OTHERS[name]} ({_line(eqn) or name})"] = None
+            if name in KERNELS:
+                uncounted[f"kernels ({_line(eqn) or name})"] = None
+                continue
+            inside = [visit(inner) for inner in _inner(eqn.params)]
+            if not any(inside):
+                continue
+            if name in ("while", "cond"):
+                kind = "a loop of unknown length" if name == "while" else "a conditional"
+                bounds[f"{kind} with matmuls" + (f" ({line})" if (line := _line(eqn)) else "")] = None
+            if name == "cond":
+                inside = [max(inside, key=Counter.total)]
+            for one in inside:
+                for key, number in one.items():
+                    flops[key] += _times(eqn) * number
+        return flops
+    return TracedFlops(visit(jaxpr), tuple(bounds), tuple(uncounted))
+
+
+def _product(eqn) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    first, output = eqn.invars[0].aval, eqn.outvars[0].aval
+    return 2 * math.prod(output.shape) * math.prod(first.shape[dim] for dim in contracted)
+
+
+def _times(eqn) -> int:
+    """Return how often an equation runs its body, over all devices."""
+    if eqn.primitive.name == "scan":
+        return eqn.params["length"]
+    if eqn.primitive.name == "shard_map":
+        sizes = dict(eqn.params["mesh"].shape)
+        return math.prod(sizes[axis] for axis in jax_private.manual_axes(eqn))
+    return 1
+
+
+def _inner(params: dict[str, Any]) -> Iterator[Jaxpr]:
+    """Yield the jaxprs among an equation's parameters."""
+    for value in params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(item, "jaxpr", item)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def _line(eqn) -> str:
+    return line_of(SourceFrame(file, line) for file, line in jax_private.frames(eqn))
