@@ -113,7 +113,8 @@ def program(gpu: str, case: Case):
 
 
 def line_of(gpu: str, case: Case, given: Mapping[str, float] = MappingProxyType({})) -> roofline.Roofline:
-    return CompiledProgram.of_run(*program(gpu, case), given).roofline
+    made, executable = program(gpu, case)
+    return CompiledProgram.of_run(made, executable, given).roofline
 
 
 def row(gpu: str, case: Case) -> list[str]:
