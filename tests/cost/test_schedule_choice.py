@@ -17,7 +17,7 @@ from meshtrain.commands import inspect, train
 from meshtrain import hardware
 from meshtrain.cost.formulas import footprint
 from meshtrain.cost.formulas.options import Options
-from meshtrain.cost.program import carried, compile, hlo
+from meshtrain.cost.program import carried as carried_by_loops, compile, hlo
 from meshtrain.cost.program import memory as program_memory
 from meshtrain.inspection import memory, report
 from meshtrain.sharding.mesh import MeshSpec
@@ -177,9 +177,9 @@ def test_accumulators_that_are_in_no_loop_are_null_and_not_zero():
     case = parity.compile_run(run_of("ddp", dict(stage=2), "1f1b", model=dict(num_layers=2)))
     shapes = program_memory.in_loop(case.made.model, case.made.layout)
     text = case.step.as_text()
-    assert carried.all_bytes(text, [s for _, s in shapes]) == sum(4 * math.prod(s) for _, s in shapes)
-    assert carried.all_bytes(text, [s for _, s in shapes] + [(3, 5, 7)]) is None
-    assert carried.all_bytes(text, [s for _, s in shapes] + [shapes[0][1]] * 2) is None, "not one array twice"
+    assert carried_by_loops.all_bytes(text, [s for _, s in shapes]) == sum(4 * math.prod(s) for _, s in shapes)
+    assert carried_by_loops.all_bytes(text, [s for _, s in shapes] + [(3, 5, 7)]) is None
+    assert carried_by_loops.all_bytes(text, [s for _, s in shapes] + [shapes[0][1]] * 2) is None, "not one array twice"
 
 
 def test_schedule_of_gpus_that_are_not_here_is_drawn_with_its_memory():
