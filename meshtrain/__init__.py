@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meshtrain.interface import (
-        ConfigError, Experiment, Layout, Rules, Stack, bars, check_answer, compare, curves, fit, inspect, mesh, plan,
-        prove, ring_attention, schedule, shards, simulate, size, token_order, unpack,
+        ConfigError, Experiment, Layout, Rules, Stack, bars, check_answer, compare, curves, fit, inspect, mesh,
+        pipeline, plan, prove, ring_attention, schedule, shards, simulate, size, token_order, unpack,
     )  # fmt: skip
 
 __version__ = "0.1.0"
 __all__ = [
     "ConfigError", "Experiment", "Layout", "Rules", "Stack", "bars", "check_answer", "compare", "curves", "fit",
-    "inspect", "mesh", "plan", "prove", "ring_attention", "schedule", "shards", "simulate", "size", "token_order",
-    "unpack",
+    "inspect", "mesh", "pipeline", "plan", "prove", "ring_attention", "schedule", "shards", "simulate", "size",
+    "token_order", "unpack",
 ]  # fmt: skip
 
 

@@ -1,9 +1,11 @@
 """Checks the arguments of an experiment: counts, meshes, batches, token ids. Every mistake is a ConfigError."""
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -105,3 +107,13 @@ def _describe(shape: Sequence[int], dtype: object) -> str:
 
 def _short(value: object) -> str:
     return text if len(text := repr(value)) <= 60 else f"{text[:57]}..."
+
+
+@contextlib.contextmanager
+def reword_for_python() -> Iterator[None]:
+    """Context: rewrite options in the messages of ConfigErrors as in Python: --seq-len becomes seq_len."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(*(re.sub(r"--([a-z][a-z-]*)", lambda option: option[1].replace("-", "_"), message)
+                            for message in error.messages)) from None

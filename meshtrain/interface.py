@@ -5,15 +5,13 @@ no arithmetic of its own. Results are the JSON of a command; they print as text 
 """
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from meshtrain.run import say
 
@@ -39,8 +37,10 @@ from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.inspection import functions, report, step_costs, summary, topologies
 from meshtrain.inspection.inspected import Inspected
+from meshtrain.library import proving
 from meshtrain.library.fit import fit
 from meshtrain.library.layouts import Layout
+from meshtrain.library.pipeline import pipeline
 from meshtrain.library.ring import ring_attention, token_order
 from meshtrain.library.stack import Stack
 from meshtrain.library.unpack import unpack
@@ -52,7 +52,7 @@ from meshtrain.training.state import State
 from meshtrain.units import size
 
 __all__ = ["ConfigError", "Experiment", "Layout", "Rules", "Stack", "bars", "check_answer", "compare", "curves", "fit",
-           "inspect", "mesh", "plan", "prove", "ring_attention", "schedule", "shards", "simulate", "size",
+           "inspect", "mesh", "pipeline", "plan", "prove", "ring_attention", "schedule", "shards", "simulate", "size",
            "token_order", "unpack"]
 
 DRAWN_EVERY_S = 0.5     # interval at which `Experiment.train` redraws its curve
@@ -68,16 +68,6 @@ PlanOptions = TypedDict("PlanOptions", {
     "schedule": str, "chunks": int, "microbatches": int, "remat": str, "compute_dtype": str,
     "rules": Sequence[str] | str, "max_memory": float, "gpus_per_host": int, "tokens": float, "budget_hours": float,
     "assume": Sequence[str] | str, "verify": int}, total=False)
-
-
-@contextlib.contextmanager
-def _reword_for_python() -> Iterator[None]:
-    """Context: rewrite options in the messages of ConfigErrors as in Python: --seq-len becomes seq_len."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(*(re.sub(r"--([a-z][a-z-]*)", lambda option: option[1].replace("-", "_"), message)
-                            for message in error.messages)) from None
 
 
 def simulate(devices: int) -> None:
@@ -159,7 +149,7 @@ class Experiment:
         if self.run.mesh.simulated_devices:     # started first: else jax would start with one CPU device
             local_devices.start(self.run, cheaply=True)
         run = self.run.replace(mesh={"simulated_devices": 0})
-        with _reword_for_python():
+        with given.reword_for_python():
             devices = topologies.find_devices(run, topology)
         return StepCosts(inspect_command.inspect_step(assembly.assemble(elastic.fit(run, len(devices))[0], devices)))
 
@@ -388,7 +378,7 @@ def inspect(step: Experiment | str | Path | Callable, *args, topology: str | Non
                               "its own")
         return step.inspect(topology)
     target = functions.Target(topology, mesh, options, tokens, assume or {})
-    with _reword_for_python():
+    with given.reword_for_python():
         return shown.FunctionCosts(functions.inspect(step, args, target))
 
 
@@ -408,7 +398,7 @@ def plan(model: str | Path, gpus: int | Sequence[int], gpu: str, settings: Mappi
     if unknown := sorted({"html", "write"} & set(options)):
         raise ConfigError(f"{unknown[0]} is an option of the command line that writes a file; in "
                           f"Python, write the result of plan to a file yourself")
-    with _reword_for_python():
+    with given.reword_for_python():
         read = plan_command.COMMAND.of([str(model)], given_options, config.words({} if settings is None else settings))
         return shown.show_plans(plan_command.make_plans(read))
 
@@ -429,22 +419,26 @@ def schedule(table: str, stages: int = 0, microbatches: int = 0, chunks: int = 1
     return DrawnSchedule(of, pipeline_times.simulate(of))
 
 
-def prove(run_file: str | Path | None = None, settings: Mapping[str, object] | None = None,
-          rules: GivenRules | Sequence[GivenRules] = (), cells: int | None = None, model: Callable | None = None,
-          parameters: Mapping[str, tuple] | None = None) -> JsonTable:
-    """Test whether a run computes the same on every layout as on one device, like `python -m meshtrain.prove`.
+def prove(run_file: str | Path | Callable | None = None, settings: Any = None, axes: Any = None, *,
+          rules: GivenRules | Sequence[GivenRules] = (), rows: Any = None, cells: int | None = None,
+          model: Callable | None = None, parameters: Mapping[str, tuple] | None = None) -> JsonTable:
+    """Test whether a run, a layer or a loss computes the same on every layout as on one device (docs/prove.md).
 
-    rules: your own rules, see `Experiment`, or a list of them; default: the run's and the shipped ones. cells: maximum
-    number of layouts. model: test this layer instead of a run: a function (params, x_BTD) -> y_BTD. parameters: of the
-    layer, name -> (shape, logical axes).
+    A run: run_file, settings. A layer: model, a function (params, x_BTD) -> y_BTD; parameters, name -> (shape, logical
+    axes). A loss: `mt.prove(loss, params, axes, rows=rows)`, see `library.proving.prove_loss`. rules: your own rules,
+    see `Experiment`, or a list of them; default: the run's and the shipped ones. cells: maximum number of layouts.
 
     >>> mt.prove(model=lambda w, x: x @ w["out"], parameters={"out": ((32, 32), ("mlp", "embed"))}, cells=3)["failed"]
     False
     """
     cells = None if cells is None else given.check_count("cells", cells)
-    run = Experiment(run_file, settings).run
     chosen: Sequence[GivenRules] = [rules] if isinstance(rules, (str, Path, Mapping, rule_files.Rules)) else rules
-    files, devices = [scratch.rule_file(one) for one in chosen], local_devices.start(run, cheaply=True)
-    with _reword_for_python():
+    files = [scratch.rule_file(one) for one in chosen]
+    if callable(run_file):
+        return shown.show_proof(proving.prove_loss(run_file, settings, axes, rows, files, cells=cells))
+    if axes is not None or rows is not None:
+        raise ConfigError("prove: axes and rows are those of a loss; for rule files write rules=[…]")
+    devices = local_devices.start(run := Experiment(run_file, settings).run, cheaply=True)
+    with given.reword_for_python():
         return shown.show_proof(parity.prove_layer(model, parameters or {}, files, devices, cells) if model else
-                            parity.prove(run, files, devices, cells))
+                                parity.prove(run, files, devices, cells))

@@ -9,16 +9,14 @@ Source: arXiv:1910.02054 (ZeRO).
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
+from meshtrain.library.rows import count_rows, cut, in_mesh
 from meshtrain.library.stack import Stack, check_sums
 from meshtrain.model.stats import LayerStats
 from meshtrain.sharding import rules
@@ -52,14 +50,15 @@ def gradients(layout: TreeLayout, loss: Callable, axes: Any, microbatches: int =
         if key is not None and isinstance(loss, Stack):
             raise ValueError("gradients: a Stack takes no key, because its layers get no rows; draw the masks from "
                              "rows, or give the loss as one function")
-        with nullcontext() if not jax.sharding.get_abstract_mesh().empty else jax.sharding.use_abstract_mesh(mesh):
-            reduced = Reduction(inner, mesh, axes, inner.find_deferred_axes(flat))
+        with in_mesh(layout.mesh):
+            deferred = inner.find_deferred_axes(flat)
+            reduced = Reduction(inner, mesh, axes, deferred)
             weights = _read(inner, axes, params, compute)
             if key is None:
-                batch, given = _cut(reduced, rows, microbatches), ()
+                batch, given = cut(inner, deferred, rows, microbatches), ()
             else:
-                numbers = jnp.arange(_count_rows(rows), dtype=jnp.uint32)
-                batch, given = _cut(reduced, (rows, numbers), microbatches), (key,)
+                numbers = jnp.arange(count_rows(rows), dtype=jnp.uint32)
+                batch, given = cut(inner, deferred, (rows, numbers), microbatches), (key,)
             make = partial(loss.make_backward, inner, axes) if isinstance(loss, Stack) else partial(make_backward, loss)
             grads, (total, count), _ = reduction.accumulate(reduced, make, batch, weights, given)
             count = jnp.maximum(count.sum(), 1)
@@ -87,45 +86,3 @@ def _read(inner: rules.Layout, axes: Any, params: Any, dtype: str | None):
             w = inner.constrain("optimizer", w.astype(dtype), names)
         return inner.constrain("params", w, names)
     return jax.tree.map(read, axes, params, is_leaf=rules.is_axes)
-
-
-def _count_rows(rows: Any) -> int:
-    """Return B of a tree of arrays [B, …]. Raises: ValueError."""
-    sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(rows)}
-    if len(sizes) != 1 or sizes == {()}:
-        shapes = ", ".join(str(jnp.shape(x)) for x in jax.tree.leaves(rows))
-        raise ValueError(f"rows are {shapes or 'empty'}: each array must be [B, …] with the same number of rows B")
-    return sizes.pop()[0]
-
-
-def _cut(reduced: Reduction, rows: Any, microbatches: int):
-    """Return rows [B, …] as [microbatches, replicas, b, …], without moving a row between devices.
-
-    A microbatch has an equal part of the rows of every device.
-    """
-    inner, deferred = reduced.layout, reduced.deferred_axes
-    batch_axes = inner.batch_axes
-    rest = tuple(axis for axis in batch_axes if axis not in deferred)
-    sizes, shards = [inner.sizes[axis] for axis in batch_axes], inner.num_shards(batch_axes)
-    num_rows = _count_rows(rows)
-    if num_rows % (microbatches * shards):
-        over = " × ".join(f"{axis} {inner.sizes[axis]}" for axis in batch_axes) or "1 device"
-        multiple = microbatches * shards
-        raise ValueError(f"{num_rows} rows do not divide over {microbatches} microbatches × {over}; use a multiple of "
-                         f"{multiple}, e.g. {math.ceil(num_rows / multiple) * multiple}")
-    at = [batch_axes.index(axis) for axis in (*deferred, *rest)]
-
-    def constrain(x, *spec):
-        if all(n == 1 for n in inner.sizes.values()):
-            return x
-        free = [P.UNCONSTRAINED] * (x.ndim - len(spec))
-        return jax.lax.with_sharding_constraint(x, P(*spec, *free))
-
-    def cut(x):
-        x = constrain(x, batch_axes or None)
-        x = constrain(x.reshape(*sizes, microbatches, -1, *x.shape[1:]), *batch_axes)
-        n = len(sizes)
-        x = x.transpose(n, *at, *range(n + 1, x.ndim))
-        x = x.reshape(microbatches, reduced.num_replicas, -1, *x.shape[n + 2:])
-        return constrain(x, None, deferred or None, rest or None)
-    return jax.tree.map(cut, rows)

@@ -22,6 +22,7 @@ from meshtrain.choices.setting import Place
 from meshtrain.config import ConfigError
 from meshtrain.kernels.engine import Mask
 from meshtrain.library.layouts import Layout
+from meshtrain.names import AXES
 from meshtrain.parallel.context import zigzag
 from meshtrain.parallel.context.attention import METHODS
 from meshtrain.parallel.context.zigzag import AXIS
@@ -51,6 +52,7 @@ def ring_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKV: jax.Array, segm
     ...     mt.ring_attention(q, q, q, layout=layout).shape
     (2, 16, 4, 8)
     """
+    check_layout(layout, "ring_attention")
     axes = layout.inner
     _check_call(layout, method, causal, window)
     _check_arrays(axes, q_BTNH, k_BTKH, v_BTKV, segments_BT)
@@ -84,6 +86,7 @@ def token_order(length: int, layout: Layout, method: str = "ring") -> np.ndarray
     >>> mt.token_order(8, mt.Layout("ddp", {"context": 2})).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
     """
+    check_layout(layout, "token_order")
     _check_method(method)
     if not _is_permuted(layout.inner, method):
         return np.arange(length)
@@ -118,6 +121,14 @@ _reorder.defvjp(_reorder_forward, _reorder_backward)
 
 def _is_permuted(axes: rules.Layout, method: str) -> bool:
     return axes.sizes[AXIS] > 1 and method != "ulysses"
+
+
+def check_layout(layout: object, name: str) -> None:
+    """Raises: ConfigError if this is not a layout, e.g. a mesh of one's own. name: of the function, for the message."""
+    if not isinstance(layout, Layout):
+        axes = f" with the axes {', '.join(layout.axis_names)}" if isinstance(layout, jax.sharding.Mesh) else ""
+        raise ConfigError(f"{name}: layout is a {type(layout).__name__}{axes}; pipelines and rings take a layout, "
+                          f"whose mesh has the axes {', '.join(AXES)}, e.g. mt.Layout(\"ddp\", {{\"stage\": 4}})")
 
 
 def _check_method(method: str) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshtrain import config
-from meshtrain.names import AXES
 from meshtrain.parity import cells as cells_of
 from meshtrain.parity import compare, proof
 from meshtrain.sharding import rules as rules_of
@@ -77,14 +76,16 @@ def prove_layer(function: Callable, parameters: Declared, rules: Sequence[str] =
         loaded = [rules_of.load(find_file(path)) for path in dict.fromkeys(rules or cells_of.list_shipped_rules())]
     layer = _draw(function, parameters, {name for file in loaded for name in file.weight_names})
     loaded = cells_of.distinct(loaded, [tuple(axes) for _, axes in parameters.values()])
-    chosen = _layouts(layer, loaded, len(devices))[:cells]
+    chosen = choose_layouts(layer.tensors(), loaded, len(devices))[:cells]
     if not chosen:
         raise config.ConfigError("no rule file splits this layer on these devices: give its parameters logical axes "
                                  f"that rule files name, e.g. {', '.join(HINTS)}")
     expected = layer.compute(rules_of.Layout(loaded[0], one.sizes), one.build(devices))
     results = []
     for place, layout in enumerate(chosen, 1):
-        results.append(_compare(layer, layout, devices, expected))
+        def compute(layout: rules_of.Layout = layout) -> dict[str, np.ndarray]:
+            return layer.compute(layout, MeshSpec(layout.sizes).build(devices))
+        results.append(compare_layout(layout, compute, expected, "y"))
         tell(proof.line(results[-1], place, len(chosen)))
     name = getattr(function, "__name__", "layer")
     return proof.Proof(name, None, len(devices), tuple(results), (), (), time.monotonic() - began)
@@ -109,19 +110,21 @@ def _draw(function: Callable, parameters: Declared, known: Collection[str]) -> _
     return _DrawnLayer(function, parameters, values, draw((B, T, width), 1.0), draw((B, T, width), 1.0))
 
 
-def _layouts(layer: _DrawnLayer, loaded: Sequence[rules_of.Rules], num_devices: int) -> list[rules_of.Layout]:
-    """Return the distinct layouts of the rule files on meshes with one axis and with three (with fewer than 8 devices:
-    two) axes."""
-    axes = [axis for axis in AXES if axis != "stage"]
+def choose_layouts(tensors: Sequence[rules_of.Tensor], loaded: Sequence[rules_of.Rules], num_devices: int,
+                   axes: Sequence[str] = ("data", "fsdp", "tensor", "context")) -> list[rules_of.Layout]:
+    """Return the layouts of the rule files that split the tensors differently, on meshes of these axes.
+
+    The meshes have one axis, or three (with fewer than 8 devices: two). Every axis splits a tensor, or is `stage`.
+    """
     together = [dict.fromkeys(some, 2) for some in itertools.combinations(axes, 3 if num_devices >= 8 else 2)]
     by_placement: dict[tuple, rules_of.Layout] = {}
     for sizes in [{axis: 2} for axis in axes] + together + [{axis: 4} for axis in axes]:
         spec = MeshSpec(sizes)
         for file in loaded if spec.num_devices <= num_devices else ():
-            layout, tensors = rules_of.Layout(file, spec.sizes), layer.tensors()
+            layout = rules_of.Layout(file, spec.sizes)
             placed = tuple(tuple(layout.all_axes(one.table, name) for name in one.axes) for one in tensors)
-            if {axis for one in placed for split in one for axis in split} >= set(sizes) and not _find_faults(
-                    file, spec.sizes, tensors):
+            split = {axis for one in placed for axes_of_dim in one for axis in axes_of_dim}
+            if split | {"stage"} >= set(sizes) and not _find_faults(file, spec.sizes, tensors):
                 by_placement.setdefault((tuple(sizes.items()), placed), layout)
     return list(by_placement.values())
 
@@ -133,20 +136,30 @@ def _find_faults(file: rules_of.Rules, sizes, tensors) -> list[str]:
     return [fault for fault in rules_of.problems(file, sizes, tensors) if "does not divide" in fault or "both" in fault]
 
 
-def _compare(layer: _DrawnLayer, layout: rules_of.Layout, devices, expected) -> proof.CellResult:
-    began, leaves, loss, wrong = time.monotonic(), {}, None, []
-    spec = MeshSpec(layout.sizes)
+def compare_layout(layout: rules_of.Layout, compute: Callable[[], Mapping[str, np.ndarray]],
+                   expected: Mapping[str, np.ndarray], first: str, how: str = "") -> proof.CellResult:
+    """Compare what `compute` returns with what one device computes. An exception counts as a difference.
+
+    first: "y", an output, or "loss"; the other entries are gradients. how: added to the title, e.g. a schedule.
+    """
+    began, tolerance = time.monotonic(), proof.TOLERANCE
+    loss: float | None = None
+    leaves: dict[str, float] = {}
     try:
-        values = layer.compute(layout, spec.build(devices))
-        off = compare.leaf_differences(values, expected, proof.TOLERANCE.floor)
-        leaves = {path.strip("[]'"): value for path, value in off.items()}
-        loss = leaves.pop("y")
-        wrong = [f"{name}: {value:.1e}" for name, value in (("the output", loss), *(
-            (f"gradient of {name}", value) for name, value in leaves.items())) if not value <= proof.TOLERANCE.state]
+        values = dict(compute())
+        outputs, wanted = ({first: found[first]} for found in (values, expected))
+        (loss,) = compare.leaf_differences(outputs, wanted, tolerance.floor).values()
+        grads, wanted = ({name: x for name, x in found.items() if name != first} for found in (values, expected))
+        leaves = {path.strip("[]'"): off for path, off in compare.leaf_differences(
+            grads, wanted, tolerance.floor).items()}
+        rows = [("the output", loss, tolerance.state) if first == "y" else (first, loss, tolerance.loss),
+                *((f"gradient of {name}", off, tolerance.state) for name, off in leaves.items())]
+        wrong = [f"{name}: {off:.1e}" for name, off, most in rows if not off <= most]
     except Exception as error:      # the user's function may raise anything
         wrong = [f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"]
-    name = cells_of.rules_name(layout.rules.path)
+    spec, name = MeshSpec(layout.sizes), cells_of.rules_name(layout.rules.path)
     settings: dict[str, object] = {f"mesh.{axis}": n for axis, n in layout.sizes.items() if n > 1}
     settings["sharding.rules"] = name
-    return proof.CellResult(f"{Path(name).stem} · {spec}", settings, loss, None, leaves, (), tuple(wrong),
+    losses = () if first == "y" or loss is None else (loss,)
+    return proof.CellResult(f"{Path(name).stem} · {spec}{how}", settings, loss, None, leaves, losses, tuple(wrong),
                             time.monotonic() - began, None)

@@ -15,7 +15,7 @@ import meshtrain as mt
 from meshtrain import config, drawn, exercise, interface, run_files, shown
 from meshtrain.commands import plan
 from meshtrain.config import ConfigError
-from meshtrain.library import fit, layouts, ring, stack, unpack
+from meshtrain.library import fit, layouts, pipeline, ring, stack, unpack
 from meshtrain.names import NO_TARGET
 
 SMALL = {"model.num_layers": 2, "model.embed_dim": 64, "model.mlp_dim": 128, "data.seq_len": 32, "data.global_batch": 16,
@@ -38,7 +38,7 @@ def stages():
 
 def test_every_example_of_a_docstring_holds():
     run = mt.Experiment(mesh={"fsdp": 4}, settings={"model.num_layers": 2}, rules="zero3")
-    for module in (interface, drawn, exercise, shown, fit, layouts, ring, stack, unpack):
+    for module in (interface, drawn, exercise, shown, fit, layouts, pipeline, ring, stack, unpack):
         found = doctest.testmod(module, extraglobs={"mt": mt, "run": run, "jax": jax, "JsonTable": shown.JsonTable,
                                                     "Rows": shown.Rows})
         assert found.attempted and not found.failed
