@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain import config, hardware
-from meshtrain.choices import attention, custom_mixers, engines, experts, float8, recurrence, stages
+from meshtrain.choices import attention, engines, experts, float8, mixers, recurrence, stages
 from meshtrain.choices.setting import Choice, Refusal, Setting
 from meshtrain.config import ConfigError, Run, named
 from meshtrain.cost.formulas import assumptions, attention_pairs, footprint, price, rates, simulate
@@ -127,7 +127,7 @@ def lay_out(run: Run, sizes: Mapping[str, int], loaded: Rules, model: transforme
     layout = Layout(fitted, sizes)
     # Checks of context parallelism come first: a length that follows only the rules' remedy might be refused again.
     # Stages have their own checks, so the rules are checked with stage 1.
-    faults = custom_mixers.problems(run, layout)
+    faults = mixers.problems(run, layout)
     faults += attention.problems(run, layout) + recurrence.problems(run, layout) + experts.problems(run, layout)
     faults = faults or stages.problems(run, loaded, sizes) + rules.problems(
         fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS)

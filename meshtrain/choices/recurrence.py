@@ -12,6 +12,9 @@ from meshtrain.parallel.context.zigzag import AXIS
 from meshtrain.sharding.rules import Layout
 
 
+KNOWN = (pattern.ATTENTION, pattern.RECURRENT, "")
+
+
 def problems(run: Run, layout: Layout) -> list[str]:
     """Return the reasons why this layout cannot run the model's recurrent mixers; empty if it can."""
     faults, cp, T, width = [], layout.sizes[AXIS], run.data.seq_len, run.model.linear.conv_width
@@ -32,7 +35,8 @@ def problems(run: Run, layout: Layout) -> list[str]:
 def choose(setting: Setting) -> Choice[LinearAttention | None]:
     """Choose the functions of recurrent mixers; None without them. No line tells the choice on CPUs."""
     run = setting.run
-    own = pattern.has(run.model, pattern.CUSTOM)        # may call the functions, with widths of its own
+    # mixers of other families may call the functions, with widths of their own
+    own = any(pattern.mixer(kind.mixer).family not in KNOWN for kind in pattern.kinds(run.model))
     if not _is_present(run) and not own:
         return Choice(None)
     runs = TokenRuns(0) if setting.layout.sizes[AXIS] == 1 else TokenRuns(1 if run.context.method == "ulysses" else 2)

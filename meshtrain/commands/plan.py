@@ -274,11 +274,11 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
         usable = int(options["max-memory"] * 2**30)
     with config.user_errors():
         model = transformer.build(run.model, run.lora)
-        unpriced = transformer.find_custom(run.model, mixers.PRICE)
+        unpriced = mixers.find_unpriced(run.model)
     if unpriced:
-        raise ConfigError(*(f'model.custom.{letter}="{value}" has no price: formulas cannot compare layouts; give the '
-                            f"class an attribute `price`, a MixerCost, or compile one layout by inspect"
-                            for letter, value in unpriced.items()))
+        named = [f'model.custom.{letter}="{getattr(run.model.custom, letter)}"' for letter in unpriced]
+        raise ConfigError(*(f"{mixer} has no price: formulas cannot compare layouts; give its class an attribute "
+                            f"`price`, a MixerCost, or compile one layout by inspect" for mixer in named))
 
     def check(asked: Run, sizes, loaded: rules.Rules):
         faults = config.problems(asked.replace(sharding={"rules": str(rule_file(loaded.path))}))

@@ -30,7 +30,7 @@ from meshtrain.kernels import convolution, decode, products, recurrence
 from meshtrain.kernels.engine import MASKED, Expansion, Mask
 from meshtrain.model.execution import Execution
 from meshtrain.model.loss import cap
-from meshtrain.model.transformer import Transformer, find_custom
+from meshtrain.model.transformer import Transformer, find_lacking
 from meshtrain.names import PADDING
 from meshtrain.parallel.context.recurrence import CHANNEL_AXES
 from meshtrain.sharding.mesh import on_shards
@@ -69,11 +69,10 @@ def slot_bytes(cfg: Model, room: int, itemsize: int) -> int:
 
 
 def check(cfg: Model) -> None:
-    """Check that the cache has a state for every mixer. Raises: ValueError for a mixer of the run's own without
-    `cache = True`."""
-    for letter, value in find_custom(cfg, "cache").items():
-        raise ValueError(f'model.custom.{letter}="{value}" has no cache, so the model cannot generate; if the mixer '
-                         f"reads other tokens by one call of ex.engines only, give the class `cache = True`")
+    """Check that the cache has a state for every mixer. Raises: ValueError for a mixer without `cache = True`."""
+    for mixer in find_lacking(cfg, "cache"):
+        raise ValueError(f"{mixer} has no cache, so the model cannot generate; if it reads other tokens by one call of "
+                         f"ex.engines only, give its class `cache = True`")
 
 
 def empty(model: Transformer, ex: Execution, p, slots: int, room: int) -> list:

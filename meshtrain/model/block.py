@@ -98,7 +98,8 @@ def build_block(ex: Execution, layer: params.Module, shape: tuple[int, ...], dro
     """
     infos = params.infos(layer)
     has_experts = any("expert" in info.axes for info in infos)
-    takes_rows = layer.bind(layer.state).mixer_name == pattern.CUSTOM       # [B, T, D], whatever the layout
+    mixer = layer.bind(layer.state).mixer
+    takes_rows = mixer is not None and not getattr(mixer, "context", False)     # [B, T, D], whatever the layout
     can_share = not has_experts and _can_share(ex, infos)
     shards, num_parts = parts.of_rows(ex.layout, shape) if can_share else (1, 1)
     many_rows = shape[0] > num_parts * ex.layout.num_shards(ex.layout.batch_axes)
@@ -288,6 +289,7 @@ class Attention(nnx.Module):
     mixer: the letter of the layer's mixer. The gate multiplies the output before its projection (arXiv:2505.06708). A
     sink is a score that takes part in a head's softmax and has no value.
     """
+    context = cache = True
 
     def __init__(self, cfg: Model, rngs: nnx.Rngs, mixer: str):
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim

@@ -27,6 +27,7 @@ NORM_EPS = 1e-6         # of the norms of latents in all published models; other
 
 class LatentAttention(nnx.Module):
     """Multi-head latent attention of a layer. cfg: the [model] section of this mixer."""
+    context = cache = True
 
     def __init__(self, cfg: Model, rngs: nnx.Rngs, mixer: str):
         D, N, H, latent = cfg.embed_dim, cfg.num_heads, cfg.head_dim, cfg.latent

@@ -38,6 +38,7 @@ class Convolution(nnx.Module):
 
 class RecurrentMixer(nnx.Module):
     """A recurrent mixer. mixer: its letter, G, K or M."""
+    context = cache = True
 
     def __init__(self, cfg: Model, rngs: nnx.Rngs, mixer: str):
         linear, D, dtype = cfg.linear, cfg.embed_dim, jnp.dtype(cfg.param_dtype)

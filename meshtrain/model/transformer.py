@@ -379,25 +379,39 @@ def build(cfg: Model, adapters=None) -> Transformer:
 _MLPS = {"d": ("mlp", MLP), "e": ("moe", MoE), ".": None}
 
 
+# Family of a mixer -> (name in the parameter tree, class). A class sets `context = True` if it reads other tokens by
+# `ex.engines` only, and `cache = True` if besides it calls attention once, or convolve and recur once.
+_MIXERS: dict[str, tuple[str, type]] = {
+    pattern.ATTENTION: ("attention", Attention), pattern.RECURRENT: ("linear", RecurrentMixer)}
+
+
+def _mixer_class(cfg: Model, letter: str) -> tuple[str, type]:
+    """Return (name in the parameter tree, class) of a mixer. Raises: ValueError for a mixer without a class."""
+    family = pattern.mixer(letter).family
+    if family == pattern.CUSTOM:
+        return family, custom.load(getattr(cfg.custom, letter))
+    if family not in _MIXERS:
+        raise ValueError(f"the mixer {letter!r} ({pattern.mixer(letter).words}) has no class; add it here")
+    return ("attention", LatentAttention) if family == pattern.ATTENTION and cfg.latent.kv_dim else _MIXERS[family]
+
+
 def _mixer(cfg: Model, letter: str):
     """Return (name in the parameter tree, (cfg, rngs) -> module); None without a mixer."""
-    family = pattern.mixer(letter).family
-    if not family:
+    if not pattern.mixer(letter).family:
         return None
-    if family == pattern.CUSTOM:
-        value, key = getattr(cfg.custom, letter), f"model.custom.{letter}"
-        return pattern.CUSTOM, lambda cfg, rngs: custom.call(key, value, cfg, rngs)
-    name, make = {pattern.RECURRENT: ("linear", RecurrentMixer),
-                  pattern.ATTENTION: ("attention", LatentAttention if cfg.latent.kv_dim else Attention)}[family]
-    return name, lambda cfg, rngs: make(cfg, rngs, letter)
+    name, cls = _mixer_class(cfg, letter)
+    if name != pattern.CUSTOM:
+        return name, lambda cfg, rngs: cls(cfg, rngs, letter)
+    return name, lambda cfg, rngs: custom.call(f"model.custom.{letter}", getattr(cfg.custom, letter), cfg, rngs)
 
 
-def find_custom(cfg: Model, says: str = "") -> dict[str, str]:
-    """Return letter -> "file.py:name" of the mixers of the run's own that the model has. says: a class attribute; those
-    that set it to something true are left out. Raises: ValueError as `custom.load`."""
-    letters = {kind.mixer for kind in pattern.kinds(cfg) if pattern.mixer(kind.mixer).family == pattern.CUSTOM}
-    given = {letter: getattr(cfg.custom, letter) for letter in sorted(letters)}
-    return {letter: value for letter, value in given.items() if not (says and getattr(custom.load(value), says, None))}
+def find_lacking(cfg: Model, attribute: str) -> list[str]:
+    """Return the mixers of the model, as they are told to the user, whose class does not set an attribute to something
+    true. Raises: ValueError as `custom.load`."""
+    letters = sorted({kind.mixer for kind in pattern.kinds(cfg) if pattern.mixer(kind.mixer).family})
+    return [f'model.custom.{letter}="{value}"' if (value := getattr(cfg.custom, letter, "")) else
+            f"the mixer {letter} ({pattern.mixer(letter).words})"
+            for letter in letters if not getattr(_mixer_class(cfg, letter)[1], attribute, None)]
 
 
 def without_layers(tree: dict) -> dict:

@@ -144,8 +144,9 @@ def test_code_of_ones_own_is_compared_by_its_content(tmp_path):
     with pytest.raises(ConfigError, match="model.activation="):     # another file of another name
         found(home, "--model.activation", f"{there}:f")
     there.rename(here)
-    (change,) = found(home, "--model.activation", f"{here}:f").changes
-    assert change[0] == "run.code" and [len(lines) for lines in change[1:]] == [1, 1] and change[1] != change[2]
+    changes = found(home, "--model.activation", f"{here}:f").changes
+    assert [key for key, *_ in changes] == ["run.code"] and all(len(lines) == 1 for lines in changes[0][1:])
+    assert changes[0][1] != changes[0][2]
 
 
 @pytest.mark.parametrize("line", ["", "no JSON", "[]", "{}", '{"step": 3, "key": "a"}', '{"step": "3", "key": "a", '

@@ -254,9 +254,6 @@ class UnpricedCost(MixerCost):
         return False
 
 
-PRICE = "price"     # attribute of a mixer of the run's own: its MixerCost
-
-
 def _expansion_s(placed: Placed, rated: Rates, options: Options) -> tuple[float, float]:
     """Return the seconds in which a layer's attention expands latents (forward, backward). The backward expands them
     again. If sequences are split, each device expands the whole sequence, or with ulysses only its own heads."""
@@ -281,12 +278,18 @@ def class_of(cfg: Model, letter: str) -> type[MixerCost]:
     without a class."""
     family = pattern.mixer(letter).family
     if family == pattern.CUSTOM:
-        return getattr(custom.load(getattr(cfg.custom, letter)), PRICE, None) or UnpricedCost
+        return getattr(custom.load(getattr(cfg.custom, letter)), "price", None) or UnpricedCost
     classes: dict[str, type[MixerCost]] = {pattern.RECURRENT: RecurrenceCost,
                                            pattern.ATTENTION: LatentCost if cfg.latent.kv_dim else AttentionCost}
     if family not in classes:
         raise ValueError(f"the mixer {letter!r} ({pattern.mixer(letter).words}) has no cost; add its class here")
     return classes[family]
+
+
+def find_unpriced(cfg: Model) -> list[str]:
+    """Return the letters of the model's mixers that have no price."""
+    letters = sorted({kind.mixer for kind in pattern.kinds(cfg) if kind.mixer != "."})
+    return [letter for letter in letters if class_of(cfg.of(letter), letter) is UnpricedCost]
 
 
 def of(cfg: Model, layout: Layout) -> tuple[MixerCost, ...]:
