@@ -61,10 +61,19 @@ def open_directory(run: Run, facts: Facts, rules_text: str) -> Iterator[FitDirec
     """Context: hold run.dir for this run alone. All processes enter it. Raises: ConfigError, FileSystemError."""
     if addresses.is_remote(run.run.dir):
         raise ConfigError(f"dir={run.run.dir} is no directory of this host; give a directory that all processes share")
-    with rundir.claim(run) as claim:
+    with contextlib.ExitStack() as stack:
+        try:
+            claim = stack.enter_context(rundir.claim(run))
+        except ConfigError as error:
+            raise ConfigError(*map(_reword, error.messages)) from None
         _check_kind(claim.directory)
         with resume.checkpoints_of(run.run.dir, claim, every=run.checkpoint.every, keep=run.checkpoint.keep) as saves:
             yield FitDirectory(run, facts, rules_text, claim, saves)
+
+
+def _reword(message: str) -> str:
+    """Return a message about a run file's keys in the words of a caller from Python."""
+    return message.replace("run.dir=", "dir=").replace("another run.name", "another dir")
 
 
 def _check_kind(directory: Path) -> None:

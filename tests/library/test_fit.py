@@ -157,3 +157,6 @@ def test_the_directory_of_another_run_is_refused(tmp_path):
     (tmp_path / "config.toml").write_text("[run]\nname = 'a'\n")
     with pytest.raises(config.ConfigError, match="holds a run of python -m meshtrain.train"):
         train("dict", Layout("ddp"), dir=tmp_path)
+    (tmp_path / "config.toml").rename(tmp_path / "notes.txt")
+    with pytest.raises(config.ConfigError, match="^dir=.* has files but is not the directory of a run .*or another dir$"):
+        train("dict", Layout("ddp"), dir=tmp_path)
