@@ -7,12 +7,13 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
 
 from meshtrain import files
+from meshtrain.checkpoint.local import LocalCheckpoints
 from meshtrain.checkpoint.saved import FORMAT, BackgroundSaves, Saved, check_fit, tell_widened
 from meshtrain.checkpoint.store import PARAMS, ArrayForm, CheckpointError, Save, Store
 from meshtrain.cluster import agree
@@ -21,16 +22,6 @@ from meshtrain.run import rundir, say, trees
 
 MOST_FAILED = 3         # training stops after this many failed saves in a row
 PEERS_TIMEOUT_S = 3600  # waiting time for the writes of other processes
-
-
-class Fallback(Protocol):
-    """Saves the state while the shared place accepts no checkpoint: `LocalCheckpoints`."""
-    name: str
-
-    def save(self, step: int, state: Any, metadata: dict) -> float: ...
-
-    def last(self) -> int:
-        """Return the newest step that it has from every process; 0: none."""
 
 
 class Checkpoints(BackgroundSaves):
@@ -55,7 +46,7 @@ class Checkpoints(BackgroundSaves):
         self.keep, self.keep_every = keep, keep_every
         # whether a step is still needed, see `removable`
         self.is_needed: Callable[[int], bool] = lambda step: False
-        self.fallback: Fallback | None = None   # saves the state after a failed save
+        self.fallback: LocalCheckpoints | None = None   # saves the state after a failed save
         self.check_claim, self._claimed = check_claim, False
         self._failure, self._failed = "", 0  # of the last save; consecutive failures, counted by process 0
         self._passing = False               # the last save failed in this process because a server failed
