@@ -205,7 +205,7 @@ def test_slots_are_busy_until_prompts_run_out(monkeypatch):
     nobody = inference.SlotStates(None, np.zeros(S, int), None, None, np.ones(S, bool), [])
     monkeypatch.setattr(inference, "_programs", lambda *_: inference._Programs(lambda _: nobody, fill, decode))
     ex = SimpleNamespace(layout=SimpleNamespace(batch_axes=(), num_shards=lambda axes: 1))
-    model = SimpleNamespace(cfg=SimpleNamespace(max_seq_len=1000))
+    model = SimpleNamespace(cfg=config.Model(max_seq_len=1000))
     made = inference.Generator(model, ex, {}, slots=S)
     answers = made.complete([[7, 8]] * 128, GenerationLimits(800), samples=[8] * 128)
     assert sorted(len(one.tokens) for one in answers) == sorted(lengths) and len(lengths) == 1024
