@@ -106,7 +106,8 @@ def test_every_key_of_the_model_is_compared_or_of_no_family():
     """A key that changes what is computed would otherwise be lost where a family is looked for."""
     of_a_run = {"preset", "embedding_std", "embedding_dropout", "residual_dropout", "attention", "mlp", "param_dtype",
                 "compute_dtype", "matmul_dtype"}
-    by_layer = {"mixers", "mlps", "kinds", "mlp_dim", "linear", "max_seq_len", *config.sections.MixerKeys.model_fields}
+    by_layer = {"mixers", "mlps", "kinds", "mlp_dim", "linear", "custom", "max_seq_len",
+                *config.sections.MixerKeys.model_fields}
     compared = {*settings.COMPUTED, *settings.OF_EXPERTS, *settings.OF_ATTENTION, *by_layer}
     assert compared | of_a_run == set(config.Model.model_fields) and not compared & of_a_run
 
