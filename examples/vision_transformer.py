@@ -3,6 +3,10 @@
     python examples/vision_transformer.py --layout zero1 --mesh data=4,tensor=2
 
 prints the loss of each step. An image shows a bright square in one of four quarters; the model tells which.
+
+    python examples/vision_transformer.py --layout zero1 --mesh data=16,tensor=4 --topology h100:64
+
+compiles a step for 64 GPUs that are not there, and prints its memory, traffic and time.
 """
 import argparse
 
@@ -14,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 SIZE, PATCH, CLASSES, D, N, H, F, L, B = 16, 4, 4, 32, 4, 8, 64, 3, 16
 PATCHES, PIXELS = (SIZE // PATCH) ** 2, PATCH * PATCH
@@ -71,12 +76,37 @@ def train(layout, steps):
     return [row["loss"] for row in done.history]
 
 
+def price(rules, sizes, topology):
+    """Return memory, traffic and time of a step on GPUs that are not there. The batch has B images for each GPU."""
+    def make(mesh):
+        layout, tx = mt.Layout(rules, dict(mesh.shape), mesh.devices.ravel()), optax.adam(3e-3)
+        gradients = layout.gradients(mt.Stack(embed, layer, head), AXES)
+
+        def step(params, state, rows):
+            value, grads = gradients(params, rows)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        def describe(arrays, places):
+            return jax.tree.map(lambda a, at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at), arrays, places)
+        params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, draw_params()))
+        state = describe(jax.eval_shape(tx.init, params), layout.states(tx, params, AXES))
+        by_rows = NamedSharding(layout.mesh, P(("data", "fsdp")))
+        rows = {name: jax.ShapeDtypeStruct((B * mesh.size, *x.shape[1:]), x.dtype, sharding=by_rows)
+                for name, x in draw_rows(0).items()}
+        return jax.jit(step, donate_argnums=(0, 1)), (layout.place(params, AXES), state, rows)
+    return mt.inspect(make, mesh=sizes, topology=topology)
+
+
 if __name__ == "__main__":
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--layout", default="zero1", help="a rule file: a shipped name or a path")
     options.add_argument("--mesh", default="data=4,tensor=2", help="sizes of mesh axes")
     options.add_argument("--steps", type=int, default=20)
+    options.add_argument("--topology", help="price a step for these GPUs instead, e.g. h100:64")
     given = options.parse_args()
     sizes = {axis: int(n) for axis, n in (part.split("=") for part in given.mesh.split(",") if part)}
+    if given.topology:
+        raise SystemExit(print(price(given.layout, sizes, given.topology)))
     for step, loss in enumerate(train(mt.Layout(given.layout, sizes), given.steps), 1):
         print(f"step {step}: loss {loss:.4f}")

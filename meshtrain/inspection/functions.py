@@ -162,7 +162,8 @@ def _inspect_made(make: Callable, target: Target) -> InspectedFunction:
     if not (isinstance(made, tuple) and len(made) == 2 and hasattr(made[0], "trace") and isinstance(made[1], tuple)):
         raise ConfigError(f"{_name(make)} returned {_shorten(made)}; make(mesh) must return (jitted, args): a function "
                           f"of jax.jit, and the tuple of its arguments")
-    return _compile(made[0], made[1], mesh, target)
+    own = _mesh_of(made[1])         # the arguments may be on a mesh of the same devices with further axes
+    return _compile(made[0], made[1], own if isinstance(own, Mesh) else mesh, target)
 
 
 def _inspect_jitted(function: Callable, args: tuple, target: Target) -> InspectedFunction:

@@ -3,6 +3,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from gpu_programs import needs_compiler
 
 import meshtrain as mt
 
@@ -33,3 +34,12 @@ def test_an_example_trains_with_the_losses_of_one_device(name, rules, sizes):
     example = load(name)
     expected = example.train(mt.Layout(rules, {}), STEPS)
     assert example.train(mt.Layout(rules, sizes), STEPS) == pytest.approx(expected, rel=2e-5)
+
+
+@needs_compiler
+@pytest.mark.full
+def test_the_vision_transformer_is_priced_for_absent_gpus():
+    costs = load("vision_transformer").price("zero1", {"data": 2, "tensor": 4}, "h100:8")
+    sent = {(row["kind"], *row["axes"]) for row in costs.collectives["compiled"]}
+    assert {("reduce-scatter", "data"), ("all-gather", "data"), ("all-reduce", "tensor")} <= sent
+    assert costs.roofline["step_time_s"] > 0 and costs.memory_bytes["compiled"]["total"] > 0
