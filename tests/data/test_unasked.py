@@ -28,7 +28,7 @@ def program(*rows: Collective) -> ProgramAudit:
 
 
 def gather(dims, axes=("fsdp",), trips=4, kind="all-gather") -> Collective:
-    return Collective(kind, axes, trips, 1000, 1000, "bf16", "sharding_constraint", trips, 8, True, False, (dims,))
+    return Collective(kind, axes, 1000, 1000, "bf16", "sharding_constraint", trips, 8, True, False, (dims,))
 
 
 UP = 64, 96         # of the MLP of a layer

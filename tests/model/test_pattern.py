@@ -54,7 +54,7 @@ def test_a_run_file_with_patterns_is_written_and_read_again(tmp_path):
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["--model.mixers", "GX"], 'model.mixers="GX" is not a pattern of'),
+    (["--model.mixers", "GQ"], 'model.mixers="GQ" is not a pattern of'),
     (["--model.mlps", "*"], 'model.mlps="*" is not a pattern of'),
     (["--model.mixers", "G"], "give model.linear"),
     (["--model.mixers", "WF"], "no model.window"),
