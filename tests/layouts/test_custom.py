@@ -34,13 +34,14 @@ def files(tmp_path, monkeypatch):
 def run_of(mesh: dict, rules: str = "zero3", model: dict = MODEL, **sections) -> config.Run:
     training = dict(steps=9, loss_chunk=24, objective="focal.py:Focal") | sections.pop("training", {})
     return config.Run(mesh=mesh, sharding=dict(rules=str(parity.RULES / f"{rules}.toml")), model=model,
-                      data=dict(seq_len=32, global_batch=8), training=training,
+                      data=dict(seq_len=32, global_batch=8) | sections.pop("data", {}), training=training,
                       optimizer=dict(learning_rate=1e-3, name="mine.py:build", schedule="mine.py:rate"), **sections)
 
 
 SHARED = MODEL | dict(custom=dict(X="shared.py:Shared"))
 CASES = {
-    "sequence parallel": (dict(fsdp=2, tensor=2), "zero3", MODEL, {}),
+    # As many rows as tokens: a mixer that got [T, B, D] would still compute something.
+    "sequence parallel": (dict(fsdp=2, tensor=2), "zero3", MODEL, dict(data=dict(seq_len=16, global_batch=16))),
     "three axes": (dict(data=2, fsdp=2, tensor=2), "zero3", MODEL, dict(training=dict(remat="selective"))),
     "microbatches": (dict(fsdp=4), "zero3", MODEL, dict(training=dict(microbatches=2, remat="full"))),
     "tensor": (dict(tensor=4, data=2), "tensor", MODEL, {}),
