@@ -152,7 +152,7 @@ found = devices.start(run.replace(mesh={"simulated_devices": 8}), cheaply=True)
 small, _ = shrink.shrunk(run, 8)
 cells, wrong, keys = proof.layouts(small, (), 8), None, None
 for number, cell in enumerate([] if reads else cells, 1):
-    result = proof.compared(cell, found)
+    result = proof.compare_cell(cell, found)
     if result.differs:
         wrong = {"number": number, "of": len(cells), "title": result.title, "wrong": result.wrong[:3]}
         break

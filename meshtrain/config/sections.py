@@ -511,7 +511,7 @@ class Optimizer(Section):
 class Lora(Section):
     """[lora]: adapters are trained, and the model is frozen."""
 
-    rank: int = key(0, "inner width of the adapters; 0 = none, the whole model is trained", ge=0)
+    rank: int = key(0, "inner width of the adapters; 0 = none, the whole model is trained", ge=0, le=2**20)
     alpha: float = key(16.0, "an adapter's output is multiplied by alpha / rank", gt=0)
     targets: tuple[str, ...] = key(
         (), f"projections with an adapter: any of {', '.join(LORA_TARGETS)}; empty = all", strict=False

@@ -91,7 +91,7 @@ def test_70b_on_64_h100_by_hand():
 @pytest.mark.parametrize("model", [
     MODEL, dict(MODEL, num_layers=4, mixers="WF", window=20), EXPERTS,
     dict(MODEL, head_dim=24, latent=dict(kv_dim=12, rope_dim=8, query_dim=16), num_kv_heads=4),
-    dict(MODEL, mixers="DF", linear=dict(key_heads=2, value_heads=4, key_dim=8, value_dim=16))], ids=str)
+    dict(MODEL, mixers="GF", linear=dict(key_heads=2, value_heads=4, key_dim=8, value_dim=16))], ids=str)
 def test_a_slot_has_the_bytes_of_its_arrays(model):
     made, room = assembled(dict(data=1), model=model), 192
     sampler = samplers.make(made)
