@@ -172,6 +172,7 @@ ROWS = {
         ("--training.objective dpo", "dpo"),
         ("--lora.rank 4 --lora.targets '[\"nothing\"]'", "nothing"),
         ("--lora.rank -4", "lora.rank=-4"),
+        ("--lora.rank 9223372036854775808", "lora.rank=9223372036854775808"),
         ("--metrics.profile_steps '[5, 3]'", "metrics.profile_steps"),
         ("--metrics.profile_steps '[1, 2, 3]'", "metrics.profile_steps"),
         ("--metrics.wandb offline", "metrics.wandb"),
