@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from meshtrain.library.rows import count_rows, cut, in_mesh
+from meshtrain.library.rows import check_traced, count_rows, cut, in_mesh
 from meshtrain.library.stack import Stack, check_sums
 from meshtrain.model.stats import LayerStats
 from meshtrain.sharding import rules
@@ -41,12 +41,14 @@ def gradients(layout: TreeLayout, loss: Callable, axes: Any, microbatches: int =
     axes: a tree like params of tuples of logical names. microbatches: must divide the rows of a device. compute: dtype
     to which floating params are cast when they are read; None: no cast.
 
-    Raises: ValueError if the loss returns something else than (sum, count), or if the rows do not divide.
+    Raises: ValueError outside jax.jit, if the loss returns something else than (sum, count), or if the rows do not
+    divide.
     """
     inner, mesh = layout.inner, layout.mesh.abstract_mesh
     flat = jax.tree.leaves(axes, is_leaf=rules.is_axes)
 
     def compute_gradients(params, rows, key=None):
+        check_traced("gradients", params, rows)
         if key is not None and isinstance(loss, Stack):
             raise ValueError("gradients: a Stack takes no key, because its layers get no rows; draw the masks from "
                              "rows, or give the loss as one function")

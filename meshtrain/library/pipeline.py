@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from meshtrain.config import ConfigError
 from meshtrain.library.layouts import Layout
 from meshtrain.library.ring import check_layout
-from meshtrain.library.rows import cut, in_mesh
+from meshtrain.library.rows import check_traced, cut, in_mesh
 from meshtrain.library.stack import Stack, check_sums
 from meshtrain.model.stats import LayerStats
 from meshtrain.parallel.pipeline import schedules
@@ -98,6 +98,7 @@ def pipeline(stack: Stack, schedule: str | Schedule | DrawnSchedule, layout: Lay
     compute.defjvp(push_forward, symbolic_zeros=True)
 
     def sum_over_rows(weights, ends, rows):
+        check_traced("pipeline", weights, ends, rows)
         with in_mesh(layout.mesh):
             return compute(weights, ends, rows)
     return sum_over_rows

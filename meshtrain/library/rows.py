@@ -19,6 +19,12 @@ def in_mesh(mesh: Mesh) -> AbstractContextManager:
     return nullcontext() if has_mesh else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
+def check_traced(name: str, *args: Any) -> None:
+    """Raises: ValueError if no leaf of args is traced: the computation needs `jax.jit`."""
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
+        raise ValueError(f"{name}: call the function inside jax.jit, e.g. jax.jit(f)(…)")
+
+
 def count_rows(rows: Any) -> int:
     """Return B of a tree of arrays [B, …]. Raises: ValueError."""
     sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(rows)}
