@@ -12,12 +12,17 @@ import functools
 import hashlib
 import importlib
 import sys
+import textwrap
+import traceback
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshtrain import files
+
+
+MODULE = "meshtrain_custom_"     # begins the name of each executed file as a module
 
 
 def is_path(value: object) -> bool:
@@ -36,8 +41,9 @@ def split(value: str) -> tuple[Path, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What a key calls. takes: possible numbers of a function's arguments. methods: method -> number of its arguments
-    after self; then the name must be a class."""
+    """What a key calls. contract: what the name must be, for messages. takes: possible numbers of a function's
+    arguments. methods: method -> number of its arguments after self; then the name must be a class."""
+    contract: str
     takes: tuple[int, ...] = ()
     methods: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
@@ -60,15 +66,14 @@ def find_faults(key: str, value: str, signature: Signature) -> Iterator[str]:
         yield f"{said}: {path} has no {name}; " + (
             f"did you mean {near[0]}?" if near else f"it has {', '.join(there) or 'no names'}")
     elif isinstance(node, ast.FunctionDef if signature.methods else ast.ClassDef):
-        yield f"{said}: {name} is no {wanted}; give a {wanted}"
+        yield f"{said} is no {wanted}; give {signature.contract}"
     elif isinstance(node, ast.FunctionDef):
-        yield from (f"{said}: {name} {fault}" for fault in _find_miscalls(node, signature.takes))
+        yield from (f"{said} {fault}; give {signature.contract}" for fault in _find_miscalls(node, signature.takes))
     elif isinstance(node, ast.ClassDef):
-        methods = [method for method in node.body if isinstance(method, ast.FunctionDef)]
-        for method in methods:
-            if count := signature.methods.get(method.name):
+        for method in node.body:
+            if isinstance(method, ast.FunctionDef) and (count := signature.methods.get(method.name)):
                 faults = _find_miscalls(method, (count,), 1)
-                yield from (f"{said}: {name}.{method.name} {fault}" for fault in faults)
+                yield from (f"{said}: {method.name} {fault}; give {signature.contract}" for fault in faults)
 
 
 def count_arguments(value: str) -> int:
@@ -101,7 +106,7 @@ def _find_miscalls(function: ast.FunctionDef, takes: Sequence[int], unnamed: int
     if not any(least <= count and (count <= most or arguments.vararg) for count in takes):
         yield f"takes {most} arguments, but is called with {' or '.join(map(str, takes))}"
     if None in arguments.kw_defaults:
-        yield "has keyword arguments without defaults, which are never given; give them defaults"
+        yield "has keyword arguments without defaults, which are never given"
 
 
 # ---- contents --------------------------------------------------------------------------------------------------------
@@ -144,14 +149,33 @@ def load(value: str) -> Any:
         raise ValueError(f"{value} cannot be loaded: {error}") from error
 
 
-def call(key: str, value: str, *arguments: object) -> Any:
+def call(key: str, value: str, signature: Signature, *arguments: object) -> Any:
     """Load what the value names, and call it. key: of the run file, for messages. Raises: ValueError, also for the
     errors of the called code."""
     called = load(value)
     try:
         return called(*arguments)
     except Exception as error:
-        raise ValueError(f'{key}="{value}" raised {type(error).__name__}: {error}') from error
+        raise refuse(key, value, signature, f"raised {tell(error)}") from error
+
+
+def refuse(key: str, value: str, signature: Signature, what: str) -> ValueError:
+    """Return the error for code of the run's own that is not what its key calls. what: a verb and its object."""
+    return ValueError(f'{key}="{value}" {what}; give {signature.contract}')
+
+
+def tell(error: BaseException) -> str:
+    """Return one line about an error in code of the run's own: its type, the last line of such code that was executed,
+    and the beginning of its message."""
+    frames = [frame for frame in traceback.walk_tb(error.__traceback__) if is_own(frame[0].f_globals)]
+    place = f" in line {frames[-1][1]} of {frames[-1][0].f_code.co_filename}" if frames else ""
+    words = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}{place}{words and ': '}{textwrap.shorten(words, 160, placeholder=' …')}"
+
+
+def is_own(names: Mapping[str, object]) -> bool:
+    """Return whether these are the global names of code of the run's own."""
+    return str(names.get("__name__")).startswith(MODULE)
 
 
 @functools.cache
@@ -159,7 +183,7 @@ def _execute(path: str, content: str) -> types.ModuleType:
     """Return the executed file. content: its digest. Modules of its folder hide others of the same name, and are
     hidden from all other code."""
     own, *beside = read_sources(Path(path)).items()
-    module = types.ModuleType(f"meshtrain_custom_{content}")
+    module = types.ModuleType(f"{MODULE}{content}")
     module.__file__ = path
     names = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name, _ in beside}
     hidden = {name: sys.modules.pop(name) for name in names if name in sys.modules}
@@ -170,7 +194,7 @@ def _execute(path: str, content: str) -> types.ModuleType:
     try:
         exec(compile(own[1], path, "exec"), module.__dict__)
     except Exception as error:
-        raise ValueError(f"{path} raised {type(error).__name__} when it was executed: {error}") from error
+        raise ValueError(f"{path} raised {tell(error)}; it is executed before a run starts") from error
     finally:
         sys.path.pop(0)
         sys.dont_write_bytecode = writes
@@ -218,8 +242,15 @@ def identify(value: object, lines: Sequence[str]) -> object:
     return digests.get(str(path), path), name
 
 
-def in_copy(value: str, lines: Sequence[str], directory: Path) -> str:
-    """Return the value with its file replaced by the copy that `keep` made. lines: what `describe` returned then."""
+def in_copy(value: Any, lines: Sequence[str], directory: Path) -> Any:
+    """Return a value, or a section with all of its values, with files replaced by the copies that `keep` made. lines:
+    what `describe` returned then."""
+    if isinstance(value, dict):
+        return {key: in_copy(part, lines, directory) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [in_copy(part, lines, directory) for part in value]
+    if not is_path(value):
+        return value
     path, name = split(value)
     digests = dict(line.rpartition(" ")[::2] for line in lines)
     return f"{directory / digests[str(path)] / path.name}:{name}" if str(path) in digests else value

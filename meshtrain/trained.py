@@ -272,8 +272,9 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
     # Opening checkpoints asks jax for the number of processes, which would start the backend with other devices.
     devices.start(resolve({}, words, allowed, command)[0])
     saved = resume.source(directory, step, directory, "--step ")
-    section = contents.model_section(saved.run, directory) | {"matmul_dtype": "auto"}
-    run, given = resolve({"model": section, "data": saved.run["data"]}, words, allowed, command)
+    tables = {section: contents.open_section(saved.run, section, directory) for section in ("model", "data")}
+    tables["model"] = tables["model"] | {"matmul_dtype": "auto"}
+    run, given = resolve(tables, words, allowed, command)
     kept = path / pretrained.KEPT
     return Trained(path, run, given, saved, kept if model_folder.is_at(kept) else None)
 

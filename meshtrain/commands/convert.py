@@ -92,7 +92,7 @@ def _export(all_devices: Sequence[jax.Device], saved: Saved, run_dir: str, out: 
             shard_bytes: int) -> str:
     """Write the weights as a model folder, with one parameter in memory at a time. Return the line to print."""
     with config.user_errors():
-        shape = config.Model(**contents.model_section(saved.run, run_dir))
+        shape = config.Model(**contents.open_section(saved.run, "model", run_dir))
     model = transformer.build(shape)
     mesh = Mesh(np.array(all_devices), ("all",), axis_types=(AxisType.Auto,))
     wanted = {info.name: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=NamedSharding(
@@ -112,7 +112,8 @@ def _export_adapters(all_devices: Sequence[jax.Device], saved: Saved, run_dir: s
         if not section:
             raise ConfigError(f"--adapters: {run_dir} has no adapters, because it trained without LoRA; leave the "
                               f"option out")
-        model = transformer.build(config.Model(**contents.model_section(saved.run, run_dir)), config.Lora(**section))
+        shape = config.Model(**contents.open_section(saved.run, "model", run_dir))
+        model = transformer.build(shape, config.Lora(**section))
     whole = NamedSharding(Mesh(np.array(all_devices), ("all",)), P())
     wanted = {info.name: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=whole) for info in model.parameters()}
     with config.user_errors():

@@ -69,7 +69,8 @@ def _check_rules(run: Run) -> Iterator[str]:
 
 def _reads_bytes(run: Run) -> bool:
     sources = {data.source for data in run.data.mixture or [run.data]}       # "": unknown, which another check reports
-    return run.data.tokenizer == "bytes" and not sources <= {"tokens", ""}
+    of_ids = {source for source in sources if run.data.bos_token and custom.is_path(source)}
+    return run.data.tokenizer == "bytes" and not sources - of_ids <= {"tokens", ""}
 
 
 def _check_clip(run: Run) -> Iterator[str]:

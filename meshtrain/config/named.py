@@ -39,5 +39,7 @@ def values(sections: Iterable[tuple[str, BaseModel]]) -> Iterator[tuple[str, str
             value, one_of = getattr(table, key), find(field)
             if one_of and custom.is_path(value):
                 yield f"{section}.{key}", value, one_of.signature
-            elif section == "model" and isinstance(value, BaseModel):
-                yield from values([(f"{section}.{key}", value)])
+                continue
+            tables = [(f"[{i}]", part) for i, part in enumerate(value)] if isinstance(value, tuple) else [("", value)]
+            yield from values((f"{section}.{key}{place}", part) for place, part in tables
+                              if isinstance(part, BaseModel))

@@ -54,12 +54,27 @@ ROPE_OPTIONS = {"yarn": ("truncate", "attention_factor", "mscale", "mscale_all_d
 # Path of a file or directory. ~ is expanded here, because a shell does not expand it in `--run.dir=~/…`.
 PathKey = Annotated[str, AfterValidator(at_home)]
 # Keys whose value may be code of the run's own. docs/extend.md describes what each is called with.
-Activation = Annotated[str, OneOf(("swiglu", "geglu", "swiglu_clamped", "gelu", "relu2"), custom.Signature((1, 2)))]
-OptimizerName = Annotated[str, OneOf(("adamw", "lion", "adafactor", "muon"), custom.Signature((2,)))]
-Schedule = Annotated[str, OneOf(("cosine", "linear", "wsd", "constant"), custom.Signature((2,)))]
-ObjectiveName = Annotated[str, OneOf(("next_token", "dpo", "rl"), custom.Signature(
-    methods={"of": 1, "count": 1, "head": 5}))]
-CustomMixer = Annotated[str, OneOf((), custom.Signature(methods={"__init__": 2, "__call__": 3}))]
+ACTIVATION = custom.Signature("a function of (gate, up), or of (up), that returns an array of their shape and dtype",
+                              (1, 2))
+OPTIMIZER = custom.Signature("a function of (cfg, roles) that returns an optax.GradientTransformation: the direction "
+                             "of the update, before weight decay and learning rate", (2,))
+SCHEDULE = custom.Signature("a function of (cfg, steps) that returns a function: number of steps taken -> learning "
+                            "rate, a scalar", (2,))
+OBJECTIVE = custom.Signature("a subclass of meshtrain.training.objective.Objective whose `head` returns "
+                             "(what is differentiated, loss, LayerStats), sums over a microbatch",
+                             methods={"of": 1, "count": 1, "head": 5})
+MIXER = custom.Signature("a class made by (cfg, rngs) and called with (ex, x_BTD, inputs), which returns an array like "
+                         "x_BTD", methods={"__init__": 2, "__call__": 3})
+DOCUMENTS = custom.Signature("a function of (path), or without arguments, that yields documents: a str, or token ids",
+                             (0, 1))
+Activation = Annotated[str, OneOf(("swiglu", "geglu", "swiglu_clamped", "gelu", "relu2"), ACTIVATION)]
+OptimizerName = Annotated[str, OneOf(("adamw", "lion", "adafactor", "muon"), OPTIMIZER)]
+Schedule = Annotated[str, OneOf(("cosine", "linear", "wsd", "constant"), SCHEDULE)]
+ObjectiveName = Annotated[str, OneOf(("next_token", "dpo", "rl"), OBJECTIVE)]
+FORMATS = ("", "stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens")
+ComponentSource = Annotated[str, OneOf(FORMATS, DOCUMENTS)]
+DataSource = Annotated[str, OneOf((*FORMATS, "preferences", "prompts", "mixture"), DOCUMENTS)]
+CustomMixer = Annotated[str, OneOf((), MIXER)]
 
 
 class Section(BaseModel):
@@ -384,7 +399,7 @@ def source_of(paths: tuple[str, ...]) -> str:
 class Component(Section):
     """One source of data.mixture."""
 
-    source: Literal["", "stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens"] = key("", "as data.source")
+    source: ComponentSource = key("", "as data.source")
     paths: tuple[PathKey, ...] = key((), "as data.paths", strict=False)
     field: str = key("text", "as data.field")
     weight: float = key(1.0, "share of the tokens, relative to the other weights", gt=0)
@@ -399,8 +414,7 @@ class Component(Section):
 class Data(Section):
     """[data]: the data, and the size of a batch."""
 
-    source: Literal["", "stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens", "preferences", "prompts",
-                    "mixture"] = key(
+    source: DataSource = key(
         "",
         "stdlib: the sources of Python's library; mixture: data.mixture; else the format of data.paths (chat: "
         "conversations as lines of JSON); empty = by the suffix of data.paths"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from meshtrain import files
+from meshtrain import custom, files
 from meshtrain.data.files import token_files
 from meshtrain.shipped import find_file
 from meshtrain.storage import addresses, copies
@@ -20,6 +20,8 @@ EXAMPLES = {"text": "corpus/**/*.txt", "jsonl": "corpus/*.jsonl.gz", "parquet": 
             "arrow": "corpus/*.arrow", "tokens": "corpus/*.tokens.npy", "chat": "chats/*.jsonl",
             "preferences": "pairs/*.jsonl", "prompts": "prompts/*.jsonl"}
 
+OWN = "corpus/*"        # for code of the run's own
+
 # Directories of the standard library that differ between installs of one version: tests that distributions strip,
 # installed packages, and the build's configuration.
 NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
@@ -27,7 +29,11 @@ NOT_STDLIB_PREFIXES = ("config-", "_sysconfigdata")
 
 
 def list_paths(name: str, paths: Sequence[str], where: str) -> dict[str, str]:
-    """Return the files of the source `name`, in document order: path -> searched directory."""
+    """Return the files of the source `name`, in document order: path -> searched directory. For code of the run's own
+    that reads no files it is the code's file."""
+    if custom.is_path(name) and not custom.count_arguments(name):
+        file, _ = custom.split(name)
+        return {str(file): ""}
     if name == "stdlib":
         root = sysconfig.get_path("stdlib")
         return dict.fromkeys(list_stdlib(root), root)
@@ -62,7 +68,7 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
     source. where, key: section and key of the run file that has the globs."""
     if not patterns:
         raise ValueError(f"{where}.source={name!r} has no {where}.paths; give at least one file or glob, "
-                         f'e.g. ["{EXAMPLES[name]}"]')
+                         f'e.g. ["{EXAMPLES.get(name, OWN)}"]')
     found: dict[str, tuple[str, str]] = {}
     faults, real = [], resolver()
     for pattern in patterns:
@@ -91,7 +97,7 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
             continue
         if files.is_dir(wanted):
             faults.append(f"{where}.{key}: {pattern!r} is a directory; name its files, e.g. "
-                          f"{os.path.join(pattern, '**', os.path.basename(EXAMPLES[name]))!r}")
+                          f"{os.path.join(pattern, '**', os.path.basename(EXAMPLES.get(name, OWN)))!r}")
         else:
             near = "".join(f"; {path} exists, a file for {where}.source='tokens'" for path, _ in prefixed.values())
             faults.append(f"{where}.{key}: {pattern!r} matches no file (relative to {os.getcwd()}){near}")

@@ -13,15 +13,16 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from meshtrain import custom
 from meshtrain.data import globs
 from meshtrain.data.cache import given_tokens, parts, token_cache
-from meshtrain.data.documents import chat, compressed, contracts, formats, tokenizer
+from meshtrain.data.documents import chat, compressed, contracts, formats, own, tokenizer
 from meshtrain.data.documents.contracts import Source
 from meshtrain.data.documents.conversations import Chats
 from meshtrain.data.documents.tokenizer import Tokenizer
@@ -171,10 +172,16 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
             faults.append(_key_of_section(where, str(error)))
     if len(given) > len(named):     # there may be ten million names
         real = globs.resolver()
-        trained = {real(path) for component in components if component.use == TRAIN for path in component.paths}
+
+        def identify(component: NamedFiles) -> Iterator[tuple[str, tuple]]:
+            """Yield each path with what it is: two functions may yield other documents of the same file."""
+            code = component.source if custom.is_path(component.source) else ""
+            return ((path, (real(path), code)) for path in component.paths)
+
+        trained = {known for component in components if component.use == TRAIN for _, known in identify(component)}
         faults += [f"{_key_of_section(component.where, f'{component.where}.paths')}: {path} is also training data; "
                    "remove the file from one of the two" for component in components if component.use != TRAIN
-                   for path in component.paths if real(path) in trained]
+                   for path, known in identify(component) if known in trained]
     chats = None
     if any(one.source in CHATS for *_, one, _ in given):
         try:
@@ -267,7 +274,8 @@ def corpus_of(described: Description, opened: Sequence[Source]) -> Corpus:
 def _open_tokenizer(data, vocab_size: int) -> Tokenizer:
     if data.tokenizer != "bytes":
         return tokenizer.open_file(data.tokenizer, data.bos_token)
-    if {part.source for part in (data.mixture if data.source == "mixture" else [data])} == {"tokens"}:
+    kinds = {part.source for part in (data.mixture if data.source == "mixture" else [data])}
+    if kinds == {"tokens"} or data.bos_token and all(kind == "tokens" or custom.is_path(kind) for kind in kinds):
         # Only the separator is known; any id of the model may occur.
         if not (data.bos_token.isascii() and data.bos_token.isdigit()):
             raise ValueError(f'data.bos_token={data.bos_token!r} is not a token id, and token files without a '
@@ -287,7 +295,7 @@ def _open_tokenizer(data, vocab_size: int) -> Tokenizer:
 def _open(described: Description, component: NamedFiles, cache_dir: Path, job: parts.Job) -> Source | None:
     where, source = component.where, component.source
     roots = on_this_host(component.paths, source, described.cache, job)
-    paths = list(roots)
+    paths, by_code = list(roots), custom.is_path(source)
     packed = any(path.endswith(compressed.SUFFIXES) for path in paths)
     split_at = described.split_at if source in DIVIDED else ""
     if isinstance(described.tokenizer, tokenizer.Bytes) and source in ("stdlib", "text") and not (packed or split_at):
@@ -295,16 +303,17 @@ def _open(described: Description, component: NamedFiles, cache_dir: Path, job: p
     groups = []
     for root, together in itertools.groupby(paths, roots.__getitem__):
         # Do not write into the Python installation.
-        beside = [Path(root) / CACHE] if source != "stdlib" else []
+        beside = [Path(root) / CACHE] if root and source != "stdlib" else []
         caches = [Path(os.path.expanduser(described.cache))] if described.cache else [*beside, cache_dir]
-        kind = "text" if source == "stdlib" else source
+        kind = own.OWN if by_code else "text" if source == "stdlib" else source
         groups += [(group, caches) for group in token_cache.group(kind, list(together), root)]
     if source == "tokens":
         built = given_tokens.open_given([(path, caches) for (path,), caches in groups], described.tokenizer.bos, job)
     else:
         chats = described.chats if source in CHATS else None
-        built = token_cache.open_tokenized(kind, groups, component.field, described.tokenizer, job, chats, split_at)
-    if source == "tokens" or described.tokenizer.vocab_size > described.vocab_size:
+        field = source if by_code else component.field
+        built = token_cache.open_tokenized(kind, groups, field, described.tokenizer, job, chats, split_at)
+    if source == "tokens" or by_code or described.tokenizer.vocab_size > described.vocab_size:
         _check_ids(list(zip(built, (paths for paths, _ in groups))), described)
     pairs = tuple(pair for pair in built if pair is not None)
     if len(pairs) < len(built):
@@ -378,9 +387,11 @@ def sample(described: Description, component: NamedFiles) -> np.ndarray:
         batch, _ = next(described.chats.read(path, lambda line: None), ([], 0))
         ids = np.concatenate([encoded.ids for encoded in batch]) if batch else np.zeros(0, np.int64)
     else:
-        pieces = formats.read("text" if kind == "stdlib" else kind, path, component.field)
-        ids = np.concatenate([np.zeros(0, np.int64), *reader.encode([piece.text for piece in itertools.islice(
-            pieces, SAMPLED_TEXTS)])])
+        pieces = own.read(kind, path, reader) if custom.is_path(kind) else formats.read(
+            "text" if kind == "stdlib" else kind, path, component.field)
+        ids = np.concatenate([np.zeros(0, np.int64), *(
+            reader.encode([piece.text])[0] if isinstance(piece, formats.TextPiece) else piece
+            for piece in itertools.islice(pieces, SAMPLED_TEXTS))])
     if len(ids) and (largest := int(ids.max())) >= described.vocab_size:
         raise ValueError(f"{path} begins with ids up to {largest}, but model.vocab_size={described.vocab_size} has 0 "
                          f"to {described.vocab_size - 1}; use model.vocab_size={largest + 1} or more, or another "
@@ -399,6 +410,9 @@ def _fingerprint(opened: Sequence[Source], described: Description) -> str:
     for source in opened:
         digest.update(np.asarray([source.num_documents], "<i8").tobytes())    # separates sources
         digest.update(np.asarray(source.totals, "<i8").tobytes())
+        # Code of the run's own may yield other tokens at another call or on another host, for example of a set.
+        digest.update(np.asarray([pair.crc32[:2] for pair in getattr(source, "pairs", ()) if pair.crc32], "<i8"
+                                 ).tobytes())
     return digest.hexdigest()
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain import custom
+from meshtrain.config.sections import ACTIVATION
 
 SLOPE, LIMIT = 1.702, 7.0      # of swiglu_clamped
 
@@ -39,9 +40,9 @@ def find(name: str) -> Callable:
     try:
         y = jax.eval_shape(function, *[x] * custom.count_arguments(name))
     except Exception as error:
-        raise ValueError(f'model.activation="{name}" raised {type(error).__name__}: {error}') from error
+        raise custom.refuse("model.activation", name, ACTIVATION, f"raised {custom.tell(error)}") from error
     if (getattr(y, "shape", None), getattr(y, "dtype", None)) != (x.shape, x.dtype):
-        raise ValueError(f'model.activation="{name}" returns {y} for {x}; it must be elementwise and keep the dtype')
+        raise custom.refuse("model.activation", name, ACTIVATION, f"returned {y} for {x}")
     return function
 
 

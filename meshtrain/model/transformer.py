@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshtrain import custom, pattern
-from meshtrain.config.sections import Lora, Model
+from meshtrain.config.sections import MIXER, Lora, Model
 from meshtrain.kernels import products
 from meshtrain.model import lora, params, rope
 from meshtrain.model.block import Attention, Layer, LayerGroup
@@ -402,7 +402,7 @@ def _mixer(cfg: Model, letter: str):
     name, cls = _mixer_class(cfg, letter)
     if name != pattern.CUSTOM:
         return name, lambda cfg, rngs: cls(cfg, rngs, letter)
-    return name, lambda cfg, rngs: custom.call(f"model.custom.{letter}", getattr(cfg.custom, letter), cfg, rngs)
+    return name, lambda cfg, rngs: custom.call(f"model.custom.{letter}", getattr(cfg.custom, letter), MIXER, cfg, rngs)
 
 
 def find_lacking(cfg: Model, attribute: str) -> list[str]:

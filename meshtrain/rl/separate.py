@@ -76,7 +76,7 @@ def make(saved: Saved, run_dir: str, words: Sequence[str]) -> SeparateSampler:
     """Return a separate sampler for the run in run_dir that saved these weights. words: keys of the command line.
     Raises: ConfigError."""
     sections = saved.run
-    section = contents.model_section(sections, run_dir) | {"matmul_dtype": "auto"}
+    section = contents.open_section(sections, "model", run_dir) | {"matmul_dtype": "auto"}
     tables = {"model": section, "lora": sections["lora"], "data": sections["data"]}
     run, given = trained.resolve(tables, words, trained.KEYS, COMMAND)
     here = devices.start(run)

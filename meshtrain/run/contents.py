@@ -71,18 +71,15 @@ def open_run(name: str) -> Path:
     return mirror.read(address, lambda name: is_sent(name) or name == LOCK)
 
 
-def model_section(run: Mapping[str, dict], name: str) -> dict:
-    """Return the section [model] of a run's checkpoint, where its own code is the copy in the run's directory. run: the
-    saved sections; name: run.dir. Raises: as `open_run`."""
-    section, code = run["model"], run["run"].get("code", ())
-    own = {key: value for key, value in section.items() if custom.is_path(value)}
-    letters = {key: value for key, value in section.get("custom", {}).items() if value}
-    if not own and not letters:
-        return section
+def open_section(run: Mapping[str, dict], section: str, name: str) -> dict:
+    """Return a section of a run's checkpoint, where its own code is the copy in the run's directory. run: the saved
+    sections; name: run.dir. Raises: as `open_run`."""
+    table, code = run[section], run["run"].get("code", ())
+    if custom.in_copy(table, code, Path()) == table:
+        return table
     place = Path(name, CODE) if not addresses.is_remote(name) else mirror.read(
         addresses.parse(name), lambda entry: entry.startswith(f"{CODE}/"), within=CODE)
-    return section | {key: custom.in_copy(value, code, place) for key, value in own.items()} | {
-        "custom": {key: custom.in_copy(value, code, place) for key, value in letters.items()}}
+    return custom.in_copy(table, code, place)
 
 
 def steps(name: str) -> list[int]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain import custom
-from meshtrain.config.sections import Run
+from meshtrain.config.sections import OBJECTIVE, Run
 from meshtrain.model.execution import Execution
 from meshtrain.model.stats import LayerStats
 from meshtrain.model.transformer import Transformer
@@ -229,7 +229,7 @@ def of_run(run: Run) -> Objective:
         return OBJECTIVES[name](run)
     given = custom.load(name)
     if not (isinstance(given, type) and issubclass(given, Objective)):
-        raise ValueError(f'training.objective="{name}" is no subclass of meshtrain.training.objective.Objective')
+        raise custom.refuse("training.objective", name, OBJECTIVE, "is none")
     made = given.of(run)
     if made.data != "documents" or set(made.fields) - set(FIELDS):
         raise ValueError(f'training.objective="{name}" has data="{made.data}" and the fields {", ".join(made.fields)}, '

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain import custom
-from meshtrain.config.sections import Optimizer
+from meshtrain.config.sections import OPTIMIZER, SCHEDULE, Optimizer
 from meshtrain.names import LAYERS, MATMUL_ROLES, ROLES
 from meshtrain.training import adafactor, muon
 
@@ -78,7 +78,7 @@ def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
     A schedule of the run's own is called with (cfg, steps) and returns the whole function.
     """
     if custom.is_path(cfg.schedule):
-        return custom.call("optimizer.schedule", cfg.schedule, cfg, steps)
+        return custom.call("optimizer.schedule", cfg.schedule, SCHEDULE, cfg, steps)
     warmup = min(cfg.warmup_steps, steps)
     decay = min(cfg.decay_steps, steps - warmup) if cfg.schedule == "wsd" else steps - warmup
 
@@ -98,10 +98,9 @@ def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
 def _rule(cfg: Optimizer, roles, matrix_dims, placements, dtype):
     """Return the direction of the update, before weight decay and learning rate."""
     if custom.is_path(cfg.name):
-        if not isinstance(rule := custom.call("optimizer.name", cfg.name, cfg, roles), optax.GradientTransformation):
-            raise ValueError(f'optimizer.name="{cfg.name}" returned a {type(rule).__name__}; return an '
-                             f"optax.GradientTransformation: the update's direction, before weight decay and learning "
-                             f"rate")
+        rule = custom.call("optimizer.name", cfg.name, OPTIMIZER, cfg, roles)
+        if not isinstance(rule, optax.GradientTransformation):
+            raise custom.refuse("optimizer.name", cfg.name, OPTIMIZER, f"returned a {type(rule).__name__}")
         return rule
     adam = optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)
     if cfg.name == "adamw":

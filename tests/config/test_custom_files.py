@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshtrain import custom, run_files
-from meshtrain.config import ConfigError, dump
+from meshtrain.config import ConfigError, dump, sections
 from meshtrain.config.messages import kind_of
 from meshtrain.config.sections import Run
 
@@ -46,16 +46,16 @@ def message(*words: str) -> str:
      '"geglu", "swiglu_clamped", "gelu" and "relu2", or code of your own, "file.py:name"'),
     ("model.activation", "mine.py", 'model.activation="mine.py" is unknown; use "swiglu"'),
     ("model.activation", "mine.py:gat", "mine.py has no gat; did you mean gate?"),
-    ("model.activation", "mine.py:three", "three takes 3 arguments, but is called with 1 or 2"),
-    ("model.activation", "mine.py:needs", "needs has keyword arguments without defaults"),
-    ("model.activation", "mine.py:Mixer", "Mixer is no function; give a function"),
+    ("model.activation", "mine.py:three", 'mine.py:three" takes 3 arguments, but is called with 1 or 2; give a function of (gate, up)'),
+    ("model.activation", "mine.py:needs", "has keyword arguments without defaults, which are never given; give a function"),
+    ("model.activation", "mine.py:Mixer", 'mine.py:Mixer" is no function; give a function of (gate, up)'),
     ("model.activation", "none.py:f", "none.py cannot be read: No such file or directory; give a Python file"),
     ("model.activation", "torn.py:f", "torn.py cannot be read: invalid syntax in line 1; give a Python file"),
     ("optimizer.name", "adamv", 'did you mean "adamw"?'),
     ("optimizer.name", "mine.py:three", "takes 3 arguments, but is called with 2"),
     ("optimizer.schedule", "mine.py:three", "takes 3 arguments, but is called with 2"),
-    ("training.objective", "mine.py:gate", "gate is no class; give a class"),
-    ("training.objective", "mine.py:Loss", "Loss.head takes 2 arguments, but is called with 5"),
+    ("training.objective", "mine.py:gate", "is no class; give a subclass of meshtrain.training.objective.Objective"),
+    ("training.objective", "mine.py:Loss", 'mine.py:Loss": head takes 2 arguments, but is called with 5; give a subclass'),
     ("model.custom", '{X = "Mixer"}', 'model.custom.X="Mixer" does not name code of your own'),
     ("model.custom", '{X = "mine.py:Mixer"}', "model.custom has X, but no layer of model.mixers"),
     ("model.mixers", "XF", 'has layers of X without a class; give model.custom, e.g. {X = "mixers.py:Mixer"}'),
@@ -94,13 +94,13 @@ def test_a_file_is_executed_once_for_each_content_with_the_modules_of_its_folder
 
 
 @pytest.mark.parametrize("text, told", [
-    ("1 / 0", "broken.py raised ZeroDivisionError when it was executed: division by zero"),
+    ("1 / 0", "broken.py raised ZeroDivisionError in line 1 of broken.py: division by zero; it is executed before"),
     ("def g(): pass", "broken.py:f cannot be loaded: .*no attribute 'f'"),
-    ("def f(): raise KeyError('k')", "model.activation=\"broken.py:f\" raised KeyError: 'k'")])
+    ("def f(): raise KeyError('k')", "model.activation=\"broken.py:f\" raised KeyError in line 1 of broken.py: 'k'; give a function of")])
 def test_errors_of_the_code_name_it(text, told):
     Path("broken.py").write_text(text + "\n")
     with pytest.raises(ValueError, match=told):
-        custom.call("model.activation", "broken.py:f")
+        custom.call("model.activation", "broken.py:f", sections.ACTIVATION)
 
 
 def test_a_copy_has_all_that_the_file_imports_and_another_name_is_the_same_content(tmp_path):

@@ -22,7 +22,7 @@ import numpy as np
 from meshtrain import files
 from meshtrain.data.cache import parts
 from meshtrain.data.cache.parts import Job
-from meshtrain.data.documents import formats, text_bytes
+from meshtrain.data.documents import formats, own, text_bytes
 from meshtrain.data.documents.conversations import Chats
 from meshtrain.data.documents.dividing import Markers
 from meshtrain.data.documents.tokenizer import Tokenizer
@@ -38,16 +38,18 @@ def open_tokenized(format: str, groups: Sequence[tuple[tuple[str, ...], Sequence
                    field: str, tokenizer: Tokenizer,
                    job: Job, chats: Chats | None = None,
                    split_at: str = "") -> list[token_files.IndexedTokens | None]:
-    """Return the tokens of the documents in text, jsonl, parquet, arrow or chat files, one result for each group; None
-    as in `parts.open_all`.
+    """Return the tokens of the documents in text, jsonl, parquet, arrow or chat files, or of `own.OWN`, one result for
+    each group; None as in `parts.open_all`.
 
-    groups: (paths, candidate cache directories) of each part, see `group`. chats: for chat files. split_at: the marker
+    groups: (paths, candidate cache directories) of each part, see `group`. field: of jsonl, parquet and arrow; the
+    value of data.source for `own.OWN`. chats: for chat files. split_at: the marker
     at which documents of other files are divided. Raises: as `parts.open_all`.
     """
     field = chats.key if chats else "" if format == "text" else field
-    identity = [VERSION, format, field, tokenizer.key, *[split_at] * bool(split_at)]
+    content = own.identify(field) if format == own.OWN else field
+    identity = [VERSION, format, content, tokenizer.key, *[split_at] * bool(split_at)]
     key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()
-    choices, counted = [], chats is None and text_bytes.are_counted(tokenizer)
+    choices, counted = [], chats is None and format != own.OWN and text_bytes.are_counted(tokenizer)
     earlier: dict[Path, Earlier] = {}
     markers = Markers(tokenizer, split_at)
     for paths, directories in groups:
@@ -157,6 +159,8 @@ class Tokenized(parts.Part):
                 manifest["dtype"], manifest["tokens"], manifest["documents"]):
             raise ValueError("another size")
         pair = dataclasses.replace(pair, largest=manifest.get("largest", -1))
+        if self.format == own.OWN:
+            pair = dataclasses.replace(pair, crc32=tuple(manifest["crc32"]))
         if more and self.chats:
             return dataclasses.replace(pair, mask=token_files.open_mask(*more, tokens, pair.ids.size))
         if more:
@@ -205,6 +209,13 @@ class Tokenized(parts.Part):
             known = self.earlier.document(identity, job) if alone else None
             if known:
                 batch.copy(*known)
+            elif self.format == own.OWN:
+                for document in own.read(self.field, path, self.tokenizer):
+                    if isinstance(document, formats.TextPiece):
+                        self.markers.count_names(path, document.text)
+                        batch.add(document)
+                    else:
+                        batch.copy(document, 0)
             else:
                 for piece in self.markers.documents(path, formats.read(self.format, path, self.field)):
                     if batch.add(piece):

@@ -61,10 +61,14 @@ class Markers:
         counted."""
         self.num_files += 1
         for piece in divide(pieces, self.marker, self._count) if self.marker else pieces:
-            for begin, pattern in self._patterns.items():
-                if begin in piece.text and (names := pattern.findall(piece.text)):
-                    self.found.setdefault(path, collections.Counter()).update(names)
+            self.count_names(path, piece.text)
             yield piece
+
+    def count_names(self, path: str, text: str) -> None:
+        """Count the names of special tokens in a text of a file."""
+        for begin, pattern in self._patterns.items():
+            if begin in text and (names := pattern.findall(text)):
+                self.found.setdefault(path, collections.Counter()).update(names)
 
     def _count(self, divisions: int) -> None:
         self.divisions += divisions

@@ -342,14 +342,26 @@ def _text_of(path: str, number: int, value: dict, field: str) -> str:
     text = value[field]
     if not isinstance(text, str):
         raise fault(path, place, f"has no string in {field!r}, but {json.dumps(text)[:40]}", "fix or remove the line")
+    _check_characters(path, place, text, f" in {field!r}")
+    return text
+
+
+def _check_characters(path: str, place: str, text: str, where: str = "") -> None:
+    """Check that a text can be written as UTF-8. where: the key or column, for the message. Raises: ValueError."""
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise fault(path, place,
-                        f"has half a character in {field!r} (\\u{ord(text[error.start]):04x}, a lone surrogate)",
-                        "fix or remove the line") from None
-    return text
+                        f"has half a character{where} (\\u{ord(text[error.start]):04x}, a lone surrogate)",
+                        "fix or remove it") from None
+
+
+def pieces_of(path: str, place: str, text: str) -> Iterator[TextPiece]:
+    """Yield a document that is in memory. Its position in the file is unknown, and 0. Raises: ValueError."""
+    _check_characters(path, place, text)
+    for part, last in _cut_text(text):
+        yield TextPiece(part, last, 0)
 
 
 def _next_line(path: str, lines: BinaryIO, number: int) -> bytes:

@@ -101,6 +101,7 @@ class IndexedTokens:
     largest: int = -1               # the largest id; -1: unknown
     mask: Numbers | None = None     # for each id in the file, whether it is learned; None: all are
     bytes_file: Numbers | None = None       # int64 [documents]: ends in bytes of text; None: unknown
+    crc32: tuple[int, ...] = ()     # of the files, if these come from code of the run's own
 
     @property
     def path(self) -> str:
