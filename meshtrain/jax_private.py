@@ -133,6 +133,14 @@ def frames(eqn) -> list[tuple[str, int]]:
         return []
 
 
+def name_stack(eqn) -> str:
+    """Return the name scopes in which an equation of a jaxpr was traced; "" if this jax lacks them."""
+    try:
+        return str(eqn.source_info.name_stack)
+    except AttributeError:
+        return ""
+
+
 def manual_axes(eqn) -> frozenset[str]:
     """Return the mesh axes over which a shard_map equation runs its body once for each position. Raises: KeyError if
     this jax has another parameter for them."""

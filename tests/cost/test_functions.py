@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import meshtrain as mt
+from meshtrain import scopes
 from meshtrain.config import ConfigError
 from meshtrain.cost.program import audit, traced
 from meshtrain.cost.program.sources import SourceFrame, Sources, line_of
@@ -65,6 +66,33 @@ def test_flops_of_a_function_count_scans_by_length_and_shard_maps_by_their_manua
     assert count(sharded, jnp.ones((8, 16)), jnp.ones((16, 4))).total == 2 * 8 * 16 * 4
     partly = jax.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(P("dp"), P()), out_specs=P("dp"), axis_names={"dp"})
     assert count(partly, jnp.ones((8, 16)), jnp.ones((16, 4))).total == 2 * 8 * 16 * 4
+
+
+def test_nested_and_scanned_shard_maps_and_conditionals_of_known_share_count_what_a_hand_counts():
+    mesh, x, w = mesh_of(dp=4, mp=2), jnp.ones((B, D)), jnp.ones((D, F))
+
+    def over(axis, f):
+        return lambda x, w: jax.shard_map(f, in_specs=(P(axis), P()), out_specs=P(axis), axis_names={axis},
+                                          check_vma=False)(x, w)
+    with jax.set_mesh(mesh):
+        # rows are divided over dp and then over mp
+        assert traced.count(jax.make_jaxpr(over("dp", over("mp", jnp.matmul)))(x, w).jaxpr).total == PRODUCTS
+        # in each of 3 iterations a device of dp computes its rows, forward and twice backward
+        def scanned(x, w):
+            return jax.lax.scan(lambda total, i: (total + over("dp", jnp.matmul)(i * x, w).sum(), None), 0.0, jnp.ones(3))[0]
+        found = traced.count(jax.make_jaxpr(jax.grad(scanned, (0, 1)))(x, w).jaxpr)
+        assert (found.total, found.bounds) == (3 * 3 * PRODUCTS, ())
+        # a gradient inside: each device computes it for its rows
+        inside = over("dp", lambda x, w: jax.value_and_grad(lambda x: (x @ w).sum())(x)[1])
+        assert traced.count(jax.make_jaxpr(inside)(x, w).jaxpr).total == 2 * PRODUCTS
+
+    def sometimes(x, w):
+        def body(total, i):
+            with jax.named_scope(scopes.TAKEN.write(2, 5)):
+                return jax.lax.cond(i < 2, lambda: total + (x @ w).sum(), lambda: total), None
+        return jax.lax.scan(body, 0.0, jnp.arange(5))[0]
+    found = traced.count(jax.make_jaxpr(sometimes)(x, w).jaxpr)
+    assert (found.total, found.bounds) == (2 * PRODUCTS, ())
 
 
 def test_loops_of_unknown_length_and_conditionals_make_the_flops_a_bound_that_says_so():

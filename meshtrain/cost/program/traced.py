@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 from jax.extend.core import Jaxpr
 
-from meshtrain import jax_private
+from meshtrain import jax_private, scopes
 from meshtrain.cost.program.sources import SourceFrame, line_of
 
 KERNELS = ("pallas_call",)      # whose matmuls the compiled program does not show, either
@@ -52,13 +53,14 @@ def count(jaxpr: Jaxpr) -> TracedFlops:
     """Count the matmul FLOPs of a jaxpr.
 
     The body of a scan counts with its length, that of a shard_map with the sizes of its manual axes, a conditional with
-    its costliest branch, that of a while loop once.
+    its costliest branch, that of a while loop once. Where `scopes.TAKEN` says how often a condition holds, the count of
+    the conditional is exact.
     """
     bounds: dict[str, None] = {}
     uncounted: dict[str, None] = {}
 
-    def visit(jaxpr: Jaxpr) -> Counter[tuple[str, str]]:
-        flops: Counter[tuple[str, str]] = Counter()
+    def visit(jaxpr: Jaxpr) -> dict[tuple[str, str], Fraction]:
+        flops: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             if name == "dot_general":
@@ -72,16 +74,17 @@ def count(jaxpr: Jaxpr) -> TracedFlops:
             inside = [visit(inner) for inner in _inner(eqn.params)]
             if not any(inside):
                 continue
-            if name in ("while", "cond"):
+            if name == "while" or name == "cond" and not _taken(eqn):
                 kind = "a loop of unknown length" if name == "while" else "a conditional"
                 bounds[f"{kind} with matmuls" + (f" ({line})" if (line := _line(eqn)) else "")] = None
             if name == "cond":
-                inside = [max(inside, key=Counter.total)]
+                inside = [max(inside, key=lambda one: sum(one.values()))]
             for one in inside:
                 for key, number in one.items():
                     flops[key] += _times(eqn) * number
         return flops
-    return TracedFlops(visit(jaxpr), tuple(bounds), tuple(uncounted))
+    products = Counter({key: round(number) for key, number in visit(jaxpr).items()})
+    return TracedFlops(products, tuple(bounds), tuple(uncounted))
 
 
 def _product(eqn) -> int:
@@ -90,8 +93,15 @@ def _product(eqn) -> int:
     return 2 * math.prod(output.shape) * math.prod(first.shape[dim] for dim in contracted)
 
 
-def _times(eqn) -> int:
-    """Return how often an equation runs its body, over all devices."""
+def _taken(eqn) -> tuple[int, ...] | None:
+    """Return in how many of how many executions the condition of a conditional holds; None if that is not known."""
+    return scopes.TAKEN.parse(jax_private.name_stack(eqn))
+
+
+def _times(eqn) -> Fraction | int:
+    """Return how often an equation runs its body, over all devices, on average."""
+    if eqn.primitive.name == "cond" and (taken := _taken(eqn)):
+        return Fraction(*taken)
     if eqn.primitive.name == "scan":
         return eqn.params["length"]
     if eqn.primitive.name == "shard_map":
