@@ -84,11 +84,12 @@ def warnings(function: InspectedFunction) -> list[str]:
     """Return a line for each fault of the program and each cost that its function does not require."""
     return [*(f"THE PROGRAM COMPUTES WRONG NUMBERS: a permute leaves devices with zeros: {line}"
               for line in function.program.audit.broken_permutes),
-            *map(_describe, function.repeats),
+            *map(describe, function.repeats),
             *unexpected.find_replicated(function.logged, function.names_of)]
 
 
-def _describe(row: Repeat) -> str:
+def describe(row: Repeat) -> str:
+    """Return a sentence about a line of Python whose matmuls the devices repeat."""
     axes = " or ".join(" × ".join(group) for group in row.axes)
     what = f"{axes}" if len(row.axes) == 1 else f"one of {axes}" if axes else "a part of the mesh"
     return (f"the devices compute the matmuls of {row.line or 'a line without a name'} {row.times:.3g} times: {what} "

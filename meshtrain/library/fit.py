@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -21,22 +22,25 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from meshtrain import flags, given
+from meshtrain import given
 from meshtrain.config import ConfigError
 from meshtrain.config.sections import Run
+from meshtrain.inspection import function_report, functions
 from meshtrain.journal.guards import SkippedSteps
 from meshtrain.journal.journal import Flops, Journal
 from meshtrain.journal.rows import Row
-from meshtrain.library import run_dir
+from meshtrain.library import run_dir, staged
 from meshtrain.library.axes import list_leaves
 from meshtrain.library.layouts import TreeLayout
 from meshtrain.library.run_dir import LoopParts
 from meshtrain.library.stack import Stack
+from meshtrain.library.staged import GivenSchedule
 from meshtrain.run import loop, say, stops
 from meshtrain.run.loop import StepBatch
 from meshtrain.shown import Rows, history
 from meshtrain.training.state import State
 from meshtrain.training.step import dropout_key
+from meshtrain.units import amount
 
 REMEDY = "Lower the learning rate, clip gradients (optax.clip_by_global_norm), or look at the data of these steps"
 MOST_SKIPPED = 10       # steps in a row
@@ -46,7 +50,7 @@ class FitOptions(TypedDict, total=False):
     """Options of `fit`. microbatches: of a step; default: 1. dir: the directory of the run; default: nothing is saved.
     every: steps between checkpoints; 0: only after the last step. keep: number of checkpoints; default: 2. keys:
     whether the loss gets a key for each row, for dropout. seed: of these keys. compute: the dtype in which weights are
-    read."""
+    read. schedule, chunks: of a `Stack` on a mesh with stages, see `pipeline`."""
     microbatches: int
     dir: str | Path | None
     every: int
@@ -54,6 +58,8 @@ class FitOptions(TypedDict, total=False):
     keys: bool
     seed: int
     compute: str | None
+    schedule: GivenSchedule
+    chunks: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +73,8 @@ class _Asked:
     keys: bool = False
     seed: int = 0
     compute: str | None = None
+    schedule: GivenSchedule | None = None
+    chunks: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,10 +99,13 @@ def fit(loss: Callable, params: Any, axes: Any = None, *, layout: TreeLayout,
     clipping and schedules belong to it. It updates the shards of [optimizer]. data(n) -> rows, arrays [B, …], of the
     step after n steps: a function of n alone, called in every process. options: see `FitOptions`.
 
-    A step whose loss or gradients are not finite changes only the count of steps; ten in a row end the run. With `dir`
-    the call resumes from the newest checkpoint there: bit for bit on the same layout, up to the order of sums on
-    another one. `python -m meshtrain.report DIR` shows its metrics. A stop signal then ends the process after the
-    current step, with its state saved and exit code 75.
+    A mesh axis by which the step divides none of its matmuls is refused; lines whose matmuls are repeated are told in
+    one warning. A step whose loss or gradients are not finite changes only the count of steps; ten in a row end the
+    run.
+
+    With `dir` the call resumes from the newest checkpoint there: bit for bit on the same layout, up to the order of
+    sums on another one. `python -m meshtrain.report DIR` shows its metrics. A stop signal then ends the process after
+    the current step, with its state saved and exit code 75.
 
     Raises: ConfigError; TooManySkippedSteps; CheckpointError.
 
@@ -107,6 +118,7 @@ def fit(loss: Callable, params: Any, axes: Any = None, *, layout: TreeLayout,
     asked = _check(data, steps, options)
     params, named = layout.name(params, axes)
     _check_trained(params)
+    gradients = layout.gradients(loss, named, asked.microbatches, asked.compute, asked.schedule, asked.chunks)
     first = data(0)
     feed = _Feed(layout, data, list_leaves(first))
     wanted = _describe_state(layout, optimizer, params, named)
@@ -122,8 +134,7 @@ def fit(loss: Callable, params: Any, axes: Any = None, *, layout: TreeLayout,
         start = int(state.step)
         if start >= asked.steps:
             return Fit(state, history([]))
-        step = _make_step(layout, loss, named, optimizer, asked, wanted).lower(wanted, layout.batch(first)).compile(
-            compiler_options=flags.options(layout.mesh.devices.flat[0].platform))
+        step = _compile(layout, _make_step(layout, gradients, optimizer, asked, wanted), wanted, layout.batch(first))
         taken: list[Row] = []
         guards = SkippedSteps(MOST_SKIPPED, REMEDY),
         with directory.train(start, str(layout.spec), guards, taken) if directory else _train_here(
@@ -193,11 +204,9 @@ def _format(form: tuple[tuple[int, ...], Any] | None) -> str:
     return "absent" if form is None else f"{form[1]}{list(form[0])}"
 
 
-def _make_step(layout: TreeLayout, loss: Callable, named: Any, optimizer: optax.GradientTransformation, asked: _Asked,
+def _make_step(layout: TreeLayout, gradients: Callable, optimizer: optax.GradientTransformation, asked: _Asked,
                wanted: State) -> jax.stages.Wrapped:
     """Return the jitted step (state, rows) -> (state, metrics), which donates the state."""
-    gradients = layout.gradients(loss, named, asked.microbatches, asked.compute)
-
     def train(state: State, rows):
         key = dropout_key(asked.seed, state.step) if asked.keys else None
         mean, grads = gradients(state.params, rows, key)
@@ -212,6 +221,29 @@ def _make_step(layout: TreeLayout, loss: Callable, named: Any, optimizer: optax.
         return State(state.step + 1, *new), metrics
     places = jax.tree.map(lambda leaf: leaf.sharding, wanted)
     return jax.jit(train, out_shardings=(places, NamedSharding(layout.mesh, P())), donate_argnums=0)
+
+
+def _compile(layout: TreeLayout, step: jax.stages.Wrapped, wanted: State, rows: Any) -> jax.stages.Compiled:
+    """Compile the step for its arguments. Warn in one line if the devices repeat matmuls, or if that cannot be seen.
+
+    Raises: ConfigError if they repeat all matmuls: an axis of the mesh then splits no work.
+    """
+    inspected = functions.inspect(step, (wanted, rows), functions.Target(options=functions.OURS))
+    traced, repeats = inspected.traced, inspected.repeats
+    if repeats:
+        also = f", and those of {amount(len(repeats) - 1, 'more line')}" * (len(repeats) > 1)
+        # Rows are split over the batch axes, which therefore are the reason only if no other axes can be.
+        likely = tuple(group for group in repeats[0].axes if not set(group) & set(layout.inner.batch_axes))
+        first = dataclasses.replace(repeats[0], axes=likely or repeats[0].axes)
+        told = f"fit on {layout}: {function_report.describe(first)}{also}; constrain an activation by that axis " \
+               f"(layout.constrain), or leave it out of the mesh"
+        if len(repeats) == len(traced.by_line):
+            raise ConfigError(f"{told}. No matmul of the step is left that its devices share")
+        warnings.warn(told, stacklevel=3)
+    elif layout.mesh.size > 1 and (unseen := (*traced.bounds, *traced.uncounted)):
+        warnings.warn(f"fit on {layout}: whether devices repeat work cannot be seen in {', '.join(unseen)}",
+                      stacklevel=3)
+    return inspected.program.executable
 
 
 def _describe_state(layout: TreeLayout, optimizer: optax.GradientTransformation, params: Any, named: Any) -> State:
@@ -244,7 +276,8 @@ def _check(data: object, steps: object, options: Mapping[str, Any]) -> _Asked:
         faults.append(f"data={str(data)[:60]!r} is no function; give data(n) -> rows of the step after n steps, so "
                       f"that a resumed run sees the same rows")
     for name, value, least in (("steps", steps, 1), ("microbatches", options.get("microbatches", 1), 1),
-                               ("every", options.get("every", 0), 0), ("keep", options.get("keep", 2), 1)):
+                               ("every", options.get("every", 0), 0), ("keep", options.get("keep", 2), 1),
+                               ("chunks", options.get("chunks") or 1, 1)):
         try:
             given.check_count(name, value, least)
         except ConfigError as error:
@@ -274,12 +307,23 @@ def _describe_run(asked: _Asked, feed: _Feed) -> Run:
 
 def _list_facts(layout: TreeLayout, loss: Callable, named: Any, asked: _Asked, feed: _Feed) -> dict[str, str | int]:
     """Return what the numbers of a run depend on. A change is reported when a run resumes."""
-    functions = (loss.embed, loss.layer, loss.head) if isinstance(loss, Stack) else (loss,)
+    written = (loss.embed, loss.layer, loss.head) if isinstance(loss, Stack) else (loss,)
     named_rows = ", ".join(f"{name} {_format(form)}" for name, form in sorted(feed.forms.items()))
-    return {"loss": _digest(*map(_read_source, functions)), "axes": _digest(str(named)),
-            "rules": f"{Path(layout.rules.path).stem} {_digest(layout.rules.text)}", "mesh": str(layout.spec),
-            "rows": named_rows, "microbatches": asked.microbatches, "seed": asked.seed,
-            "compute": asked.compute or "as stored"}
+    facts: dict[str, str | int] = {
+        "loss": _digest(*map(_read_source, written)), "axes": _digest(str(named)),
+        "rules": f"{Path(layout.rules.path).stem} {_digest(layout.rules.text)}", "mesh": str(layout.spec),
+        "rows": named_rows, "microbatches": asked.microbatches, "seed": asked.seed,
+        "compute": asked.compute or "as stored"}
+    if asked.schedule is not None:
+        facts["schedule"] = _name_schedule(asked.schedule, layout.spec.sizes["stage"], asked)
+    return facts
+
+
+def _name_schedule(given: GivenSchedule, stages: int, asked: _Asked) -> str:
+    made = staged.make_schedule(given, stages, asked.microbatches, asked.chunks)
+    if isinstance(given, str) and not staged.is_table(given):
+        return given + f", {made.num_chunks} chunks" * (made.num_chunks > 1)
+    return f"table {_digest(str(made.ops.tolist()))}"
 
 
 def _digest(*texts: str) -> str:

@@ -16,19 +16,25 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from meshtrain.config import ConfigError
+from meshtrain.library import staged
 from meshtrain.library.rows import check_traced, count_rows, cut, in_mesh
 from meshtrain.library.stack import Stack, check_sums
+from meshtrain.library.staged import GivenSchedule, StagedStack
 from meshtrain.model.stats import LayerStats
+from meshtrain.parallel.pipeline import schedules
+from meshtrain.parallel.pipeline.schedules import Schedule
 from meshtrain.sharding import rules
-from meshtrain.training import accumulators, reduction
+from meshtrain.sharding.rules import GATHERED
+from meshtrain.training import accumulators, pipelined, reduction
 from meshtrain.training.reduction import Backward, Reduction
 
 if TYPE_CHECKING:
     from meshtrain.library.layouts import TreeLayout
 
 
-def gradients(layout: TreeLayout, loss: Callable, axes: Any, microbatches: int = 1,
-              compute: str | None = None) -> Callable:
+def gradients(layout: TreeLayout, loss: Callable, axes: Any, microbatches: int = 1, compute: str | None = None,
+              schedule: Schedule | None = None) -> Callable:
     """Return f(params, rows, key=None) -> (mean loss, gradients like params, float32, placed as in [optimizer]).
 
     The mean is Σ sum ÷ max(1, Σ count) over all rows, whatever the layout. f is to be called inside `jax.jit`; its
@@ -41,8 +47,11 @@ def gradients(layout: TreeLayout, loss: Callable, axes: Any, microbatches: int =
     axes: a tree like params of tuples of logical names. microbatches: must divide the rows of a device. compute: dtype
     to which floating params are cast when they are read; None: no cast.
 
-    Raises: ValueError outside jax.jit, if the loss returns something else than (sum, count), or if the rows do not
-    divide.
+    schedule: of a `Stack` on a mesh with stages, from `choose_schedule`. Weights are then gathered once a step, so a
+    stage holds its layers whole, and gradients are reduced once a step, whatever [grads] says.
+
+    Raises: ValueError outside jax.jit, if the loss returns something else than (sum, count), or if the rows or the
+    layers do not divide.
     """
     inner, mesh = layout.inner, layout.mesh.abstract_mesh
     flat = jax.tree.leaves(axes, is_leaf=rules.is_axes)
@@ -53,9 +62,11 @@ def gradients(layout: TreeLayout, loss: Callable, axes: Any, microbatches: int =
             raise ValueError("gradients: a Stack takes no key, because its layers get no rows; draw the masks from "
                              "rows, or give the loss as one function")
         with in_mesh(layout.mesh):
+            weights = _read(inner, axes, params, compute)
+            if isinstance(loss, Stack) and schedule is not None:
+                return _run_stages(layout, loss, schedule, axes, weights, rows)
             deferred = inner.find_deferred_axes(flat)
             reduced = Reduction(inner, mesh, axes, deferred)
-            weights = _read(inner, axes, params, compute)
             if key is None:
                 batch, given = cut(inner, deferred, rows, microbatches), ()
             else:
@@ -68,8 +79,53 @@ def gradients(layout: TreeLayout, loss: Callable, axes: Any, microbatches: int =
     return compute_gradients
 
 
+def choose_schedule(stages: int, loss: Callable, microbatches: int, schedule: GivenSchedule | None,
+                    chunks: int | None) -> Schedule | None:
+    """Return the schedule of this number of stages; None for one. Raises: ConfigError for stages without a `Stack` or
+    a schedule, and for what does not fit the schedule."""
+    if stages == 1:
+        if schedule is not None or chunks is not None:
+            name, value = ("schedule", schedule) if schedule is not None else ("chunks", chunks)
+            raise ConfigError(f"{name}={value!r}, but mesh.stage=1: without stages there is no pipeline; leave "
+                              f"{name} out, or give the mesh a size of stage")
+        return None
+    if not isinstance(loss, Stack):
+        raise ConfigError(f"mesh.stage={stages}: a loss as one function has no layers that stages could divide, and "
+                          f"every stage would repeat the same work; give an mt.Stack, or use mesh.stage=1")
+    if schedule is None:
+        raise ConfigError(f"mesh.stage={stages} without a schedule; give schedule=, one of "
+                          f"{', '.join(schedules.NAMES)}, a schedule table, or a result of mt.schedule")
+    return staged.make_schedule(schedule, stages, microbatches, chunks)
+
+
+def _run_stages(tree_layout: TreeLayout, stack: Stack, schedule: Schedule, axes: Any, params: Any,
+                rows: Any) -> tuple[jax.Array, Any]:
+    """Return (mean, gradients placed as in [optimizer]) by the schedule. axes: of params, which are read already."""
+    layout, map_axes = tree_layout.inner, partial(jax.tree.map, is_leaf=rules.is_axes)
+    (ends, blocks), (ends_axes, blocks_axes) = stack.divide(params), stack.divide(axes)
+    layer_axes = map_axes(lambda names: names[1:], blocks_axes)
+    staged_stack = StagedStack(stack, layout, tree_layout.mesh, schedule, (layer_axes, ends_axes))
+    staged_stack.check(blocks, ends, rows)
+    into_stages = partial(pipelined.put_into_stages, layout, schedule.num_stages, schedule.num_chunks)
+    ends = map_axes(lambda names, w: layout.constrain(GATHERED, w, names), ends_axes, ends)
+    weights = map_axes(into_stages, blocks_axes, blocks)
+    (total, count), d_blocks, d_ends = staged_stack.differentiate(weights, ends, rows)
+    summed, count = layout.batch_axes, jnp.maximum(count, 1)
+
+    def place(names, g):
+        g = pipelined.take_out_of_stages(layout, summed, names, g)
+        return layout.constrain("optimizer", g, names)
+    grads = map_axes(lambda names, g: reduction.reduce_deferred(layout, summed, names, g), ends_axes, d_ends)
+    grads[stack.layers] = map_axes(place, blocks_axes, d_blocks)
+    return total / count, jax.tree.map(lambda g: g / count, grads)
+
+
 def make_backward(loss: Callable, weights: Any, rows: Any, key: jax.Array | None = None) -> Backward:
-    """Return the `Backward` of a loss by `jax.value_and_grad`. With a key, rows are (rows, their numbers [b])."""
+    """Return the `Backward` of a loss by `jax.value_and_grad`. With a key, rows are (rows, their numbers [b]).
+
+    Gradients of a microbatch have the dtype of the weights, and are added in float32. A cast inside the differentiated
+    function would change nothing: layers in a scan, and slices of one array, collect their gradients before it.
+    """
     def differentiate(weights, rows):
         given = (rows,) if key is None else (rows[0], jax.vmap(jax.random.fold_in, (None, 0))(key, rows[1]))
         return check_sums(loss(weights, *given), "the loss")

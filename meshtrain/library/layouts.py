@@ -24,6 +24,7 @@ from meshtrain.inspection import report
 from meshtrain.library import axes as axes_of
 from meshtrain.library import gradients
 from meshtrain.library.axes import Axes
+from meshtrain.library.staged import GivenSchedule
 from meshtrain.library.unpack import unpack
 from meshtrain.names import AXES
 from meshtrain.sharding import rules as rule_files
@@ -145,11 +146,13 @@ class TreeLayout:
         return jax.tree.unflatten(jax.tree.structure(weights), [
             self._constrain(leaf, GATHERED, named[name]) for name, leaf in leaves.items()])
 
-    def gradients(self, loss: Callable, axes: Any, microbatches: int = 1, compute: str | None = None) -> Callable:
+    def gradients(self, loss: Callable, axes: Any, microbatches: int = 1, compute: str | None = None,
+                  schedule: GivenSchedule | None = None, chunks: int | None = None) -> Callable:
         """Return f(params, rows, key=None) -> (mean loss, gradients stored as [optimizer] says), for a jitted step.
 
-        loss(params, rows) -> (sum, count) over the rows that it is given, or an `mt.Stack`. [grads] is made true: each
-        axis is reduced once a step, or once a microbatch where [grads] splits over it. See `library.gradients`.
+        loss(params, rows) -> (sum, count) over the rows that it is given, or an `mt.Stack`, which takes stages with a
+        schedule. [grads] is made true: each axis is reduced once a step, or once a microbatch where [grads] splits over
+        it. See `library.gradients`.
 
         >>> layout, axes = mt.Layout("zero1", {"data": 4}), {"w": ("embed", None)}
         >>> f = layout.gradients(lambda p, rows: ((rows @ p["w"]).sum(), rows.shape[0]), axes)
@@ -157,13 +160,11 @@ class TreeLayout:
         >>> float(mean), grads["w"].sharding.spec == jax.P("data", None)
         (16.0, True)
         """
-        if (stages := self.spec.sizes["stage"]) > 1:
-            raise ConfigError(f"mesh.stage={stages}: gradients without a pipeline would repeat the work of every "
-                              f"stage; use mesh.stage=1, or a pipeline")
+        made = gradients.choose_schedule(self.spec.sizes["stage"], loss, microbatches, schedule, chunks)
 
         def compute_gradients(params: Any, rows: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
             named = self.name(params, axes)[1]
-            return gradients.gradients(self, loss, named, microbatches, compute)(params, rows, key)
+            return gradients.gradients(self, loss, named, microbatches, compute, made)(params, rows, key)
         return compute_gradients
 
     def _constrain(self, x: jax.Array, table: str, names: Sequence[str | None]) -> jax.Array:

@@ -1,8 +1,8 @@
 """Tests whether anybody's loss computes the same on every layout as on one device: `mt.prove(loss, params, axes, …)`.
 
 Layouts, tolerances and the comparison are those of `parity`. One device differentiates the loss itself, by jax alone;
-each layout computes by `gradients`, and a `Stack` with stages by `pipeline`. What a loss must be, sums over rows that
-do not depend on one another, is also tested on one device, because rows that are alike would hide it.
+each layout computes by `Layout.gradients`. What a loss must be, sums over rows that do not depend on one another, is
+also tested on one device, because rows that are alike would hide it.
 """
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ import numpy as np
 from meshtrain import config, parity
 from meshtrain.config import ConfigError
 from meshtrain.library.axes import list_leaves
-from meshtrain.library.gradients import gradients
 from meshtrain.library.layouts import Layout
-from meshtrain.library.pipeline import pipeline
 from meshtrain.library.rows import count_rows
 from meshtrain.library.stack import Stack, check_sums
 from meshtrain.parallel.pipeline import schedules
@@ -137,15 +135,11 @@ def _compute(make: Callable, layout: Layout, named: Any, params: Any, rows: Any,
     loss = make(layout)
     each = count_rows(rows) // layout.inner.num_shards(layout.inner.batch_axes)
     microbatches = MICROBATCHES if each % MICROBATCHES == 0 else 1
+    stages, chunks = layout.spec.sizes["stage"], None
+    if schedule in schedules.INTERLEAVED:
+        num_layers = jax.tree.leaves(loss.divide(params)[1])[0].shape[0]
+        chunks = 1 + (num_layers % (2 * stages) == 0 and microbatches % stages == 0)
+    of_loss = layout.gradients(loss, named, microbatches, schedule=schedule or None, chunks=chunks)
     with jax.set_mesh(layout.mesh), jax.default_matmul_precision("highest"):
-        if not schedule:
-            value, grads = jax.jit(gradients(layout, loss, named, microbatches))(params, rows)
-            return jax.device_get({"loss": value} | list_leaves(grads))
-        ends, blocks = loss.divide(params)
-        chunks = 1 + (schedule in schedules.INTERLEAVED and jax.tree.leaves(blocks)[0].shape[0] % (
-            2 * layout.inner.sizes["stage"]) == 0 and microbatches % layout.inner.sizes["stage"] == 0)
-        f = pipeline(loss, schedule, layout, microbatches, chunks)
-        total, (d_blocks, d_ends) = jax.jit(jax.value_and_grad(f, (0, 1)))(blocks, ends, rows)
-        _, count = jax.jit(loss)(params, rows)
-        mean = jax.tree.map(lambda x: x / jnp.maximum(count, 1), (total, {**d_ends, loss.layers: d_blocks}))
-        return jax.device_get({"loss": mean[0]} | list_leaves(mean[1]))
+        value, grads = jax.jit(of_loss)(params, rows)
+        return jax.device_get({"loss": value} | list_leaves(grads))

@@ -56,7 +56,7 @@ class Placement:
 def gradients(schedule: Schedule, model: ModelFunctions, placement: Placement, weights, batch: dict, extra):
     """Run the schedule with its backward and return a step's metric and gradients.
 
-    Returns (metric [R], gradients of layers [R, V, P, n, …], of embedding and head [R, …], of leading layers [R·P, n,
+    Returns (metric [R, …], gradients of layers [R, V, P, n, …], of embedding and head [R, …], of leading layers [R·P, n,
     …], stats [R·P, …]), all float32. None of them is reduced over replicas. The gradients of leading layers and
     stats are not reduced over stages either.
 
@@ -70,7 +70,7 @@ def gradients(schedule: Schedule, model: ModelFunctions, placement: Placement, w
 
 
 def evaluate(model: ModelFunctions, placement: Placement, weights, batch: dict, extra):
-    """Return the metric [R] of `gradients` without gradients, by the forward ticks of GPipe.
+    """Return the metric [R, …] of `gradients` without gradients, by the forward ticks of GPipe.
 
     Layers are [1, P, n, …]. No residuals are saved.
     """

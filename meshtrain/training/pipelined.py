@@ -9,7 +9,7 @@ Sources: `parallel.pipeline.schedules`. The injection: arXiv:2401.06066 (DeepSee
 """
 from __future__ import annotations
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from meshtrain.training.accumulate import LayerInputs, StepSpec
 from meshtrain.training.reduction import reduce_deferred
 from meshtrain.training.shard import ModelFunctions
 
-_map_axes = functools.partial(jax.tree.map, is_leaf=rules.is_axes)
+_map_axes = partial(jax.tree.map, is_leaf=rules.is_axes)
 
 
 def build(step: StepSpec):
@@ -59,10 +59,6 @@ def build(step: StepSpec):
         whole = sum(whole_axes(axes), ())
         return tuple(a for a in summed if a not in whole)
 
-    def out_of_stages(axes, g):
-        g = reduce_deferred(layout, partial_axes(axes), _stage_axes(axes), g)
-        return g.reshape(-1, *g.shape[3:])
-
     def gradients(p, batch: dict, key):
         count = jnp.maximum(step.objective.count(batch), 1).astype(jnp.float32)
         extra = {"count": count, "tokens": objective.tokens(batch)} | ({} if key is None else {"key": key})
@@ -72,7 +68,8 @@ def build(step: StepSpec):
         grads = _map_axes(lambda axes, g: reduce_deferred(layout, summed, axes, g), ends_axes, ends)
         before = _map_axes(lambda axes, g: reduce_deferred(layout, (*partial_axes(axes), executor.STAGE), axes, g),
                            before_axes, before)
-        layers = model.from_period(_map_axes(out_of_stages, model.first(layers_axes), layer_grads), before)
+        layers = model.from_period(_map_axes(lambda axes, g: take_out_of_stages(layout, partial_axes(axes), axes, g),
+                                             model.first(layers_axes), layer_grads), before)
         grads[LAYERS] = _map_axes(lambda axes, g: layout.constrain("optimizer", g, axes), layers_axes, layers)
         metrics = stats.metrics(Normalizers(count, extra["tokens"]))
         return grads, nll.sum() / count, count, metrics
@@ -142,15 +139,12 @@ def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
     layout, model = step.layout, step.model
     periods = stages.count_padded(step.run.model, num_stages * num_chunks) // len(model.period)
 
-    def into_stages(axes, w):
-        w = layout.constrain("params", w.reshape(num_chunks, num_stages, -1, *w.shape[1:]), _stage_axes(axes))
-        return layout.constrain(GATHERED, w, _stage_axes(axes))
-
     p = model.as_read(layout, p, step.ex.numerics.dtype)
     ends = _map_axes(lambda axes, w: layout.constrain(GATHERED, w, axes), without_layers(step.state.axes),
                      without_layers(p))
     both = model.divide({**ends, LAYERS: p[LAYERS]})
-    layers = tuple(_map_axes(into_stages, model.first(axes[LAYERS]), model.by_period(part[LAYERS], periods))
+    layers = tuple(_map_axes(partial(put_into_stages, layout, num_stages, num_chunks), model.first(axes[LAYERS]),
+                             model.by_period(part[LAYERS], periods))
                    for axes, part in zip(model.divide(step.state.axes), both))
     before = tuple(_map_axes(lambda axes, w: layout.constrain(GATHERED, w, axes), model.before(axes[LAYERS]),
                              model.before(part[LAYERS]))
@@ -158,6 +152,18 @@ def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
     return layers, tuple(map(without_layers, both)), before
 
 
+def put_into_stages(layout: rules.Layout, num_stages: int, num_chunks: int, axes, w):
+    """Return weights [L, …] as [V, P, n, …], sharded over the stages and gathered as a matmul takes them."""
+    w = layout.constrain("params", w.reshape(num_chunks, num_stages, -1, *w.shape[1:]), _stage_axes(axes))
+    return layout.constrain(GATHERED, w, _stage_axes(axes))
+
+
+def take_out_of_stages(layout: rules.Layout, summed: tuple[str, ...], axes, g):
+    """Sum gradients [R, V, P, n, …] over R, which is sharded over `summed`. Return them as [L, …]."""
+    g = reduce_deferred(layout, summed, _stage_axes(axes), g)
+    return g.reshape(-1, *g.shape[3:])
+
+
 def _stage_axes(axes):
-    """Return the logical axes of [L, …] as [V, P, n, …], padded with zeros."""
+    """Return the logical axes of [L, …] as [V, P, n, …]."""
     return (None, LAYERS, None, *axes[1:])

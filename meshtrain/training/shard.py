@@ -26,7 +26,7 @@ class ModelFunctions:
     layer(weights, x, e) -> (x, stats). weights: a `Weights` of one layer.
 
     head(ends, frozen, x, microbatch, extra) -> (objective, metric), where x is the output of the last layer. Only the
-    objective is differentiated.
+    objective is differentiated. metric: the shape of the metric, a float32 sum over the microbatch or several of them.
 
     leading: like `layer`, for layers of another kind before the first stage; None if there are none.
 
@@ -39,6 +39,7 @@ class ModelFunctions:
     layer: Callable
     head: Callable
     leading: Callable | None = None
+    metric: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -142,7 +143,7 @@ def make_shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, s
     def buffer(avals, *shape):
         return jax.tree.map(lambda a: jnp.zeros((*shape, *a.shape), a.dtype), avals)
 
-    carry = Carry(X=buffer(x, slots["X"]), metric=jnp.float32(0))
+    carry = Carry(X=buffer(x, slots["X"]), metric=jnp.zeros(model.metric, jnp.float32))
     if split_layer:
         saved, stats = split_layer.residuals, split_layer.stats
         carry = replace(carry, R=buffer(saved.for_inputs, slots["R"], depth), Q=buffer(

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import tomllib
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +127,78 @@ def test_dropout_has_the_same_keys_on_every_layout_and_others_in_every_step():
     assert len({*one, *run(Layout("ddp"), seed=1)}) >= 5
 
 
+TABLE = "F0 F1 · B0 B1\n· F0 F1+B0 B1"
+
+
+@pytest.mark.parametrize("rules, mesh, options", [
+    ("ddp", dict(stage=2), dict(schedule="gpipe", microbatches=2)),
+    *(pytest.param(*one, marks=pytest.mark.full) for one in (
+        ("ddp", dict(stage=2, data=2), dict(schedule="1f1b", microbatches=4)),
+        ("zero1", dict(stage=2, data=2, tensor=2), dict(schedule="zero_bubble", microbatches=4)),
+        ("zero3", dict(stage=2, fsdp=2), dict(schedule=TABLE, microbatches=2)),
+        ("ddp", dict(stage=2, context=2), dict(schedule="1f1b", microbatches=2)),
+        ("hsdp_zero1", dict(stage=2, data=2, fsdp=2), dict(schedule="gpipe", microbatches=2))))])
+def test_a_stack_trains_through_stages_like_one_device(rules, mesh, options):
+    with warnings.catch_warnings(action="error", category=UserWarning):     # no work is repeated
+        run = train("stack", Layout(rules, mesh), **options)
+    np.testing.assert_allclose(losses(run), losses(on_one_device("stack")), rtol=2e-6)
+    for found, wanted, stored in zip(*map(jax.tree.leaves, (run.params, on_one_device("stack").params, Layout(
+            rules, mesh).shardings(run.params, toys.AXES))), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-4)
+        assert found.sharding.is_equivalent_to(stored, found.ndim)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["1f1b", TABLE])
+def test_a_run_through_stages_resumes_bit_for_bit_and_goes_on_without_them(schedule, tmp_path):
+    staged, options = Layout("zero1", dict(stage=2, data=2)), dict(schedule=schedule, microbatches=2)
+    whole = train("stack", staged, **options)
+    first = train("stack", staged, 2, dir=tmp_path, **options)
+    again = train("stack", staged, 4, dir=tmp_path, every=3, **options)
+    assert losses(first, again) == losses(whole)[:4] and (tmp_path / "checkpoints" / "3").exists()
+    told = tomllib.loads((tmp_path / "config.toml").read_text())["fit"]["schedule"]
+    assert told.startswith("table ") if schedule == TABLE else told == schedule
+    other = train("stack", Layout("zero3", dict(fsdp=4)), dir=tmp_path)
+    np.testing.assert_allclose(losses(other), losses(whole)[4:], rtol=1e-6)
+    report = measured.of(tmp_path)
+    assert (report["step"], report["tokens"], report["rows"]["loss"]) == (5, 5 * 32 * 8, losses(first, again, other))
+    assert {"mesh", "rules", "microbatches"} == {change["key"] for change in report["changes"]}
+
+
+def test_stages_without_a_schedule_and_one_for_other_stages_or_microbatches_are_refused():
+    for options, said in ((dict(), "mesh.stage=2 without a schedule; give schedule=, one of gpipe, 1f1b, "),
+                          (dict(schedule=TABLE), "this schedule has microbatches=2, not 1"),
+                          (dict(schedule="1f1b", microbatches=3), "32 rows do not divide over 3 microbatches"),
+                          (dict(schedule="interleaved", chunks=2, microbatches=2), "2 layers do not divide over 2 stages × 2")):
+        with pytest.raises(ValueError, match=said):
+            train("stack", Layout("ddp", dict(stage=2)), **options)
+
+
+def classify(layout: Layout, split_first: bool):
+    """(params, axes, loss): tokens are averaged, so nothing but the first matmul can be split over context."""
+    def loss(p, rows):
+        h = p["table"][rows["x"]]
+        h = h @ p["up"] if split_first else h.mean(1) @ p["up"]
+        scores = (h.mean(1) if split_first else h) @ p["out"]
+        return jnp.sum(scores ** 2), rows["x"].shape[0]
+    axes = {"table": ("vocab", "embed"), "up": ("embed", "mlp"), "out": ("mlp", None)}
+    return {"table": np.ones((64, 32), np.float32), "up": np.ones((32, 64), np.float32), "out": np.ones((64, 4), np.float32)}, axes, loss
+
+
+def test_an_axis_that_divides_no_matmul_is_refused_and_one_that_divides_only_some_is_told():
+    def run(split_first):
+        layout = Layout("ddp", dict(data=2, context=2))
+        params, axes, loss = classify(layout, split_first)
+        return fit(loss, params, axes, layout=layout, optimizer=optax.sgd(1e-6), data=toys.rows, steps=1)
+    with pytest.raises(config.ConfigError, match=r"test_fit.py:\d+ 2 times: context splits nothing of them, and those of "
+                                                 r"1 more line; constrain .*No matmul"):
+        run(False)
+    with pytest.warns(UserWarning, match=r"fit on Layout.ddp, data 2 × context 2.: the devices compute the matmuls of "
+                                         r".*test_fit.py:\d+ 2 times: context splits nothing of them; constrain") as told:
+        assert len(run(True).history) == 1
+    assert ["fit on" in str(one.message) for one in told].count(True) == 1
+
+
 ROWS = np.ones(4, np.float32)
 MISTAKES = {
     "an option": (dict(microbatch=2), "fit has no option 'microbatch' .did you mean 'microbatches'"),
@@ -139,7 +212,10 @@ MISTAKES = {
     "a mean": (dict(loss=lambda p, rows: jnp.mean(rows * p["w"])), "return two scalars .sum, count."),
     "integers": (dict(params={"w": np.ones(1, np.int32)}), "params: w has dtype int32 and cannot be trained"),
     "stages": (dict(layout=Layout("ddp", {"stage": 2, "data": 2}), params={"w": np.ones((2, 2))}, axes={"w": ("layers", "mlp")}),
-               "mesh.stage=2: gradients without a pipeline"),
+               "mesh.stage=2: a loss as one function has no layers .* give an mt.Stack, or use mesh.stage=1"),
+    "a schedule without stages": (dict(schedule="1f1b"), "schedule='1f1b', but mesh.stage=1: .*leave schedule out"),
+    "chunks without stages": (dict(chunks=2), "chunks=2, but mesh.stage=1"),
+    "no chunks": (dict(chunks=-1), "chunks=-1 is not a whole number of at least 1"),
     "a bucket": (dict(dir="s3://bucket/run"), "dir=s3://bucket/run is no directory of this host"),
 }
 

@@ -6,7 +6,6 @@ import pytest
 from small_models import AXES, STACK, draw_params, draw_rows, head, loss, plain
 
 from meshtrain.library.layouts import Layout
-from meshtrain.library.pipeline import pipeline
 from meshtrain.library.stack import Stack
 
 LAYOUTS = {"one device": ("ddp", {}), "ddp": ("ddp", dict(data=8)), "zero1": ("zero1", dict(data=4, fsdp=2)),
@@ -105,8 +104,6 @@ def test_a_call_outside_jit_is_refused_by_name():
     layout = Layout("ddp", {})
     with pytest.raises(ValueError, match="gradients: call the function inside jax.jit"):
         layout.gradients(loss, AXES)(draw_params(), draw_rows(8))
-    with pytest.raises(ValueError, match="pipeline: call the function inside jax.jit"):
-        pipeline(STACK, "1f1b", Layout("ddp", {"stage": 2}))({}, {}, draw_rows(8))
 
 
 def test_a_stack_with_a_key_is_refused():

@@ -120,6 +120,12 @@ def test_a_forward_mode_derivative_is_that_of_one_device():
     assert np.allclose(found, wanted, rtol=CLOSE)
 
 
+def test_it_is_differentiated_without_jit_and_beside_other_operations():
+    weights, ends, rows = arrays()
+    layout = layout_on(dict(stage=2))
+    assert_equal(compute(pipeline(STACK, "1f1b", layout, 2), *place(layout, (weights, ends, rows))), on_one_device())
+
+
 def test_the_value_alone_computes_no_gradients(monkeypatch):
     monkeypatch.setattr("meshtrain.training.executor.gradients", None)
     weights, ends, rows = arrays()
