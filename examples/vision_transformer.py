@@ -65,13 +65,13 @@ def draw_rows(n):
     images = rng.standard_normal((B, SIZE, SIZE)).astype(np.float32)
     for image, label in zip(images, labels):
         top, left = half * (label // 2), half * (label % 2)
-        image[top:top + half, left:left + half] += 1
+        image[top:top + half, left:left + half] += 2
     return {"image": images, "label": labels.astype(np.int32)}
 
 
 def train(layout, steps):
     """Return the loss of each step."""
-    done = mt.fit(mt.Stack(embed, layer, head), draw_params(), AXES, layout=layout, optimizer=optax.adam(3e-3),
+    done = mt.fit(mt.Stack(embed, layer, head), draw_params(), AXES, layout=layout, optimizer=optax.adam(1e-2),
                   data=draw_rows, steps=steps, microbatches=2)
     return [row["loss"] for row in done.history]
 
@@ -79,7 +79,7 @@ def train(layout, steps):
 def price(rules, sizes, topology):
     """Return memory, traffic and time of a step on GPUs that are not there. The batch has B images for each GPU."""
     def make(mesh):
-        layout, tx = mt.Layout(rules, dict(mesh.shape), mesh.devices.ravel()), optax.adam(3e-3)
+        layout, tx = mt.Layout(rules, dict(mesh.shape), mesh.devices.ravel()), optax.adam(1e-2)
         gradients = layout.gradients(mt.Stack(embed, layer, head), AXES)
 
         def step(params, state, rows):
@@ -102,7 +102,7 @@ if __name__ == "__main__":
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--layout", default="zero1", help="a rule file: a shipped name or a path")
     options.add_argument("--mesh", default="data=4,tensor=2", help="sizes of mesh axes")
-    options.add_argument("--steps", type=int, default=20)
+    options.add_argument("--steps", type=int, default=80)
     options.add_argument("--topology", help="price a step for these GPUs instead, e.g. h100:64")
     given = options.parse_args()
     sizes = {axis: int(n) for axis, n in (part.split("=") for part in given.mesh.split(",") if part)}

@@ -14,6 +14,8 @@ from meshtrain.run import say, trees
 
 # Version of a checkpoint; readers refuse higher ones. 1 has no checksums, 2 another data order, 3 all arrays in state/.
 FORMAT = 4
+# Arrays that a message lists.
+MOST_DIFFERENCES = 8
 
 
 class BackgroundSaves(abc.ABC):
@@ -92,17 +94,23 @@ def check_fit(name: str, stored: Mapping[str, ArrayForm], wanted: Any, part: boo
     """Compare stored arrays with those of `wanted`; return those that are read with another dtype, see `widens`.
 
     name: of the checkpoint, in messages. stored: array -> (shape, dtype). part: `wanted` may lack arrays. Raises:
-    ValueError that lists all differences."""
+    ValueError that lists the first differences, those of parameters before those of the optimizer."""
     needed = forms_of(wanted)
     names = needed.keys() if part else needed.keys() | stored.keys()
-    other = [array for array in sorted(names) if stored.get(array) != needed.get(array)]
+    other = [array for array in sorted(names, key=lambda array: (_is_optimizer(array), array)) if stored.get(array) != needed.get(array)]
     wider = [array for array in other if widens(stored.get(array), needed.get(array))]
     differences = [f"  {array}: {_format(stored.get(array))} in the checkpoint, "
                    f"{_format(needed.get(array))} in this run" for array in other if array not in wider]
     if differences:
-        where = f"{name} does not fit this run (another model or optimizer?):"
-        raise ValueError("\n".join([where, *differences]))
+        what = "optimizer" if all(map(_is_optimizer, other)) else "model or optimizer"
+        more = len(differences) - MOST_DIFFERENCES
+        raise ValueError("\n".join([f"{name} does not fit this run (another {what}?):", *differences[:MOST_DIFFERENCES],
+                                    *([f"  and {more} more arrays"] if more > 0 else [])]))
     return wider
+
+
+def _is_optimizer(array: str) -> bool:
+    return array.startswith("opt_state/")
 
 
 def _format(form: ArrayForm | None) -> str:

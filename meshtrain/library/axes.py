@@ -61,18 +61,41 @@ def list_entries(given: Any) -> dict[str, Any]:
 
 
 def find_shape_faults(leaves: Mapping[str, Any], named: Mapping[str, Axes], remedy: str = "") -> list[str]:
-    """Return a fault for each leaf whose axes are not one for each dim, and for each leaf of two dims or more without
-    axes. remedy: where to write them."""
-    faults = []
+    """Return a fault for each kind of leaf whose axes are not one for each dim, and one for all leaves of two dims or
+    more without axes. remedy: where to write them. The layers of a list are one kind."""
+    bare: dict[tuple, list[str]] = {}
+    wrong: dict[tuple, list[str]] = {}
     for name, leaf in leaves.items():
         shape, axes = np.shape(leaf), named.get(name)
         if axes is None and len(shape) > 1:
-            faults.append(f"{name} {shape}: no logical axes{remedy}; name its dims, e.g. (\"embed\", \"mlp\"), or "
-                          f"write {(None,) * len(shape)} to keep it whole on every device")
+            bare.setdefault((fold_layers(name), shape), []).append(name)
         elif axes is not None and len(axes) != len(shape):
-            faults.append(f"{name} {shape}: {len(shape)} dims, and {axes} names {len(axes)}; give a name or None for "
-                          f"each dim")
+            wrong.setdefault((fold_layers(name), shape, axes), []).append(name)
+    faults = [f"{kind if len(names) > 1 else names[0]} {shape}: {len(shape)} dims, and {axes} names {len(axes)}; give a "
+              f"name or None for each dim" for (kind, shape, axes), names in wrong.items()]
+    if bare:
+        shapes = {kind if len(names) > 1 else names[0]: shape for (kind, shape), names in bare.items()}
+        first, shape = next(iter(shapes.items()))
+        faults.insert(0, f"{', '.join(f'{name} {shape}' for name, shape in shapes.items())}: no logical axes{remedy}; "
+                         f"name the dims, e.g. axes={{{first!r}: (\"embed\", \"mlp\")}}, or write "
+                         f"{(None,) * len(shape)} to keep an array whole on every device")
     return faults
+
+
+def fold_layers(name: str) -> str:
+    """Return the path of a leaf with `*` for the numbers of its layers: "blocks/*/up" of "blocks/3/up"."""
+    return "/".join("*" if part.isdecimal() else part for part in name.split("/"))
+
+
+def find_sizes(leaves: Mapping[str, Any], named: Mapping[str, Axes]) -> list[str]:
+    """Return a note for each logical axis that has another size in some leaves, e.g. because dims are swapped."""
+    at: dict[str, dict[int, str]] = {}
+    for name, leaf in leaves.items():
+        for axis, n in zip(named[name], np.shape(leaf)):
+            if axis not in (None, "layers"):
+                at.setdefault(axis, {}).setdefault(n, fold_layers(name))
+    return [f"{axis} has {len(by)} sizes: {', '.join(f'{n} in {name}' for n, name in by.items())}; a dim of another "
+            f"kind needs another name" for axis, by in at.items() if len(by) > 1]
 
 
 def _is_entry(x: Any) -> bool:

@@ -133,6 +133,8 @@ def fit(loss: Callable, params: Any, axes: Any = None, *, layout: TreeLayout,
             state = _begin_state(layout, optimizer, params, named, wanted)
         start = int(state.step)
         if start >= asked.steps:
+            if directory and jax.process_index() == 0:
+                say.out(f"{asked.dir} has taken {start} steps already and steps={asked.steps}: no step is taken")
             return Fit(state, history([]))
         step = _compile(layout, _make_step(layout, gradients, optimizer, asked, wanted), wanted, layout.batch(first))
         taken: list[Row] = []

@@ -73,12 +73,7 @@ class TreeLayout:
     def place(self, params: Any, axes: Any = None) -> Any:
         """Return params stored as [optimizer] says: arrays on the devices, ShapeDtypeStructs with their shardings."""
         params, named = self.name(params, axes)
-
-        def put(leaf, sharding):
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-            return jax.device_put(leaf, sharding)
-        return jax.tree.map(put, params, self._shard("optimizer", named))
+        return jax.tree.map(functools.partial(_put, jax.device_put), params, self._shard("optimizer", named))
 
     def shardings(self, params: Any, axes: Any = None, table: str = "optimizer") -> Any:
         """Return a tree of NamedShardings. table: "params", "grads" or "optimizer"."""
@@ -99,10 +94,10 @@ class TreeLayout:
         """Return host arrays [B, …] on the devices: rows split over the batch axes, the next dim over those of `seq`.
 
         Every process gives all rows, and puts its own on its devices. names: logical axes of the first dims; default:
-        "batch" and "seq".
+        "batch" and "seq". For ShapeDtypeStructs: these with their shardings. Raises: ConfigError.
         """
         names = names or ("batch", "seq")
-        faults = self._find_unknown("batch", names, axes_of.list_leaves(rows))
+        faults = self._find_unknown("batch", names)
         placed = {}
         for name, leaf in axes_of.list_leaves(rows).items() if not faults else ():
             if not np.ndim(leaf):
@@ -115,7 +110,7 @@ class TreeLayout:
             raise ConfigError(*dict.fromkeys(faults))
         shardings = [self._sharding("activations", one) for one in placed.values()]
         leaves, tree = jax.tree.flatten(rows)
-        return jax.tree.unflatten(tree, list(map(_put_rows, leaves, shardings)))
+        return jax.tree.unflatten(tree, list(map(functools.partial(_put, _put_rows), leaves, shardings)))
 
     # ---- inside a step -----------------------------------------------------------------------------------------------
 
@@ -124,7 +119,7 @@ class TreeLayout:
 
         Axes that are manual here (in a shard_map, in `gradients`, in a pipeline) drop out.
         """
-        faults = self._find_unknown("constrain", names, {}) + axes_of.find_shape_faults({"constrain": x}, {
+        faults = self._find_unknown("constrain", names) + axes_of.find_shape_faults({"constrain": x}, {
             "constrain": names})
         if not faults:
             manual = get_abstract_mesh().manual_axes
@@ -202,20 +197,25 @@ class TreeLayout:
         with config.user_errors():
             matched, faults = axes_of.match(leaves, axes)
         faults += axes_of.find_shape_faults(leaves, matched)
-        for name, found in matched.items():
-            faults += self._find_unknown(name or where, found, leaves, weights=True)
+        kinds = {(axes_of.fold_layers(name or where), found): None for name, found in matched.items()}
+        told: set[str | None] = set()
+        for name, found in kinds:
+            faults += self._find_unknown(name, [axis for axis in found if axis not in told], weights=True)
+            told |= {*found} - {*self.rules.names}      # a name without a rule is one fault, not one an array
         if faults:
             raise ConfigError(*dict.fromkeys(f"{where}: {fault}" if where else fault for fault in faults))
         return {name: matched.get(name, (None,) * np.ndim(leaf)) for name, leaf in leaves.items()}
 
-    def _find_unknown(self, where: str, names: Sequence[str | None], leaves: Mapping[str, Any],
-                      weights: bool = False) -> list[str]:
+    def _find_unknown(self, where: str, names: Sequence[str | None], weights: bool = False) -> list[str]:
         """Return faults of names that no rule file knows, or of activations' names if these are weights."""
         known, faults = self.rules.names, []
         for name in names:
             if name is not None and name not in known:
+                path = Path(self.rules.path)
+                file = (f"a rule file of your own with extends = \"{path.stem}\"" if path.resolve() ==
+                        shipped.locate_shipped(f"sharding_rules/{path.name}") else path)
                 faults.append(f"{where}: no rule knows the axis {name!r}{nearest(str(name), known)}; declare it in "
-                              f"[{NAMES}] of {self.rules.path}, e.g. {name} = \"{KINDS[not weights]}\"")
+                              f"[{NAMES}] of {file}, e.g. {name} = \"{KINDS[not weights]}\"")
             elif name is not None and weights and known[name] == "activation":
                 faults.append(f"{where}: only activations have the axis {name!r}; name this dim otherwise, or None")
         return faults
@@ -228,6 +228,8 @@ class TreeLayout:
         faults = rule_files.problems(self.rules, self.spec.sizes, [one for table in WEIGHTS for one in of[table]])
         faults += unmet.find_unmet_names(self.rules, of["params"])
         faults += unmet.find_unmet_lines(self.rules, self.spec.sizes, of["params"])
+        if any("does not divide" in fault for fault in faults):
+            faults += axes_of.find_sizes(leaves, named)
         idle, notes = rule_files.unsplit(self.inner, products)
         return faults + idle, notes
 
@@ -242,6 +244,8 @@ class TreeLayout:
         {'params': 16384, 'grads': 16384, 'optimizer': 4096}
         """
         params, named = self.name(params, axes)
+        leaves = axes_of.list_leaves(params)
+        notes = axes_of.find_sizes(leaves, dict(zip(leaves, jax.tree.leaves(named, is_leaf=rule_files.is_axes))))
         rows = []
         for (name, leaf), one in zip(axes_of.list_leaves(params).items(), jax.tree.leaves(
                 named, is_leaf=rule_files.is_axes), strict=True):
@@ -252,19 +256,27 @@ class TreeLayout:
             idle = [axis for axis in AXES if self.spec.sizes[axis] > 1 and axis not in used]
             rows.append({"name": name, "shape": list(shape), "axes": list(one), "split": split, "bytes": held,
                          "whole_on": idle if math.prod(shape) * itemsize >= giant else []})
-        return Rows(rows, self._format(rows))
+        return Rows(rows, self._format(rows, notes))
 
-    def _format(self, rows: Sequence[Mapping[str, Any]]) -> str:
+    def _format(self, rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> str:
+        """Return the table, a line for the layers of a list that are alike, and notes."""
         header = "array", "logical axes", *(f"[{table}]" for table in WEIGHTS), "bytes per device"
-        lines = [(row["name"], " ".join(f"{axis or '·'}={n}" for axis, n in zip(row["axes"], row["shape"])),
-                  *("(" + ", ".join("+".join(dim) or "·" for dim in row["split"][table]) + ")" for table in WEIGHTS),
-                  " / ".join(size(row["bytes"][table]) for table in WEIGHTS)) for row in rows]
+        alike: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+        for row in rows:
+            alike.setdefault((
+                axes_of.fold_layers(row["name"]), " ".join(f"{axis or '·'}={n}" for axis, n in zip(
+                    row["axes"], row["shape"])),
+                *("(" + ", ".join("+".join(dim) or "·" for dim in row["split"][table]) + ")" for table in WEIGHTS),
+                " / ".join(size(row["bytes"][table]) for table in WEIGHTS)), []).append(row)
+        lines = [(f"{key[0]} × {len(same)}" if len(same) > 1 else same[0]["name"], *key[1:])
+                 for key, same in alike.items()]
         totals = [size(sum(row["bytes"][table] for row in rows)) for table in WEIGHTS]
         total = "total", "", "", "", "", " / ".join(totals)
         giants = [f"note: {row['name']} ({size(row['bytes']['optimizer'])}) is the same on all devices along "
                   f"{', '.join(row['whole_on'])}; a line for one of its axes in [optimizer] would split it"
                   for row in rows if row["whole_on"]]
-        return "\n".join([repr(self), report.columns([header, *lines, total]), *giants])
+        return "\n".join([repr(self), report.columns([header, *lines, total]), *giants, *(
+            f"note: {note}" for note in notes)])
 
     # ---- shardings ---------------------------------------------------------------------------------------------------
 
@@ -320,6 +332,19 @@ def _size_mesh(mesh: Mapping[str, int], devices: Sequence[jax.Device] | None) ->
         raise ConfigError(f"mesh: {spec} is {spec.num_devices} devices, and there are {count}; give sizes whose "
                           f"product is {count}, or other devices")
     return spec
+
+
+def _put(place: Callable, x: Any, sharding: NamedSharding) -> jax.Array | jax.ShapeDtypeStruct:
+    """Return x on the devices, by place(x, sharding); a ShapeDtypeStruct with its sharding. Raises: ConfigError."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(sharding=sharding)
+    try:
+        return place(x, sharding)
+    except jax.errors.JaxRuntimeError as error:
+        if "compile-only" not in str(error):
+            raise
+        raise ConfigError("the devices of this layout are absent and hold no arrays; give ShapeDtypeStructs, e.g. "
+                          "jax.eval_shape(lambda: rows)") from None
 
 
 def _put_rows(x: Any, sharding: NamedSharding) -> jax.Array:

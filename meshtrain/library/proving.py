@@ -39,8 +39,9 @@ def prove_loss(loss: Callable, params: Any, axes: Any, rows: Any, rules: Sequenc
                devices: Sequence[jax.Device] | None = None, cells: int | None = None) -> parity.Proof:
     """Compare the mean loss and its gradients on many layouts with those on one device.
 
-    loss: loss(params, rows) -> (sum, count), or a `Stack`, which is also proved with stages; or make(layout) -> a loss,
-    for a loss that constrains activations or splits sequences. params, axes: as for `Layout.place`. rows: a tree of
+    loss: loss(params, rows) -> (sum, count), or loss(params, rows, keys) with a key for each row, see `gradients`; or a
+    `Stack`, which is also proved with stages; or make(layout) -> a loss, for a loss that constrains activations or
+    splits sequences. params, axes: as for `Layout.place`. rows: a tree of
     arrays [B, …]. rules: rule files; empty: the shipped ones that differ for these params. devices: default: those of
     this process. cells: largest number of layouts. Raises: ConfigError.
     """
@@ -62,7 +63,9 @@ def prove_loss(loss: Callable, params: Any, axes: Any, rows: Any, rules: Sequenc
     chosen = [one for one in chosen if num_rows % one.num_shards(one.batch_axes) == 0][:cells]
     if not chosen:
         raise ConfigError("prove: no rule file splits these params and rows on these devices; see Layout.explain")
-    expected, findings = _on_one_device(make(alone), params, rows)
+    of_one = make(alone)
+    key = jax.random.key(0) if not isinstance(of_one, Stack) and _count_arguments(of_one) == 3 else None
+    expected, findings = _on_one_device(of_one, params, rows, key)
     names, results, notes = itertools.cycle(schedules.NAMES), [], []
     for inner in chosen:
         schedule = next(names) if inner.sizes["stage"] > 1 else ""
@@ -72,7 +75,7 @@ def prove_loss(loss: Callable, params: Any, axes: Any, rows: Any, rules: Sequenc
         except ConfigError as error:
             notes.append(f"{cells_of.rules_name(inner.rules.path)} on {MeshSpec(inner.sizes)} was not tested: {error}")
             continue
-        compute = partial(_compute, make, layout, named, stored, placed, schedule)
+        compute = partial(_compute, make, layout, named, stored, placed, schedule, key)
         results.append(parity.compare_layout(inner, compute, expected, "loss", f" · {schedule}" * bool(schedule)))
     name = getattr(loss, "__name__", type(loss).__name__)
     return parity.Proof(name, None, len(devices), tuple(results), tuple(findings), tuple(notes),
@@ -94,17 +97,21 @@ def _count_arguments(loss: Callable) -> int:
                for one in inspect.signature(loss).parameters.values())
 
 
-def _on_one_device(loss: Callable, params: Any, rows: Any) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Return (the mean loss and its gradients by name, findings about the loss).
+def _on_one_device(loss: Callable, params: Any, rows: Any,
+                   key: jax.Array | None) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Return (the mean loss and its gradients by name, findings about the loss). key: see `gradients`.
 
     Raises: ValueError if the loss returns something else than (sum, count).
     """
+    numbers = np.arange(count_rows(rows), dtype=np.uint32)
+
     @jax.jit
-    def add_up(params, rows):
-        return check_sums(loss(params, rows), "the loss")
+    def add_up(params, rows, numbers):
+        keys = () if key is None else (jax.vmap(jax.random.fold_in, (None, 0))(key, numbers),)
+        return check_sums(loss(params, rows, *keys), "the loss")
 
     def mean(params):
-        total, count = add_up(params, rows)
+        total, count = add_up(params, rows, numbers)
         return total / jnp.maximum(count, 1)
     device = jax.devices()[0]
     with jax.default_device(device), jax.default_matmul_precision("highest"):
@@ -112,12 +119,14 @@ def _on_one_device(loss: Callable, params: Any, rows: Any) -> tuple[dict[str, np
         value, grads = jax.value_and_grad(mean)(params)
         order = np.random.default_rng(0).permutation(count_rows(rows))
         halves = [order[:len(order) // 2], order[len(order) // 2:]]
-        whole, moved, *parts = (np.array(jax.device_get(add_up(params, jax.tree.map(lambda x: x[at], rows))))
+        given = rows, numbers
+        whole, moved, *parts = (np.array(jax.device_get(add_up(params, *jax.tree.map(lambda x: x[at], given))))
                                 for at in (np.sort(order), order, *halves))
+    remedy = "give a row's number in rows" if key is None else "draw by each row's own key, jax.vmap(draw)(keys)"
     findings, tolerance = [], proof.TOLERANCE.loss
     if not np.allclose(moved, whole, rtol=tolerance):
         findings.append(f"the loss of the same rows in another order is {_tell(moved)}, not {_tell(whole)}: it depends "
-                        f"on a row's place, and a layout gives rows other places; give a row's number in rows")
+                        f"on a row's place, and a layout gives rows other places; {remedy}")
     if not np.allclose(sum(parts), moved, rtol=tolerance):
         findings.append(f"the losses of two halves of the rows add up to {_tell(sum(parts))}, not to {_tell(moved)} of "
                         f"all rows: the loss is a mean, or a row depends on other rows; return sums over rows and the "
@@ -130,7 +139,7 @@ def _tell(sums: np.ndarray) -> str:
 
 
 def _compute(make: Callable, layout: Layout, named: Any, params: Any, rows: Any,
-             schedule: str) -> dict[str, np.ndarray]:
+             schedule: str, key: jax.Array | None) -> dict[str, np.ndarray]:
     """Return the mean loss ("loss") and its gradients by name on a layout."""
     loss = make(layout)
     each = count_rows(rows) // layout.inner.num_shards(layout.inner.batch_axes)
@@ -141,5 +150,5 @@ def _compute(make: Callable, layout: Layout, named: Any, params: Any, rows: Any,
         chunks = 1 + (num_layers % (2 * stages) == 0 and microbatches % stages == 0)
     of_loss = layout.gradients(loss, named, microbatches, schedule=schedule or None, chunks=chunks)
     with jax.set_mesh(layout.mesh), jax.default_matmul_precision("highest"):
-        value, grads = jax.jit(of_loss)(params, rows)
+        value, grads = jax.jit(of_loss)(params, rows, key)
         return jax.device_get({"loss": value} | list_leaves(grads))

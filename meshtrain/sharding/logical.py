@@ -73,5 +73,6 @@ def _suggest(logical: str, axis: str) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return " (did you mean …?)" with the known name that is most like `name`; "" if none is like it."""
-    near = difflib.get_close_matches(name, list(known), 1)
+    names = list(known)
+    near = next(filter(None, (difflib.get_close_matches(word, names, 1, 0.7) for word in (name, name.lower()))), ())
     return f" (did you mean {near[0]!r}?)" if near else ""

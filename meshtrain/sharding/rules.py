@@ -234,9 +234,10 @@ def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
             num_shards = math.prod(sizes[a] for a in mesh_axes)
             if dim % num_shards:
                 split = " × ".join(f"{a} {sizes[a]}" for a in mesh_axes)
+                total = f" = {num_shards}" if len(mesh_axes) > 1 else ""
                 key = (keys or {}).get(logical)
                 faults.setdefault((logical, dim, split), (
-                    f"{_name(rules, tensor)}: {logical}={dim} does not divide over {split} = {num_shards}; make "
+                    f"{_name(rules, tensor)}: {logical}={dim} does not divide over {split}{total}; make "
                     f"{key or logical} a multiple of {num_shards}, e.g. {-(-dim // num_shards) * num_shards}, or use a "
                     f"mesh or rule file that splits it less"))
     return [*faults.values(), *_whole_activations(rules, sizes, tensors)]
@@ -268,7 +269,9 @@ def unsplit(layout: Layout, products: Sequence[Tensor]) -> tuple[list[str], list
         else:
             dim = "seq" if axis == "context" else "batch"
             line = ", ".join(f'"{name}"' for name in (*layout.rules.tables["activations"].get(dim, ()), axis))
-            remedy = ('heads, kv_heads and mlp = "tensor" in [params] and [activations]' if axis == "tensor" else
+            shared = [dim for dim in layout.rules.shared if any(dim in product.axes for product in products)]
+            dims = "heads, kv_heads and mlp" if {"heads", "mlp"} & {*shared} or not shared else " and ".join(shared)
+            remedy = (f'{dims} = "tensor" in [params] and [activations]' if axis == "tensor" else
                       f"{dim} = [{line}] in [activations]")
             faults.append(f"mesh.{axis}={size}: {file} names {axis!r} in {_brackets(named)}, where it splits no matmul "
                           f"of this model: every device along it would repeat the same work; write {remedy}, "

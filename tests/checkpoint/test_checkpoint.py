@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshtrain import files
-from meshtrain.checkpoint import checkpoint
+from meshtrain.checkpoint import checkpoint, saved
 from meshtrain.checkpoint.directory import DirectoryStep, DirectoryStore
 from meshtrain.config import ConfigError
 from meshtrain.run import rundir, trees
@@ -129,6 +129,15 @@ def test_a_mismatch_names_every_array_and_a_saved_step_is_left_alone(tmp_path):
     assert "params/layers/wq: float32[8, 16] in the checkpoint, float32[8, 32] in this run" in str(error.value)
     assert "opt_state/0/count: int32[] in the checkpoint, absent in this run" in str(error.value)
     assert "params/norm" not in str(error.value)
+
+
+def test_a_mismatch_of_many_arrays_lists_the_parameters_first_and_counts_the_rest():
+    stored = {f"{part}/{n:02}": ((4,), "float32") for part in ("opt_state", "params") for n in range(20)}
+    with pytest.raises(ValueError, match=r"another model or optimizer\?(?s:.)*params/07: (?s:.)*and 32 more arrays") as error:
+        saved.check_fit("7", stored, {}, False)
+    assert len(str(error.value).splitlines()) == 10 and "opt_state" not in str(error.value)
+    with pytest.raises(ValueError, match=r"another optimizer\?"):
+        saved.check_fit("7", {name: form for name, form in stored.items() if "opt" in name}, {}, False)
 
 
 # ---- whole or absent, and kept ---------------------------------------------------------------------------------------

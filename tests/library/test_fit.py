@@ -83,6 +83,8 @@ def test_another_loss_is_told_and_other_arrays_are_refused(tmp_path, capsys):
     run(other, {"w": np.ones(1)}, {}, steps=2)
     assert "from step 2 on: loss=" in capsys.readouterr().out
     assert [json.loads(line)["key"] for line in (tmp_path / "changes.jsonl").read_text().splitlines()] == ["loss"]
+    assert len(run(other, {"w": np.ones(1)}, {}, steps=2).history) == 0
+    assert "has taken 2 steps already and steps=2: no step is taken" in capsys.readouterr().out
     with pytest.raises(config.ConfigError, match="params/w: float32.1. in the checkpoint, float32.2. in this run"):
         run(other, {"w": np.ones(2)}, {}, steps=3)
 

@@ -72,6 +72,17 @@ def test_the_mistakes_of_a_loss_are_found(loss, said):
     assert found["cells"][0]["differs"]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("shared", [False, True])
+def test_dropout_is_proved_and_a_key_that_rows_share_is_found(shared):
+    def drop(params, rows, keys):
+        kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, rows["real"].shape[1:]))(keys)
+        return small_models.loss(params, rows | {"real": rows["real"] * (kept[:1] if shared else kept)})
+    found = prove(drop, cells=1)
+    assert found["failed"] == shared and found["cells"][0]["differs"] == shared, str(found)
+    assert any("draw by each row's own key" in finding for finding in found["findings"]) == shared
+
+
 def test_what_cannot_be_proved_is_told():
     for loss, more, said in (
             (lambda p, r: small_models.loss(p, r)[0], {}, "return two scalars"),

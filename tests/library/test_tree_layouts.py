@@ -113,12 +113,31 @@ def test_an_axis_that_splits_some_matmuls_is_told_once_and_one_that_splits_none_
         layout.shardings({"out": params["out"]}, {"out": axes["out"]})
 
 
+def test_the_layers_of_a_list_are_one_row_and_a_name_of_two_sizes_is_told():
+    params = {"blocks": [{"up": np.ones((32, 64)), "out": np.ones((4, 32))} for _ in range(3)]}
+    axes = {"blocks/*/up": ("embed", "mlp"), "blocks/*/out": ("embed", None)}
+    rows = Layout("zero1", {"data": 2}).explain(params, axes)
+    assert len(rows) == 6 and "blocks/*/up × 3 " in str(rows) and "blocks/0/up" not in str(rows)
+    assert "note: embed has 2 sizes: 4 in blocks/*/out, 32 in blocks/*/up" in str(rows)
+
+
+def test_rows_without_data_get_their_shardings():
+    layout = Layout("ddp", {"data": 4})
+    rows = layout.batch({"x": jax.ShapeDtypeStruct((8, 4), jnp.int32)})
+    assert rows["x"].sharding == layout.batch({"x": np.ones((8, 4), np.int32)})["x"].sharding
+
+
 MISTAKES = {
+    "a name of many arrays": (lambda: Layout("ddp", {}).place(
+        {"blocks": [W, W]}, {"blocks/*/w": ("dim", "mlp")}), ["blocks/*/w: no rule knows the axis 'dim'"]),
+    "many arrays without axes": (lambda: Layout("ddp", {}).place({"blocks": [W, W], "v": W["w"]}, {}), [
+        "blocks/*/w (32, 64), v (32, 64): no logical axes; name the dims, e.g. axes={'blocks/*/w': ("]),
     "a typo, and the wrong rank, together": (lambda: Layout("ddp", {}).place(
         {**W, "down": np.ones((3, 64, 32))}, {"w": ("embd", "mlp"), "down": ("mlp", "embed")}), [
-        "w: no rule knows the axis 'embd' (did you mean 'embed'?); declare it in [names] of ",
+        "w: no rule knows the axis 'embd' (did you mean 'embed'?); declare it in [names] of a rule file of "
+        "your own with extends = \"ddp\", e.g. embd = \"weight\"",
         "down (3, 64, 32): 3 dims, and ('mlp', 'embed') names 2"]),
-    "no axes": (lambda: Layout("ddp", {}).place(W, {"b": ("mlp",)}), ["w (32, 64): no logical axes; name its dims"]),
+    "no axes": (lambda: Layout("ddp", {}).place(W, {"b": ("mlp",)}), ["w (32, 64): no logical axes; name the dims"]),
     "axes of nothing": (lambda: Layout("ddp", {}).place(W, AXES | {"v": ("embed",)}), ["axes['v']: no parameter is called so"]),
     "a glob of nothing": (lambda: Layout("ddp", {}).place(W, AXES | {"v/*": ("embed",)}), ["axes['v/*']: no parameter"]),
     "two globs": (lambda: Layout("ddp", {}).place(W, AXES | {"*": ("mlp",)}), ["'*' and 'w' both name w"]),
@@ -126,7 +145,7 @@ MISTAKES = {
     "an activation's name": (lambda: Layout("ddp", {}).place(W, {"w": ("batch", None)}), [
         "w: only activations have the axis 'batch'"]),
     "no multiple": (lambda: Layout("zero3", {"fsdp": 8}).place({"w": np.ones((20, 64))}, AXES), [
-        "[params] w [embed=20, mlp=64]: embed=20 does not divide over fsdp 8 = 8; make embed a multiple of 8, e.g. 24"]),
+        "[params] w [embed=20, mlp=64]: embed=20 does not divide over fsdp 8; make embed a multiple of 8, e.g. 24"]),
     "rows": (lambda: Layout("ddp", {"data": 8}).batch({"x": np.ones((4, 3))}), [
         "rows x [batch=4, seq=3]: batch=4 does not divide over data 8"]),
     "rows without dims": (lambda: Layout("ddp", {}).batch({"x": np.float32(1)}), ["rows: x has no dims"]),

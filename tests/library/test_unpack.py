@@ -70,7 +70,7 @@ def test_a_module_that_is_a_pytree_needs_globs_of_its_attributes():
     assert parts.axes["ups"][1].weight == ("embed", "mlp")
     value, grads = jax.value_and_grad(lambda p: parts.join(p)["ups"][0](np.ones((2, 4))).sum())(parts.params)
     assert value == 64 and grads["ups"][0].weight.shape == (4, 8) and grads["ups"][0].act is None
-    with pytest.raises(config.ConfigError, match=re.escape("ups/0/weight (4, 8): no logical axes; name its dims")):
+    with pytest.raises(config.ConfigError, match=re.escape("ups/*/weight (4, 8): no logical axes; name the dims")):
         unpack(model)
 
 
@@ -92,7 +92,7 @@ class WithStatistics(nnx.Module):
     (lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)), "would be the same in every step; make the module without them"),
     (lambda: linen.BatchNorm(use_running_average=False).init(jax.random.key(0), np.ones((2, 4))) | {
         "params": {"w": linen.Partitioned(np.ones((4, 4)), ("embed", "mlp"))}}, "collection 'batch_stats'"),
-    (lambda: {"w": np.ones((2, 2))}, "no logical axes; name its dims")])
+    (lambda: {"w": np.ones((2, 2))}, "no logical axes; name the dims")])
 def test_what_would_be_silently_constant_or_whole_is_refused(make, said):
     with pytest.raises(config.ConfigError, match=said):
         unpack(make())
