@@ -8,13 +8,13 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import importlib.util
 import runpy
 import sys
 from collections.abc import Sequence
 
 import meshtrain
+from meshtrain.commands import options
 from meshtrain.config import ConfigError
 from meshtrain.config.messages import SECTIONS
 from meshtrain.run import say
@@ -122,10 +122,9 @@ def completion(words: Sequence[str]) -> str:
     """Return the script that completes commands in a shell. Raises: ConfigError."""
     if list(words) not in [[shell] for shell in SHELLS]:
         raise ConfigError(f"completion needs the name of a shell; use one of {', '.join(SHELLS)}")
-    with say.without_noise():
-        options = {name: _words_of(_module_of(name)) for name in COMMANDS}
-        options |= {f"launch {name}": _words_of(f"meshtrain.launch.{name}") for name in LAUNCHERS}
-    cases = "\n".join(f'        "{name}") words="{" ".join(some)}" ;;' for name, some in options.items())
+    words_of = {name: _words_of(_module_of(name)) for name in COMMANDS}
+    words_of |= {f"launch {name}": _words_of(f"meshtrain.launch.{name}") for name in LAUNCHERS}
+    cases = "\n".join(f'        "{name}") words="{" ".join(some)}" ;;' for name, some in words_of.items())
     script = BASH.format(cases=cases, commands=" ".join([*COMMANDS, "launch", "completion"]),
                          launchers=" ".join(LAUNCHERS))
     return script if words[0] == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{script}"
@@ -139,7 +138,7 @@ def _module_of(name: str) -> str:
 
 def _words_of(module: str) -> list[str]:
     """Return the options of a command and, if it accepts them, the keys of a run file."""
-    command = getattr(importlib.import_module(module), "COMMAND", None)      # train has only keys
+    command, _ = options.read(module)      # train has only keys
     keys = [f"--{section}.{name}" for section, cls in SECTIONS.items() for name in cls.model_fields]
     if command is None:
         return keys

@@ -90,14 +90,20 @@ def _compile(made: Assembly, lowered: jax.stages.Lowered, more: Mapping = Mappin
 
 def initialize(made: Assembly) -> state.State:
     """Compute the training state before the first step. Raises: as `check_program`."""
-    return check_program(made.mesh, "the initialization", made.program.compile_function(made.program.initialize))()
+    return _run_once(made, "the initialization", made.program.initialize)
 
 
 def initialize_params(made: Assembly) -> dict:
     """Compute only the weights before the first step. Raises: as `check_program`."""
     alone = jax.jit(lambda: made.program.initialize().params,
                     out_shardings=jax.tree.map(lambda leaf: leaf.sharding, made.state_shapes.params))
-    return check_program(made.mesh, "the initialization of the weights", made.program.compile_function(alone))()
+    return _run_once(made, "the initialization of the weights", alone)
+
+
+def _run_once(made: Assembly, name: str, function: jax.stages.Wrapped):
+    """Compile and call a function of no arguments. name: for the message. Raises: as `check_program`."""
+    options = made.program.compiler_options | flags.options_once(made.mesh.devices.flat[0].platform)
+    return check_program(made.mesh, name, made.program.lower(function).compile(compiler_options=options))()
 
 
 def check_program(mesh: jax.sharding.Mesh, name: str, executable: jax.stages.Compiled) -> jax.stages.Compiled:

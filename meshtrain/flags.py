@@ -31,6 +31,7 @@ ALWAYS, DETERMINISTIC, SEVERAL, EXPERTS_OLD, OFFLOAD, CUBLAS, DECODING, PROFILED
 OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
 MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
 PROFILE = "xla_gpu_pgle_profile_file_or_directory_path"
+OPTIMIZATION = "xla_backend_optimization_level"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +136,16 @@ def options(platform: str, facts: Set[str] = frozenset(), memory_share: float = 
     if MEMORY_LIMIT in chosen:
         chosen[MEMORY_LIMIT] = round(100 * memory_share / MEMORY_SHARE)
     return chosen
+
+
+def options_once(platform: str, environ: Mapping[str, str] = os.environ) -> dict[str, bool | int | str]:
+    """Return further XLA options of a program that runs once, the initialization.
+
+    On CPUs LLVM's first level: the initialization of the quickstart compiles in two thirds of the CPU seconds, and its
+    numbers have the same bits. At level 0 they have not: LLVM then fuses no products with sums.
+    """
+    given = re.search(rf"(?:^|\s)--{OPTIMIZATION}\b", environ.get("XLA_FLAGS", ""))
+    return {OPTIMIZATION: 1} if platform == "cpu" and not given else {}
 
 
 def profile_options(file: Path, environ: Mapping[str, str] = os.environ) -> dict[str, bool | int | str]:

@@ -3,6 +3,9 @@ from typing import NamedTuple
 
 AXES = ("data", "fsdp", "tensor", "stage", "context")               # mesh axes
 PLACEMENT = ("stage", "data", "fsdp", "context", "tensor")          # default order, slowest link first
+# Values of training.remat that are tried in turn: the least recomputation and the most memory first. OFFLOAD: as full,
+# but layers' inputs are kept on the host; not available with stages.
+REMAT, OFFLOAD = ("none", "selective", "full"), "offload"
 
 # Roles of parameters. router: always float32. balance: load-balancing biases of experts, which no optimizer updates.
 ROLES = ("matrix", "embedding", "head", "norm", "bias", "router", "balance")

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import jax
-import orbax.checkpoint as ocp
 
 from meshtrain import files
 from meshtrain.checkpoint.local import LocalCheckpoints
@@ -18,6 +17,7 @@ from meshtrain.checkpoint.saved import FORMAT, BackgroundSaves, Saved, check_fit
 from meshtrain.checkpoint.store import PARAMS, ArrayForm, CheckpointError, Save, Store
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
+from meshtrain.lazy import ocp
 from meshtrain.run import rundir, say, trees
 
 MOST_FAILED = 3         # training stops after this many failed saves in a row

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -35,7 +36,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 from etils import epath
 
 from meshtrain import files
@@ -44,6 +44,7 @@ from meshtrain.checkpoint.commit import CHECKSUMS, FOLDERS, METADATA, STATE
 from meshtrain.checkpoint.store import PARAMS, ArrayForm, CheckpointError, Save, forms_of
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
+from meshtrain.lazy import ocp
 from meshtrain.run import trees
 
 DAMAGED, MISSING, REFUSED = "damaged", "missing", "refused"
@@ -61,11 +62,15 @@ class DirectoryStore:
         if not isinstance(sys.unraisablehook, _Unraisable):
             sys.unraisablehook = _Unraisable(sys.unraisablehook)
         self.place = pathlib.Path(directory).absolute()     # orbax refuses relative paths
+
+    @functools.cached_property
+    def arrays(self):
+        """Orbax's reader and writer of arrays. Made at its first use, because importing orbax takes half a second."""
         # Compression would save 8 % of the weights' size and take two to three times as long.
-        self.arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
+        return ocp.PyTreeCheckpointHandler(use_compression=False)
 
     def open(self, step: int) -> DirectoryStep:
-        return DirectoryStep(self.place / str(step), self.arrays)
+        return DirectoryStep(self.place / str(step), self)
 
     def prepare(self, report: Callable[[OSError], None]) -> None:
         def make_and_clean() -> None:
@@ -159,8 +164,8 @@ class DirectoryStore:
 class DirectoryStep:
     """A checkpoint in a directory. A `StoredStep`."""
 
-    def __init__(self, place: pathlib.Path, arrays: ocp.PyTreeCheckpointHandler):
-        self.place, self._arrays = place, arrays
+    def __init__(self, place: pathlib.Path, store: DirectoryStore):
+        self.place, self._store = place, store
         self._forms: dict[bool, dict[str, dict[str, ArrayForm]]] = {}
 
     def metadata(self) -> dict:
@@ -181,7 +186,7 @@ class DirectoryStep:
                 names = files.patiently(lambda: os.listdir(self.place), missing=True)
                 folders = [name for name in FOLDERS if name in names]
                 self._forms[only_params] = {
-                    folder: forms_of(self._arrays.metadata(epath.Path(self.place / folder)).tree)
+                    folder: forms_of(self._store.arrays.metadata(epath.Path(self.place / folder)).tree)
                     for folder in folders[:1 if only_params else None]}
         return self._forms[only_params]
 
@@ -194,7 +199,8 @@ class DirectoryStep:
                 restore_args = ocp.checkpoint_utils.construct_restore_args(of_folder)
                 args = ocp.args.PyTreeRestore(of_folder, restore_args=restore_args, partial_restore=part)
                 with _reading(self.place):
-                    leaves |= trees.leaves_of(self._arrays.restore(epath.Path(self.place / folder), args=args))
+                    restored = self._store.arrays.restore(epath.Path(self.place / folder), args=args)
+                    leaves |= trees.leaves_of(restored)
         return jax.tree.map_with_path(lambda path, _: leaves[trees.name(path)], wanted)
 
     def fault(self, *, only_params: bool = False) -> str:

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -131,9 +130,9 @@ def mark_agreed(error: Exception) -> Exception:
 
 MOST_PATIENCE_S = 7 * 24 * 3600.0
 # Of the process, as the keys of jax's coordination service are: the limits of the open `wait_at_most`, and the number
-# of each barrier.
+# of each barrier, of agreements and of `part`.
 _limits_s: list[Callable[[], float]] = []
-_barriers = itertools.count(1)
+_barriers, _partings = itertools.count(1), itertools.count(1)
 
 
 @contextlib.contextmanager
@@ -183,7 +182,7 @@ def part(timeout_s: float = 5.0) -> None:
     the others when process 0 is gone. Raises nothing; returns after timeout_s at the latest."""
     if jax.distributed.is_initialized():
         with contextlib.suppress(Exception):
-            ocp.multihost.get_barrier_sync_fn()(key="part", timeout_ms=int(timeout_s * 1000))
+            jax_private.coordination_client().wait_at_barrier(f"meshtrain part {next(_partings)}", int(timeout_s * 1000))
         time.sleep(0.5 * (jax.process_index() == 0))
 
 

@@ -4,6 +4,8 @@ Commands do not import each other: what two of them need is in a room.
 """
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import sys
 import time
@@ -11,12 +13,19 @@ from typing import NoReturn
 
 from meshtrain.run import phases, say, stops
 
+HELP = {"--help", "-h"}
+
 
 def start(name: str, level: int = 2, platform: str = "", jax: bool = True) -> NoReturn:
     """Run a command with the words of the command line, and end the process with its exit code.
 
     level: see `say.begin`. platform: see `command.begin`. jax: whether the command needs jax.
     """
+    if HELP & set(sys.argv[1:]):
+        from meshtrain.commands import options      # here: see below
+        say.begin(level)
+        say.answer(options.text(f"meshtrain.commands.{name}"))
+        sys.exit(stops.DONE)
     if jax:
         from meshtrain.run import command       # here: it imports the configuration; `start_training` listens before
         command.begin(level, platform)      # before other modules import jax, to silence messages of its C++
@@ -31,7 +40,15 @@ def start_training() -> NoReturn:
     began = time.perf_counter()
     say.begin()
     stops.listen()
+    if HELP & set(sys.argv[1:]):
+        with contextlib.suppress(Exception):        # the command reports it, below
+            importlib.import_module("meshtrain.run_files").load(sys.argv[1:])       # prints the keys and exits
     phases.begin("starting")
+    # What is imported stays: the collector would go through hundreds of thousands of objects again and again.
+    gc.disable()
     with say.without_noise():
         importlib.import_module("jax")
+        importlib.import_module("meshtrain.commands.train")
+    gc.freeze()
+    gc.enable()
     sys.exit(importlib.import_module("meshtrain.commands.train").main(sys.argv[1:], began))

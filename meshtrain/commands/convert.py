@@ -28,10 +28,11 @@ from meshtrain.model import transformer
 from meshtrain.run import command, contents, say
 from meshtrain.storage import addresses, copies, model_folder
 
+DTYPES = ("float32", "bfloat16", "float16")
 COMMAND = config.Command("meshtrain.convert", {
     "step": config.Option("the step of a checkpoint; 0: the newest", "N", "100", config.whole(), 0),
-    "dtype": config.Option(f"dtype of the weights: {', '.join(export.DTYPES)} (default: bfloat16; for adapters "
-                           f"float32)", "D", "float32", config.one_of(*export.DTYPES)),
+    "dtype": config.Option(f"dtype of the weights: {', '.join(DTYPES)} (default: bfloat16; for adapters "
+                           f"float32)", "D", "float32", config.one_of(*DTYPES)),
     "shard-gb": config.Option("maximum size of a file in GB", "G", "5",
                               config.number("a number of gigabytes", 1e-9, positive=True), 5),
     "adapters": config.Option("write only the adapters of a run with LoRA, in PEFT's format"),

@@ -30,7 +30,7 @@ from meshtrain.inspection import plans as texts
 from meshtrain.inspection import summary, topologies
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.model import transformer
-from meshtrain.names import AXES
+from meshtrain.names import AXES, OFFLOAD, REMAT
 from meshtrain.pages import plans, skin
 from meshtrain.parallel.pipeline.schedules import NAMES
 from meshtrain.rl import exchange
@@ -66,7 +66,7 @@ COMMAND = config.Command("meshtrain.plan", {
     "chunks": _fix_option("fix the chunks per stage"),
     "microbatches": _fix_option("fix the number of microbatches"),
     "remat": config.Option("fix training.remat", "POLICY", "selective",
-                           config.one_of(*search.REMAT, search.OFFLOAD)),
+                           config.one_of(*REMAT, OFFLOAD)),
     "compute-dtype": config.Option("fix model.compute_dtype", "D", "bfloat16", config.one_of("bfloat16", "float32")),
     "rules": config.Option("also try your own rule file", "FILE", "my_rules.toml", many=True),
     "max-memory": config.Option("memory limit of a GPU", "GiB", "70", config.number("a number of GiB", positive=True)),

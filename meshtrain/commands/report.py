@@ -17,11 +17,12 @@ from meshtrain.pages import skin
 from meshtrain.run import command, say
 from meshtrain.units import amount, duration
 
+MOST_RUNS = 8   # runs in one comparison; a page has as many colours
 TRIES = 8       # number of attempts that are listed, the newest ones
 COMMAND = config.Command("meshtrain.report", {
     "json": config.Option("print only JSON, with everything that the page shows"),
     "html": config.Option("also write an HTML page: one file without external resources", "FILE", "report.html"),
-}, "RUN_DIR [RUN_DIR ...]", (1, compared.MOST_RUNS), keys=False)
+}, "RUN_DIR [RUN_DIR ...]", (1, MOST_RUNS), keys=False)
 
 
 @command.entry(COMMAND, __doc__)

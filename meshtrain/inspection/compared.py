@@ -16,7 +16,6 @@ from meshtrain.journal import rows
 from meshtrain.run import contents, say
 from meshtrain.units import duration, many
 
-MOST_RUNS = 8               # runs in one comparison; a page has as many colours
 MOST_POINTS = 1000          # of a curve
 LATEST = 0.02               # share of the steps whose mean loss is compared
 EQUAL = 1.01                # ratio of speeds that count as equal

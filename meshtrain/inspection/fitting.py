@@ -12,12 +12,12 @@ from meshtrain.cost.formulas import assumptions, attention_pairs, footprint
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.rates import Rates
 from meshtrain.hardware import Gpu
+from meshtrain.names import REMAT
 from meshtrain.shipped import rule_file
 from meshtrain.training import state
 from meshtrain.units import size
 
 REPLICATING = ("ddp", "zero1", "zero2")     # shipped rules that leave weights or gradients whole on each device
-REMAT = ("none", "selective", "full")       # from the fastest to the one with the least memory
 MOST_DOUBLINGS = 5
 
 

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from meshtrain.kernels import tiles
 from meshtrain.kernels.engine import MASKED, Scores
 from meshtrain.kernels.pallas import LOG2E, MIN_WIDTH, dot, compute_scores
+from meshtrain.lazy import triton
 
 NAME = "meshtrain_decode"           # kernel name in profiles and in the compiled program
 MOST_PLACES = 64                    # places per block; the number of places of a slot must be a multiple of it

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from meshtrain.kernels import mosaic_grouped, products, tiles
 from meshtrain.kernels.warpgroups import TILE
+from meshtrain.lazy import triton
 
 
 class Groups(NamedTuple):

@@ -9,11 +9,11 @@ from functools import partial
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from meshtrain.kernels import warpgroups
 from meshtrain.kernels.warpgroups import (
     BY_COLUMN, BY_ROW, COMPUTE, LOG2E, ROWS, TILE, Call, Machine, by_column, by_row, i32)
+from meshtrain.lazy import plgpu
 
 
 def dq_of(call: Call, q, k, v, do, lse, delta, low, high, bounds):

@@ -10,11 +10,11 @@ from functools import partial
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from meshtrain.kernels import warpgroups
 from meshtrain.kernels.engine import MASKED
 from meshtrain.kernels.warpgroups import BY_ROW, COMPUTE, LOG2E, ROWS, TILE, Call, Machine, by_row, i32
+from meshtrain.lazy import plgpu
 
 SOME = MASKED / 1e10            # a row with a larger maximum has attended to a key
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from functools import partial
 
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental import pallas as pl
 
 from meshtrain.kernels import warpgroups
 from meshtrain.kernels.warpgroups import COMPUTE, ROWS, TILE, Call, Ring, i32, transpose
+from meshtrain.lazy import plgpu
 
 STEP = 64               # elements of the contracted dim per step
 # Columns of a tile -> stages. The widest tile that divides the matrix is used. It has as many stages as fit.

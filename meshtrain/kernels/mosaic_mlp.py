@@ -15,11 +15,11 @@ from functools import partial
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from meshtrain.kernels import warpgroups
 from meshtrain.kernels.activations import SLOPES
 from meshtrain.kernels.warpgroups import COMPUTE, ROWS, TILE, Call, Machine, Ring, i32
+from meshtrain.lazy import plgpu
 
 NAME = "meshtrain_mlp"
 COLUMNS = 256           # of a tile's accumulators

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from meshtrain.kernels import tiles as tile_table
 from meshtrain.kernels.engine import MASKED, Engine, Mask, Scores
 from meshtrain.kernels.tiles import Blocks, Tiles
+from meshtrain.lazy import triton
 
 LOG2E = math.log2(math.e)               # scores are base-2 exponents: exp2 is one instruction, exp is two
 LAST = jnp.iinfo(jnp.int32).max

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
+
+from meshtrain.lazy import triton
 
 NAME = "meshtrain_recurrence"           # kernel names in profiles and in the compiled program
 DELTA = "_delta"        # suffix of the names of kernels that may also run without the delta rule

@@ -12,7 +12,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
+
+from meshtrain.lazy import triton
 
 NAME = "meshtrain_rotation"         # kernel name in profiles and in the compiled program
 BLOCK_ELEMENTS = 8192               # elements per program, in four warps: 64 float32 a thread, for x and for dy

@@ -6,6 +6,7 @@ that begin with a value. Source: FlashAttention-3, arXiv:2407.08608.
 """
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from functools import partial
@@ -15,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from meshtrain.lazy import plgpu
 
 LOG2E = math.log2(math.e)               # scores are base-2 exponents: exp2 is one instruction, exp is two
 ROWS = 64                               # rows of a warp group
@@ -23,9 +25,20 @@ COMPUTE = 2                             # warp groups that compute; the next one
 TILE = COMPUTE * ROWS                   # rows of a program
 # Registers per thread. setmaxnreg moves them from the warp group that loads to those that compute.
 MORE, FEWER = 240, 24
-ROW_MAJOR = plgpu.Layout.WGMMA
-BY_ROW, BY_COLUMN = ROW_MAJOR.reduce(1), ROW_MAJOR.reduce(0)
-_LOAD_TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters       # jax 0.10
+# Layouts of accumulators, of a number per row and of a number per column; see `_layout`.
+ROW_MAJOR, BY_ROW, BY_COLUMN = "row major", "by row", "by column"
+
+
+@functools.cache
+def _layout(name: str):
+    """Return the layout of registers in Pallas's terms. Not made at the import, which is that of every run."""
+    whole = plgpu.Layout.WGMMA
+    return {ROW_MAJOR: whole, BY_ROW: whole.reduce(1), BY_COLUMN: whole.reduce(0)}[name]
+
+
+@functools.cache
+def _load_takes_index() -> bool:
+    return "idx" in inspect.signature(plgpu.load).parameters       # jax 0.10
 
 
 class Call(NamedTuple):
@@ -46,23 +59,23 @@ class Machine(NamedTuple):
     """A GPU, or Pallas's interpreter. The interpreter reads the operands of matmuls from memory only."""
     interpreted: bool
 
-    def cast(self, x, layout):
-        return x if self.interpreted else plgpu.layout_cast(x, layout)
+    def cast(self, x, layout: str):
+        return x if self.interpreted else plgpu.layout_cast(x, _layout(layout))
 
-    def full(self, shape, value, layout=ROW_MAJOR):
+    def full(self, shape, value, layout: str = ROW_MAJOR):
         return self.cast(jnp.full(shape, value, jnp.float32), layout)
 
-    def load(self, ref, layout):
+    def load(self, ref, layout: str):
         if self.interpreted:
             return ref[...]
-        index = [()] if _LOAD_TAKES_INDEX else []
-        return plgpu.load(ref, *index, layout=layout, optimized=False)
+        index = [()] if _load_takes_index() else []
+        return plgpu.load(ref, *index, layout=_layout(layout), optimized=False)
 
     def columns(self, shape):
         """Return the column of each element, int32."""
         if self.interpreted:
             return lax.broadcasted_iota(jnp.int32, shape, 1)
-        return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ROW_MAJOR)
+        return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_layout(ROW_MAJOR))
 
     def shows(self, first, low_ref, high_ref, shape):
         """Return whether column `first` + i is in the interval of its row, bool."""

@@ -63,7 +63,7 @@ UNBOUND = {"commands", "launch"}
 # are known to every room, whatever else their rooms do. So is the dtype of accumulators, which the accountant counts.
 EVERYONE = {"config/sections", "run/contents", "run/phases", "run/say", "run/stops", "names", "scopes", "pattern",
             "shipped", "jax_private", "custom", "units", "files", "panics", "hardware", "flags", "environment",
-            "training/accumulators"}
+            "lazy", "training/accumulators"}
 
 
 def room(name: str) -> str:

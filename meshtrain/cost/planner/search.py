@@ -21,14 +21,12 @@ from meshtrain.cost.formulas.place import place
 from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.formulas.price import Price
 from meshtrain.cost.formulas.rates import Rates
-from meshtrain.names import AXES, PLACEMENT
+from meshtrain.names import AXES, OFFLOAD, PLACEMENT, REMAT
 from meshtrain.parallel.pipeline import schedules, stages
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import AS_OTHERS, Layout, Rules
 from meshtrain.units import amount
 
-REMAT = ("none", "selective", "full")           # the least recomputation first
-OFFLOAD = "offload"         # as full, but layers' inputs are kept on the host; not available with stages
 METHODS = ("ring", "gather", "ulysses")
 FIXABLE = (*AXES, "schedule", "chunks", "microbatches", "remat")        # what a question can fix
 # Slowest link first. The second keeps neighbouring stages nearer than replicas, the third gathers weights inside a host

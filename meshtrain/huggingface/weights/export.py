@@ -32,7 +32,6 @@ from meshtrain.huggingface.weights.pretrained import copy_companions, parameter_
 from meshtrain.model.transformer import Transformer
 from meshtrain.storage import model_folder
 
-DTYPES = ("float32", "bfloat16", "float16")
 SHARD_BYTES = 5_000_000_000     # size of one file
 
 
