@@ -106,13 +106,18 @@ def _run_once(made: Assembly, name: str, function: jax.stages.Wrapped):
     return check_program(made.mesh, name, made.program.lower(function).compile(compiler_options=options))()
 
 
+def may_refuse(mesh: jax.sharding.Mesh) -> bool:
+    """Return whether programs for these devices may be known to be wrong, so that they are compiled before a run."""
+    return mesh.devices.flat[0].platform != "cpu"
+
+
 def check_program(mesh: jax.sharding.Mesh, name: str, executable: jax.stages.Compiled) -> jax.stages.Compiled:
     """Return the executable, unless it is known to compute wrong numbers. name: of the program, for the message.
 
     Raises: BrokenProgramError if a collective-permute would leave devices with zeros, a fault of XLA on GPUs
     (openxla/xla 45218, 47083) that does not occur on CPUs.
     """
-    if mesh.devices.flat[0].platform != "cpu":
+    if may_refuse(mesh):
         if broken := audit.broken_permutes(executable.as_text(), mesh):
             raise BrokenProgramError(
                 f"XLA compiled {name} to {amount(len(broken), 'collective permute')} that leave devices with "

@@ -6,19 +6,29 @@ For libraries that few runs need: Pallas's GPU dialects on a CPU, the checkpoint
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import Any
 
 
-class Module:
+class LazyModule:
     """A module that is imported at the first use of one of its names. Raises: ImportError, at that use."""
 
     def __init__(self, name: str):
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self._name), name)
+        return getattr(_load(self), name)
 
 
-plgpu = Module("jax.experimental.pallas.mosaic_gpu")    # kernels of Hopper GPUs
-triton = Module("jax.experimental.pallas.triton")       # kernels of GPUs
-ocp = Module("orbax.checkpoint")                        # saves and restores
+def load(module: LazyModule) -> None:
+    """Import the module now. No method: a method would hide the module's own `load`."""
+    _load(module)
+
+
+def _load(module: LazyModule) -> ModuleType:
+    return importlib.import_module(module._name)
+
+
+plgpu = LazyModule("jax.experimental.pallas.mosaic_gpu")    # kernels of Hopper GPUs
+triton = LazyModule("jax.experimental.pallas.triton")       # kernels of GPUs
+ocp = LazyModule("orbax.checkpoint")                        # saves and restores

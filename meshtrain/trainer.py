@@ -23,17 +23,20 @@ from meshtrain.run.feeds import BatchFeed
 from meshtrain.run.loop import Feed
 from meshtrain.run.replicas import Replicas
 from meshtrain.training.state import State
+from meshtrain.training.step import Program
 from meshtrain.training_data import Opened
 from meshtrain.units import amount
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CompiledRun:
-    """made: with a compiled evaluation, if the feed evaluates. step: the compiled training step. replicas: the check of
-    replicas; None: there is none."""
+    """step: the compiled training step. replicas: the check of replicas; None: there is none. compile_evaluation:
+    returns the program with a compiled evaluation, called after the first step; None: `made` has it, or the feed does
+    not evaluate."""
     made: Assembly
     step: Callable
     replicas: Replicas | None
+    compile_evaluation: Callable[[], Program] | None
 
 
 def warm_up_biases(compiled: CompiledRun, start: resume.Start, state: State, feed: Feed, account: goodput.Account
@@ -110,8 +113,9 @@ class Trainer:
                       hooks.Export(self.exporting, self.opened.ends))
             checks = [hooks.CheckReplicas(self.compiled.replicas, run.training.check_replicas_every, saving)
                       ] if self.compiled.replicas else []
+            prepare = hooks.Prepare(validation, self.compiled.compile_evaluation)
             state, done = loop.train(made.program.limit, self.compiled.step, state, feed, run.training.steps, journal,
-                                     (validation, trace, *checks, *saving), self.stop)
+                                     (prepare, validation, trace, *checks, *saving), self.stop)
         # A stop request during the step of a spike: only the local checkpoint has this state.
         if start.is_of(places.local) and done == start.step < run.training.steps:
             with watch.phase(f"checkpoint after step {done}", "save"):

@@ -182,7 +182,8 @@ def part(timeout_s: float = 5.0) -> None:
     the others when process 0 is gone. Raises nothing; returns after timeout_s at the latest."""
     if jax.distributed.is_initialized():
         with contextlib.suppress(Exception):
-            jax_private.coordination_client().wait_at_barrier(f"meshtrain part {next(_partings)}", int(timeout_s * 1000))
+            name = f"meshtrain part {next(_partings)}"
+            jax_private.coordination_client().wait_at_barrier(name, int(timeout_s * 1000))
         time.sleep(0.5 * (jax.process_index() == 0))
 
 

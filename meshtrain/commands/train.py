@@ -4,11 +4,14 @@ Exit codes: 0 done · 1 any other failure · 2 a mistake in the settings · 75 s
 """
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
 
 from meshtrain import assembly, closing, config, process, run_files, starts, trainer, training_data
+from meshtrain.assembly import Assembly
 from meshtrain.checkpoint import places
 from meshtrain.checkpoint.places import Places
 from meshtrain.cluster import agree, watch
@@ -21,6 +24,7 @@ from meshtrain.process import Joined
 from meshtrain.run import command, exits, loop, phases, replicas, say, stops
 from meshtrain.run.stops import DONE, FAILED, STOPPED
 from meshtrain.starts import Beginning
+from meshtrain.training.step import Program
 from meshtrain.trainer import CompiledRun, Trainer
 
 
@@ -55,6 +59,11 @@ def train(joined: Joined, account: goodput.Account) -> int:
             return _train_from(beginning, here, exporting, attempt)
 
 
+def _compile_evaluation(made: Assembly) -> Program:
+    """Return the program of a run with a compiled evaluation. All processes call it together."""
+    return agree.everywhere(lambda: assembly.compile_evaluation(made)).program
+
+
 def _train_from(beginning: Beginning, here: Places, exporting: Exports, attempt: Attempt) -> int:
     """Open and compile what the run needs, train it, and end the attempt. Return the exit code."""
     made, start, run, account = beginning.made, beginning.start, beginning.made.run, attempt.account
@@ -63,12 +72,14 @@ def _train_from(beginning: Beginning, here: Places, exporting: Exports, attempt:
     state = starts.begin_state(made, start, folder, account)        # restored, loaded or initialized
     feed = training_data.of_run(run).feed(opened, start, state)
     with account.count_as("compile"), watch.phase("compile", "compile"), phases.phase("compiling", "compiled in"):
-        if feed.evaluates:
-            with agree.on_errors():
-                made = assembly.compile_evaluation(made)
+        later = None
+        if feed.evaluates and not assembly.may_refuse(made.mesh):
+            later = functools.cache(functools.partial(_compile_evaluation, made))
+        elif feed.evaluates:
+            made = dataclasses.replace(made, program=_compile_evaluation(made))
         with agree.on_errors():
             step = assembly.compile_step(made)                      # refuses programs known to be wrong
-        compiled = CompiledRun(made, step, replicas.of_run(run, made.state_shapes, made.mesh))
+        compiled = CompiledRun(made, step, replicas.of_run(run, made.state_shapes, made.mesh), later)
     exporting.set_aside_after(start.step)                           # the first change in the run directory
     here.begin(run, start, made.layout.rules.text)
     if start.saved is None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import jax
 
+from meshtrain import lazy
 from meshtrain.config import Run
 from meshtrain.data.documents.contracts import Batches, ValidationSet
 from meshtrain.run import say
@@ -68,6 +69,28 @@ class LossValidation(Hook):
             nll, targets = self.program.evaluate(state.params, self.program.place(held.batch(i, self.program.rows)))
             total, count = total + float(nll), count + int(targets)
         return total / max(count, 1)
+
+
+class Prepare(Hook):
+    """Does once, after the first step, what only later steps need: the first loss is not delayed.
+
+    Imports the library that saves checkpoints. compile: returns the program with a compiled evaluation, which
+    `validation` needs; None: the evaluation is compiled, or there is none.
+    """
+    part = "compile"
+
+    def __init__(self, validation: Any, compile: Callable[[], Program] | None):
+        self.validation, self.compile, self.acted = validation, compile, False
+
+    def due(self, step: int, ending: bool) -> bool:
+        return not self.acted and not ending
+
+    def act(self, step: int, state: State) -> dict:
+        self.acted = True
+        lazy.load(lazy.ocp)
+        if self.compile:
+            self.validation.program = self.compile()
+        return {}
 
 
 class RewardValidation(LossValidation):

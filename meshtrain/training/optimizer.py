@@ -159,7 +159,8 @@ def _scale_by_learning_rate(schedule):
     """
 
     def update(updates, state, params=None, *, step, **extra):
-        return jax.tree.map(lambda u: -schedule(step) * u, updates), state
+        rate = schedule(step)
+        return jax.tree.map(lambda u: -rate * u, updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 

@@ -57,6 +57,7 @@ def test_a_broken_program_ends_the_run_with_one_message_before_its_first_step(tm
             mesh = GPUS
         return search(mesh, name, executable)
     monkeypatch.setattr(assembly, "check_program", broken)
+    monkeypatch.setattr(assembly, "may_refuse", lambda mesh: True)
     sections = {"model": TINY, "data": dict(seq_len=16, global_batch=16, cache=tmp_path / "cache"),
                 "training": dict(steps=1), "run": dict(dir=tmp_path / "run", sample_tokens=0, compilation_cache="")}
     assert train.main([word for section, keys in sections.items() for key, value in keys.items()

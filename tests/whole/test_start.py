@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 
 from meshtrain import __main__, assembly, config, flags
 from meshtrain.commands import options
+from meshtrain.run import hooks
 
 TINY = dict(vocab_size=64, embed_dim=16, num_layers=2, num_heads=2, mlp_dim=32, head_dim=8)
 COMMANDS = [name for name in __main__.COMMANDS if name != "train"]
@@ -47,6 +49,7 @@ def test_no_command_imports_jax_to_print_its_help():
     told = run_python(f"""
 import sys, json
 from meshtrain.commands import options
+from meshtrain.run import hooks
 texts = {{name: options.text("meshtrain.commands." + name) for name in {COMMANDS}}}
 from meshtrain import run_files
 try:
@@ -102,6 +105,21 @@ def test_the_initialization_compiles_at_the_first_level_unless_the_user_sets_one
     first = {"xla_backend_optimization_level": 1}
     assert given == [first, first, {}]
     assert flags.options_once("gpu", {}) == {} and flags.options_once("cpu", {"XLA_FLAGS": ""}) == first
+
+
+def test_the_first_loss_waits_neither_for_the_evaluation_nor_for_the_checkpoint_library():
+    validation, compiled = SimpleNamespace(program="traced"), []
+
+    def compile_evaluation():
+        compiled.append("once")
+        return "compiled"
+    hook = hooks.Prepare(validation, compile_evaluation)
+    assert hook.after_row and not hook.due(1, True) and hook.due(1, False)
+    hook.act(1, None)
+    assert validation.program == "compiled" and not hook.due(2, False) and "orbax.checkpoint" in sys.modules
+    other = hooks.Prepare(validation, None)
+    other.act(1, None)
+    assert validation.program == "compiled" and compiled == ["once"]
 
 
 def test_levels_of_optimization_give_the_same_initial_weights():
