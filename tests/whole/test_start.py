@@ -49,7 +49,6 @@ def test_no_command_imports_jax_to_print_its_help():
     told = run_python(f"""
 import sys, json
 from meshtrain.commands import options
-from meshtrain.run import hooks
 texts = {{name: options.text("meshtrain.commands." + name) for name in {COMMANDS}}}
 from meshtrain import run_files
 try:
