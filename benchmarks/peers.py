@@ -254,9 +254,11 @@ def run_part(contenders: Sequence[Contender], case: Case, sizes: Sizes, folder: 
         if not able:
             continue
         write_batches(this, folder)
+        say(label(OURS[packed]) + " …")
         with started(OURS[packed], this, folder, on_gpu) as ours:
             check(ours, this, folder, sizes)
             for one in able:
+                say(f"{label(one)} …")
                 if time.monotonic() > begun + sizes.part_s * 2 / 3:
                     absent.append((label(one), f"not started: {sizes.part_s:.0f} s a part"))
                     continue
@@ -271,6 +273,10 @@ def run_part(contenders: Sequence[Contender], case: Case, sizes: Sizes, folder: 
                 except Failure as failure:
                     absent.append((label(one), str(failure)))
     return pairs, absent, failed
+
+
+def say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
 
 
 def case_with(case: Case, packed: bool) -> Case:
@@ -371,7 +377,7 @@ def run_turns(parts: Sequence[int]) -> int:
     contenders = [one for one in list_contenders(max_text.FLAGS) if one.part in parts]
     with tempfile.TemporaryDirectory() as folder:
         pairs, absent, failed = run_part(contenders, case, sizes, Path(folder), gpu is not None)
-    print(machine.line(device, "jax"), "·", " · ".join(versions()))
+    print(machine.line(device), "·", " · ".join(versions()))
     print(f"{case.num_layers} layers, {case.num_params:,} parameters, {case.microbatches} × {case.rows} rows of "
           f"{case.seq_len} tokens, {case.dtype}; {sizes.rounds} pairs of {sizes.steps} steps\n")
     print("\n".join(tell(pairs, case, peers_compiled.count_flops(case, 1), peak)))
@@ -390,6 +396,7 @@ def run_compiled(topology: str, only: Sequence[str], write: bool) -> int:
         if reason := compiled.missing(name):
             absent.append(f"- {name}: {reason}")
         else:
+            say(f"{name} …")
             found[name] = compiled.price(name, topology)
     print(machine.line("", "jax"), "·", compiled.key_of(topology), "\n")
     print("\n".join(compiled.tell(found)))

@@ -37,7 +37,7 @@ def configure(case: Case, count: int, variant: str, on_cpu: bool):
             "base_num_kv_heads": case.num_kv_heads, "head_dim": case.head_dim, "base_mlp_dim": case.mlp_dim,
             "base_num_decoder_layers": case.num_layers, "vocab_size": case.vocab_size,
             "rope_max_timescale": int(case.rope_theta), "normalization_layer_epsilon": case.norm_eps,
-            "max_target_length": case.seq_len, "per_device_batch_size": case.rows * case.microbatches,
+            "max_target_length": case.seq_len, "per_device_batch_size": case.rows,
             "gradient_accumulation_steps": case.microbatches, "dtype": case.dtype, "weight_dtype": "float32",
             "learning_rate": LEARNING_RATE, "adam_b1": BETAS[0], "adam_b2": BETAS[1], "adam_weight_decay": DECAY,
             "warmup_steps_fraction": 0.0, "learning_rate_final_fraction": 1.0, "gradient_clipping_threshold": CLIP,

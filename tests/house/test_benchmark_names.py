@@ -5,7 +5,7 @@ import attributes
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SCRIPTS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
+SCRIPTS = sorted(str(path.relative_to(ROOT / "benchmarks")) for path in (ROOT / "benchmarks").rglob("*.py"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

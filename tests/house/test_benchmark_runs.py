@@ -16,6 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))       # benchmarks is installed nowhere
 
 RUNS = {
+    "test_benchmark_peers.py": {
+        "peers": "test_meshtrain_and_plain_flax_take_turns",
+        "peers_compiled": "test_the_ratio_to_plain_flax_on_eight_gpus_has_not_fallen"},
     "test_benchmark_processes.py": {
         "restart": "test_the_phases_of_a_restart_are_measured", "rl": "test_words_are_learned_and_sums_written",
         "soak": "test_a_fault_is_met_and_told"},
