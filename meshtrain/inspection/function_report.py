@@ -42,7 +42,8 @@ def text(function: InspectedFunction) -> str:
     """Return the costs as text."""
     program = function.program
     mesh, kind = program.mesh, program.mesh.devices.flat[0].device_kind
-    axes = " × ".join(f"{axis} {n}" for axis, n in function.sizes.items())
+    larger = {axis: n for axis, n in function.sizes.items() if n > 1} or function.sizes
+    axes = " × ".join(f"{axis} {n}" for axis, n in larger.items())
     simulated = " (simulated)" if not program.for_gpus else ""
     said = [*(f"warning: {line}" for line in warnings(function)), *(f"note: {line}" for line in notes(function))]
     return "\n\n".join([

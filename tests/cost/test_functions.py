@@ -268,7 +268,9 @@ SITE = "/opt/env/lib/python3.11/site-packages"
     ([f"{SITE}/jax/_src/lax.py", f"{SITE}/flax/nnx/linear.py", "/home/me/model/net.py", "/home/me/train.py"], "model/net.py:3"),
     ([f"{SITE}/meshtrain/parallel/ring.py", "/home/me/train.py"], "parallel/ring.py:1"),
     ([f"{SITE}/jax/_src/lax.py", f"{SITE}/flax/nnx/linear.py"], "nnx/linear.py:2"),
-    (["/usr/lib/python3.11/functools.py", "/home/me/train.py"], "me/train.py:2"), ([], "")])
+    (["/usr/lib/python3.11/functools.py", "/home/me/train.py"], "me/train.py:2"), ([], ""),
+    ([f"{SITE}/jax/_src/lax.py", f"{SITE}/maxtext/layers/attentions.py", f"{SITE}/jax/_src/api.py",
+      "/home/me/meshtrain/inspection/functions.py", "/home/me/price.py"], "layers/attentions.py:2")])
 def test_the_line_of_an_operation_is_the_innermost_outside_installed_packages(files, line):
     assert line_of(SourceFrame(file, number) for number, file in enumerate(files, 1)) == line
 

@@ -8,6 +8,7 @@ uses `jax.named_scope`.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ _SCOPES = re.compile(rf"(?:^|[/(])({ATTENTION}|{RECURRENCE})(?:[/)]|$)")
 _RECURRENCE_FILES = re.compile(r"meshtrain/(kernels/(recurrence\w*|convolution)|parallel/context/recurrence)\.py$")
 _OPTIMIZER_FILES = re.compile(r"meshtrain/training/(optimizer|adafactor|muon)\.py$")
 _STEP_FILE = re.compile(r"meshtrain/training/step\.py$")
+_TRACING_FILE = re.compile(r"(^|/)meshtrain/inspection/functions\.py$")
 _OURS = re.compile(r"(^|/)(meshtrain/.*)$")
 _OPTAX_FILES = re.compile(r"/optax/(?!losses/|_src/loss)")
 # Files of Python, of installed packages and of notebooks' kernels.
@@ -47,8 +49,10 @@ class SourceFrame:
 
 def line_of(frames: Iterable[SourceFrame]) -> str:
     """Return the line that frames, innermost first, name: the innermost of this project or outside installed packages,
-    for example 'model/layers.py:55', else the innermost outside jax; "" without one."""
-    frames = list(frames)
+    for example 'model/layers.py:55', else the innermost outside jax; "" without one. Of a function that
+    `inspection.functions` traces, these are its own frames: without this, every line of an installed library would be
+    that of the call of `mt.inspect`."""
+    frames = list(itertools.takewhile(lambda frame: not _TRACING_FILE.search(frame.file), frames))
     own = [frame for frame in frames if frame.ours or not _INSTALLED.search(frame.file)]
     installed = [frame for frame in frames if not _JAX_FILES.search(frame.file)]
     return next((frame.name for frame in (*own, *installed)), "")
