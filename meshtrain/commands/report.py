@@ -37,7 +37,8 @@ def main(asked: config.Arguments) -> None:
             skin.write("--html", html, compared_pages.page(data, compared.verdict(data), compared.numbers(data))
                        if several else pages.page(data))
     if not several and data["no_rows"]:
-        say.err(f"{data['no_rows']:,} lines of {data['dir']}/{rows.NAME} are not metrics rows and are ignored")
+        say.err(f"{data['no_rows']:,} {'sampled ' * bool(data['sampled'])}lines of {data['dir']}/{rows.NAME} are not "
+                f"metrics rows and are ignored")
     say.answer(json.dumps(data) if asked["json"] else compared.text(data) if several else summary(data))
     if html:
         say.err(f"written: {html}")
@@ -76,6 +77,8 @@ def summary(data: dict) -> str:
     if speed["tokens_per_s"]:
         mfu = f", MFU {speed['mfu']:.1%} ({pages.against_price(data, 'mfu')})" if speed["mfu"] else ""
         lines += [f"{speed['tokens_per_s']:,.0f} tokens/s ({pages.against_price(data, 'tokens_per_s')}){mfu}"]
+    if drawn := pages.describe_sample(data):
+        lines += [drawn.strip()]
     if (loads := data["experts"]) and None not in loads["max"][-1]:
         busiest, idlest = max(loads["max"][-1]), min(loads["min"][-1])
         layers = loads["layers"][loads["max"][-1].index(busiest)], loads["layers"][loads["min"][-1].index(idlest)]

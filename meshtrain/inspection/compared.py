@@ -6,13 +6,14 @@ not comparable.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 
 from meshtrain import files
 from meshtrain.inspection import measured
 from meshtrain.inspection.report import columns
-from meshtrain.journal import rows
+from meshtrain.journal import rows, sample
 from meshtrain.run import contents, say
 from meshtrain.units import duration, many
 
@@ -98,8 +99,9 @@ def _loss_at(run: Mapping, tokens: int) -> float | None:
     """Return the mean loss over the last fraction LATEST of the steps up to `tokens` tokens; None if these steps have
     no loss."""
     step = tokens // run["tokens_per_step"]
-    losses = [line.row["loss"] for line in rows.MetricRows(contents.open_run(run["dir"]) / rows.NAME).lines()
-              if line.row and (1 - LATEST) * step < line.row["step"] <= step and line.row.get("loss") is not None]
+    log = rows.MetricRows(contents.open_run(run["dir"]) / rows.NAME)
+    losses = [row["loss"] for row in sample.find_steps(log, math.floor((1 - LATEST) * step) + 1, step)
+              if row.get("loss") is not None]
     return sum(losses) / len(losses) if losses else None
 
 

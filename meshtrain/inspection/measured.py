@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from meshtrain import files
-from meshtrain.journal import goodput, history, rows
+from meshtrain.journal import goodput, history, rows, sample
 from meshtrain.names import LOAD_BY_LAYER
 from meshtrain.run import contents, rundir
 
@@ -62,8 +62,7 @@ def of(run_dir: str) -> dict:
     per_step = int(run["data"]["global_batch"]) * int(run["data"]["seq_len"])
     metric_rows = rows.MetricRows(directory / rows.NAME)
     try:
-        metrics = _Metrics(metric_rows)
-        experts = _experts(metric_rows, metrics.with_experts)
+        metrics = _Metrics(sample.of(metric_rows))
         attempts = goodput.list_attempts(history.read(directory))
         changes = rows.Log(directory / contents.CHANGES, rows.is_change).read()
     except OSError as error:
@@ -77,26 +76,30 @@ def of(run_dir: str) -> dict:
             "time_s": _sum_by_purpose(metrics, attempts), "goodput": _goodput(attempts), "starts": attempts,
             "changes": changes,
             "checkpoints": contents.steps(run_dir),
-            "rows": _curves(metrics.columns), "experts": experts,
+            "rows": metrics.curves(), "experts": _experts(metrics.loads), "sampled": metrics.sampled(),
             "answers": _answers(directory, (done - 1) // run.get("rl", {}).get("updates", 1)),
             "priced": _read_price(directory),
             "no_rows": metrics.no_rows}
 
 
 class _Metrics:
-    """All metrics rows as one float64 column per key. last: the last row. skipped: number of skipped steps.
-    with_experts: number of rows with expert load by layer. no_rows: number of non-empty lines that are no rows."""
+    """The rows of a sample as one float64 column per key. drawn: which rows statistics take; the others are only shown.
+    last: the last row. skipped: number of skipped steps. loads: step and expert load by layer of the rows that have it.
+    no_rows: number of non-empty lines that are no rows."""
 
-    def __init__(self, metric_rows: rows.MetricRows):
-        self.columns = {key: array.array("d") for key in (*CURVES, "checkpoint_wait_s")}
-        self.last, self.skipped, self.with_experts, self.no_rows = {}, 0, 0, 0
-        for line in metric_rows.lines():
+    def __init__(self, read: sample.Sample):
+        self.read, self.columns = read, {key: array.array("d") for key in (*CURVES, "checkpoint_wait_s")}
+        self.last, self.skipped, self.no_rows = {}, 0, 0
+        self.drawn, self.loads = array.array("b"), list[dict]()
+        for line, drawn in read.lines():
             if line.row is None:
                 self.no_rows += not line.empty
                 continue
             self.last = line.row
             self.skipped += bool(line.row.get("skipped"))
-            self.with_experts += _has_experts(line.row)
+            if _has_experts(line.row):
+                self.loads.append({key: line.row[key] for key in ("step", *LOAD_BY_LAYER)})
+            self.drawn.append(drawn)
             for key, column in self.columns.items():
                 value = line.row.get(key)
                 column.append(math.nan if value is None else value)
@@ -106,9 +109,23 @@ class _Metrics:
         steps, values = np.asarray(self.columns["step"]), np.asarray(self.columns[key])
         return steps[~np.isnan(values)], values[~np.isnan(values)]
 
+    def drawn_points(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return (steps, values) of the drawn rows that have the key."""
+        steps, values = np.asarray(self.columns["step"]), np.asarray(self.columns[key])
+        taken = np.asarray(self.drawn, bool) & ~np.isnan(values)
+        return steps[taken], values[taken]
+
+    def sampled(self) -> dict | None:
+        """Return {"rows": number of drawn rows, "of": about how many rows the file has}; None if all are read."""
+        count = sum(self.drawn)
+        return None if self.read.is_whole else {"rows": count, "of": round(count / self.read.share)}
+
+    def curves(self) -> dict[str, Any]:
+        return _curves(self.columns, np.asarray(self.drawn, bool))
+
     def trend(self, key: str) -> dict | None:
         """Return the means of the first and the last tenth of the rows that have the key; None if no row has it."""
-        values = self.points(key)[1]
+        values = self.drawn_points(key)[1]
         tenth = max(1, values.size // 10)
         return {"count": int(values.size), "begins": float(values[:tenth].mean()),
                 "ends": float(values[-tenth:].mean())} if values.size else None
@@ -127,7 +144,7 @@ class _Metrics:
         rows: number of rows after the first FIRST_STEPS steps. between: bounds of the median of their tokens_per_s with
         95% confidence; None if there are too few rows.
         """
-        values = {key: self.points(key) for key in ("step_time_s", "tokens_per_s", "mfu")}
+        values = {key: self.drawn_points(key) for key in ("step_time_s", "tokens_per_s", "mfu")}
         steps, speeds = values["tokens_per_s"]
         later = np.sort(speeds[steps > FIRST_STEPS])
         return {key: float(np.median(found)) if found.size else None for key, (_, found) in values.items()} | {
@@ -159,12 +176,15 @@ def _state(directory: Path, attempts: list[dict], done: int, steps: int) -> str:
 
 
 def _sum_by_purpose(metrics: _Metrics, attempts: list[dict]) -> dict[str, float]:
-    """Return seconds by purpose. If the run has a history, they cover all the time since the first attempt began."""
+    """Return seconds by purpose. If the run has a history, they cover all the time since the first attempt began;
+    without one, those of a sample are estimated."""
     if attempts:
         return goodput.sum_parts_s(attempts)
-    steps, times_s = np.asarray(metrics.columns["step"]), np.asarray(metrics.columns["step_time_s"])
+    drawn = np.asarray(metrics.drawn, bool)
+    steps, times_s = np.asarray(metrics.columns["step"])[drawn], np.asarray(metrics.columns["step_time_s"])[drawn]
     taken = float(np.nansum(times_s * np.diff(steps, prepend=0)))
-    waited = {key: float(metrics.points(f"{key}_wait_s")[1].sum()) for key in ("data", "checkpoint")}
+    waited = {key: float(metrics.drawn_points(f"{key}_wait_s")[1].sum()) / metrics.read.share
+              for key in ("data", "checkpoint")}
     return {goodput.PARTS["steps"]: taken - waited["data"],
             **{goodput.PARTS[key]: value for key, value in waited.items()}}
 
@@ -175,9 +195,9 @@ def _goodput(attempts: list[dict]) -> float | None:
     return spent[goodput.PARTS["steps"]] / total if (total := sum(spent.values())) else None
 
 
-def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+def _curves(columns: Mapping[str, Sequence[float]], drawn: np.ndarray) -> dict[str, Any]:
     """Return the columns of the curves. If there are many rows, only those with the lowest and the highest loss of each
-    interval and those with a validation are kept. smoothed: running means over `window` rows."""
+    interval and those with a validation are kept. smoothed: running means over `window` of the `drawn` rows."""
     count, losses, validated = len(columns["step"]), columns["loss"], (columns["val_loss"], columns["val_reward"])
     kept: Sequence[int] = range(count)
     if count > MOST_ROWS:
@@ -191,10 +211,14 @@ def _curves(columns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     def plain(values) -> list[float | None]:
         return [None if math.isnan(value) else float(value) for value in values]
 
+    def smooth(key: str) -> np.ndarray:
+        values = np.full(count, np.nan)
+        values[drawn] = _smooth(np.asarray(columns[key])[drawn], window)
+        return values[list(kept)]
+
     curves = {key: plain(columns[key][k] for k in kept) for key in CURVES}
-    window = count // 40 | 1
-    smoothed = {key: plain(_smooth(np.asarray(columns[key]), window)[list(kept)]) for key in SMOOTHED} if (
-        window > 1) else {}
+    window = int(drawn.sum()) // 40 | 1
+    smoothed = {key: plain(smooth(key)) for key in SMOOTHED} if window > 1 else {}
     return curves | {"step": [int(columns["step"][k]) for k in kept], "window": window, "smoothed": smoothed}
 
 
@@ -215,21 +239,21 @@ def _has_experts(row: Mapping) -> bool:
     return len(lengths) == 1 and None not in lengths
 
 
-def _experts(metric_rows: rows.MetricRows, count: int) -> dict | None:
-    """Return the expert load by layer; None if no row has it. count: number of rows that have it.
+def _experts(loads: Sequence[Mapping]) -> dict | None:
+    """Return the expert load by layer; None if no row has it. loads: step and LOAD_BY_LAYER of the rows that have it.
 
     layers: indices of the layers with experts. steps: the last step of each interval. max, min, entropy: [interval]
     [layer], the worst value in the interval.
     """
-    last = next(filter(_has_experts, reversed(metric_rows)), None) if count else None
-    if last is None:
+    if not loads:
         return None
+    last = loads[-1]
     layers = [i for i, value in enumerate(last[LOAD_BY_LAYER[0]]) if value is not None]
     if not layers:
         return None
-    stretch = -(-count // MOST_STRETCHES)
+    stretch = -(-len(loads) // MOST_STRETCHES)
     load: dict[str, list] = {"layers": layers, "steps": [], "max": [], "min": [], "entropy": []}
-    for number, row in enumerate(filter(_has_experts, metric_rows), -count % stretch):    # the first interval is short
+    for number, row in enumerate(loads, -len(loads) % stretch):    # the first interval is short
         if len(row[LOAD_BY_LAYER[0]]) != len(last[LOAD_BY_LAYER[0]]):
             continue
         if number % stretch == 0 or not load["steps"]:

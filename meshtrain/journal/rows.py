@@ -1,7 +1,7 @@
 """Reader and appender of a run's logs, which are files of JSON lines. The reader streams from either end.
 
 A run of a month writes a million metrics rows, so a log is never read into memory as a whole: a resume reads from the
-end back to its step, and a report reads once from the beginning. Lines that are no rows (empty lines, lines cut off by
+end back to its step, and a report reads a long log by a sample of its lines (`sample`). Lines that are no rows (empty lines, lines cut off by
 a power failure, notes of the user, rows of other versions) are skipped.
 """
 from __future__ import annotations
@@ -12,9 +12,9 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from meshtrain import files
 from meshtrain.run import contents, say
@@ -61,17 +61,41 @@ class Log:
     def __reversed__(self) -> Iterator[Row]:
         return (line.row for line in self.lines_reversed() if line.row is not None)
 
-    def lines(self) -> Iterator[Line]:
-        """Yield every line from the first on, including those that are no rows. Raises: OSError if the file cannot be
-        read."""
+    def lines(self, ranges: Iterable[tuple[int, int | None]] = ((0, None),)) -> Iterator[Line]:
+        """Yield every line, including those that are no rows. Raises: OSError if the file cannot be read.
+
+        ranges: offsets (first, stop) in increasing order; only lines that begin in one of them are yielded. None: the
+        end of the file.
+        """
         with self._open() as file:
-            end = 0
-            while text := file.readline(MOST_LINE_BYTES):
-                start, end, whole = end, end + len(text), text.endswith(b"\n")
-                while not whole and (more := file.readline(MOST_LINE_BYTES)):   # too long for a row
-                    text, end, whole = None, end + len(more), more.endswith(b"\n")
-                if whole:
+            for first, stop in ranges:
+                end = first
+                if first:
+                    file.seek(first - 1)
+                    end += len(_read_line(file)[0]) - 1
+                while stop is None or end < stop:
+                    text, length, whole = _read_line(file)
+                    if not whole:
+                        break
+                    start, end = end, end + length
                     yield self._line(start, end, text)
+
+    def find(self, texts: Sequence[bytes]) -> list[int]:
+        """Return the offsets of the lines that contain one of the texts, in increasing order. Parses nothing, so it
+        reads about a gigabyte a second. Raises: OSError if the file cannot be read."""
+        starts, at, rest = set[int](), 0, b""
+        with self._open() as file:
+            while block := file.read(BLOCK_BYTES):
+                block = rest + block
+                for text in texts:
+                    found = block.find(text)
+                    while found >= 0:
+                        starts.add(at + block.rfind(b"\n", 0, found) + 1)
+                        line_end = block.find(b"\n", found)
+                        found = block.find(text, line_end) if line_end >= 0 else -1
+                done = block.rfind(b"\n") + 1 if len(block) <= MOST_LINE_BYTES + BLOCK_BYTES else len(block)
+                at, rest = at + done, block[done:]
+        return sorted(starts)
 
     def lines_reversed(self) -> Iterator[Line]:
         """Yield every line from the last one back, as `lines`. Raises: OSError if the file cannot be read."""
@@ -104,6 +128,11 @@ class Log:
         with file:
             yield file
 
+    def size(self) -> int:
+        """Return the bytes of the file now; 0 if it is missing. Raises: OSError."""
+        with self._open() as file:
+            return file.seek(0, os.SEEK_END)
+
     def _line(self, start: int, end: int, text: bytes | None) -> Line:
         """Parse a line. text: None for a line that is too long for a row."""
         row = None
@@ -111,6 +140,16 @@ class Log:
             row = json.loads(text)
         return Line(start, end, row if isinstance(row, dict) and self.is_row(row) else None,
                     text is not None and not text.strip())
+
+
+def _read_line(file: BinaryIO) -> tuple[bytes | None, int, bool]:
+    """Return (a line with its newline, its bytes, whether it ends with a newline). The line is None if it is too long
+    for a row."""
+    text: bytes | None = file.readline(MOST_LINE_BYTES)
+    length, whole = len(text or b""), (text or b"").endswith(b"\n")
+    while not whole and (more := file.readline(MOST_LINE_BYTES)):
+        text, length, whole = None, length + len(more), more.endswith(b"\n")
+    return text, length, whole
 
 
 class MetricRows(Log):

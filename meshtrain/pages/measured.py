@@ -38,7 +38,15 @@ def page(data: dict) -> str:
 def lead(data: dict) -> str:
     price = "" if data["priced"] else (
         " It has no cost.json, so there are no predictions to compare with; train writes the file when it starts.")
-    return f"{data['dir']}: step {data['step']:,} of {data['steps']:,}; {data['state']}.{price}"
+    return f"{data['dir']}: step {data['step']:,} of {data['steps']:,}; {data['state']}.{price}{describe_sample(data)}"
+
+
+def describe_sample(data: dict) -> str:
+    """Return a sentence that says what comes from a sample of the rows; "" if all rows were read."""
+    drawn = data["sampled"]
+    return drawn and (f" Its metrics have about {many(drawn['of'])} rows: curves, medians and trends are those of a "
+                      f"sample of {drawn['rows']:,} and the first and last ones; every skipped step, validation and loss spike "
+                      f"is read.") or ""
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
@@ -130,7 +138,12 @@ def read_price(data: dict, key: str) -> float | None:
 
 def against_price(data: dict, key: str) -> str:
     one, measured = read_price(data, key), data["speed"][key]
-    return f"{measured / one:.0%} of what was priced" if one and measured else "median of all steps"
+    return f"{measured / one:.0%} of what was priced" if one and measured else f"median of {_counted(data)}"
+
+
+def _counted(data: dict) -> str:
+    """Return which steps a median counts."""
+    return f"a sample of {data['sampled']['rows']:,} rows" if data["sampled"] else "all steps"
 
 
 # ---- sections --------------------------------------------------------------------------------------------------------
@@ -161,7 +174,8 @@ def _curve(data: dict, key: str, axis: PlotAxis, *, color: int = 0, levels: Sequ
 
 def _means(data: dict, key: str) -> str:
     """Return a sentence that explains the pale and the bold curve of a key; "" if there is one curve."""
-    return (f" Pale: each row; bold: the mean of the {data['rows']['window']:,} rows around it."
+    sampled = "sampled " * bool(data["sampled"])
+    return (f" Pale: each row; bold: the mean of the {data['rows']['window']:,} {sampled}rows around it."
             if data["rows"]["smoothed"].get(key) else "")
 
 
@@ -228,7 +242,7 @@ def speed(data: dict) -> str:
                           levels=[(one, f"priced {show(one)}")] if one else [], most=most)
             clipped = f" Values above {show(most)} are drawn at the top edge ({above} of {len(_points(data, key))})."
             drawn += skin.figure(plot.draw, (_means(data, key) + clipped * bool(above)).strip())
-    columns = [Column("median of all steps"), Column("measured", "n"), Column("priced, by the roofline", "n"),
+    columns = [Column(f"median of {_counted(data)}"), Column("measured", "n"), Column("priced, by the roofline", "n"),
                Column("measured of it", "n")]
     shown = 2 if read_price(data, "step_time_s") is None else 4
     return drawn + skin.table(columns[:shown], [row[:shown] for row in rows], "measured")

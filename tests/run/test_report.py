@@ -344,7 +344,7 @@ def test_a_long_run_keeps_its_spikes_and_its_validations():
              "val_loss": 2.5 if k % 9_973 == 0 else None,
              "step_time_s": 1.0, "tokens_per_s": 5.0} for k in range(1, 100_001)]
     columns = {key: [math.nan if row.get(key) is None else row[key] for row in rows] for key in measured.CURVES}
-    told = measured._curves(columns)
+    told = measured._curves(columns, np.ones(len(rows), bool))
     assert max(value for value in told["loss"] if value) == 9.0 and len(told["step"]) <= measured.MOST_ROWS + 20
     assert [step for step, value in zip(told["step"], told["val_loss"]) if value] == list(range(9_973, 100_001, 9_973))
     points = [(step, value) for step, value in zip(range(100_000), [0.0] * 50_000 + [1.0] + [0.0] * 49_999)]
