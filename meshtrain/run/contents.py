@@ -60,15 +60,16 @@ def is_read_by_all(name: str) -> bool:
 
 
 def open_run(name: str) -> Path:
-    """Return a local directory with the files of a run. A run in a bucket is fetched first. Raises: ValueError,
-    FileSystemError."""
+    """Return a local directory with the files of a run that a report reads. A run in a bucket is fetched first, of its
+    metrics the rows that are new here. Raises: ValueError, FileSystemError."""
     if not addresses.is_remote(name):
         return Path(name)
     address = addresses.parse(name)
     if address.scheme not in addresses.BUCKETS:
         raise addresses.StorageError(f"{name} is not a directory in a bucket; give the run.dir of a run, e.g. "
                                      f"s3://BUCKET/runs/quickstart")
-    return mirror.read(address, lambda name: is_sent(name) or name == LOCK)
+    return mirror.read(address, lambda name: name.split(os.sep)[0] != TENSORBOARD and (is_sent(name) or name == LOCK),
+                       logs=(METRICS,))
 
 
 def open_section(run: Mapping[str, dict], section: str, name: str) -> dict:

@@ -26,6 +26,8 @@ from meshtrain.storage.buckets import Version
 EVERY_S = 5.0
 SLOWEST_BYTES_S = 2e6       # a file that grows is sent at most every (size / SLOWEST_BYTES_S) seconds
 AT_ONCE = 8
+# of logs: bytes that are compared, bytes of a piece, attempts while the log changes
+OVERLAP_BYTES, PIECE_BYTES, MOST_TRIES = 1 << 16, 1 << 24, 8
 RUNS, READ = "runs", "runs-read"     # folders in the directory of copies
 BEAT_S, LEASE_S = 5.0, 30.0
 TEMPORARY = re.compile(r".+\.tmp|\.nfs.*")
@@ -38,22 +40,22 @@ def directory(name: str) -> Path:
     return copies.home_of(RUNS, addresses.parse(name))
 
 
-def read(address: Address, wanted: Callable[[str], bool], within: str = "") -> Path:
-    """Return the local directory of a run that this process only reads, after a fetch from the bucket. wanted, within:
-    as in `fetch`. Raises: StorageError, FileSystemError."""
+def read(address: Address, wanted: Callable[[str], bool], within: str = "", logs: Sequence[str] = ()) -> Path:
+    """Return the local directory of a run that this process only reads, after a fetch from the bucket. wanted, within,
+    logs: as in `fetch`. Raises: StorageError, FileSystemError."""
     directory = copies.home_of(READ, address)
-    fetch(address, directory, wanted, within)
+    fetch(address, directory, wanted, within, logs=logs)
     return directory
 
 
 def fetch(source: Address, target: Path, wanted: Callable[[str], bool], within: str = "",
-          needed: Sequence[str] = ()) -> None:
+          needed: Sequence[str] = (), logs: Sequence[str] = ()) -> None:
     """Make files in a local directory equal to those in the bucket. wanted: name within the directory -> whether to
     fetch the file; other files stay as they are. within: the folder that has all wanted files.
 
     needed: as in `Mirror`, for a directory that this host may have mirrored before. If no other host has written to the
-    bucket since, files that the bucket lacks stay, and the next Mirror sends them. Raises: StorageError,
-    FileSystemError.
+    bucket since, files that the bucket lacks stay, and the next Mirror sends them. logs: names of files that
+    `_fetch_log` fetches. Raises: StorageError, FileSystemError.
     """
     listed = buckets.list_files(source.below(within) if within else source)
     there = {entry.address.path.removeprefix(f"{source.path.rstrip('/')}/"): entry for entry in listed}
@@ -80,6 +82,9 @@ def fetch(source: Address, target: Path, wanted: Callable[[str], bool], within: 
                 return
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
+                if name in logs:
+                    _fetch_log(there[name], path)
+                    return
                 files.replace(path, buckets.read(there[name].address), shared=True)
                 sent[name] = there[name].etag, _state(path)
             except addresses.Missing:
@@ -93,6 +98,29 @@ def fetch(source: Address, target: Path, wanted: Callable[[str], bool], within: 
             files.notices.tell(f"{source} did not get the end of {_list(unsent)}: this host has kept it, and sends it")
         if needed:
             _write_sent(target, {name: sent[name] for name in there if name in sent and wanted(name)})
+
+
+def _fetch_log(remote: addresses.RemoteFile, path: Path) -> None:
+    """Make a local file equal to a log in the bucket, in pieces, and from the second time on by its new end alone.
+
+    Every row of the log has its time, so a log that was cut and written again has other bytes: if the end of the local
+    file is equal to the same range in the bucket, all before it is equal, too. Raises: StorageError, OSError.
+    """
+    for _ in range(MOST_TRIES):
+        with open(path, "ab+") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(begin := max(0, size - OVERLAP_BYTES))
+            end = file.read()
+            try:
+                if size > (remote.size or 0) or end and buckets.read_range(remote, begin, size) != end:
+                    path.unlink()       # who reads it keeps what it has opened
+                    continue
+                for start in range(size, remote.size or 0, PIECE_BYTES):
+                    file.write(buckets.read_range(remote, start, min(start + PIECE_BYTES, remote.size or 0)))
+                return
+            except addresses.Changed:   # it grew meanwhile
+                remote = buckets.look_up(remote.address) or remote
+    raise StorageError(f"{remote.address} changed {MOST_TRIES} times while it was read; try again")
 
 
 # A file beside the directory records each object in the bucket: its etag, and the state of the local file when it was
