@@ -1,8 +1,8 @@
 """Reader and appender of a run's logs, which are files of JSON lines. The reader streams from either end.
 
 A run of a month writes a million metrics rows, so a log is never read into memory as a whole: a resume reads from the
-end back to its step, and a report reads a long log by a sample of its lines (`sample`). Lines that are no rows (empty lines, lines cut off by
-a power failure, notes of the user, rows of other versions) are skipped.
+end back to its step, and a report reads a long log by a sample of its lines (`sample`). Lines that are no rows (empty
+lines, lines cut off by a power failure, notes of the user, rows of other versions) are skipped.
 """
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def describe_sample(data: dict) -> str:
     """Return a sentence that says what comes from a sample of the rows; "" if all rows were read."""
     drawn = data["sampled"]
     return drawn and (f" Its metrics have about {many(drawn['of'])} rows: curves, medians and trends are those of a "
-                      f"sample of {drawn['rows']:,} and the first and last ones; every skipped step, validation and loss spike "
-                      f"is read.") or ""
+                      f"sample of {drawn['rows']:,} and the first and last ones; every skipped step, validation and "
+                      f"loss spike is read.") or ""
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
