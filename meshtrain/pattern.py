@@ -58,7 +58,7 @@ def mixer(letter: str) -> Mixer:
 
 def has(cfg: Model, family: str) -> bool:
     """Return whether a layer has a mixer of this family."""
-    return any(mixer(kind.mixer).family == family for kind in kinds(cfg))
+    return any(mixer(letter).family == family for letter in present(cfg))
 
 
 class Kind(NamedTuple):
@@ -97,10 +97,20 @@ def _kinds(mixers: str, mlps: str, num_layers: int) -> tuple[Kind, ...]:
     return tuple(map(Kind, repeat(mixers, num_layers), repeat(mlps, num_layers)))
 
 
+def present(cfg: Model) -> frozenset[str]:
+    """Return the letters of the layers' mixers."""
+    return _present(cfg.mixers, cfg.mlps, cfg.num_layers)
+
+
+@functools.lru_cache(256)
+def _present(mixers: str, mlps: str, num_layers: int) -> frozenset[str]:
+    return frozenset(kind.mixer for kind in _kinds(mixers, mlps, num_layers))
+
+
 def rope_mixers(cfg: Model) -> dict:
     """Return letter -> settings of the mixers with rope that the model has."""
-    present = {kind.mixer for kind in kinds(cfg)} if cfg.position == "rope" else ()
-    return {letter: cfg.of(letter) for letter in MIXERS if letter in present and mixer(letter).rotated}
+    letters = present(cfg) if cfg.position == "rope" else ()
+    return {letter: cfg.of(letter) for letter in MIXERS if letter in letters and mixer(letter).rotated}
 
 
 def rope_width(cfg: Model) -> int:
@@ -114,7 +124,13 @@ def rope_width(cfg: Model) -> int:
 
 def share(cfg: Model, mixers: str = "", mlps: str = "") -> float:
     """Return the share of the layers whose mixer or MLP is one of these letters."""
-    return sum(kind.mixer in mixers or kind.mlp in mlps for kind in kinds(cfg)) / cfg.num_layers
+    return _share(cfg.mixers, cfg.mlps, cfg.num_layers, mixers, mlps)
+
+
+@functools.lru_cache(1024)
+def _share(cfg_mixers: str, cfg_mlps: str, num_layers: int, mixers: str, mlps: str) -> float:
+    return sum(kind.mixer in mixers or kind.mlp in mlps for kind in _kinds(cfg_mixers, cfg_mlps, num_layers)
+               ) / num_layers
 
 
 def stretches(cfg: Model) -> tuple[Stretch, ...]:
@@ -123,11 +139,12 @@ def stretches(cfg: Model) -> tuple[Stretch, ...]:
 
     Leading layers (dense layers before experts, and others before the period) are in no stage of a pipeline.
     """
-    return _stretches(kinds(cfg))
+    return _stretches(cfg.mixers, cfg.mlps, cfg.num_layers)
 
 
 @functools.lru_cache(256)
-def _stretches(layers: tuple[Kind, ...]) -> tuple[Stretch, ...]:
+def _stretches(of_mixers: str, of_mlps: str, num_layers: int) -> tuple[Stretch, ...]:
+    layers = _kinds(of_mixers, of_mlps, num_layers)
     length, mlps = len(layers), "".join(kind.mlp for kind in layers)
     dense = length - len(mlps.lstrip("d")) if mlps.lstrip("d").strip("e") == "" else length
     dense = dense if dense < length else 0
@@ -178,7 +195,15 @@ def _parts(layers: tuple[Kind, ...]) -> list[tuple[tuple[Kind, ...], int]]:
 
 def leading(cfg: Model) -> int:
     """Return the number of layers before the stages of a pipeline."""
-    return sum(stretch.num_layers for stretch in stretches(cfg) if stretch.leading)
+    return _leading_and_period(cfg.mixers, cfg.mlps, cfg.num_layers)[0]
+
+
+@functools.lru_cache(256)
+def _leading_and_period(mixers: str, mlps: str, num_layers: int) -> tuple[int, int]:
+    made = _stretches(mixers, mlps, num_layers)
+    first, *_ = (stretch for stretch in made if not stretch.leading)
+    return sum(stretch.num_layers for stretch in made if stretch.leading), (
+        0 if first.name.startswith("part") else len(first.period))
 
 
 def count_staged(cfg: Model) -> int:
@@ -188,5 +213,4 @@ def count_staged(cfg: Model) -> int:
 
 def period(cfg: Model) -> int:
     """Return the length of the period. Stages of a pipeline hold complete periods. 0: the layers have no period."""
-    first, *rest = (stretch for stretch in stretches(cfg) if not stretch.leading)
-    return 0 if first.name.startswith("part") else len(first.period)
+    return _leading_and_period(cfg.mixers, cfg.mlps, cfg.num_layers)[1]

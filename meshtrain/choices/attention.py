@@ -58,7 +58,7 @@ class Need:
 
 def need_of(run: Run) -> Need:
     """Return what a run needs. Its messages name keys of run files."""
-    model, present = run.model, {kind.mixer for kind in pattern.kinds(run.model)}
+    model, present = run.model, pattern.present(run.model)
     sections = [model.of(letter) for letter, row in pattern.MIXERS.items() if row.attends and letter in present]
     heads = [Heads(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, value_dim(cfg)) for cfg in sections]
     windows = [model.of(letter).window for letter in present if pattern.mixer(letter).windowed]

@@ -41,7 +41,7 @@ def _against(setting: Setting) -> list[str]:
     tokens = run.data.global_batch // run.training.microbatches * run.data.seq_len
     tokens //= layout.num_shards(layout.batch_axes) * shards("seq")
     wrong = {
-        "no layer has a dense MLP": not any(kind.mlp == "d" for kind in pattern.kinds(model)),
+        "no layer has a dense MLP": not pattern.share(model, mlps="d"),
         f'they have no model.activation="{model.activation}" ({", ".join(SLOPES)})': model.activation not in SLOPES,
         f'they multiply in bfloat16, not model.compute_dtype="{model.compute_dtype}"':
             model.compute_dtype != "bfloat16",

@@ -36,7 +36,7 @@ def choose(setting: Setting) -> Choice[LinearAttention | None]:
     """Choose the functions of recurrent mixers; None without them. No line tells the choice on CPUs."""
     run = setting.run
     # mixers of other families may call the functions, with widths of their own
-    own = any(pattern.mixer(kind.mixer).family not in KNOWN for kind in pattern.kinds(run.model))
+    own = any(pattern.mixer(letter).family not in KNOWN for letter in pattern.present(run.model))
     if not _is_present(run) and not own:
         return Choice(None)
     runs = TokenRuns(0) if setting.layout.sizes[AXIS] == 1 else TokenRuns(1 if run.context.method == "ulysses" else 2)

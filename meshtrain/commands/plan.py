@@ -15,6 +15,8 @@ import math
 import os
 import re
 import shlex
+import time
+from collections.abc import Callable
 
 from meshtrain import assembly, config, design, run_files
 from meshtrain import hardware
@@ -85,6 +87,7 @@ COMMAND = config.Command("meshtrain.plan", {
 }, "MODEL|RUN.toml", (0, 1))
 TOKENS = 1 << 22            # default tokens per step: 4 million, as in published runs of billions of parameters
 MOST_FAULTS = 5
+FIRST_S, EVERY_S, LIVE_S = 1.0, 10.0, 0.1       # seconds to the first line of progress, between two lines, and live
 TOLD, OTHERS = 20, 400      # plans in the output; further plans that JSON has as points of a plot
 
 
@@ -94,7 +97,7 @@ def main(options: config.Arguments) -> int:
         for option in ("html", "write"):
             if option in options:
                 skin.check_free(f"--{option}", options[option])
-    planned = make_plans(options)
+    planned = make_plans(options, Progress())
     with config.user_errors():
         if "html" in options:
             skin.write("--html", options["html"], plans.page(planned.as_json()))
@@ -168,26 +171,50 @@ class Planned:
                 "reasons": question.rated.assumed.reasons(formula=True), "median_error": assumptions.MEDIAN_ERROR}
 
 
-def make_plans(options: config.Arguments) -> Planned:
+class Progress:
+    """Shows how far a search is: on a terminal in one live line, otherwise on stderr, after a second and then every
+    EVERY_S."""
+
+    def __init__(self) -> None:
+        self.next_at = time.monotonic() + FIRST_S
+
+    def tell(self, num_gpus: int, done: int, count: int) -> None:
+        """Show that `done` of `count` combinations of mesh and rule file are done. A call that is not due does
+        nothing."""
+        live, now = say.is_live(), time.monotonic()
+        if now < self.next_at and not (live and done == 0):
+            return
+        self.next_at = now + (LIVE_S if live else EVERY_S)
+        line = f"pricing layouts of {num_gpus:,} GPUs: {done:,} of {count:,} meshes with a rule file"
+        say.live(line, passing=True) if live else say.err(line)
+
+
+def make_plans(options: config.Arguments, progress: Progress | None = None) -> Planned:
     """Return the plans for a command line. Raises: ConfigError if no layout is allowed, or options contradict each
     other."""
     if alone := [option for option in ("write", "verify") if option in options and len(options["gpus"]) > 1]:
         raise ConfigError(f"--{alone[0]} takes the best plans of one number of GPUs; give a single number with --gpus")
     run = run_of(options)
-    answers = [answer_for(run, options, count) for count in options["gpus"]]
+    answers = [answer_for(run, options, count, progress) for count in options["gpus"]]
     question, answer = answers[0]
-    free = search.search(dataclasses.replace(question, fixed={})) if question.fixed and answer.plans else None
+    free = search.search(dataclasses.replace(question, fixed={}), _teller(progress, question.num_gpus)) if (
+        question.fixed and answer.plans) else None
     return Planned(run, answers, texts.Length(options["tokens"], options["budget-hours"]),
                    [verify(run, question, plan) for plan in answer.plans[:options["verify"]]],
                    gap.of(question, answer.plans[0], free) if free else None,
                    summary.note_unopened(run) if options.names[0].endswith(".toml") else "")
 
 
-def answer_for(run: Run, options: config.Arguments, num_gpus: int) -> tuple[search.Question, search.Answer]:
+def _teller(progress: Progress | None, num_gpus: int) -> Callable[[int, int], None] | None:
+    return functools.partial(progress.tell, num_gpus) if progress else None
+
+
+def answer_for(run: Run, options: config.Arguments, num_gpus: int,
+               progress: Progress | None = None) -> tuple[search.Question, search.Answer]:
     """Search the layouts for one number of GPUs, and return (question, answer). Raises: ConfigError if no layout is
     allowed."""
     question = question_of(run, options, num_gpus)
-    answer = search.search(question)
+    answer = search.search(question, _teller(progress, num_gpus))
     if not answer.plans and not answer.misses:
         fixed = " ".join(f"--{axis} {options[axis]}" for axis in AXES if axis in options)
         none = (f"{fixed}: no mesh of {num_gpus} GPUs has these sizes; their product must divide the "
@@ -280,8 +307,12 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
         raise ConfigError(*(f"{mixer} has no price: formulas cannot compare layouts; give its class an attribute "
                             f"`price`, a MixerCost, or compile one layout by inspect" for mixer in named))
 
+    apart = {loaded.path: config.problems(run.replace(sharding={"rules": str(rule_file(loaded.path))}),
+                                          config.APART_FROM_LAYOUT) for loaded in rule_files}
+
     def check(asked: Run, sizes, loaded: rules.Rules):
-        faults = config.problems(asked.replace(sharding={"rules": str(rule_file(loaded.path))}))
+        faults = config.problems(asked.replace(sharding={"rules": str(rule_file(loaded.path))}), config.OF_LAYOUT)
+        faults += apart[loaded.path]
         laid = design.lay_out(asked, sizes, loaded, model)
         if not faults + laid.faults:
             faults = design.engine_faults(Setting(asked, laid.layout, "gpu", gpu, installed=False), model)

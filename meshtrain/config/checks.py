@@ -6,7 +6,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from meshtrain import custom, pattern
@@ -28,9 +28,10 @@ SIZE_KEYS = {"batch": "data.global_batch / training.microbatches", "seq": "data.
 BYTE_VOCAB = 257  # 256 bytes and the separator between documents
 
 
-def problems(run: Run) -> list[str]:
-    """Return messages about keys that contradict each other or the files they name; empty if the run is valid."""
-    return [message for check in CHECKS for message in check(run)]
+def problems(run: Run, checks: Sequence[Check] = ()) -> list[str]:
+    """Return messages about keys that contradict each other or the files they name; empty if the run is valid. checks:
+    a part of CHECKS, if not all: OF_LAYOUT or APART_FROM_LAYOUT."""
+    return [message for check in checks or CHECKS for message in check(run)]
 
 
 def _check_keep_every(run: Run) -> Iterator[str]:
@@ -173,6 +174,10 @@ CHECKS: tuple[Check, ...] = (
              'use e.g. "meshtrain", with WANDB_MODE=offline in the environment to write it for later, or "" for none'),
     _check_profile,
 )
+# Checks of keys that layouts do not change: a search over layouts makes them once for each rule file.
+APART_FROM_LAYOUT: tuple[Check, ...] = (path_checks.check_texts, path_checks.check_addresses, _check_custom,
+                                        layer_checks.check_layers)
+OF_LAYOUT: tuple[Check, ...] = tuple(check for check in CHECKS if check not in APART_FROM_LAYOUT)
 
 
 def note_custom(run: Run) -> list[str]:

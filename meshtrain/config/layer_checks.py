@@ -25,7 +25,7 @@ def check_layers(run: Run) -> Iterator[str]:
                    f"end to repeat the last one; use e.g. {toml('WWWF' if key == 'mixers' else 'de*')}")
             return
     kinds = pattern.kinds(model)
-    present = [letter for letter in MIXERS if any(kind.mixer == letter for kind in kinds)]
+    present = [letter for letter in MIXERS if letter in pattern.present(model)]
     if ("..") in map("".join, kinds):
         yield (f"model.mixers={toml(model.mixers)} and model.mlps={toml(model.mlps)} give a layer neither a mixer nor "
                f"an MLP; use fewer model.num_layers")

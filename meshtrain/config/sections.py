@@ -376,7 +376,8 @@ class Model(Section):
 
     def of(self, mixer: str) -> Model:
         """Return the section with the keys that the layers of this mixer have for themselves."""
-        given = dict(getattr(self.kinds, mixer, ()))
+        keys = getattr(self.kinds, mixer, None)
+        given = dict(keys) if keys is not None and keys.model_fields_set else {}
         return self.model_copy(update=given) if given else self
 
 

@@ -34,7 +34,7 @@ class ParamInfo:
     def name(self) -> str:
         return "/".join(self.path)
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         return math.prod(self.shape)
 

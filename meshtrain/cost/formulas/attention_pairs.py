@@ -42,7 +42,7 @@ def count(run: Run, layout: Layout, assumed: Assumptions) -> Attended:
     cfg, length = run.model, run.data.seq_len
     gpu = hardware.GPUS.get(assumed.gpu_name)
     engine = attention.engine(Setting(run, layout, GPU_PLATFORMS[0], gpu, installed=False)).value
-    mixers = sorted({kind.mixer for kind in pattern.kinds(cfg) if pattern.mixer(kind.mixer).attends})
+    mixers = sorted(letter for letter in pattern.present(cfg) if pattern.mixer(letter).attends)
     if not run.data.document_mask or engine not in OURS:        # the others mask what they have computed
         return Attended({mixer: causal_share(cfg, mixer, length) for mixer in mixers}, engine, False)
     documents = assumed["documents.mean"], assumed["documents.sigma"]

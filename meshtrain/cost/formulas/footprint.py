@@ -7,6 +7,9 @@ temporaries were read off the buffers of programs compiled for GPUs. A width is 
 """
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 from meshtrain import pattern
 from meshtrain.cost.formulas import calibrations
 from meshtrain.cost.formulas.options import Options
@@ -14,6 +17,22 @@ from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.formulas.sizes import GATHER, SCATTER
 from meshtrain.parallel.pipeline import schedules, stages
 from meshtrain.training import accumulators
+
+
+Widths = tuple[float, float]
+
+
+def _keep(compute: Callable[[Placed, Options], Widths]) -> Callable[[Placed, Options], Widths]:
+    """Keep the values of a function in the layout. The function must not read the schedule and its chunks: a search
+    compares many of them for each layout."""
+    @functools.wraps(compute)
+    def read(placed: Placed, options: Options) -> Widths:
+        key = (compute.__name__, options.remat, options.microbatches, options.seq_len, options.global_batch,
+               options.method, options.dispatch, options.recurrence, options.loss_chunk)
+        if key not in placed.kept:
+            placed.kept[key] = compute(placed, options)
+        return placed.kept[key]
+    return read
 
 
 def memory(placed: Placed, options: Options) -> dict[str, int]:
@@ -235,8 +254,15 @@ def _part_grads_bytes(placed: Placed, options: Options) -> float:
 
 
 def _in_stages(placed: Placed, options: Options) -> float:
-    """Return the bytes of a stage's weights, the schedule's slots, and the larger of two temporaries: those of the loss
-    and those of a layer."""
+    """Return the bytes of a stage's weights, the schedule's slots, and the temporaries."""
+    weights, temporaries = _beside_slots(placed, options)
+    return weights + slot_bytes(placed, options) + temporaries
+
+
+@_keep
+def _beside_slots(placed: Placed, options: Options) -> Widths:
+    """Return (the bytes of a stage's weights, the larger of two temporaries: those of the loss and those of a layer).
+    """
     cfg, size, tokens = placed.cfg, placed.itemsize, placed.tokens(options)
     stream, chunk = cfg.embed_dim / placed.stream_shards, min(tokens, options.loss_chunk)
     # A chunk's float32 logits and their gradient; the stage's output as it is broadcast, normed, and its gradient. The
@@ -249,7 +275,7 @@ def _in_stages(placed: Placed, options: Options) -> float:
     if experts := placed.route(options):
         layer = max(layer, experts.staged_bytes + 4 * size * tokens * stream + size * placed.layer.used)
     layer += _period_bytes(placed, options)
-    return size * placed.held.used + slot_bytes(placed, options) + max(loss, layer)
+    return size * placed.held.used, max(loss, layer)
 
 
 def _period_bytes(placed: Placed, options: Options) -> float:
@@ -262,7 +288,8 @@ def _period_bytes(placed: Placed, options: Options) -> float:
     return others * (placed.itemsize * placed.tokens(options) * kept + 4 * placed.layer.used)
 
 
-def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
+@_keep
+def slot_widths(placed: Placed, options: Options) -> Widths:
     """Return the elements per token that a layer saves in slots: (F saves for B, B saves for a separate W).
 
     assumption: without remat, and for W, arrays as wide as the residual stream are not sharded.
@@ -291,12 +318,14 @@ def slot_widths(placed: Placed, options: Options) -> tuple[float, float]:
     return for_backward, for_weights
 
 
-def slot_bytes(placed: Placed, options: Options) -> float:
-    """Return the bytes of a pipeline's slots, which hold the residuals of microbatches in a stage."""
+def slot_bytes(placed: Placed, options: Options, schedule: str = "", chunks: int = 0) -> float:
+    """Return the bytes of a pipeline's slots, which hold the residuals of microbatches in a stage. schedule, chunks: in
+    place of those of the options."""
+    schedule, chunks = schedule or options.schedule, chunks or options.chunks
     for_backward, for_weights = slot_widths(placed, options)
     p = placed.mesh.sizes["stage"]
-    _, slots = schedules.counts(options.schedule, p, options.microbatches, options.chunks)
-    depth = stages.count_padded(placed.cfg, p * options.chunks) // (p * options.chunks)
+    _, slots = schedules.counts(schedule, p, options.microbatches, chunks)
+    depth = stages.count_padded(placed.cfg, p * chunks) // (p * chunks)
     elements = depth * (slots["Q"] * for_backward + slots.get("Z", 0) * for_weights)
     stream = placed.cfg.embed_dim / placed.stream_shards
     elements += (slots["X"] + slots["D"]) * stream

@@ -288,7 +288,7 @@ def class_of(cfg: Model, letter: str) -> type[MixerCost]:
 
 def find_unpriced(cfg: Model) -> list[str]:
     """Return the letters of the model's mixers that have no price."""
-    letters = sorted({kind.mixer for kind in pattern.kinds(cfg) if kind.mixer != "."})
+    letters = sorted(pattern.present(cfg) - {"."})
     return [letter for letter in letters if class_of(cfg.of(letter), letter) is UnpricedCost]
 
 

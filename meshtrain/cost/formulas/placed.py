@@ -181,6 +181,11 @@ class Placed:
         return self._num_shards[axis]
 
     @functools.cached_property
+    def kept(self) -> dict[tuple, tuple[float, float]]:
+        """What `footprint` has computed for this layout, by function and by the options that it reads."""
+        return {}
+
+    @functools.cached_property
     def _num_shards(self) -> dict[str, int]:
         return {}
 

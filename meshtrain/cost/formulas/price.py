@@ -7,6 +7,7 @@ time. The formulas were compared with 51 published runs of other frameworks, and
 """
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections import defaultdict
@@ -61,11 +62,15 @@ class Links:
 
     def __init__(self, rates: Rates, mesh: MeshSpec):
         self.rates, self.mesh, self.domain = rates, mesh, rates.gpu.domain_gpus(mesh.num_devices)
+        self._groups: dict[tuple[str, ...], DeviceGroup] = {}
 
     def group(self, axes: tuple[str, ...]) -> DeviceGroup:
         """Return the device group of a collective over these axes. A part of an axis ("tensor:2") counts as the whole
         axis."""
-        return DeviceGroup(*self.mesh.in_domain(tuple(axis.partition(":")[0] for axis in axes), self.domain))
+        if axes not in self._groups:
+            whole = tuple(axis.partition(":")[0] for axis in axes)
+            self._groups[axes] = DeviceGroup(*self.mesh.in_domain(whole, self.domain))
+        return self._groups[axes]
 
     def one_s(self, sent: Sent) -> float:
         return sent.arrays * self.rates.collective_s(sent.kind, sent.array_bytes / sent.arrays, self.group(sent.axes))
@@ -103,6 +108,23 @@ class Pricing:
     def list_collectives(self) -> list[Sent]:
         """Return the collectives of a step."""
         return traffic.of(self.placed, self.options)
+
+    def on(self, mesh: MeshSpec) -> Pricing:
+        """Return the same step on a mesh with its axes in another placement: only the links of collectives differ."""
+        other = copy.copy(self)
+        other.placed = dataclasses.replace(self.placed, mesh=mesh)
+        other.waits = _Waits(other.placed, self.rated, self.options, self.work, self.waits.sents)
+        return other
+
+    @functools.cached_property
+    def memory_bytes(self) -> dict[str, int]:
+        return footprint.memory(self.placed, self.options)
+
+    @functools.cached_property
+    def flops_per_token(self) -> float:
+        """The FLOPs of the model, without recomputation."""
+        return sum(flops.model_flops_per_token(part.rows, part.cfg, self.options.seq_len)
+                   for part in (self.placed, self.placed.leading) if part)
 
     def waits_s(self) -> float:
         """Return the exposed seconds of one layer and microbatch."""
@@ -159,12 +181,10 @@ class Pricing:
         for name, seconds in (*work.head.items(), *leading.items()):
             parts[name] += m * seconds
         per_gpu = options.global_batch * options.seq_len / step_s / placed.mesh.num_devices
-        model_flops = sum(flops.model_flops_per_token(part.rows, part.cfg, options.seq_len)
-                          for part in (placed, placed.leading) if part)
         exposed = {name: seconds for name, seconds in waits.exposed.items() if seconds}
-        return Price(footprint.memory(placed, options), tuple(waits.sents), traffic.by_axes(waits.sents, sizes),
+        return Price(self.memory_bytes, tuple(waits.sents), traffic.by_axes(waits.sents, sizes),
                      waits.links_s, parts, exposed, idle_s, update_s, step_s - busy_s, step_s, per_gpu,
-                     per_gpu * model_flops / self.rated.peak(placed.cfg.compute_dtype))
+                     per_gpu * self.flops_per_token / self.rated.peak(placed.cfg.compute_dtype))
 
 
 class _Waits:

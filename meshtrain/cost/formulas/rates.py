@@ -7,6 +7,7 @@ rings run it. They know neither a program nor a mesh; `roofline` applies them to
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 from meshtrain import hardware
@@ -93,8 +94,16 @@ class Rates:
 
     def product_s(self, m: float, n: float, k: float, dtype: str, itemsize: int) -> float:
         """Return the seconds of [m, k] × [k, n] with elements of `itemsize` bytes: the longer of the times for its
-        FLOPs and its HBM bytes."""
-        return max(self.matmul_s(Matmul(m, n, k, 1, dtype)), self.stream_s(itemsize * (m * n + n * k + m * k)))
+        FLOPs and its HBM bytes. The layouts of a search have few different products, so their times are kept."""
+        key = m, n, k, dtype, itemsize
+        if key not in self._product_s:
+            self._product_s[key] = max(self.matmul_s(Matmul(m, n, k, 1, dtype)),
+                                       self.stream_s(itemsize * (m * n + n * k + m * k)))
+        return self._product_s[key]
+
+    @functools.cached_property
+    def _product_s(self) -> dict[tuple[float, float, float, str, int], float]:
+        return {}
 
     def narrow_share(self, dtype: str) -> float:
         """Return the fraction of its own peak that a narrow dtype reaches, divided by the fraction that bfloat16

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -113,24 +114,29 @@ class Answer:
     faults: collections.Counter[str]
 
 
-def search(question: Question) -> Answer:
-    """Price every allowed layout, then vary the placement and context method of the fastest plans."""
+def search(question: Question, tell: Callable[[int, int], None] | None = None) -> Answer:
+    """Price every allowed layout, then vary the placement and context method of the fastest plans. tell: called with
+    (number of combinations of mesh and rule file that are done, number of all of them)."""
     fastest: dict[tuple, Plan] = {}
     priced: dict[tuple, list[tuple[float, Options]]] = {}       # plans by the thousand would keep the collector busy
-    misses, tried, laid = [], 0, 0
+    misses, tried, candidates = [], 0, list(_candidates(question))
     faults: collections.Counter[str] = collections.Counter()
-    for placed, rules, method, wrong in _layouts(question):
-        laid += 1
-        if placed is None:
+    for done, (mesh, rules) in enumerate(candidates):
+        if tell:
+            tell(done, len(candidates))
+        layout, method, wrong = _lay(question, mesh.sizes, rules)
+        if wrong:
             faults[wrong[0]] += 1
             continue
-        num_shards = placed.layout.num_shards(placed.layout.mesh_axes("activations", "batch"))
+        num_shards = layout.num_shards(layout.mesh_axes("activations", "batch"))
         counts = _microbatches(question, num_shards)
         if not counts:
             faults[f"a global batch of {question.options.global_batch} sequences cannot be split over "
                               f"{num_shards} replicas"
                    + (f" in {amount(count, 'microbatch')}"
                       if isinstance(count := question.fixed.get("microbatches"), int) else "")] += 1
+            continue
+        placed = place(question.rows, question.cfg, layout, mesh)
         for m in counts:
             tried += 1
             for options, needed in _fitting(question, placed, m, method):
@@ -144,7 +150,7 @@ def search(question: Question) -> Answer:
                     fastest[key] = plan
     plans = _accept(question, [(plan, priced[key]) for key, plan in fastest.items()], faults)
     near = [miss for miss in misses if miss[0] <= NEAR * question.usable_bytes or not plans]
-    return Answer(plans, _near(question, near, faults), tried, laid, faults)
+    return Answer(plans, _near(question, near, faults), tried, len(candidates), faults)
 
 
 def _accept(question: Question, candidates: Iterable[tuple[Plan, list[tuple[float, Options]]]],
@@ -182,12 +188,8 @@ def divisors(n: int) -> list[int]:
     return [k for k in range(1, n + 1) if n % k == 0]
 
 
-def _layouts(question: Question) -> Iterator[tuple[Placed | None, Rules, str, list[str]]]:
-    """Yield (placed model, rules, context method, reasons for a rejection) for every mesh and every rule file.
-
-    Rule files that shard the same arrays on a mesh are yielded once. The method is the first that training accepts. If
-    training accepts no method, the placed model is None.
-    """
+def _candidates(question: Question) -> Iterator[tuple[MeshSpec, Rules]]:
+    """Yield every mesh with every rule file. Rule files that shard the same arrays on a mesh are yielded once."""
     seen = set()
     for sizes in _meshes(question):
         rest = question.num_gpus // (sizes["tensor"] * sizes["stage"] * sizes["context"])
@@ -198,8 +200,7 @@ def _layouts(question: Question) -> Iterator[tuple[Placed | None, Rules, str, li
                 key = tuple(mesh.sizes.values()), _sharding_key(rules, split)
                 if key not in seen:
                     seen.add(key)
-                    layout, method, wrong = _lay(question, mesh.sizes, rules)
-                    yield None if wrong else place(question.rows, question.cfg, layout, mesh), rules, method, wrong
+                    yield mesh, rules
 
 
 def _lay(question: Question, sizes: Mapping[str, int], rules: Rules) -> tuple[Layout, str, list[str]]:
@@ -268,6 +269,7 @@ def _microbatches(question: Question, num_shards: int) -> list[int]:
     return [share // b for b in divisors(share) if b <= MOST_SEQUENCES and (b & (b - 1) == 0 or b == share)]
 
 
+@functools.lru_cache(1024)      # many layouts have these stages and microbatches
 def _schedules(question: Question, p: int, m: int) -> list[tuple[str, int]]:
     """List (schedule, chunks) that the stages allow. The one with the smallest bubble is first, if F, B and W cost the
     same."""
@@ -288,7 +290,7 @@ def _fitting(question: Question, placed: Placed, m: int, method: str) -> Iterato
     loop ends when the schedule with the smallest bubble fits. In a pipeline, saved residuals cost time too, so
     "selective" is tried even if "none" fits.
     """
-    p, attended = placed.mesh.sizes["stage"], question.attended(placed.layout, method)
+    p, attended = placed.mesh.sizes["stage"], _attended(question, placed.layout, method)
     policies = [question.fixed["remat"]] if "remat" in question.fixed else REMAT if p > 1 else (*REMAT, OFFLOAD)
     order, least, any_fits = _schedules(question, p, m), None, False
     if placed.held.stored_bytes + question.options.optimizer_bytes * placed.held.stored > question.usable_bytes:
@@ -297,17 +299,20 @@ def _fitting(question: Question, placed: Placed, m: int, method: str) -> Iterato
         family = [pair for pair in order if (pair[0] in schedules.SPLIT) == kind]
         for remat in policies if family else ():
             fits_first, without_slots = False, None
+            first = dataclasses.replace(question.options, microbatches=m, remat=remat, schedule=family[0][0],
+                                        chunks=family[0][1], method=method, attended=attended)
             for name, chunks in family:
-                options = dataclasses.replace(
-                    question.options, microbatches=m, remat=remat, schedule=name, chunks=chunks,
-                    method=method, attended=attended)
-                slots = footprint.slot_bytes(placed, options) if p > 1 else 0
+                slots = footprint.slot_bytes(placed, first, name, chunks) if p > 1 else 0
                 if without_slots is None:    # schedules differ in their slots alone
-                    without_slots = footprint.memory(placed, options)["total"] - slots
+                    without_slots = footprint.memory(placed, first)["total"] - slots
                 needed = int(without_slots + slots)
+                fits = needed <= question.usable_bytes
+                if not fits and least is not None and needed >= least[1]:
+                    continue
+                options = dataclasses.replace(first, schedule=name, chunks=chunks)
                 if least is None or needed < least[1]:
                     least = options, needed
-                if needed <= question.usable_bytes:
+                if fits:
                     any_fits, fits_first = True, (name, chunks) == family[0]
                     yield options, needed
                     break
@@ -317,11 +322,20 @@ def _fitting(question: Question, placed: Placed, m: int, method: str) -> Iterato
         yield least
 
 
+@functools.lru_cache(8)     # one layout is tried with several numbers of microbatches
+def _attended(question: Question, layout: Layout, method: str) -> Attended:
+    return question.attended(layout, method)
+
+
 # ---- prices ----------------------------------------------------------------------------------------------------------
 
 
 def _price(question: Question, placed: Placed, rules: Rules, options: Options) -> Plan:
-    one = prices.price(placed, question.rated, options)
+    return _plan(question, prices.Pricing(placed, question.rated, options), rules)
+
+
+def _plan(question: Question, pricing: prices.Pricing, rules: Rules) -> Plan:
+    one, placed, options = pricing.price(), pricing.placed, pricing.options
     held, usable = one.memory_bytes["total"], question.usable_bytes
     unsure = [NEAR_LIMIT] * (held > UNSURE * usable) + [TOO_SHORT] * (
         one.step_s < SHORT_S and placed.mesh.num_devices >= MANY)
@@ -335,11 +349,11 @@ def _refine(question: Question, plan: Plan) -> Plan:
     for method in question.methods if plan.sizes["context"] > 1 else (own,):
         if method != own and question.lay(plan.sizes, plan.rules, method)[1]:
             continue
-        attended = question.attended(plan.placed.layout, method)
+        attended = _attended(question, plan.placed.layout, method)
         options = dataclasses.replace(plan.options, method=method, attended=attended)
+        pricing = prices.Pricing(plan.placed, question.rated, options)
         for placement in PLACEMENTS:
-            placed = dataclasses.replace(plan.placed, mesh=MeshSpec(plan.sizes, placement))
-            other = _price(question, placed, plan.rules, options)
+            other = _plan(question, pricing.on(MeshSpec(plan.sizes, placement)), plan.rules)
             if other.fits and other.price.step_s < 0.999 * best.price.step_s:
                 best = other
     return best

@@ -202,7 +202,8 @@ def _first_b(name: str, p: int, m: int, v: int) -> int:
     return v * m + p - 1 if PIPELINE_SCHEDULES[name].forwards_first else v * p
 
 
-def counts(name: str, p: int, m: int, v: int = 1) -> tuple[dict[str, int], dict[str, int]]:
+@functools.lru_cache(maxsize=4096)
+def counts(name: str, p: int, m: int, v: int = 1) -> tuple[Mapping[str, int], Mapping[str, int]]:
     """Return (`executed`, `slots`) of the schedule of `make` without building it, so that thousands can be compared."""
     ops, what = m * v, PIPELINE_SCHEDULES[name]
     executed = {"F": ops + p - 1, "B": ops + p - 1, "W": ops if what.split else 0, "loss": m}
