@@ -116,7 +116,7 @@ class OtherPlaced(Placed):
         if move.kind != SUM or move.part == "update":
             return move
         num_layers = self.cfg.num_layers / self.layout.sizes["stage"] if move.part in traffic.LAYER_PARTS else 1
-        return dataclasses.replace(move, part="update", elements=move.elements * num_layers)
+        return move._replace(part="update", elements=move.elements * num_layers)
 
     @property
     def matmul_dtype(self) -> str:
@@ -170,9 +170,9 @@ def _weights(placed: OtherPlaced, options: Options) -> Iterator[Sent]:
     """Yield the gathers of weights and the reductions of gradients, in buckets."""
     for sent in traffic.weights(placed, options):
         if sent.kind != "all-gather" and placed.habits.grad_bytes == 2:
-            sent = dataclasses.replace(sent, dtype="bf16", array_bytes=sent.array_bytes / 2)
+            sent = sent._replace(dtype="bf16", array_bytes=sent.array_bytes / 2)
         overlaps = MICROBATCH if sent.label == traffic.UPDATE else sent.overlaps
-        yield dataclasses.replace(sent, overlaps=overlaps, arrays=1)
+        yield sent._replace(overlaps=overlaps, arrays=1)
 
 
 def _experts(placed: OtherPlaced, options: Options) -> Iterator[Sent]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 from meshtrain import hardware
 from meshtrain.cost.formulas.assumptions import Assumptions
@@ -65,8 +66,7 @@ class AttentionKernel:
     head_dim: int
 
 
-@dataclasses.dataclass(frozen=True)
-class DeviceGroup:
+class DeviceGroup(NamedTuple):
     """The devices of a collective: `size` GPUs, with `per_domain` of them in each link domain (a host or a rack)."""
     size: int
     per_domain: int

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from meshtrain.names import AXES
 
@@ -41,8 +42,7 @@ class Product:
     whole_inputs: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class WeightMove:
+class WeightMove(NamedTuple):
     """Elements of weights or gradients in one collective over `axes`.
 
     kind: the collective, as HLO spells it. part: "layers", "experts" or "routers": elements of one layer, moved in each
@@ -56,8 +56,7 @@ class WeightMove:
     elements: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """`runs` equal collectives of a step.
 
     kind, dtype: as HLO spells them; axes: as in `audit.Collective`. array_bytes: bytes of the whole array for an

@@ -5,7 +5,6 @@ collectives of weights and gradients; those of activations follow from the sizes
 """
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
@@ -33,7 +32,7 @@ def of(placed: Placed, options: Options, parts: Mapping[str, Part] | None = None
     parts = parts or PARTS
     sents = [sent for part in parts.values() for sent in part(placed, options)]
     if leading := placed.leading:
-        sents += [dataclasses.replace(sent, layer=False)
+        sents += [sent._replace(layer=False)
                   for name in IN_LAYERS for sent in parts[name](leading, options)]
     return [sent for sent in sents if sent.axes and sent.array_bytes and sent.runs]
 
@@ -142,7 +141,7 @@ def tensor(placed: Placed, options: Options) -> Iterator[Sent]:
         summed -= product.share * backward * product.whole_inputs
         if product.row and set(product.row) <= split:
             sent = send("all-gather", product.row, gathered, True)
-            yield dataclasses.replace(sent, array_bytes=stream / placed.itemsize, dtype=E4M3) if placed.float8 else sent
+            yield sent._replace(array_bytes=stream / placed.itemsize, dtype=E4M3) if placed.float8 else sent
             yield send("reduce-scatter", product.row, summed, True)
         elif product.row:
             yield send("all-reduce", product.row, summed, True)
