@@ -97,7 +97,7 @@ def main(options: config.Arguments) -> int:
         for option in ("html", "write"):
             if option in options:
                 skin.check_free(f"--{option}", options[option])
-    planned = make_plans(options, Progress())
+    planned = make_plans(options, SearchProgress())
     with config.user_errors():
         if "html" in options:
             skin.write("--html", options["html"], plans.page(planned.as_json()))
@@ -171,7 +171,7 @@ class Planned:
                 "reasons": question.rated.assumed.reasons(formula=True), "median_error": assumptions.MEDIAN_ERROR}
 
 
-class Progress:
+class SearchProgress:
     """Shows how far a search is: on a terminal in one live line, otherwise on stderr, after a second and then every
     EVERY_S."""
 
@@ -189,7 +189,7 @@ class Progress:
         say.live(line, passing=True) if live else say.err(line)
 
 
-def make_plans(options: config.Arguments, progress: Progress | None = None) -> Planned:
+def make_plans(options: config.Arguments, progress: SearchProgress | None = None) -> Planned:
     """Return the plans for a command line. Raises: ConfigError if no layout is allowed, or options contradict each
     other."""
     if alone := [option for option in ("write", "verify") if option in options and len(options["gpus"]) > 1]:
@@ -205,12 +205,12 @@ def make_plans(options: config.Arguments, progress: Progress | None = None) -> P
                    summary.note_unopened(run) if options.names[0].endswith(".toml") else "")
 
 
-def _teller(progress: Progress | None, num_gpus: int) -> Callable[[int, int], None] | None:
+def _teller(progress: SearchProgress | None, num_gpus: int) -> Callable[[int, int], None] | None:
     return functools.partial(progress.tell, num_gpus) if progress else None
 
 
 def answer_for(run: Run, options: config.Arguments, num_gpus: int,
-               progress: Progress | None = None) -> tuple[search.Question, search.Answer]:
+               progress: SearchProgress | None = None) -> tuple[search.Question, search.Answer]:
     """Search the layouts for one number of GPUs, and return (question, answer). Raises: ConfigError if no layout is
     allowed."""
     question = question_of(run, options, num_gpus)

@@ -62,8 +62,8 @@ def of(log: MetricRows) -> Sample:
 
 
 def find_steps(log: MetricRows, first: int, last: int) -> Iterator[Row]:
-    """Yield the rows of steps [first, last]. In a long file only the part is read that has these steps: rows are in step
-    order. Raises: OSError."""
+    """Yield the rows of steps [first, last]. Rows are in step order, so in a long file only their part is read. Raises:
+    OSError."""
     size = log.size()
     begin, stop = 0, size
     if size > WHOLE_BYTES:

@@ -29,7 +29,7 @@ def test_a_search_says_how_far_it_is_on_stderr_and_nothing_in_the_json(monkeypat
 def test_progress_is_a_line_after_a_second_and_then_every_ten_and_on_a_terminal_one_live_line(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(plan.time, "monotonic", lambda: now[0])
-    progress, times = plan.Progress(), []
+    progress, times = plan.SearchProgress(), []
     for step in range(250):
         now[0] = step / 10
         with contextlib.redirect_stderr(io.StringIO()) as err:
@@ -41,7 +41,7 @@ def test_progress_is_a_line_after_a_second_and_then_every_ten_and_on_a_terminal_
     shown = []
     monkeypatch.setattr(say, "is_live", lambda: True)
     monkeypatch.setattr(say, "live", lambda text, passing: shown.append((text, passing)))
-    progress = plan.Progress()
+    progress = plan.SearchProgress()
     progress.tell(8, 0, 3)
     progress.tell(8, 1, 3)
     assert [text.split(": ")[1][:6] for text, _ in shown] == ["0 of 3"] and shown[0][1], "at once, and erased at the end"
