@@ -97,7 +97,8 @@ def check_fit(name: str, stored: Mapping[str, ArrayForm], wanted: Any, part: boo
     ValueError that lists the first differences, those of parameters before those of the optimizer."""
     needed = forms_of(wanted)
     names = needed.keys() if part else needed.keys() | stored.keys()
-    other = [array for array in sorted(names, key=lambda array: (_is_optimizer(array), array)) if stored.get(array) != needed.get(array)]
+    ranked = sorted(names, key=lambda array: (_is_optimizer(array), array))
+    other = [array for array in ranked if stored.get(array) != needed.get(array)]
     wider = [array for array in other if widens(stored.get(array), needed.get(array))]
     differences = [f"  {array}: {_format(stored.get(array))} in the checkpoint, "
                    f"{_format(needed.get(array))} in this run" for array in other if array not in wider]

@@ -71,8 +71,8 @@ def find_shape_faults(leaves: Mapping[str, Any], named: Mapping[str, Axes], reme
             bare.setdefault((fold_layers(name), shape), []).append(name)
         elif axes is not None and len(axes) != len(shape):
             wrong.setdefault((fold_layers(name), shape, axes), []).append(name)
-    faults = [f"{kind if len(names) > 1 else names[0]} {shape}: {len(shape)} dims, and {axes} names {len(axes)}; give a "
-              f"name or None for each dim" for (kind, shape, axes), names in wrong.items()]
+    faults = [f"{kind if len(names) > 1 else names[0]} {shape}: {len(shape)} dims, and {axes} names {len(axes)}; give "
+              f"a name or None for each dim" for (kind, shape, axes), names in wrong.items()]
     if bare:
         shapes = {kind if len(names) > 1 else names[0]: shape for (kind, shape), names in bare.items()}
         first, shape = next(iter(shapes.items()))
