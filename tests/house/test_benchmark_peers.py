@@ -102,6 +102,7 @@ def test_a_ratio_that_falls_names_the_part_that_moved(program, part, by, said):
 @needs_gpu_compiler
 def test_the_ratio_to_plain_flax_on_eight_gpus_has_not_fallen(capsys):
     from benchmarks import peers, peers_compiled
-    assert peers_compiled.key_of("h100:8") in peers_compiled.read_kept(), "python benchmarks/peers.py --compiled --write"
+    if (key := peers_compiled.key_of("h100:8")) not in peers_compiled.read_kept():
+        pytest.skip(f"peers.json keeps nothing of {key}: python benchmarks/peers.py --compiled --write")
     code = peers.run_compiled("h100:8", (peers_compiled.OURS, peers_compiled.PLAIN), write=False)
     assert code == 0, capsys.readouterr().err
