@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import tiny_run
 
+from meshtrain import __main__
 from meshtrain.commands import train
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -80,3 +81,23 @@ def test_the_time_to_the_first_step_is_measured(tmp_path, monkeypatch):
     from benchmarks import step
     monkeypatch.setattr(step.os, "environ", free())
     assert step.first_step_s(tmp_path / "run", tmp_path / "cache", tiny_file(tmp_path)) > 0
+
+
+def test_the_parts_of_a_start_are_measured_beside_a_trainer_by_hand(tmp_path, monkeypatch):
+    from benchmarks import start
+    monkeypatch.setattr(start, "SHAPE", start.SHAPE | dict(vocab_size=264, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8,
+                                                           mlp_dim=64, num_layers=1))
+    monkeypatch.setattr(start, "SEQ_LEN", 32)
+    monkeypatch.setattr(start.os, "environ", dict(os.environ))
+    ours, plain = start.alone_ours(8), start.alone_plain(8, "")
+    assert set(ours) == set(plain) == {"imports", "assembling", "data", "initialization", "trace and lower", "XLA", "first step"}
+    assert min(ours.values()) >= 0 < min(plain["XLA"], ours["XLA"])
+    head, _, row, other = start.table({"meshtrain": ours, "plain flax": plain})
+    assert row.startswith("| meshtrain | ") and head.count("|") == row.count("|") == other.count("|")
+    monkeypatch.setattr(__main__, "COMMANDS", {"tokenize": ""})
+    assert 0 < start.answer_help()["tokenize"] < 60
+    sign = tmp_path / "first"
+    command = [sys.executable, "-c", f"import time; open({str(sign)!r}, 'w').write('7'); time.sleep(600)"]
+    assert 0 <= start.until(command, sign) < 60
+    with pytest.raises(SystemExit, match="no first step: .*ended"):
+        start.until([sys.executable, "-c", "raise SystemExit('ended')"], tmp_path / "never")

@@ -21,7 +21,8 @@ RUNS = {
         "peers_compiled": "test_the_ratio_to_plain_flax_on_eight_gpus_has_not_fallen"},
     "test_benchmark_processes.py": {
         "restart": "test_the_phases_of_a_restart_are_measured", "rl": "test_words_are_learned_and_sums_written",
-        "soak": "test_a_fault_is_met_and_told"},
+        "soak": "test_a_fault_is_met_and_told",
+        "start": "test_the_parts_of_a_start_are_measured_beside_a_trainer_by_hand"},
     "test_benchmark_runs.py": {
         "bubble": "test_a_pipeline_of_sleeping_stages_is_measured",
         "checkpoint": "test_checkpoints_are_measured",
