@@ -69,7 +69,7 @@ def until(command: list[str], sign: Path) -> float:
 def first_steps(rounds: int, devices: int) -> dict[str, list[float]]:
     """Return the CPU seconds to the first loss, by turns. as it is: the run validates, too, which no other does."""
     taken: dict[str, list[float]] = {"meshtrain": [], "meshtrain, without validation": [], "plain flax": []}
-    for number in range(rounds):
+    for _ in range(rounds):
         for name, seconds in taken.items():
             with tempfile.TemporaryDirectory() as home:
                 place = Path(home)
