@@ -9,6 +9,7 @@ Source: arXiv:1910.02054 (ZeRO).
 """
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.config import ConfigError
-from meshtrain.library import staged
+from meshtrain.library import lookups, staged
 from meshtrain.library.rows import check_traced, count_rows, cut, in_mesh
 from meshtrain.library.stack import Stack, check_sums
 from meshtrain.library.staged import GivenSchedule, StagedStack
@@ -65,13 +66,18 @@ def gradients(layout: TreeLayout, loss: Callable, axes: Any, microbatches: int =
             weights = _read(inner, axes, params, compute)
             if isinstance(loss, Stack) and schedule is not None:
                 return _run_stages(layout, loss, schedule, axes, weights, rows)
+            given = () if key is None else (key,)
+            if key is not None:
+                rows = rows, jnp.arange(count_rows(rows), dtype=jnp.uint32)
             deferred = inner.find_deferred_axes(flat)
+            if lines := lookups.find_lookups(inner, deferred, partial(_call, loss), weights, rows, *given):
+                # Without a shard_map XLA partitions them.
+                warnings.warn(f"gradients on {layout}: they are reduced over {', '.join(deferred)} in each microbatch, "
+                              f"because XLA aborts at the lookup at {', '.join(lines)} otherwise; {lookups.REMEDY}",
+                              stacklevel=2)
+                deferred = ()
             reduced = Reduction(inner, mesh, axes, deferred)
-            if key is None:
-                batch, given = cut(inner, deferred, rows, microbatches), ()
-            else:
-                numbers = jnp.arange(count_rows(rows), dtype=jnp.uint32)
-                batch, given = cut(inner, deferred, (rows, numbers), microbatches), (key,)
+            batch = cut(inner, deferred, rows, microbatches)
             make = partial(loss.make_backward, inner, axes) if isinstance(loss, Stack) else partial(make_backward, loss)
             grads, (total, count), _ = reduction.accumulate(reduced, make, batch, weights, given)
             count = jnp.maximum(count.sum(), 1)
@@ -126,14 +132,17 @@ def make_backward(loss: Callable, weights: Any, rows: Any, key: jax.Array | None
     Gradients of a microbatch have the dtype of the weights, and are added in float32. A cast inside the differentiated
     function would change nothing: layers in a scan, and slices of one array, collect their gradients before it.
     """
-    def differentiate(weights, rows):
-        given = (rows,) if key is None else (rows[0], jax.vmap(jax.random.fold_in, (None, 0))(key, rows[1]))
-        return check_sums(loss(weights, *given), "the loss")
-
     def add(sums, rows, buffers):
-        (total, count), grads = jax.value_and_grad(differentiate, has_aux=True)(weights, rows)
+        differentiate = jax.value_and_grad(partial(_call, loss), has_aux=True)
+        (total, count), grads = differentiate(weights, rows, *(() if key is None else (key,)))
         return accumulators.add(sums, grads), (total, count), buffers, LayerStats()
     return Backward(add, weights, loss=(0, 0))
+
+
+def _call(loss: Callable, weights: Any, rows: Any, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Return the loss's (sum, count). With a key, rows are (rows, their numbers [b])."""
+    given = (rows,) if key is None else (rows[0], jax.vmap(jax.random.fold_in, (None, 0))(key, rows[1]))
+    return check_sums(loss(weights, *given), "the loss")
 
 
 def _read(inner: rules.Layout, axes: Any, params: Any, dtype: str | None):

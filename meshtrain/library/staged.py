@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
 from meshtrain.config import ConfigError
+from meshtrain.library import lookups
 from meshtrain.library.rows import cut
 from meshtrain.library.stack import Stack, check_sums
 from meshtrain.model.stats import LayerStats
@@ -21,7 +22,7 @@ from meshtrain.sharding import rules
 from meshtrain.sharding.rules import GATHERED
 from meshtrain.shown import DrawnSchedule
 from meshtrain.training import backward, executor
-from meshtrain.training.executor import Placement
+from meshtrain.training.executor import STAGE, Placement
 from meshtrain.training.shard import ModelFunctions
 
 GivenSchedule: TypeAlias = str | Schedule | DrawnSchedule
@@ -73,6 +74,10 @@ class StagedStack:
                      if not jnp.issubdtype(leaf.dtype, jnp.floating)]:
             faults.append(f"pipeline: {', '.join(wrong)} cannot be differentiated; weights and ends are floating, and "
                           f"whole numbers belong to the rows")
+        if not faults and (lines := lookups.find_lookups(self.layout, (STAGE, *self.layout.batch_axes), self.stack, {
+                **ends, self.stack.layers: weights}, rows)):
+            faults.append(f"pipeline: XLA aborts at the lookup at {', '.join(lines)} in a pipeline on a mesh with "
+                          f"context and tensor; {lookups.REMEDY}")
         if faults:
             raise ConfigError(*faults)
 

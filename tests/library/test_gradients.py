@@ -1,4 +1,7 @@
 """Gradients of anybody's loss, by rule files: values, placement, what is refused. What is sent: `test_gradient_bytes`."""
+import re
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,10 +22,15 @@ def compute(layout: Layout, loss, rows=None, axes=AXES, microbatches=4, **given)
     return step(layout.place(draw_params(), axes), rows, **given)
 
 
+ABORTING = {"ddp, context, tensor": ("ddp", dict(data=2, context=2, tensor=2)),
+            "hsdp, tensor": ("hsdp_zero1", dict(data=2, fsdp=2, tensor=2))}     # XLA, at take_along_axis
+
+
+@pytest.mark.filterwarnings("ignore:gradients on Layout")
 @pytest.mark.parametrize("loss", [loss, STACK], ids=["loss", "stack"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in ABORTING)])
 def test_the_mean_over_masked_tokens_and_every_gradient_are_those_of_one_device(name, loss):
-    layout = Layout(*LAYOUTS[name])
+    layout = Layout(*(LAYOUTS | ABORTING)[name])
     with jax.default_matmul_precision("highest"):
         value, grads = compute(layout, loss)
         expected, expected_grads = plain(draw_params(), draw_rows())
@@ -104,6 +112,30 @@ def test_a_call_outside_jit_is_refused_by_name():
     layout = Layout("ddp", {})
     with pytest.raises(ValueError, match="gradients: call the function inside jax.jit"):
         layout.gradients(loss, AXES)(draw_params(), draw_rows(8))
+
+
+@pytest.mark.parametrize("name", ABORTING)
+def test_a_lookup_at_which_xla_aborts_is_told_with_its_line_and_one_by_all_dims_is_not(name):
+    def index(ends, x, rows):
+        logits = x @ ends["out"]
+        picked = logits[jnp.arange(x.shape[0])[:, None], jnp.arange(x.shape[1]), rows["y"]]
+        return (jax.nn.logsumexp(logits, -1) - picked).sum(), picked.size
+    layout = Layout(*ABORTING[name])
+
+    def trace(loss):
+        with warnings.catch_warnings(record=True) as told:
+            jax.jit(layout.gradients(loss, AXES, 4)).trace(layout.place(draw_params(), AXES), draw_rows())
+        return [str(one.message) for one in told if "XLA aborts" in str(one.message)]
+    (message,) = trace(STACK)
+    assert re.search(r"reduced over data in each microbatch, because XLA aborts at the lookup at library/small_models.py:\d+ ", message)
+    assert trace(Stack(STACK.embed, STACK.layer, index)) == []
+    assert trace(lambda p, rows: Stack(STACK.embed, STACK.layer, index)(p, rows)) == []
+
+
+def test_a_pipeline_refuses_a_lookup_at_which_xla_aborts():
+    layout = Layout("ddp", dict(stage=2, context=2, tensor=2))
+    with pytest.raises(ValueError, match=r"pipeline: XLA aborts at the lookup at library/small_models.py:\d+ .*index all dims"):
+        jax.jit(layout.gradients(STACK, AXES, 2, schedule="1f1b")).trace(layout.place(draw_params(), AXES), draw_rows())
 
 
 def test_a_stack_with_a_key_is_refused():

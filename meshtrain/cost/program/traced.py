@@ -65,18 +65,18 @@ def count(jaxpr: Jaxpr) -> TracedFlops:
             name = eqn.primitive.name
             if name == "dot_general":
                 dtype = max((operand.aval.dtype for operand in eqn.invars), key=lambda dtype: dtype.itemsize)
-                flops[_line(eqn), dtype.name] += _product(eqn)
+                flops[line_in_python(eqn), dtype.name] += _product(eqn)
             elif name in OTHERS:
-                uncounted[f"{OTHERS[name]} ({_line(eqn) or name})"] = None
+                uncounted[f"{OTHERS[name]} ({line_in_python(eqn) or name})"] = None
             if name in KERNELS:
-                uncounted[f"kernels ({_line(eqn) or name})"] = None
+                uncounted[f"kernels ({line_in_python(eqn) or name})"] = None
                 continue
-            inside = [visit(inner) for inner in _inner(eqn.params)]
+            inside = [visit(inner) for inner in list_inner(eqn.params)]
             if not any(inside):
                 continue
             if name == "while" or name == "cond" and not _taken(eqn):
                 kind = "a loop of unknown length" if name == "while" else "a conditional"
-                bounds[f"{kind} with matmuls" + (f" ({line})" if (line := _line(eqn)) else "")] = None
+                bounds[f"{kind} with matmuls" + (f" ({line})" if (line := line_in_python(eqn)) else "")] = None
             if name == "cond":
                 inside = [max(inside, key=lambda one: sum(one.values()))]
             for one in inside:
@@ -110,7 +110,7 @@ def _times(eqn) -> Fraction | int:
     return 1
 
 
-def _inner(params: dict[str, Any]) -> Iterator[Jaxpr]:
+def list_inner(params: dict[str, Any]) -> Iterator[Jaxpr]:
     """Yield the jaxprs among an equation's parameters."""
     for value in params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
@@ -119,5 +119,6 @@ def _inner(params: dict[str, Any]) -> Iterator[Jaxpr]:
                 yield inner
 
 
-def _line(eqn) -> str:
+def line_in_python(eqn) -> str:
+    """Return the line of Python that wrote an equation, "file.py:12"; "" if it is not known."""
     return line_of(SourceFrame(file, line) for file, line in jax_private.frames(eqn))
