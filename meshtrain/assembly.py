@@ -1,15 +1,16 @@
 """Puts a run's design on devices, and compiles its step, its evaluation and its initialization."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import jax
 
-from meshtrain import config, design, flags, hardware
+from meshtrain import config, custom, design, flags, hardware
 from meshtrain.cluster import agree, programs
-from meshtrain.config import Run
+from meshtrain.config import ConfigError, Run, named
 from meshtrain.cost.program import audit, scheduling
 from meshtrain.cost.program.compiled import CompiledProgram
 from meshtrain.design import Design
@@ -55,7 +56,8 @@ def compile_step(made: Assembly, refuse_broken: bool = True) -> jax.stages.Compi
     If much of the step waits for communication, it is compiled again with a profile (see `cost.program.scheduling`),
     and the better of the two programs is returned.
     """
-    lowered = made.program.lower_step()
+    with _blame_own_code(made.run):
+        lowered = made.program.lower_step()
     step = first = _compile(made, lowered)
     profile = agree.on_first(lambda: _profile(made, first))
     path = profile and programs.keep_profile(profile)
@@ -77,9 +79,20 @@ def _profile(made: Assembly, executable: jax.stages.Compiled) -> str:
 def compile_evaluation(made: Assembly) -> Assembly:
     """Return the assembly with a compiled `evaluate`. Raises: as `check_program`."""
     program = made.program
-    lowered = program.lower(program.evaluate, made.state_shapes.params, program.step.batch)
+    with _blame_own_code(made.run):
+        lowered = program.lower(program.evaluate, made.state_shapes.params, program.step.batch)
     return dataclasses.replace(made, program=dataclasses.replace(
         program, evaluate=check_program(made.mesh, "the evaluation", _compile(made, lowered))))
+
+
+@contextlib.contextmanager
+def _blame_own_code(run: Run) -> Iterator[None]:
+    """Turn an error that passed code of the run's own into a ConfigError with its key."""
+    try:
+        with custom.blame(named.values(run)):
+            yield
+    except custom.Misuse as error:
+        raise ConfigError(str(error)) from error
 
 
 def _compile(made: Assembly, lowered: jax.stages.Lowered, more: Mapping = MappingProxyType({})

@@ -6,6 +6,7 @@ and of what it imports from its own folder, identifies the content. Copies in ru
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -156,26 +157,47 @@ def call(key: str, value: str, signature: Signature, *arguments: object) -> Any:
     try:
         return called(*arguments)
     except Exception as error:
-        raise refuse(key, value, signature, f"raised {tell(error)}") from error
+        given = ", ".join(type(argument).__name__ for argument in arguments)
+        raise refuse(key, value, signature, f"was called with ({given}) and raised {tell(error)}") from error
 
 
-def refuse(key: str, value: str, signature: Signature, what: str) -> ValueError:
+class Misuse(ValueError):
+    """Code of the run's own is not what its key calls, or raised an error."""
+
+
+def refuse(key: str, value: str, signature: Signature, what: str) -> Misuse:
     """Return the error for code of the run's own that is not what its key calls. what: a verb and its object."""
-    return ValueError(f'{key}="{value}" {what}; give {signature.contract}')
+    return Misuse(f'{key}="{value}" {what}; give {signature.contract}')
+
+
+@contextlib.contextmanager
+def blame(parts: Iterable[tuple[str, str, Signature]]) -> Iterator[None]:
+    """Turn an error that passed code of the run's own into a ValueError with its key. parts: (key, value, signature) of
+    the run. Any other error is raised unchanged."""
+    try:
+        yield
+    except Exception as error:
+        if not (frames := _find_frames(error)):
+            raise
+        code = frames[0][0].f_code
+        known = [part for part in parts if split(part[1])[0] == Path(code.co_filename)]
+        part = next((part for part in known if split(part[1])[1] == code.co_qualname.split(".")[0]), *known[:1])
+        raise refuse(*part, f"raised {tell(error)}") from error
 
 
 def tell(error: BaseException) -> str:
     """Return one line about an error in code of the run's own: its type, the last line of such code that was executed,
-    and the beginning of its message."""
-    frames = [frame for frame in traceback.walk_tb(error.__traceback__) if is_own(frame[0].f_globals)]
+    and the first sentence of its message."""
+    frames = _find_frames(error)
     place = f" in line {frames[-1][1]} of {frames[-1][0].f_code.co_filename}" if frames else ""
-    words = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}{place}{words and ': '}{textwrap.shorten(words, 160, placeholder=' …')}"
+    sentence = (str(error).splitlines() or [""])[0].split(". ")[0].rstrip(".")
+    return f"{type(error).__name__}{place}{sentence and ': '}{textwrap.shorten(sentence, 160, placeholder=' …')}"
 
 
-def is_own(names: Mapping[str, object]) -> bool:
-    """Return whether these are the global names of code of the run's own."""
-    return str(names.get("__name__")).startswith(MODULE)
+def _find_frames(error: BaseException) -> list[tuple[types.FrameType, int]]:
+    """Return (frame, line) of code of the run's own that an error passed, the outermost first."""
+    return [found for found in traceback.walk_tb(error.__traceback__)
+            if str(found[0].f_globals.get("__name__")).startswith(MODULE)]
 
 
 @functools.cache

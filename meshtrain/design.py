@@ -6,17 +6,16 @@ import functools
 from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 
-from meshtrain import config, hardware
+from meshtrain import config, hardware, own_code
 from meshtrain.choices import attention, engines, experts, float8, mixers, recurrence, stages
 from meshtrain.choices.setting import Choice, Refusal, Setting
-from meshtrain.config import ConfigError, Run, named
+from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import assumptions, attention_pairs, footprint, price, rates, simulate
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.place import place
 from meshtrain.cost.formulas.placed import Placed
-from meshtrain.inference import cache, placement
+from meshtrain.inference import placement
 from meshtrain.model import transformer
 from meshtrain.model.execution import Engines
 from meshtrain.names import AXES
@@ -25,7 +24,7 @@ from meshtrain.sharding import rules, unmet
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout, Rules, Tensor
 from meshtrain.shipped import rule_file
-from meshtrain.training import objective, optimizer, state
+from meshtrain.training import objective, state
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,7 +60,7 @@ def make(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | None,
         if faults := float8.problems(setting):
             raise ConfigError(*faults)
         model = transformer.build(run.model, run.lora)
-        _try_custom(run, model)
+        own_code.check(run, model, loaded)
     laid = lay_out(run, sizes, loaded, model)
     if laid.faults:
         raise ConfigError(*laid.faults)
@@ -92,21 +91,6 @@ def refusals(run: Run, platform: str, gpu: hardware.Gpu | None) -> list[str]:
         loaded, model = rules.load(run.sharding.rules), transformer.build(run.model, run.lora)
     laid = lay_out(run, {axis: getattr(run.mesh, axis) for axis in AXES}, loaded, model)
     return laid.faults or engine_faults(Setting(run, laid.layout, platform, gpu, installed=False), model)
-
-
-def _try_custom(run: Run, model: transformer.Transformer) -> None:
-    """Execute the run's own code once, so that its faults are found before anything is compiled. Raises: ValueError."""
-    if not any(named.values(run)):
-        return
-    goal = objective.of_run(run)
-    state.optimizer_bytes(model, run.optimizer, run.training.steps)
-    rate = jax.eval_shape(optimizer.learning_rate_schedule(run.optimizer, run.training.steps),
-                          jax.ShapeDtypeStruct((), jnp.int32))
-    if getattr(rate, "shape", None) != ():
-        raise ValueError(f'optimizer.schedule="{run.optimizer.schedule}" returns {rate} for a step; return the '
-                         f"learning rate, a scalar")
-    if run.run.sample_tokens or goal.samples:
-        cache.check(run.model)
 
 
 # ---- the layout ------------------------------------------------------------------------------------------------------

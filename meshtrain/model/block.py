@@ -18,7 +18,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain import pattern
-from meshtrain.config.sections import Model
+from meshtrain.config.sections import MIXER, Model
 from meshtrain.kernels.engine import Mask, Scores
 from meshtrain.model import float8, params, parts
 from meshtrain.model.dropout import dropout
@@ -220,9 +220,9 @@ class Layer(nnx.Module):
                 y_BTD, bound_N = y_BTD
                 if bound_N is not None and ex.bounds is not None:
                     stats = LayerStats.of("step", **{SCORE_BOUND: in_row(number, bound_N, *ex.bounds)})
-            if (y_BTD.shape, y_BTD.dtype) != (h_BTD.shape, h_BTD.dtype):
-                raise ValueError(f"the mixer {type(mixer).__name__} returns {y_BTD.dtype}{list(y_BTD.shape)} for "
-                                 f"{h_BTD.dtype}{list(h_BTD.shape)}; return the shape and dtype of the input")
+            if (getattr(y_BTD, "shape", 0), getattr(y_BTD, "dtype", 0)) != (h_BTD.shape, h_BTD.dtype):
+                raise ValueError(f"the mixer {type(mixer).__name__} returned {y_BTD} for "
+                                 f"{h_BTD.dtype}{list(h_BTD.shape)}; give {MIXER.contract}")
             y_BTD = apply_norm(self.attention_post_norm, residual(y_BTD))
             x_BTD = residual(self._add(x_BTD, dropout(ex, y_BTD, self.dropout, inputs, 2 * number)))
             if self.attention_post_norm is None:

@@ -402,7 +402,13 @@ def _mixer(cfg: Model, letter: str):
     name, cls = _mixer_class(cfg, letter)
     if name != pattern.CUSTOM:
         return name, lambda cfg, rngs: cls(cfg, rngs, letter)
-    return name, lambda cfg, rngs: custom.call(f"model.custom.{letter}", getattr(cfg.custom, letter), MIXER, cfg, rngs)
+
+    def build(cfg: Model, rngs: nnx.Rngs) -> nnx.Module:
+        part = f"model.custom.{letter}", getattr(cfg.custom, letter), MIXER
+        if not (isinstance(made := custom.call(*part, cfg, rngs), nnx.Module) and callable(made)):
+            raise custom.refuse(*part, f"made a {type(made).__name__}, not a flax.nnx.Module with `__call__`")
+        return made
+    return name, build
 
 
 def find_lacking(cfg: Model, attribute: str) -> list[str]:

@@ -229,7 +229,7 @@ def of_run(run: Run) -> Objective:
         return OBJECTIVES[name](run)
     given = custom.load(name)
     if not (isinstance(given, type) and issubclass(given, Objective)):
-        raise custom.refuse("training.objective", name, OBJECTIVE, "is none")
+        raise custom.refuse("training.objective", name, OBJECTIVE, "is no objective")
     made = given.of(run)
     if made.data != "documents" or set(made.fields) - set(FIELDS):
         raise ValueError(f'training.objective="{name}" has data="{made.data}" and the fields {", ".join(made.fields)}, '

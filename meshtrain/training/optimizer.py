@@ -95,13 +95,18 @@ def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
     return learning_rate
 
 
+def load_rule(cfg: Optimizer, roles: Any) -> optax.GradientTransformation:
+    """Return the direction of the update by code of the run's own. Raises: ValueError."""
+    rule = custom.call("optimizer.name", cfg.name, OPTIMIZER, cfg, roles)
+    if not isinstance(rule, optax.GradientTransformation):
+        raise custom.refuse("optimizer.name", cfg.name, OPTIMIZER, f"returned a {type(rule).__name__}")
+    return rule
+
+
 def _rule(cfg: Optimizer, roles, matrix_dims, placements, dtype):
     """Return the direction of the update, before weight decay and learning rate."""
     if custom.is_path(cfg.name):
-        rule = custom.call("optimizer.name", cfg.name, OPTIMIZER, cfg, roles)
-        if not isinstance(rule, optax.GradientTransformation):
-            raise custom.refuse("optimizer.name", cfg.name, OPTIMIZER, f"returned a {type(rule).__name__}")
-        return rule
+        return load_rule(cfg, roles)
     adam = optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)
     if cfg.name == "adamw":
         return adam

@@ -96,7 +96,7 @@ def test_a_file_is_executed_once_for_each_content_with_the_modules_of_its_folder
 @pytest.mark.parametrize("text, told", [
     ("1 / 0", "broken.py raised ZeroDivisionError in line 1 of broken.py: division by zero; it is executed before"),
     ("def g(): pass", "broken.py:f cannot be loaded: .*no attribute 'f'"),
-    ("def f(): raise KeyError('k')", "model.activation=\"broken.py:f\" raised KeyError in line 1 of broken.py: 'k'; give a function of")])
+    ("def f(): raise KeyError('k')", "model.activation=\"broken.py:f\" was called with .* and raised KeyError in line 1 of broken.py: 'k'; give a function of")])
 def test_errors_of_the_code_name_it(text, told):
     Path("broken.py").write_text(text + "\n")
     with pytest.raises(ValueError, match=told):
