@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import difflib
 import functools
 import hashlib
@@ -16,7 +15,7 @@ import sys
 import textwrap
 import traceback
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +39,8 @@ def split(value: str) -> tuple[Path, str]:
 # ---- checks by the syntax tree ---------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Signature:
-    """What a key calls. contract: what the name must be, for messages. takes: possible numbers of a function's
-    arguments. methods: method -> number of its arguments after self; then the name must be a class."""
-    contract: str
-    takes: tuple[int, ...] = ()
-    methods: Mapping[str, int] = dataclasses.field(default_factory=dict)
-
-
-def find_faults(key: str, value: str, signature: Signature) -> Iterator[str]:
-    """Yield the reasons why the file cannot serve the key, found without executing it."""
+def find_faults(key: str, value: str) -> Iterator[str]:
+    """Yield the reasons why the file does not have the name, found without executing it."""
     (path, name), said = split(value), f'{key}="{value}"'
     try:
         there = _names(path)
@@ -61,20 +51,10 @@ def find_faults(key: str, value: str, signature: Signature) -> Iterator[str]:
         yield (f"{said}: {path} cannot be read: {why}; give a Python file, relative to the current directory, "
                f"{Path.cwd()}")
         return
-    node, wanted = there.get(name), "class" if signature.methods else "function"
     if name not in there:
         near = difflib.get_close_matches(name, there, 1)
         yield f"{said}: {path} has no {name}; " + (
             f"did you mean {near[0]}?" if near else f"it has {', '.join(there) or 'no names'}")
-    elif isinstance(node, ast.FunctionDef if signature.methods else ast.ClassDef):
-        yield f"{said} is no {wanted}; give {signature.contract}"
-    elif isinstance(node, ast.FunctionDef):
-        yield from (f"{said} {fault}; give {signature.contract}" for fault in _find_miscalls(node, signature.takes))
-    elif isinstance(node, ast.ClassDef):
-        for method in node.body:
-            if isinstance(method, ast.FunctionDef) and (count := signature.methods.get(method.name)):
-                faults = _find_miscalls(method, (count,), 1)
-                yield from (f"{said}: {method.name} {fault}; give {signature.contract}" for fault in faults)
 
 
 def count_arguments(value: str) -> int:
@@ -96,18 +76,6 @@ def _names(path: Path) -> dict[str, ast.stmt]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             there |= {target.id: node for target in targets if isinstance(target, ast.Name)}
     return there
-
-
-def _find_miscalls(function: ast.FunctionDef, takes: Sequence[int], unnamed: int = 0) -> Iterator[str]:
-    """Yield why a function cannot be called with one of these numbers of arguments. unnamed: number of arguments before
-    them (self)."""
-    arguments = function.args
-    most = len(arguments.posonlyargs + arguments.args) - unnamed
-    least = most - len(arguments.defaults)
-    if not any(least <= count and (count <= most or arguments.vararg) for count in takes):
-        yield f"takes {most} arguments, but is called with {' or '.join(map(str, takes))}"
-    if None in arguments.kw_defaults:
-        yield "has keyword arguments without defaults, which are never given"
 
 
 # ---- contents --------------------------------------------------------------------------------------------------------
@@ -150,30 +118,30 @@ def load(value: str) -> Any:
         raise ValueError(f"{value} cannot be loaded: {error}") from error
 
 
-def call(key: str, value: str, signature: Signature, *arguments: object) -> Any:
-    """Load what the value names, and call it. key: of the run file, for messages. Raises: ValueError, also for the
-    errors of the called code."""
+def call(key: str, value: str, contract: str, *arguments: object) -> Any:
+    """Load what the value names, and call it. key: of the run file; contract: what it takes; both for messages. Raises:
+    ValueError, also for the errors of the called code."""
     called = load(value)
     try:
         return called(*arguments)
     except Exception as error:
         given = ", ".join(type(argument).__name__ for argument in arguments)
-        raise refuse(key, value, signature, f"was called with ({given}) and raised {tell(error)}") from error
+        raise refuse(key, value, contract, f"was called with ({given}) and raised {tell(error)}") from error
 
 
 class Misuse(ValueError):
     """Code of the run's own is not what its key calls, or raised an error."""
 
 
-def refuse(key: str, value: str, signature: Signature, what: str) -> Misuse:
+def refuse(key: str, value: str, contract: str, what: str) -> Misuse:
     """Return the error for code of the run's own that is not what its key calls. what: a verb and its object."""
-    return Misuse(f'{key}="{value}" {what}; give {signature.contract}')
+    return Misuse(f'{key}="{value}" {what}; give {contract}')
 
 
 @contextlib.contextmanager
-def blame(parts: Iterable[tuple[str, str, Signature]]) -> Iterator[None]:
-    """Turn an error that passed code of the run's own into a ValueError with its key. parts: (key, value, signature) of
-    the run. Any other error is raised unchanged."""
+def blame(parts: Iterable[tuple[str, str, str]]) -> Iterator[None]:
+    """Turn an error that passed code of the run's own into a ValueError with its key. parts: (key, value, contract) of the
+    run. Any other error is raised unchanged."""
     try:
         yield
     except Exception as error:

@@ -29,10 +29,10 @@ class Part:
     """A key that names code of the run's own."""
     key: str
     value: str
-    signature: custom.Signature
+    contract: str
 
     def refuse(self, what: str) -> ValueError:
-        return custom.refuse(self.key, self.value, self.signature, what)
+        return custom.refuse(self.key, self.value, self.contract, what)
 
     def trace(self, function: Callable, *shapes: object) -> Any:
         """Return what a function returns when it is traced. Of arrays in it, only shape and dtype may be read. Raises:
@@ -48,7 +48,7 @@ class Part:
 def check(run: Run, model: Transformer, rules: Rules) -> None:
     """Call the run's own code as the run will, with shapes in place of arrays. Raises: ValueError for code that is not
     what its key needs."""
-    parts = {key: Part(key, value, signature) for key, value, signature in named.values(run)}
+    parts = {key: Part(key, value, contract) for key, value, contract in named.values(run)}
     if part := parts.get("optimizer.name"):
         _try_optimizer(part, run, model)
     if part := parts.get("optimizer.schedule"):

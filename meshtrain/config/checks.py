@@ -90,8 +90,8 @@ def _check_clip(run: Run) -> Iterator[str]:
 
 
 def _check_custom(run: Run) -> Iterator[str]:
-    for key, value, signature in named.values(run):
-        yield from custom.find_faults(key, value, signature)
+    for key, value, _ in named.values(run):
+        yield from custom.find_faults(key, value)
 
 
 def _check_lora_targets(run: Run) -> Iterator[str]:

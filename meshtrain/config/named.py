@@ -13,10 +13,10 @@ from meshtrain import custom
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """An annotation of a string key. names: the program's own. signature: of code of the run's own. The spelling of a
+    """An annotation of a string key. names: the program's own. contract: what code of the run's own must be. The spelling of a
     value is checked here, its file among the checks of the run."""
     names: tuple[str, ...]
-    signature: custom.Signature
+    contract: str
 
     def __get_pydantic_core_schema__(self, source: object, handler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
@@ -32,13 +32,13 @@ def find(field: FieldInfo) -> OneOf | None:
     return next((one for one in field.metadata if isinstance(one, OneOf)), None)
 
 
-def values(sections: Iterable[tuple[str, BaseModel]]) -> Iterator[tuple[str, str, custom.Signature]]:
-    """Yield (key, value, signature) of each key of these sections that names code of the run's own."""
+def values(sections: Iterable[tuple[str, BaseModel]]) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, value, contract) of each key of these sections that names code of the run's own."""
     for section, table in sections:
         for key, field in type(table).model_fields.items():
             value, one_of = getattr(table, key), find(field)
             if one_of and custom.is_path(value):
-                yield f"{section}.{key}", value, one_of.signature
+                yield f"{section}.{key}", value, one_of.contract
                 continue
             tables = [(f"[{i}]", part) for i, part in enumerate(value)] if isinstance(value, tuple) else [("", value)]
             yield from values((f"{section}.{key}{place}", part) for place, part in tables

@@ -54,19 +54,14 @@ ROPE_OPTIONS = {"yarn": ("truncate", "attention_factor", "mscale", "mscale_all_d
 # Path of a file or directory. ~ is expanded here, because a shell does not expand it in `--run.dir=~/…`.
 PathKey = Annotated[str, AfterValidator(at_home)]
 # Keys whose value may be code of the run's own. docs/extend.md describes what each is called with.
-ACTIVATION = custom.Signature("a function of (gate, up), or of (up), that returns an array of their shape and dtype",
-                              (1, 2))
-OPTIMIZER = custom.Signature("a function of (cfg, roles) that returns an optax.GradientTransformation: the direction "
-                             "of the update, before weight decay and learning rate", (2,))
-SCHEDULE = custom.Signature("a function of (cfg, steps) that returns a function: number of steps taken -> learning "
-                            "rate, a scalar", (2,))
-OBJECTIVE = custom.Signature("a subclass of meshtrain.training.objective.Objective whose `head` returns "
-                             "(what is differentiated, loss, LayerStats), sums over a microbatch",
-                             methods={"of": 1, "count": 1, "head": 5})
-MIXER = custom.Signature("a class made by (cfg, rngs) and called with (ex, x_BTD, inputs), which returns an array like "
-                         "x_BTD", methods={"__init__": 2, "__call__": 3})
-DOCUMENTS = custom.Signature("a function of (path), or without arguments, that yields documents: a str, or token ids",
-                             (0, 1))
+ACTIVATION = "a function of (gate, up), or of (up), that returns an array of their shape and dtype"
+OPTIMIZER = ("a function of (cfg, roles) that returns an optax.GradientTransformation: the direction of the update, before "
+             "weight decay and learning rate")
+SCHEDULE = "a function of (cfg, steps) that returns a function: number of steps taken -> learning rate, a scalar"
+OBJECTIVE = ("a subclass of meshtrain.training.objective.Objective whose `head` returns (what is differentiated, loss, "
+             "LayerStats), sums over a microbatch")
+MIXER = "a class made by (cfg, rngs) and called with (ex, x_BTD, inputs), which returns an array like x_BTD"
+DOCUMENTS = "a function of (path), or without arguments, that yields documents: a str, or token ids"
 Activation = Annotated[str, OneOf(("swiglu", "geglu", "swiglu_clamped", "gelu", "relu2"), ACTIVATION)]
 OptimizerName = Annotated[str, OneOf(("adamw", "lion", "adafactor", "muon"), OPTIMIZER)]
 Schedule = Annotated[str, OneOf(("cosine", "linear", "wsd", "constant"), SCHEDULE)]

@@ -38,7 +38,7 @@ def find(name: str) -> Callable:
         return ACTIVATIONS[name]
     function, x = custom.load(name), jax.ShapeDtypeStruct((2, 3, 4), jnp.bfloat16)
     try:
-        y = jax.eval_shape(function, *[x] * custom.count_arguments(name))
+        y = jax.eval_shape(function, *[x] * (2 if custom.count_arguments(name) == 2 else 1))
     except Exception as error:
         raise custom.refuse("model.activation", name, ACTIVATION, f"raised {custom.tell(error)}") from error
     if (getattr(y, "shape", None), getattr(y, "dtype", None)) != (x.shape, x.dtype):

@@ -222,7 +222,7 @@ class Layer(nnx.Module):
                     stats = LayerStats.of("step", **{SCORE_BOUND: in_row(number, bound_N, *ex.bounds)})
             if (getattr(y_BTD, "shape", 0), getattr(y_BTD, "dtype", 0)) != (h_BTD.shape, h_BTD.dtype):
                 raise ValueError(f"the mixer {type(mixer).__name__} returned {y_BTD} for "
-                                 f"{h_BTD.dtype}{list(h_BTD.shape)}; give {MIXER.contract}")
+                                 f"{h_BTD.dtype}{list(h_BTD.shape)}; give {MIXER}")
             y_BTD = apply_norm(self.attention_post_norm, residual(y_BTD))
             x_BTD = residual(self._add(x_BTD, dropout(ex, y_BTD, self.dropout, inputs, 2 * number)))
             if self.attention_post_norm is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Mapping
 
@@ -407,6 +408,10 @@ def _mixer(cfg: Model, letter: str):
         part = f"model.custom.{letter}", getattr(cfg.custom, letter), MIXER
         if not (isinstance(made := custom.call(*part, cfg, rngs), nnx.Module) and callable(made)):
             raise custom.refuse(*part, f"made a {type(made).__name__}, not a flax.nnx.Module with `__call__`")
+        try:
+            inspect.signature(made).bind("ex", "x_BTD", "inputs")
+        except TypeError as error:
+            raise custom.refuse(*part, f"cannot be called: {error}") from error
         return made
     return name, build
 

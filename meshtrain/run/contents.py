@@ -78,9 +78,9 @@ def open_section(run: Mapping[str, dict], section: str, name: str) -> dict:
     table, code = run[section], run["run"].get("code", ())
     if custom.in_copy(table, code, Path()) == table:
         return table
-    place = Path(name, CODE) if not addresses.is_remote(name) else mirror.read(
+    directory = Path(name) if not addresses.is_remote(name) else mirror.read(
         addresses.parse(name), lambda entry: entry.startswith(f"{CODE}/"), within=CODE)
-    return custom.in_copy(table, code, place)
+    return custom.in_copy(table, code, directory / CODE)
 
 
 def steps(name: str) -> list[int]:

@@ -230,7 +230,11 @@ def of_run(run: Run) -> Objective:
     given = custom.load(name)
     if not (isinstance(given, type) and issubclass(given, Objective)):
         raise custom.refuse("training.objective", name, OBJECTIVE, "is no objective")
-    made = given.of(run)
+    try:
+        made = given.of(run)
+    except Exception as error:
+        raise custom.refuse("training.objective", name, OBJECTIVE, f"has an `of` that raised {custom.tell(error)}"
+                            ) from error
     if made.data != "documents" or set(made.fields) - set(FIELDS):
         raise ValueError(f'training.objective="{name}" has data="{made.data}" and the fields {", ".join(made.fields)}, '
                          f'but code of your own trains on documents with {", ".join(FIELDS)}')

@@ -16,10 +16,6 @@ RUNS = helper.RUNS
 
 def gate(gate, up): return gate * up * helper.FACTOR
 def any(*arguments): return arguments[0]
-def three(a, b, c): return a
-def needs(a, b, *, c): return a
-class Loss:
-    def head(self, model, x): return x
 class Mixer:
     def __init__(self, cfg, rngs): pass
     def __call__(self, ex, x, inputs): return x
@@ -46,16 +42,9 @@ def message(*words: str) -> str:
      '"geglu", "swiglu_clamped", "gelu" and "relu2", or code of your own, "file.py:name"'),
     ("model.activation", "mine.py", 'model.activation="mine.py" is unknown; use "swiglu"'),
     ("model.activation", "mine.py:gat", "mine.py has no gat; did you mean gate?"),
-    ("model.activation", "mine.py:three", 'mine.py:three" takes 3 arguments, but is called with 1 or 2; give a function of (gate, up)'),
-    ("model.activation", "mine.py:needs", "has keyword arguments without defaults, which are never given; give a function"),
-    ("model.activation", "mine.py:Mixer", 'mine.py:Mixer" is no function; give a function of (gate, up)'),
     ("model.activation", "none.py:f", "none.py cannot be read: No such file or directory; give a Python file"),
     ("model.activation", "torn.py:f", "torn.py cannot be read: invalid syntax in line 1; give a Python file"),
     ("optimizer.name", "adamv", 'did you mean "adamw"?'),
-    ("optimizer.name", "mine.py:three", "takes 3 arguments, but is called with 2"),
-    ("optimizer.schedule", "mine.py:three", "takes 3 arguments, but is called with 2"),
-    ("training.objective", "mine.py:gate", "is no class; give a subclass of meshtrain.training.objective.Objective"),
-    ("training.objective", "mine.py:Loss", 'mine.py:Loss": head takes 2 arguments, but is called with 5; give a subclass'),
     ("model.custom", '{X = "Mixer"}', 'model.custom.X="Mixer" does not name code of your own'),
     ("model.custom", '{X = "mine.py:Mixer"}', "model.custom has X, but no layer of model.mixers"),
     ("model.mixers", "XF", 'has layers of X without a class; give model.custom, e.g. {X = "mixers.py:Mixer"}'),

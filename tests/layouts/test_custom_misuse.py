@@ -10,14 +10,14 @@ from test_custom import EXAMPLES, MODEL, make, run_of
 
 PARTS = {"model.activation": "mine.py:reglu", "optimizer.name": "mine.py:build", "optimizer.schedule": "mine.py:rate",
          "training.objective": "focal.py:Focal", "model.custom.X": "mixers.py:Shift"}
-SIGNATURES = dict(zip(PARTS, (sections.ACTIVATION, sections.OPTIMIZER, sections.SCHEDULE, sections.OBJECTIVE, sections.MIXER)))
+CONTRACTS = dict(zip(PARTS, (sections.ACTIVATION, sections.OPTIMIZER, sections.SCHEDULE, sections.OBJECTIVE, sections.MIXER)))
 OTHERS = """
 from os import getcwd
 import optax
 from flax import nnx
 import jax.numpy as jnp
 from meshtrain.model.stats import LayerStats
-from meshtrain.training.objective import NextToken
+from meshtrain.training.objective import NextToken, Objective
 
 number = 3
 def none(): return 0
@@ -36,6 +36,12 @@ class Failing(nnx.Module):
 class Nothing(nnx.Module):
     def __init__(self, a, b): pass
     def __call__(self, a, b, c): return None
+class Two(nnx.Module):
+    def __init__(self, a, b): pass
+    def __call__(self, a, b): return b
+class Keyword(nnx.Module):
+    def __init__(self, a, b): pass
+    def __call__(self, a, b, c, *, d): return b
 class Narrow(nnx.Module):
     def __init__(self, a, b): pass
     def __call__(self, a, b, c): return b.astype(jnp.float16)
@@ -47,6 +53,12 @@ class Half(NextToken):
     def head(self, a, b, c, d, e): return d.sum().astype(jnp.bfloat16), d.sum(), LayerStats()
 class Counts(NextToken):
     def count(self, a): return None
+class Short(NextToken):
+    def head(self, a, b, c): return 0
+class Of(NextToken):
+    @classmethod
+    def of(cls): return cls(0, 1)
+class Abstract(Objective): pass
 class Fails(NextToken):
     def head(self, a, b, c, d, e): return 1 / 0
 def no_init(a, b): return optax.GradientTransformation(None, None)
@@ -55,8 +67,8 @@ def grows(a, b): return optax.GradientTransformation(lambda p: (), lambda g, s, 
 def rates(a, b): return lambda n: jnp.ones(3)
 def rate_of_two(a, b): return lambda n, m: 1.0
 """
-OWN = {"model.custom.X": ("Bare", "Failing", "Nothing", "Narrow"),
-       "training.objective": ("Scalar", "Vector", "Half", "Counts", "Fails"),
+OWN = {"model.custom.X": ("Bare", "Failing", "Nothing", "Narrow", "Two", "Keyword"),
+       "training.objective": ("Scalar", "Vector", "Half", "Counts", "Fails", "Short", "Of", "Abstract"),
        "optimizer.name": ("no_init", "flat", "grows", "rates"), "optimizer.schedule": ("rates", "rate_of_two", "no_init")}
 EVERYWHERE = ("number", "none", "many", "keyword", "nothing", "text", "pair", "raises", "Empty", "getcwd", "missing")
 CASES = [*((key, f"others.py:{name}") for key in PARTS for name in (*EVERYWHERE, *OWN.get(key, ()))),
@@ -94,7 +106,7 @@ def test_a_part_of_a_wrong_kind_is_one_message(key, value):
     file, _, name = value.partition(":")
     assert (f"the mixer {name}" in message or file in message) and len(message) < 450
     if name != "missing" and (file != "torn.py" or key in ("training.objective", "model.custom.X")):
-        assert message.endswith(f"give {SIGNATURES[key].contract}") and message.count("; give") == 1, message
+        assert message.endswith(f"give {CONTRACTS[key]}") and message.count("; give") == 1, message
 
 
 @pytest.mark.full

@@ -26,7 +26,7 @@ from stores import BUCKET, Fault, environment as stores_environment, server, sur
 
 from meshtrain.launch import restart, supervise  # noqa: E402
 from meshtrain import config, files, run_files  # noqa: E402
-from meshtrain.commands import convert, generate, report, train  # noqa: E402
+from meshtrain.commands import convert, evaluate, generate, report, train  # noqa: E402
 from meshtrain.run import bucket, contents  # noqa: E402
 from meshtrain.storage import addresses, buckets, copies, messages, mirror, retries  # noqa: E402
 
@@ -77,6 +77,31 @@ def test_a_run_in_a_bucket_has_the_curve_of_one_in_a_directory_and_goes_on_on_an
     told = call(report.main, there)
     assert told.code == 0 and "step 6 of 6" in told.out and "2 starts" in told.out and "finished" in told.out
     assert json.loads(call(report.main, there, "--json").out)["checkpoints"] == [4, 6]
+
+
+@pytest.mark.full
+def test_code_of_ones_own_is_kept_in_the_bucket_and_its_change_is_told(server, tiny, tmp_path):
+    there, code = f"s3://{BUCKET}/own", tmp_path / "mine.py"
+    words = (*tiny, *SIX, "--run.dir", there, "--model.activation", "mine.py:reglu", "--data.source", "mine.py:read")
+    code.write_text("import jax\ndef reglu(gate, up): return jax.nn.relu(gate) * up\n"
+                    "def read(path): return open(path).read().splitlines()\n")
+    ran(*words, "--training.steps", "4")
+    code.write_text(code.read_text().replace("relu(gate)", "relu(gate + 1)"))
+    another_machine()
+    done = ran(*words)
+    assert "resuming after step 4" in done.out and "from step 5 on: run.code=" in done.out
+    changes = map(json.loads, buckets.read(addresses.parse(f"{there}/changes.jsonl")).decode().splitlines())
+    (change,) = [row for row in changes if row["key"] == "run.code"]
+    assert change["from"] != change["to"]
+    kept = [name for name in keys(there) if name.startswith("code/")]
+    assert kept == sorted(f"code/{line.split()[1]}/mine.py" for line in (*change["from"], *change["to"]))
+    code.unlink()
+    another_machine()
+    words = ("--prompt", "line", "--max-tokens", "3", "--mesh.simulated_devices", "8", "--mesh.data", "8")
+    for step in (4, 6):
+        assert call(generate.main, there, "--step", step, *words).code == 0
+    scored = call(evaluate.main, there, *words[4:])
+    assert scored.code == 0, scored.err
 
 
 @pytest.mark.long
