@@ -200,7 +200,7 @@ def looped(name: str, run, made, carry, compiled, corpus, directory) -> Contesta
             with contextlib.redirect_stdout(io.StringIO()):
                 log = Journal(this, kept, Progress(last), Flops(0.0))
                 feed = BatchFeed(this, made.program, corpus, int(carry[0].step))
-                carry[0], _ = loop.train(made.program, compiled, carry[0], feed, last, log, (),
+                carry[0], _ = loop.train(made.program.limit, compiled, carry[0], feed, last, log, (),
                                          loop.Stop(SimpleNamespace(number=None)))
         return sum(row["step_time_s"] for row in rows[warm_up:]) / n, None
 

@@ -140,7 +140,7 @@ def refuse(key: str, value: str, contract: str, what: str) -> Misuse:
 
 @contextlib.contextmanager
 def blame(parts: Iterable[tuple[str, str, str]]) -> Iterator[None]:
-    """Turn an error that passed code of the run's own into a ValueError with its key. parts: (key, value, contract) of the
+    """Turn an error that passed code of the run's own into a Misuse with its key. parts: (key, value, contract) of the
     run. Any other error is raised unchanged."""
     try:
         yield

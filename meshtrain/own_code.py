@@ -25,7 +25,7 @@ ROWS = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class OwnPart:
     """A key that names code of the run's own."""
     key: str
     value: str
@@ -48,7 +48,7 @@ class Part:
 def check(run: Run, model: Transformer, rules: Rules) -> None:
     """Call the run's own code as the run will, with shapes in place of arrays. Raises: ValueError for code that is not
     what its key needs."""
-    parts = {key: Part(key, value, contract) for key, value, contract in named.values(run)}
+    parts = {key: OwnPart(key, value, contract) for key, value, contract in named.values(run)}
     if part := parts.get("optimizer.name"):
         _try_optimizer(part, run, model)
     if part := parts.get("optimizer.schedule"):
@@ -61,7 +61,7 @@ def check(run: Run, model: Transformer, rules: Rules) -> None:
         cache.check(run.model)
 
 
-def _try_optimizer(part: Part, run: Run, model: Transformer) -> None:
+def _try_optimizer(part: OwnPart, run: Run, model: Transformer) -> None:
     trained = params.divide(model.parameters(), params.tree(model.parameters(), lambda info: info))[0]
     weights = jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, jnp.float32), trained)
     rule = optimizer.load_rule(run.optimizer, jax.tree.map(lambda info: info.role, trained))
@@ -79,7 +79,7 @@ def _form(tree: object) -> tuple:
     return structure, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
 
 
-def _try_schedule(part: Part, run: Run) -> None:
+def _try_schedule(part: OwnPart, run: Run) -> None:
     rate = optimizer.learning_rate_schedule(run.optimizer, run.training.steps)
     if not callable(rate):
         raise part.refuse(f"returned {_tell(rate)}")
@@ -88,7 +88,7 @@ def _try_schedule(part: Part, run: Run) -> None:
         raise part.refuse(f"returned a function that returns {_tell(value)}")
 
 
-def _try_layers(part: Part | None, run: Run, model: Transformer, rules: Rules, goal: objective.Objective) -> None:
+def _try_layers(part: OwnPart | None, run: Run, model: Transformer, rules: Rules, goal: objective.Objective) -> None:
     """Trace all layers, and the objective if `part` is code of the run's own."""
     plain = run.replace(model={"attention": "blockwise", "mlp": "auto", "matmul_dtype": "auto"})
     layout = Layout(rules, dict.fromkeys(AXES, 1))

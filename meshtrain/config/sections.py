@@ -55,8 +55,8 @@ ROPE_OPTIONS = {"yarn": ("truncate", "attention_factor", "mscale", "mscale_all_d
 PathKey = Annotated[str, AfterValidator(at_home)]
 # Keys whose value may be code of the run's own. docs/extend.md describes what each is called with.
 ACTIVATION = "a function of (gate, up), or of (up), that returns an array of their shape and dtype"
-OPTIMIZER = ("a function of (cfg, roles) that returns an optax.GradientTransformation: the direction of the update, before "
-             "weight decay and learning rate")
+OPTIMIZER = ("a function of (cfg, roles) that returns an optax.GradientTransformation: the direction of the update, "
+             "before weight decay and learning rate")
 SCHEDULE = "a function of (cfg, steps) that returns a function: number of steps taken -> learning rate, a scalar"
 OBJECTIVE = ("a subclass of meshtrain.training.objective.Objective whose `head` returns (what is differentiated, loss, "
              "LayerStats), sums over a microbatch")

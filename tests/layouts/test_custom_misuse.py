@@ -105,7 +105,7 @@ def test_a_part_of_a_wrong_kind_is_one_message(key, value):
     (message,) = raised.value.messages
     file, _, name = value.partition(":")
     assert (f"the mixer {name}" in message or file in message) and len(message) < 450
-    if name != "missing" and (file != "torn.py" or key in ("training.objective", "model.custom.X")):
+    if name != "missing" and file != "torn.py":
         assert message.endswith(f"give {CONTRACTS[key]}") and message.count("; give") == 1, message
 
 
