@@ -97,13 +97,8 @@ def check_fit(name: str, stored: Mapping[str, ArrayForm], wanted: Any, part: boo
     ValueError that lists the first differences, those of parameters before those of the optimizer."""
     needed = forms_of(wanted)
     names = needed.keys() if part else needed.keys() | stored.keys()
-<<<<<<< HEAD
     ranked = sorted(names, key=lambda array: (_is_optimizer(array), array))
     other = [array for array in ranked if stored.get(array) != needed.get(array)]
-=======
-    other = [array for array in sorted(names, key=lambda array: (_is_optimizer(array), array))
-             if stored.get(array) != needed.get(array)]
->>>>>>> 77a82a95 ([house] Lines end at 120 columns; the benchmark of a step calls the loop as it is; messages about own code are tested in one way)
     wider = [array for array in other if widens(stored.get(array), needed.get(array))]
     differences = [f"  {array}: {_format(stored.get(array))} in the checkpoint, "
                    f"{_format(needed.get(array))} in this run" for array in other if array not in wider]
