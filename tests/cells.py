@@ -15,7 +15,7 @@ from pathlib import Path
 import parity
 import pytest
 
-from meshtrain import config, trained
+from meshtrain import config, scratch, trained
 from meshtrain.choices import engines
 from meshtrain.kernels import rotation
 from meshtrain.model import parts
@@ -64,7 +64,7 @@ def read_line(reference: str, tier: str, line: str) -> Cell:
     rule, *words = line.split()
     mesh = {found[1]: int(found[2]) for word in words if (found := re.fullmatch(rf"({'|'.join(AXES)})(\d+)", word))}
     rest = frozenset(word for word in words if re.sub(r"\d+$", "", word) not in AXES)
-    known = {*schedules.NAMES, *METHODS, *REMATS, *WAYS, "sent"}
+    known = {*schedules.NAMES, *METHODS, *REMATS, *WAYS, "sent", "narrow"}
     assert all(word in known or re.fullmatch(r"m\d+", word) for word in rest), f"{line}: {rest - known}"
     return Cell(reference, line, tier, rule, mesh, rest)
 
@@ -92,8 +92,11 @@ def section_of(reference: str) -> dict:
 def run_of(cell: Cell) -> config.Run:
     section, schedule = section_of(cell.reference), cell.one_of(schedules.NAMES, "auto")
     staged, context = "stage" in cell.mesh, "context" in cell.mesh
+    rules = str(parity.RULES / f"{cell.rules}.toml")
+    if "narrow" in cell.words:
+        rules = scratch.rule_file({"extends": cell.rules, "grads": {"reduce": "bfloat16"}})
     return config.Run(
-        mesh=cell.mesh, sharding=dict(rules=str(parity.RULES / f"{cell.rules}.toml")),
+        mesh=cell.mesh, sharding=dict(rules=rules),
         model=dict(compute_dtype="float32") | section["model"], lora=section.get("lora", {}),
         data=dict(seq_len=16, global_batch=16) | section.get("data", {}),
         training=dict(steps=20, loss_chunk=24) | section.get("training", {}) | dict(

@@ -275,7 +275,8 @@ class TreeLayout:
         giants = [f"note: {row['name']} ({size(row['bytes']['optimizer'])}) is the same on all devices along "
                   f"{', '.join(row['whole_on'])}; a line for one of its axes in [optimizer] would split it"
                   for row in rows if row["whole_on"]]
-        return "\n".join([repr(self), report.columns([header, *lines, total]), *giants, *(
+        sent = [f"gradients are reduced in {self.rules.reduce}, vectors in float32"] * (self.rules.reduce != "float32")
+        return "\n".join([repr(self), report.columns([header, *lines, total]), *sent, *giants, *(
             f"note: {note}" for note in notes)])
 
     # ---- shardings ---------------------------------------------------------------------------------------------------

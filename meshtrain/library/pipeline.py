@@ -7,6 +7,7 @@ The loss is inside, because a stage cannot begin its backward before the loss of
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from meshtrain.library.ring import check_layout
 from meshtrain.library.rows import in_mesh
 from meshtrain.library.stack import Stack
 from meshtrain.library.staged import GivenSchedule, StagedStack
+from meshtrain.sharding import reduced
 from meshtrain.training.executor import STAGE
 
 MICROBATCHES = 8        # of a schedule that is given by its name, by default
@@ -70,9 +72,12 @@ def pipeline(stack: Stack, schedule: GivenSchedule, layout: Layout, microbatches
         of.check(weights, ends, rows)
         sums, *grads = of.differentiate(divide(made.num_chunks, weights), ends, rows)
 
-        def sum_replicas(g, w):
-            return g.sum(0).reshape(w.shape)
-        return sums[0], jax.tree.map(sum_replicas, tuple(grads), (weights, ends))
+        def sum_replicas(stacked: bool, g, w):
+            dtype = layout.rules.reduce if w.ndim - stacked > 1 else g.dtype      # as `reduced.dtype_once`
+            return reduced.add(g, (0,), jnp.dtype(dtype)).astype(g.dtype).reshape(w.shape)
+        d_weights, d_ends = grads
+        return sums[0], (jax.tree.map(partial(sum_replicas, True), d_weights, weights),
+                         jax.tree.map(partial(sum_replicas, False), d_ends, ends))
 
     differentiate = _refuse_derivatives(_refuse_vmap(differentiate))
     compute = jax.custom_jvp(_refuse_vmap(evaluate))

@@ -101,7 +101,7 @@ def build_block(ex: Execution, layer: params.Module, shape: tuple[int, ...], dro
     mixer = layer.bind(layer.state).mixer
     takes_rows = mixer is not None and not getattr(mixer, "context", False)     # [B, T, D], whatever the layout
     can_share = not has_experts and _can_share(ex, infos)
-    shards, num_parts = parts.of_rows(ex.layout, shape) if can_share else (1, 1)
+    shards, num_parts = parts.of_rows(ex.layout, shape, ex.numerics.dtype) if can_share else (1, 1)
     many_rows = shape[0] > num_parts * ex.layout.num_shards(ex.layout.batch_axes)
     tokens_first = ex.layout.sequence_parallel and many_rows and not (has_experts or takes_rows or drops)
 

@@ -19,6 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import get_abstract_mesh
 
+from meshtrain.sharding import reduced
 from meshtrain.sharding.mesh import pmax
 from meshtrain.sharding.rules import GATHERED, Layout
 
@@ -130,8 +131,8 @@ def _backward(ex: Execution, forms, out_axes, frozen, saved, dys):
         dx += _dot(ex, f"{out},{right}->{left}", dy, w, ex.numerics.dtype)
         if frozen:
             continue
-        dw = _dot(ex, f"{left},{out}->{right}", qx, dy, jnp.float32)
-        dws.append(_rescale(ex.layout.constrain("grads", dw, axes), sx * scale))
+        dw = _dot(ex, f"{left},{out}->{right}", qx, dy, reduced.dtype_of(ex.layout))
+        dws.append(_rescale(reduced.place(ex.layout, dw, axes), sx * scale))
     # Reduced over tensor before scaling; otherwise every product would have its own all-reduce.
     return _rescale(dx if out_axes else _on_residual(ex, dx), scale * sw), tuple(dws) or (None,) * len(forms)
 

@@ -19,8 +19,9 @@ from meshtrain.config.sections import Model
 from meshtrain.kernels.engine import Expansion, Mask, Scores
 from meshtrain.model import lora, rope
 from meshtrain.model.execution import Execution
-from meshtrain.model.layers import Linear, Norm, gather_weight, together
+from meshtrain.model.layers import Linear, Norm, gather_weight, place_gradient, together
 from meshtrain.model.parts import Inputs
+from meshtrain.sharding import reduced
 
 NORM_EPS = 1e-6         # of the norms of latents in all published models; other norms may have another eps
 
@@ -77,5 +78,5 @@ class LatentAttention(nnx.Module):
             linear.lora.scale)[0] for linear in (self.key, self.value))
 
         def place(dw):
-            return dw if ex.in_parts else ex.layout.constrain("grads", dw, self.key.axes)
+            return place_gradient(ex, reduced.add(dw, (0,), reduced.dtype_of(ex.layout)), self.key.axes)
         return Expansion(key, value, partial(gather_weight, ex, axes=self.key.axes), place)

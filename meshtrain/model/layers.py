@@ -20,6 +20,7 @@ from meshtrain.model import float8
 from meshtrain.model.execution import Execution, recompute
 from meshtrain.model.params import declare
 from meshtrain.model.rope import Rope, norm_and_rotate
+from meshtrain.sharding import reduced
 from meshtrain.sharding.mesh import psum
 from meshtrain.sharding.rules import GATHERED, Layout
 
@@ -43,7 +44,7 @@ def place_gradient(ex: Execution, dw, axes):
 
     With parts it is returned unchanged, because `parts.share` shards the sum.
     """
-    return dw if ex.in_parts else ex.layout.constrain("grads", dw, axes)
+    return dw if ex.in_parts else reduced.place(ex.layout, dw, axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -84,7 +85,9 @@ def _project_backward(ex: Execution, forms, out_axes, frozen, saved, dys):
         product = products.einsum(f"{out},{right}->{left}", dy, full, dy.dtype if x is None else x.dtype)
         dx = product if dx is None else product + dx        # new matmul first, so that cuBLAS accumulates into it
         if not frozen:
-            dw = products.einsum(f"{left},{out}->{right}", x, dy, jnp.float32)
+            # A router has a float32 cotangent and narrower inputs. Its gradient stays float32.
+            dtype = reduced.dtype_of(ex.layout) if x.dtype == dy.dtype else jnp.float32
+            dw = products.einsum(f"{left},{out}->{right}", x, dy, dtype)
             dws.append(place_gradient(ex, dw, axes))
     return dx, tuple(dws[::-1]) or (None,) * len(forms)
 
@@ -305,7 +308,27 @@ def _lookup_backward(ex: Execution, axes, saved, dx_BTD):
             ids_BT, mine = _own_rows(manual, rows, ids_BT)
             dx_BTD = jnp.where(mine[..., None], dx_BTD, 0)
         zeros = layout.constrain(GATHERED, zeros, axes)
+        if (dtype := reduced.dtype_of(layout)) != jnp.float32:
+            return reduced.place(layout, reduced.add(_by_shard(layout, axes, zeros, ids_BT, dx_BTD), (0,), dtype),
+                                 axes), None
     return layout.constrain("grads", zeros.at[ids_BT].add(dx_BTD.astype(jnp.float32)), axes), None
+
+
+def _by_shard(layout: Layout, axes, zeros, ids_BT, dx_BTD):
+    """Return the table's gradient [n, rows, D] in float32, with the summand of each of n token shards.
+
+    XLA would reduce a sum over all tokens in the dtype of the sum, which must be float32.
+    """
+    batch, seq = (layout.mesh_axes("activations", name) for name in ("batch", "seq"))
+    b, c = layout.num_shards(batch), layout.num_shards(seq)
+
+    def cut(x):
+        x = jnp.moveaxis(x.reshape(b, x.shape[0] // b, c, x.shape[1] // c, *x.shape[2:]), 2, 1)
+        return jax.lax.with_sharding_constraint(x.reshape(b * c, -1, *x.shape[4:]), P(batch + seq))
+    pinned = P(batch + seq, *layout.spec(GATHERED, axes))
+    zeros = jax.lax.with_sharding_constraint(jnp.broadcast_to(zeros, (b * c, *zeros.shape)), pinned)
+    dw = jax.vmap(lambda w, ids, dx: w.at[ids].add(dx))(zeros, cut(ids_BT), cut(dx_BTD).astype(jnp.float32))
+    return jax.lax.with_sharding_constraint(dw, pinned)
 
 
 lookup.defvjp(_lookup_forward, _lookup_backward)

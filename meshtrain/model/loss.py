@@ -18,6 +18,7 @@ from meshtrain.model.execution import Execution
 from meshtrain.model.layers import gather_weight
 from meshtrain.model.stats import AUX_LOSS, LayerStats
 from meshtrain.names import NO_TARGET
+from meshtrain.sharding import reduced
 from meshtrain.sharding.mesh import psum
 from meshtrain.sharding.rules import GATHERED, Layout
 
@@ -267,9 +268,11 @@ class _Chunks:
     def finish(self, grads):
         """Return (dx_BTD, dw) after the last chunk."""
         dx, dw = grads
-        # One float32 reduction over batch shards. No op may come between the sum and the constraint.
-        dw = None if dw is None else self.ex.layout.constrain("grads", dw.sum(0), self.spec.axes)
-        return self.ex.layout.act(self.tokens.join(dx), "batch", "residual_seq", None), dw
+        layout = self.ex.layout
+        # One reduction over batch shards. No op may come between the sum and the constraint.
+        dw = None if dw is None else reduced.place(
+            layout, reduced.add(dw, (0,), reduced.dtype_of(layout)), self.spec.axes)
+        return layout.act(self.tokens.join(dx), "batch", "residual_seq", None), dw
 
     def _pin(self, x_nrsV):
         return self.tokens.pin(x_nrsV, self.tokens.shards, None, None, self.vocab_axes)

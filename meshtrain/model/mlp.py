@@ -4,7 +4,6 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -12,6 +11,7 @@ from meshtrain.config.sections import Model
 from meshtrain.kernels import activations, products
 from meshtrain.model.execution import Execution, recompute
 from meshtrain.model.layers import Linear, gather_weight, place_gradient, together
+from meshtrain.sharding import reduced
 
 
 GATE_UP = "mlp_gate_up"         # name of the gate and up projections' outputs in remat policies
@@ -41,8 +41,9 @@ def _apply_kernels_backward(ex: Execution, axes, saved, dy_BTD):
     gate, up, down = map(partial(gather_weight, ex), ws, axes) if ex.numerics.remat == "none" else ws
     *grads, h_BTF = ex.engines.mlp.backward(ex.layout, dy_BTD, down, *gate_up)
     of_gate, of_up = (products.einsum("BTF,DF->BTD", d_BTF, w_DF) for d_BTF, w_DF in zip(grads, (gate, up)))
-    dws = [products.einsum("BTD,BTF->DF", x_BTD, d_BTF, jnp.float32) for d_BTF in grads]
-    dws.append(products.einsum("BTF,BTD->FD", h_BTF, dy_BTD, jnp.float32))
+    dtype = reduced.dtype_of(ex.layout)
+    dws = [products.einsum("BTD,BTF->DF", x_BTD, d_BTF, dtype) for d_BTF in grads]
+    dws.append(products.einsum("BTF,BTD->FD", h_BTF, dy_BTD, dtype))
     # as in `project`: cuBLAS accumulates the second matmul into the first
     return of_up + of_gate, tuple(map(partial(place_gradient, ex), dws, axes))
 

@@ -18,6 +18,7 @@ from meshtrain.model import rope
 from meshtrain.model.execution import Execution
 from meshtrain.model.layers import gather_weight
 from meshtrain.model.params import ParamInfo
+from meshtrain.sharding import reduced
 from meshtrain.sharding.rules import Layout
 
 # Minimum tokens of a part in a tensor group, so a group is split from 4,096 tokens on. Below that, smaller matmuls and
@@ -31,18 +32,18 @@ MIN_TOKENS = 2048
 MAX_PARTS = 4
 
 
-def of_rows(layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
+def of_rows(layout: Layout, shape: tuple[int, ...], compute_dtype) -> tuple[int, int]:
     """Return (shards of the rows of a residual stream [B, T, D], parts of each shard).
 
     There is one part if nothing would overlap: no axis splits a layer's matmuls, or a device has one row or too few
-    tokens.
+    tokens. There is also one if gradients are reduced in a narrower dtype than matmuls have, see `share`.
     """
 
     def num_shards(logical):
         return layout.num_shards(layout.mesh_axes("activations", logical))
     shards = num_shards("batch")
     rows, tokens = shape[0] // shards, shape[1] // num_shards("seq")
-    if num_shards("mlp") == 1:
+    if num_shards("mlp") == 1 or reduced.dtype_of(layout).itemsize < jnp.dtype(compute_dtype).itemsize:
         return shards, 1
     counts = [n for n in range(2, 2 * MAX_PARTS) if rows % n == 0 and rows * tokens >= n * MIN_TOKENS]
     # five or seven rows: one per part
@@ -117,9 +118,13 @@ def share(ex: Execution, info: ParamInfo, w):
     The gradients of the parts are summed and sharded as in [grads].
 
     Otherwise every part would gather the weight and reduce its gradient. The result has dtype float32, but a matrix is
-    rounded to the compute dtype. Gradients are summed in float32, and XLA drops both casts.
+    rounded to the compute dtype. Gradients are summed in float32, and XLA drops both casts. If [grads] reduces in
+    bfloat16, a matrix and its gradient have that dtype, in which the parts' gradients are added, too: XLA can add them
+    before it reduces them only without a cast between.
     """
-    return (gather_weight(ex, w, info.axes) if info.role == "matrix" else w).astype(jnp.float32)
+    if info.role != "matrix":
+        return w.astype(jnp.float32)
+    return gather_weight(ex, w, info.axes).astype(reduced.dtype_of(ex.layout))
 
 
 def _share_forward(ex: Execution, info, w):
@@ -127,7 +132,7 @@ def _share_forward(ex: Execution, info, w):
 
 
 def _share_backward(ex: Execution, info, _, dw):
-    return (ex.layout.constrain("grads", dw, info.axes),)
+    return (reduced.place(ex.layout, dw, info.axes),)
 
 
 share.defvjp(_share_forward, _share_backward)

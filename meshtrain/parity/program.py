@@ -57,23 +57,26 @@ def faults(made: Assembly, text: str, logged: list[str]) -> list[str]:
     """
     program = audit.read(text, made.mesh)
     return [*(f"a permute leaves devices with zeros: {line}" for line in program.broken_permutes),
-            *narrow_sums(made, program), *whole_accumulators(made, text),
+            *unlike_sums(made, program), *whole_accumulators(made, text),
             *unexpected.warnings(made, program, logged)]
 
 
-def narrow_sums(made: Assembly, program: audit.ProgramAudit) -> list[str]:
-    """Return a line for each sum of a weight's gradient over devices in a narrower dtype than accumulators have."""
+def unlike_sums(made: Assembly, program: audit.ProgramAudit) -> list[str]:
+    """Return a line for each sum of a weight's gradient over devices in another dtype than [grads] names."""
     named, infos = expect.tensors(made), {info.name: info for info in made.model.parameters()}
     counts: dict = defaultdict(int)
-    tokens = set(made.layout.token_axes)
-    for row in program.narrow_sums:
-        if set(row.axes) <= tokens:
+    tokens, (dtype, _) = set(made.layout.token_axes), made.placed.reduced
+    # Vectors, routers and their balance stay float32 (`sharding.reduced`); the latter two are never narrower.
+    exempt = ("norm", "bias") if dtype == accumulators.HLO_DTYPE else ("norm", "bias", "balance", "router")
+    for row in program.collectives:
+        if row.kind in audit.SUMS and row.dtype in (*audit.NARROW, accumulators.HLO_DTYPE) and row.dtype != dtype and set(
+                row.axes) <= tokens:
             for dims in row.arrays:
-                names = [name for name in named(dims) if infos[name].role not in ("norm", "bias")]
+                names = [name for name in named(dims) if infos[name].role not in exempt]
                 if names:
                     counts[" or ".join(names), row.kind, row.axes, row.dtype] += row.trips
     return [f"the gradient of {names} is summed over {' × '.join(axes)} in {dtype} ({kind}, {count:,} times a step), "
-            f"but must be summed in {accumulators.DTYPE}" for (names, kind, axes, dtype), count in counts.items()]
+            f"but [grads] of {made.layout.rules.path} reduces in {made.layout.rules.reduce}" for (names, kind, axes, dtype), count in counts.items()]
 
 
 def whole_accumulators(made: Assembly, text: str) -> list[str]:

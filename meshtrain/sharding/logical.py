@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from meshtrain.names import AXES
 
 NAMES = "names"             # the table of a rule file that declares names
+REDUCE, REDUCE_DTYPES = "reduce", ("float32", "bfloat16")      # a line of [grads], and what it may say
 # What a name may stand for. weight: a dim of weights that a matmul sums over, or of independent weights (layers). A
 # line of [activations] may have it, too. activation: only activations have it. both: a dim of weights and of their
 # outputs, so that a split of it in both splits the matmul.
@@ -35,8 +36,9 @@ def find_name_faults(declared: Mapping[str, object], inherited: Mapping[str, str
                           f"outputs have")
         elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             faults.append(f"{name!r}: is no name for a dim; use letters, digits and _, e.g. state_dim")
-        elif name in LOGICAL:
-            faults.append(f"{name}: every rule file has this name already ({LOGICAL[name]}); remove the line")
+        elif name in LOGICAL or name == REDUCE:
+            kind = LOGICAL.get(name, "a line of [grads]")
+            faults.append(f"{name}: every rule file has this name already ({kind}); remove the line")
         elif inherited.get(name, kind) != kind:
             faults.append(f"{name} = {kind!r}: the extended file declares it as {inherited[name]!r}; remove the line "
                           f"or choose another name")
@@ -58,6 +60,15 @@ def find_line_faults(table: str, logical: str, axes: object, known: Mapping[str,
     faults += [f"{logical}: mesh axis {axis!r} is listed twice; list it once" for axis in sorted(set(axes))
                if axes.count(axis) > 1]
     return faults
+
+
+def find_dtype_fault(dtype: object) -> str:
+    """Return the fault of the line `reduce` in [grads], or ""."""
+    if dtype in REDUCE_DTYPES:
+        return ""
+    near = nearest(dtype, REDUCE_DTYPES) if isinstance(dtype, str) else ""
+    return (f"{REDUCE} = {dtype!r}: is no dtype in which gradients are sent{near}; write "
+            + " or ".join(f'{REDUCE} = "{known}"' for known in REDUCE_DTYPES))
 
 
 def _suggest(logical: str, axis: str) -> str:

@@ -4,7 +4,8 @@ The tables are `[params]`, `[grads]` (inherits params), `[optimizer]` (inherits 
 is line by line: a line replaces the inherited one, and `embed = []` removes it. `extends = "ddp"` inherits the tables
 of another file in the same way. So ZeRO-1 is ddp with `embed = ["data", "fsdp"]` in [optimizer], ZeRO-2 has that line
 in [grads], ZeRO-3 in [params]. Megatron's sequence parallelism is `residual_seq = "tensor"`. Mesh axes of size 1 have
-no effect, so a file may name all five. A fifth table, `[names]`, declares logical axes beside ours.
+no effect, so a file may name all five. A fifth table, `[names]`, declares logical axes beside ours. `reduce` in
+[grads] is the dtype in which gradients are sent.
 Mistakes that jax accepts silently (a dim that does not divide, an axis that splits no work) are refused. This module
 knows no model and no step.
 """
@@ -23,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P, 
 
 from meshtrain import files
 from meshtrain.sharding import logical as logical_axes
-from meshtrain.sharding.logical import LOGICAL, NAMES, nearest
+from meshtrain.sharding.logical import LOGICAL, NAMES, REDUCE, REDUCE_DTYPES, nearest
 from meshtrain.shipped import locate_shipped
 
 TABLES = ("params", "grads", "optimizer", "activations")
@@ -39,11 +40,13 @@ class Rules:
     """The four tables of one rule file, with inheritance resolved: table -> logical axis -> mesh axes.
 
     text: an equivalent file without `extends`. names: the logical axes that its lines may name, and their kinds.
+    reduce: the dtype in which gradients are summed over devices.
     """
     tables: Mapping[str, Mapping[str, tuple[str, ...]]]
     text: str
     path: str
     names: Mapping[str, str] = dataclasses.field(default_factory=lambda: LOGICAL)
+    reduce: str = REDUCE_DTYPES[0]
 
     @functools.cached_property
     def shared(self) -> tuple[str, ...]:
@@ -79,12 +82,13 @@ def load(path: str | Path, key: str = "sharding.rules") -> Rules:
 
 def parse(text: str, path: str = "<rules>") -> Rules:
     """Check the text of a rule file. Raises: ValueError that lists every fault."""
-    given, declared = _read_tables(text, Path(path), ())
+    given, declared, reduce = _read_tables(text, Path(path), ())
     tables = {"activations": given["activations"]}
     for name, inherited in (("params", ""), ("grads", "params"), ("optimizer", "grads")):
         tables[name] = {**tables.get(inherited, {}), **given[name]}
     extends = EXTENDS in tomllib.loads(text.removeprefix(BOM))
-    return Rules(tables, _format_tables(given, declared, path) if extends else text, path, {**LOGICAL, **declared})
+    merged = _format_tables(given, declared, reduce, path) if extends else text
+    return Rules(tables, merged, path, {**LOGICAL, **declared}, reduce)
 
 
 def text_of(tables: Mapping[str, object]) -> str:
@@ -105,7 +109,9 @@ def text_of(tables: Mapping[str, object]) -> str:
             lines.append(f"[{json.dumps(str(name))}]")
             for logical, axes in table.items():
                 axes = list(axes) if isinstance(axes, tuple) else axes
-                if isinstance(axes, str) or isinstance(axes, list) and all(isinstance(axis, str) for axis in axes):
+                if (name, logical) == ("grads", REDUCE) and (fault := logical_axes.find_dtype_fault(axes)):
+                    faults.append(f"rules [{name}] {fault}")
+                elif isinstance(axes, str) or isinstance(axes, list) and all(isinstance(axis, str) for axis in axes):
                     lines.append(f"{json.dumps(str(logical))} = {json.dumps(axes)}")
                 else:
                     known = {logical: LOGICAL.get(logical, "both")}
@@ -128,9 +134,9 @@ def _read(path: Path, prefix: str) -> str:
 
 
 def _read_tables(text: str, path: Path, extending: tuple[Path, ...]
-                 ) -> tuple[dict[str, dict[str, tuple[str, ...]]], dict[str, str]]:
+                 ) -> tuple[dict[str, dict[str, tuple[str, ...]]], dict[str, str], str]:
     """Return (the lines of all TABLES of a file, merged with those of the file that it extends; the names that they
-    declare, with their kinds).
+    declare, with their kinds; the dtype in which gradients are sent).
 
     extending: the chain of files that extend this one. Raises: ValueError.
     """
@@ -142,9 +148,10 @@ def _read_tables(text: str, path: Path, extending: tuple[Path, ...]
     base = raw.pop(EXTENDS, None)
     inherited: dict[str, dict[str, tuple[str, ...]]] = {name: {} for name in TABLES}
     names: dict[str, str] = {}
+    reduce = REDUCE_DTYPES[0]
     if base is not None:        # first: the lines of this file may have its names
         base_path = _find_base(base, path, (*extending, path))
-        inherited, names = _read_tables(_read(base_path, f"{path}: "), base_path, (*extending, path))
+        inherited, names, reduce = _read_tables(_read(base_path, f"{path}: "), base_path, (*extending, path))
     faults = []
     for name, table in raw.items():
         if name not in (*TABLES, NAMES):
@@ -157,6 +164,9 @@ def _read_tables(text: str, path: Path, extending: tuple[Path, ...]
     faults += [f"{path} [{NAMES}] {fault}" for fault in logical_axes.find_name_faults(own, names)]
     names = {**names, **own}
     known = {**LOGICAL, **names}
+    if isinstance(raw.get("grads"), dict) and REDUCE in raw["grads"]:
+        reduce = raw["grads"].pop(REDUCE)
+        faults += [f"{path} [grads] {fault}"] if (fault := logical_axes.find_dtype_fault(reduce)) else []
     for name in TABLES:
         if isinstance(raw.get(name), dict):
             faults += [f"{path} [{name}] {fault}" for logical, axes in raw[name].items()
@@ -165,7 +175,7 @@ def _read_tables(text: str, path: Path, extending: tuple[Path, ...]
         raise ValueError("\n".join(faults))
     given = {name: {k: (v,) if isinstance(v, str) else tuple(v) for k, v in raw.get(name, {}).items()}
              for name in TABLES}
-    return {name: inherited[name] | given[name] for name in TABLES}, names
+    return {name: inherited[name] | given[name] for name in TABLES}, names, reduce
 
 
 def _find_base(name, path: Path, extending: Sequence[Path]) -> Path:
@@ -188,11 +198,15 @@ def _find_base(name, path: Path, extending: Sequence[Path]) -> Path:
                      f"directory, or one of {', '.join(known)}")
 
 
-def _format_tables(tables: Mapping[str, Mapping[str, Sequence[str]]], declared: Mapping[str, str], path: str) -> str:
+def _format_tables(tables: Mapping[str, Mapping[str, Sequence[str]]], declared: Mapping[str, str], reduce: str,
+                   path: str) -> str:
     def line(logical: str, axes: Sequence[str]) -> str:
         return f"{logical} = {json.dumps(axes[0] if len(axes) == 1 else axes)}"
+    lines = {NAMES: {name: (kind,) for name, kind in declared.items()}, **tables}
+    if reduce != REDUCE_DTYPES[0]:
+        lines["grads"] = {REDUCE: (reduce,), **lines["grads"]}
     parts = ["\n".join([f"[{name}]", *(line(*entry) for entry in table.items())])
-             for name, table in {NAMES: {name: (kind,) for name, kind in declared.items()}, **tables}.items() if table]
+             for name, table in lines.items() if table]
     return "\n\n".join([f"# {path}, with all that it extends.", *parts]) + "\n"
 
 

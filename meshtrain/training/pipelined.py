@@ -160,7 +160,7 @@ def put_into_stages(layout: rules.Layout, num_stages: int, num_chunks: int, axes
 
 def take_out_of_stages(layout: rules.Layout, summed: tuple[str, ...], axes, g):
     """Sum gradients [R, V, P, n, …] over R, which is sharded over `summed`. Return them as [L, …]."""
-    g = reduce_deferred(layout, summed, _stage_axes(axes), g)
+    g = reduce_deferred(layout, summed, _stage_axes(axes), g, axes)
     return g.reshape(-1, *g.shape[3:])
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
 from meshtrain import scopes
-from meshtrain.sharding import rules
+from meshtrain.sharding import reduced, rules
 from meshtrain.sharding.mesh import automatic_axes, on_shards
 from meshtrain.sharding.rules import Layout
 from meshtrain.training import accumulators
@@ -157,8 +157,10 @@ def _constrain_unsummed(layout: Layout, deferred: tuple[str, ...], axes, g):
     return jax.lax.with_sharding_constraint(g, P(deferred or None, *layout.spec("grads", axes, drop=deferred)))
 
 
-def reduce_deferred(layout: Layout, deferred: tuple[str, ...], axes, g):
-    """Sum a [replicas, …] accumulator and shard the sum as in [optimizer].
+def reduce_deferred(layout: Layout, deferred: tuple[str, ...], axes, g, weight_axes=None):
+    """Sum a [replicas, …] accumulator, and shard the sum, float32, as in [optimizer].
+
+    weight_axes: logical axes of the weight, if `axes` are those of another shape of it.
 
     It is a reduce-scatter where [optimizer] shards over `deferred`. Sum and constraint are one expression, because a
     [grads] constraint between them would make it an all-reduce. If [optimizer] shards over only some of the `deferred`
@@ -166,6 +168,12 @@ def reduce_deferred(layout: Layout, deferred: tuple[str, ...], axes, g):
     payload, then 2(N-1)/N of a shard).
     """
     split = layout.spec("optimizer", axes)
+
+    def add(g, dims):
+        return reduced.add(g, dims, reduced.dtype_once(layout, weight_axes or axes))
+
+    def place(g):
+        return layout.constrain("optimizer", g, axes).astype(accumulators.DTYPE)
     if not deferred:
         return layout.constrain("optimizer", g[0], axes)
     used = {a for entry in split if entry for a in ((entry,) if isinstance(entry, str) else entry)}
@@ -175,11 +183,11 @@ def reduce_deferred(layout: Layout, deferred: tuple[str, ...], axes, g):
         pinned = layout.spec("grads", axes, drop=deferred)
         g = g.reshape([layout.sizes[a] for a in deferred] + list(g.shape[1:]))
         g = jax.lax.with_sharding_constraint(g, P(*deferred, *pinned))
-        g = g.sum(tuple(deferred.index(a) for a in scattered))
+        g = add(g, tuple(deferred.index(a) for a in scattered))
         g = jax.lax.with_sharding_constraint(g, P(*rest, *split))
-        return layout.constrain("optimizer", g.sum(tuple(range(len(rest)))), axes)
+        return place(add(g, tuple(range(len(rest)))))
     if (sliced := layout.spec("optimizer", axes, drop=deferred)) != layout.spec("grads", axes, drop=deferred):
         # First a slice over the axes that only [optimizer] has besides (context); otherwise the sum becomes an
         # all-reduce.
         g = jax.lax.with_sharding_constraint(g, P(deferred, *sliced))
-    return layout.constrain("optimizer", g.sum(0), axes)
+    return place(add(g, (0,)))

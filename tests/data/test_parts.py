@@ -24,7 +24,7 @@ D = 64
 
 
 def count(shape: tuple, text: str = TENSOR, **sizes: int) -> int:
-    return parts.of_rows(Layout(rules.parse(text), dict.fromkeys(AXES, 1) | sizes), shape)[1]
+    return parts.of_rows(Layout(rules.parse(text), dict.fromkeys(AXES, 1) | sizes), shape, "bfloat16")[1]
 
 
 @pytest.mark.parametrize("rows, tokens, expected", [

@@ -16,7 +16,7 @@ import jax
 import pytest
 import sampling
 
-from meshtrain import assembly, config
+from meshtrain import assembly, config, scratch
 from meshtrain.choices import experts as choices
 from meshtrain.choices.setting import Choice, Setting
 from meshtrain.cost.program import audit, compile, hlo, roofline
@@ -111,7 +111,7 @@ MODELS = {
     "sinks": EXPERTS.but(mixers="WF", window=1024, attention_sinks=True, attention_bias="all", mlp_bias=True,
                          router_bias="logits", activation="swiglu_clamped", num_heads=32, head_dim=64),
 }
-CORE = ("dense zero3 data2 fsdp8 tensor4", "dense zero3 fsdp64 selective", "staged zero1 stage4 fsdp16 1f1b",
+CORE = ("biases zero2 fsdp8 narrow", "dense zero3 data2 fsdp8 tensor4", "dense zero3 fsdp64 selective", "staged zero1 stage4 fsdp16 1f1b",
         "routed zero3_experts_fsdp data8 fsdp8")
 
 # The rows that more than one file asks for.
@@ -152,6 +152,7 @@ WORDS: dict[str, Callable[..., dict]] = {
     "float8": lambda: {"model": {"matmul_dtype": "float8"}}, "float32": lambda: {"model": {"compute_dtype": "float32"}},
     r"(\d+)x(\d+)": lambda microbatches, rows: {"shape": {"microbatches": int(microbatches), "rows": int(rows)}},
     r"T(\d+)": lambda length: {"shape": {"seq_len": int(length)}},
+    "narrow": lambda: {"sharding": {"reduce": "bfloat16"}},
     "|".join(PATCHES): lambda: {},
 }
 
@@ -169,7 +170,9 @@ def run_of(name: str) -> config.Run:
     shape = sections.pop("shape")
     replicas = sections["mesh"].get("data", 1) * sections["mesh"].get("fsdp", 1)
     sections["training"]["microbatches"] = shape["microbatches"]
-    return config.Run(**model.more, **sections, sharding=dict(rules=str(RULES / f"{rule}.toml")), data=dict(
+    grads = sections.pop("sharding", None)
+    rules = scratch.rule_file({"extends": rule, "grads": grads}) if grads else str(RULES / f"{rule}.toml")
+    return config.Run(**model.more, **sections, sharding=dict(rules=rules), data=dict(
         seq_len=shape["seq_len"],
         global_batch=model.batch or shape["microbatches"] * shape["rows"] * replicas))
 

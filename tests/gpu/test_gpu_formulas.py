@@ -13,6 +13,7 @@ from gpu_programs import (DDP_TENSOR, DENSE_CELLS, DENSE_STEPS, EXACT_COUNTS, OF
                           STAGED_CELLS, STAGED_STEPS, ZERO3_TENSOR, Step, assembled, needs_compiler, rows, shapes_of, step)
 
 from meshtrain.cost.program import audit
+from meshtrain.parity import program
 from meshtrain.inspection import formula_vs_compiled, unexpected
 from meshtrain.inspection import memory as held_memory
 from meshtrain.training import executor
@@ -64,6 +65,22 @@ def expected(step: Step) -> dict:
         want["all-gather", ("tensor",), "bf16"] = (None, M * (gathers * L + 2) * x_bytes)
         want["reduce-scatter", ("tensor",), "bf16"] = (None, M * (scatters * L + 2) * x_bytes)
     return want
+
+
+@rows("biases zero2 fsdp8 narrow", "dense zero2 fsdp64 narrow", "dense hsdp_zero1 data8 fsdp8 narrow",
+      "staged zero1 stage4 fsdp16 zero_bubble narrow", cells=(
+          "dense ddp fsdp64 narrow", "dense zero1 fsdp64 narrow", "dense zero3 fsdp64 float8 narrow",
+          "dense zero3 data2 fsdp8 tensor4 in_parts narrow", "ringed zero3 fsdp2 context4 full narrow",
+          "routed zero3_experts_fsdp data8 fsdp8 narrow", "adapters zero3 fsdp8 narrow",
+          "pallas_latents zero3 fsdp8 narrow", "staged zero3 data2 fsdp2 tensor4 stage2 context2 1f1b narrow"))
+def test_gradients_are_reduced_in_the_dtype_that_the_rule_file_names(name):
+    narrow = step(name)
+    assert program.unlike_sums(narrow.made, narrow.program) == []
+    if not narrow.run.model.matmul_dtype == "float8":
+        sums = [sum(row["bytes"] for row in found if row["kind"] in audit.SUMS and row["dtype"] == "bf16" and set(
+            row["axes"]) <= set(narrow.batch_axes)) for found in (
+                audit.summarize(narrow.program.collectives), narrow.formulas.collectives)]
+        assert sums[0] == pytest.approx(sums[1], rel=0.02) and sums[1] > 0
 
 
 TENSOR = {"full": (6, 5), "none": (4, 4)}       # gathers and scatters of a layer

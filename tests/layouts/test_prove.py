@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import pages_samples
 import planted
-from meshtrain import assembly, config, parity, run_files
+from meshtrain import assembly, config, parity, run_files, scratch
 from meshtrain.commands import prove
 from meshtrain.cost.program.audit import Collective, ProgramAudit
 from meshtrain.pages import proofs
@@ -233,10 +233,15 @@ def row(dims, kind="reduce-scatter", axes=("fsdp",), dtype="bf16") -> Collective
 def test_gradients_that_are_summed_in_bfloat16_are_named_and_activations_are_not():
     made = assembly.assemble(small_of("--mesh.data", 1, "--mesh.fsdp", 8, "--mesh.tensor", 1), jax.devices())
     up = (32, 48)
-    of = lambda *rows: program.narrow_sums(made, ProgramAudit(rows, (), (), (), (), ()))
+    of = lambda *rows: program.unlike_sums(made, ProgramAudit(rows, (), (), (), (), ()))
     (line,) = of(row(up))
     assert "layers/mlp/up/kernel is summed over fsdp in bf16" in line
     assert of(row(up, dtype="f32"), row(up, kind="all-gather"), row((4, 16, 32)), row(up, axes=("tensor",))) == []
+    narrow = scratch.rule_file({"extends": "zero3", "grads": {"reduce": "bfloat16"}})
+    made = assembly.assemble(small_of("--mesh.data", 1, "--mesh.fsdp", 8, "--mesh.tensor", 1, "--sharding.rules", narrow),
+                             jax.devices())
+    (line,) = of(row(up), row(up, dtype="f32"), row((32,), dtype="f32"))
+    assert "summed over fsdp in f32" in line and "reduces in bfloat16" in line
 
 
 @pytest.mark.parametrize("words, gpus", [((), "h100:8"), (("--mesh.fsdp", -1), "h100:8"), (("--mesh.tensor", 8), "h100:32"),

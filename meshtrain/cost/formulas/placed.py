@@ -21,6 +21,7 @@ from meshtrain.names import LAYERS, LEADING
 from meshtrain.parallel.pipeline import schedules, stages
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout
+from meshtrain.training import accumulators
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,12 @@ class Placed:
     def itemsize(self) -> int:
         """Return the bytes of an element of activations and gathered weights."""
         return 2 if self.cfg.compute_dtype == "bfloat16" else 4
+
+    @property
+    def reduced(self) -> tuple[str, int]:
+        """Return the dtype in which gradients are reduced, as HLO spells it, and its bytes."""
+        wide = self.layout.rules.reduce == str(accumulators.DTYPE)
+        return (accumulators.HLO_DTYPE, accumulators.ITEMSIZE) if wide else ("bf16", 2)
 
     @property
     def float8(self) -> bool:
@@ -168,7 +175,7 @@ class Placed:
         if options.remat == "none" and self.by_layer:
             return 1
         rows = options.global_batch // options.microbatches
-        return parts.of_rows(self.layout, (rows, options.seq_len))[1]
+        return parts.of_rows(self.layout, (rows, options.seq_len), self.cfg.compute_dtype)[1]
 
     def route(self, options: Options) -> routed.Routed | None:
         """Return the experts of one layer and their tokens, or None if the model has no experts."""

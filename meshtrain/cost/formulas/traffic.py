@@ -14,7 +14,6 @@ from meshtrain.cost.formulas.sizes import (BACKWARD, FLOAT32, FORWARD, GATHER, M
                                            WeightMove)
 from meshtrain.names import AXES
 from meshtrain.sharding.rules import GATHERED
-from meshtrain.training import accumulators
 
 # exposed seconds of the exchange of tokens, and of experts' weights
 ROUTED, EXPERTS = "for experts", "for experts' weights"
@@ -83,7 +82,8 @@ def weights(placed: Placed, options: Options) -> Iterator[Sent]:
             yield _update(placed, move)
         elif move.kind != GATHER:
             label = "context" if move.kind == SUM else LABELS[move.part]
-            yield Sent(move.kind, move.axes, accumulators.HLO_DTYPE, n * accumulators.ITEMSIZE,
+            dtype, size = placed.reduced
+            yield Sent(move.kind, move.axes, dtype, n * size,
                        runs if layer else options.microbatches, label, BACKWARD * layer, layer, arrays if layer else 1)
         elif move.part == "routers":
             yield Sent(GATHER, move.axes, FLOAT32, 4 * n, 2 * runs, "fsdp", FORWARD)
@@ -108,8 +108,7 @@ def _lookup(placed: Placed, options: Options, move: WeightMove) -> Sent:
 
 def _update(placed: Placed, move: WeightMove) -> Sent:
     """Return a reduction of gradients or a gather of new weights, once a step."""
-    dtype, size = (placed.dtype, placed.itemsize) if move.kind == GATHER else (
-        accumulators.HLO_DTYPE, accumulators.ITEMSIZE)
+    dtype, size = (placed.dtype, placed.itemsize) if move.kind == GATHER else placed.reduced
     # XLA runs all-reduces at the end, one after the other.
     overlaps = "" if move.kind == SUM else ONCE
     return Sent(move.kind, move.axes, dtype, move.elements * size, 1, UPDATE, overlaps, False)

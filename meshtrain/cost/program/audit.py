@@ -26,6 +26,7 @@ KINDS = (
 )  # fmt: skip
 
 
+SUMS = ("all-reduce", "reduce-scatter")
 NARROW = ("bf16", "f16")    # dtypes whose sums over devices lose digits of a gradient
 
 
@@ -88,7 +89,7 @@ class ProgramAudit:
     def narrow_sums(self) -> tuple[Collective, ...]:
         """The collectives that sum over devices in a narrower dtype than float32."""
         return tuple(row for row in self.collectives
-                     if row.kind in ("all-reduce", "reduce-scatter") and row.dtype in NARROW)
+                     if row.kind in SUMS and row.dtype in NARROW)
 
     def require_known(self) -> "ProgramAudit":
         """Return self if every count is exact. Raises: ValueError naming the loops of unknown length."""

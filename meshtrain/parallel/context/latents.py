@@ -56,8 +56,8 @@ class LatentMethod(NamedTuple):
         operands, heads, weight = self._specs(layout)
         dq, latents, dws = on_shards(local, (*operands, (heads,) * 3), (*operands[:2], (weight, weight)))(
             q_BTNH, (c_BTC, r_BTR), tuple(map(self.gather, weights)), segments_BT, rest[3:])
-        # Each device has one summand. XLA adds them in float32, by a reduce-scatter if `place` shards the sum.
-        return dq, *latents, *(self.place(dw.sum(0)) for dw in dws)
+        # Each device has one summand. XLA adds them by a reduce-scatter if `place` shards the sum.
+        return dq, *latents, *map(self.place, dws)
 
     def _specs(self, layout: Layout):
         """Return the specs of the operands, of arrays [B, T, N, …], and of weight gradients with a leading dim of

@@ -30,6 +30,7 @@ from meshtrain.parallel.experts import all_to_all
 from meshtrain.parallel.experts.permutation import ExpertRows, SortedAssignments
 from meshtrain.parallel.experts.region import ExpertShards, ManualRegion
 from meshtrain.scopes import BALANCED_ROWS
+from meshtrain.sharding import reduced
 from meshtrain.sharding.mesh import automatic_axes, on_shards
 from meshtrain.sharding.rules import Layout
 
@@ -107,6 +108,7 @@ def _apply_backward(experts, layout: Layout, residuals, dy_BTD):
     W. `training.backward` cannot divide a region.
     """
     weights, shards, staged = residuals[3], ExpertShards.of(layout, residuals[3]), layout.sizes["stage"] > 1
+    dtype = reduced.dtype_of(layout)
 
     def inputs_half(x_BTD, chosen_BTK, weight_BTK, weights, inward, dy_BTD):
         tokens, dy_TD = RoutedTokens(*map(_flat, (x_BTD, chosen_BTK, weight_BTK))), _flat(dy_BTD)
@@ -120,10 +122,10 @@ def _apply_backward(experts, layout: Layout, residuals, dy_BTD):
         matrices = ExpertMatrices(experts.engine, shards.gather(weights, x_BTD.dtype), shards.axes)
         backward = _backward_by_all_to_all if experts.by_all_to_all else _backward
         dx, dweight, rest = backward(experts, shards.region, tokens, matrices, inward, dy_TD, staged)
-        return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), rest if staged else shards.reduce(rest)
+        return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), rest if staged else shards.reduce(rest, dtype)
 
     def weights_half(operands):
-        return shards.reduce(operands.gradients(experts.engine, shards.axes))
+        return shards.reduce(operands.gradients(experts.engine, shards.axes), dtype)
     everywhere = _everywhere()
     out = shards.tokens, shards.tokens, everywhere if staged else shards.grads
     dx, dweight, dw = on_shards(inputs_half, (shards.tokens,) * 3 + (shards.stored, everywhere, shards.tokens),

@@ -139,17 +139,19 @@ class ExpertShards:
                 used[name] = lax.all_gather(used[name], axes, axis=self.axes[name].index(axis), tiled=True)
         return used
 
-    def reduce(self, dw):
-        """Reduce float32 gradients over the devices that have other tokens.
+    def reduce(self, dw, dtype):
+        """Reduce float32 gradients over the devices that have other tokens, in `dtype`.
 
         The result has the dim order of stored weights.
         """
         summed = dict(dw)
         for name, scatters in self.scatters.items():
+            if scatters or self.rest[name]:
+                summed[name] = summed[name].astype(dtype)
             for axis, axes in scatters:
                 summed[name] = psum_scatter(summed[name], axes, self.axes[name].index(axis))
             if self.rest[name]:
-                summed[name] = lax.psum(summed[name], self.rest[name])
+                summed[name] = psum(summed[name], self.rest[name])
         return {name: _in_order(d, self.axes[name], EXPERT_AXES[name]) for name, d in summed.items()}
 
 
