@@ -4,8 +4,7 @@ The tables are `[params]`, `[grads]` (inherits params), `[optimizer]` (inherits 
 is line by line: a line replaces the inherited one, and `embed = []` removes it. `extends = "ddp"` inherits the tables
 of another file in the same way. So ZeRO-1 is ddp with `embed = ["data", "fsdp"]` in [optimizer], ZeRO-2 has that line
 in [grads], ZeRO-3 in [params]. Megatron's sequence parallelism is `residual_seq = "tensor"`. Mesh axes of size 1 have
-no effect, so a file may name all five. A fifth table, `[names]`, declares logical axes beside ours. `reduce` in
-[grads] is the dtype in which gradients are sent.
+no effect, so a file may name all five. A fifth table, `[names]`, declares logical axes beside ours.
 Mistakes that jax accepts silently (a dim that does not divide, an axis that splits no work) are refused. This module
 knows no model and no step.
 """
@@ -147,8 +146,7 @@ def _read_tables(text: str, path: Path, extending: tuple[Path, ...]
         raise ValueError(f"{path}: not valid TOML: {error}{quotes}") from None
     base = raw.pop(EXTENDS, None)
     inherited: dict[str, dict[str, tuple[str, ...]]] = {name: {} for name in TABLES}
-    names: dict[str, str] = {}
-    reduce = REDUCE_DTYPES[0]
+    names, reduce = dict[str, str](), REDUCE_DTYPES[0]
     if base is not None:        # first: the lines of this file may have its names
         base_path = _find_base(base, path, (*extending, path))
         inherited, names, reduce = _read_tables(_read(base_path, f"{path}: "), base_path, (*extending, path))

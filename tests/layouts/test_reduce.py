@@ -44,7 +44,7 @@ def test_a_wrong_dtype_in_a_dict_is_refused_like_one_in_a_file():
 
 
 @pytest.mark.parametrize("axes, dtype", [(("layers", "embed", "mlp"), "bfloat16"), (("vocab", "embed"), "bfloat16"),
-                                         (("layers", "embed"), "float32"), (("leading", None), "float32")])
+                                         (("layers", "embed"), "float32"), (("leading_layers", None), "float32")])
 def test_vectors_are_reduced_in_float32(axes, dtype):
     layout = rules.Layout(rules.parse(NARROW), {"data": 2})
     assert reduced.dtype_once(layout, axes) == dtype
