@@ -66,8 +66,7 @@ def find_dtype_fault(dtype: object) -> str:
     """Return the fault of the line `reduce` in [grads], or ""."""
     if dtype in REDUCE_DTYPES:
         return ""
-    near = nearest(dtype, REDUCE_DTYPES) if isinstance(dtype, str) else ""
-    return (f"{REDUCE} = {dtype!r}: is no dtype in which gradients are sent{near}; write "
+    return (f"{REDUCE} = {dtype!r}: is no dtype in which gradients are sent; write "
             + " or ".join(f'{REDUCE} = "{known}"' for known in REDUCE_DTYPES))
 
 
