@@ -19,6 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import get_abstract_mesh
 
+from meshtrain.model import input_gradient
 from meshtrain.sharding import reduced
 from meshtrain.sharding.mesh import pmax
 from meshtrain.sharding.rules import GATHERED, Layout
@@ -120,21 +121,25 @@ def _backward(ex: Execution, forms, out_axes, frozen, saved, dys):
     qx, sx, ws, sw = saved
     full = _gather_quantized(ex, forms, ws, sw) if ex.numerics.remat == "none" else ws
     scale = scale_of(over_tokens(ex.layout, largest(dys)), E5M2)
-    dx, dws = 0, []
-    for (eq, axes), w, dy in zip(forms, full, dys, strict=True):
-        dy = quantize(dy, scale, E5M2)
+    over = input_gradient.summed_axes(ex.layout, forms)
+    dys = input_gradient.place_cotangents(ex.layout, forms, over, [quantize(dy, scale, E5M2) for dy in dys])
+    dx: input_gradient.Sums = {}
+    dws = []
+    for (eq, axes), w, dy, summed in zip(forms, full, dys, over, strict=True):
         if out_axes:
             # as in `layers.project`
             dy = ex.layout.act(lax.optimization_barrier(dy) if ex.layout.sequence_parallel else dy, *out_axes)
         operands, out = eq.split("->")
         left, right = operands.split(",")
-        dx += _dot(ex, f"{out},{right}->{left}", dy, w, ex.numerics.dtype)
+        product = _dot(ex, f"{out},{right}->{left}", dy, w, ex.numerics.dtype)
+        dx = input_gradient.add(dx, summed, product)
         if frozen:
             continue
         dw = _dot(ex, f"{left},{out}->{right}", qx, dy, reduced.dtype_of(ex.layout))
         dws.append(_rescale(reduced.place(ex.layout, dw, axes), sx * scale))
     # Reduced over tensor before scaling; otherwise every product would have its own all-reduce.
-    return _rescale(dx if out_axes else _on_residual(ex, dx), scale * sw), tuple(dws) or (None,) * len(forms)
+    dx_BTD = input_gradient.total(ex.layout, dx)
+    return _rescale(dx_BTD if out_axes else _on_residual(ex, dx_BTD), scale * sw), tuple(dws) or (None,) * len(forms)
 
 
 project.defvjp(_forward, _backward)

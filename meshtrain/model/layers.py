@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain.config.sections import Model
 from meshtrain.kernels import products, rotation
-from meshtrain.model import float8
+from meshtrain.model import float8, input_gradient
 from meshtrain.model.execution import Execution, recompute
 from meshtrain.model.params import declare
 from meshtrain.model.rope import Rope, norm_and_rotate
@@ -69,8 +69,11 @@ def _project_forward(ex: Execution, forms, out_axes, frozen, x, ws):
 
 def _project_backward(ex: Execution, forms, out_axes, frozen, saved, dys):
     x, ws = saved
-    dx, dws = None, []
-    for (eq, axes), w, dy in reversed([*zip(forms, ws, dys, strict=True)]):
+    dx: input_gradient.Sums = {}
+    dws = []
+    over = input_gradient.summed_axes(ex.layout, forms)
+    dys = input_gradient.place_cotangents(ex.layout, forms, over, dys)
+    for (eq, axes), w, dy, summed in reversed([*zip(forms, ws, dys, over, strict=True)]):
         if out_axes:
             if ex.layout.sequence_parallel:
                 # Sequence parallel: gather the cotangent once, for dx and dw. The barrier is REQUIRED. Without it XLA
@@ -83,13 +86,13 @@ def _project_backward(ex: Execution, forms, out_axes, frozen, saved, dys):
         operands, out = eq.split("->")
         left, right = operands.split(",")
         product = products.einsum(f"{out},{right}->{left}", dy, full, dy.dtype if x is None else x.dtype)
-        dx = product if dx is None else product + dx        # new matmul first, so that cuBLAS accumulates into it
+        dx = input_gradient.add(dx, summed, product)
         if not frozen:
             # A router has a float32 cotangent and narrower inputs. Its gradient stays float32.
             dtype = reduced.dtype_of(ex.layout) if x.dtype == dy.dtype else jnp.float32
             dw = products.einsum(f"{left},{out}->{right}", x, dy, dtype)
             dws.append(place_gradient(ex, dw, axes))
-    return dx, tuple(dws[::-1]) or (None,) * len(forms)
+    return input_gradient.total(ex.layout, dx), tuple(dws[::-1]) or (None,) * len(forms)
 
 
 project.defvjp(_project_forward, _project_backward)
@@ -126,8 +129,12 @@ def together(ex: Execution, x, *linears: tuple[Linear, int], out_axes=None) -> l
     forms = tuple((linear.eq, axes) for (linear, _), (_, axes) in zip(linears, weights))
     frozen = linears[0][0].frozen
     multiply = float8.project if ex.numerics.float8 else project
-    ys = multiply(ex, forms, out_axes, frozen, x, tuple(w for w, _ in weights))
-    ys = [y if linear.lora is None else linear.lora(ex, x, y, repeats, out_axes)
+    adapted = not out_axes and any(linear.lora is not None for linear, _ in linears)    # by whole matrices, too
+
+    def read():
+        return input_gradient.branch(ex.layout, x) if adapted else x
+    ys = multiply(ex, forms, out_axes, frozen, read(), tuple(w for w, _ in weights))
+    ys = [y if linear.lora is None else linear.lora(ex, read(), y, repeats, out_axes)
           for (linear, repeats), y in zip(linears, ys)]
     return [linear.bias_output(ex, y, repeats) for (linear, repeats), y in zip(linears, ys)]
 
@@ -178,8 +185,9 @@ class Norm(nnx.Module):
     """RMSNorm or LayerNorm over the dims of its weights (the last ones), in float32. It returns the compute dtype.
 
     Tried and rejected: one kernel for the backward of the norm and the residual stream. By the roofline this kernel
-    takes 53 ms of a step of llama3-8b on 8 H100, and XLA's two kernels take 93 ms. But XLA then copies x out of its
-    stack and repeats the norm: the step takes 6.46 s instead of 6.43.
+    takes 53 ms of a step of llama3-8b on 8 H100, and XLA's two kernels take 93 ms: 26 ms of it read x and its cotangent
+    for the sums over a row, and the rest reads them again. But XLA then copies x out of its stack and repeats the norm:
+    the step takes 6.46 s instead of 6.43.
     """
 
     def __init__(self, cfg: Model, rngs: nnx.Rngs, shape, axes, eps: float = 0.0):

@@ -29,6 +29,7 @@ from test_layouts import GPT2, ONE, RULES, run_of
 
 B, T, D, N, H = 4, 16, 32, 4, 8
 QUERY_KEY = (("BTD,DNH->BTNH", ("embed", "heads", "head_dim")), ("BTD,DKH->BTKH", ("embed", "kv_heads", "head_dim")))
+WHOLE_BESIDE = (*QUERY_KEY, ("BTD,DR->BTR", ("embed", None)))
 OUT = (("BTNH,NHD->BTD", ("heads", "head_dim", "embed")),)
 TO_RESIDUAL = ("batch", "seq", None)
 
@@ -64,7 +65,7 @@ def written_out(forms, x, ws, dys):
 
 def drawn(forms, spread=0.0):
     """x, ws and dys of normal numbers. spread: the second half of the batch is 2^-spread as large."""
-    sizes, rng = dict(B=B, T=T, D=D, N=N, K=N // 2, H=H), np.random.default_rng(0)
+    sizes, rng = dict(B=B, T=T, D=D, N=N, K=N // 2, H=H, R=2 * H), np.random.default_rng(0)
     draw = lambda letters: rng.normal(size=[sizes[letter] for letter in letters]).astype(np.float32)
     terms = [(*eq.split("->")[0].split(","), eq.split("->")[1]) for eq, _ in forms]
     x, ws, dys = draw(terms[0][0]), [draw(right) for _, right, _ in terms], [1e-4 * draw(out) for _, _, out in terms]
@@ -194,6 +195,17 @@ def test_shards_of_weights_and_tokens_have_one_scale():
         got = jax.jit(functools.partial(projected, execution(layout), QUERY_KEY, None))(x, ws, dys)
     assert got[2][0].sharding.spec == layout.spec("grads", QUERY_KEY[0][1])
     check_outlying(got, expected)
+
+
+@pytest.mark.parametrize("rule", ["zero3", "tensor"])
+def test_whole_weights_add_to_the_input_s_gradient_once_beside_split_ones(rule):
+    """With sequence parallelism and without."""
+    x, ws, dys = drawn(WHOLE_BESIDE)
+    sizes = {axis: 1 for axis in AXES} | dict(fsdp=2, tensor=2)
+    layout = Layout(rules.load(RULES / f"{rule}.toml"), sizes)
+    with jax.set_mesh(MeshSpec(sizes).build(jax.devices()[:4])):
+        got = jax.jit(functools.partial(projected, execution(layout), WHOLE_BESIDE, None))(x, ws, dys)
+    check(got, written_out(WHOLE_BESIDE, x, ws, dys), 1e-6)
 
 
 # ---- the whole step --------------------------------------------------------------------------------------------------

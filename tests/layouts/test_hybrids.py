@@ -48,6 +48,7 @@ CASES = [
     pytest.param(*case, marks=sampling.GRID) for case in [
         ("delta", dict(context=2, data=2), "zero3", dict(training=dict(remat="selective"))),
         ("kda", dict(fsdp=2, tensor=2), "zero3", dict(training=dict(microbatches=2, remat="full"))),
+        ("kda", dict(fsdp=2, tensor=2), "zero3", dict(lora=dict(rank=2, alpha=3.0))),
         ("mamba", dict(fsdp=2, tensor=2), "zero3", {})]
 ] + [
     pytest.param(model, dict(context=count), "zero3", dict(context=dict(method=method)), marks=sampling.GRID)
