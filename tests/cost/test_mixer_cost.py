@@ -2,6 +2,7 @@
 every layout."""
 import dataclasses
 import math
+from collections import Counter
 
 import pytest
 
@@ -31,10 +32,10 @@ def section(name: str, **more) -> config.Model:
     return config.Model(**MODELS[name] | dict(compute_dtype="bfloat16") | more)
 
 
-def placed_of(name: str, rule: str = "zero3", mesh: dict | None = None, **more):
+def placed_of(name: str, rule: str = "zero3", mesh: dict | None = None, rank: int = 0, **more):
     cfg, spec = section(name, **more), MeshSpec(mesh or {})
     layout = rules.Layout(rules.load(locate_shipped(f"sharding_rules/{rule}.toml")), spec.sizes)
-    model = transformer.build(cfg)
+    model = transformer.build(cfg, config.Lora(rank=rank))
     layout = rules.Layout(model.fit(layout.rules, spec.sizes)[0], spec.sizes)
     return place(model.parameters(), cfg, layout, spec)
 
@@ -84,6 +85,34 @@ def test_a_recurrence_gathers_what_runs_do_to_its_states_whatever_their_length(c
         options = Options(length, 2, 1, "selective", method=method)
         (gathered,) = [sent for sent in placed.mixers[1].exchanges(placed, options) if sent.kind == "all-gather"]
         assert gathered.array_bytes * gathered.runs == 24 * 2 * runs * cp * 2 * 32 * 128 * (128 + 128) * 4
+
+
+@pytest.mark.parametrize("rule, sent", [("ddp", {"all-reduce": 4, "reduce-scatter": 2, "all-gather": 2}),
+                                        ("tensor", {"all-reduce": 6})])
+def test_adapters_add_arrays_of_their_rank_to_what_a_tensor_group_sends(rule, sent):
+    """The cotangents between the matrices of q, k, v and up; what is between those of out and down, and with
+    sequence parallelism its cotangent, and the float32 gradients of their outward matrices. No cotangent of the frozen
+    embedding's rows is gathered."""
+    added, options = Counter(), Options(512, 4, 2, "selective")
+    for sign, rank in ((1, 3), (-1, 0)):
+        placed = placed_of("mamba", rule, dict(tensor=2), rank=rank, mixers="F", mlps="d")
+        for one in traffic.tensor(placed, options):
+            added[one.kind, one.dtype] += sign * one.array_bytes * one.runs
+    if rule == "ddp":
+        assert added.pop(("all-reduce", "f32")) == 6 * 2 * 2 * 32 * 3 * 4
+        added["all-gather", "bf16"] += 2 * 2 * 512 * 32 * 2
+    array_bytes = 6 * 2 * (2 * 512 * 3 * 2)         # of 6 layers and 2 microbatches
+    assert {kind: count for kind, count in added.items() if count} == {
+        (kind, "bf16"): count * array_bytes for kind, count in sent.items()}
+
+
+@pytest.mark.parametrize("name, wide", [("mamba", 0), ("kda", 2 * 8)])
+def test_gradients_by_whole_matrices_beside_split_ones_are_of_shards(name, wide):
+    """Kimi delta attention's two narrow projections, as wide as a value; with sequence parallelism alone."""
+    for rule, shards in (("ddp", 2), ("tensor", 1)):
+        placed = placed_of(name, rule, dict(tensor=2), mixers="F" if name == "mamba" else "K")
+        skipped = sum(w.share * (w.n - placed.input_columns(w)) for w in placed.layer.products)
+        assert skipped == wide * (1 - 1 / shards)
 
 
 @pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])

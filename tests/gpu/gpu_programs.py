@@ -75,7 +75,18 @@ WIDE = Model(dict(vocab_size=32768, embed_dim=2048, num_layers=8, num_heads=16, 
 EXPERTS = WIDE.but(num_layers=4, num_experts=24, experts_per_token=3, expert_mlp_dim=768)
 LATENTS = EXPERTS.but(num_kv_heads=16, head_dim=192, mlps="de*", shared_expert_dim=768, latent=dict(
     kv_dim=512, query_dim=768, rope_dim=64, value_dim=128))
+# What multiplies the input of a mixer or an MLP: matrices that tensor splits, whole ones, or both.
+INWARD = Model(dict(vocab_size=2048, embed_dim=1024, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=64, mlp_dim=2048),
+               2048, 1, rows=1, training=dict(remat="selective", loss_chunk=1024))
+RECURRENT = INWARD.but(linear=dict(key_heads=8, value_heads=8, key_dim=64, value_dim=64))
+SHARED = INWARD.but(num_experts=8, experts_per_token=2, expert_mlp_dim=512, shared_expert_dim=1024)
 MODELS = {
+    "gates": INWARD.but(attention_gate=True), "gated_delta": RECURRENT.but(mixers="G"), "kda": RECURRENT.but(mixers="K"),
+    "mamba": RECURRENT.but(mixers="M"), "shared": SHARED, "shared_gated": SHARED.but(shared_expert_gate=True),
+    "whole_latents": INWARD.but(latent=dict(kv_dim=256, query_dim=256, rope_dim=32, value_dim=64)),
+    "latents_of_keys": INWARD.but(latent=dict(kv_dim=256, rope_dim=32, value_dim=64)),
+    "adapted": dataclasses.replace(INWARD, more=dict(lora=dict(rank=32))),
+    "adapted_kda": dataclasses.replace(RECURRENT.but(mixers="K"), more=dict(lora=dict(rank=32))),
     "dense": DENSE, "deeper": DENSE.but(num_layers=8), "staged": STAGED, "routed": ROUTED,
     "two_heads": dataclasses.replace(DENSE.but(num_heads=2, num_kv_heads=2), microbatches=1, batch=16),
     # of two smaller matmuls than of this width XLA makes one, and copies its halves

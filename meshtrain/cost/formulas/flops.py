@@ -51,7 +51,8 @@ def count_executed(placed: Placed, options: Options) -> float:
     leading = count_executed(placed.leading, options) if placed.leading else 0.0
     trained = sum(of(product) for product in products if product.trained)
     visits = forward, backward, weights = placed.visits(options)
-    layers = (forward + backward) * layer + weights * trained + backward * again(placed, options)
+    skipped = sum(product.share * product.k * (product.n - placed.input_columns(product)) for product in products)
+    layers = (forward + backward) * layer + weights * trained + backward * (again(placed, options) - skipped)
     experts = 0.0
     if routed := placed.route(options):
         runs = sum(times * count for times, count in zip(visits, routed.products))

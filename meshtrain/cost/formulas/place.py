@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshtrain import pattern
 from meshtrain.config.sections import Model
-from meshtrain.cost.formulas.placed import Placed, stream_shards
+from meshtrain.cost.formulas.placed import Placed, stream_axes, stream_shards
 from meshtrain.cost.formulas.sizes import (EXCHANGE, GATHER, SCATTER, SUM, Axes, Held, LayerSizes, Product, WeightMove,
                                            order)
 from meshtrain.model import layers
@@ -216,6 +216,8 @@ class _Matrices:
     def __init__(self, cfg: Model, rows: Iterable[ParamInfo], local: _Local):
         self.num_layers, self.local = cfg.num_layers, local
         self.products: dict[tuple, Product] = {}
+        # columns of the matrices that multiply the same input, by the mesh axes that shard them
+        self.columns: dict[tuple, Counter[Axes]] = defaultdict(Counter)
         self.query_latents = bool(cfg.latent.kv_dim and cfg.latent.query_dim)
         before_mlps = {_layer(info) for info in rows if _part(info) in ("mlp", "moe")}
         # by key: the path of the first of equal matrices, how many layers have one, in how many it is the last product
@@ -250,11 +252,20 @@ class _Matrices:
         same_input = info.path[:-2], axes, tuple(info.shape[dim] for dim in into), share
         outward = info.axes[out[-1]] == "embed"
         expands = _part(info) == "attention" and info.path[-2] in ("key", "value") and "kv_heads" not in info.axes
-        n = self.products[same_input].n if same_input in self.products else 0
+        self.columns[same_input][local.split(info, out)] += local.size(info, out)
+        columns, adapter = self.columns[same_input], LORA in info.path
+        reads_stream = adapter and "embed" in axes
+        row, n = local.split(info, into), float(sum(columns.values()))
+        between: Axes = ()
+        if adapter:     # its last matrix works on tokens sharded as the stream that it adds to
+            n = n / stream_shards(local.layout) if outward else n
+            between = stream_axes(local.layout) if outward else row or local.split(info, out)
         self.products[same_input] = Product(
-            local.size(info, into), n + local.size(info, out), local.split(info, into), outward,
+            local.size(info, into), n, row, outward,
             outward * self.last[key] / self.count[key], info.trainable, share, expands=expands,
-            whole_inputs=self.query_latents and _part(info) == "attention")
+            whole_inputs=self.query_latents and _part(info) == "attention",
+            on_shards=columns[()] if reads_stream or len(columns) > 1 else 0,
+            between=between)
 
     @staticmethod
     def _key(info: ParamInfo) -> tuple:

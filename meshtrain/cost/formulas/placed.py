@@ -202,6 +202,10 @@ class Placed:
         not counted."""
         return stream_shards(self.layout)
 
+    def input_columns(self, product: Product) -> float:
+        """Return the columns of a product that its input's gradient sums over, per token of a whole sequence."""
+        return product.n - product.on_shards * (1 - 1 / self.stream_shards)
+
     @functools.cached_property
     def mixers(self) -> tuple[MixerCost, ...]:
         """Return the kinds of mixers that the layers use."""
@@ -225,5 +229,10 @@ class Placed:
 
 def stream_shards(layout: Layout) -> int:
     """Return the number of devices that shard the residual stream by sequence parallelism."""
+    return layout.num_shards(stream_axes(layout))
+
+
+def stream_axes(layout: Layout) -> Axes:
+    """Return the mesh axes that shard the residual stream by sequence parallelism."""
     context = layout.mesh_axes("activations", "seq")
-    return layout.num_shards(a for a in layout.mesh_axes("activations", "residual_seq") if a not in context)
+    return tuple(a for a in layout.mesh_axes("activations", "residual_seq") if a not in context)

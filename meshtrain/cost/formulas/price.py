@@ -251,7 +251,8 @@ class LayerTimes:
                           for wanted in (False, True))
         products = [w.share * matmul_s(tokens, w.n, w.k) for w in dense]
         forward = sum(products)
-        backward = sum(w.share * (matmul_s(tokens, w.k, w.n) + w.trained * matmul_s(w.k, w.n, tokens)) for w in dense)
+        backward = sum(w.share * (matmul_s(tokens, w.k, placed.input_columns(w))
+                                  + w.trained * matmul_s(w.k, w.n, tokens)) for w in dense)
         self.placed, self.rated, self.options = placed, rated, options
         routing = placed.router_parts * sum(
             w.share * rated.product_s(tokens / placed.stream_shards, w.n, w.k, cfg.compute_dtype, placed.itemsize)

@@ -28,7 +28,11 @@ class Product:
     unread: fraction of these layers whose backward does not read the result. trained: the matrices have gradients.
     share: fraction of the layers that have them. router: computed in float32, on tokens sharded as the residual stream.
     expands: attention expands latents with these matrices, in the forward and again in the backward. whole_inputs: the
-    cotangent of the mixer's input is not sharded, because the mixer's inward matrices are not.
+    cotangent of the mixer's input is not sharded, because the mixer's inward matrices are not. on_shards: columns of n
+    whose input gradient each device computes for its shard of the residual stream alone: those of whole matrices beside
+    split ones, and of adapters. between: of an adapter's matrix, the mesh axes over which the array between its two
+    matrices is summed: in the forward if they are `row`, otherwise in the backward; of an outward one, those over which
+    its gradient is summed.
     """
     k: float
     n: float
@@ -40,6 +44,8 @@ class Product:
     router: bool = False
     expands: bool = False
     whole_inputs: bool = False
+    on_shards: float = 0.0
+    between: Axes = ()
 
 
 class WeightMove(NamedTuple):

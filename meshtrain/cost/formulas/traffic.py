@@ -5,13 +5,14 @@ collectives of weights and gradients; those of activations follow from the sizes
 """
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed
-from meshtrain.cost.formulas.sizes import (BACKWARD, FLOAT32, FORWARD, GATHER, MICROBATCH, ONCE, SUM, Axes, Sent,
-                                           WeightMove)
+from meshtrain.cost.formulas.sizes import (BACKWARD, FLOAT32, FORWARD, GATHER, MICROBATCH, ONCE, SUM, Axes, Product,
+                                           Sent, WeightMove)
 from meshtrain.names import AXES
 from meshtrain.sharding.rules import GATHERED
 
@@ -135,6 +136,9 @@ def tensor(placed: Placed, options: Options) -> Iterator[Sent]:
         yield Sent("all-reduce", axes, FLOAT32, 4, NUM_SCALES * forward, SCALES)
     recomputed = placed.recomputation(options)
     for product in placed.layer.products:
+        if product.between:
+            yield from _adapter(placed, options, product)
+            continue
         gathered = product.share * (forward + backward * (1 + recomputed.gathers))
         summed = product.share * (forward + backward * (1 + recomputed.products * (1 - product.unread)))
         summed -= product.share * backward * product.whole_inputs
@@ -148,11 +152,34 @@ def tensor(placed: Placed, options: Options) -> Iterator[Sent]:
         yield from mixer.reductions(placed, options)
     vocab = tuple(a for a in placed.layout.mesh_axes(GATHERED, "vocab") if a != "stage")
     # Looked-up rows are reduce-scattered, their cotangent all-gathered; the head does the reverse.
+    looked_up_back *= any(info.role == "embedding" and info.trainable for info in placed.rows)
     if vocab and set(vocab) <= split:
         yield send("all-gather", vocab, loss + looked_up_back, False)
         yield send("reduce-scatter", vocab, looked_up + loss, False)
     elif vocab:
         yield send("all-reduce", vocab, looked_up + loss, False)
+
+
+def _adapter(placed: Placed, options: Options, product: Product) -> Iterator[Sent]:
+    """Yield the collectives of an adapter's matrix. The array between its two matrices, [tokens, rank], is a sum over a
+    split dim of its input; or its cotangent is one, over split columns. An outward matrix multiplies tokens that
+    sequence parallelism splits, and its gradient is summed over them."""
+    forward, backward, weights = placed.visits(options)
+    if product.outward:
+        gradient_bytes = 4 * product.k * product.n * placed.stream_shards
+        yield Sent("all-reduce", product.between, FLOAT32, gradient_bytes, product.share * weights, "tensor")
+        return
+    width = product.n if product.row else product.k
+    send = functools.partial(Sent, axes=product.between, dtype=placed.dtype, label="tensor",
+                             array_bytes=placed.tokens(options) * width * placed.itemsize)
+    if not product.row:
+        yield send("all-reduce", runs=product.share * backward)
+        return
+    split = set(product.row) <= set(placed.layout.mesh_axes("activations", "residual_seq"))
+    summed = product.share * (forward + backward * placed.recomputation(options).products)
+    yield send("reduce-scatter" if split else "all-reduce", runs=summed)
+    if split:
+        yield send("all-gather", runs=product.share * backward)
 
 
 def experts(placed: Placed, options: Options) -> Iterator[Sent]:
