@@ -106,7 +106,7 @@ def build(c: Case, mesh: Mesh, attend):
 
     def step(params, state, tokens, targets):
         count = jnp.maximum(jnp.sum(targets >= 0), 1)
-        gradients = jax.value_and_grad(lambda *given: compute_loss(given[0], c, *given[1:], mesh, attend) / count)
+        gradients = jax.value_and_grad(lambda p, x, y: compute_loss(p, c, x, y, mesh, attend) / count)
 
         def accumulate(total, batch):
             loss, grads = gradients(params, *batch)

@@ -72,7 +72,7 @@ class Log:
                 end = first
                 if first:
                     file.seek(first - 1)
-                    end += len(_read_line(file)[0]) - 1
+                    end += _read_line(file)[1] - 1
                 while stop is None or end < stop:
                     text, length, whole = _read_line(file)
                     if not whole:

@@ -68,9 +68,9 @@ def find_steps(log: MetricRows, first: int, last: int) -> Iterator[Row]:
     begin, stop = 0, size
     if size > WHOLE_BYTES:
         offsets = [k * size // PROBES for k in range(PROBES)]
-        probes = [line for line in log.lines([(offset, offset + WINDOW_BYTES) for offset in offsets]) if line.row]
-        begin = max((line.start for line in itertools.takewhile(lambda line: line.row["step"] < first, probes)),
-                    default=0)
-        stop = min((line.start for line in itertools.takewhile(lambda line: line.row["step"] > last, reversed(probes))),
+        probes = [(line.row["step"], line.start)
+                  for line in log.lines([(offset, offset + WINDOW_BYTES) for offset in offsets]) if line.row]
+        begin = max((start for _, start in itertools.takewhile(lambda probe: probe[0] < first, probes)), default=0)
+        stop = min((start for _, start in itertools.takewhile(lambda probe: probe[0] > last, reversed(probes))),
                    default=size)
     return (line.row for line in log.lines([(begin, stop)]) if line.row and first <= line.row["step"] <= last)
