@@ -37,6 +37,7 @@ RUNS = {
         "pipeline": "test_a_schedule_is_measured_beside_the_baseline",
         "plan": "test_a_search_is_measured",
         "pods": "test_calls_of_the_watchdog_are_measured",
+        "reduce": "test_losses_are_compared_and_a_sum_is_rounded_after_each_addition",
         "roofline": "test_the_page_of_the_roofline_is_written",
         "step": "test_a_step_is_measured_beside_plain_jax",
         "weights": "test_weights_are_measured_out_and_in",
@@ -196,6 +197,16 @@ def test_pictures_are_drawn(tmp_path, monkeypatch):
     assert pictures.main([]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"mesh.svg", "traffic.svg", "plan.svg"}
     assert all("<svg" in path.read_text() for path in tmp_path.iterdir())
+
+
+def test_losses_are_compared_and_a_sum_is_rounded_after_each_addition(monkeypatch, tmp_path):
+    from benchmarks import reduce
+    monkeypatch.setattr(reduce, "PAGE", tmp_path / "reduce.md")
+    monkeypatch.setattr(reduce, "RUNS", {name: reduce.RUNS[name] for name in ("float32", "bfloat16, ring")})
+    assert reduce.main(["10"]) == 0
+    rows = [line for line in (tmp_path / "reduce.md").read_text().splitlines() if " to " in line]
+    off = [float(cells(row)[-1]) for row in rows]
+    assert len(off) == 10 and off[0] == 0 and 0 < max(map(abs, off)) < 0.05
 
 
 def test_a_schedule_is_measured_beside_the_baseline(monkeypatch):
