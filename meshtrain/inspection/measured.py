@@ -76,7 +76,7 @@ def of(run_dir: str) -> dict:
             "time_s": _sum_by_purpose(metrics, attempts), "goodput": _goodput(attempts), "starts": attempts,
             "changes": changes,
             "checkpoints": contents.steps(run_dir),
-            "rows": metrics.curves(), "experts": _experts(metrics.loads), "sampled": metrics.sampled(),
+            "rows": metrics.curves(), "experts": _experts(metrics.loads), "sampled": metrics.describe_sample(),
             "answers": _answers(directory, (done - 1) // run.get("rl", {}).get("updates", 1)),
             "priced": _read_price(directory),
             "no_rows": metrics.no_rows}
@@ -109,13 +109,13 @@ class _Metrics:
         steps, values = np.asarray(self.columns["step"]), np.asarray(self.columns[key])
         return steps[~np.isnan(values)], values[~np.isnan(values)]
 
-    def drawn_points(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+    def points_of_sample(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Return (steps, values) of the drawn rows that have the key."""
         steps, values = np.asarray(self.columns["step"]), np.asarray(self.columns[key])
         taken = np.asarray(self.drawn, bool) & ~np.isnan(values)
         return steps[taken], values[taken]
 
-    def sampled(self) -> dict | None:
+    def describe_sample(self) -> dict | None:
         """Return {"rows": number of drawn rows, "of": about how many rows the file has}; None if all are read."""
         count = sum(self.drawn)
         return None if self.read.is_whole else {"rows": count, "of": round(count / self.read.share)}
@@ -125,7 +125,7 @@ class _Metrics:
 
     def trend(self, key: str) -> dict | None:
         """Return the means of the first and the last tenth of the rows that have the key; None if no row has it."""
-        values = self.drawn_points(key)[1]
+        values = self.points_of_sample(key)[1]
         tenth = max(1, values.size // 10)
         return {"count": int(values.size), "begins": float(values[:tenth].mean()),
                 "ends": float(values[-tenth:].mean())} if values.size else None
@@ -144,7 +144,7 @@ class _Metrics:
         rows: number of rows after the first FIRST_STEPS steps. between: bounds of the median of their tokens_per_s with
         95% confidence; None if there are too few rows.
         """
-        values = {key: self.drawn_points(key) for key in ("step_time_s", "tokens_per_s", "mfu")}
+        values = {key: self.points_of_sample(key) for key in ("step_time_s", "tokens_per_s", "mfu")}
         steps, speeds = values["tokens_per_s"]
         later = np.sort(speeds[steps > FIRST_STEPS])
         return {key: float(np.median(found)) if found.size else None for key, (_, found) in values.items()} | {
@@ -183,7 +183,7 @@ def _sum_by_purpose(metrics: _Metrics, attempts: list[dict]) -> dict[str, float]
     drawn = np.asarray(metrics.drawn, bool)
     steps, times_s = np.asarray(metrics.columns["step"])[drawn], np.asarray(metrics.columns["step_time_s"])[drawn]
     taken = float(np.nansum(times_s * np.diff(steps, prepend=0)))
-    waited = {key: float(metrics.drawn_points(f"{key}_wait_s")[1].sum()) / metrics.read.share
+    waited = {key: float(metrics.points_of_sample(f"{key}_wait_s")[1].sum()) / metrics.read.share
               for key in ("data", "checkpoint")}
     return {goodput.PARTS["steps"]: taken - waited["data"],
             **{goodput.PARTS[key]: value for key, value in waited.items()}}

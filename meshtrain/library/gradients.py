@@ -58,7 +58,7 @@ def gradients(layout: TreeLayout, loss: Callable, axes: Any, microbatches: int =
     flat = jax.tree.leaves(axes, is_leaf=rules.is_axes)
     each = ", ".join(a for a in inner.token_axes if a not in inner.find_deferred_axes(flat)) if schedule is None else ""
     if each and (dtype := inner.rules.reduce) != accumulators.DTYPE:
-        raise ValueError(f"gradients: {inner.rules.path} [grads] reduce = \"{dtype}\" cannot be kept over {each}, where "
+        raise ValueError(f'gradients: {inner.rules.path} [grads] reduce = "{dtype}" cannot be kept over {each}, where '
                          f"XLA reduces the gradients of your loss in each microbatch, in the dtypes of your own "
                          f"products; split neither [params] and [grads] nor a sequence over {each} (as in ddp and "
                          f"zero1), or remove the line")

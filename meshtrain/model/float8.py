@@ -121,7 +121,7 @@ def _backward(ex: Execution, forms, out_axes, frozen, saved, dys):
     qx, sx, ws, sw = saved
     full = _gather_quantized(ex, forms, ws, sw) if ex.numerics.remat == "none" else ws
     scale = scale_of(over_tokens(ex.layout, largest(dys)), E5M2)
-    over = input_gradient.summed_axes(ex.layout, forms)
+    over = input_gradient.list_sum_axes(ex.layout, forms)
     dys = input_gradient.place_cotangents(ex.layout, forms, over, [quantize(dy, scale, E5M2) for dy in dys])
     dx: input_gradient.Sums = {}
     dws = []

@@ -19,7 +19,7 @@ Forms = Sequence[tuple[str, Sequence[str | None]]]
 Sums = dict[Axes, jax.Array]     # by the mesh axes over which an array is a partial sum
 
 
-def summed_axes(layout: Layout, forms: Forms) -> list[Axes]:
+def list_sum_axes(layout: Layout, forms: Forms) -> list[Axes]:
     """Return, for each form, the mesh axes over which its term of the gradient is a partial sum.
 
     They split an output dim of its weight. forms: as in `layers.project`.
@@ -32,7 +32,7 @@ def place_cotangents(layout: Layout, forms: Forms, over: Sequence[Axes], dys: Se
     """Return the outputs' cotangents, those of whole weights whole if there are split weights beside them.
 
     Otherwise XLA would split them as their term of the gradient, over tokens, and with them what computes them. That
-    moves small arrays many times. over: from `summed_axes`.
+    moves small arrays many times. over: from `list_sum_axes`.
     """
     if len(set(over)) == 1:
         return list(dys)
@@ -41,7 +41,7 @@ def place_cotangents(layout: Layout, forms: Forms, over: Sequence[Axes], dys: Se
 
 
 def add(sums: Sums, over: Axes, product: jax.Array) -> Sums:
-    """Return the sums with one more term. over: of its form, from `summed_axes`."""
+    """Return the sums with one more term. over: of its form, from `list_sum_axes`."""
     # new matmul first, so that cuBLAS accumulates into it
     return sums | {over: product + sums[over] if over in sums else product}
 

@@ -71,7 +71,7 @@ def _project_backward(ex: Execution, forms, out_axes, frozen, saved, dys):
     x, ws = saved
     dx: input_gradient.Sums = {}
     dws = []
-    over = input_gradient.summed_axes(ex.layout, forms)
+    over = input_gradient.list_sum_axes(ex.layout, forms)
     dys = input_gradient.place_cotangents(ex.layout, forms, over, dys)
     for (eq, axes), w, dy, summed in reversed([*zip(forms, ws, dys, over, strict=True)]):
         if out_axes:

@@ -68,15 +68,16 @@ def unlike_sums(made: Assembly, program: audit.ProgramAudit) -> list[str]:
     tokens, (dtype, _) = set(made.layout.token_axes), made.placed.reduced
     # Vectors, routers and their balance stay float32 (`sharding.reduced`); the latter two are never narrower.
     exempt = ("norm", "bias") if dtype == accumulators.HLO_DTYPE else ("norm", "bias", "balance", "router")
+    others = {*audit.NARROW, accumulators.HLO_DTYPE} - {dtype}
     for row in program.collectives:
-        if row.kind in audit.SUMS and row.dtype in (*audit.NARROW, accumulators.HLO_DTYPE) and row.dtype != dtype and set(
-                row.axes) <= tokens:
+        if row.kind in audit.SUMS and row.dtype in others and set(row.axes) <= tokens:
             for dims in row.arrays:
                 names = [name for name in named(dims) if infos[name].role not in exempt]
                 if names:
                     counts[" or ".join(names), row.kind, row.axes, row.dtype] += row.trips
     return [f"the gradient of {names} is summed over {' × '.join(axes)} in {dtype} ({kind}, {count:,} times a step), "
-            f"but [grads] of {made.layout.rules.path} reduces in {made.layout.rules.reduce}" for (names, kind, axes, dtype), count in counts.items()]
+            f"but [grads] of {made.layout.rules.path} reduces in {made.layout.rules.reduce}"
+            for (names, kind, axes, dtype), count in counts.items()]
 
 
 def whole_accumulators(made: Assembly, text: str) -> list[str]:

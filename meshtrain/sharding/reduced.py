@@ -1,7 +1,7 @@
 """In which dtype weight gradients are summed over devices: `reduce` in [grads] of a rule file.
 
-Accumulators are float32 whatever it says. A gradient that devices sum in each microbatch is rounded before that sum; one
-that is summed once a step is accumulated first and then rounded. bfloat16 sends half of the bytes. Each of the n - 1
+Accumulators are always float32. A gradient that devices sum in each microbatch is rounded before that sum; one that is
+summed once a step is accumulated first and then rounded. bfloat16 sends half of the bytes. Each of the n - 1
 additions of a reduction over n devices may round the sum to 8 bits.
 """
 from __future__ import annotations

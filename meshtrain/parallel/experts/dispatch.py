@@ -122,7 +122,8 @@ def _apply_backward(experts, layout: Layout, residuals, dy_BTD):
         matrices = ExpertMatrices(experts.engine, shards.gather(weights, x_BTD.dtype), shards.axes)
         backward = _backward_by_all_to_all if experts.by_all_to_all else _backward
         dx, dweight, rest = backward(experts, shards.region, tokens, matrices, inward, dy_TD, staged)
-        return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), rest if staged else shards.reduce(rest, dtype)
+        reduced = rest if staged else shards.reduce(rest, dtype)
+        return dx.reshape(x_BTD.shape), dweight.reshape(weight_BTK.shape), reduced
 
     def weights_half(operands):
         return shards.reduce(operands.gradients(experts.engine, shards.axes), dtype)
