@@ -155,10 +155,10 @@ def test_the_best_plan_loses_to_none_of_all_layouts_that_are_allowed(words, most
 def test_a_search_that_leaves_out_the_chunks_is_found_out(monkeypatch):
     """With one chunk a stage, layouts that are allowed beat the best plan."""
     monkeypatch.setattr(search, "MOST_CHUNKS", 1)
-    asked = question("llama3-70b --gpus 64 --gpu a100-80gb --global-batch 48")
-    narrow = search.search(asked).plans[0]
+    words = "llama3-70b --gpus 64 --gpu a100-80gb --global-batch 48"
+    narrow = search.search(question(words)).plans[0]
     monkeypatch.undo()
-    assert narrow.price.step_s > search.search(asked).plans[0].price.step_s
+    assert narrow.price.step_s > search.search(question(words)).plans[0].price.step_s      # schedules are kept by question
 
 
 # ---- what every plan keeps -------------------------------------------------------------------------------------------
