@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 # of benchmarks, none themselves
 LIBRARIES = ("gpu_attention", "gpu_flags", "gpu_kernels", "gpu_record", "gpu_sampling", "gpu_speed", "gpu_steps", "grouped_tiles",
-             "machine", "other_frameworks", "published_2026", "words")
+             "machine", "other_frameworks", "peers_compiled", "published_2026", "words")
 BENCHMARKS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in LIBRARIES)
 
 
@@ -31,3 +31,7 @@ def test_every_benchmark_says_what_it_is_and_refuses_a_word_that_it_does_not_kno
     assert code in (0, None) and docstring.strip() in out and not err
     code, out, err = answer(path, "nonsense", monkeypatch, capsys)
     assert code == 2 and not out and err.startswith("error: ") and err.count("\n") == 1 and "nonsense" in err
+
+
+def test_libraries_of_benchmarks_are_files_that_are_there():
+    assert [name for name in LIBRARIES if not (ROOT / "benchmarks" / f"{name}.py").exists()] == []

@@ -89,7 +89,7 @@ def test_landings_run_each_test_as_often_as_their_count_says(sizes):
 def test_a_landing_takes_its_parts_and_says_so(tmp_path):
     (tmp_path / "test_a.py").write_text(TESTS)
     (tmp_path / "test_d.py").write_text("def test_e(): pass\n\ndef test_f(): pass\n")
-    for number, line in ((60, "2 passed"), (57, "1 passed"), (57, "landing 57: full 1/4, cell 9/16, long 57/60"),
+    for number, line in ((120, "2 passed"), (57, "1 passed"), (57, "landing 57: full 1/8, cell 9/16, long 57/60"),
                          (57, "not run: 2 tests of other parts")):
         assert line in (said := run_tests(tmp_path, "--landing", str(number))), said
     assert "--landing chooses the tiers" in run_tests(tmp_path, "--landing", "1", "--full")
