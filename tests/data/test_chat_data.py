@@ -100,7 +100,8 @@ def test_what_is_given_is_not_learned():
 # (line, what the one message must contain)
 WRONG = [
     ("{", "broken JSON"), ("[1]", 'is not an object; write one a line, e.g. {"messages": […]}'),
-    ({"text": "x"}, "is no conversation (its keys: 'text'); give it messages, conversations, or prompt and completion"),
+    ({"text": "x"}, "is no conversation (its keys: 'text'); give it messages, conversations, prompt and completion, "
+     "or instruction and output"),
     ({"prompt": "x"}, "is no conversation (its keys: 'prompt')"), ({}, "its keys: none"),
     ({"messages": []}, "has no messages in 'messages', but []"),
     ({"messages": "hi"}, "has no messages in 'messages', but \"hi\""),

@@ -88,7 +88,7 @@ BROKEN = [
     ({"messages": [ASK, ANSWER], "tools": ["weather"]}, 'tools[0]: "weather" is not a JSON object'),
     ({"messages": "[{"}, "messages: the string \"[{\" is broken JSON"),
     ({"messages": None, "text": "x"}, "is no conversation (its keys: 'text')"),
-    ({"messages": [ASK, ANSWER | {"train": "no"}]}, 'message 1 (from 0) has the train "no"; give 1 or true to'),
+    ({"messages": [ASK, ANSWER | {"train": "no"}]}, 'message 1 (from 0) has the train "no"; give true to learn it, or false'),
     ({"messages": [ASK, ANSWER | {"train": False}]}, "has no answer of the assistant to learn"),
 ]
 

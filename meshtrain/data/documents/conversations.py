@@ -1,5 +1,5 @@
-"""Reads conversations from JSON lines or rows of a table: messages, ShareGPT's conversations, or prompt and completion.
-The keys decide which of these a line is.
+"""Reads conversations from JSON lines or rows of a table: messages, ShareGPT's conversations, prompt and completion, or
+Alpaca's instruction and output. The keys decide which of these a line is.
 
 Messages reach the template in one form, whatever the form of the data set. A key that is null counts as absent, and so
 does an empty list of tool calls. A string of JSON (arguments of a call, tools, messages) is parsed. Every fault is a
@@ -19,9 +19,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool",
                   "function_call": "assistant"}
 USER, ASSISTANT = "user", "assistant"
-COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "system", "tools")   # keys read
+LABELS = ("label", "kto_tag")       # keys that call a completion good or bad
+COLUMNS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "chosen",
+           "rejected", "system", "tools", *LABELS)      # keys read
 BATCH_CHARS, BATCH_LINES = 1 << 22, 1 << 10     # encoded at a time
-VERSION = 2     # of the result of the functions here and in chat.py; a change invalidates older caches
+VERSION = 3     # of the result of the functions here and in chat.py; a change invalidates older caches
 NULLS = "nulls"
 # Messages about a file. where: the number of conversations, and the place of the first.
 NOTES = {
@@ -104,6 +106,8 @@ def parse(line: dict, learn_all: bool = False) -> Conversation:
     """Return the conversation in a JSON object. learn_all: learn all of it; no answer is required. Raises: ValueError.
     """
     line = _without_nulls(line)
+    _check_unlabelled(line)
+    prompt: list[dict] = []
     if "messages" in line:
         messages = read_messages(line["messages"], "messages")
     elif "conversations" in line:
@@ -111,14 +115,18 @@ def parse(line: dict, learn_all: bool = False) -> Conversation:
     elif "prompt" in line and "completion" in line:
         prompt, completion = _turns(line, "prompt", USER), _turns(line, "completion", ASSISTANT)
         messages = prompt + completion
+    elif "instruction" in line and "output" in line:
+        messages = _instruction(line)
+    elif {"chosen", "rejected"} <= line.keys():
+        raise ValueError('is a pair of answers (its keys: chosen, rejected), not a conversation; set data.source='
+                         '"preferences", or give it messages')
     else:
         keys = ", ".join(map(repr, list(line)[:8])) or "none"
-        raise ValueError(f"is no conversation (its keys: {keys}); give it messages, conversations, or prompt and "
-                         f"completion")
+        raise ValueError(f"is no conversation (its keys: {keys}); give it messages, conversations, prompt and "
+                         f"completion, or instruction and output")
     # for each message, whether to learn it
-    trained = [_weight(message, i) for i, message in enumerate(messages)]
-    if "messages" not in line and "conversations" not in line:
-        trained[:len(prompt)] = [False] * len(prompt)      # answers in a prompt are not learned
+    trained = [_weight(message, i, learn_all) for i, message in enumerate(messages)]
+    trained[:len(prompt)] = [False] * len(prompt)      # answers in a prompt are not learned
     system = _system(line, messages)
     messages, trained = system + messages, [True] * len(system) + trained
     if not learn_all and not any(wanted and message["role"] == ASSISTANT for message, wanted in zip(messages, trained)):
@@ -136,6 +144,7 @@ def parse_pair(line: dict) -> list[Conversation]:
     """
     line = _without_nulls(line)
     if not {"chosen", "rejected"} <= line.keys():
+        _check_unlabelled(line)
         keys = ", ".join(map(repr, list(line)[:8])) or "none"
         raise ValueError(f"is no pair of answers (its keys: {keys}); give it prompt, chosen and rejected")
     prompt = _turns(line, "prompt", USER) if "prompt" in line else []
@@ -160,6 +169,30 @@ def parse_pair(line: dict) -> list[Conversation]:
     tools = read_tools(line)
     _check_characters(prompt, answers, tools)
     return [Conversation(prompt + one, [False] * len(prompt) + wanted, tools) for one, wanted in zip(answers, learned)]
+
+
+def _instruction(line: dict) -> list[dict]:
+    """Return the two messages of an Alpaca row. The question is the instruction, and the input after an empty line."""
+    for key in ("instruction", "input", "output"):
+        if not isinstance(line.get(key, ""), str):
+            raise ValueError(f"has no text in {key!r}, but {_short(line[key])}; give a string")
+    if line.get("history"):
+        raise ValueError(f"has earlier turns in 'history', {_short(line['history'])}, which are not read; give all "
+                         f"turns as messages")
+    question = "\n\n".join(filter(None, (line["instruction"], line.get("input"))))
+    if not question:
+        raise ValueError("has neither an instruction nor an input; remove it")
+    return [{"role": USER, "content": question}, {"role": ASSISTANT, "content": line["output"]}]
+
+
+def _check_unlabelled(line: dict) -> None:
+    """Check that no label calls the answer good or bad, as in rows for KTO. Raises: ValueError."""
+    for key in LABELS:
+        value = line.get(key)
+        if isinstance(value, (bool, int, float)) and value in (0, 1):
+            raise ValueError(f"has the {key} {_short(value)}, as rows for KTO have, which is no objective here: bad "
+                             f"answers would be learned as good ones; keep the rows whose {key} is true, without this "
+                             f"key, or make pairs of them as chosen and rejected")
 
 
 def _system(line: dict, messages: list[dict]) -> list[dict]:
@@ -201,8 +234,13 @@ def read_messages(value, key: str) -> list[dict]:
 
 
 def _turns(line: dict, key: str, role: str) -> list[dict]:
-    """Return the messages of a key; a text becomes one message of `role`."""
+    """Return the messages of a key; a text becomes one message of `role`. Raises: ValueError, also for a text that is a
+    whole dialogue."""
     if isinstance(line[key], str):
+        if line[key].lstrip().startswith("Human:") and "\n\nAssistant:" in line[key]:
+            raise ValueError(f'has a whole dialogue as the text of {key!r}, "Human: … Assistant: …" as in HH, which '
+                             f'would become a single turn; give its turns as messages, e.g. "{key}": '
+                             f'[{{"role": "user", "content": "…"}}, …]')
         return [_message({"role": role, "content": line[key]}, key)]
     return read_messages(line[key], key)
 
@@ -303,16 +341,31 @@ def _content(value, name: str, place: str, others: dict):
     raise ValueError(f"{place} has no text in {name!r}, but {_short(value)}; give a string")
 
 
-def _weight(message: dict, number: int) -> bool:
-    """Return whether to learn a message, if it is the assistant's: by "weight", or by "train" as in axolotl's data."""
-    wanted = True
-    for name in ("weight", "train"):
-        value = message.pop(name, 1)
-        if not isinstance(value, (bool, int, float)) or value not in (0, 1):
-            raise ValueError(f"message {number} (from 0) has the {name} {_short(value)}; give 1 or true to learn it, "
-                             f"or 0 or false to use it only as context")
-        wanted &= bool(value)
-    return wanted
+def _weight(message: dict, number: int, learn_all: bool = False) -> bool:
+    """Return whether to learn a message, if it is the assistant's: by "weight", or by "train" as in axolotl's data.
+    Removes these keys. number: of the message. Raises: ValueError, also if a key asks for what is not done."""
+    place = f"message {number} (from 0)"
+    if "train_detail" in message:
+        raise ValueError(f"{place} has train_detail, spans of characters to learn, which are not read; remove it, and "
+                         f"use train to learn the whole message or nothing of it")
+    given = {name: message.pop(name) for name in ("weight", "train") if name in message}
+    for name, value in given.items():
+        if not isinstance(value, bool) and (name == "train" or not isinstance(value, (int, float))
+                                            or value not in (0, 1)):
+            learn, leave = ("true", "false") if name == "train" else ("1 or true", "0 or false")
+            raise ValueError(f"{place} has the {name} {_short(value)}; give {learn} to learn it, or {leave} to use it "
+                             f"only as context")
+    wanted = {bool(value) for value in given.values()} or {True}
+    said = " and ".join(f"{name} {_short(value)}" for name, value in given.items())
+    if len(wanted) > 1:
+        raise ValueError(f"{place} has {said}, which contradict each other; keep one of them")
+    if learn_all and False in wanted:
+        raise ValueError(f'{place} has {said}, but data.loss_on="all" learns every message; remove the key, or use '
+                         f'data.loss_on="assistant"')
+    if not learn_all and given.get("train") and message["role"] != ASSISTANT:
+        raise ValueError(f"{place} has {said}, but its role is {message['role']}, and only the assistant's messages "
+                         f'are learned; remove the key, or learn all of a chat with data.loss_on="all"')
+    return wanted == {True}
 
 
 def _check_characters(*values) -> None:
