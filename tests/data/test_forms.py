@@ -84,9 +84,9 @@ def test_train_and_weight_that_agree_are_read_and_all_of_a_line_is_learned_only_
     found = parse({"messages": turns})
     assert found.trained == [False, True, True, False] and found.messages == [ASK, ANSWER] * 2
     assert parse({"messages": [ASK | {"train": True}, ANSWER]}, learn_all=True).trained == [True, True]
-    for given in ({"train": False}, {"weight": 0}):
+    for flags in ({"train": False}, {"weight": 0}):
         with pytest.raises(ValueError, match='but data.loss_on="all" learns every message; remove the key'):
-            parse({"messages": [ASK, ANSWER | given]}, learn_all=True)
+            parse({"messages": [ASK, ANSWER | flags]}, learn_all=True)
 
 
 WORDS = st.sampled_from(["Add.", "", "3", HH, "Human: a", "\ud800"])
