@@ -176,7 +176,7 @@ def _choose_schedule(run: Run, mesh_spec: MeshSpec, model: transformer.Transform
                      layout: Layout, gpu: hardware.Gpu | None) -> simulate.ChosenSchedule:
     """Return the pipeline schedule of the run, with its time and memory."""
     placed = place(model.parameters(), run.model, layout, mesh_spec)
-    optimizer_bytes = state.optimizer_bytes(model, run.optimizer, run.training.steps)
+    optimizer_bytes = state.optimizer_bytes(model, run.optimizer, run.training.steps, run.training.ema > 0)
 
     def bytes_of(schedule: Schedule) -> simulate.StepBytes:
         options = Options.of(run, gpu.name if gpu else "", schedule=schedule.name, chunks=schedule.num_chunks,

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from meshtrain.huggingface.weights.pretrained import FolderWeights
 from meshtrain.journal import goodput
 from meshtrain.run import phases, say
 from meshtrain.sharding import rules
+from meshtrain.training import average
 from meshtrain.training.state import State
 
 
@@ -90,13 +92,32 @@ def start_state(made: assembly.Assembly, start: resume.Start, given: FolderWeigh
     """Return the state after step `start.step`. given: the model folder, from `pretrained.open_folder`; None: there is
     none."""
     if start.saved is not None:
+        wanted = made.state_shapes
+        averaged = start.saved.has_average()
         with config.user_errors():
-            state = start.saved.restore(made.state_shapes)
+            state = start.saved.restore(wanted if averaged else dataclasses.replace(wanted, ema=None))
         source = start.saved.checkpoints
         say.out(f"resuming after step {start.step}" + (
             f", kept in {source.name}" if isinstance(source, LocalCheckpoints) else ""))
+        if averaged and wanted.ema is None:
+            say.out("training.ema=0: the average of the weights in the checkpoint is left out")
+        if wanted.ema is None or averaged:
+            return state
+        say.out(f"training.ema={made.run.training.ema}: the checkpoint has no average of the weights, which starts as "
+                f"a copy of those of step {start.step}")
+        return begin_average(made, state)
+    state = with_weights(made, given, assembly.initialize(made))
+    if state.ema is None or not (given or made.run.checkpoint.init_from):
         return state
-    return with_weights(made, given, assembly.initialize(made))
+    state = dataclasses.replace(state, ema=None)        # of the initial weights; frees its memory first
+    return begin_average(made, state)
+
+
+def begin_average(made: assembly.Assembly, state: State) -> State:
+    """Return the state with an average of the weights that starts as a copy of them."""
+    placed = jax.tree.map(lambda leaf: leaf.sharding, made.state_shapes.ema)
+    begin = jax.jit(functools.partial(average.begin, made.model), out_shardings=placed)
+    return dataclasses.replace(state, ema=begin(state.params))
 
 
 def with_weights(made: assembly.Assembly, given: FolderWeights | None, state: State, **keys) -> State:
@@ -105,7 +126,7 @@ def with_weights(made: assembly.Assembly, given: FolderWeights | None, state: St
     run = made.run.replace(checkpoint=keys)
     if given:
         pretrained.tell(given[0])
-        return State(state.step, pretrained.load(*given, made.model.places(), state.params), state.opt_state)
+        return dataclasses.replace(state, params=pretrained.load(*given, made.model.places(), state.params))
     if run.checkpoint.init_from:
         return init_from.initial_state(run, made.model, made.layout, made.mesh, made.state_shapes, state)
     return state

@@ -233,12 +233,13 @@ def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: ja
     return Execution(layout, Numerics(jnp.dtype(run.model.compute_dtype)), engines, in_order=by_gloo(mesh))
 
 
-def describe(directory: str, step: int, words: Sequence[str], command: str, keys: Sequence[str] = ()) -> Trained:
+def describe(directory: str, step: int, words: Sequence[str], command: str, keys: Sequence[str] = (),
+             weights: str = resume.LAST) -> Trained:
     """Return the model in a directory, with settings of the command line, before its weights are loaded.
 
     directory: a run directory or a model folder, or its address. step: of a run's checkpoint; 0: the newest. words:
     keys of the command line. command: for messages. keys: keys that the command accepts besides KEYS, see
-    `run_files.resolve`. Raises: ConfigError.
+    `run_files.resolve`. weights: see `resume.source_of`. Raises: ConfigError.
     """
     allowed = (*KEYS, *keys)
     copies.forget()
@@ -254,6 +255,9 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
     if model_folder.is_at(path):
         if step:
             raise ConfigError(f"--step {step}: {directory} is a model folder, which has no steps; leave it out")
+        if weights != resume.LAST:
+            raise ConfigError(f"--weights {weights}: {directory} is a model folder, which has one set of weights; "
+                              f"leave it out")
         with config.user_errors():
             opened = folder.open_folder(path)
         for note in opened.notes:
@@ -271,7 +275,7 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
         return Trained(path, run, given, opened, path)
     # Opening checkpoints asks jax for the number of processes, which would start the backend with other devices.
     devices.start(resolve({}, words, allowed, command)[0])
-    saved = resume.source(directory, step, directory, "--step ")
+    saved = resume.source_of(directory, step, weights)
     tables = {section: contents.open_section(saved.run, section, directory) for section in ("model", "data")}
     tables["model"] = tables["model"] | {"matmul_dtype": "auto"}
     run, given = resolve(tables, words, allowed, command)

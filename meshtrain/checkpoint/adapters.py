@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jax.typing import DTypeLike
 
 from meshtrain.checkpoint.saved import Saved
+from meshtrain.checkpoint.store import AVERAGE, PARAMS
 from meshtrain.cluster import agree
 from meshtrain.model import lora
 from meshtrain.model.transformer import Transformer
@@ -47,10 +48,27 @@ def restore(saved: Saved, wanted: dict, dtype: DTypeLike | None = None) -> dict:
             for matrix in "ab":
                 adapter = _adapter_path(path, matrix)
                 kernels[adapter] = _abstract(stored[adapter], kernels[path], matrix)
-    taken = saved.restore({"params": nest(kernels)}, part=True)
+    taken = _read(saved, kernels)
+    if dtype is None:
+        taken = {path: x.astype(kernels[path].dtype) for path, x in taken.items()}     # an average is float32
     if not adapters:
-        return taken["params"]
-    return nest(_merge_all(leaves_of(taken["params"]), adapters["alpha"] / adapters["rank"], dtype))
+        return nest(taken)
+    return nest(_merge_all(taken, adapters["alpha"] / adapters["rank"], dtype))
+
+
+def _read(saved: Saved, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Return path -> parameter of a checkpoint, or its average, in float32, if `saved` asks for it and the parameter
+    has one."""
+    averages = {}
+    if saved.averaged:
+        stored = saved.checkpoints.forms(saved.step)
+        averages = {path: jax.ShapeDtypeStruct(form.shape, jnp.float32, sharding=form.sharding)
+                    for path, form in wanted.items() if f"{AVERAGE}/{PARAMS}/{path}" in stored}
+    trees = {PARAMS: nest({path: form for path, form in wanted.items() if path not in averages}),
+             AVERAGE: {PARAMS: nest(averages)}}
+    taken = saved.restore({name: tree for name, tree in trees.items() if leaves_of(tree)}, part=True)
+    averaged = leaves_of(taken.get(AVERAGE, {}).get(PARAMS, {}))
+    return leaves_of(taken.get(PARAMS, {})) | averaged
 
 
 def warn_left_out(saved: Saved, params: dict) -> None:
@@ -85,7 +103,7 @@ def leaf_of_saved(saved: Saved, wanted: Mapping[str, jax.ShapeDtypeStruct], *,
             return None
         tree = nest({path: wanted[path]})
         return leaves_of(agree.everywhere(lambda: restore(saved, tree, jnp.float32) if merge
-                                          else saved.restore({"params": tree}, part=True)["params"]))[path]
+                                          else _read(saved, leaves_of(tree))))[path]
     return read
 
 

@@ -13,8 +13,8 @@ import jax
 
 from meshtrain import files
 from meshtrain.checkpoint.local import LocalCheckpoints
-from meshtrain.checkpoint.saved import FORMAT, BackgroundSaves, Saved, check_fit, tell_widened
-from meshtrain.checkpoint.store import PARAMS, ArrayForm, CheckpointError, Save, Store
+from meshtrain.checkpoint.saved import FORMAT, BackgroundSaves, Saved, check_fit, is_average, tell_widened
+from meshtrain.checkpoint.store import AVERAGE, PARAMS, ArrayForm, CheckpointError, Save, Store
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
 from meshtrain.lazy import ocp
@@ -303,8 +303,9 @@ class Checkpoints(BackgroundSaves):
 
     def restore(self, step: int, wanted: Any, *, part: bool = False) -> Any:
         stored, asked = self.store.open(step), trees.nest(trees.leaves_of(wanted)).keys()
-        wider = check_fit(self.path_of(step), stored.forms(only_params=part and asked <= {PARAMS}), wanted, part)
+        forms = stored.forms(only_params=part and asked <= {PARAMS})
+        wider = check_fit(self.path_of(step), forms, wanted, part)
         if wider and step not in self._told_wider:
             self._told_wider.add(step)
             tell_widened(self.path_of(step), wider)
-        return stored.restore(wanted, part=part)
+        return stored.restore(wanted, part=part or AVERAGE not in asked and any(map(is_average, forms)))

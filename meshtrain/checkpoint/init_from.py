@@ -6,6 +6,8 @@ model initially equals the dense one. Source: arXiv:2212.05055.
 """
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -43,7 +45,7 @@ def initial_state(run: Run, model: transformer.Transformer, layout: Layout, mesh
                                  f"leave it out")
             upcycled_params = upcycle(run, layout, mesh, source, fresh.params)
             say.out(f"weights from step {source.step} of {where}; every expert starts as a copy of its layer's MLP")
-            return State(fresh.step, upcycled_params, fresh.opt_state)
+            return dataclasses.replace(fresh, params=upcycled_params)
         if (source_lora or run.lora.rank) and config.Lora(**source_lora) != run.lora:
             if asks_state:
                 raise ValueError(f"{where} trained other parameters ({adapters.describe(source_lora)}) than this run "
@@ -57,7 +59,8 @@ def initial_state(run: Run, model: transformer.Transformer, layout: Layout, mesh
             restored = source.restore(wanted, part=True)
         say.out(f"weights{' and optimizer' * asks_state} from step {source.step} of {where}")
         adapters.warn_left_out(source, shapes.params)
-        return State(fresh.step, restored["params"], restored.get("opt_state", fresh.opt_state))
+        return dataclasses.replace(fresh, params=restored["params"],
+                                   opt_state=restored.get("opt_state", fresh.opt_state))
 
 
 def upcycle(run: Run, layout: Layout, mesh: jax.sharding.Mesh, source: Saved, fresh: dict) -> dict:

@@ -33,7 +33,7 @@ import xxhash
 from meshtrain import files, jax_private
 from meshtrain.checkpoint import partner, pieces
 from meshtrain.checkpoint.pieces import DamagedPiece, Index, Piece, Region
-from meshtrain.checkpoint.saved import FORMAT, BackgroundSaves, Saved, tell_widened, widens
+from meshtrain.checkpoint.saved import FORMAT, BackgroundSaves, Saved, is_average, tell_widened, widens
 from meshtrain.checkpoint.store import PARAMS, ArrayForm, forms_of
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
@@ -303,16 +303,18 @@ class LocalCheckpoints(BackgroundSaves):
         its devices need: its own, then those of other processes."""
         if not parts:
             return "its host has no files of this step"
-        used, damaged = {}, ""
+        used, damaged, leaves = {}, "", trees.leaves_of(wanted)
         for part in sorted(parts, key=lambda part: part.process != jax.process_index()):
             if part.document.get("format") != LOCAL_FORMAT:
                 return "another version of meshtrain has written its files"
             index = Index.read(part.document)
             stored, held = index.forms(), index.by_array(f"process-{part.process}/{step}/")
-            for name, form in forms_of(wanted).items():
+            if not any(map(is_average, stored)):        # the run that saved it kept none
+                leaves = {name: leaf for name, leaf in leaves.items() if not is_average(name)}
+            for name, form in forms_of(leaves).items():
                 if stored.get(name) != form and not widens(stored.get(name), form):
                     return f"its {name} has another shape or dtype"
-            for name, leaf in trees.leaves_of(wanted).items():
+            for name, leaf in leaves.items():
                 of = used.setdefault(name, {})
                 for piece in pieces.select_needed(held[name], leaf):       # pieces of a step are equal or disjoint
                     if piece.region not in of:
@@ -321,7 +323,7 @@ class LocalCheckpoints(BackgroundSaves):
                             of[piece.region] = piece
                         except (OSError, DamagedPiece) as error:
                             damaged = damaged or files.describe(error)
-        for name, leaf in trees.leaves_of(wanted).items():
+        for name, leaf in leaves.items():
             for asked in pieces.regions_here(leaf):
                 present = sum(pieces.volume(pieces.intersection(region, asked)) for region in used[name])
                 if present != pieces.volume(asked):

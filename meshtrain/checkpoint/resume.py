@@ -65,6 +65,7 @@ CHANGES = (
 )
 RETRIED = ("optimizer.*", "data.*", "run.code", "training.grad_clip", "training.z_loss")
 RECORD = "changes.jsonl"
+LAST, EMA = "last", "ema"   # which weights of a checkpoint a command reads
 Value = TypeVar("Value")
 
 
@@ -155,7 +156,7 @@ def origin(run: Run) -> Saved | None:
     with user_errors():
         if not where or model_folder.is_at(where):
             return None
-    if (checkpoints := _checkpoints_there(where)) is None:
+    if (checkpoints := checkpoints_there(where)) is None:
         return None
     steps = checkpoints.steps()
     step = run.checkpoint.step or max(steps, default=0)
@@ -268,11 +269,22 @@ def checkpoints_of(run_dir: str, claim: rundir.Claim | None = None, **keys) -> C
     return Checkpoints(store, **keys)
 
 
-def _checkpoints_there(run_dir: str) -> Checkpoints | None:
+def checkpoints_there(run_dir: str) -> Checkpoints | None:
     """Return the checkpoints of another run; None if its directory has none."""
     with user_errors():
         there = addresses.is_remote(run_dir) or files.is_dir(Path(run_dir) / contents.CHECKPOINTS)
         return checkpoints_of(run_dir) if there else None
+
+
+def source_of(run_dir: str, step: int, weights: str) -> Saved:
+    """Return the checkpoint whose weights a command reads: that of `step`, or the newest if `step` is 0. weights: LAST,
+    or EMA for their average. All processes call it. Raises: ConfigError if there is none, or it has no average."""
+    saved = source(run_dir, step, run_dir, "--step ", only_params=weights == LAST)
+    if weights == EMA and not saved.has_average():
+        raise agree.mark_agreed(ConfigError(
+            f"--weights ema: step {saved.step} of {run_dir} has no average of the weights, which a run keeps with "
+            f"training.ema, e.g. 0.999; leave --weights out"))
+    return dataclasses.replace(saved, averaged=weights == EMA)
 
 
 def source(run_dir: str, step: int, name: str, option: str = "checkpoint.step=", *,
@@ -280,7 +292,7 @@ def source(run_dir: str, step: int, name: str, option: str = "checkpoint.step=",
     """Return the checkpoint of a run that provides weights: that of `step`, or the newest if `step` is 0. name: of the
     run, in messages. option: the option that gives the step, in messages. only_params: read and verify only the
     parameters. Raises: ConfigError if there is none."""
-    checkpoints = _checkpoints_there(run_dir)
+    checkpoints = checkpoints_there(run_dir)
     if checkpoints and step:
         return _open_verified(checkpoints, step, option, only_params=only_params)
     newest = checkpoints.newest(only_params=only_params) if checkpoints else None

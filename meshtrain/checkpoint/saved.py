@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from meshtrain.checkpoint.store import PARAMS, ArrayForm, forms_of
+from meshtrain.checkpoint.store import AVERAGE, PARAMS, ArrayForm, forms_of
 from meshtrain.run import say, trees
 
 # Version of a checkpoint; readers refuse higher ones. 1 has no checksums, 2 another data order, 3 all arrays in state/.
@@ -71,10 +71,12 @@ class BackgroundSaves(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Saved:
-    """A complete checkpoint. Process 0 has read `metadata` once, for all processes."""
+    """A complete checkpoint. Process 0 has read `metadata` once, for all processes. averaged: readers of its weights
+    take their average (training.ema)."""
     checkpoints: BackgroundSaves
     step: int
     metadata: dict
+    averaged: bool = False
 
     @property
     def run(self) -> dict:
@@ -86,6 +88,10 @@ class Saved:
         """
         return self.checkpoints.arrays(self.step, only_params=True)[PARAMS]
 
+    def has_average(self) -> bool:
+        """Return whether the run kept an average of the weights. All processes call it."""
+        return any(map(is_average, self.checkpoints.forms(self.step)))
+
     def restore(self, wanted: Any, *, part: bool = False) -> Any:
         return self.checkpoints.restore(self.step, wanted, part=part)
 
@@ -93,10 +99,11 @@ class Saved:
 def check_fit(name: str, stored: Mapping[str, ArrayForm], wanted: Any, part: bool) -> list[str]:
     """Compare stored arrays with those of `wanted`; return those that are read with another dtype, see `widens`.
 
-    name: of the checkpoint, in messages. stored: array -> (shape, dtype). part: `wanted` may lack arrays. Raises:
-    ValueError that lists the first differences, those of parameters before those of the optimizer."""
+    name: of the checkpoint, in messages. stored: array -> (shape, dtype). part: `wanted` may lack arrays; it may always
+    lack the average of the weights. Raises: ValueError that lists the first differences, those of parameters before
+    those of the optimizer."""
     needed = forms_of(wanted)
-    names = needed.keys() if part else needed.keys() | stored.keys()
+    names = needed.keys() if part else needed.keys() | {array for array in stored if not is_average(array)}
     ranked = sorted(names, key=lambda array: (_is_optimizer(array), array))
     other = [array for array in ranked if stored.get(array) != needed.get(array)]
     wider = [array for array in other if widens(stored.get(array), needed.get(array))]
@@ -108,6 +115,11 @@ def check_fit(name: str, stored: Mapping[str, ArrayForm], wanted: Any, part: boo
         raise ValueError("\n".join([f"{name} does not fit this run (another {what}?):", *differences[:MOST_DIFFERENCES],
                                     *([f"  and {more} more arrays"] if more > 0 else [])]))
     return wider
+
+
+def is_average(array: str) -> bool:
+    """Return whether an array is a part of the average of the weights."""
+    return array.startswith(f"{AVERAGE}/")
 
 
 def _is_optimizer(array: str) -> bool:

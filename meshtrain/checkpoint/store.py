@@ -14,7 +14,7 @@ import numpy as np
 from meshtrain import files
 from meshtrain.run import trees
 
-PARAMS = "params"
+PARAMS, AVERAGE = "params", "ema"       # of a training state, whose average may be absent
 ArrayForm = tuple[tuple[int, ...], np.dtype]        # shape and dtype
 
 

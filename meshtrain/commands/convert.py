@@ -2,8 +2,9 @@
 
 HF_DIR alone: checks the folder and prints its [model] table. --checkpoint.init_from HF_DIR starts a run from it.
 RUN_DIR OUT: writes the weights of a run's checkpoint as the folder OUT, which is complete or absent. LoRA adapters are
-merged into the weights. Uses CPUs; a launcher can start several processes. Exit codes: 0 · 1 any other failure · 2 a
-mistake in the settings · 75 stopped on request.
+merged into the weights. --average last:8 writes the mean of the weights of the last 8 checkpoints. Uses CPUs; a
+launcher can start several processes. Exit codes: 0 · 1 any other failure · 2 a mistake in the settings · 75 stopped on
+request.
 """
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from meshtrain import config, devices, files
-from meshtrain.checkpoint import adapters, resume
+from meshtrain.checkpoint import adapters, averages, resume
+from meshtrain.checkpoint.averages import CheckpointMean
 from meshtrain.checkpoint.saved import Saved
 from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.cluster import agree, find
@@ -27,20 +29,51 @@ from meshtrain.huggingface.weights import ends, export, exports, new_folder, pef
 from meshtrain.model import transformer
 from meshtrain.run import command, contents, say
 from meshtrain.storage import addresses, copies, model_folder
+from meshtrain.units import plural
 
 DTYPES = ("float32", "bfloat16", "float16")
+MOST_CHECKPOINTS = 1000
+
+
+def _last(text: str) -> int:
+    """Return the number of checkpoints of --average. Raises: ValueError."""
+    name, _, count = text.partition(":")
+    if name != "last" or not count.isdecimal() or not 2 <= int(count[:20]) <= MOST_CHECKPOINTS:
+        raise ValueError(f"is not last:N with N from 2 to {MOST_CHECKPOINTS}")
+    return int(count)
+
+
+def _shares(text: str) -> str | list[float]:
+    """Return the value of --shares: a shape, or numbers above 0. Raises: ValueError."""
+    if text in (averages.LINEAR, averages.SQRT):
+        return text
+    try:
+        numbers = [config.number("a number", 0, positive=True)(word) for word in text.split(",")]
+    except ValueError:
+        raise ValueError(f"is neither {averages.LINEAR} nor {averages.SQRT} nor a list of numbers above 0") from None
+    return numbers
+
+
 COMMAND = config.Command("meshtrain.convert", {
     "step": config.Option("the step of a checkpoint; 0: the newest", "N", "100", config.whole(), 0),
+    "weights": config.Option("which weights of a checkpoint: last, or ema, their average by training.ema", "W", "ema",
+                             config.one_of(resume.LAST, resume.EMA), resume.LAST),
     "dtype": config.Option(f"dtype of the weights: {', '.join(DTYPES)} (default: bfloat16; for adapters "
                            f"float32)", "D", "float32", config.one_of(*DTYPES)),
     "shard-gb": config.Option("maximum size of a file in GB", "G", "5",
                               config.number("a number of gigabytes", 1e-9, positive=True), 5),
+    "average": config.Option("write the mean of the last N checkpoints, up to --step, computed in float32", "last:N",
+                             "last:8", _last),
+    "shares": config.Option("their shares in the mean: a number for each, oldest first, or the shape of the decay of "
+                            "the learning rate that the mean acts as, linear (equal shares) or 1-sqrt", "S", "1-sqrt",
+                            _shares, averages.LINEAR),
     "adapters": config.Option("write only the adapters of a run with LoRA, in PEFT's format"),
 }, "HF_DIR | RUN_DIR OUT", (1, 2), keys=False)
 
 
 @command.entry(COMMAND, __doc__, (CheckpointError, PeerError), agree.first_reports)
 def main(asked: config.Arguments) -> None:
+    _check(asked)
     if len(asked.names) == 1:
         copies.forget()
         with config.user_errors():
@@ -51,11 +84,32 @@ def main(asked: config.Arguments) -> None:
     run_dir, out = asked.names[0], _out(asked.names[1])
     cluster = find.cluster(config.Distributed(), os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     all_devices = devices.start(config.Run(run=config.Identity(compilation_cache="")), cluster)
-    saved = resume.source(run_dir, asked["step"], run_dir, "--step ")
-    said = (_export_adapters(all_devices, saved, run_dir, out, asked["dtype"] or "float32") if asked["adapters"] else
-            _export(all_devices, saved, run_dir, out, asked["dtype"] or "bfloat16", int(asked["shard-gb"] * 1e9)))
+    if asked["average"]:
+        average = averages.open_last(run_dir, asked["average"], asked["step"], asked["shares"])
+        if jax.process_index() == 0:
+            say.out(average.describe())
+    else:
+        average = averages.CheckpointMean((resume.source_of(run_dir, asked["step"], asked["weights"]),), (1.0,))
+    said = (_export_adapters(all_devices, average, run_dir, out, asked["dtype"] or "float32") if asked["adapters"] else
+            _export(all_devices, average, run_dir, out, asked["dtype"] or "bfloat16", int(asked["shard-gb"] * 1e9)))
     if jax.process_index() == 0:
         say.out(said)
+
+
+def _check(asked: config.Arguments) -> None:
+    """Raises: ConfigError if options contradict each other."""
+    count, shares = asked["average"], asked["shares"]
+    if "shares" in asked and not count:
+        raise ConfigError("--shares are those of an average; add --average last:N, or leave --shares out")
+    if count and len(asked.names) == 1:
+        raise ConfigError(f"--average last:{count} is of a run's checkpoints; give RUN_DIR and OUT")
+    if "weights" in asked and (count or len(asked.names) == 1):
+        raise ConfigError(f"--weights {asked['weights']}: " + (
+            "a mean of checkpoints is one of their last weights; give --weights or --average" if count else
+            "a model folder has one set of weights; leave it out"))
+    if count and not isinstance(shares, str) and len(shares) != count:
+        raise ConfigError(f"--shares has {len(shares)} numbers for the {count} checkpoints of --average last:{count}; "
+                          f"give one for each, oldest first")
 
 
 def _out(name: str) -> new_folder.Target:
@@ -89,9 +143,10 @@ def _table(directory: Path) -> str:
             f"{config.shape_table(shape)}")
 
 
-def _export(all_devices: Sequence[jax.Device], saved: Saved, run_dir: str, out: new_folder.Target, dtype: str,
-            shard_bytes: int) -> str:
+def _export(all_devices: Sequence[jax.Device], average: CheckpointMean, run_dir: str, out: new_folder.Target,
+            dtype: str, shard_bytes: int) -> str:
     """Write the weights as a model folder, with one parameter in memory at a time. Return the line to print."""
+    saved = average.last
     with config.user_errors():
         shape = config.Model(**contents.open_section(saved.run, "model", run_dir))
     model = transformer.build(shape)
@@ -99,16 +154,24 @@ def _export(all_devices: Sequence[jax.Device], saved: Saved, run_dir: str, out: 
     wanted = {info.name: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=NamedSharding(
         mesh, _spread(info.shape, mesh.size))) for info in model.parameters()}
     with config.user_errors():
-        size = export.write(out, model, adapters.leaf_of_saved(saved, wanted, merge=True), dtype=dtype,
-                            shard_bytes=shard_bytes, data=saved.run["data"], ends=_ends(saved, run_dir),
+        leaf = average.leaf(wanted, merge=True, of_last=[
+            info.name for info in model.parameters() if info.role == "balance"])
+        size = export.write(out, model, leaf, dtype=dtype, shard_bytes=shard_bytes, data=saved.run["data"],
+                            ends=_ends(saved, run_dir),
                             source=exports.find_companions(model_folder.local_path(run_dir)))
-    return f"{out}: the weights of step {saved.step} of {run_dir}, {size / 1e9:.2f} GB in {dtype}"
+    return f"{out}: {_describe(average, 'weights')} of {run_dir}, {size / 1e9:.2f} GB in {dtype}"
 
 
-def _export_adapters(all_devices: Sequence[jax.Device], saved: Saved, run_dir: str, out: new_folder.Target,
+def _describe(average: CheckpointMean, what: str) -> str:
+    steps = ", ".join(str(saved.step) for saved in average.saved)
+    kind = "mean " if len(average.saved) > 1 else "averaged " if average.last.averaged else ""
+    return f"the {kind}{what} of {plural(len(average.saved), 'step')} {steps}"
+
+
+def _export_adapters(all_devices: Sequence[jax.Device], average: CheckpointMean, run_dir: str, out: new_folder.Target,
                      dtype: str) -> str:
     """Write the adapters as a PEFT folder. Return the line to print."""
-    section = adapters.section(saved)
+    saved, section = average.last, adapters.section(average.last)
     with config.user_errors():
         if not section:
             raise ConfigError(f"--adapters: {run_dir} has no adapters, because it trained without LoRA; leave the "
@@ -118,10 +181,13 @@ def _export_adapters(all_devices: Sequence[jax.Device], saved: Saved, run_dir: s
     whole = NamedSharding(Mesh(np.array(all_devices), ("all",)), P())
     wanted = {info.name: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=whole) for info in model.parameters()}
     with config.user_errors():
-        size = peft.write(out, model, adapters.leaf_of_saved(saved, wanted, merge=False), dtype=dtype,
+        size = peft.write(out, model, average.leaf(wanted, merge=False, of_last=()), dtype=dtype,
                           base=saved.run["checkpoint"]["init_from"], data=saved.run["data"],
                           source=exports.find_companions(model_folder.local_path(run_dir)), ends=_ends(saved, run_dir))
-    return f"{out}: the adapters of step {saved.step} of {run_dir}, {size / 1e6:.2f} MB in {dtype}"
+    if len(average.saved) > 1 and jax.process_index() == 0:
+        say.err("note: A and B are averaged apart, and the product of their means is not the mean of their products; "
+                "without --adapters each checkpoint's are merged first, and the mean is exact")
+    return f"{out}: {_describe(average, 'adapters')} of {run_dir}, {size / 1e6:.2f} MB in {dtype}"
 
 
 def _ends(saved: Saved, run_dir: str) -> ends.Ends:

@@ -18,6 +18,7 @@ import jax
 import pydantic
 
 from meshtrain import assembly, config, devices, trained
+from meshtrain.checkpoint import resume
 from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.config import ConfigError
 from meshtrain.data.documents import chat, conversations, tokenizer
@@ -71,6 +72,8 @@ def _is_text(words: str) -> bool:
 
 COMMAND = config.Command("meshtrain.generate", {
     "step": config.Option("the step of a checkpoint; 0: the newest", "N", "100", config.whole(), 0),
+    "weights": config.Option("which weights of a checkpoint: last, or ema, their average by training.ema", "W", "ema",
+                             config.one_of(resume.LAST, resume.EMA), resume.LAST),
     "prompt": config.Option("a text to continue", "TEXT", "'Once upon a time'", _text, many=True),
     "prompts": config.Option('a file with a prompt on each line; in .jsonl each line is {"prompt": …}', "FILE",
                              "prompts.txt"),
@@ -101,7 +104,7 @@ MOST_PROMPT_BYTES = 1 << 28     # maximum size of a file of prompts
 def main(options: config.Arguments) -> None:
     _check_options(options)
     source = trained.describe(options.names[0], options["step"], options.keys, "generate",
-                              keys=("data.tokenizer", "data.chat_template"))
+                              keys=("data.tokenizer", "data.chat_template"), weights=options["weights"])
     talking = open_talk(source) if options["chat"] else None
     words = _words(source, options, talking)
     _tell(source, plain=bool(options["prompt"] or options["prompts"]) and not talking)

@@ -470,6 +470,9 @@ class Training(Section):
         "what the backward recomputes instead of storing; offload: as full, with layers' inputs in host memory"
     )
     grad_clip: float = key(1.0, "largest global norm of the gradient; 0 = off", ge=0)
+    ema: float = key(
+        0.0, "decay of an exponential moving average of the trained weights, e.g. 0.999, beside them; 0 = none", ge=0,
+        lt=1)
     objective: ObjectiveName = key(
         "next_token", "the next token, preferences (DPO), or rewards of sampled answers ([rl])")
     dpo_beta: float = key(0.1, "DPO's beta: weight of the divergence from the reference", gt=0)

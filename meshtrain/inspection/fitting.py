@@ -30,7 +30,8 @@ def options_of(made: Design, gpu: Gpu | None, rated: Rates) -> Options:
     run, schedule = made.run, made.choice and made.choice.schedule
     pipelined = {"schedule": schedule.name, "chunks": schedule.num_chunks} if schedule else {}
     return Options.of(run, gpu.name if gpu else "", attended=attention_pairs.count(run, made.layout, rated.assumed),
-                      optimizer_bytes=state.optimizer_bytes(made.model, run.optimizer, run.training.steps), **pipelined)
+                      optimizer_bytes=state.optimizer_bytes(made.model, run.optimizer, run.training.steps,
+                                                            run.training.ema > 0), **pipelined)
 
 
 def remedy(made: Design, gpu: Gpu, total_bytes: int) -> str:

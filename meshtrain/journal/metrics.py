@@ -21,6 +21,7 @@ from meshtrain.journal import rows, trackers
 # Key of a row -> its tag in trackers. Any other key is its own tag. TensorBoard groups tags by the part before "/".
 TAGS = {"grad_norm": "optimizer/grad_norm", "learning_rate": "optimizer/learning_rate",
         "skipped": "optimizer/skipped", "tokens_per_s": "tokens_per_second", "val_loss": "validation/loss",
+        "val_loss_ema": "validation/loss_ema",
         "step_time_s": "time/step_s", "data_wait_s": "time/data_wait_s", "checkpoint_wait_s": "time/checkpoint_wait_s",
         "elapsed_s": "time/elapsed_s", "goodput": "time/goodput"}
 

@@ -24,8 +24,8 @@ BLOCK_BYTES = 1 << 18           # read at once
 MOST_LINE_BYTES = 1 << 22       # longer lines are no rows; a row with three numbers per expert layer has a few thousand
 Row = dict[str, Any]
 # Keys whose values, if a row has them, are numbers or null.
-NUMBERS = ("loss", "val_loss", "grad_norm", "learning_rate", "tokens", "step_time_s", "tokens_per_s", "mfu",
-           "data_wait_s", "checkpoint_wait_s", "elapsed_s", "goodput", "time", "memory_bytes", "expert_load_max",
+NUMBERS = ("loss", "val_loss", "val_loss_ema", "grad_norm", "learning_rate", "tokens", "step_time_s", "tokens_per_s",
+           "mfu", "data_wait_s", "checkpoint_wait_s", "elapsed_s", "goodput", "time", "memory_bytes", "expert_load_max",
            "expert_load_entropy", "reward", "val_reward", "answer_tokens", "entropy", "mismatch_max")
 
 

@@ -230,8 +230,8 @@ def train(case: Compiled, params, steps: int = STEPS):
     """Train for some steps. Return (numbers [steps, 2] with loss and gradient norm, the other metrics of the first
     step, the optimizer state after the first step). Raises: NotFiniteError."""
     spec = case.made.program.step.state
-    opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), spec.abstract.opt_state)
-    state = jax.device_put(State(np.int32(0), params, opt_state), spec.sharding)
+    opt_state, ema = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), (spec.abstract.opt_state, spec.abstract.ema))
+    state = jax.device_put(State(np.int32(0), params, opt_state, ema), spec.sharding)
     numbers: list[tuple[float, float]] = []
     first: tuple = ()
     for n in range(steps):

@@ -19,7 +19,7 @@ from meshtrain.data.documents.contracts import Batches, ValidationSet
 from meshtrain.run import say
 from meshtrain.run.loop import Hook, NoBatch, Stop
 from meshtrain.run.replicas import Replicas
-from meshtrain.training import objective
+from meshtrain.training import average, objective
 from meshtrain.training.state import State
 from meshtrain.training.step import Program
 
@@ -35,7 +35,7 @@ class LossValidation(Hook):
     def __init__(self, run: Run, program: Program, data: Batches, stop: Stop):
         self.program, self.sets, self.stop = program, data.validation, stop
         self.batches, self.every, self.last = run.validation.batches, run.validation.every, run.training.steps
-        self.unit = objective.of_run(run).unit
+        self.unit, self.averages = objective.of_run(run).unit, run.training.ema > 0
         self.loss: float | None = None
 
     def due(self, step: int, ending: bool) -> bool:
@@ -44,7 +44,11 @@ class LossValidation(Hook):
 
     def act(self, step: int, state: State) -> dict[str, float]:
         try:
-            losses = [self._measure(state, held) for held in self.sets]
+            losses = [self._measure(state.params, held) for held in self.sets]
+            if self.averages:
+                assert state.ema is not None
+                averaged = average.weights(self.program.step.model, state.ema, state.params)
+                losses += [self._measure(averaged, held) for held in self.sets]
         except Exception as error:
             if jax.process_count() > 1:     # the other processes wait in this validation: going on would deadlock
                 raise
@@ -54,19 +58,26 @@ class LossValidation(Hook):
         if len(complete) < len(losses):
             say.out(f"step {step}: the validation was interrupted, because the run is stopping")
             return {}
-        self.loss = sum(held.weight * loss for held, loss in zip(self.sets, complete))
+        self.loss, *of_average = (self._sum_up(complete[begin:begin + len(self.sets)])
+                                  for begin in range(0, len(complete), len(self.sets)))
         each = {held.name: loss for held, loss in zip(self.sets, complete)} if len(self.sets) > 1 else {}
         by_source = f" ({', '.join(f'{name} {loss:.4f}' for name, loss in each.items())})" if each else ""
-        say.out(f"step {step}: validation loss {self.loss:.4f} {self.unit}{by_source}")
-        return {"val_loss": self.loss} | {f"val_loss/{name}": loss for name, loss in each.items()}
+        beside = f", of the averaged weights {of_average[0]:.4f}" if of_average else ""
+        say.out(f"step {step}: validation loss {self.loss:.4f} {self.unit}{by_source}{beside}")
+        return {"val_loss": self.loss} | {f"val_loss/{name}": loss for name, loss in each.items()} | dict(
+            zip(["val_loss_ema"], of_average))
 
-    def _measure(self, state: State, held: ValidationSet) -> float | None:
+    def _sum_up(self, losses: Sequence[float]) -> float:
+        """Return the loss on all sets from that on each."""
+        return sum(held.weight * loss for held, loss in zip(self.sets, losses, strict=True))
+
+    def _measure(self, params: dict, held: ValidationSet) -> float | None:
         """Return the loss on one held-out set; None if the run has to stop before the measurement is complete."""
         total = count = 0.0
         for i in range(min(self.batches, held.num_batches)):
             if self.stop.must_stop():
                 return None
-            nll, targets = self.program.evaluate(state.params, self.program.place(held.batch(i, self.program.rows)))
+            nll, targets = self.program.evaluate(params, self.program.place(held.batch(i, self.program.rows)))
             total, count = total + float(nll), count + int(targets)
         return total / max(count, 1)
 

@@ -14,7 +14,8 @@ from meshtrain.model.transformer import Transformer
 from meshtrain.sharding import rules, states
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout
-from meshtrain.training import optimizer
+from meshtrain.training import average, optimizer
+from meshtrain.training.average import Average
 
 
 @jax.tree_util.register_dataclass
@@ -22,11 +23,13 @@ from meshtrain.training import optimizer
 class State:
     """The training state.
 
-    step: int32 scalar, number of steps taken. params: as in the model. opt_state: the optimizer's tree.
+    step: int32 scalar, number of steps taken. params: as in the model. opt_state: the optimizer's tree. ema: the
+    average of the trained weights; None without training.ema.
     """
     step: jax.Array
     params: dict
     opt_state: optax.OptState
+    ema: Average | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,11 +54,12 @@ def describe_params(model: Transformer, layout: Layout, mesh: Mesh | AbstractMes
 
 
 def state_spec(model: Transformer, optimizer_cfg: Optimizer, steps: int, layout: Layout,
-               mesh: Mesh | AbstractMesh, balance_rate: float = 0.0, balance_rule: str = "sign") -> StateSpec:
+               mesh: Mesh | AbstractMesh, balance_rate: float = 0.0, balance_rule: str = "sign",
+               averages: bool = False) -> StateSpec:
     """Return the StateSpec of a run.
 
     Parameters and optimizer state are stored as in [optimizer]. A step reads the parameters as in [params], see
-    `Transformer.as_read`.
+    `Transformer.as_read`. averages: whether the state has an average of the weights.
     """
     table, p = model.parameters(), describe_params(model, layout, mesh)
 
@@ -72,12 +76,18 @@ def state_spec(model: Transformer, optimizer_cfg: Optimizer, steps: int, layout:
     opt_state = jax.tree.map(lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
                              jax.eval_shape(tx.init, trained_p), placed)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=place(()))
-    return StateSpec(tx, params.tree(table, lambda info: info.axes), trained_axes, State(step, p, opt_state))
+    ema = None
+    if averages:
+        ema = Average(step, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=a.sharding),
+                                         average.divide(model, p)[0]))
+    return StateSpec(tx, params.tree(table, lambda info: info.axes), trained_axes, State(step, p, opt_state, ema))
 
 
-def optimizer_bytes(model: Transformer, optimizer_cfg: Optimizer, steps: int) -> float:
-    """Return the bytes of optimizer state per parameter, the mean over all parameters."""
+def optimizer_bytes(model: Transformer, optimizer_cfg: Optimizer, steps: int, averages: bool = False) -> float:
+    """Return the bytes of optimizer state, and of the average of the weights, per parameter, the mean over all
+    parameters."""
     one_device = MeshSpec({})
-    held = state_spec(model, optimizer_cfg, steps, Layout(rules.parse(""), one_device.sizes), one_device.abstract())
-    leaves = jax.tree.leaves(held.abstract.opt_state)
+    held = state_spec(model, optimizer_cfg, steps, Layout(rules.parse(""), one_device.sizes), one_device.abstract(),
+                      averages=averages)
+    leaves = jax.tree.leaves((held.abstract.opt_state, held.abstract.ema))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / sum(info.size for info in model.parameters())

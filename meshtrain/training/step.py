@@ -19,7 +19,7 @@ from meshtrain import flags
 from meshtrain.model import float8, moe, params
 from meshtrain.model.stats import SCORE_BOUND
 from meshtrain.names import PRNG
-from meshtrain.training import accumulate, pipelined, qk_clip, rounding
+from meshtrain.training import accumulate, average, pipelined, qk_clip, rounding
 from meshtrain.training.optimizer import learning_rate_schedule, without_balance
 from meshtrain.training.state import State
 
@@ -158,7 +158,9 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
             moved = qk_clip.clip(model, moved, bound_LN, run.optimizer.qk_clip)
         moved = rounding.round_weights(trained_infos, moved, run.run.seed, state.step)
         trained, opt_state = select(moved, trained), select(opt_state, state.opt_state)
-        new = State(state.step + 1, params.join(trained, frozen), opt_state)
+        p = params.join(trained, frozen)
+        ema = state.ema and average.update(model, state.ema, p, training.ema, finite)
+        new = State(state.step + 1, p, opt_state, ema)
         rate = learning_rate_schedule(run.optimizer, training.steps)(state.step)
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate, jnp.float32),
                    "tokens": count,
@@ -171,7 +173,8 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
 
     def initialize():
         p = model.init(jax.random.key(run.run.seed, impl=PRNG))
-        return State(jnp.int32(0), p, state_spec.tx.init(model.divide(p)[0]))
+        ema = average.begin(model, p) if training.ema else None
+        return State(jnp.int32(0), p, state_spec.tx.init(model.divide(p)[0]), ema)
 
     batch_shardings = {name: abstract.sharding for name, abstract in step.batch.items()}
     whole, limited = NamedSharding(mesh, P()), training.loss_spike == "skip"

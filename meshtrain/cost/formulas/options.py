@@ -22,6 +22,9 @@ class Attended:
     documents: bool = False
 
 
+ADAMW_BYTES = 8     # bytes of AdamW's state per parameter
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The settings of a step other than the layout. schedule: the pipeline schedule; "" without stages."""
@@ -34,7 +37,7 @@ class Options:
     method: str = "ring"
     attended: Attended = dataclasses.field(default_factory=lambda: Attended({}, "cudnn"))
     loss_chunk: int = 2048
-    optimizer_bytes: float = 8  # optimizer state per parameter
+    optimizer_bytes: float = ADAMW_BYTES    # optimizer state per parameter
     dispatch: str = "auto"      # how tokens reach their experts
     recurrence: str = "xla"     # engine of recurrences: xla, pallas
 

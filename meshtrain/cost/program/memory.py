@@ -13,6 +13,8 @@ from meshtrain.parallel.pipeline import stages
 from meshtrain.sharding.rules import GATHERED
 from meshtrain.training import accumulators
 
+OPTIMIZER = ("opt_state", "ema")        # parts of a State that are counted as the optimizer's
+
 
 def bytes_on_device(abstract, shardings) -> int:
     """Return the bytes on one device of a tree of arrays with a tree of shardings."""
@@ -75,7 +77,8 @@ def formula(state_abstract, state_shardings, trained, grads_shardings) -> dict:
     None, because no formula here gives them. trained: the trained parameters."""
     return {"params": bytes_on_device(state_abstract.params, state_shardings.params),
             "grads": accumulator_bytes(trained, grads_shardings),
-            "optimizer": bytes_on_device(state_abstract.opt_state, state_shardings.opt_state),
+            "optimizer": sum(bytes_on_device(getattr(state_abstract, part), getattr(state_shardings, part))
+                             for part in OPTIMIZER),
             "activations": None, "total": None}
 
 
@@ -98,6 +101,7 @@ def measure(executable, text: str, state_abstract, microbatches: int, shapes: li
     else:
         grads = carried.sum_bytes(text, microbatches, shapes) if microbatches > 1 else None
     return {"params": bytes_on_device(state_abstract.params, placed.params), "grads": grads,
-            "optimizer": bytes_on_device(state_abstract.opt_state, placed.opt_state),
+            "optimizer": sum(bytes_on_device(getattr(state_abstract, part), getattr(placed, part))
+                             for part in OPTIMIZER),
             "activations": analysis.temp_size_in_bytes - (grads or 0),
             "total": analysis.argument_size_in_bytes + analysis.temp_size_in_bytes}
