@@ -79,10 +79,16 @@ def _profile(made: Assembly, executable: jax.stages.Compiled) -> str:
 def compile_evaluation(made: Assembly) -> Assembly:
     """Return the assembly with a compiled `evaluate`. Raises: as `check_program`."""
     program = made.program
+    compiled = compile_function(made, "the evaluation", program.evaluate, made.state_shapes.params, program.step.rows)
+    return dataclasses.replace(made, program=dataclasses.replace(program, evaluate=compiled))
+
+
+def compile_function(made: Assembly, name: str, function: jax.stages.Wrapped, *args) -> jax.stages.Compiled:
+    """Return a function compiled for these arguments (or ShapeDtypeStructs). name: for the message. Raises: as
+    `check_program`."""
     with _blame_own_code(made.run):
-        lowered = program.lower(program.evaluate, made.state_shapes.params, program.step.batch)
-    return dataclasses.replace(made, program=dataclasses.replace(
-        program, evaluate=check_program(made.mesh, "the evaluation", _compile(made, lowered))))
+        lowered = made.program.lower(function, *args)
+    return check_program(made.mesh, name, _compile(made, lowered))
 
 
 @contextlib.contextmanager

@@ -310,7 +310,7 @@ class Experiment:
     @functools.cached_property
     def _evaluate(self):
         program = self.made.program
-        return program.compile_function(program.evaluate, self.made.state_shapes.params, program.step.batch)
+        return program.compile_function(program.evaluate, self.made.state_shapes.params, program.step.rows)
 
     @functools.cached_property
     def _gradients(self):

@@ -37,6 +37,8 @@ CHOSEN, REJECTED = 1, 2     # segment ids of the two answers in a sequence with 
 PADDING = 0            # segment id of padding: no token attends to it, and no expert gets it
 PRNG = "threefry2x32"  # jax's generator for all random bits of a run
 NO_TARGET = -1         # in a batch's targets: no loss at this token
+# Arrays of a batch in distillation: the teacher's most likely next tokens of each token, and their log-probabilities.
+TEACHER_IDS, TEACHER_LOGP = "teacher_ids", "teacher_logp"
 # Largest difference between the log-probabilities of a sampled token by the trainer and by the sampler.
 MISMATCH_MAX = "mismatch_max"
 # Columns of metrics, computed from the load of experts: a number for each layer [L], null for layers without experts.

@@ -67,7 +67,8 @@ def load(argv: Sequence[str], usage: str = USAGE, settings: typing.Mapping[str, 
     # If a file is unreadable or a key faulty, defaults replace them. Contradictions with these defaults are not
     # reported.
     contradictions = [] if unreadable else [
-        message for message in [*problems(run), *check_for_source(run), *BIASES_OF_FOLDER(run)]
+        message for message in [*problems(run), *check_for_source(run), *BIASES_OF_FOLDER(run),
+                                           *check_teacher(run)]
         if not reported.search(message)]
     origins = {name: file for name, file in origins.items() if name not in dict(overrides)}
     if faults + unreadable + wrong + contradictions:
@@ -380,6 +381,21 @@ BIASES_OF_FOLDER: Check = Conflict(
     lambda run: run.model.num_experts and run.experts.bias_rate and _starts_without_choice_bias(run),
     "{experts.bias_rate} moves biases of the routers, but {checkpoint.init_from}, a model folder, has none",
     "leave it out")
+
+
+def check_teacher(run: Run) -> Iterator[str]:
+    """Check that the model folder distill.teacher can be read and has the run's vocabulary."""
+    source = run.distill.teacher
+    if not model_folder.is_at(source):      # reported by `problems`
+        return
+    try:
+        size = folder.settings_of(model_folder.local_path(source))["vocab_size"]
+    except ValueError as error:
+        yield from (f"distill.teacher: {fault}" for fault in str(error).splitlines())
+        return
+    if size != run.model.vocab_size:
+        yield (f"distill.teacher={toml(source)} has a vocabulary of {size}, but model.vocab_size="
+               f"{run.model.vocab_size}; use a teacher with the tokens of the model")
 
 
 def presets() -> dict[str, Path]:

@@ -53,10 +53,10 @@ def batches(run: Run, start: Callable[[], tuple[assembly.Assembly, dict]]) -> Ba
     """Return the batches of the run's data. start: called for pairs of answers only; returns (the run on its devices,
     the weights at its start, which are the reference). Raises: ConfigError."""
     goal = objective.of_run(run)
-    if goal.samples:
-        raise ConfigError(f'training.objective="{run.training.objective}" trains on answers that only python -m '
-                          'meshtrain.train samples and scores; an Experiment with it can inspect, generate and give '
-                          'logits')
+    if what := {"answers": "answers that only python -m meshtrain.train samples and scores",
+                "taught": "predictions of a teacher, which only python -m meshtrain.train loads"}.get(goal.data):
+        raise ConfigError(f'training.objective="{run.training.objective}" trains on {what}; an Experiment with it can '
+                          'inspect, generate and give logits')
     with config.user_errors():
         described = sources.describe(run.data, vocab_size=run.model.vocab_size)
         corpus = sources.corpus_of(described, described.open(directory(), parts.Job(lambda line: None)))

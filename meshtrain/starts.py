@@ -67,10 +67,11 @@ def _resolve_eos(run: Run, start: resume.Start) -> tuple[Run, Saved | None]:
 
 
 def _read_named_files(made: Assembly) -> dict[str, str]:
-    rl, named = made.run.rl, {"sharding.rules": made.layout.rules.text}
-    if rl.rules:
-        with config.user_errors():
-            named["rl.rules"] = rules.load(shipped.rule_file(rl.rules), "rl.rules").text
+    run, rl, named = made.run, made.run.rl, {"sharding.rules": made.layout.rules.text}
+    for key, given in (("rl.rules", rl.rules), ("distill.rules", run.distill.rules)):
+        if given:
+            with config.user_errors():
+                named[key] = rules.load(shipped.rule_file(given), key).text
     if rl.reward:
         from meshtrain.rl.rewards import workers        # here: only runs that sample answers have rewards
         if digest := workers.digest(rl.reward):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from meshtrain import assembly, config
+from meshtrain import assembly, config, teacher
 from meshtrain.checkpoint import resume
 from meshtrain.checkpoint.places import Places
 from meshtrain.cluster import agree, watch
@@ -133,6 +133,15 @@ def _feed_of_documents(opened: Opened, start: resume.Start, state: State) -> Bat
     return BatchFeed(opened.made.run, opened.made.program, cast(Batches, opened.data), start.step)
 
 
+def _feed_of_taught(opened: Opened, start: resume.Start, state: State) -> BatchFeed:
+    """Return the feed of documents with the predictions of the run's teacher."""
+    made = opened.made
+    with opened.account.count_as("restore"), watch.phase("loading the teacher", "restore"), \
+            phases.phase("loading the teacher"):
+        loaded = agree.everywhere(lambda: teacher.load(made, opened.corpus.tokenizer))
+    return BatchFeed(made.run, made.program, cast(Batches, opened.data), start.step, loaded.teach)
+
+
 def _feed_of_pairs(opened: Opened, start: resume.Start, state: State) -> BatchFeed:
     """Return the feed of pairs with the margins of the reference model: the weights that the run starts from."""
     assert isinstance(opened.data, Pairs)
@@ -158,5 +167,6 @@ def _answers() -> DataKind:
 
 KINDS: Mapping[str, Callable[[], DataKind]] = {
     "documents": lambda: DataKind(_open_documents, _feed_of_documents),
+    "taught": lambda: DataKind(_open_documents, _feed_of_taught),
     "pairs": lambda: DataKind(_open_documents, _feed_of_pairs),
     "answers": _answers}

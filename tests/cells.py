@@ -102,6 +102,7 @@ def run_of(cell: Cell) -> config.Run:
         training=dict(steps=20, loss_chunk=24) | section.get("training", {}) | dict(
             microbatches=cell.microbatches, remat=cell.one_of(REMATS, "none")),
         optimizer=dict(learning_rate=1e-3, schedule="constant", warmup_steps=0) | section.get("optimizer", {}),
+        distill=section.get("distill", {}),
         experts=section.get("experts", {}) | (dict(dispatch="all_to_all") if "sent" in cell.words else {}),
         pipeline=dict(schedule=schedule, chunks=1 + (schedule in schedules.INTERLEAVED)) if staged else {},
         context=dict(method=cell.one_of(METHODS, "ring")) if context else {},

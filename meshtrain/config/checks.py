@@ -121,6 +121,15 @@ def _check_rl(run: Run) -> Iterator[str]:
                f'"rl", or leave it out')
 
 
+def _check_distill(run: Run) -> Iterator[str]:
+    if run.training.objective == "distill":
+        for check in (*conflicts.DISTILL, path_checks.check_teacher):
+            yield from check(run)
+    elif given := [f"distill.{key}={toml(getattr(run.distill, key))}" for key in run.distill.model_fields_set]:
+        yield (f"{join(given, 'and')}: [distill] is not read by training.objective="
+               f'{toml(run.training.objective)}; use "distill", or leave it out')
+
+
 def is_address(text: str) -> bool:
     """Return whether text is HOST:PORT. An IPv6 address must be in brackets."""
     port = re.fullmatch(r"(?:[^\s:\[\]]+|\[[0-9a-fA-F:]+\]):(\d{1,5})", text)
@@ -167,7 +176,7 @@ CHECKS: tuple[Check, ...] = (
              f"use at least {BYTE_VOCAB}"),
     layer_checks.check_experts, data_checks.check_data,
     *conflicts.TRAINING, _check_clip, _check_lora_targets, *conflicts.LORA,
-    *conflicts.DPO, _check_preferences, _check_rl,
+    *conflicts.DPO, _check_preferences, _check_distill, _check_rl,
     _check_distributed,
     Conflict(lambda run: run.metrics.wandb in ("off", "on", "online", "offline", "true", "false"),
              "{metrics.wandb} is the name of the project at Weights & Biases",
@@ -189,9 +198,15 @@ def note_custom(run: Run) -> list[str]:
             for key, value, _ in named.values(run) for name, what in left_out.items() if key.startswith(name)]
 
 
+def note_teacher(run: Run) -> list[str]:
+    """Return what formulas and `inspect` leave out of distillation."""
+    return [f"distill.teacher={toml(run.distill.teacher)}: memory and time here leave out the teacher, its weights "
+            f"and its forward before each step"] * bool(run.distill.teacher)
+
+
 def notes(run: Run) -> list[str]:
     """Return warnings about valid settings that are rarely intended. They are logged once before the run starts."""
-    lines = layouts.notes(run) + unused.messages(run) + note_custom(run)
+    lines = layouts.notes(run) + unused.messages(run) + note_custom(run) + note_teacher(run)
     if not any(getattr(run, section).model_fields_set for section in ("model", "training", "optimizer")):
         lines.append("the run file has no key of [model], [training] and [optimizer]: the run trains the default model")
     if run.model.vocab_size > 16 * BYTE_VOCAB and _reads_bytes(run):

@@ -148,6 +148,18 @@ DPO: tuple[Check, ...] = (
              "{training.z_loss} is not part of {training.objective}", "use 0"),
 )
 
+DISTILL: tuple[Check, ...] = (
+    Conflict(lambda run: not run.distill.teacher,
+             "distill.teacher is empty, but {training.objective} learns the predictions of a teacher",
+             "give a model folder"),
+    Conflict(lambda run: run.distill.top_k >= run.model.vocab_size,
+             "{distill.top_k} leaves no token of {model.vocab_size} for the class of all others", "use fewer, e.g. 64"),
+    Conflict(lambda run: run.training.z_loss, "{training.z_loss} is not part of {training.objective}", "use 0"),
+    Conflict(lambda run: run.data.source == "preferences",
+             "{training.objective} trains on documents or conversations, but {data.source} has pairs",
+             "use another source"),
+)
+
 PREFERENCES: tuple[Check, ...] = (
     Conflict(lambda run: not run.data.document_mask,
              "{data.document_mask} would let the rejected answer see the chosen one ({data.source})", "leave it out"),

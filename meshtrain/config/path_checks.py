@@ -12,10 +12,11 @@ from meshtrain.storage import addresses, copies, model_folder
 
 # Keys that name files and directories.
 PATHS = ("run.dir", "run.compilation_cache", "sharding.rules", "data.paths", "data.validation_paths", "data.tokenizer",
-         "data.chat_template", "data.cache", "checkpoint.init_from", "checkpoint.local_dir", "rl.rules")
+         "data.chat_template", "data.cache", "checkpoint.init_from", "checkpoint.local_dir", "distill.teacher",
+         "distill.rules", "rl.rules")
 # READ: keys that may name files at addresses. WRITTEN: keys that name directories to which the run writes.
 READ = ("run.dir", "data.paths", "data.validation_paths", "data.mixture", "data.validation_sources", "data.tokenizer",
-        "data.chat_template", "checkpoint.init_from")
+        "data.chat_template", "checkpoint.init_from", "distill.teacher")
 WRITTEN = ("data.cache", "checkpoint.local_dir")
 
 
@@ -106,3 +107,11 @@ def check_init_from(run: Run) -> Iterator[str]:
     elif Path(source).resolve() == Path(run.run.dir).resolve():
         yield (f"checkpoint.init_from={toml(source)} is this run's own run.dir={toml(run.run.dir)}; "
                "give the new run another run.name, or leave init_from out to resume the old run")
+
+
+def check_teacher(run: Run) -> Iterator[str]:
+    """Check that distill.teacher is a model folder."""
+    source = run.distill.teacher
+    if source and not model_folder.is_at(source):
+        yield (f"distill.teacher={toml(source)} is no model folder: it has no config.json; give a folder of Hugging "
+               f"Face's, e.g. one that a run exported")

@@ -65,7 +65,7 @@ DOCUMENTS = "a function of (path), or without arguments, that yields documents: 
 Activation = Annotated[str, OneOf(("swiglu", "geglu", "swiglu_clamped", "gelu", "relu2"), ACTIVATION)]
 OptimizerName = Annotated[str, OneOf(("adamw", "lion", "adafactor", "muon"), OPTIMIZER)]
 Schedule = Annotated[str, OneOf(("cosine", "linear", "wsd", "constant"), SCHEDULE)]
-ObjectiveName = Annotated[str, OneOf(("next_token", "dpo", "rl"), OBJECTIVE)]
+ObjectiveName = Annotated[str, OneOf(("next_token", "dpo", "distill", "rl"), OBJECTIVE)]
 FORMATS = ("", "stdlib", "text", "jsonl", "chat", "parquet", "arrow", "tokens")
 ComponentSource = Annotated[str, OneOf(FORMATS, DOCUMENTS)]
 DataSource = Annotated[str, OneOf((*FORMATS, "preferences", "prompts", "mixture"), DOCUMENTS)]
@@ -474,7 +474,8 @@ class Training(Section):
         0.0, "decay of an exponential moving average of the trained weights, e.g. 0.999, beside them; 0 = none", ge=0,
         lt=1)
     objective: ObjectiveName = key(
-        "next_token", "the next token, preferences (DPO), or rewards of sampled answers ([rl])")
+        "next_token", "the next token, preferences (DPO), a teacher's predictions ([distill]), or rewards of sampled "
+                      "answers ([rl])")
     dpo_beta: float = key(0.1, "DPO's beta: weight of the divergence from the reference", gt=0)
     z_loss: float = key(0.0, "weight of the z-loss (squared log-partition), which keeps logits small; 0 = off", ge=0)
     loss_chunk: int = key(
@@ -563,6 +564,18 @@ class Experts(Section):
         "sign", "sign: a bias moves by bias_rate; error: by bias_rate times the relative error of its expert's load"
     )
     bias_warmup: int = key(0, "first batches of the run that move only the biases, before the first step", ge=0)
+
+
+class Distill(Section):
+    """[distill]: with training.objective = "distill" the model learns the predictions of a teacher, which is frozen."""
+
+    teacher: PathKey = key("", "the teacher: a model folder with the run's vocabulary, or its address")
+    rules: PathKey = key("", "rule file of the teacher; empty = sharding.rules")
+    top_k: int = key(64, "the teacher's most likely tokens that are learned; all others are one class", ge=1, le=4096)
+    divergence: Literal["forward", "reverse"] = key(
+        "forward", "of the teacher from the model, KL(teacher, model), or reverse, KL(model, teacher)")
+    temperature: float = key(1.0, "divides the logits of both; the divergence is multiplied by its square", gt=0)
+    weight: float = key(1.0, "weight of the divergence; the next-token loss has the rest, 1 - weight", gt=0, le=1)
 
 
 class Rl(Section):
@@ -690,6 +703,7 @@ class Run(Section):
     pipeline: Pipeline = Pipeline()
     context: Context = Context()
     experts: Experts = Experts()
+    distill: Distill = Distill()
     rl: Rl = Rl()
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()

@@ -54,9 +54,13 @@ def _loss_forward(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
 
 
 def _loss_backward(ex: Execution, spec: LossSpec, saved, cotangents):
-    dx_BTD, dw = saved
-    scale = cotangents[0]
-    return (dx_BTD * scale).astype(dx_BTD.dtype), None if dw is None else dw * scale, None
+    return *scale_grads(saved, cotangents[0]), None
+
+
+def scale_grads(grads, scale):
+    """Return (dx_BTD, dw) times the objective's cotangent; dw is None if the weight is frozen."""
+    dx_BTD, dw = grads
+    return (dx_BTD * scale).astype(dx_BTD.dtype), None if dw is None else dw * scale
 
 
 loss_sums.defvjp(_loss_forward, _loss_backward)
@@ -64,7 +68,7 @@ loss_sums.defvjp(_loss_forward, _loss_backward)
 
 def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool):
     """Return ((objective, nll), (dx_BTD, dw) or None)."""
-    f32, chunks = jnp.float32, _Chunks(ex, spec, x_BTD, w, targets_BT)
+    f32, chunks = jnp.float32, Chunks(ex, spec, x_BTD, w, targets_BT)
 
     def visit(carry, c):
         objective, nll, grads = carry
@@ -94,7 +98,7 @@ def token_nll(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
     It serves objectives that are not sums over tokens. The weight of a token's nll is known only after the forward, so
     the backward recomputes the logits (4 head matmuls instead of 3).
     """
-    chunks = _Chunks(ex, spec, x_BTD, w, targets_BT)
+    chunks = Chunks(ex, spec, x_BTD, w, targets_BT)
 
     def visit(nll, c):
         _, t_c, _, lse, _, hit = chunks.take(c)
@@ -108,7 +112,7 @@ def _nll_forward(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
 
 
 def _nll_backward(ex: Execution, spec: LossSpec, saved, d_BT):
-    chunks = _Chunks(ex, spec, *saved)
+    chunks = Chunks(ex, spec, *saved)
     d_nrs = chunks.tokens.cut(d_BT)
 
     def visit(grads, c):
@@ -148,7 +152,7 @@ token_losses.defvjp(_token_losses_forward, _token_losses_backward)
 
 def _token_losses(ex: Execution, spec: LossSpec, of_token, x_BTD, w, targets_BT, given, with_grads: bool):
     """Return (the result of `token_losses`, (dx_BTD, dw) or None)."""
-    f32, chunks = jnp.float32, _Chunks(ex, spec, x_BTD, w, targets_BT)
+    f32, chunks = jnp.float32, Chunks(ex, spec, x_BTD, w, targets_BT)
     assert not chunks.manual        # the sums over the vocabulary below are not those of a pipeline
     given_nrs = {name: chunks.tokens.cut(x) for name, x in given.items()}
 
@@ -208,7 +212,7 @@ def cap(logits, softcap: float):
     return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
-class _Chunks:
+class Chunks:
     """The tokens in chunks, and the logits of each chunk, with the vocabulary V sharded.
 
     Automatic axes shard it by constraints. Manual axes (the stages of a pipeline) shard it by explicit collectives.

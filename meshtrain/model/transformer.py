@@ -228,11 +228,11 @@ class Transformer:
         The caller divides them by the number of these tokens. The objective is differentiated, together with the
         balance loss of the layers' stats, if they have one.
         """
-        return loss_sums(ex, *self._head_inputs(ex, p, x_BTD, chunk, z_loss=z_loss), targets_BT)
+        return loss_sums(ex, *self.head_inputs(ex, p, x_BTD, chunk, z_loss=z_loss), targets_BT)
 
     def head_token_nll(self, ex: Execution, p, x_BTD, targets_BT, chunk: int = 2048, temperature: float = 1.0):
         """Return the nll of each token [B, T], float32, from the last layer's output; 0 without a target."""
-        return token_nll(ex, *self._head_inputs(ex, p, x_BTD, chunk, temperature=temperature), targets_BT)
+        return token_nll(ex, *self.head_inputs(ex, p, x_BTD, chunk, temperature=temperature), targets_BT)
 
     def head_token_losses(self, ex: Execution, p, x_BTD, batch: dict, of_token, chunk: int, temperature: float):
         """Return the result of `loss.token_losses` for the last layer's output.
@@ -240,11 +240,12 @@ class Transformer:
         It is (sum of the losses `of_token`, log-probability and entropy of each token [B, T]). batch: "targets" and the
         arrays that `of_token` takes.
         """
-        spec, x_BTD, w = self._head_inputs(ex, p, x_BTD, chunk, temperature=temperature)
+        spec, x_BTD, w = self.head_inputs(ex, p, x_BTD, chunk, temperature=temperature)
         given = {name: x for name, x in batch.items() if name != "targets"}
         return token_losses(ex, spec, of_token, x_BTD, w, batch["targets"], given)
 
-    def _head_inputs(self, ex: Execution, p, x_BTD, chunk: int, *, z_loss: float = 0.0, temperature: float = 1.0):
+    def head_inputs(self, ex: Execution, p, x_BTD, chunk: int, *, z_loss: float = 0.0, temperature: float = 1.0):
+        """Return (LossSpec, output of the final norm, weight of the head), as the functions of `loss` take them."""
         p = self._read_after(ex, p, x_BTD)
         axes, w = self._head(p)
         spec = LossSpec(axes, self.cfg.vocab_size, z_loss, chunk, self.cfg.logit_softcap,

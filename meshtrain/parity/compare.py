@@ -18,7 +18,7 @@ import numpy as np
 from meshtrain import assembly, config, design
 from meshtrain.cost.program import audit
 from meshtrain.model import params as params_of
-from meshtrain.names import AXES, CHOSEN, NO_TARGET, PADDING, REJECTED
+from meshtrain.names import AXES, CHOSEN, NO_TARGET, PADDING, REJECTED, TEACHER_IDS, TEACHER_LOGP
 from meshtrain.sharding.rules import Layout
 from meshtrain.shipped import locate_shipped
 from meshtrain.training import objective
@@ -250,7 +250,8 @@ def evaluate(run: config.Run, seed: int = 0) -> np.ndarray:
     made = assemble(run)
     params = jax.device_put(draw_parameters(made, seed), made.program.step.state.sharding.params)
     with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
-        return np.array(jax.device_get(made.program.evaluate(params, made.program.place(batch_of(run, 0)))))
+        rows = {name: x for name, x in batch_of(run, 0).items() if name in made.program.step.rows}
+        return np.array(jax.device_get(made.program.evaluate(params, made.program.place(rows))))
 
 
 def first_moment(opt_state):
@@ -278,8 +279,19 @@ def batch_of(run: config.Run, step: int) -> dict:
     padding = index >= length
     batch["segments"][padding], batch["targets"][padding] = PADDING, NO_TARGET
     batch = {name: x.astype(np.int32) for name, x in batch.items()}
-    return {"documents": lambda batch, _: batch, "pairs": _pairs, "answers": _answers}[
-        objective.of_run(run).data](batch, rng)
+    goal = objective.of_run(run)
+    if goal.data == "taught":
+        return batch | _predictions(run, rng)
+    return {"documents": lambda batch, _: batch, "pairs": _pairs, "answers": _answers}[goal.data](batch, rng)
+
+
+def _predictions(run: config.Run, rng: np.random.Generator) -> dict:
+    """Return random predictions of a teacher: different tokens, with at most 0.9 of the probability."""
+    k = run.distill.top_k
+    ids = rng.random((run.data.global_batch, run.data.seq_len, run.model.vocab_size)).argpartition(k - 1)[..., :k]
+    shares = rng.exponential(size=ids.shape)
+    shares *= rng.uniform(0.1, 0.9, shares[..., :1].shape) / shares.sum(-1, keepdims=True)
+    return {TEACHER_IDS: ids.astype(np.int32), TEACHER_LOGP: np.log(shares).astype(np.float32)}
 
 
 def _pairs(batch: dict, rng: np.random.Generator) -> dict:

@@ -30,7 +30,7 @@ def shrunk(run: Run, num_devices: int) -> tuple[Run, list[str]]:
         run=config.Identity(name=run.run.name, seed=run.run.seed),
         mesh=mesh, sharding=run.sharding, model=_model(run),
         data=config.Data(seq_len=T, global_batch=BATCH, document_mask=run.data.document_mask, **(
-            {"source": run.data.source, "paths": run.data.paths} if goal.data != "documents" else {})),
+            {"source": run.data.source, "paths": run.data.paths} if goal.data in ("pairs", "answers") else {})),
         training=config.Training(
             steps=9, microbatches=_microbatches(run, mesh), remat=training.remat, grad_clip=training.grad_clip,
             objective=training.objective, dpo_beta=training.dpo_beta, z_loss=training.z_loss, loss_chunk=24),
@@ -39,6 +39,7 @@ def shrunk(run: Run, num_devices: int) -> tuple[Run, list[str]]:
         lora=lora.model_copy(update=dict(rank=2, alpha=2 * lora.alpha / lora.rank)) if lora.rank else config.Lora(),
         pipeline=run.pipeline.model_copy(update=dict(chunks=min(run.pipeline.chunks, 2))),
         context=run.context, experts=run.experts.model_copy(update=dict(bias_warmup=0)),
+        distill=run.distill.model_copy(update=dict(top_k=min(run.distill.top_k, 8))),
         rl=rl.model_copy(update=dict(prompts=4 * rl.updates, samples=2, max_tokens=T // 2, reward="exact",
                                      rules="")) if goal.samples else rl,
         checkpoint=config.Checkpoint(init_from="runs/start" if rl.kl else ""),

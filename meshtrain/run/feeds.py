@@ -1,6 +1,8 @@
 """The feed of batches that depend only on their number: documents, or pairs of answers."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from meshtrain.config import Run
 from meshtrain.data.documents import contracts
 from meshtrain.data.documents.contracts import Batches
@@ -12,15 +14,18 @@ from meshtrain.training.step import Program
 
 
 class BatchFeed:
-    """A loop.Feed of `data`, from step `start` on. Threads read batches ahead."""
+    """A loop.Feed of `data`, from step `start` on. Threads read batches ahead. complete: adds the arrays of a batch
+    that are computed on the devices."""
 
-    def __init__(self, run: Run, program: Program, data: Batches, start: int):
-        self.run, self.program, self.data = run, program, data
+    def __init__(self, run: Run, program: Program, data: Batches, start: int,
+                 complete: Callable[[dict], dict] = lambda batch: batch):
+        self.run, self.program, self.data, self.complete = run, program, data, complete
         self.evaluates = len(data.validation) > 0
         self._batches = contracts.iterate(data, start, rows=program.rows)
 
     def next(self, done: int, state: State, journal: Journal, stop: Stop) -> StepBatch:
-        return StepBatch(self.program.place(next(self._batches)), self.data.tokens(done + 1) - self.data.tokens(done))
+        batch = self.complete(self.program.place(next(self._batches)))
+        return StepBatch(batch, self.data.tokens(done + 1) - self.data.tokens(done))
 
     def tokens(self, steps: int) -> int:
         return self.data.tokens(steps)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from meshtrain.config.sections import Run
-from meshtrain.model import float8, params
+from meshtrain.model import divergence, float8, params
 from meshtrain.model.block import LayerGroup
 from meshtrain.model.execution import Engines, Execution, Numerics
 from meshtrain.model.loss import with_balance_loss
@@ -58,6 +58,12 @@ class StepSpec:
         return Reduction(self.layout, self.mesh, self.state.trained_axes, self.deferred_axes)
 
     @property
+    def rows(self) -> dict:
+        """The arrays of `batch` that come from the data; the others are computed on the devices."""
+        computed = self.objective.computed
+        return {name: of for name, of in self.batch.items() if name not in computed}
+
+    @property
     def objective(self) -> objective.Objective:
         return objective.of_run(self.run)
 
@@ -80,9 +86,11 @@ def step_spec(run: Run, model: Transformer, layout: Layout, mesh: Mesh, engines:
         return NamedSharding(mesh, P(None, deferred or None, *layout.spec("activations", logical, drop=deferred)))
 
     sequences = data.global_batch // training.microbatches // replicas
-    batch = {name: jax.ShapeDtypeStruct((training.microbatches, replicas, sequences) + (data.seq_len,) * dims,
-                                        dtype, sharding=place(dims))
-             for name, (dims, dtype) in objective.of_run(run).fields.items()}
+    def describe(dims: int, dtype, *more: int) -> jax.ShapeDtypeStruct:
+        shape = (training.microbatches, replicas, sequences) + (data.seq_len,) * dims + more
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place(dims))
+    goal = objective.of_run(run)
+    batch = {name: describe(*of) for name, of in (goal.fields | dict(goal.computed)).items()}
     state_spec = state.state_spec(model, run.optimizer, training.steps, layout, mesh, run.experts.bias_rate,
                                   run.experts.bias_rule, training.ema > 0)
     return StepSpec(run, model, layout, mesh, state_spec, ex, deferred, batch, schedule,
@@ -147,6 +155,20 @@ def scores(step: StepSpec, p, batch: dict):
     by_token = reduction.on_replicas(step.reduction, score, P(None, step.deferred_axes or None))(
         batch if used is None else step.ex.after(batch, used), _read(step, p), used)
     return by_token if goal.fills_all or step.order is None else by_token[..., np.argsort(step.order)]
+
+
+def top_tokens(step: StepSpec, k: int, temperature: float, p, batch: dict):
+    """Return the model's k most likely next tokens [microbatches, replicas, sequences, T, k], int32, and their
+    log-probabilities, float32. Without a schedule."""
+    def find(batch, p):
+        def find_in(_, microbatch: dict):
+            x_BTD, _ = step.model.through_layers(step.ex, p, microbatch)
+            spec, x_BTD, w = step.model.head_inputs(step.ex, p, x_BTD, step.run.training.loss_chunk,
+                                                    temperature=temperature)
+            return None, divergence.top_tokens(step.ex, spec, k, x_BTD, w, microbatch["targets"])
+        _, found = jax.lax.scan(find_in, None, reduction.select_replica(batch))
+        return jax.tree.map(lambda x: x[:, None], found)
+    return reduction.on_replicas(step.reduction, find, P(None, step.deferred_axes or None))(batch, _read(step, p))
 
 
 def _read(step: StepSpec, p):

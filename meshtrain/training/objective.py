@@ -1,4 +1,4 @@
-"""Training objectives: next-token loss (pretraining, SFT), preference loss (DPO) or policy gradient (RL).
+"""Training objectives: next-token loss (pretraining, SFT), preferences (DPO), distillation or policy gradient (RL).
 
 From the last layer's output of a microbatch, an objective computes sums, and the count by which they are divided. It
 also states what else depends on it: kind of data, stages, spikes, the column of metrics.jsonl. A new objective is a
@@ -9,7 +9,8 @@ Source of DPO: arXiv:2305.18290, equation 7, where the log-probabilities of answ
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Literal
 
 import jax
@@ -17,10 +18,11 @@ import jax.numpy as jnp
 
 from meshtrain import custom
 from meshtrain.config.sections import OBJECTIVE, Run
+from meshtrain.model.divergence import DivergenceSpec, distillation_sums
 from meshtrain.model.execution import Execution
 from meshtrain.model.stats import LayerStats
 from meshtrain.model.transformer import Transformer
-from meshtrain.names import CHOSEN, MISMATCH_MAX, NO_TARGET, PADDING, REJECTED
+from meshtrain.names import CHOSEN, MISMATCH_MAX, NO_TARGET, PADDING, REJECTED, TEACHER_IDS, TEACHER_LOGP
 from meshtrain.training.policy import Policy
 
 NATS = "nats per token"
@@ -31,16 +33,18 @@ FIELDS = {"tokens": 1, "targets": 1, "segments": 1, "positions": 1, "index": 1, 
 class Objective:
     """What a run minimizes, and what depends on it.
 
-    fields: array of a batch -> (its number of dims after [batch], dtype). fills_all: whether every microbatch has
-    targets; if not, microbatches after the last target are skipped. data: what batches are made of: "documents",
-    "pairs" of answers with the margins of a reference model, or "answers" that the run samples and scores. pipelined:
-    whether pipeline stages support it: all of them call `head` on the output of the last stage, and it must report no
-    stats. spikes: whether an unusually large loss is a fault. column, unit: the column of metrics.jsonl that shows
-    progress.
+    fields: array of a batch -> (its number of dims after [batch], dtype). computed: array -> (dims, dtype, *further
+    dims), of those that are computed on the devices from the others before the step. fills_all: whether every
+    microbatch has targets; if not, microbatches after the last target are skipped. data: what batches are made of:
+    "documents", documents with a teacher's predictions ("taught"), "pairs" of answers with the margins of a reference
+    model, or "answers" that the run samples and scores. pipelined: whether pipeline stages support it: all of them call
+    `head` on the output of the last stage, and it must report no stats. spikes: whether an unusually large loss is a
+    fault. column, unit: the column of metrics.jsonl that shows progress.
     """
     fields = {name: (dims, jnp.int32) for name, dims in FIELDS.items()}
     fills_all = True
-    data: Literal["documents", "pairs", "answers"] = "documents"
+    computed: Mapping[str, tuple] = MappingProxyType({})
+    data: Literal["documents", "taught", "pairs", "answers"] = "documents"
     pipelined = True
     spikes = True
     column, unit = "loss", NATS
@@ -128,6 +132,43 @@ class Preference(Objective):
     @staticmethod
     def _pairs(batch: dict):
         return jnp.any(batch["segments"] == REJECTED, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Distillation(Objective):
+    """The divergence from a teacher's predictions, and the negative log-likelihood of the targets (`DivergenceSpec`).
+
+    A batch has the teacher's `top_k` most likely tokens, which `teacher` computes on the devices just before the step.
+    Batches of a validation do not have them: there the loss is that of the targets alone.
+    """
+    reverse: bool
+    weight: float
+    temperature: float
+    top_k: int
+    chunk: int
+    data = "taught"
+    pipelined = False
+
+    @classmethod
+    def of(cls, run: Run) -> Distillation:
+        given = run.distill
+        return cls(given.divergence == "reverse", given.weight, given.temperature, given.top_k, run.training.loss_chunk)
+
+    @property
+    def computed(self):
+        return {TEACHER_IDS: (1, jnp.int32, self.top_k), TEACHER_LOGP: (1, jnp.float32, self.top_k)}
+
+    def count(self, batch: dict):
+        return jnp.sum(batch["targets"] != NO_TARGET)
+
+    def head(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict):
+        if TEACHER_IDS not in batch:
+            return *model.head_loss(ex, p, x_BTD, batch["targets"], chunk=self.chunk), LayerStats()
+        spec, x_BTD, w = model.head_inputs(ex, p, x_BTD, self.chunk, temperature=self.temperature)
+        objective, nll, divergence = distillation_sums(
+            ex, DivergenceSpec(spec, self.reverse, self.weight), x_BTD, w, batch["targets"], batch[TEACHER_IDS],
+            batch[TEACHER_LOGP])
+        return objective, nll, LayerStats.of("target", divergence=jax.lax.stop_gradient(divergence))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +260,7 @@ def tokens(batch: dict):
 
 # value of training.objective -> the objective of a run with it
 OBJECTIVES: dict[str, Callable[[Run], Objective]] = {
-    "next_token": NextToken.of, "dpo": Preference.of, "rl": PolicyGradient.of}
+    "next_token": NextToken.of, "dpo": Preference.of, "distill": Distillation.of, "rl": PolicyGradient.of}
 
 
 def of_run(run: Run) -> Objective:

@@ -61,7 +61,10 @@ class Program:
         return np.unique(np.concatenate([numbers[index].ravel() for index in held]))
 
     def place(self, rows: dict) -> dict:
-        """Put this process's rows [len(self.rows), …] of a step on its devices, sharded as `batch`."""
+        """Put this process's rows [len(self.rows), …] of a step on its devices, sharded as `batch`.
+
+        rows: may lack arrays that are computed on the devices.
+        """
         if (order := self.step.order) is not None:
             rows = {name: x[:, order] if x.ndim > 1 else x for name, x in rows.items()}
 
@@ -73,7 +76,8 @@ class Program:
             def block(index):
                 return rows[name][np.searchsorted(self.rows, numbers[index[:3]])][(..., *index[3:])]
             return jax.make_array_from_callback(abstract.shape, abstract.sharding, block)
-        return {name: put(name, abstract) for name, abstract in self.step.batch.items()}
+        wanted = {name: self.step.batch[name] for name in self.step.batch if name in rows} | self.step.rows
+        return {name: put(name, abstract) for name, abstract in wanted.items()}
 
     def lower_step(self) -> jax.stages.Lowered:
         """Return the training step before XLA compiles it: (state, batch) -> (state, metrics)."""
@@ -176,7 +180,8 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         ema = average.begin(model, p) if training.ema else None
         return State(jnp.int32(0), p, state_spec.tx.init(model.divide(p)[0]), ema)
 
-    batch_shardings = {name: abstract.sharding for name, abstract in step.batch.items()}
+    batch_shardings, rows_shardings = ({name: abstract.sharding for name, abstract in arrays.items()}
+                                       for arrays in (step.batch, step.rows))
     whole, limited = NamedSharding(mesh, P()), training.loss_spike == "skip"
     return Program(
         train=jax.jit(train, in_shardings=(state_spec.sharding, batch_shardings, *[whole] * limited),
@@ -184,7 +189,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
                       donate_argnums=0),
         limited=limited,
         gradients=gradients,
-        evaluate=jax.jit(evaluate, in_shardings=(state_spec.sharding.params, batch_shardings), out_shardings=whole),
+        evaluate=jax.jit(evaluate, in_shardings=(state_spec.sharding.params, rows_shardings), out_shardings=whole),
         initialize=jax.jit(initialize, out_shardings=state_spec.sharding),
         scores=jax.jit(functools.partial(accumulate.scores, step), out_shardings=whole,
                        in_shardings=(state_spec.sharding.params, batch_shardings)) if goal.scores else None,

@@ -69,8 +69,9 @@ def as_a_user(tmp_path, monkeypatch):
         (tmp_path / "runs" / run).mkdir(parents=True)
     (tmp_path / "my_rules.toml").touch()
     (tmp_path / "RUN.toml").write_text('[data]\nsource = "stdlib"\n')
-    (tmp_path / "Llama-3.2-1B").mkdir()
-    (tmp_path / "Llama-3.2-1B" / "config.json").write_text(json.dumps(LLAMA_1B))
+    for name in ("Llama-3.2-1B", "Llama-3.1-8B-Instruct"):      # of the second, only that it has the same vocabulary
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(LLAMA_1B))
 
 
 @EACH

@@ -1,0 +1,124 @@
+"""The teacher of a run with training.objective = "distill": a frozen model that predicts the tokens of every batch.
+
+It is the model of a folder, on the run's mesh, by the run's rule file or its own, with weights in the compute dtype.
+Before each step it computes its most likely next tokens from the batch that is already on the devices.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshtrain import assembly, config
+from meshtrain.assembly import Assembly
+from meshtrain.config import ConfigError, Run
+from meshtrain.config.sections import Distill, Experts, Lora, Model, Optimizer
+from meshtrain.data.documents import tokenizer
+from meshtrain.data.documents.tokenizer import Tokenizer, TokenizerFile
+from meshtrain.huggingface import folder
+from meshtrain.huggingface.weights import pretrained
+from meshtrain.run import say
+from meshtrain.shipped import rule_file
+from meshtrain.storage import model_folder
+from meshtrain.training import accumulate
+from meshtrain.units import size
+
+KEY = "distill.teacher"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Teacher:
+    """predict: (weights, arrays of a batch) -> `Distill.computed`, on the run's devices."""
+    params: dict
+    predict: Callable
+    reads: tuple[str, ...]
+
+    def teach(self, batch: dict) -> dict:
+        """Return the batch with the teacher's predictions. batch: from `Program.place`."""
+        return batch | self.predict(self.params, {name: batch[name] for name in self.reads})
+
+
+def load(made: Assembly, reader: Tokenizer) -> Teacher:
+    """Load the teacher of a run and compile it. All processes call it together. reader: the run's tokenizer. Raises:
+    ConfigError if it does not fit the run."""
+    run = made.run
+    with config.user_errors(f"{KEY}: "):
+        directory = model_folder.local_path(run.distill.teacher)
+        _compare_tokens(directory, reader)
+        taught = assembly.assemble(run_of(run), made.mesh.devices.flat)
+        _compare_order(made, taught)
+        opened = pretrained.open_folder(taught.run, taught.model)
+    assert opened
+    shapes = taught.state_shapes.params
+    params = pretrained.load(*opened, taught.model.places(), _zeros(shapes))
+    held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+               for leaf in jax.tree.leaves(shapes))
+    count = sum(info.size for info in taught.model.parameters())
+    say.out(f"teacher: {run.distill.teacher}, {count:,} weights, {size(held)} on each device; its {run.distill.top_k} "
+            f"most likely tokens are learned")
+    return Teacher(params, _compile(made, taught, shapes), tuple(taught.program.step.batch))
+
+
+def run_of(run: Run) -> Run:
+    """Return the run with the teacher as its model, for its forward. Raises: ConfigError, ValueError from the folder.
+    """
+    keys, own = folder.settings_of(model_folder.local_path(run.distill.teacher)), run.model
+    engines = {key: getattr(own, key) for key in ("attention", "mlp")}
+    made = run.model_copy(update={
+        "model": Model(**keys, **engines, param_dtype=own.compute_dtype, compute_dtype=own.compute_dtype),
+        "optimizer": Optimizer(), "lora": Lora(), "experts": Experts(), "distill": Distill()})
+    made = made.replace(training={"objective": "next_token"}, checkpoint={
+        "init_from": run.distill.teacher, "step": 0, "init_optimizer": False}, sharding={
+        "rules": str(rule_file(run.distill.rules)) if run.distill.rules else run.sharding.rules})
+    if faults := config.problems(made):
+        raise ConfigError(*(f"{KEY}: {fault}" for fault in faults))
+    return made
+
+
+def _compare_tokens(directory, reader: Tokenizer) -> None:
+    """Check that the teacher has the run's tokens, by their texts. Raises: ValueError."""
+    path = directory / tokenizer.FILE
+    if not isinstance(reader, TokenizerFile) or not path.is_file():
+        say.out(f"note: {KEY}: its tokens cannot be compared with those of the run, because one of them has no "
+                f"{tokenizer.FILE}; they must be the same")
+        return
+    theirs, ours = (library.get_vocab(with_added_tokens=True) for library in (
+        tokenizer.open_published(path).library, reader.library))
+    if apart := {text for text, number in ours.items() if theirs.get(text, number) != number}:
+        text = min(apart, key=ours.__getitem__)
+        raise ValueError(f"{path} has the token {text!r} as {theirs[text]}, but data.tokenizer={reader.path} as "
+                         f"{ours[text]}; use a teacher with the tokens of the model")
+
+
+def _compare_order(made: Assembly, taught: Assembly) -> None:
+    """Check that both models take tokens in the same order. Raises: ValueError."""
+    ours, theirs = (one.program.step.order for one in (made, taught))
+    if (ours is None) != (theirs is None) or ours is not None and not np.array_equal(ours, theirs):
+        raise ValueError("its attention takes the tokens of a sequence in another order than that of the model; set "
+                         "context.method and context.balance so that both support them")
+
+
+def _zeros(shapes: dict) -> dict:
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+    return jax.jit(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
+                   out_shardings=shardings)()
+
+
+def _compile(made: Assembly, taught: Assembly, shapes: dict) -> Callable:
+    """Return the compiled `Teacher.predict`. Both programs may divide a batch over the devices in different ways."""
+    step, own, given = taught.program.step, made.program.step, made.run.distill
+    goal = own.objective
+    into = {name: own.batch[name] for name in goal.computed}
+
+    def predict(p, batch: dict):
+        arrays = {name: jax.lax.with_sharding_constraint(x.reshape(step.batch[name].shape), step.batch[name].sharding)
+                  for name, x in batch.items()}
+        found = accumulate.top_tokens(step, given.top_k, given.temperature, p, arrays)
+        return {name: x.reshape(into[name].shape) for name, x in zip(into, found, strict=True)}
+    function = jax.jit(predict, out_shardings={name: of.sharding for name, of in into.items()})
+    return assembly.compile_function(taught, "the teacher", function, shapes, {
+        name: own.batch[name] for name in step.batch})
