@@ -265,4 +265,5 @@ class OtherPricing(price.Pricing):
         return (self.num_stages - 1) / self.options.chunks * self.stage_s()
 
     def update_s(self) -> float:
-        return self.rated.stream_s(calibrations.UPDATE.value * self.placed.held.updated)
+        moments_bytes = 2 * 8       # AdamW's two in float32, read and written
+        return self.rated.stream_s((calibrations.UPDATE.value + moments_bytes) * self.placed.held.updated)

@@ -19,7 +19,7 @@ from meshtrain.model.stats import LayerStats
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import AXES
 from meshtrain.sharding.rules import Layout, Rules
-from meshtrain.training import objective, optimizer
+from meshtrain.training import objective, optimizer, rounding
 
 ROWS = 2
 
@@ -66,6 +66,9 @@ def _try_optimizer(part: OwnPart, run: Run, model: Transformer) -> None:
     weights = jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, jnp.float32), trained)
     rule = optimizer.load_rule(run.optimizer, jax.tree.map(lambda info: info.role, trained))
     state = part.trace(rule.init, weights)
+    if run.optimizer.moments_dtype == "bfloat16" and not any(rounding.find_moments(state, weights)):
+        raise part.refuse('has no float32 state with the path and shape of a weight, which '
+                          'optimizer.moments_dtype="bfloat16" stores in bfloat16')
     forms = [part.trace(lambda *arrays: list(map(_form, arrays)), weights, state)]
     forms.append(part.trace(lambda grads, state, params: list(map(_form, rule.update(grads, state, params))),
                             weights, state, weights))

@@ -56,7 +56,7 @@ CHANGES = (
     ("data.cache", FREE), ("data.validation_paths", FREE), ("data.validation_sources", FREE),
     ("data.skip_batches", FREE),
     ("data.*", CONTENT),
-    ("optimizer.name", STAYS), ("lora.export", FREE), ("lora.*", STAYS),
+    ("optimizer.name", STAYS), ("optimizer.moments_dtype", STAYS), ("lora.export", FREE), ("lora.*", STAYS),
     ("training.max_skipped_steps", FREE), ("training.check_replicas_every", FREE), ("training.objective", STAYS),
     ("rl.slots", FREE), ("rl.keep", FREE), ("rl.updates", STAYS),
     ("rl.reward_failures", RECORDED), ("rl.reward_*", FREE),
@@ -346,8 +346,8 @@ def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple
                 continue
             if rule(name) == STAYS:
                 refused.append(f"{name}={json.dumps(new)}, but the run in {run.run.dir} has {json.dumps(was)}; on "
-                               f"resume the model, [lora], the data, optimizer.name and run.seed must stay: change it "
-                               f"back, or give another run.name (checkpoint.init_from takes the weights along)")
+                               f"resume the model, [lora], the data, the optimizer's name and dtype and run.seed must stay: change "
+                               f"it back, or give another run.name (checkpoint.init_from takes the weights along)")
             elif rule(name) == RECORDED:
                 recorded.append((name, was, new))
     if refused:

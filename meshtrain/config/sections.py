@@ -513,6 +513,8 @@ class Optimizer(Section):
     b2: float = key(0.95, "decay of the second moment", ge=0, lt=1)
     eps: float = key(1e-8, "added to the root of the second moment", gt=0)
     weight_decay: float = key(0.1, "decoupled weight decay of matrices", ge=0)
+    moments_dtype: Literal["float32", "bfloat16"] = key(
+        "float32", "dtype of stored moments, which are the size of the weights; bfloat16: rounded stochastically")
     qk_clip: float = key(
         0.0, "after a step, scale down the query and key weights of heads whose scores may exceed this, e.g. 100; the "
         "bound of a score is the log-sum-exp; 0 = off", ge=0)

@@ -23,7 +23,7 @@ from meshtrain.sharding.rules import GATHERED
 COMPILER = ("jax", "jaxlib")
 KEYS = {"model": (), "pipeline": (), "context": (), "data": ("seq_len", "global_batch", "document_mask"),
         "training": ("microbatches", "remat", "loss_chunk", "deterministic"),
-        "optimizer": ("name",)}     # (): all keys of the section
+        "optimizer": ("name", "moments_dtype")}     # (): all keys of the section
 NAMED = 4                   # most parameter names listed for one shape
 
 

@@ -91,8 +91,8 @@ def step_spec(run: Run, model: Transformer, layout: Layout, mesh: Mesh, engines:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place(dims))
     goal = objective.of_run(run)
     batch = {name: describe(*of) for name, of in (goal.fields | dict(goal.computed)).items()}
-    state_spec = state.state_spec(model, run.optimizer, training.steps, layout, mesh, run.experts.bias_rate,
-                                  run.experts.bias_rule, training.ema > 0)
+    state_spec = state.state_spec(model, run.optimizer, training.steps, layout, mesh, run.experts, run.run.seed,
+                                  training.ema > 0)
     return StepSpec(run, model, layout, mesh, state_spec, ex, deferred, batch, schedule,
                     attention.token_order(run, layout.sizes),
                     in_place=ex.engines.by_kernels and jax.__version_info__ >= backward.IN_PLACE_SINCE)

@@ -27,7 +27,8 @@ MUON_RMS = 0.2
 
 def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = None, dtype: Any = jnp.float32,
           balance_rate: float = 0.0, balance_rule: str = "sign") -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer of a run of `steps` steps. All its state is float32, whatever the dtype of the parameters.
+    """Return the optimizer of a run of `steps` steps. All its state is float32, whatever the dtype of the parameters;
+    `rounding.store_moments` stores moments in bfloat16.
 
     update(grads, state, params, step=n): n is the number of steps that the run has taken. It sets the learning rate;
     the state has no such count.

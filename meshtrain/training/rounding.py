@@ -1,22 +1,26 @@
-"""Stochastic rounding of bfloat16 weights: on average an update moves a weight by its size, however small it is.
+"""Stochastic rounding of bfloat16 weights and moments: on average an update moves them by its size, however small it is.
 
-bfloat16 has 8 bits, so rounding to nearest loses an update below 1/512 of a weight. Here the float32 sum is rounded to
-one of its two neighbours, to the nearer one more often, so that the expected weight equals the sum. The random bits are
-a function of `run.seed`, the step, the parameter's name and an element's place in the whole array. They are the same on
-every layout, in every replica and after a restart, and nothing is sent. Source: arXiv:2010.06192.
+bfloat16 has 8 bits, so rounding to nearest loses an update below 1/512 of a weight, and Adam's second moment would not
+decay at all with b2 = 0.999. Here the float32 sum is rounded to one of its two neighbours, to the nearer one more
+often, so that the expected value equals the sum. The random bits are a function of `run.seed`, the step, the
+parameter's name and an element's place in the whole array. They are the same on every layout, in every replica and
+after a restart, and nothing is sent. Source: arXiv:2010.06192.
 """
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from meshtrain.model.params import ParamInfo
 from meshtrain.names import PRNG
 
-TAG = 0x726F756E        # tag of these keys, larger than any number of keys that a seed is split into
+# Tags of the keys of weights and of moments, larger than any number of keys that a seed is split into.
+TAG, MOMENTS = 0x726F756E, 0x6D6F6D65
 
 
 def round_weights(infos: Sequence[ParamInfo], new: dict, seed: int, step) -> dict:
@@ -27,19 +31,91 @@ def round_weights(infos: Sequence[ParamInfo], new: dict, seed: int, step) -> dic
     def round_leaf(info: ParamInfo, w):
         if info.dtype != jnp.bfloat16:
             return w.astype(info.dtype)
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl=PRNG), TAG), step)
-        return to_bfloat16(w, jax.random.fold_in(key, zlib.crc32(info.name.encode())))
+        return to_bfloat16(w, _key(TAG, seed, step, info.name))
     return jax.tree.unflatten(jax.tree.structure(new), map(round_leaf, infos, jax.tree.leaves(new)))
 
 
+def store_moments(tx: optax.GradientTransformation, seed: int) -> optax.GradientTransformationExtraArgs:
+    """Return `tx` with its moments stored in bfloat16: `tx` reads them as float32, and its results are rounded.
+
+    Moments are the float32 arrays of the state that have the path and the shape of a parameter, such as Adam's two and
+    Muon's momentum. The rest of the state (Adafactor's rows and columns, counts) is unchanged.
+    """
+    def init(params):
+        state = tx.init(params)
+        return _map_moments(lambda x, name, number: x.astype(jnp.bfloat16), state, find_moments(state, params))
+
+    def update(grads, state, params, *, step, **extra):
+        forms = jax.eval_shape(tx.init, params)
+        wide = jax.tree.map(lambda x, form: x.astype(form.dtype), state, forms)
+        updates, new = tx.update(grads, wide, params, step=step, **extra)
+        # Two moments of a parameter share a draw: 20 rounds of threefry give 32 bits, and each moment takes 16.
+        draws: dict[tuple[str, int], jax.Array] = {}
+
+        def round_moment(x, name: str, number: int):
+            with jax.named_scope("stochastic_rounding"):
+                draw, half = divmod(number, 2)
+                if (name, draw) not in draws:
+                    key = jax.random.fold_in(_key(MOMENTS, seed, step, name), draw)
+                    draws[name, draw] = jax.random.bits(key, x.shape, jnp.uint32)
+                bits = draws[name, draw]
+                return _cut(x, bits >> 16 if half else bits & 0xFFFF)
+        return updates, _map_moments(round_moment, new, find_moments(forms, params))
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def find_moments(state: Any, params: Any) -> list[tuple[str, int] | None]:
+    """Return (name of the parameter, number among its moments) of each leaf of an optimizer state; None: no moment."""
+    names = {_names(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
+    found: list[tuple[str, int] | None] = []
+    counts: dict[str, int] = {}
+    for path, leaf in jax.tree.leaves_with_path(state):
+        own = _names(path)
+        of = next((own[at:] for at in range(len(own)) if own[at:] in names), None)
+        if of is None or leaf.shape != names[of] or leaf.dtype != jnp.float32:
+            found.append(None)
+            continue
+        name = "/".join(of)
+        found.append((name, counts.get(name, 0)))
+        counts[name] = counts.get(name, 0) + 1
+    return found
+
+
+def _names(path: tuple) -> tuple[str, ...]:
+    """Return the names of the dicts at the end of a path."""
+    names = []
+    for part in reversed(path):
+        if not isinstance(part, jax.tree_util.DictKey):
+            break
+        names.append(str(part.key))
+    return tuple(reversed(names))
+
+
+def _map_moments(f, state, moments):
+    leaves, structure = jax.tree.flatten(state)
+    return jax.tree.unflatten(structure, [leaf if moment is None else f(leaf, *moment)
+                                          for leaf, moment in zip(leaves, moments, strict=True)])
+
+
+def _key(tag: int, seed: int, step, name: str):
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl=PRNG), tag), step)
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
 def to_bfloat16(x, key):
-    """Return float32 x as one of its two neighbours in bfloat16. Exact numbers, infinities and NaN are unchanged.
+    """Return float32 x as one of its two neighbours in bfloat16. Exact numbers, infinities and NaN are unchanged."""
+    with jax.named_scope("stochastic_rounding"):
+        return _cut(x, jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32))
+
+
+def _cut(x, more):
+    """Return float32 x in bfloat16, rounded away from zero if `more`, uint32 below 2^16, is large enough.
 
     A float32 is a bfloat16 and 16 further bits, which are the distance to the neighbour that is farther from zero. A
-    random number below 2^16 is added to these bits, and then they are cut off.
+    random number below 2^16 is added to these bits, and then they are cut off. A finite number stays finite: above the
+    largest bfloat16 it becomes that.
     """
-    with jax.named_scope("stochastic_rounding"):
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-        more = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-        cut = ((bits + more) >> 16).astype(jnp.uint16)
-        return jnp.where(jnp.isnan(x), x.astype(jnp.bfloat16), jax.lax.bitcast_convert_type(cut, jnp.bfloat16))
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    cut = jnp.minimum((bits & 0x7FFFFFFF) + more >> 16, 0x7F7F) | (bits >> 16 & 0x8000)
+    rounded = jax.lax.bitcast_convert_type(cut.astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from meshtrain.config.sections import Optimizer
+from meshtrain.config.sections import Experts, Optimizer
 from meshtrain.model import params
 from meshtrain.model.transformer import Transformer
 from meshtrain.sharding import rules, states
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout
-from meshtrain.training import average, optimizer
+from meshtrain.training import average, optimizer, rounding
 from meshtrain.training.average import Average
 
 
@@ -54,9 +54,9 @@ def describe_params(model: Transformer, layout: Layout, mesh: Mesh | AbstractMes
 
 
 def state_spec(model: Transformer, optimizer_cfg: Optimizer, steps: int, layout: Layout,
-               mesh: Mesh | AbstractMesh, balance_rate: float = 0.0, balance_rule: str = "sign",
+               mesh: Mesh | AbstractMesh, experts: Experts = Experts(), seed: int = 0,
                averages: bool = False) -> StateSpec:
-    """Return the StateSpec of a run.
+    """Return the StateSpec of a run. experts: its section, which moves the balance biases. seed: of rounded moments.
 
     Parameters and optimizer state are stored as in [optimizer]. A step reads the parameters as in [params], see
     `Transformer.as_read`. averages: whether the state has an average of the weights.
@@ -71,7 +71,9 @@ def state_spec(model: Transformer, optimizer_cfg: Optimizer, steps: int, layout:
         return rules.shardings(layout, mesh, "optimizer", tree)
     roles, matrix_dims = select_trained(lambda info: info.role), select_trained(lambda info: info.matrix_dims)
     tx = optimizer.build(optimizer_cfg, steps, roles, matrix_dims,
-                         place(trained_axes), model.cfg.compute_dtype, balance_rate, balance_rule)
+                         place(trained_axes), model.cfg.compute_dtype, experts.bias_rate, experts.bias_rule)
+    if optimizer_cfg.moments_dtype == "bfloat16":
+        tx = rounding.store_moments(tx, seed)
     placed = place(states.state_axes(tx, trained_p, trained_axes))
     opt_state = jax.tree.map(lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
                              jax.eval_shape(tx.init, trained_p), placed)

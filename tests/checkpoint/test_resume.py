@@ -74,7 +74,7 @@ def test_every_pattern_of_the_table_is_met_by_a_key_and_by_the_first_that_fits()
 @pytest.mark.parametrize("key, value", [
     ("model.embed_dim", 512), ("model.tie_embeddings", "true"), ("model.norm_eps", 1e-3),
     ("model.param_dtype", "bfloat16"),
-    ("optimizer.name", "lion"), ("run.seed", 7), ("data.validation_fraction", 0.5)])
+    ("optimizer.name", "lion"), ("optimizer.moments_dtype", "bfloat16"), ("run.seed", 7), ("data.validation_fraction", 0.5)])
 def test_another_model_optimizer_seed_or_hold_out_is_refused(two, key, value):
     with pytest.raises(ConfigError,
                        match=f"{key}=.*{value}.*, but the run in .* has .*; on resume the .* must stay.*run.name"):

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from meshtrain.cost.formulas import calibrations, flops, footprint, mixers, rates, traffic
-from meshtrain.cost.formulas.options import ADAMW_BYTES, Options
+from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.formulas.rates import DeviceGroup, Rates
 from meshtrain.cost.formulas.routed import Routed
@@ -153,9 +153,8 @@ class Pricing:
 
     def update_s(self) -> float:
         """Return the seconds of the optimizer's update, and of the accumulators of a microbatch loop."""
-        # a state larger than AdamW's, e.g. with an average of the weights, is also read and written
-        further = 2 * max(0.0, self.options.optimizer_bytes - ADAMW_BYTES)
-        update_s = self.rated.stream_s((calibrations.UPDATE.value + further) * self.placed.held.updated)
+        state_bytes = self.options.optimizer_bytes * self.placed.held.stored         # read and written
+        update_s = self.rated.stream_s(calibrations.UPDATE.value * self.placed.held.updated + 2 * state_bytes)
         if self.num_stages > 1:
             return update_s
         return update_s + self.rated.stream_s(calibrations.ACCUMULATOR.value * self.placed.held.grads)
