@@ -15,10 +15,11 @@ from commands import call, refused
 
 import meshtrain as mt
 from meshtrain import config, design
+from meshtrain.checkpoint import resume
 from meshtrain.commands import train
 from meshtrain.config.unused import messages
 from meshtrain.cost.program import audit
-from meshtrain.model import transformer
+from meshtrain.run import trees
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.training import rounding, state
 
@@ -154,15 +155,15 @@ def test_the_rounding_sends_nothing(rules, mesh):
     assert sent[0] == sent[1]
 
 
-@pytest.mark.parametrize("name, wide, narrow", [("adamw", 8, 4), ("lion", 4, 2), ("muon", 4, 2), ("adafactor", 0, 0)])
-def test_moments_take_half_the_bytes_in_memory_and_in_the_formulas(name, wide, narrow, monkeypatch):
-    run = run_of({}, "ddp", dict(name=name, moments_dtype="float32"), model=dict(embed_dim=256, mlp_dim=512))
+@pytest.mark.parametrize("name, wide", [("adamw", 8), ("lion", 4), ("muon", 5), ("adafactor", 0)])
+def test_moments_take_half_the_bytes(name, wide):
+    run = run_of({}, "ddp", dict(name=name), model=dict(embed_dim=64, mlp_dim=256))
     made = design.make(run, MeshSpec(config.mesh_sizes(run, 1), run.mesh.placement), "cpu", None)
-    held = [state.optimizer_bytes(made.model, dataclasses.replace if False else run.replace(
-        optimizer={"moments_dtype": dtype}).optimizer, 9) for dtype in ("float32", "bfloat16")]
-    near = 0.4 if name == "muon" else 0.15
-    assert held == [pytest.approx(wide, abs=near * 8), pytest.approx(narrow, abs=near * 4)]
-    assert held[0] == 2 * held[1] or name in ("muon", "adafactor", "adamw", "lion")
+    held = [state.optimizer_bytes(made.model, run.replace(optimizer={"moments_dtype": dtype}).optimizer, 9)
+            for dtype in ("float32", "bfloat16")]
+    # of muon, tables have two moments
+    assert held[0] == pytest.approx(wide, abs=0.6 if name == "muon" else 0.15)
+    assert held[1] == pytest.approx(held[0] / (1 if name == "adafactor" else 2), rel=1e-3)
 
 
 def test_rows_and_columns_of_adafactor_stay_float32_and_that_is_told():
@@ -182,6 +183,7 @@ def trained():
     return run
 
 
+@pytest.mark.full
 def test_a_skipped_step_keeps_the_bits_of_every_moment(trained):
     before = jax.device_get(trained.state)
     bad = jax.tree.map(lambda w: w.at[...].set(jnp.nan), trained.state.params)
@@ -196,35 +198,45 @@ def test_a_skipped_step_keeps_the_bits_of_every_moment(trained):
 
 @pytest.mark.full
 def test_a_thousand_steps_reach_the_loss_of_float32():
-    """With b2 = 0.999, where rounding to nearest keeps a second moment for ever."""
-    losses = {}
-    for dtype in ("float32", "bfloat16"):
-        run = mt.Experiment(settings=TINY | {
-            "model.num_layers": 1, "data.seq_len": 16, "optimizer.b2": 0.999, "optimizer.moments_dtype": dtype,
-            "training.steps": 1000, "data.global_batch": 4})
-        losses[dtype] = np.mean([run.step(1)["loss"] for _ in range(1000)][-200:])
-    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.01)
-    assert losses["float32"] < 4
+    """A small network learns another one; b2 = 0.999, where rounding to nearest keeps a second moment for ever."""
+    keys, steps = jax.random.split(jax.random.key(0), 5), 1000
+    draw = lambda a, b: {"up": jax.random.normal(a, (16, 64)) / 4, "down": jax.random.normal(b, (64, 16)) / 8}
+    teacher, start = draw(*keys[:2]), draw(*keys[2:4])
+    net = lambda w, x: jnp.tanh(x @ w["up"]) @ w["down"]
+
+    def loss(w, number):
+        x, noise = jax.random.normal(jax.random.fold_in(keys[4], number), (2, 64, 16))
+        return jnp.mean((net(w, x) - net(teacher, x) - 0.1 * noise) ** 2)
+
+    def train_by(tx):
+        def step(carry, number):
+            w, state = carry
+            updates, state = tx.update(jax.grad(loss)(w, number), state, w, step=number)
+            rate = 3e-3 * (0.1 + 0.45 * (1 + jnp.cos(jnp.pi * number / steps)))
+            return (jax.tree.map(lambda w, u: w - rate * u, w, updates), state), None
+        (w, _), _ = jax.lax.scan(step, (start, tx.init(start)), jnp.arange(steps))
+        return np.mean([loss(w, 10 ** 6 + n) for n in range(8)])
+    rule = optax.with_extra_args_support(optax.scale_by_adam(0.9, 0.999))
+    wide, narrow = (train_by(tx) for tx in (rule, rounding.store_moments(rule, 0)))
+    assert 0.02 < wide < 0.05 and narrow == pytest.approx(wide, rel=5e-3)
 
 
+@pytest.mark.full
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped_and_another_dtype_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("corpus.txt").write_text("A line of a corpus that is long enough to be cut.\n" * 400)
     Path("run.toml").write_text("\n".join([
-        "[mesh]", "simulated_devices = 2", "fsdp = 2", "[sharding]", 'rules = "zero3"', "[data]",
-        'paths = ["corpus.txt"]', "seq_len = 16", "global_batch = 4", "[model]", "embed_dim = 16", "num_layers = 1",
+        "[mesh]", "fsdp = 8", "[sharding]", 'rules = "zero3"', "[data]",
+        'paths = ["corpus.txt"]', "seq_len = 16", "global_batch = 8", "[model]", "embed_dim = 16", "num_layers = 1",
         "num_heads = 2", "mlp_dim = 16", "[training]", "steps = 4", "[validation]", "every = 0", "batches = 1",
-        "[metrics]", "tensorboard = false", "[optimizer]", 'moments_dtype = "bfloat16"', "learning_rate = 0.01",
+        "[metrics]", "tensorboard = false", "[optimizer]", 'moments_dtype = "bfloat16"', 'schedule = "constant"',
         "[checkpoint]", "every = 2"]))
-    whole = call(train.main, "run.toml", "--run.dir", "whole")
-    assert whole.code == 0, whole
-    # the step that the learning rate ends at stays 4: the second command begins with another end, and goes on to it
-    assert call(train.main, "run.toml", "--run.dir", "cut", "--optimizer.schedule", "constant", "--training.steps",
-                2).code == 0
+    ran = call(train.main, "run.toml", "--run.dir", "cut", "--training.steps", 2)
+    assert ran.code == 0, ran
     refused(call(train.main, "run.toml", "--run.dir", "cut", "--optimizer.moments_dtype", "float32"),
             'optimizer.moments_dtype="float32", but the run in cut has "bfloat16"', "run.name")
-    assert call(train.main, "run.toml", "--run.dir", "cut", "--optimizer.schedule", "constant").code == 0
-    assert call(train.main, "run.toml", "--run.dir", "straight", "--optimizer.schedule", "constant").code == 0
+    assert call(train.main, "run.toml", "--run.dir", "cut").code == 0
+    assert call(train.main, "run.toml", "--run.dir", "straight").code == 0
     found, wanted = (read(Path(name)) for name in ("cut", "straight"))
     assert any(leaf.dtype == BF16 for leaf in wanted.values())
     for name in wanted:
@@ -233,11 +245,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped_and_another_dtype_
 
 def read(directory: Path) -> dict[str, np.ndarray]:
     """The arrays of the checkpoint of step 4."""
-    from meshtrain.checkpoint import resume
-    from meshtrain.run import trees
-    saved = resume.source(str(directory), 4, "test", only_params=False)
+    saved = resume.source(str(directory), 4, "the run", only_params=False)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    forms = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one), saved.shapes())
+    forms = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one), saved.checkpoints.arrays(4))
     return {name: np.asarray(leaf) for name, leaf in trees.leaves_of(saved.restore(forms)).items()}
 
 
@@ -260,4 +270,3 @@ def test_moments_of_an_optimizer_of_ones_own_are_found_or_it_is_refused(tmp_path
     assert tx(0).init({"count": jnp.zeros(3)}).count.dtype == jnp.int32
     with pytest.raises(config.ConfigError, match="mine.py:none.*has no float32 state with the path and shape of a weight"):
         parity.assemble(run_of({}, "ddp", dict(name="mine.py:none")))
-    assert transformer
