@@ -1,4 +1,4 @@
-"""Stochastic rounding of bfloat16 weights and moments: on average an update moves them by its size, however small it is.
+"""Stochastic rounding of bfloat16 weights and moments: on average an update moves them by its size, even if tiny.
 
 bfloat16 has 8 bits, so rounding to nearest loses an update below 1/512 of a weight, and Adam's second moment would not
 decay at all with b2 = 0.999. Here the float32 sum is rounded to one of its two neighbours, to the nearer one more
