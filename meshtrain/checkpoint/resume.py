@@ -347,7 +347,8 @@ def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple
             if rule(name) == STAYS:
                 refused.append(f"{name}={json.dumps(new)}, but the run in {run.run.dir} has {json.dumps(was)}; on "
                                f"resume the model, [lora], the data, the optimizer's name and dtype and run.seed must "
-                               f"stay: change it back, or give another run.name (checkpoint.init_from takes the weights along)")
+                               f"stay: change it back, or give another run.name (checkpoint.init_from takes the "
+                               f"weights along)")
             elif rule(name) == RECORDED:
                 recorded.append((name, was, new))
     if refused:
