@@ -108,6 +108,8 @@ class Trainer:
             journal = Journal(run, writers, progress, self.flops, account, spikes, agree.exchange(socket.gethostname()))
             if start.rollbacks:
                 journal.add({"rollbacks": start.rollbacks, "skipped_batches": start.skip_batches})
+            if start.saved is None and self.opened.corpus.lines_left_out:
+                journal.add({"lines_left_out": self.opened.corpus.lines_left_out})
             shared = hooks.SaveInRunDir(places.checkpoints, metadata)
             saving = (shared, hooks.SaveOnHosts(places.local, metadata, shared),
                       hooks.Export(self.exporting, self.opened.ends))

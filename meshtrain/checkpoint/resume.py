@@ -51,7 +51,7 @@ CHANGES = (
     ("data.eos", RECORDED),
     ("data.loss_on", RECORDED),
     ("data.mixture", RECORDED),     # the weights; sources are content
-    ("data.packing", STAYS),
+    ("data.packing", STAYS), ("data.template_arguments", STAYS),
     ("data.validation_fraction", STAYS),     # held-out documents must stay held out
     ("data.cache", FREE), ("data.validation_paths", FREE), ("data.validation_sources", FREE),
     ("data.skip_batches", FREE),

@@ -97,6 +97,7 @@ COMMAND = config.Command("meshtrain.generate", {
     "json": config.Option('print only JSON: {"completions": [{"prompt_ids", "token_ids", "text", "stopped": '
                           '"stop"|"length"}]}'),
 }, "RUN_DIR|HF_DIR", (1, 1))
+ARGUMENTS = "data.template_arguments"
 MOST_PROMPT_BYTES = 1 << 28     # maximum size of a file of prompts
 
 
@@ -104,7 +105,10 @@ MOST_PROMPT_BYTES = 1 << 28     # maximum size of a file of prompts
 def main(options: config.Arguments) -> None:
     _check_options(options)
     source = trained.describe(options.names[0], options["step"], options.keys, "generate",
-                              keys=("data.tokenizer", "data.chat_template"), weights=options["weights"])
+                              keys=("data.tokenizer", "data.chat_template", ARGUMENTS), weights=options["weights"])
+    if ARGUMENTS in source.given and not options["chat"]:
+        raise ConfigError(f"--{ARGUMENTS} is not read without --chat, since prompts are then texts that no chat "
+                          f"template renders; add --chat, or leave it out")
     talking = open_talk(source) if options["chat"] else None
     words = _words(source, options, talking)
     _tell(source, plain=bool(options["prompt"] or options["prompts"]) and not talking)
@@ -236,9 +240,9 @@ class Talk:
     stop_ids: tuple[int, ...]
     stops: tuple[str, ...]
 
-    def prompt(self, messages: Sequence[dict], tools: list | None = None) -> list[int]:
+    def prompt(self, messages: Sequence[dict], tools: list | None = None, arguments: dict | None = None) -> list[int]:
         """Return the token ids of a conversation up to the begin of the model's answer. Raises: ValueError."""
-        return chat.prompt(self.template, messages, tools).tolist()
+        return chat.prompt(self.template, messages, tools, arguments).tolist()
 
 
 def open_talk(source: trained.Trained) -> Talk:
@@ -249,7 +253,8 @@ def open_talk(source: trained.Trained) -> Talk:
                           f"path of a tokenizer.json with a chat template next to it")
     with config.user_errors():
         template = chat.open_template(_chat_reader(source, text), source.run.data.chat_template,
-                                      [source.files] if source.files else [], today=True)
+                                      [source.files] if source.files else [], today=True,
+                                      arguments=dict(source.run.data.template_arguments))
         written = ends.of_template(template)
         return Talk(template, written.ids, written.stops)
 
@@ -323,8 +328,8 @@ def _lines(path: str, chats: bool) -> list:
     return [_of_json(path, number, line, chats) if path.endswith(".jsonl") else line for number, line in numbered]
 
 
-def _of_json(path: str, number: int, line: str, chats: bool) -> str | tuple[list[dict], list | None]:
-    """Return the prompt of a JSON line: a text, or (messages, tools). Raises: ConfigError."""
+def _of_json(path: str, number: int, line: str, chats: bool) -> str | tuple[list[dict], list | None, dict | None]:
+    """Return the prompt of a JSON line: a text, or (messages, tools, arguments). Raises: ConfigError."""
     try:
         given = json.loads(line)
     except (ValueError, RecursionError):
@@ -333,7 +338,8 @@ def _of_json(path: str, number: int, line: str, chats: bool) -> str | tuple[list
     key = "messages" if given.get("messages") is not None else "prompt"
     if chats and (key == "messages" or isinstance(given.get(key), list)):
         with config.user_errors(f"--prompts {path}, line {number}: "):
-            return conversations.read_messages(given[key], key), conversations.read_tools(given)
+            return (conversations.read_messages(given[key], key), conversations.read_tools(given),
+                    conversations.read_arguments(given))
     if not isinstance(given.get("prompt"), str):
         raise ConfigError(f'--prompts {path}: line {number} is not {{"prompt": "…"}}{" or {messages: [...]}" * chats}; '
                           'write one such object a line')

@@ -34,10 +34,10 @@ def check_data(run: Run) -> Iterator[str]:
         yield ("data.validation_sources and validation_paths both say what to validate on; move the "
                "files of validation_paths into a table of data.validation_sources")
     named = [(f"data.mixture[{i}]", table) for i, table in enumerate(data.mixture)] or [("data", data)]
-    for key in ("chat_template", "loss_on"):
+    for key, others in (("chat_template", ("preferences", "prompts")), ("template_arguments", (
+            "preferences", "prompts")), ("loss_on", ()), ("faulty", ("preferences",))):
         is_default = getattr(data, key) == Data.model_fields[key].default
-        if not is_default and "chat" not in {table.source for _, table in named} and (
-                key == "loss_on" or data.source not in ("preferences", "prompts")):
+        if not is_default and not {table.source for _, table in named} & {"chat", *others}:
             yield (f'data.{key}={toml(getattr(data, key))} applies only to conversations; use data.source="chat", or '
                    f'leave it out')
     named += [(f"data.validation_sources[{i}]", table) for i, table in enumerate(data.validation_sources)]

@@ -7,6 +7,7 @@ import contextvars
 import difflib
 import json
 import os
+import re
 import typing
 from collections.abc import Iterable, Iterator
 
@@ -20,6 +21,7 @@ from meshtrain.config.sections import Component, Run
 from meshtrain.storage.addresses import Refused
 
 SECTIONS = {name: field.annotation for name, field in Run.model_fields.items()}
+BARE = re.compile("[A-Za-z0-9_-]+")     # keys of TOML that need no quotes
 # The number of this start, counted from 0. The launcher that started the process sets the variable.
 STARTS = ("MESHTRAIN_START", "SLURM_RESTART_COUNT")
 
@@ -125,6 +127,8 @@ def wrong_value(section: str, cls, error) -> str:
         "component": ("a table", 'write e.g. {source="jsonl", paths=["a.jsonl"], weight=0.7}'),
         "table": ("a table", f"write it as TOML, e.g. {(field.description or '').partition('e.g. ')[2] or '{…}'}"),
     }[kind]
+    if error["type"] == "value_error":      # the section's own check
+        return f"{name}={toml(value)} {limits['error']}"
     return f"{name}={toml(value)} is not {rule}; {remedy}"
 
 
@@ -178,7 +182,8 @@ def toml(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(toml, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key if BARE.fullmatch(key) else toml(key)} = {toml(item)}"
+                               for key, item in value.items()) + "}"
     if isinstance(value, BaseModel):
         return toml(dict(value))
     return str(value)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshtrain.config.messages import toml
-from meshtrain.config.sections import Component, Run
+from meshtrain.config.sections import Component, Run, TemplateArguments
 from meshtrain.storage import addresses, copies, model_folder
 
 # Keys that name files and directories.
@@ -27,8 +27,10 @@ def _strings(value: object) -> Iterator[str]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _strings(item)
-    elif isinstance(value, Component):
-        yield from _strings([item for _, item in value])
+    elif isinstance(value, dict):
+        yield from _strings([*value, *value.values()])
+    elif isinstance(value, (Component, TemplateArguments)):
+        yield from _strings(dict(value))
 
 
 def check_texts(run: Run) -> Iterator[str]:

@@ -7,6 +7,7 @@ imports no jax and knows no mesh and no model. `config.problems` checks keys aga
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from typing import Annotated, Literal
@@ -392,6 +393,20 @@ def source_of(paths: tuple[str, ...]) -> str:
     return sources.pop() if len(sources) == 1 else ""
 
 
+class TemplateArguments(Section):
+    """data.template_arguments: any names, with values that JSON has."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="after")
+    def _check_json(self):
+        try:
+            json.dumps(self.model_extra, allow_nan=False)
+        except (TypeError, ValueError):
+            raise ValueError("has a value that JSON has not, such as a date; write it as a string") from None
+        return self
+
+
 class Component(Section):
     """One source of data.mixture."""
 
@@ -435,8 +450,13 @@ class Data(Section):
         "before every document; give its id if tokens have no tokenizer")
     chat_template: PathKey = key(
         "", "for chat: a template file, or a model folder; empty = next to the tokenizer, or in run.dir/hf")
+    template_arguments: TemplateArguments = key(
+        TemplateArguments(), "variables for the chat template, unless a line's chat_template_kwargs set them, "
+        "e.g. {enable_thinking = false}")
     loss_on: Literal["assistant", "all"] = key(
         "assistant", "loss targets of chat: the assistant's tokens, or all")
+    faulty: Literal["stop", "leave out"] = key(
+        "stop", "a faulty line of chat or preferences ends the run, or is left out and reported at every start")
     cache: PathKey = key(
         "", "directory of the token cache and of copies of files at addresses; empty = .meshtrain next to the "
         "first file, or in run.dir, and ~/.cache/meshtrain-files")

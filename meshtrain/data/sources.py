@@ -22,7 +22,7 @@ import numpy as np
 from meshtrain import custom
 from meshtrain.data import globs
 from meshtrain.data.cache import given_tokens, parts, token_cache
-from meshtrain.data.documents import chat, compressed, contracts, formats, own, tokenizer
+from meshtrain.data.documents import chat, compressed, contracts, faulty, formats, own, tokenizer
 from meshtrain.data.documents.contracts import Source
 from meshtrain.data.documents.conversations import Chats
 from meshtrain.data.documents.tokenizer import Tokenizer
@@ -91,6 +91,7 @@ class Corpus:
     # a hash of the sources' totals (Source.totals) and the tokenizer
     fingerprint: str
     curves: tuple[ValidationSource, ...] = ()      # validation sets that replace `validation`
+    lines_left_out: int = 0                 # faulty lines, of validation files too, with data.faulty="leave out"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -185,8 +186,9 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
     chats = None
     if any(one.source in CHATS for *_, one, _ in given):
         try:
-            chats = Chats(chat.open_template(reader, data.chat_template, folders), data.loss_on == "all",
-                          data.source == "preferences")
+            chats = Chats(chat.open_template(reader, data.chat_template, folders,
+                                             arguments=dict(data.template_arguments)), data.loss_on == "all",
+                          data.source == "preferences", data.faulty == "leave out")
         except ValueError as error:
             faults.append(str(error))
     if faults:
@@ -268,7 +270,9 @@ def corpus_of(described: Description, opened: Sequence[Source]) -> Corpus:
     return Corpus(sources, tuple(component.weight for component in trained), described.tokenizer, described.eos, names,
                   tuple(map(validation.get, names)), _fingerprint(sources, described),
                   tuple(ValidationSource(component.name, component.weight, source) for component, source in pairs
-                        if component.use == CURVE))
+                        if component.use == CURVE),
+                  sum(pair.left_out.count for source in opened for pair in getattr(source, "pairs", ())
+                      if pair.left_out))
 
 
 def _open_tokenizer(data, vocab_size: int) -> Tokenizer:
@@ -319,6 +323,8 @@ def _open(described: Description, component: NamedFiles, cache_dir: Path, job: p
     if len(pairs) < len(built):
         return None
     opened = token_files.TokenFiles(pairs, complete=source in CHATS)
+    for line in faulty.describe(where, [pair.left_out for pair in pairs if pair.left_out]):
+        job.tell(line)
     _check_not_empty(where, paths, opened, job.tell)
     return opened
 

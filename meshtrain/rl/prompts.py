@@ -80,7 +80,8 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
     reader, eos = sources.reader_of(data, vocab_size=vocab_size)
     if isinstance(reader, Ids):
         raise ValueError('data.source="prompts" needs a tokenizer of text; set data.tokenizer')
-    template = functools.cache(lambda: chat.open_template(reader, data.chat_template, folders))
+    template = functools.cache(lambda: chat.open_template(reader, data.chat_template, folders,
+                                                          arguments=dict(data.template_arguments)))
     def read(patterns, key: str) -> list[Prompt]:
         paths = sources.on_this_host(globs.match_globs(patterns, "prompts", key=key), "prompts", data.cache)
         return [prompt for path in paths for prompt in _read(path, reader, template)]
@@ -94,6 +95,9 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
                          f"model.vocab_size={vocab_size} has 0 to {vocab_size - 1} ({told}); use "
                          f"model.vocab_size={reader.vocab_size} or more, or, if a model folder fixes it, remove the "
                          f"prompts")
+    if data.template_arguments.model_extra and not template.cache_info().currsize:
+        raise ValueError("data.template_arguments is not read, since all prompts are texts, which no chat template "
+                         "renders; give messages, or leave it out")
     digest = hashlib.blake2b(json.dumps([reader.key, reader.bos]).encode(), digest_size=8)
     for one in prompts:
         digest.update(json.dumps([one.ids.tolist(), one.line], sort_keys=True).encode())
@@ -134,8 +138,11 @@ def _prompt(line: dict, reader: Tokenizer, template: Callable[[], chat.Template]
         if messages[-1]["role"] == conversations.ASSISTANT:
             raise ValueError("ends with an answer of the assistant, but the model must generate the answer; leave it "
                              "out")
-        ids = chat.prompt(template(), messages, conversations.read_tools(line))
+        ids = chat.prompt(template(), messages, conversations.read_tools(line), conversations.read_arguments(line))
         return ids, reader.decode(ids.tolist())
+    if conversations.read_arguments(line):
+        raise ValueError(f"has {chat.ARGUMENTS}, but its prompt is a text, which no chat template renders; give the "
+                         f"prompt as messages, or remove the key")
     if not isinstance(text, str):
         keys = ", ".join(map(repr, list(line)[:8])) or "none"
         raise ValueError(f'has no text in "prompt" and no "messages" (its keys: {keys}); write e.g. {EXAMPLE}')

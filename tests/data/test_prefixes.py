@@ -58,7 +58,7 @@ def asked(seed: int) -> dict:
     if seed % 3 == 0:
         roles[rng.randrange(len(roles))] = "tool"
     messages = [{"role": role, "content": rng.choice(["a", "bc", ""])} for role in roles]
-    return {"messages": messages, "tools": None, "prompt": False, "trained": [rng.random() < 0.8 for _ in roles]}
+    return {"messages": messages, "tools": None, "arguments": {}, "prompt": False, "trained": [rng.random() < 0.8 for _ in roles]}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -79,7 +79,7 @@ def test_a_conversation_of_a_thousand_answers_takes_seconds_whatever_the_templat
             counted.setattr(rendering.Renderer, "render", lambda *args: rendered.append(len(args[1])) or real(*args))
             began = time.process_time()
             spans = rendering.answer(rendering.Renderer(TEMPLATES[name][0], {}, False), {
-                "messages": messages, "tools": None, "prompt": False, "trained": [True] * 2000})["spans"]
+                "messages": messages, "tools": None, "arguments": {}, "prompt": False, "trained": [True] * 2000})["spans"]
         assert len(spans) == 1000 and sum(rendered) < 2010 and time.process_time() - began < 5
 
 

@@ -25,6 +25,7 @@ from meshtrain.data.cache.parts import Job
 from meshtrain.data.documents import formats, own, text_bytes
 from meshtrain.data.documents.conversations import Chats
 from meshtrain.data.documents.dividing import Markers
+from meshtrain.data.documents.faulty import LeftOut
 from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.data.files import token_files
 from meshtrain.data.progress import FileProgress
@@ -158,7 +159,8 @@ class Tokenized(parts.Part):
         if (str(pair.ids.dtype), pair.ids.size, pair.num_documents) != (
                 manifest["dtype"], manifest["tokens"], manifest["documents"]):
             raise ValueError("another size")
-        pair = dataclasses.replace(pair, largest=manifest.get("largest", -1))
+        left_out = LeftOut(self.inputs[0], **manifest["left_out"]) if "left_out" in manifest else None
+        pair = dataclasses.replace(pair, largest=manifest.get("largest", -1), left_out=left_out)
         if self.format == own.OWN:
             pair = dataclasses.replace(pair, crc32=tuple(manifest["crc32"]))
         if more and self.chats:
@@ -182,13 +184,17 @@ class Tokenized(parts.Part):
             for path, kind in zip(self.files(), (dtype, np.int64, np.uint8 if self.chats else np.int64)):
                 writers.append(token_files.Writer(path, kind))
             tokens, ends, *_ = writers
-            inputs = (self._fill_chats if self.chats else self._fill)(writers, job, progress)
+            left_out = LeftOut(self.inputs[0]) if self.chats and self.chats.leave_out else None
+            inputs = self._fill_chats(writers, job, progress, left_out) if self.chats else \
+                self._fill(writers, job, progress)
             for writer in writers:
                 writer.close()
             for writer in writers:
                 writer.rename()
             manifest = {"inputs": inputs, "dtype": str(tokens.dtype), "tokens": tokens.count, "documents": ends.count,
                         "largest": tokens.largest, "crc32": [writer.crc for writer in writers]}
+            if left_out:
+                manifest["left_out"] = left_out.as_saved()
             manifest["stamps"] = self._stamps(manifest)
             files.replace(self.manifest, json.dumps(manifest), shared=True)
             return self._open(manifest)
@@ -225,19 +231,22 @@ class Tokenized(parts.Part):
         batch.flush()
         return inputs
 
-    def _fill_chats(self, writers: Sequence[token_files.Writer], job: Job, progress: FileProgress) -> list[dict]:
-        """As `_fill`, for conversations."""
+    def _fill_chats(self, writers: Sequence[token_files.Writer], job: Job, progress: FileProgress,
+                    left_out: LeftOut | None) -> list[dict]:
+        """As `_fill`, for conversations. left_out: receives the faulty lines, if these are left out."""
         tokens, ends, *mask = writers
         assert self.chats is not None
         (path,) = self.inputs
         identity = _identify_input(self.home, path, job)
-        for encoded, position in self.chats.read(path, job.tell):
+        for encoded, position in self.chats.read(path, job.tell, left_out):
             job.check_stop()
+            progress.reach(position)
+            if not encoded:     # all lines of the batch are left out
+                continue
             ends.append(tokens.count + np.cumsum([len(conversation.ids) for conversation in encoded], dtype=np.int64))
             tokens.append(np.concatenate([conversation.ids for conversation in encoded]))
             for writer in mask:
                 writer.append(np.concatenate([conversation.mask for conversation in encoded]))
-            progress.reach(position)
         _check_unchanged(path, identity)
         progress.finish(identity["size"])
         return [identity]

@@ -10,6 +10,7 @@ files and no cache.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import hashlib
 import json
@@ -20,9 +21,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -33,20 +35,24 @@ from meshtrain.storage import addresses, copies
 
 TEMPLATE_FILE, CONFIG_FILES = "chat_template.jinja", ("tokenizer_config.json", "special_tokens_map.json")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SET_HERE = ("messages", "tools", "add_generation_prompt", *SPECIAL_NAMES)   # variables that are no arguments
 LIMIT_S = 10.0          # CPU time per conversation
 LONGEST_S = 600.0       # wall time per reply: a stopped process, or a swapping machine, uses no CPU time
 MOST_CHARS = 1 << 24    # in a conversation's text
 MOST_REPLY_BYTES = 1 << 28
 BATCH = 128             # conversations per request
+ARGUMENTS = "chat_template_kwargs"      # the key of a line's arguments of the template, as in TRL
 UNWRITTEN = "unwritten"     # there are tool calls, but the template leaves them out
 
 
 class Conversation(NamedTuple):
     """A conversation. messages: as templates take them, each with a role. trained: for each message, whether to learn
-    it if it is the assistant's. tools: as templates take them, or None."""
+    it if it is the assistant's. tools: as templates take them, or None. arguments: further variables of the template,
+    besides those of the Template; None: none."""
     messages: list[dict]
     trained: list[bool]
     tools: list | None = None
+    arguments: dict | None = None
 
 
 class Encoded(NamedTuple):
@@ -58,11 +64,11 @@ class Encoded(NamedTuple):
 
 
 class Fault(ValueError):
-    """A conversation cannot be encoded. index: its number among the given ones."""
+    """A conversation cannot be encoded. index: its number among the given ones. by_template: the template fails."""
 
-    def __init__(self, index: int, message: str):
+    def __init__(self, index: int, message: str, by_template: bool = False):
         super().__init__(message)
-        self.index = index
+        self.index, self.by_template = index, by_template
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,11 +79,13 @@ class Template:
     tokens: dict[str, str | None]       # bos_token, eos_token, …; None: the tokenizer has none
     tokenizer: Tokenizer
     today: bool                 # use the current date; in training a fixed one
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)     # further variables of the template
 
     @property
     def key(self) -> str:
         """A hash that is equal for two templates exactly if they give the same ids."""
-        content = json.dumps([self.text, self.tokens, self.tokenizer.key])
+        arguments = [self.arguments] if self.arguments else []      # without them it is that of earlier versions
+        content = json.dumps([self.text, self.tokens, self.tokenizer.key, *arguments])
         return hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
     @functools.cached_property
@@ -120,14 +128,27 @@ class Template:
         if unknown:
             raise ValueError(f"the chat template {self.path} writes {' and '.join(unknown)}, and no {CONFIG_FILES[0]} "
                              f'next to the tokenizer defines it; write one, e.g. {{"{unknown[0]}": "</s>"}}')
+        self.check_arguments("data.template_arguments", self.arguments)
+
+    def check_arguments(self, place: str, arguments: Mapping[str, Any]) -> None:
+        """Check that the template reads these arguments. place: their key, for errors. Raises: ValueError."""
+        read = [name for name in self._renderer.names if name not in SET_HERE]
+        for name in [name for name in arguments if name not in read]:
+            if name in SET_HERE:
+                raise ValueError(f"{place} sets {name!r}, which the program sets itself (messages and tools are in the "
+                                 f"data, tokens in {CONFIG_FILES[0]}); leave it out")
+            near = [f"did you mean {one!r}?" for one in difflib.get_close_matches(name, read, n=1)]
+            near += [f"it reads {', '.join(read) or 'no arguments, so leave it out'}"]
+            raise ValueError(f"{place} sets {name!r}, which the chat template {self.path} never reads; {near[0]}")
 
 
-def open_template(tokenizer: Tokenizer, given: str = "", folders: Sequence[Path] = (), today: bool = False) -> Template:
+def open_template(tokenizer: Tokenizer, given: str = "", folders: Sequence[Path] = (), today: bool = False,
+                  arguments: Mapping[str, Any] = types.MappingProxyType({})) -> Template:
     """Open a chat template: `given` (its file or a model folder); else that of the tokenizer's folder, or of the first
     of `folders` that has one. In a folder it is chat_template.jinja, else chat_template in tokenizer_config.json.
-    today: use the current date.
+    today: use the current date. arguments: data.template_arguments.
 
-    Raises: ValueError if there is none, or if it is malformed.
+    Raises: ValueError if there is none, if it is malformed, or if it does not read an argument.
     """
     home = [Path(os.path.expanduser(tokenizer.path)).parent] if isinstance(tokenizer, TokenizerFile) else []
     places = [_local(given)] if given else [*home, *map(Path, folders)]
@@ -135,7 +156,7 @@ def open_template(tokenizer: Tokenizer, given: str = "", folders: Sequence[Path]
         if text_and_path := _template_at(place, given):
             tokens = next((tokens for folder in [*home, text_and_path[1].parent, *map(Path, folders)]
                            if (tokens := _tokens(folder))), {})
-            template = Template(text_and_path[0], str(text_and_path[1]), tokens, tokenizer, today)
+            template = Template(text_and_path[0], str(text_and_path[1]), tokens, tokenizer, today, dict(arguments))
             template.check()
             return template
     if given:
@@ -156,15 +177,17 @@ def template_text(given: str, home: Path | None) -> str:
     return text_and_path[0] if text_and_path else ""
 
 
-def prompt(template: Template, messages: Sequence[dict], tools: list | None = None) -> np.ndarray:
+def prompt(template: Template, messages: Sequence[dict], tools: list | None = None,
+           arguments: dict | None = None) -> np.ndarray:
     """Return the int32 ids [T] of a conversation up to the assistant's answer. messages: [{"role": …, "content": …},
-    …].
+    …]. arguments: as in Conversation.
 
     Raises: ValueError if the template refuses them, or if one contains the name of a special token.
     """
-    conversation = Conversation(list(messages), [False] * len(messages), tools)
-    _check_special(template, [conversation])
-    replies = template._renderer.ask([_request(conversation, None, True)])
+    conversation = Conversation(list(messages), [False] * len(messages), tools, arguments)
+    if fault := _find_fault(template, 0, conversation):
+        raise fault
+    replies = template._renderer.ask([_request(template, conversation, None, True)], [0])
     return template.tokenize(replies)[0].ids
 
 
@@ -173,39 +196,59 @@ def encode(template: Template, conversations: Sequence[Conversation], learn_all:
 
     Raises: Fault for the first conversation that cannot be encoded.
     """
-    _check_special(template, conversations)
-    encoded = []
-    for first in range(0, len(conversations), BATCH):
-        batch = conversations[first:first + BATCH]
-        replies = template._renderer.ask([_request(conversation, None if learn_all else conversation.trained, False)
-                                          for conversation in batch], first)
-        for tokens, reply in zip(template.tokenize(replies), replies):
+    return [one for one in encode_each(template, conversations, learn_all, go_on=False) if isinstance(one, Encoded)]
+
+
+def encode_each(template: Template, conversations: Sequence[Conversation], learn_all: bool = False,
+                go_on: bool = True) -> list[Encoded | Fault]:
+    """Return the same as `encode`, with the fault of a conversation that cannot be encoded in its place. go_on: False:
+    raise the first fault."""
+    found: dict[int, Encoded | Fault] = {
+        index: fault for index, conversation in enumerate(conversations)
+        if (fault := _find_fault(template, index, conversation))}
+    if found and not go_on:
+        raise cast(Fault, next(iter(found.values())))
+    sound = [index for index in range(len(conversations)) if index not in found]
+    for first in range(0, len(sound), BATCH):
+        numbers = sound[first:first + BATCH]
+        batch = [conversations[index] for index in numbers]
+        requests = [_request(template, one, None if learn_all else one.trained, False) for one in batch]
+        replies = dict(zip(numbers, template._renderer.ask(requests, numbers, go_on)))
+        found |= {index: Fault(index, reply["fault"], True) for index, reply in replies.items() if "fault" in reply}
+        whole = {index: reply for index, reply in replies.items() if index not in found}
+        for tokens, (index, reply) in zip(template.tokenize(list(whole.values())), whole.items()):
             mask = np.full(len(tokens.ids), learn_all)
             for begin, end in reply["spans"]:
                 mask[tokens.of(begin, end)] = True
             notes = tokens.parting, UNWRITTEN if reply["unwritten"] else ""
-            encoded.append(Encoded(tokens.ids, mask, tuple(filter(None, notes))))
-    return encoded
+            found[index] = Encoded(tokens.ids, mask, tuple(filter(None, notes)))
+    return [found[index] for index in range(len(conversations))]
 
 
-def _request(conversation: Conversation, trained: Sequence[bool] | None, wants_answer: bool) -> dict:
-    return {"messages": conversation.messages, "tools": conversation.tools, "trained": trained, "prompt": wants_answer}
+def _request(template: Template, conversation: Conversation, trained: Sequence[bool] | None,
+             wants_answer: bool) -> dict:
+    return {"messages": conversation.messages, "tools": conversation.tools, "trained": trained, "prompt": wants_answer,
+            "arguments": {**template.arguments, **(conversation.arguments or {})}}
 
 
-def _check_special(template: Template, conversations: Sequence[Conversation]) -> None:
-    """Check the messages. Raises: Fault for a conversation that contains a special token's name."""
+def _find_fault(template: Template, index: int, conversation: Conversation) -> Fault | None:
+    """Return the fault of a conversation that contains a special token's name, or has an argument that the template
+    does not read. index: its number."""
     pattern, respelled = template._special
-    for index, conversation in enumerate(conversations):
-        for text in _strings([conversation.messages, conversation.tools]) if pattern else ():
-            name = match[0] if (match := pattern.search(text)) else None
-            if name is None and respelled:
-                with using(f"data.tokenizer={template.tokenizer.path!r}"):
-                    ids = template.library.encode(text, add_special_tokens=False).ids
-                name = next((template.library.id_to_token(id) for id in ids if id in respelled), None)
-            if name is not None:
-                raise Fault(index,
-                            f"holds {name!r} in a message, which is a special token of {template.tokenizer.path} "
-                            "and would become one; remove it, or write it differently")
+    try:
+        template.check_arguments(ARGUMENTS, conversation.arguments or {})
+    except ValueError as error:
+        return Fault(index, str(error))
+    for text in _strings([conversation.messages, conversation.tools, conversation.arguments]) if pattern else ():
+        name = match[0] if (match := pattern.search(text)) else None
+        if name is None and respelled:
+            with using(f"data.tokenizer={template.tokenizer.path!r}"):
+                ids = template.library.encode(text, add_special_tokens=False).ids
+            name = next((template.library.id_to_token(id) for id in ids if id in respelled), None)
+        if name is not None:
+            return Fault(index, f"holds {name!r} in a message, which is a special token of {template.tokenizer.path} "
+                         "and would become one; remove it, or write it differently")
+    return None
 
 
 def _strings(value) -> Iterator[str]:
@@ -315,23 +358,27 @@ class _Renderer:
                              f"or name another as data.chat_template")
         return reply
 
-    def ask(self, requests: Sequence[dict], first: int = 0) -> list[dict]:
-        """Return a reply to each request. first: index of the first request. Raises: Fault."""
+    def ask(self, requests: Sequence[dict], numbers: Sequence[int], go_on: bool = False) -> list[dict]:
+        """Return a reply to each request. numbers: of the conversations. go_on: a reply may be {"fault": its message}.
+        Raises: Fault for the first one, without go_on."""
         with self._lock:
-            if self._process is None:
-                self._start()
-            self._write(requests)
-            replies = []
-            for index in range(first, first + len(requests)):
+            replies: list[dict] = []
+            while len(replies) < len(requests):
+                if self._process is None:
+                    self._start()
+                    self._write(requests[len(replies):])
+                elif not replies:
+                    self._write(requests)
                 reply = self._read()
                 if reply is None:
-                    raise Fault(index,
-                                f"the chat template {self.template.path} {self._describe_end()}; fix it, or name "
-                                "another as data.chat_template")
-                if "fault" in reply:
-                    self._end()     # discards unread replies
-                    raise Fault(index,
-                                f"{reply['fault']}; fix or remove it, or name another template as data.chat_template")
+                    why = f"the chat template {self.template.path} {self._describe_end()}"
+                    reply = {"fault": f"{why}; fix it, or name another as data.chat_template"}
+                elif "fault" in reply:
+                    reply["fault"] += "; fix or remove it, or name another template as data.chat_template"
+                if "fault" in reply and not go_on:
+                    if self._process is not None:
+                        self._end()     # discards unread replies
+                    raise Fault(numbers[len(replies)], reply["fault"], True)
                 replies.append(reply)
             return replies
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 from meshtrain.data.documents import chat, chat_tokens, formats
 from meshtrain.data.documents.chat import Conversation, Encoded, Template
+from meshtrain.data.documents.faulty import LeftOut
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool",
@@ -21,7 +22,7 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "
 USER, ASSISTANT = "user", "assistant"
 LABELS = ("label", "kto_tag")       # keys that call a completion good or bad
 COLUMNS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "chosen",
-           "rejected", "system", "tools", *LABELS)      # keys read
+           "rejected", "system", "tools", chat.ARGUMENTS, *LABELS)      # keys read
 BATCH_CHARS, BATCH_LINES = 1 << 22, 1 << 10     # encoded at a time
 VERSION = 3     # of the result of the functions here and in chat.py; a change invalidates older caches
 NULLS = "nulls"
@@ -49,57 +50,84 @@ NOTES = {
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chats:
     """How conversations become tokens. learn_all: learn all messages, not only the assistant's. pairs: a line holds two
-    conversations, chosen and rejected."""
+    conversations, chosen and rejected. leave_out: leave out faulty lines (faulty.py)."""
     template: Template
     learn_all: bool
     pairs: bool = False
+    leave_out: bool = False
 
     @property
     def key(self) -> str:
         """A key that is equal for two objects exactly if they give the same tokens and masks."""
-        return f"{self.template.key}-{VERSION}-{'pairs' if self.pairs else 'all' if self.learn_all else 'assistant'}"
+        return (f"{self.template.key}-{VERSION}-{'pairs' if self.pairs else 'all' if self.learn_all else 'assistant'}"
+                f"{'-leave out' * self.leave_out}")
 
-    def read(self, path: str, tell: Callable[[str], None] = print) -> Iterator[tuple[list[Encoded], int]]:
+    def read(self, path: str, tell: Callable[[str], None] = print,
+             left_out: LeftOut | None = None) -> Iterator[tuple[list[Encoded], int]]:
         """Yield (a batch of encoded conversations, bytes read so far) of a file of JSON lines, Parquet or Arrow. tell:
-        receives notes on what is learned otherwise than it was written. Raises: ValueError."""
+        receives notes on what is learned otherwise than it was written. left_out: receives the faulty lines, if these
+        are left out. Raises: ValueError."""
         batch: list[Conversation] = []
         places: list[str] = []
         notes: dict[str, list[str]] = {}
         chars = 0
+        left_out = (left_out or LeftOut(path)) if self.leave_out else None
         with formats.reading(path):
             example = '{"prompt": "…", "chosen": "…", "rejected": "…"}' if self.pairs else '{"messages": […]}'
-            for place, value, position in formats.read_rows(path, example, COLUMNS):
+            for place, value, position in formats.read_rows(path, example, COLUMNS,
+                                                             left_out.add if left_out else None):
                 try:
                     found = parse_pair(value) if self.pairs else [parse(value, self.learn_all)]
                 except ValueError as error:
+                    if left_out:
+                        left_out.add(place, str(error))
+                        continue
                     self._encode(path, batch, places, notes)      # report faults of earlier lines first
                     raise formats.fault(path, place, str(error)) from None
                 batch += found
                 places += [place] * len(found)
                 chars += sum(len(message["content"]) for conversation in found for message in conversation.messages)
                 if chars >= BATCH_CHARS or len(batch) >= BATCH_LINES:
-                    yield self._encode(path, batch, places, notes), position
+                    yield self._encode(path, batch, places, notes, left_out), position
                     batch, places, chars = list[Conversation](), list[str](), 0
             if batch:
-                yield self._encode(path, batch, places, notes), position
+                yield self._encode(path, batch, places, notes, left_out), position
+        if left_out:
+            left_out.check(self.template.path, ended=True)
         for note, found in notes.items():
             where = f"{len(found):,} conversations ({found[0]} first)" if len(found) > 1 else found[0]
             tell(f"{path}: " + NOTES[note].format(where=where, template=self.template.path,
                                                   tokenizer=getattr(self.template.tokenizer, "path", "")))
 
     def _encode(self, path: str, batch: list[Conversation], places: list[str],
-                notes: dict[str, list[str]]) -> list[Encoded]:
+                notes: dict[str, list[str]], left_out: LeftOut | None = None) -> list[Encoded]:
         try:
-            encoded = chat.encode(self.template, batch, self.learn_all)
+            each = [_with_targets(index, one) for index, one in enumerate(
+                chat.encode_each(self.template, batch, self.learn_all, go_on=left_out is not None))]
+            for fault in (one for one in each if isinstance(one, chat.Fault) and left_out is None):
+                raise fault
         except chat.Fault as error:
             raise formats.fault(path, places[error.index], str(error)) from None
-        for place, conversation, tokens in zip(places, batch, encoded):
-            if not len(tokens.ids) or not tokens.mask.any():
-                what = "has no token to learn" if len(tokens.ids) else "is empty"
-                raise formats.fault(path, place, f"{what} as the chat template writes it; remove it")
+        faults = {places[one.index]: one for one in reversed(each) if isinstance(one, chat.Fault)}
+        if left_out:
+            for place, fault in faults.items():
+                left_out.add(place, str(fault), fault.by_template)
+            left_out.kept += len({*places} - faults.keys())
+            left_out.check(self.template.path, ended=False)
+        whole = [(place, conversation, one) for place, conversation, one in zip(places, batch, each)
+                 if place not in faults and isinstance(one, Encoded)]
+        for place, conversation, tokens in whole:
             for note in (*tokens.notes, *([NULLS] if _null_arguments(conversation) else ())):
                 notes.setdefault(note, []).append(place)
-        return encoded
+        return [tokens for _, _, tokens in whole]
+
+
+def _with_targets(index: int, one: Encoded | chat.Fault) -> Encoded | chat.Fault:
+    """Return an encoded conversation, or a fault if the template wrote nothing to learn. index: its number."""
+    if isinstance(one, chat.Fault) or one.mask.any():
+        return one
+    what = "has no token to learn" if len(one.ids) else "is empty"
+    return chat.Fault(index, f"{what} as the chat template writes it; remove it", True)
 
 
 def parse(line: dict, learn_all: bool = False) -> Conversation:
@@ -131,9 +159,9 @@ def parse(line: dict, learn_all: bool = False) -> Conversation:
     messages, trained = system + messages, [True] * len(system) + trained
     if not learn_all and not any(wanted and message["role"] == ASSISTANT for message, wanted in zip(messages, trained)):
         raise ValueError('has no answer of the assistant to learn; remove it, or set data.loss_on="all"')
-    tools = read_tools(line)
-    _check_characters(messages, tools)
-    return Conversation(messages, trained, tools)
+    tools, arguments = read_tools(line), read_arguments(line)
+    _check_characters(messages, tools, arguments)
+    return Conversation(messages, trained, tools, arguments)
 
 
 def parse_pair(line: dict) -> list[Conversation]:
@@ -166,9 +194,10 @@ def parse_pair(line: dict) -> list[Conversation]:
         if not any(message["role"] == ASSISTANT and want for message, want in zip(one, wanted)):
             raise ValueError(f"has no answer of the assistant in {key!r} that is learned; remove it")
     prompt = _system(line, prompt or answers[0]) + prompt
-    tools = read_tools(line)
-    _check_characters(prompt, answers, tools)
-    return [Conversation(prompt + one, [False] * len(prompt) + wanted, tools) for one, wanted in zip(answers, learned)]
+    tools, arguments = read_tools(line), read_arguments(line)
+    _check_characters(prompt, answers, tools, arguments)
+    return [Conversation(prompt + one, [False] * len(prompt) + wanted, tools, arguments)
+            for one, wanted in zip(answers, learned)]
 
 
 def _instruction(line: dict) -> list[dict]:
@@ -210,6 +239,12 @@ def read_tools(line: dict) -> list | None:
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"has tools that are no list, but {_short(tools)}; give a list of schemas, or no tools")
     return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())] or None
+
+
+def read_arguments(line: dict) -> dict | None:
+    """Return a line's arguments of the chat template; None if it has none. Raises: ValueError."""
+    given = line.get(chat.ARGUMENTS)
+    return None if given is None else _object(given, chat.ARGUMENTS) or None
 
 
 def _tool(value, place: str) -> dict:

@@ -41,6 +41,7 @@ OTHERS = {b"PAR1": ("a Parquet file", 'set data.source="parquet"'),
           b"version https://git-lfs": ("a pointer of Git LFS, but the file itself is not here",
                                        "fetch it with git lfs pull")}
 TABLE_NAMES = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
+LeaveOut = Callable[[str, str], None]       # receives (place, message) of a faulty line
 ROWS = 64       # rows of a table turned into objects at a time
 # Rows of Parquet decoded at a time. A long value that a dictionary holds once is repeated in each row, so a thousand
 # rows of a file of 500 bytes can take gigabytes. Compared with a thousand rows at a time, 8 cost 1 us more a row, and
@@ -93,9 +94,9 @@ def read_jsonl(path: str, field: str) -> Iterator[TextPiece]:
             yield TextPiece(part, last, position)
 
 
-def read_objects(path: str, example: str) -> Iterator[tuple[int, dict, int]]:
+def read_objects(path: str, example: str, leave_out: LeaveOut | None = None) -> Iterator[tuple[int, dict, int]]:
     """Yield (line number, object, bytes of the file read so far) of JSON lines. example: an object, for error messages.
-    """
+    leave_out: receives lines that are no objects, which are passed over; None: they are errors."""
     with open(path, "rb") as raw, compressed.decompress(path, raw) as lines:
         number = 0
         while True:
@@ -105,20 +106,30 @@ def read_objects(path: str, example: str) -> Iterator[tuple[int, dict, int]]:
                 return
             if line.strip():
                 line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                yield number, _parse(path, number, line, example), raw.tell()
+                if number == 1 and not line.lstrip(b" \t").startswith(b"{"):
+                    _check_kind(path)
+                try:
+                    value = _parse(path, number, line, example)
+                except ValueError as error:
+                    if leave_out is None:
+                        raise
+                    leave_out(f"line {number}", str(error))
+                    continue
+                yield number, value, raw.tell()
 
 
-def read_rows(path: str, example: str, columns: Sequence[str] = ()) -> Iterator[tuple[str, dict, int]]:
+def read_rows(path: str, example: str, columns: Sequence[str] = (),
+              leave_out: LeaveOut | None = None) -> Iterator[tuple[str, dict, int]]:
     """Yield (place, object, bytes of the file read so far) of a file's rows: JSON lines, or a table in Parquet or
     Arrow. The first bytes or the name of the file decide which it is.
 
     A table has no absent keys, so a null in a struct or a column is left out of the object. columns: to read of a
-    table; (): all. example: as in `read_objects`. Raises: ValueError for a faulty file.
+    table; (): all. example, leave_out: as in `read_objects`. Raises: ValueError for a faulty file.
     """
     with open(path, "rb") as file:
         kind = TABLE_BEGINS.get(file.read(4)) or TABLE_NAMES.get(os.path.splitext(path)[1])
     if not kind:
-        for number, value, position in read_objects(path, example):
+        for number, value, position in read_objects(path, example, leave_out):
             yield f"line {number}", value, position
         return
 
@@ -132,9 +143,10 @@ def read_rows(path: str, example: str, columns: Sequence[str] = ()) -> Iterator[
     row = 0
     for batch, position in (_parquet_batches if kind == "parquet" else _arrow_batches)(path, choose):
         for first in range(0, len(batch), ROWS):
-            for value in _objects(path, batch.slice(first, ROWS), row):
+            for found in _objects(path, batch.slice(first, ROWS), row, leave_out):
                 row += 1
-                yield _row(row - 1), value, position(row)
+                if found is not None:
+                    yield _row(row - 1), found, position(row)
 
 
 def read_parquet(path: str, field: str) -> Iterator[TextPiece]:
@@ -261,17 +273,20 @@ def _find_column(path: str, schema, field: str) -> list[str]:
                 if talks else "write the text as strings")
 
 
-def _objects(path: str, rows, first: int) -> list[dict]:
-    """Return the rows of a record batch as objects. first: number of its first row."""
+def _objects(path: str, rows, first: int, leave_out: LeaveOut | None = None) -> list[dict | None]:
+    """Return the rows of a record batch as objects, None for one that is left out. first: number of its first row."""
     try:
         return [_plain(value, "") for value in rows.to_pylist()]
     except (ValueError, OverflowError, TypeError) as error:     # UnicodeDecodeError too
         if len(rows) > 1:       # find the faulty row
-            return [_objects(path, rows.slice(i, 1), first + i)[0] for i in range(len(rows))]
-        if isinstance(error, UnicodeDecodeError):
-            raise fault(path, _row(first), f"is not UTF-8 ({error.reason})", "fix the row") from None
-        raise fault(path, _row(first), f"cannot be read: {str(error)[:200]}",
-                    "write such a column as text, or leave it out") from None
+            return [_objects(path, rows.slice(i, 1), first + i, leave_out)[0] for i in range(len(rows))]
+        found = fault(path, _row(first), f"is not UTF-8 ({error.reason})", "fix the row") if isinstance(
+            error, UnicodeDecodeError) else fault(path, _row(first), f"cannot be read: {str(error)[:200]}",
+                                                  "write such a column as text, or leave it out")
+        if leave_out is None:
+            raise found from None
+        leave_out(_row(first), str(found))
+        return [None]
 
 
 def _plain(value, name: str):
@@ -317,8 +332,6 @@ def _check_names(path: str, names: Sequence[str], chosen: Sequence[str]) -> None
 
 def _parse(path: str, number: int, line: bytes, example: str) -> dict:
     place = f"line {number}"
-    if number == 1 and not line.lstrip(b"\xef\xbb\xbf \t").startswith(b"{"):
-        _check_kind(path)
     try:
         value = json.loads(line.rstrip().decode())
     except UnicodeDecodeError as error:

@@ -6,6 +6,7 @@ process. `chat.py` starts it and exchanges JSON lines. This file runs as a scrip
 """
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -28,6 +29,7 @@ MEMORY_BYTES = 1 << 30
 LIMITS = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_NPROC: 0,
           resource.RLIMIT_NOFILE: 16, resource.RLIMIT_CORE: 0}
 SPARE_S = 1.0       # rendering of prefixes stops when this much CPU time is left
+SETS = 64           # sets of template arguments whose probes are kept
 FEW = 1 << 14       # maximum number of messages rendered to find the beginnings of answers that are not learned
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 # The date in training, whose tokens must not depend on the day; it is the default of Llama's templates.
@@ -76,15 +78,24 @@ class Renderer:
         env.globals |= {"raise_exception": _refuse,
                         "strftime_now": (datetime.now() if today else TRAINING_DATE).strftime}
         env.filters["tojson"] = _to_json
-        self.env, self.tokens, self.template, self.most_chars = env, tokens, env.from_string(template), most_chars
+        self.env, self.template, self.most_chars = env, env.from_string(template), most_chars
+        self.variables: dict = {"documents": None, **tokens}
         self.resumable = None if env.generation_seen else Resumable().change(env.parse(template), env)
-        self.names = sorted(jinja2.meta.find_undeclared_variables(env.parse(template)))
+        self.names = sorted(jinja2.meta.find_undeclared_variables(env.parse(template)) - env.globals.keys())
+
+    @functools.lru_cache(SETS)
+    def using(self, arguments: str) -> Renderer:
+        """Return the renderer with the variables of this JSON object, which has probed nothing yet: what a template
+        writes before an answer may depend on them."""
+        other = copy.copy(self)
+        other.__dict__.pop("opening", None), other.__dict__.pop("arguments_as_text", None)
+        other.variables = self.variables | json.loads(arguments)
+        return other
 
     def render(self, messages: Sequence[dict], tools, add_generation_prompt: bool) -> str:
         """Return the text of messages. Raises: ValueError if it is too long."""
-        text = self.template.render(messages=messages, tools=tools, documents=None,
-                                    add_generation_prompt=add_generation_prompt,
-                                    **self.tokens)
+        text = self.template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt,
+                                    **self.variables)
         if len(text) > self.most_chars:
             raise ValueError(f"the chat template writes {len(text):,} characters, but the limit is "
                              f"{self.most_chars:,}")
@@ -277,8 +288,8 @@ class Reading:
     def render(self, renderer: Renderer, tools, wants_answer: bool) -> str:
         pieces = []
         for piece in renderer.resumable.generate(
-                messages=Turns(self, 0), tools=tools, documents=None, add_generation_prompt=wants_answer,
-                **renderer.tokens, _each=self.each, _begin=self.begin, _skipped=self.turns_skipped):
+                messages=Turns(self, 0), tools=tools, add_generation_prompt=wants_answer, **renderer.variables,
+                _each=self.each, _begin=self.begin, _skipped=self.turns_skipped):
             pieces.append(piece)
             self.length += len(piece)
         if not self.begins:
@@ -424,6 +435,7 @@ def answer(renderer: Renderer, asked: dict) -> dict:
     """Return the reply to one request."""
     messages, tools = asked["messages"], asked["tools"]
     try:
+        renderer = renderer.using(json.dumps(asked["arguments"])) if asked["arguments"] else renderer
         if any(message.get("tool_calls") for message in messages) and renderer.arguments_as_text:
             messages = _with_text(messages)
         written = renderer.whole(messages, tools, asked["prompt"]) if asked["trained"] is None else \

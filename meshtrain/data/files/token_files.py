@@ -27,6 +27,7 @@ import numpy as np
 
 from meshtrain import files
 from meshtrain.data.documents import contracts
+from meshtrain.data.documents.faulty import LeftOut
 
 TOKENS, ENDS, MASK, BYTES = ".tokens.npy", ".ends.npy", ".mask.npy", ".bytes.npy"
 CHUNK_BYTES = 1 << 26
@@ -102,6 +103,7 @@ class IndexedTokens:
     mask: Numbers | None = None     # for each id in the file, whether it is learned; None: all are
     bytes_file: Numbers | None = None       # int64 [documents]: ends in bytes of text; None: unknown
     crc32: tuple[int, ...] = ()     # of the files, if these come from code of the run's own
+    left_out: LeftOut | None = None     # the faulty lines, if these are left out
 
     @property
     def path(self) -> str:

@@ -110,7 +110,7 @@ def _kinds(data: Data) -> set[str]:
 
 def _of_chats(data: Data, reader: Tokenizer, folders: Sequence[Path], kinds: set[str]) -> Ends:
     try:
-        template = chat.open_template(reader, data.chat_template, folders)
+        template = chat.open_template(reader, data.chat_template, folders, arguments=dict(data.template_arguments))
     except ValueError as error:
         if kinds == {"prompts"} and not data.chat_template:     # the prompts may all be plain texts
             return Ends()
