@@ -29,7 +29,7 @@ from meshtrain.config.messages import (
     SECTIONS, ConfigError, choices, join, keys_of, kind_of, toml, unknown_key, unknown_name, unknown_section,
     user_errors, wrong_value,
 )  # fmt: skip
-from meshtrain.config.sections import Model, Run, at_home, fill
+from meshtrain.config.sections import Lora, Model, Run, at_home, fill
 from meshtrain.config.to_toml import ENGINES, NOT_SHAPE
 from meshtrain.huggingface import folder, weight_files
 from meshtrain.shipped import find_file, locate_shipped, names, rule_file
@@ -321,6 +321,9 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
         if name == "model":
             table, contradictions = _with_folder(table, tables.get("checkpoint"))
             faults += contradictions
+        if name == "lora" and "model" not in faulty and not any(one.startswith("model.") for one in faulty):
+            table, contradictions = _with_adapters(table, sections["model"], tables.get("checkpoint"))
+            faults += contradictions
         try:
             sections[name] = cls(**table)
         except ValidationError as e:
@@ -358,10 +361,36 @@ def _with_folder(table: dict, checkpoint: object) -> tuple[dict, list[str]]:
     if decided.tie_embeddings and "tie_embeddings" in table and not weight_files.at_hand(
             model_folder.local_path(source)):
         free |= {"tie_embeddings": table["tie_embeddings"]}
+    if given.vocab_size > decided.vocab_size:       # `growth` makes the further rows
+        free |= {"vocab_size": given.vocab_size}
     wrong = [key for key in table if key not in free and getattr(given, key) != getattr(decided, key)]
     return keys | free, [
         f"model.{key}={toml(table[key])} contradicts checkpoint.init_from={toml(source)}, whose config.json sets it "
         f"to {toml(getattr(decided, key))}; leave the key out" for key in wrong]
+
+
+def _with_adapters(table: dict, model: Model, checkpoint: object) -> tuple[dict, list[str]]:
+    """Return (the keys of [lora], faults). If lora.init_from is a PEFT folder, it gives rank, alpha and targets."""
+    source, base = table.get("init_from"), checkpoint.get("init_from") if isinstance(checkpoint, dict) else None
+    if not isinstance(source, str) or not source or base is not None and not isinstance(base, str):
+        return table, []
+    source = at_home(source)
+    if "rank" in table and not addresses.is_remote(source) and not os.path.lexists(source):
+        return table, []        # a run that resumes does not read it again; a new one reports it when it starts
+    from meshtrain.huggingface.weights import peft_folder       # here: it imports jax, and few runs need it
+    try:
+        keys = dict(peft_folder.open_folder(source, at_home(base or ""), model).lora)
+        decided, given = Lora(**keys), Lora(**keys | table)
+    except ValidationError:
+        return table, []      # `_build` reports it
+    except ValueError as error:
+        return table, [f"lora.init_from: {fault}" for fault in str(error).splitlines()]
+    if set(decided.also) <= set(given.also):        # the run may train more
+        keys["also"] = given.also
+    wrong = [key for key in keys if getattr(given, key) != keys[key]]
+    return table | keys, [
+        f"lora.{key}={toml(table[key])} contradicts lora.init_from={toml(source)}, whose adapters have "
+        f"{toml(getattr(decided, key))}; leave the key out" for key in wrong]
 
 
 def _starts_without_choice_bias(run: Run) -> bool:

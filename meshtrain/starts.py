@@ -15,7 +15,7 @@ from meshtrain.checkpoint.places import Places
 from meshtrain.checkpoint.saved import Saved
 from meshtrain.cluster import agree, watch
 from meshtrain.config import Run
-from meshtrain.huggingface.weights import ends, pretrained
+from meshtrain.huggingface.weights import ends, growth, peft_folder, pretrained
 from meshtrain.huggingface.weights.pretrained import FolderWeights
 from meshtrain.journal import goodput
 from meshtrain.run import phases, say
@@ -81,7 +81,7 @@ def _read_named_files(made: Assembly) -> dict[str, str]:
 
 def begin_state(made: Assembly, start: resume.Start, folder: FolderWeights | None, account: goodput.Account) -> State:
     """Return the state as `start_state`, and show what is done meanwhile. All processes call it together."""
-    fresh = start.saved is None and not folder and not made.run.checkpoint.init_from
+    fresh = start.saved is None and not folder and not (made.run.checkpoint.init_from or made.run.lora.init_from)
     with account.count_as("start" if fresh else "restore"), \
             watch.phase("restore" if start.saved else "initialization", "restore"), \
             phases.phase(f"restoring step {start.step}" if start.saved else "initializing the weights" if fresh else
@@ -127,9 +127,18 @@ def with_weights(made: assembly.Assembly, given: FolderWeights | None, state: St
     run = made.run.replace(checkpoint=keys)
     if given:
         pretrained.tell(given[0])
-        return dataclasses.replace(state, params=pretrained.load(*given, made.model.places(), state.params))
-    if run.checkpoint.init_from:
-        return init_from.initial_state(run, made.model, made.layout, made.mesh, made.state_shapes, state)
+        params = pretrained.load(*given, made.model.places(), state.params)
+        if growth.is_grown(given[0], run):
+            params = growth.grow(given[0], run, params)
+        state = dataclasses.replace(state, params=params)
+    elif run.checkpoint.init_from:
+        state = init_from.initial_state(run, made.model, made.layout, made.mesh, made.state_shapes, state)
+    if run.lora.init_from:
+        with config.user_errors("lora.init_from: "):
+            found = peft_folder.open_folder(run.lora.init_from, run.checkpoint.init_from, run.model)
+        for line in peft_folder.tell(found):
+            say.out(line)
+        state = dataclasses.replace(state, params=peft_folder.load(found, made.model, state.params))
     return state
 
 

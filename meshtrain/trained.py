@@ -24,7 +24,8 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.data import sources
 from meshtrain.data.documents import tokenizer
 from meshtrain.huggingface import folder, settings
-from meshtrain.huggingface.weights import ends, pretrained
+from meshtrain.huggingface.weights import ends, peft_folder, pretrained
+from meshtrain.huggingface.weights.peft_folder import PeftFolder
 from meshtrain.inference import cache, placement
 from meshtrain.inference.generate import Generator
 from meshtrain.inference.score import Scorer
@@ -58,13 +59,14 @@ class Trained:
 
     run: its sections [model], [data] and [mesh]. given: keys that the command line sets. weights: an open model folder,
     or a checkpoint. files: the folder with config and tokenizer files in Hugging Face's format; None for a run that
-    started from random weights.
+    started from random weights. merged: adapters to merge into the weights.
     """
     directory: Path
     run: Run
     given: frozenset[str]
     weights: folder.Folder | Saved
     files: Path | None
+    merged: PeftFolder | None = None
 
     @property
     def of_folder(self) -> bool:
@@ -156,6 +158,8 @@ class Trained:
                     info.shape, info.dtype, sharding=sharding_of(info)))
                 with config.user_errors():
                     weights = adapters.restore(self.weights, wanted)
+            if self.merged:
+                weights = peft_folder.merge(self.merged, model, sharding_of, weights)
             return LoadedModel(model, mesh, execution(self.run, model, layout, mesh), weights,
                                Compiler(mesh, decoding_options(mesh)))
 
@@ -234,13 +238,27 @@ def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: ja
 
 
 def describe(directory: str, step: int, words: Sequence[str], command: str, keys: Sequence[str] = (),
-             weights: str = resume.LAST) -> Trained:
+             weights: str = resume.LAST, merge: str = "") -> Trained:
     """Return the model in a directory, with settings of the command line, before its weights are loaded.
 
     directory: a run directory or a model folder, or its address. step: of a run's checkpoint; 0: the newest. words:
     keys of the command line. command: for messages. keys: keys that the command accepts besides KEYS, see
-    `run_files.resolve`. weights: see `resume.source_of`. Raises: ConfigError.
+    `run_files.resolve`. weights: see `resume.source_of`. merge: PEFT folder whose adapters are merged into the weights;
+    "": none. Raises: ConfigError.
     """
+    found = _describe(directory, step, words, command, keys, weights)
+    if not merge:
+        return found
+    with config.user_errors("--merge: "):
+        opened = peft_folder.open_folder(merge, str(found.directory), found.run.model)
+    for line in peft_folder.tell(opened):
+        say.err(line)
+    return dataclasses.replace(found, merged=opened)
+
+
+def _describe(directory: str, step: int, words: Sequence[str], command: str, keys: Sequence[str],
+              weights: str) -> Trained:
+    """Return the model without other adapters, as `describe`."""
     allowed = (*KEYS, *keys)
     copies.forget()
     with config.user_errors():

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from meshtrain.checkpoint.saved import Saved
 from meshtrain.checkpoint.store import AVERAGE, PARAMS
 from meshtrain.cluster import agree
+from meshtrain.config import Lora
 from meshtrain.model import lora
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import LORA
@@ -31,8 +32,14 @@ def describe(adapters: Mapping) -> str:
     """Return a description of a section [lora] for messages: rank, alpha and targets, or "the whole model"."""
     if not adapters.get("rank"):
         return "the whole model"
+    also = "".join(f", and the {name}" for name in adapters.get("also", ()))
     return (f"adapters of lora.rank={adapters['rank']}, alpha={adapters['alpha']} at "
-            f"{', '.join(adapters['targets']) or 'all projections'}")
+            f"{', '.join(adapters['targets']) or 'all projections'}{also}")
+
+
+def are_kept(before: Mapping, lora: Lora) -> bool:
+    """Return whether a run with the section `lora` takes over the adapters of a run with the section `before`."""
+    return not lora.init_from and Lora(**{**before, "init_from": "", "export": lora.export}) == lora
 
 
 def restore(saved: Saved, wanted: dict, dtype: DTypeLike | None = None) -> dict:
@@ -53,7 +60,7 @@ def restore(saved: Saved, wanted: dict, dtype: DTypeLike | None = None) -> dict:
         taken = {path: x.astype(kernels[path].dtype) for path, x in taken.items()}     # an average is float32
     if not adapters:
         return nest(taken)
-    return nest(_merge_all(taken, adapters["alpha"] / adapters["rank"], dtype))
+    return nest(merge_all(taken, adapters["alpha"] / adapters["rank"], dtype))
 
 
 def _read(saved: Saved, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -87,7 +94,7 @@ def leaf(transformer: Transformer, leaves: Mapping[str, jax.Array]) -> Callable[
     def of(path: str) -> jax.Array:
         names = path, *(_adapter_path(path, matrix) for matrix in "ab")
         own = {name: leaves[name] for name in names if name in leaves}
-        return _merge_all(own, scale, jnp.float32)[path]
+        return merge_all(own, scale, jnp.float32)[path]
     return of
 
 
@@ -121,7 +128,7 @@ def _abstract(stored: jax.ShapeDtypeStruct, kernel: jax.ShapeDtypeStruct, name: 
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=NamedSharding(kernel.sharding.mesh, P(*spec)))
 
 
-def _merge_all(leaves: Mapping[str, jax.Array], scale: float | None, dtype: DTypeLike | None) -> dict[str, jax.Array]:
+def merge_all(leaves: Mapping[str, jax.Array], scale: float | None, dtype: DTypeLike | None) -> dict[str, jax.Array]:
     """Return the leaves with adapters merged into their kernels. One kernel is merged at a time."""
     out = {}
     for path, kernel in leaves.items():

@@ -15,8 +15,8 @@ from meshtrain import config, pattern
 from meshtrain.checkpoint import adapters, resume
 from meshtrain.checkpoint.saved import Saved
 from meshtrain.config import Run
-from meshtrain.model import params, transformer
-from meshtrain.names import LAYERS
+from meshtrain.model import transformer
+from meshtrain.names import LAYERS, LORA
 from meshtrain.run import say
 from meshtrain.run.trees import leaves_of, nest
 from meshtrain.sharding.rules import Layout
@@ -46,14 +46,14 @@ def initial_state(run: Run, model: transformer.Transformer, layout: Layout, mesh
             upcycled_params = upcycle(run, layout, mesh, source, fresh.params)
             say.out(f"weights from step {source.step} of {where}; every expert starts as a copy of its layer's MLP")
             return dataclasses.replace(fresh, params=upcycled_params)
-        if (source_lora or run.lora.rank) and config.Lora(**source_lora) != run.lora:
+        if (source_lora or run.lora.rank) and not adapters.are_kept(source_lora, run.lora):
             if asks_state:
                 raise ValueError(f"{where} trained other parameters ({adapters.describe(source_lora)}) than this run "
                                  f"({adapters.describe(run.lora.model_dump())}), so checkpoint.init_optimizer=true "
                                  f"finds no state for these; leave it out")
-            trained, _ = model.divide(fresh.params) if run.lora.rank else ({}, {})
-            _, wanted = model.divide(shapes.params) if run.lora.rank else ({}, shapes.params)
-            restored = {"params": params.join(trained, adapters.restore(source, wanted))}
+            own, wanted = ({path: leaf for path, leaf in leaves_of(tree).items() if (f"/{LORA}/" in path) == is_own}
+                           for tree, is_own in ((fresh.params, True), (shapes.params, False)))
+            restored = {"params": nest(own | leaves_of(adapters.restore(source, nest(wanted))))}
         else:
             wanted = {"params": shapes.params} | ({"opt_state": shapes.opt_state} if asks_state else {})
             restored = source.restore(wanted, part=True)

@@ -2,9 +2,9 @@
 
 HF_DIR alone: checks the folder and prints its [model] table. --checkpoint.init_from HF_DIR starts a run from it.
 RUN_DIR OUT: writes the weights of a run's checkpoint as the folder OUT, which is complete or absent. LoRA adapters are
-merged into the weights. --average last:8 writes the mean of the weights of the last 8 checkpoints. Uses CPUs; a
-launcher can start several processes. Exit codes: 0 · 1 any other failure · 2 a mistake in the settings · 75 stopped on
-request.
+merged into the weights. HF_DIR OUT --merge ADAPTERS: writes the model with adapters in PEFT's format merged into its
+weights. --average last:8 writes the mean of the weights of the last 8 checkpoints. Uses CPUs; a launcher can start
+several processes. Exit codes: 0 · 1 any other failure · 2 a mistake in the settings · 75 stopped on request.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from meshtrain import config, devices, files
+from meshtrain import config, devices, files, trained
 from meshtrain.checkpoint import adapters, averages, resume
 from meshtrain.checkpoint.averages import CheckpointMean
 from meshtrain.checkpoint.saved import Saved
@@ -27,7 +27,7 @@ from meshtrain.config import ConfigError
 from meshtrain.huggingface import folder
 from meshtrain.huggingface.weights import ends, export, exports, new_folder, peft, pretrained
 from meshtrain.model import transformer
-from meshtrain.run import command, contents, say
+from meshtrain.run import command, contents, say, trees
 from meshtrain.storage import addresses, copies, model_folder
 from meshtrain.units import plural
 
@@ -67,6 +67,8 @@ COMMAND = config.Command("meshtrain.convert", {
     "shares": config.Option("their shares in the mean: a number for each, oldest first, or the shape of the decay of "
                             "the learning rate that the mean acts as, linear (equal shares) or 1-sqrt", "S", "1-sqrt",
                             _shares, averages.LINEAR),
+    "merge": config.Option("folder of adapters in PEFT's format that are merged into the weights", "DIR", "adapters",
+                           default=""),
     "adapters": config.Option("write only the adapters of a run with LoRA, in PEFT's format"),
 }, "HF_DIR | RUN_DIR OUT", (1, 2), keys=False)
 
@@ -82,6 +84,9 @@ def main(asked: config.Arguments) -> None:
         return
     copies.forget()
     run_dir, out = asked.names[0], _out(asked.names[1])
+    if asked["merge"]:
+        say.out(_export_merged(run_dir, out, asked))
+        return
     cluster = find.cluster(config.Distributed(), os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     all_devices = devices.start(config.Run(run=config.Identity(compilation_cache="")), cluster)
     if asked["average"]:
@@ -98,7 +103,13 @@ def main(asked: config.Arguments) -> None:
 
 def _check(asked: config.Arguments) -> None:
     """Raises: ConfigError if options contradict each other."""
-    count, shares = asked["average"], asked["shares"]
+    count, shares, merged = asked["average"], asked["shares"], asked["merge"]
+    if merged and len(asked.names) == 1:
+        raise ConfigError(f"--merge {merged} needs a folder to write to: python -m meshtrain.convert {asked.names[0]} "
+                          f"OUT --merge {merged}")
+    if merged and (asked["adapters"] or count):
+        raise ConfigError(f"--merge adds adapters to the weights of one checkpoint or folder; leave "
+                          f"{'--average' if count else '--adapters'} or --merge out")
     if "shares" in asked and not count:
         raise ConfigError("--shares are those of an average; add --average last:N, or leave --shares out")
     if count and len(asked.names) == 1:
@@ -188,6 +199,19 @@ def _export_adapters(all_devices: Sequence[jax.Device], average: CheckpointMean,
         say.err("note: A and B are averaged apart, and the product of their means is not the mean of their products; "
                 "without --adapters each checkpoint's are merged first, and the mean is exact")
     return f"{out}: {_describe(average, 'adapters')} of {run_dir}, {size / 1e6:.2f} MB in {dtype}"
+
+
+def _export_merged(directory: str, out: new_folder.Target, asked: config.Arguments) -> str:
+    """Write a model with adapters merged into its weights, which are all in memory. Return the line to print."""
+    words = ["--model.compute_dtype", asked["dtype"]] if asked["dtype"] else []
+    source = trained.describe(directory, asked["step"], words, "convert", weights=asked["weights"],
+                              merge=asked["merge"])
+    run, model = source.run, source.place()
+    dtype, data = run.model.compute_dtype, run.data.model_dump() | ({"seq_len": 0} if source.of_folder else {})
+    with config.user_errors(), jax.set_mesh(model.mesh):
+        size = export.write(out, model.model, trees.leaves_of(model.params).__getitem__, dtype=dtype, data=data,
+                            shard_bytes=int(asked["shard-gb"] * 1e9), source=source.files, ends=source.ends)
+    return f"{out}: the weights of {directory} with the adapters of {asked['merge']}, {size / 1e9:.2f} GB in {dtype}"
 
 
 def _ends(saved: Saved, run_dir: str) -> ends.Ends:

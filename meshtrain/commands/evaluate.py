@@ -46,6 +46,8 @@ COMMAND = config.Command("meshtrain.evaluate", {
     "step": config.Option("the step of a checkpoint; 0: the newest", "N", "100", config.whole(), 0),
     "weights": config.Option("which weights of a checkpoint: last, or ema, their average by training.ema", "W", "ema",
                              config.one_of(resume.LAST, resume.EMA), resume.LAST),
+    "merge": config.Option("folder of adapters in PEFT's format that are merged into the weights", "DIR", "adapters",
+                           default=""),
     "tasks": config.Option("tasks of the LM evaluation harness, by name or path of a YAML file, comma-separated "
                            "(pip install -e '.[eval]')", "A,B", "hellaswag", _tasks, ()),
     "num-fewshot": config.Option("number of examples before each document of the tasks", "N", "5", config.whole()),
@@ -91,7 +93,7 @@ def main(options: config.Arguments) -> None:
         raise ConfigError(*(f"{option} is an option of --tasks, which is missing; add e.g. --tasks hellaswag, or "
                             f"leave it out" for option in said.values()))
     source = trained.describe(options.names[0], options["step"], options.keys, "evaluate", keys=("data.",),
-                              weights=options["weights"])
+                              weights=options["weights"], merge=options["merge"])
     source = _with_tokenizer(source)
     if 0 < (longest := source.longest()) < source.run.data.seq_len:
         say.err(f"note: data.seq_len={source.run.data.seq_len} exceeds the model's maximum of {longest} tokens "

@@ -74,6 +74,8 @@ COMMAND = config.Command("meshtrain.generate", {
     "step": config.Option("the step of a checkpoint; 0: the newest", "N", "100", config.whole(), 0),
     "weights": config.Option("which weights of a checkpoint: last, or ema, their average by training.ema", "W", "ema",
                              config.one_of(resume.LAST, resume.EMA), resume.LAST),
+    "merge": config.Option("folder of adapters in PEFT's format that are merged into the weights", "DIR", "adapters",
+                           default=""),
     "prompt": config.Option("a text to continue", "TEXT", "'Once upon a time'", _text, many=True),
     "prompts": config.Option('a file with a prompt on each line; in .jsonl each line is {"prompt": …}', "FILE",
                              "prompts.txt"),
@@ -105,7 +107,8 @@ MOST_PROMPT_BYTES = 1 << 28     # maximum size of a file of prompts
 def main(options: config.Arguments) -> None:
     _check_options(options)
     source = trained.describe(options.names[0], options["step"], options.keys, "generate",
-                              keys=("data.tokenizer", "data.chat_template", ARGUMENTS), weights=options["weights"])
+                              keys=("data.tokenizer", "data.chat_template", ARGUMENTS), weights=options["weights"],
+                              merge=options["merge"])
     if ARGUMENTS in source.given and not options["chat"]:
         raise ConfigError(f"--{ARGUMENTS} is not read without --chat, since prompts are then texts that no chat "
                           f"template renders; add --chat, or leave it out")

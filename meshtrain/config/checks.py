@@ -14,7 +14,7 @@ from meshtrain.config import conflicts, data_checks, layer_checks, layouts, name
 from meshtrain.config.conflicts import Check, Conflict
 from meshtrain.config.messages import ConfigError, join, next_multiple, toml, unknown_name
 from meshtrain.config.sections import Mesh, Run
-from meshtrain.names import AXES, LORA_TARGETS
+from meshtrain.names import AXES, LORA_ALSO, LORA_TARGETS
 from meshtrain.shipped import names
 from meshtrain.storage import addresses
 
@@ -101,6 +101,11 @@ def _check_lora_targets(run: Run) -> Iterator[str]:
             yield unknown_name("lora.targets", name, LORA_TARGETS)
         if lora.targets.count(name) > 1:
             yield f"lora.targets={toml(lora.targets)} names {toml(name)} twice; name it once"
+    for name in dict.fromkeys(lora.also):
+        if name not in LORA_ALSO:
+            yield unknown_name("lora.also", name, LORA_ALSO)
+        if lora.also.count(name) > 1:
+            yield f"lora.also={toml(lora.also)} names {toml(name)} twice; name it once"
 
 
 def _check_preferences(run: Run) -> Iterator[str]:

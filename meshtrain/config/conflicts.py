@@ -131,11 +131,23 @@ QK_CLIP: tuple[Check, ...] = (
 )
 
 LORA: tuple[Check, ...] = (
+    Conflict(lambda run: run.lora.init_from and run.checkpoint.init_optimizer,
+             "{checkpoint.init_optimizer} loads the optimizer's state of other adapters than those of {lora.init_from}",
+             "leave one of them out"),
     Conflict(lambda run: not run.lora.rank and run.lora.export == "adapters",
              "{lora.export} needs adapters, but {lora.rank}", "set a rank, or leave it out"),
     Conflict(lambda run: not run.lora.rank and run.lora.targets,
              "{lora.targets} has no effect with {lora.rank}, which trains the whole model",
              "give a rank, e.g. 16, or leave the targets out"),
+    Conflict(lambda run: not run.lora.rank and run.lora.also,
+             "{lora.also} has no effect with {lora.rank}, which trains the whole model",
+             "give a rank, e.g. 16, or leave it out"),
+    Conflict(lambda run: run.model.tie_embeddings and "head" in run.lora.also,
+             "{lora.also}: the head of this model is its embedding ({model.tie_embeddings})",
+             'use lora.also=["embedding"], which trains both'),
+    Conflict(lambda run: run.lora.also and run.rl.kl,
+             "{rl.kl:g} compares with the model without its adapters, but {lora.also} trains more than adapters",
+             "leave one of them out"),
 )
 
 DPO: tuple[Check, ...] = (

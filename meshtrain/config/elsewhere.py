@@ -54,6 +54,7 @@ WORDS = {
     "optimizer.decay_steps": "lr_decay_iters decay_ratio",
     "optimizer.final_fraction": "min_lr min_lr_factor min_lr_ratio",
     "lora.rank": "lora_r lora_rank", "lora.alpha": "lora_alpha", "lora.targets": "target_modules lora_targets",
+    "lora.init_from": "adapter_path adapter_name_or_path peft_path lora_path peft_model_id",
     "validation.every": "eval_interval eval_steps eval_every", "validation.batches": "eval_iters eval_batches",
     "checkpoint.every": "save_interval save_steps checkpoint_interval checkpoint_period checkpointing_steps",
     "checkpoint.keep": "save_total_limit keep_latest_k max_to_keep",

@@ -13,10 +13,10 @@ from meshtrain.storage import addresses, copies, model_folder
 # Keys that name files and directories.
 PATHS = ("run.dir", "run.compilation_cache", "sharding.rules", "data.paths", "data.validation_paths", "data.tokenizer",
          "data.chat_template", "data.cache", "checkpoint.init_from", "checkpoint.local_dir", "distill.teacher",
-         "distill.rules", "rl.rules")
+         "distill.rules", "lora.init_from", "rl.rules")
 # READ: keys that may name files at addresses. WRITTEN: keys that name directories to which the run writes.
 READ = ("run.dir", "data.paths", "data.validation_paths", "data.mixture", "data.validation_sources", "data.tokenizer",
-        "data.chat_template", "checkpoint.init_from", "distill.teacher")
+        "data.chat_template", "checkpoint.init_from", "distill.teacher", "lora.init_from")
 WRITTEN = ("data.cache", "checkpoint.local_dir")
 
 

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_seriali
 from meshtrain import custom
 from meshtrain.config.named import OneOf
 from meshtrain.pattern import MIXERS, MLPS
-from meshtrain.names import LORA_TARGETS, PIPELINE_SCHEDULES, PLACEMENT
+from meshtrain.names import LORA_ALSO, LORA_TARGETS, PIPELINE_SCHEDULES, PLACEMENT
 
 
 def key(default, description: str, **limits):
@@ -552,6 +552,10 @@ class Lora(Section):
     targets: tuple[str, ...] = key(
         (), f"projections with an adapter: any of {', '.join(LORA_TARGETS)}; empty = all", strict=False
     )
+    also: tuple[str, ...] = key((), f"what is trained whole besides the adapters: any of {', '.join(LORA_ALSO)}",
+                                strict=False)
+    init_from: PathKey = key("", "folder of adapters in PEFT's format that a new run starts from; decides rank, alpha, "
+                             "targets and also")
     export: Literal["merged", "adapters"] = key(
         "merged", "content of checkpoint.export: the merged model, or the adapters in PEFT's format"
     )

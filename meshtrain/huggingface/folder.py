@@ -246,7 +246,7 @@ def prefixes_of(config: Mapping, carried: Collection[str]) -> tuple[str, str] | 
 def _names_in_family(family: Family, config: Mapping, model: Mapping, names: Collection[str]) -> dict[str, str | None]:
     """Return name in the folder -> name in the family; None for tensors that are not part of the text model."""
     if settings.text_of(config) is not config:
-        names_in_family = {name: _name_in_text(family, name) for name in names}
+        names_in_family = {name: name_in_text(family, name) for name in names}
     elif not any(name.startswith(family.prefix) for name in names):     # a bare model, without head
         names_in_family = {name: name if name == "lm_head.weight" else family.prefix + name for name in names}
     else:
@@ -256,7 +256,7 @@ def _names_in_family(family: Family, config: Mapping, model: Mapping, names: Col
     return {name: None if named and named.startswith(further) else named for name, named in names_in_family.items()}
 
 
-def _name_in_text(family: Family, name: str) -> str | None:
+def name_in_text(family: Family, name: str) -> str | None:
     """Return the family's name of a tensor in a multimodal folder; None if it is not part of the text model."""
     for base, head in TEXT_PREFIXES:
         if name.startswith(base):
@@ -266,8 +266,8 @@ def _name_in_text(family: Family, name: str) -> str | None:
     return None
 
 
-def _name_in_whole(family: Family, name: str, base: str, head: str) -> str:
-    """Return the name in a multimodal folder of a tensor of the family; the inverse of `_name_in_text`."""
+def name_in_whole(family: Family, name: str, base: str, head: str) -> str:
+    """Return the name in a multimodal folder of a tensor of the family; the inverse of `name_in_text`."""
     return base + name.removeprefix(family.prefix) if name.startswith(family.prefix) else head + name
 
 
@@ -305,7 +305,7 @@ def rows(family: Family, model: Model, paths: Paths, prefixes: tuple[str, str] |
     made = []
     order = list(family.tensors)
     for (name, mixer), (row, layers) in sorted(made_rows.items(), key=lambda item: order.index(item[0][0])):
-        named = _name_in_whole(family, name, *prefixes) if prefixes else name
+        named = name_in_whole(family, name, *prefixes) if prefixes else name
         row = dataclasses.replace(row, name=named, layers=layers, kind=f"{name} {mixer}")
         made += [row] if "{e}" not in name else [
             dataclasses.replace(row, name=re.sub(r"\{e\}(?!\])", str(expert), named), expert=expert)

@@ -62,7 +62,7 @@ def pad_vocab(cfg: Model) -> int:
 class Transformer:
     """The model of a `[model]` section: parameter table, initializer, loss and logits. Layers are numbered from 0.
 
-    lora: the section [lora] if layers have adapters; all other parameters are then frozen.
+    lora: the section [lora] if layers have adapters; all other parameters are then frozen, but for lora.also.
     """
     cfg: Model
     ends: params.Module
@@ -82,7 +82,8 @@ class Transformer:
         for group in self.groups:
             infos += group.parameters((LAYERS,) if len(self.groups) == 1 else (LAYERS, group.name))
         if self.lora:
-            infos = [dataclasses.replace(info, trainable=LORA in info.path) for info in infos]
+            infos = [dataclasses.replace(info, trainable=LORA in info.path or info.path[0] in self.lora.also)
+                     for info in infos]
         return tuple(sorted(infos, key=lambda info: info.path))
 
     def divide(self, p: dict) -> params.Divided:
@@ -249,7 +250,7 @@ class Transformer:
         p = self._read_after(ex, p, x_BTD)
         axes, w = self._head(p)
         spec = LossSpec(axes, self.cfg.vocab_size, z_loss, chunk, self.cfg.logit_softcap,
-                        frozen=self.lora is not None, temperature=temperature)
+                        frozen=self.lora is not None and self._head_name not in self.lora.also, temperature=temperature)
         return spec, self._final_norm(ex, p, x_BTD), w
 
     def through_layers(self, ex: Execution, p, batch: dict, dropout_key=None):
@@ -294,6 +295,11 @@ class Transformer:
         """Return the parameters outside the layers that the final norm, the head or the loss reads."""
         unread = {"position"} if self.cfg.tie_embeddings else {"position", "embedding"}
         return {name: subtree for name, subtree in ends.items() if name not in unread}
+
+    @property
+    def _head_name(self) -> str:
+        """The key of the head's weight in the parameter tree."""
+        return "embedding" if self.cfg.tie_embeddings else "head"
 
     def _head(self, p):
         if self.cfg.tie_embeddings:

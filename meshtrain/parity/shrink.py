@@ -37,7 +37,8 @@ def shrunk(run: Run, num_devices: int) -> tuple[Run, list[str]]:
         optimizer=optimizer.model_copy(update=dict(
             learning_rate=1e-3, warmup_steps=min(optimizer.warmup_steps, 2), qk_clip=clips, moments_dtype="float32",
             **decays)),
-        lora=lora.model_copy(update=dict(rank=2, alpha=2 * lora.alpha / lora.rank)) if lora.rank else config.Lora(),
+        lora=lora.model_copy(update=dict(rank=2, alpha=2 * lora.alpha / lora.rank, init_from=""))
+        if lora.rank else config.Lora(),
         pipeline=run.pipeline.model_copy(update=dict(chunks=min(run.pipeline.chunks, 2))),
         context=run.context, experts=run.experts.model_copy(update=dict(bias_warmup=0)),
         distill=run.distill.model_copy(update=dict(top_k=min(run.distill.top_k, 8))),

@@ -15,8 +15,9 @@ INDEX = "model.safetensors.index.json"
 KEPT = "hf"     # in run.dir: companion files of the initial weights
 CARRIED = "carried.safetensors"     # a companion file: tensors that are not part of the text model
 # Companion files, copied along with the weights.
-OF_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-                "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json")
+OF_VOCABULARY = ("tokenizer.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model")
+OF_TOKENIZER = (*OF_VOCABULARY, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+                "chat_template.json")
 COMPANIONS = (CONFIG, "generation_config.json", *OF_TOKENIZER, "preprocessor_config.json", "processor_config.json",
               CARRIED)
 

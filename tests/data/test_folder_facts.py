@@ -229,6 +229,6 @@ def test_an_export_has_the_files_without_which_its_tokenizer_reads_otherwise(tmp
         (tmp_path / "added_tokens.json").write_text(json.dumps(added))
         out = tmp_path / f"out{len(added)}"
         out.mkdir()
-        export._complete(out, {folder.SINGLE: {}}, 0, {}, None, {"tokenizer": str(path)})
-        assert {file.name for file in out.iterdir()} == names | {"config.json"}
+        export.write_companions(out, None, {"tokenizer": str(path)}, (), grown=False)
+        assert {file.name for file in out.iterdir()} == names
         assert tokenizer.open_file(str(out / "tokenizer.json")).key == tokenizer.open_file(str(path)).key

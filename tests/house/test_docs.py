@@ -10,7 +10,9 @@ import traceback
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from meshtrain.launch import elastic, local, pod, restart, samplers
 from meshtrain import assembly, config, run_files
@@ -72,6 +74,11 @@ def as_a_user(tmp_path, monkeypatch):
     for name in ("Llama-3.2-1B", "Llama-3.1-8B-Instruct"):      # of the second, only that it has the same vocabulary
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(LLAMA_1B))
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}')
+    save_file({f"base_model.model.model.layers.0.self_attn.q_proj.lora_{one}.weight": np.ones(shape, "float32")
+               for one, shape in (("A", (1, 2048)), ("B", (2048, 1)))},
+              tmp_path / "adapters" / "adapter_model.safetensors")
 
 
 @EACH

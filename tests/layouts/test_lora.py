@@ -60,6 +60,25 @@ def test_adapters_have_the_gradients_that_the_merged_model_gives_them():
     assert checked == 7 and len(jax.tree.leaves(moments)) == 14, "no other leaf is trained"
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("tied, also", [(False, ("embedding", "head")), (False, ("head",)), (False, ("embedding",)),
+                                        (True, ("embedding",))], ids=str)
+def test_what_is_trained_beside_adapters_has_the_gradient_that_the_merged_model_gives_it(tied, also):
+    model, unclipped = dict(tie_embeddings=tied), dict(grad_clip=0.0)
+    run = lora_run("ddp", ONE, model, unclipped, lora=dict(rank=RANK, alpha=ALPHA, also=also))
+    p, _, _, state = parity.one_device(run.model_dump_json(), 0)
+    plain = parity.compile_run(run_of("ddp", ONE, model, unclipped))
+    _, _, plain_state = parity.train(plain, jax.device_get(without_adapters(p)), 1)
+    moments, expected = map(parity.first_moment, (state, plain_state))
+    assert {name for name in moments if name != "layers" and jax.tree.leaves(moments[name])} == set(also)
+    for name in also:
+        assert_equal_gradients(moments[name], expected[name], 1e-4)
+    compiled = parity.compile_run(run)
+    held, found = memory.formula(compiled.made), memory.measure(compiled.made, compiled.step)
+    assert [found[key] for key in ("params", "grads", "optimizer")] == [
+        held[key] for key in ("params", "grads", "optimizer")]
+
+
 def test_the_scale_of_adapters_is_exact_in_bfloat16():
     """4/3 rounded to bfloat16 would be 0.2% more: the mean of many products tells it from their own rounding."""
     cfg = config.Model(**MODEL | dict(compute_dtype="bfloat16"))

@@ -222,9 +222,9 @@ def test_copies_that_cannot_be_written_end_with_exit_code_2(server, tiny, tmp_pa
 
 
 def test_adapters_of_a_model_of_the_hub_name_it_as_peft_does():
-    made = peft._config(config.Lora(rank=2), "hf://owner/name@v1", {"q_proj": 2}, conv1d=False)
+    made = peft._config(config.Lora(rank=2), "hf://owner/name@v1", {"q_proj": 2}, conv1d=False, whole=[])
     assert (made["base_model_name_or_path"], made["revision"]) == ("owner/name", "v1")
-    made = peft._config(config.Lora(rank=2), "folder", {"q_proj": 2}, conv1d=False)
+    made = peft._config(config.Lora(rank=2), "folder", {"q_proj": 2}, conv1d=False, whole=[])
     assert (made["base_model_name_or_path"], made["revision"]) == ("folder", None)
 
 

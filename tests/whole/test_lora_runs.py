@@ -8,7 +8,7 @@ import pytest
 from commands import call, home, in_a_directory_of_its_own, tiny  # noqa: F401
 from folders import contents
 
-from meshtrain.commands import convert, train
+from meshtrain.commands import convert, evaluate, generate, train
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.directory import DirectoryStore
 
@@ -100,6 +100,35 @@ def test_adapters_are_written_as_peft_names_and_shapes_them(runs, tmp_path):
     assert settings["base_model_name_or_path"] == str(runs / "base")
 
 
+@pytest.mark.full
+def test_a_run_starts_from_a_folder_of_adapters_and_goes_on_without_it(runs, tiny, tmp_path):
+    done = call(convert.main, runs / "lora", tmp_path / "adapters", "--adapters", "--step", "4")
+    assert done.code == 0, done.err
+    base = ("--checkpoint.init_from", str(runs / "base"), "--optimizer.learning_rate", "1e-12")
+    of = ("--run.dir", str(tmp_path / "run"), *base, "--training.steps")
+    said = ran(*tiny, *of, "1", "--lora.init_from", str(tmp_path / "adapters")).out
+    assert "adapters of 7 modules" in said and f"they were trained on {runs / 'base'}" in said
+    source, first = paths(saved(runs / "lora", 4)["params"]), paths(saved(tmp_path / "run", 1)["params"])
+    assert source.keys() == first.keys()
+    for name, leaf in source.items():
+        np.testing.assert_allclose(first[name], leaf, rtol=0, atol=1e-9)
+    answers = [call(generate.main, *words, "--prompt-ids", "[5, 6, 7]", "--max-tokens", "5", "--json") for words in (
+        (runs / "lora", "--step", "4"), (runs / "base", "--merge", tmp_path / "adapters"), (runs / "base",))]
+    assert answers[0].out == answers[1].out != answers[2].out, answers[1].err
+    scores = [json.loads(call(evaluate.main, *words, "--json").out)["loss"] for words in (
+        (runs / "lora", "--step", "4"), (runs / "base", "--merge", tmp_path / "adapters"))]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-6)
+    (tmp_path / "adapters").rename(tmp_path / "gone")
+    ran(str(tmp_path / "run" / "config.toml"), "--training.steps", "2")
+    done = call(train.main, str(tmp_path / "run" / "config.toml"), "--run.dir", str(tmp_path / "new"))
+    assert done.code == 2 and "it is no PEFT folder" in done.err and "Traceback" not in done.err
+    for words, told in ((("--merge", tmp_path / "gone"), "needs a folder to write to"),
+                        ((tmp_path / "out", "--adapters", "--merge", tmp_path / "gone"), "leave --adapters or --merge out"),
+                        ((tmp_path / "out", "--merge", tmp_path), "it is no PEFT folder")):
+        done = call(convert.main, runs / "base", *words)
+        assert done.code == 2 and told in done.err, done.err
+
+
 @pytest.mark.parametrize("words, told", [
     (("--lora.rank=-1",), "lora.rank=-1 is out of range; use at least 0"),
     (("--lora.rank=2", '--lora.targets=["q_proj"]'), 'lora.targets="q_proj" is unknown; use "query"'),
@@ -109,6 +138,11 @@ def test_adapters_are_written_as_peft_names_and_shapes_them(runs, tmp_path):
     (("--lora.rank=2", '--lora.targets=["gate"]', "--model.activation=gelu"),
      "lora.targets names gate, but the layers of this model have only query, key"),
     (("--lora.export=adapters",), "needs adapters, but lora.rank=0"),
+    (("--lora.rank=2", '--lora.also=["lm_head"]'), 'lora.also="lm_head" is unknown; use "head"'),
+    (("--lora.rank=2", '--lora.also=["head", "head"]'), "twice; name it once"),
+    (('--lora.also=["head"]',), "lora.also=[\"head\"] has no effect with lora.rank=0"),
+    (("--lora.rank=2", '--lora.also=["head"]', "--model.tie_embeddings=true"),
+     "the head of this model is its embedding (model.tie_embeddings=true); use lora.also=[\"embedding\"]"),
 ])  # fmt: skip
 def test_faults_are_told_by_name(tiny, words, told):
     done = call(train.main, *tiny, "--training.steps", "1", *words)

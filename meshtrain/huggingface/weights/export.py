@@ -23,9 +23,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from meshtrain import files
 from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.cluster import agree
-from meshtrain.config import user_errors
+from meshtrain.config import Model, user_errors
 from meshtrain.data.documents import chat, tokenizer
 from meshtrain.huggingface import folder, safetensors, settings
+from meshtrain.huggingface.families import Family
 from meshtrain.huggingface.weights import new_folder
 from meshtrain.huggingface.weights.ends import Ends, write_ends
 from meshtrain.huggingface.weights.pretrained import copy_companions, parameter_paths, paths_of
@@ -49,6 +50,7 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
         theirs, beside = agree.on_first(lambda: (settings.read(source), folder.list_carried(source)) if source
                                         else ({}, []))
         family = settings.family_of(theirs) if theirs else settings.family_for(model)
+        grown = is_grown(theirs, family, model)
         theirs = theirs or {"bos_token_id": ends.bos, "eos_token_id": ends.as_json(),
                             "pad_token_id": None}       # else the class's default, which may exceed the vocabulary
         rows = folder.rows(family, model, parameter_paths(transformer), folder.prefixes_of(theirs, beside))
@@ -67,7 +69,8 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
         config = settings.config_of(model, family, dtype, data["seq_len"], theirs)
 
         def finish() -> None:
-            _complete(place, parts, written.size, config, source, data)
+            write_companions(place, source, data, model_folder.COMPANIONS, grown)
+            _complete(place, parts, written.size, config)
             write_ends(place, source, ends)
         new_folder.on_first(target, finish)
     return written.size
@@ -85,6 +88,11 @@ def _write_rows(rows: list[folder.WeightRow], leaves: list[jax.Array],
         jax.block_until_ready(now[2])
         before = now
     _put(*before, written)
+
+
+def write_row(row: folder.WeightRow, leaves: list[jax.Array], name: str, written: Files) -> None:
+    """Write the one tensor of a row outside the layers, under this name."""
+    written.put(name, _program(row, leaves, written.dtype)(leaves, np.int32(0), np.int32(0)))
 
 
 def _put(row: folder.WeightRow, layer: int | None, array: jax.Array, written: Files) -> None:
@@ -201,13 +209,20 @@ def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_b
     return dict(zip(names, files, strict=True))
 
 
-def write_companions(place: Path, source: Path | None, data: Mapping, names: Sequence[str]) -> None:
+def is_grown(config: Mapping, family: Family, model: Model) -> bool:
+    """Return whether the model has a larger vocabulary than the config.json of the folder that it started from; {}:
+    there is none. Raises: ValueError."""
+    return bool(config) and settings.model_keys(config, family)["vocab_size"] < model.vocab_size
+
+
+def write_companions(place: Path, source: Path | None, data: Mapping, names: Sequence[str], grown: bool) -> None:
     """Write the files of these names that `source` has, else the tokenizer of [data]; then the chat template that the
-    run was trained with. Raises: ValueError."""
-    home = None
+    run was trained with. grown: the vocabulary is larger than that of `source`, so the tokenizer is that of [data].
+    Raises: ValueError."""
+    home, is_new = None, (grown or not source) and (path := tokenizer.local(data["tokenizer"])).is_file()
     if source:
-        copy_companions(source, place, names)
-    elif (path := tokenizer.local(data["tokenizer"])).is_file():
+        copy_companions(source, place, [name for name in names if not is_new or name not in model_folder.OF_VOCABULARY])
+    if is_new:
         home = path.parent
         for file in tokenizer.files_of(path):
             shutil.copyfile(file, place / (tokenizer.FILE if file == path else file.name))
@@ -215,10 +230,8 @@ def write_companions(place: Path, source: Path | None, data: Mapping, names: Seq
         files.write(place / chat.TEMPLATE_FILE, template)
 
 
-def _complete(place: Path, parts: Mapping[str, Mapping], size: int, config: dict, source: Path | None,
-              data: Mapping) -> None:
-    """Write the files that accompany the weights."""
-    write_companions(place, source, data, model_folder.COMPANIONS)
+def _complete(place: Path, parts: Mapping[str, Mapping], size: int, config: dict) -> None:
+    """Write the index and config.json."""
     if folder.SINGLE not in parts:
         weight_map = {tensor: name for name, tensors in parts.items() for tensor in tensors}
         if files.is_file(carried := place / model_folder.CARRIED):

@@ -1,16 +1,17 @@
 """Exports a run's adapters as a PEFT folder (adapter_model.safetensors, adapter_config.json, and the tokenizer's files
 with the chat template that the adapters learned), atomically.
 
-PEFT's lora_A is [rank, in] and lora_B [out, rank], named after the family's modules. A fused module (Phi-3's qkv_proj,
-GPT-2's c_attn) gets the concatenated A's and the block-diagonal B's: the product is the same, and its rank is the sum
-of the ranks. The folder is written like that of a model, see `export`.
+The embedding and the head are written whole if they were trained, as PEFT's modules_to_save. If they are tied, both are
+written, because PEFT does not tie them. PEFT's lora_A is [rank, in] and lora_B [out, rank], named after the family's
+modules. A fused module (Phi-3's qkv_proj, GPT-2's c_attn) gets the concatenated A's and the block-diagonal B's: the
+product is the same, and its rank is the sum of the ranks. The folder is written like that of a model, see `export`.
 """
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -20,14 +21,14 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import files
 from meshtrain.cluster import agree
-from meshtrain.config import Lora, user_errors
+from meshtrain.config import Lora, Model, user_errors
 from meshtrain.huggingface import folder, safetensors, settings
-from meshtrain.huggingface.families import TEXT_PREFIXES
+from meshtrain.huggingface.families import TEXT_PREFIXES, Family
 from meshtrain.huggingface.weights import export, new_folder
 from meshtrain.huggingface.weights.ends import Ends, write_ends
 from meshtrain.huggingface.weights.pretrained import parameter_paths, paths_of
 from meshtrain.model.transformer import Transformer
-from meshtrain.names import LORA
+from meshtrain.names import LORA, LORA_ALSO
 from meshtrain.storage import addresses, model_folder
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", new_folder.ADAPTERS
@@ -48,30 +49,38 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
     with user_errors():
         theirs = agree.on_first(lambda: settings.read(source) if source else {})
         family = settings.family_of(theirs) if theirs else settings.family_for(model)
+        grown = export.is_grown(theirs, family, model)
         # a multimodal model's modules, as transformers names them in memory
         prefixes = None if settings.text_of(theirs) is theirs else TEXT_PREFIXES[1]
-        rows = [row for row in folder.rows(family, model, parameter_paths(transformer), prefixes)
-                if _adapter_paths(transformer, row)]
-    ranks = {row.name: of.rank * len(_adapter_paths(transformer, row)) for row in rows}
-    tensors = {_tensor_name(row, layer, matrix): shape for layer in range(model.num_layers) for row in rows
-               if layer in row.layers for matrix, shape in zip("AB", _shapes(row, ranks[row.name]))}
+        named = folder.rows(family, model, parameter_paths(transformer), prefixes)
+    rows = [row for row in named if adapter_paths(transformer, row)]
+    whole = _whole_modules(of, model, family, named, prefixes)
+    ranks = {row.name: of.rank * len(adapter_paths(transformer, row)) for row in rows}
+    tensors: dict[str, tuple[int, ...]] = {
+        _tensor_name(row, layer, matrix): shape for layer in range(model.num_layers) for row in rows
+        if layer in row.layers for matrix, shape in zip("AB", shapes(row, ranks[row.name]))}
+    tensors |= {PREFIX + name: row.shape for name, row in whole.items()}
     modules = {row.name: row.name.removesuffix(".weight") for row in rows}
     names = {name: _short(module, [*modules.values()]) for name, module in modules.items()}
-    config = _config(of, base, {names[name]: rank for name, rank in ranks.items()}, conv1d=family.model_type == "gpt2")
+    config = _config(of, base, {names[name]: rank for name, rank in ranks.items()}, conv1d=family.model_type == "gpt2",
+                     whole=[name.removesuffix(".weight").rpartition(".")[2] for name in whole])
     with new_folder.writing(target) as place:
         written = export.Files(place, {WEIGHTS: tensors}, safetensors.NAMES[dtype])
         for row in rows:
             for stack in dict.fromkeys(places[layer][0] for layer in row.layers):
-                leaves = [(leaf(_path(path, "a")), leaf(_path(path, "b"))) for path in paths_of(row, stack)]
+                leaves = [(leaf(adapter_path(path, "a")), leaf(adapter_path(path, "b")))
+                          for path in paths_of(row, stack)]
                 program = _program(row, leaves, written.dtype)
                 for layer, index in [(layer, places[layer][1]) for layer in row.layers if places[layer][0] == stack]:
                     for matrix, array in zip("AB", program(leaves, np.int32(index)), strict=True):
                         written.put(_tensor_name(row, layer, matrix), array)
+        for name, row in whole.items():
+            export.write_row(row, [leaf(path) for path in row.paths], PREFIX + name, written)
         written.close()
 
         def finish() -> None:
             files.write(place / CONFIG, json.dumps(config, indent=1))
-            export.write_companions(place, source, data, model_folder.OF_TOKENIZER)
+            export.write_companions(place, source, data, model_folder.OF_TOKENIZER, grown)
             write_ends(place, source, ends)
         new_folder.on_first(target, finish)
     return written.size
@@ -82,28 +91,34 @@ def _tensor_name(row: folder.WeightRow, layer: int, matrix: str) -> str:
     return f"{PREFIX}{row.of_layer(layer).removesuffix('.weight')}.lora_{matrix}.weight"
 
 
-def _adapter_paths(transformer: Transformer, row: folder.WeightRow) -> list[str]:
+def adapter_paths(transformer: Transformer, row: folder.WeightRow) -> list[str]:
     """Return the paths of a row's parameters that have adapters."""
     trainable = {info.name for info in transformer.parameters() if info.trainable}
     stacks = [transformer.places()[layer][0] for layer in row.layers][:1]
     return [path for stack in stacks for path in paths_of(row, stack)
-            if path.endswith("/kernel") and _path(path, "a") in trainable]
+            if path.endswith("/kernel") and adapter_path(path, "a") in trainable]
 
 
-def _path(kernel: str, name: str) -> str:
+def adapter_path(kernel: str, name: str) -> str:
     return f"{kernel.rpartition('/')[0]}/{LORA}/{name}"
 
 
-def _shapes(row: folder.WeightRow, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def shapes(row: folder.WeightRow, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the shapes of a row's lora_A and lora_B."""
-    inputs = row.shape[_inputs(row)]
+    inputs = row.shape[input_dim(row)]
     return (rank, inputs), (math.prod(row.shape) // inputs, rank)
 
 
-def _inputs(row: folder.WeightRow) -> int:
+def input_dim(row: folder.WeightRow) -> int:
     """Return which dim of a stored matrix is its input: the one that contains the first dim of our parameter."""
     form = row.pieces[0].form
     return next(i for i, words in enumerate(form.theirs.dims) if form.ours.dims[0][0] in words)
+
+
+def of_rank(row: folder.WeightRow, rank: int) -> folder.WeightRow:
+    """Return the row of a matrix with `rank` inputs and the outputs of this row's matrix: that of B."""
+    first, *others = row.pieces[0].form.theirs.dims[input_dim(row)]
+    return dataclasses.replace(row, sizes={**row.sizes, **dict.fromkeys(others, 1), first: rank})
 
 
 def _program(row: folder.WeightRow, leaves, dtype: np.dtype):
@@ -112,8 +127,7 @@ def _program(row: folder.WeightRow, leaves, dtype: np.dtype):
     arrays = jax.tree.leaves(leaves)
     num_shards = {export.layer_shards(array) for array in arrays}
     assert len(num_shards) == 1, "all parameters of a stack are sharded alike over the stages"
-    inputs = _inputs(row)
-    first, *others = row.pieces[0].form.theirs.dims[inputs]
+    inputs = input_dim(row)
 
     def take_layer(leaf: jax.Array, layer: jax.Array) -> jax.Array:
         return export.layer_of(leaf, layer, min(num_shards), dtype)
@@ -124,8 +138,8 @@ def _program(row: folder.WeightRow, leaves, dtype: np.dtype):
             if a is None:
                 continue
             rank = a.shape[-1]
-            # B as the row's matrix with `rank` inputs, zero where other parameters are.
-            small = dataclasses.replace(row, sizes={**row.sizes, **dict.fromkeys(others, 1), first: rank})
+            # B, zero where other parameters are.
+            small = of_rank(row, rank)
             parts = {other: jnp.zeros(small.our_shape(other), dtype) for other in row.paths}
             parts[path] = take_layer(b, layer).reshape(small.our_shape(path))
             up = small.to_theirs(parts, jnp.concatenate)
@@ -142,9 +156,21 @@ def _short(module: str, modules: list[str]) -> str:
     return last if sum(other.rpartition(".")[2] == last for other in modules) == 1 else ".".join(module.split(".")[-2:])
 
 
-def _config(of: Lora, base: str, ranks: dict[str, int], conv1d: bool) -> dict:
+def _whole_modules(of: Lora, model: Model, family: Family, rows: Sequence[folder.WeightRow],
+                   prefixes: tuple[str, str] | None) -> dict[str, folder.WeightRow]:
+    """Return name of a tensor -> its row, for what lora.also trains whole."""
+    names = dict(zip(LORA_ALSO, folder.ends_of(family)))
+    if prefixes:
+        names = {part: folder.name_in_whole(family, name, *prefixes) for part, name in names.items()}
+    by_name = {row.name: row for row in rows}
+    whole = {names[part]: by_name[names[part]] for part in of.also}
+    return whole | ({names["head"]: by_name[names["embedding"]]} if whole and model.tie_embeddings else {})
+
+
+def _config(of: Lora, base: str, ranks: dict[str, int], conv1d: bool, whole: list[str]) -> dict:
     """Return the content of adapter_config.json. Ranks other than lora.rank are written as patterns, with alphas that
-    keep alpha / rank. A base model from the hub is given by its name and revision."""
+    keep alpha / rank. A base model from the hub is given by its name and revision. whole: names of the modules that
+    were trained whole."""
     revision = None
     if addresses.is_remote(base) and (parsed := addresses.parse(base)).scheme == addresses.HUB and not parsed.path:
         base, revision = parsed.home, parsed.revision or None
@@ -155,4 +181,4 @@ def _config(of: Lora, base: str, ranks: dict[str, int], conv1d: bool) -> dict:
             "alpha_pattern": {name: of.alpha * rank / of.rank for name, rank in others.items()},
             "fan_in_fan_out": conv1d,
             "bias": "none", "lora_dropout": 0.0, "init_lora_weights": True, "use_rslora": False, "use_dora": False,
-            "modules_to_save": None, "inference_mode": True, "revision": revision}
+            "modules_to_save": whole or None, "inference_mode": True, "revision": revision}

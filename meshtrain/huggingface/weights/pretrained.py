@@ -57,7 +57,9 @@ def open_folder(run: Run, transformer: Transformer) -> FolderWeights | None:
                                             tell=say.out)
         opened = folder.open_folder(directory)
         folder.companions(directory)        # checked now rather than after the compile
-        return opened, folder.match(opened, run.model, parameter_paths(transformer))
+        # Rows beyond the folder's vocabulary are made by `growth`.
+        own = run.model.model_copy(update={"vocab_size": opened.model["vocab_size"]})
+        return opened, folder.match(opened, own, parameter_paths(transformer))
 
 
 def load(source: folder.Folder, rows: Sequence[folder.WeightRow], places: Sequence[tuple[str, int]],
@@ -141,21 +143,21 @@ def _shares(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
         numbers = np.zeros(each, dtype)
         stop = min(start + each, count)
         if stop > start:
-            numbers[:stop - start] = _read(entry, start, stop)
+            numbers[:stop - start] = read(entry, start, stop)
         return numbers
     return jax.make_array_from_callback((each * num_shards,), sharding, share)
 
 
 def _whole(entry: safetensors.Entry, sharding: NamedSharding) -> jax.Array:
     """Return a small tensor in float32, replicated; every process reads it."""
-    numbers = _read(entry, 0, math.prod(entry.shape))
+    numbers = read(entry, 0, math.prod(entry.shape))
     if entry.dtype == "U8":     # exponents
         numbers = numbers.view(safetensors.READABLE["F8_E8M0"])
     numbers = numbers.astype(np.float32).reshape(entry.shape)
     return jax.make_array_from_callback(entry.shape, sharding, lambda index: numbers[index])
 
 
-def _read(entry: safetensors.Entry, start: int, stop: int) -> np.ndarray:
+def read(entry: safetensors.Entry, start: int, stop: int) -> np.ndarray:
     try:
         return files.patiently(lambda: safetensors.read(entry, start, stop))
     except (OSError, StorageError) as error:
