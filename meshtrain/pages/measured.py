@@ -242,7 +242,8 @@ def speed(data: dict) -> str:
                           levels=[(one, f"priced {show(one)}")] if one else [], most=most)
             clipped = f" Values above {show(most)} are drawn at the top edge ({above} of {len(_points(data, key))})."
             drawn += skin.figure(plot.draw, (_means(data, key) + clipped * bool(above)).strip())
-    columns = [Column(f"median of {_describe_steps(data)}"), Column("measured", "n"), Column("priced, by the roofline", "n"),
+    columns = [Column(f"median of {_describe_steps(data)}"), Column("measured", "n"),
+               Column("priced, by the roofline", "n"),
                Column("measured of it", "n")]
     shown = 2 if read_price(data, "step_time_s") is None else 4
     return drawn + skin.table(columns[:shown], [row[:shown] for row in rows], "measured")
