@@ -24,7 +24,7 @@ from meshtrain.sharding import rules, unmet
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout, Rules, Tensor
 from meshtrain.shipped import rule_file
-from meshtrain.training import objective, state
+from meshtrain.training import groups, objective, state
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,6 +61,7 @@ def make(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | None,
             raise ConfigError(*faults)
         model = transformer.build(run.model, run.lora)
         own_code.check(run, model, loaded)
+        grouped = describe_groups(run, model)
     laid = lay_out(run, sizes, loaded, model)
     if laid.faults:
         raise ConfigError(*laid.faults)
@@ -76,7 +77,12 @@ def make(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | None,
     for axis, section in (("stage", run.pipeline), ("context", run.context)):
         if sizes[axis] == 1 and section != type(section)():
             notes.append(f"mesh.{axis}=1: [{type(section).__name__.lower()}] is not used")
-    return Design(run, mesh_spec, laid.layout, model, chosen.value, choice, (*notes, *config.notes(run)))
+    return Design(run, mesh_spec, laid.layout, model, chosen.value, choice, (*notes, *grouped, *config.notes(run)))
+
+
+def describe_groups(run: Run, model: transformer.Transformer) -> list[str]:
+    """Return a line for each group of optimizer.groups. Raises: ValueError for groups that cannot be."""
+    return groups.describe(run.optimizer, [info for info in model.parameters() if info.trainable], run.model)
 
 
 def refusals(run: Run, platform: str, gpu: hardware.Gpu | None) -> list[str]:
@@ -89,6 +95,7 @@ def refusals(run: Run, platform: str, gpu: hardware.Gpu | None) -> list[str]:
         return faults
     with config.user_errors():
         loaded, model = rules.load(run.sharding.rules), transformer.build(run.model, run.lora)
+        describe_groups(run, model)
     laid = lay_out(run, {axis: getattr(run.mesh, axis) for axis in AXES}, loaded, model)
     return laid.faults or engine_faults(Setting(run, laid.layout, platform, gpu, installed=False), model)
 

@@ -26,18 +26,17 @@ from meshtrain.config.conflicts import Check, Conflict
 from meshtrain.config.data_checks import check_for_source
 from meshtrain.config.elsewhere import OPTIONS
 from meshtrain.config.messages import (
-    SECTIONS, ConfigError, choices, join, keys_of, kind_of, toml, unknown_key, unknown_name, unknown_section,
-    user_errors, wrong_value,
+    SECTIONS, ConfigError, join, keys_of, kind_of, toml, unknown_key, unknown_name, unknown_section,
+    user_errors, with_origins, wrong_in_table, wrong_value,
 )  # fmt: skip
-from meshtrain.config.sections import Lora, Model, Run, at_home, fill
-from meshtrain.config.to_toml import ENGINES, NOT_SHAPE
+from meshtrain.config.sections import Lora, Model, Run, WeightGroups, at_home, fill
+from meshtrain.config.to_toml import ENGINES, NOT_SHAPE, USAGE, help_text
 from meshtrain.huggingface import folder, weight_files
 from meshtrain.shipped import find_file, locate_shipped, names, rule_file
 from meshtrain.storage import addresses, copies, model_folder
 from meshtrain.storage.addresses import StorageError
 
 QUICKSTART = locate_shipped("configs/quickstart.toml")
-USAGE = "python -m meshtrain.train [RUN.toml] [--section.key value ...]"
 EXTENDS = "run.extends"
 MOST_BYTES = 1 << 24  # limit of a run file's size; /dev/zero, for example, never ends
 NO_SETTINGS: typing.Mapping[str, object] = types.MappingProxyType({})
@@ -72,7 +71,7 @@ def load(argv: Sequence[str], usage: str = USAGE, settings: typing.Mapping[str, 
         if not reported.search(message)]
     origins = {name: file for name, file in origins.items() if name not in dict(overrides)}
     if faults + unreadable + wrong + contradictions:
-        raise ConfigError(*faults, *unreadable, *(_with_origins(one, origins) for one in wrong + contradictions))
+        raise ConfigError(*faults, *unreadable, *(with_origins(one, origins) for one in wrong + contradictions))
     return run
 
 
@@ -245,15 +244,6 @@ def _beside(named: str, file: str | Path) -> str | Path:
     return names("configs").get(named) or (locate_shipped(named) if os.path.isfile(locate_shipped(named)) else path)
 
 
-def _with_origins(message: str, origins: typing.Mapping[str, str]) -> str:
-    """Return the message, extended by the files that set its keys.
-
-    origins: the file of each key that an extended file sets.
-    """
-    extended = [name for name in origins if re.search(rf"\b{re.escape(name)}\b", message)]
-    return f"{message} ({', '.join(f'{origins[name]} gives {name}' for name in extended)})" if extended else message
-
-
 def _drop_shape(tables: dict) -> None:
     """Remove the shape from [model], because the shape of a preset replaces it."""
     if isinstance(tables.get("model"), dict):
@@ -335,8 +325,30 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
     code = custom.describe(value for _, value, _ in named.values(run))
     run = run.model_copy(update={"sharding": fill(run.sharding.model_copy(), rules=str(rule_file(run.sharding.rules))),
                                  "run": fill(run.run.model_copy(), code=code)})
+    grouped, wrong_base = _with_base(run.optimizer.groups)
+    run = run.model_copy(update={"optimizer": fill(run.optimizer.model_copy(), groups=grouped)})
+    faults += wrong_base
     faulty += ["model"] if "model.preset" in faulty else []
     return run, faults, re.compile("|".join(rf"\b{re.escape(name)}\b" for name in faulty) or "$^")
+
+
+def _with_base(groups: WeightGroups) -> tuple[WeightGroups, list[str]]:
+    """Return (optimizer.groups with the base's keys of [model] in place of its name, faults)."""
+    name, keys = "optimizer.groups.base", groups.base
+    if not keys:
+        return groups, []
+    if isinstance(keys, str):
+        tables, _, faults = _read_extended(presets().get(keys) or _beside(keys, Path("here")), None)
+        base, wrong, _ = _build({section: table for section, table in tables.items() if section != "optimizer"})
+        if faults or wrong:
+            return WeightGroups(), [f"{name}={toml(keys)}: {fault}" for fault in faults or wrong]
+        keys = {key: value for key, value in base.model.model_dump(exclude_defaults=True).items()
+                if not (key.endswith(NOT_SHAPE) or key in ENGINES)}
+    try:
+        Model(**keys)
+    except ValidationError as e:
+        return WeightGroups(), [wrong_in_table(name, Model, error) for error in e.errors()]
+    return fill(groups.model_copy(), base=keys), []
 
 
 def _with_folder(table: dict, checkpoint: object) -> tuple[dict, list[str]]:
@@ -430,16 +442,3 @@ def check_teacher(run: Run) -> Iterator[str]:
 def presets() -> dict[str, Path]:
     """Return the files of the shipped model shapes by name."""
     return names("configs/models")
-
-
-def help_text(run: Run, usage: str = USAGE) -> str:
-    """List every key with its value in `run` and its description."""
-    lines = [f"usage: {usage}", "", "Without RUN.toml: configs/quickstart.toml. Strings are bare, lists are TOML."]
-    for name, section in run:
-        lines += ["", type(section).__doc__]
-        for key, field in type(section).model_fields.items():
-            known = choices(field) if kind_of(field) == "choice" else []
-            known += ["file.py:name"] * bool(named.find(field))
-            shown = f" ({', '.join(known)})" if known else ""
-            lines.append(f"  {f'--{name}.{key} {toml(getattr(section, key))}':<47} {field.description}{shown}")
-    return "\n".join(lines)

@@ -342,10 +342,11 @@ def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple
                 if was == new:
                     was, new = (f"{new} ({_digest(content)})" for content in (then, named[name]))
             if was == new or name == "data.eos" and not new:       # see `in_force`
+                if name != "optimizer.groups" or list(was) == list(new):       # the first row that matches counts
+                    continue
+            elif custom.identify(was, code_then) == custom.identify(new, run.run.code):
                 continue
-            if custom.identify(was, code_then) == custom.identify(new, run.run.code):
-                continue
-            if rule(name) == STAYS:
+            if rule(name) == STAYS or name == "optimizer.groups" and _rules_of(was) != _rules_of(new):
                 refused.append(f"{name}={json.dumps(new)}, but the run in {run.run.dir} has {json.dumps(was)}; on "
                                f"resume the model, [lora], the data, the optimizer's name and dtype and run.seed must "
                                f"stay: change it back, or give another run.name (checkpoint.init_from takes the "
@@ -355,6 +356,13 @@ def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple
     if refused:
         raise agree.mark_agreed(ConfigError(*refused))
     return tuple(recorded)
+
+
+def _rules_of(groups: Any) -> list[tuple[str, str]]:
+    """Return the patterns of optimizer.groups with their rules, on which the optimizer's state depends; [] if no row
+    has one."""
+    chosen = [(pattern, row.get("rule", "")) for pattern, row in groups.items() if pattern not in ("preset", "base")]
+    return chosen if any(rule_ for _, rule_ in chosen) else []
 
 
 def _parse(content: str) -> object:

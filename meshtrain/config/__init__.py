@@ -8,9 +8,9 @@ from meshtrain.config.from_python import words
 from meshtrain.config.layouts import on_devices
 from meshtrain.config.messages import SECTIONS, ConfigError, restarting, user_errors
 from meshtrain.config.sections import (
-    Checkpoint, Component, Context, Data, Distributed, Identity, Lora, Mesh, Metrics,
+    Checkpoint, Component, Context, Data, Distributed, Experts, Identity, Lora, Mesh, Metrics,
     Model, Optimizer, Pipeline, Run, Sharding,
-    Training, Validation,
+    Training, Validation, WeightGroups,
 )  # fmt: skip
 from meshtrain.config.to_toml import dump, shape_table
 from meshtrain.shipped import locate_shipped
@@ -21,7 +21,7 @@ __all__ = [
     "mesh_sizes",
     "OF_LAYOUT", "note_custom", "notes", "on_devices", "problems", "restarting", "shape_table", "user_errors",
     "words", "Command", "Arguments", "Option", "number", "one_of", "whole",
-    "Checkpoint", "Component", "Context", "Data", "Distributed", "Identity", "Lora",
+    "Checkpoint", "Component", "Context", "Data", "Distributed", "Experts", "Identity", "Lora",
     "Mesh", "Metrics", "Model", "Optimizer",
-    "Pipeline", "Run", "Sharding", "Training", "Validation",
+    "Pipeline", "Run", "Sharding", "Training", "Validation", "WeightGroups",
 ]  # fmt: skip

@@ -181,7 +181,7 @@ CHECKS: tuple[Check, ...] = (
              "{model.vocab_size} is too small for {data.source}, which has 256 bytes and a separator",
              f"use at least {BYTE_VOCAB}"),
     layer_checks.check_experts, data_checks.check_data,
-    *conflicts.TRAINING, _check_clip, _check_lora_targets, *conflicts.LORA,
+    *conflicts.TRAINING, *conflicts.GROUPS, _check_clip, _check_lora_targets, *conflicts.LORA,
     *conflicts.DPO, _check_preferences, _check_distill, _check_rl,
     _check_distributed,
     Conflict(lambda run: run.metrics.wandb in ("off", "on", "online", "offline", "true", "false"),

@@ -120,6 +120,17 @@ TRAINING: tuple[Check, ...] = (
              lambda run: f"use e.g. {max(1, run.training.steps // 10)}"),
 )
 
+GROUPS: tuple[Check, ...] = (
+    Conflict(lambda run: run.optimizer.groups.preset and not run.optimizer.groups.base,
+             'optimizer.groups: preset="mup" divides the learning rate by how much wider the model is than a base',
+             'add the base at whose width the rate was found, e.g. base = "small.toml"'),
+    Conflict(lambda run: run.optimizer.groups.base and not run.optimizer.groups.preset,
+             "optimizer.groups: base has no effect without a preset", 'add preset = "mup", or leave it out'),
+    Conflict(lambda run: run.optimizer.groups.preset and run.lora.rank,
+             'optimizer.groups: preset="mup" is about training all weights from their initialization, but {lora.rank}',
+             "leave one of them out"),
+)
+
 QK_CLIP: tuple[Check, ...] = (
     Conflict(lambda run: run.model.score_softcap,
              "{optimizer.qk_clip:g}: {model.score_softcap:g} already bounds the scores", "leave one of them out"),

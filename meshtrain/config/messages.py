@@ -9,7 +9,7 @@ import json
 import os
 import re
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from meshtrain import files
 from meshtrain.config import named
 from meshtrain.config.elsewhere import find_key
-from meshtrain.config.sections import Component, Run
+from meshtrain.config.sections import Component, WeightGroup, Run
 from meshtrain.storage.addresses import Refused
 
 SECTIONS = {name: field.annotation for name, field in Run.model_fields.items()}
@@ -90,6 +90,10 @@ def choices(field: FieldInfo) -> list[str]:
 
 def wrong_value(section: str, cls, error) -> str:
     key, *index = error["loc"]
+    if key not in cls.model_fields:             # a row whose name the user chose, of optimizer.groups
+        row = f"{section}.{toml(key)}"
+        return wrong_in_table(row, WeightGroup, {**error, "loc": tuple(index)}) if index else (
+            f"{row}={toml(error['input'])} is not a table; write it as TOML, e.g. {{rate = 0.5}}")
     if index and isinstance(index[0], str):     # a key of a table
         return wrong_in_table(f"{section}.{key}", type_of(cls.model_fields[key]), {**error, "loc": tuple(index)})
     if len(index) > 1:                          # a key of a table in a list
@@ -102,6 +106,8 @@ def wrong_value(section: str, cls, error) -> str:
         kind = "component" if index else "components"
     if isinstance(type_of(field), type) and issubclass(type_of(field), BaseModel):
         kind = "table"
+    if error["type"] == "base_type":
+        return f'{name}={toml(value)} is no model; use a preset, e.g. "llama3.2-1b", a run file, or a table of [model]'
     example = type_of(field)(1) if field.default is None and kind in ("integer", "number") else field.default
     if error["type"] == "literal_error" and isinstance(value, str):
         own = 'code of your own, "file.py:name"'
@@ -171,6 +177,15 @@ def unknown_key(section: str, key: str, value: object, cls=None) -> str:
 def join(names: Iterable[str], word: str) -> str:
     *head, last = list(names) or ["none"]
     return f"{', '.join(head)} {word} {last}" if head else last
+
+
+def with_origins(message: str, origins: Mapping[str, str]) -> str:
+    """Return the message, extended by the files that set its keys.
+
+    origins: the file of each key that an extended file sets.
+    """
+    extended = [name for name in origins if re.search(rf"\b{re.escape(name)}\b", message)]
+    return f"{message} ({', '.join(f'{origins[name]} gives {name}' for name in extended)})" if extended else message
 
 
 def toml(value: object) -> str:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_serializer, model_validator
+from pydantic_core import PydanticCustomError
 
 from meshtrain import custom
 from meshtrain.config.named import OneOf
@@ -524,6 +525,41 @@ class Training(Section):
     )
 
 
+class WeightGroup(Table):
+    """A row of optimizer.groups: what the weights of a group have for themselves."""
+
+    rate: float = key(1.0, "factor of the learning rate", ge=0)
+    decay: float | None = key(None, "weight decay; left out: that of the weights' roles", ge=0)
+    rule: Literal["adamw", "muon", None] = key(None, "adamw or muon; left out: that of optimizer.name")
+
+
+def _check_base(value: object) -> object:
+    if not isinstance(value, (str, dict)):
+        raise PydanticCustomError("base_type", "is neither a name nor a table")
+    return value
+
+
+class WeightGroups(Table):
+    """optimizer.groups: rows by pattern, of which the first that matches a weight counts; or muP's rates, or both."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, WeightGroup]
+
+    preset: Literal["", "mup"] = key("", "mup: rates that carry over from a narrower model")
+    # When a run file is read, the base's keys of [model] take the place of its name, so that they are kept.
+    base: Annotated[Any, AfterValidator(_check_base)] = key(
+        "", "mup: the model at whose width the learning rate was found: a preset, a run file, or a table of [model]")
+
+    @property
+    def rows(self) -> dict[str, WeightGroup]:
+        """The rows by their patterns, in their order."""
+        return self.__pydantic_extra__ or {}
+
+    def __iter__(self):
+        yield from super().__iter__()
+        yield from self.rows.items()
+
+
 class Optimizer(Section):
     """[optimizer]: the update and the learning-rate schedule."""
 
@@ -538,6 +574,9 @@ class Optimizer(Section):
     qk_clip: float = key(
         0.0, "after a step, scale down the query and key weights of heads whose scores may exceed this, e.g. 100; the "
         "bound of a score is the log-sum-exp; 0 = off", ge=0)
+    groups: WeightGroups = key(
+        WeightGroups(), "learning rates, weight decays and rules by the names of weights, e.g. "
+                  '{"role:head" = {rate = 0.2, decay = 0.0}}')
     schedule: Schedule = key("cosine", "learning rate after the warm-up")
     warmup_steps: int = key(0, "steps of linear warm-up; may be longer than the run", ge=0)
     decay_steps: int = key(0, "steps of the final decay of wsd; cosine and linear fall until the last step", ge=0)

@@ -1,11 +1,13 @@
-"""Writes a run, or the shape of a model, as TOML that a run file may have."""
+"""Writes a run, or the shape of a model, as TOML that a run file may have; and the text of --help."""
 from __future__ import annotations
 
 import shlex
 
-from meshtrain.config.messages import toml
+from meshtrain.config import named
+from meshtrain.config.messages import choices, kind_of, toml
 from meshtrain.config.sections import Model, Run
 
+USAGE = "python -m meshtrain.train [RUN.toml] [--section.key value ...]"
 NOT_SHAPE = ("_dtype", "_dropout")  # suffixes of model keys that presets do not set
 ENGINES = ("attention", "mlp")      # keys of [model] that say how it is computed
 
@@ -26,3 +28,16 @@ def shape_table(model: Model) -> str:
     keys = [key for key, value in model if not (key.endswith(NOT_SHAPE) or key in ("preset", *ENGINES))
             and (type(value) is int and value or value != getattr(default, key))]
     return "\n".join(["[model]", *(f"{key} = {toml(getattr(model, key))}" for key in keys)])
+
+
+def help_text(run: Run, usage: str = USAGE) -> str:
+    """List every key with its value in `run` and its description."""
+    lines = [f"usage: {usage}", "", "Without RUN.toml: configs/quickstart.toml. Strings are bare, lists are TOML."]
+    for name, section in run:
+        lines += ["", type(section).__doc__]
+        for key, field in type(section).model_fields.items():
+            known = choices(field) if kind_of(field) == "choice" else []
+            known += ["file.py:name"] * bool(named.find(field))
+            shown = f" ({', '.join(known)})" if known else ""
+            lines.append(f"  {f'--{name}.{key} {toml(getattr(section, key))}':<47} {field.description}{shown}")
+    return "\n".join(lines)

@@ -36,7 +36,7 @@ def shrunk(run: Run, num_devices: int) -> tuple[Run, list[str]]:
             objective=training.objective, dpo_beta=training.dpo_beta, z_loss=training.z_loss, loss_chunk=24),
         optimizer=optimizer.model_copy(update=dict(
             learning_rate=1e-3, warmup_steps=min(optimizer.warmup_steps, 2), qk_clip=clips, moments_dtype="float32",
-            **decays)),
+            groups=config.WeightGroups(), name="muon" if _uses_muon(optimizer) else optimizer.name, **decays)),
         lora=lora.model_copy(update=dict(rank=2, alpha=2 * lora.alpha / lora.rank, init_from=""))
         if lora.rank else config.Lora(),
         pipeline=run.pipeline.model_copy(update=dict(chunks=min(run.pipeline.chunks, 2))),
@@ -49,10 +49,16 @@ def shrunk(run: Run, num_devices: int) -> tuple[Run, list[str]]:
     return Run(**sections), _list_changes(run, sections["optimizer"])
 
 
+def _uses_muon(optimizer: config.Optimizer) -> bool:
+    return optimizer.name == "muon" or any(row.rule == "muon" for row in optimizer.groups.rows.values())
+
+
 def _list_changes(run: Run, optimizer: config.Optimizer) -> list[str]:
     model, told = run.model, []
     if "bfloat16" in (model.compute_dtype, model.param_dtype, run.optimizer.moments_dtype):
         told.append("computed in float32, so the rounding of bfloat16 is not compared")
+    if run.optimizer.groups != optimizer.groups:
+        told.append("optimizer.groups is left out: no layout changes the rate and decay of a weight")
     if model.matmul_dtype == "float8":
         told.append("float8 matmuls are computed in float32, so the rounding of float8 is not compared")
     if model.attention != "auto":

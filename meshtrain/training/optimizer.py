@@ -17,16 +17,16 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain import custom
-from meshtrain.config.sections import OPTIMIZER, SCHEDULE, Optimizer
-from meshtrain.names import LAYERS, MATMUL_ROLES, ROLES
-from meshtrain.training import adafactor, muon
+from meshtrain.config.sections import OPTIMIZER, SCHEDULE, Experts, Optimizer
+from meshtrain.names import LAYERS, ROLES
+from meshtrain.training import adafactor, groups, muon
 
 # The root mean square of AdamW's updates (arXiv:2502.16982, section 2.2), so that one learning rate serves both.
 MUON_RMS = 0.2
 
 
 def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = None, dtype: Any = jnp.float32,
-          balance_rate: float = 0.0, balance_rule: str = "sign") -> optax.GradientTransformationExtraArgs:
+          experts: Experts = Experts(), treatments: Any = None) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer of a run of `steps` steps. All its state is float32, whatever the dtype of the parameters;
     `rounding.store_moments` stores moments in bfloat16.
 
@@ -36,7 +36,7 @@ def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = 
     cfg: name, learning_rate, b1, b2, eps, weight_decay, and the fields that `learning_rate_schedule` reads.
 
     roles: a tree like params, each leaf one of `ROLES`. Weight decay applies to `matrix`, `head`, `embedding` and
-    `router`, never to `norm` and `bias`. (Megatron-LM, GPT-NeoX and nanoGPT decay everything with two dims, including
+    `router`, not to `norm` and `bias`. (Megatron-LM, GPT-NeoX and nanoGPT decay everything with two dims, including
     embeddings; OLMo 2 leaves embeddings out.)
 
     matrix_dims: a tree like params, each leaf None or (input dims, output dims): indices into the stacked array.
@@ -45,22 +45,25 @@ def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = 
     placements: a tree like params of NamedShardings, the sharding of each leaf's state; None: on one device. dtype: of
     muon's matmuls, and of the matrices that it sends.
 
-    balance_rate: how far a step moves the biases of role `balance` towards experts with too few tokens. Their
-    "gradients" are the number of tokens of each expert. No optimizer, learning rate or decay applies to them.
-    balance_rule: "sign" moves by the rate. "error" moves by the rate times the fraction of the mean that an expert
-    lacks, which is negative if it has too many tokens (arXiv:2408.15664 compares the two).
+    experts: its bias_rate is how far a step moves the biases of role `balance` towards experts with too few tokens.
+    Their "gradients" are the number of tokens of each expert. No optimizer, learning rate or decay applies to them.
+    bias_rule: "sign" moves by the rate. "error" moves by the rate times the fraction of the mean that an expert lacks,
+    which is negative if it has too many tokens (arXiv:2408.15664 compares the two).
+
+    treatments: a tree like params of `groups.Treatment`; None: what each role has without groups.
 
     adamw: b1, b2, eps. lion: b1, b2. adafactor: no first moment; b2 bounds the decay of the second. muon: for every
-    `matrix`; the others, including embeddings and head, use adamw.
+    `matrix`; the others, including embeddings and head, use adamw. A group may choose between these two.
     """
     assert {*jax.tree.leaves(roles)} <= {*ROLES}, roles
-    decayed = jax.tree.map(lambda role: role in (*MATMUL_ROLES, "router"), roles)
+    if treatments is None:
+        treatments = jax.tree.map(lambda role: groups.treat(cfg, role), roles)
     rule = optax.chain(
-        _rule(cfg, roles, matrix_dims, placements, dtype),
-        optax.add_decayed_weights(cfg.weight_decay, decayed),
-        _scale_by_learning_rate(learning_rate_schedule(cfg, steps)),
+        _rule(cfg, roles, matrix_dims, placements, dtype, treatments),
+        _add_decayed_weights(treatments),
+        _scale_by_learning_rate(learning_rate_schedule(cfg, steps), treatments),
     )
-    return _in_float32(_balance(rule, roles, balance_rate, balance_rule))
+    return _in_float32(_balance(rule, roles, experts.bias_rate, experts.bias_rule))
 
 
 def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
@@ -104,23 +107,39 @@ def load_rule(cfg: Optimizer, roles: Any) -> optax.GradientTransformation:
     return rule
 
 
-def _rule(cfg: Optimizer, roles, matrix_dims, placements, dtype):
+def _rule(cfg: Optimizer, roles, matrix_dims, placements, dtype, treatments):
     """Return the direction of the update, before weight decay and learning rate."""
     if custom.is_path(cfg.name):
         return load_rule(cfg, roles)
-    adam = optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)
-    if cfg.name == "adamw":
-        return adam
     if cfg.name == "lion":
         return optax.scale_by_lion(cfg.b1, cfg.b2)
     if cfg.name == "adafactor":
         return adafactor.scale_by_factored_rms(
             lambda tree: jax.tree_util.tree_map_with_path(_adafactor_dims, tree, roles, matrix_dims), max_decay=cfg.b2
         )
-    assert cfg.name == "muon", cfg.name
+    assert cfg.name in ("adamw", "muon"), cfg.name
+    labels = jax.tree.map(lambda of: "muon" if of.rule == "muon" else "adam", treatments)
+    adam = _scale_by_adam(cfg, jax.tree.map(
+        lambda of: optax.MaskedNode() if of.rule == "muon" else cfg.eps * of.eps, treatments))
+    if cfg.name == "adamw" and "muon" not in jax.tree.leaves(labels):
+        return adam
     # optax.contrib.muon is not used as a whole: it runs its Adam with Nesterov momentum and decays norms and biases.
-    labels = jax.tree.map(lambda role: "muon" if role == "matrix" else "adam", roles)
-    return optax.partition({"muon": _muon(roles, matrix_dims, placements, dtype), "adam": adam}, labels)
+    return optax.partition({"muon": _muon(labels, matrix_dims, placements, dtype), "adam": adam}, labels)
+
+
+def _scale_by_adam(cfg: Optimizer, eps):
+    """Return Adam with an eps for each weight; optax has one for all. eps: a tree like params."""
+    adam = optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)
+    if {*jax.tree.leaves(eps)} <= {cfg.eps}:
+        return adam
+
+    def update(grads, state, params=None):
+        _, state = adam.update(grads, state, params)
+        mu, nu = (optax.tree.bias_correction(moment, decay, state.count)
+                  for moment, decay in ((state.mu, cfg.b1), (state.nu, cfg.b2)))
+        return jax.tree.map(lambda m, v, eps: m / (jnp.sqrt(v) + eps), mu, nu, eps), state
+
+    return optax.GradientTransformation(adam.init, update)
 
 
 def without_balance(roles, grads):
@@ -158,29 +177,38 @@ def _balance(rule, roles, rate: float, by: str):
     return optax.GradientTransformationExtraArgs(rule.init, update)
 
 
-def _scale_by_learning_rate(schedule):
-    """Multiply by -schedule(step).
+def _add_decayed_weights(treatments):
+    """Add each weight times its decay."""
+
+    def add(updates, params):
+        return jax.tree.map(lambda u, w, of: u + of.decay * w if of.decay else u, updates, params, treatments)
+
+    return optax.stateless(add)
+
+
+def _scale_by_learning_rate(schedule, treatments):
+    """Multiply by -schedule(step), and by each weight's own factor.
 
     optax's own version keeps a count in its state, which a skipped step would not increment.
     """
 
     def update(updates, state, params=None, *, step, **extra):
         rate = schedule(step)
-        return jax.tree.map(lambda u: -rate * u, updates), state
+        return jax.tree.map(lambda u, of: -(rate * of.rate) * u, updates, treatments), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def _muon(roles, matrix_dims, placements, dtype):
+def _muon(labels, matrix_dims, placements, dtype):
     """Return the orthogonalized momentum of every matrix, scaled to the root mean square of AdamW's updates.
 
     An orthogonal [fan_in, fan_out] matrix has root mean square 1/√max(fan_in, fan_out), which is divided out.
     """
 
-    def describe(role, dims, placement=None):
-        return muon.MatrixDims(*map(tuple, dims), placement) if role == "matrix" else optax.MaskedNode()
+    def describe(label, dims, placement=None):
+        return muon.MatrixDims(*map(tuple, dims), placement) if label == "muon" else optax.MaskedNode()
 
-    matrices = jax.tree.map(describe, roles, matrix_dims, *([placements] if placements else []))
+    matrices = jax.tree.map(describe, labels, matrix_dims, *([placements] if placements else []))
 
     def scale(update, of):
         fans = (math.prod(update.shape[dim] for dim in dims) for dims in (of.inputs, of.outputs))

@@ -14,7 +14,7 @@ from meshtrain.model.transformer import Transformer
 from meshtrain.sharding import rules, states
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout
-from meshtrain.training import average, optimizer, rounding
+from meshtrain.training import average, groups, optimizer, rounding
 from meshtrain.training.average import Average
 
 
@@ -70,8 +70,12 @@ def state_spec(model: Transformer, optimizer_cfg: Optimizer, steps: int, layout:
     def place(tree):
         return rules.shardings(layout, mesh, "optimizer", tree)
     roles, matrix_dims = select_trained(lambda info: info.role), select_trained(lambda info: info.matrix_dims)
+    trained = [info for info in table if info.trainable]
+    by_name = {info.name: of for info, of in zip(
+        trained, groups.assign(optimizer_cfg, trained, model.cfg), strict=True)}
+    treatments = select_trained(lambda info: by_name.get(info.name))
     tx = optimizer.build(optimizer_cfg, steps, roles, matrix_dims,
-                         place(trained_axes), model.cfg.compute_dtype, experts.bias_rate, experts.bias_rule)
+                         place(trained_axes), model.cfg.compute_dtype, experts, treatments)
     if optimizer_cfg.moments_dtype == "bfloat16":
         tx = rounding.store_moments(tx, seed)
     placed = place(states.state_axes(tx, trained_p, trained_axes))

@@ -96,6 +96,19 @@ def test_what_changes_numbers_may_change_and_is_recorded(tmp_path, key, old, new
     assert (start.step, start.changes) == (2, ((key, old, want),))
 
 
+def test_of_groups_rates_and_order_may_change_and_rules_may_not(tmp_path):
+    rows = {"role:head": {"rate": 2.0}, "head/*": {"rate": 3.0}}
+    words = lambda rows: "{" + ", ".join(f'"{name}" = {{{key} = {json.dumps(value)}}}' for name, row in rows.items()
+                                         for key, value in row.items()) + "}"
+    saved(tmp_path, run_in(tmp_path, "--optimizer.groups", words(rows)), 2)
+    assert found(tmp_path, "--optimizer.groups", words(rows)).changes == ()
+    for new in (rows | {"role:head": {"rate": 4.0}}, dict(reversed(rows.items()))):
+        (change,) = found(tmp_path, "--optimizer.groups", words(new)).changes
+        assert change == ("optimizer.groups", rows, new) and list(change[2]) == list(new)
+    with pytest.raises(ConfigError, match="optimizer.groups=.*muon.*on resume the .* must stay"):
+        found(tmp_path, "--optimizer.groups", words(rows | {"role:matrix": {"rule": "muon"}}))
+
+
 @pytest.mark.parametrize("more", [
     ("--run.name", "moved"), ("--metrics.every", 5), ("--checkpoint.every", 7), ("--validation.every", 1),
     ("--data.source", "text", "--data.paths", '["README.md"]'), ("--data.tokenizer", "elsewhere/tokenizer.json"),

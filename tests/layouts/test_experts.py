@@ -304,7 +304,7 @@ def test_biases_move_towards_experts_with_too_few_tokens_by_their_rate_alone(nam
     roles, dims = {"layers": {"bias": "balance", "w": "matrix"}}, {"layers": {"bias": None, "w": ((1,), (2,))}}
     p = {"layers": {"bias": np.full((2, 3), 7.0, np.float32), "w": np.ones((2, 4, 4), np.float32)}}
     counts = np.array([[9, 3, 0], [4, 4, 4]], np.float32)
-    tx = optimizer.build(cfg, 10, roles, dims, balance_rate=0.01)
+    tx = optimizer.build(cfg, 10, roles, dims, experts=config.Experts(bias_rate=0.01))
     updates, _ = tx.update({"layers": {"bias": counts, "w": p["layers"]["w"]}}, tx.init(p), p, step=0)
     np.testing.assert_allclose(updates["layers"]["bias"], [[-0.01, 0.01, 0.01], [0, 0, 0]])
     assert (updates["layers"]["w"] != 0).all()
@@ -315,8 +315,7 @@ def test_biases_move_by_the_share_of_the_mean_that_their_expert_lacks_where_the_
     counts = np.array([[9, 3, 0], [4, 4, 4], [0, 0, 0]], np.float32)
     p = {"layers": {"bias": np.full((3, 3), 7.0, np.float32)}}
     tx = optimizer.build(config.Optimizer(), 10, {"layers": {"bias": "balance"}}, {"layers": {"bias": None}},
-                         balance_rate=0.01,
-                         balance_rule="error")
+                         experts=config.Experts(bias_rate=0.01, bias_rule="error"))
     updates, _ = tx.update({"layers": {"bias": counts}}, tx.init(p), p, step=0)
     np.testing.assert_allclose(updates["layers"]["bias"],
                                0.01 * np.array([[-5 / 4, 1 / 4, 1], [0, 0, 0], [0, 0, 0]]), rtol=1e-6)
@@ -329,8 +328,7 @@ def test_biases_stay_where_all_experts_have_just_the_mean(num_experts, rule):
     counts = np.tile(tokens[:, None], num_experts).astype(np.float32)
     p = {"layers": {"bias": np.zeros_like(counts)}}
     tx = optimizer.build(config.Optimizer(), 10, {"layers": {"bias": "balance"}}, {"layers": {"bias": None}},
-                         balance_rate=0.01,
-                         balance_rule=rule)
+                         experts=config.Experts(bias_rate=0.01, bias_rule=rule))
     updates, _ = jax.jit(lambda counts: tx.update({"layers": {"bias": counts}}, tx.init(p), p, step=0))(counts)
     assert (updates["layers"]["bias"] == 0).all()
 
