@@ -14,11 +14,12 @@ from pathlib import Path
 
 from meshtrain import config, elastic, files, run_files
 from meshtrain.config import ConfigError
-from meshtrain.run import command, say
+from meshtrain.run import command, say, stops
 from meshtrain.shipped import locate_shipped
 
 SCRIPT = "launch/slurm.sbatch"
 OUTPUT = "runs"
+MOST_SIGNAL_S = 65535       # of sbatch --signal
 
 
 def _word(what: str, pattern: str) -> Callable[[str], str]:
@@ -28,6 +29,19 @@ def _word(what: str, pattern: str) -> Callable[[str], str]:
             raise ValueError(f"is not {what}")
         return text
     return parse
+
+
+def _signal(text: str) -> str:
+    """Return the value of --signal. Raises: ValueError unless it is a stop signal of the tasks, and when to send it."""
+    names = [signal.name.removeprefix("SIG") for signal in stops.SIGNALS]
+    name, at, seconds = text.partition("@")
+    if name.startswith("B:"):
+        raise ValueError("is sent only to the batch script, and the tasks would not save; leave B: out")
+    if name.removeprefix("SIG") not in names or not at or not re.fullmatch("[1-9][0-9]{0,4}", seconds) or (
+            int(seconds) > MOST_SIGNAL_S):
+        raise ValueError(f"is not a signal that stops a run, {', '.join(names)}, with @ and the seconds before the "
+                         f"time limit, up to {MOST_SIGNAL_S}")
+    return f"{name.removeprefix('SIG')}@{seconds}"
 
 
 NAME = _word("a name that Slurm may have", r"[\w.,@+-]+")
@@ -40,6 +54,9 @@ COMMAND = config.Command("meshtrain.slurm", {
     "qos": config.Option("quality of service", "NAME", "normal", NAME),
     "time": config.Option("time limit: [DAYS-]HOURS:MINUTES:SECONDS, or minutes", "TIME", "24:00:00",
                           _word("a time of Slurm", r"(\d+-)?\d+(:\d+){0,2}"), "24:00:00"),
+    "signal": config.Option("the signal on which all tasks save and stop, and how many seconds before the time limit "
+                            "Slurm sends it: longer than a step and a checkpoint take", "SIGNAL@SECONDS", "USR1@600",
+                            _signal, "TERM@300"),
     "container": config.Option("image that the tasks run in (pyxis)", "IMAGE", "registry/meshtrain:1",
                                _word("the name of an image", r"[\w./:@#+-]+")),
 }, "RUN.toml", (1, 8))      # run_files.load reports a second run file with its own message
@@ -78,6 +95,9 @@ def job(own: config.Arguments, name: str, here: Path) -> str:
                                                      "account", "qos") if own[option]}}
     for option, value in options.items():
         text = _replace_line(text, rf"#+SBATCH --{option}=.*", f"#SBATCH --{option}={value}")
+    if "signal" in own:
+        text = _replace_line(text, "#SBATCH --signal=.*", f"#SBATCH --signal={own['signal']}  # to all tasks, so many "
+                             f"seconds before the limit: longer than a step and a checkpoint take;")
     text = _replace_line(text, r"\[ -n \"\$VIRTUAL_ENV.*", f"export PATH={python}:$PATH      # what printed this")
     given = "[ $# -gt 0 ] || set --"
     text = _replace_line(text, f"{re.escape(given)} .*", f"{given} {shlex.join([*own.names, *own.keys])}")

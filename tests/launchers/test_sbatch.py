@@ -208,6 +208,15 @@ def test_a_printed_job_has_the_options_the_run_and_the_environment(printed, tmp_
     assert sum(line not in own for line in text.splitlines()) <= 14       # the rest is the shipped script
 
 
+@pytest.mark.parametrize("asked, line", [
+    ((), "#SBATCH --signal=TERM@300  "), (("--signal", "USR1@600"), "#SBATCH --signal=USR1@600  "),
+    (("--signal", "SIGINT@65535"), "#SBATCH --signal=INT@65535  ")])
+def test_a_printed_job_has_the_signal_that_is_asked_for(printed, asked, line):
+    code, text, told = printed("--nodes", "4", *asked)
+    assert (code, told) == (0, "") and text.count("#SBATCH --signal=") == 1 and line in text
+    assert all(len(one) <= 132 for one in text.splitlines() if "--signal" in one)
+
+
 def test_a_printed_job_runs_what_it_was_printed_for(printed, tmp_path):
     _, text, _ = printed("--nodes", "8", "--training.steps", "7")
     script = tmp_path / "job.sbatch"
@@ -222,6 +231,11 @@ def test_a_printed_job_runs_what_it_was_printed_for(printed, tmp_path):
     (("--nodes", "0"), "--nodes 0 is not a whole number"), ((), "--nodes is missing"),
     (("--nodes", "2", "--mesh.fsdp", "8"), "mesh.fsdp=8 takes 8 devices, and there are 16"),
     (("--nodes", "3"), "does not divide"), (("--nodes", "2", "--time", "tomorrow"), "is not a time of Slurm"),
+    (("--nodes", "2", "--signal", "B:USR1@300"), "is sent only to the batch script"),
+    (("--nodes", "2", "--signal", "KILL@300"), "--signal KILL@300 is not a signal that stops a run, INT, TERM, HUP, USR1"),
+    (("--nodes", "2", "--signal", "USR1"), "with @ and the seconds before the time limit"),
+    (("--nodes", "2", "--signal", "TERM@0"), "use e.g. --signal USR1@600"),
+    (("--nodes", "2", "--signal", "TERM@65536"), "up to 65535"),
     (("--nodes", "2", "--partition", "a b"), "is not a name that Slurm may have"),
     (("--nodes", "2", "--mesh.simulated_devices", "16"), "requests CPU devices"),
     (("--nodes", "2", "--training.stepz", "1"), "did you mean training.steps"),
