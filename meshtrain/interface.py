@@ -255,7 +255,7 @@ class Experiment:
         >>> run.gradients()["layers/mlp/up/kernel"].shape
         (2, 192, 512)
         """
-        grads, *_ = self._gradients(self.state.params, self._place(batch))
+        grads, *_ = self._gradients(self.state.params, self._place(batch), self.state.shares)
         named = [info.name for info in self.made.model.parameters() if info.trainable]
         return dict(zip(named, map(np.asarray, jax.tree.leaves(grads)), strict=True))
 
@@ -315,8 +315,9 @@ class Experiment:
     @functools.cached_property
     def _gradients(self):
         program, key = self.made.program, jax.random.key(self.run.run.seed, impl=PRNG)
-        return program.compile_function(jax.jit(lambda p, batch: program.gradients(p, batch, key)),
-                                self.made.state_shapes.params, program.step.batch)
+        shapes = self.made.state_shapes
+        return program.compile_function(jax.jit(lambda p, batch, shares: program.gradients(p, batch, key, shares)),
+                                        shapes.params, program.step.batch, shapes.shares)
 
     def _place(self, batch: Mapping[str, np.ndarray] | None) -> dict[str, jax.Array]:
         program = self.made.program

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from meshtrain.checkpoint import init_from, resume
 from meshtrain.checkpoint.local import LocalCheckpoints
 from meshtrain.checkpoint.places import Places
 from meshtrain.checkpoint.saved import Saved
+from meshtrain.checkpoint.store import AVERAGE, OPTIONAL, SHARES
 from meshtrain.cluster import agree, watch
 from meshtrain.config import Run
 from meshtrain.huggingface.weights import ends, growth, peft_folder, pretrained
@@ -94,24 +96,35 @@ def start_state(made: assembly.Assembly, start: resume.Start, given: FolderWeigh
     none."""
     if start.saved is not None:
         wanted = made.state_shapes
-        averaged = start.saved.has_average()
+        absent = [part for part in OPTIONAL if not start.saved.has(part)]
         with config.user_errors():
-            state = start.saved.restore(wanted if averaged else dataclasses.replace(wanted, ema=None))
+            state = start.saved.restore(dataclasses.replace(wanted, **dict.fromkeys(absent)))
         source = start.saved.checkpoints
         say.out(f"resuming after step {start.step}" + (
             f", kept in {source.name}" if isinstance(source, LocalCheckpoints) else ""))
-        if averaged and wanted.ema is None:
-            say.out("training.ema=0: the average of the weights in the checkpoint is left out")
-        if wanted.ema is None or averaged:
-            return state
-        say.out(f"training.ema={made.run.training.ema}: the checkpoint has no average of the weights, which starts as "
-                f"a copy of those of step {start.step}")
-        return begin_average(made, state)
+        return _complete(made, start, state, absent)
     state = with_weights(made, given, assembly.initialize(made))
     if state.ema is None or not (given or made.run.checkpoint.init_from):
         return state
     state = dataclasses.replace(state, ema=None)        # of the initial weights; frees its memory first
     return begin_average(made, state)
+
+
+def _complete(made: assembly.Assembly, start: resume.Start, state: State, absent: Sequence[str]) -> State:
+    """Return a restored state with the parts that the run has and the checkpoint lacks. absent: from OPTIONAL."""
+    wanted = made.state_shapes
+    if wanted.ema is None and AVERAGE not in absent:
+        say.out("training.ema=0: the average of the weights in the checkpoint is left out")
+    if wanted.shares is not None and SHARES in absent:
+        say.out(f'experts.balance="batch": the checkpoint has no shares of the experts, which start equal: step '
+                f'{start.step + 1} has no balance loss')
+        begin = jax.jit(made.program.step.state.begin_shares, out_shardings=wanted.shares.sharding)
+        state = dataclasses.replace(state, shares=begin())
+    if wanted.ema is not None and AVERAGE in absent:
+        say.out(f"training.ema={made.run.training.ema}: the checkpoint has no average of the weights, which starts as "
+                f"a copy of those of step {start.step}")
+        state = begin_average(made, state)
+    return state
 
 
 def begin_average(made: assembly.Assembly, state: State) -> State:

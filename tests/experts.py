@@ -1,7 +1,8 @@
 """A mixture-of-experts transformer written a second time, on one device: every expert sees every token, in a Python
 loop.
 
-Imports nothing of meshtrain. m: the settings of [model], e: those of [experts], as plain dicts.
+Imports nothing of meshtrain. m: the settings of [model], e: those of [experts], as plain dicts, and
+the shares [L, E] of the experts in the step before, if the batch is to be balanced.
 """
 import jax
 import jax.numpy as jnp
@@ -34,9 +35,9 @@ def activation(m, gate, up):
             "gelu": lambda: jax.nn.gelu(up)}[m["activation"]]()
 
 
-def moe(m, e, p, x, choice, real):
+def moe(m, e, p, x, choice, real, shares):
     """(y, balance losses summed, counts [E], gap); choice: [B, T, K], or None to choose. Tokens that are not real [B,
-    T] have no expert, and count for nothing."""
+    T] have no expert, and count for nothing. shares: f of all sequences [E]; None: each has its own."""
     logits = x @ p["router"]
     scores = jax.nn.softmax(logits, -1) if m["router_score"] == "softmax" else 1 / (1 + jnp.exp(-logits))
     gap = None
@@ -54,6 +55,7 @@ def moe(m, e, p, x, choice, real):
         y = y + reference.mlp(m, p["shared"], x)
     share = scores if m["router_score"] == "softmax" else scores / scores.sum(-1, keepdims=True)
     f = picked.sum(1) / np.maximum(real.sum(1) * m["experts_per_token"], 1)[:, None]             # [B, E]
+    f = f if shares is None else np.asarray(shares)[None]
     aux = e["aux_loss"] * m["num_experts"] * jnp.sum(f * (share * real[..., None]).sum(1))
     aux += e["z_loss"] * jnp.sum((real * jnp.log(jnp.exp(logits).sum(-1))) ** 2)
     return y, aux, picked.sum((0, 1)), choice, gap
@@ -80,7 +82,8 @@ def objective(m, e, params, batch, choices):
         if "mlp" in p:
             x = x + reference.mlp(m, p["mlp"], h)
             continue
-        y, more, count, choice, gap = moe(m, e, p["moe"], h, choices[len(made)] if choices else None, real)
+        y, more, count, choice, gap = moe(m, e, p["moe"], h, choices[len(made)] if choices else None, real,
+                                        e["shares"][number] if "shares" in e else None)
         x, aux = x + y, aux + more
         counts.append(count), gaps.append(gap), made.append(choice)
     x = reference.norm(m, params["final_norm"], x)

@@ -13,8 +13,8 @@ import jax
 
 from meshtrain import files
 from meshtrain.checkpoint.local import LocalCheckpoints
-from meshtrain.checkpoint.saved import FORMAT, BackgroundSaves, Saved, check_fit, is_average, tell_widened
-from meshtrain.checkpoint.store import AVERAGE, PARAMS, ArrayForm, CheckpointError, Save, Store
+from meshtrain.checkpoint.saved import FORMAT, BackgroundSaves, Saved, check_fit, part_of, tell_widened
+from meshtrain.checkpoint.store import PARAMS, ArrayForm, CheckpointError, Save, Store
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
 from meshtrain.lazy import ocp
@@ -308,4 +308,4 @@ class Checkpoints(BackgroundSaves):
         if wider and step not in self._told_wider:
             self._told_wider.add(step)
             tell_widened(self.path_of(step), wider)
-        return stored.restore(wanted, part=part or AVERAGE not in asked and any(map(is_average, forms)))
+        return stored.restore(wanted, part=part or {*map(part_of, forms)} != {*asked})

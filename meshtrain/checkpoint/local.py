@@ -33,8 +33,8 @@ import xxhash
 from meshtrain import files, jax_private
 from meshtrain.checkpoint import partner, pieces
 from meshtrain.checkpoint.pieces import DamagedPiece, Index, Piece, Region
-from meshtrain.checkpoint.saved import FORMAT, BackgroundSaves, Saved, is_average, tell_widened, widens
-from meshtrain.checkpoint.store import PARAMS, ArrayForm, forms_of
+from meshtrain.checkpoint.saved import FORMAT, BackgroundSaves, Saved, part_of, tell_widened, widens
+from meshtrain.checkpoint.store import OPTIONAL, PARAMS, ArrayForm, forms_of
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
 from meshtrain.run import say, trees
@@ -309,8 +309,8 @@ class LocalCheckpoints(BackgroundSaves):
                 return "another version of meshtrain has written its files"
             index = Index.read(part.document)
             stored, held = index.forms(), index.by_array(f"process-{part.process}/{step}/")
-            if not any(map(is_average, stored)):        # the run that saved it kept none
-                leaves = {name: leaf for name, leaf in leaves.items() if not is_average(name)}
+            for absent in {*OPTIONAL} - {*map(part_of, stored)}:
+                leaves = {name: leaf for name, leaf in leaves.items() if part_of(name) != absent}
             for name, form in forms_of(leaves).items():
                 if stored.get(name) != form and not widens(stored.get(name), form):
                     return f"its {name} has another shape or dtype"

@@ -24,7 +24,7 @@ from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.checkpoint.local import LocalCheckpoints
 from meshtrain.checkpoint.saved import BackgroundSaves, Saved
-from meshtrain.checkpoint.store import CheckpointError, Store
+from meshtrain.checkpoint.store import AVERAGE, CheckpointError, Store
 from meshtrain.cluster import agree
 from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError, Run, user_errors
@@ -281,7 +281,7 @@ def source_of(run_dir: str, step: int, weights: str) -> Saved:
     """Return the checkpoint whose weights a command reads: that of `step`, or the newest if `step` is 0. weights: LAST,
     or EMA for their average. All processes call it. Raises: ConfigError if there is none, or it has no average."""
     saved = source(run_dir, step, run_dir, "--step ", only_params=weights == LAST)
-    if weights == EMA and not saved.has_average():
+    if weights == EMA and not saved.has(AVERAGE):
         raise agree.mark_agreed(ConfigError(
             f"--weights ema: step {saved.step} of {run_dir} has no average of the weights, which a run keeps with "
             f"training.ema, e.g. 0.999; leave --weights out"))

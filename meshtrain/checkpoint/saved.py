@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from meshtrain.checkpoint.store import AVERAGE, PARAMS, ArrayForm, forms_of
+from meshtrain.checkpoint.store import OPTIONAL, PARAMS, ArrayForm, forms_of
 from meshtrain.run import say, trees
 
 # Version of a checkpoint; readers refuse higher ones. 1 has no checksums, 2 another data order, 3 all arrays in state/.
@@ -88,9 +88,9 @@ class Saved:
         """
         return self.checkpoints.arrays(self.step, only_params=True)[PARAMS]
 
-    def has_average(self) -> bool:
-        """Return whether the run kept an average of the weights. All processes call it."""
-        return any(map(is_average, self.checkpoints.forms(self.step)))
+    def has(self, part: str) -> bool:
+        """Return whether it has a part of the state: AVERAGE, SHARES. All processes call it."""
+        return part in map(part_of, self.checkpoints.forms(self.step))
 
     def restore(self, wanted: Any, *, part: bool = False) -> Any:
         return self.checkpoints.restore(self.step, wanted, part=part)
@@ -100,10 +100,10 @@ def check_fit(name: str, stored: Mapping[str, ArrayForm], wanted: Any, part: boo
     """Compare stored arrays with those of `wanted`; return those that are read with another dtype, see `widens`.
 
     name: of the checkpoint, in messages. stored: array -> (shape, dtype). part: `wanted` may lack arrays; it may always
-    lack the average of the weights. Raises: ValueError that lists the first differences, those of parameters before
-    those of the optimizer."""
+    lack optional parts. Raises: ValueError that lists the first differences, those of parameters before those of the
+    optimizer."""
     needed = forms_of(wanted)
-    names = needed.keys() if part else needed.keys() | {array for array in stored if not is_average(array)}
+    names = needed.keys() if part else needed.keys() | {array for array in stored if part_of(array) not in OPTIONAL}
     ranked = sorted(names, key=lambda array: (_is_optimizer(array), array))
     other = [array for array in ranked if stored.get(array) != needed.get(array)]
     wider = [array for array in other if widens(stored.get(array), needed.get(array))]
@@ -117,9 +117,9 @@ def check_fit(name: str, stored: Mapping[str, ArrayForm], wanted: Any, part: boo
     return wider
 
 
-def is_average(array: str) -> bool:
-    """Return whether an array is a part of the average of the weights."""
-    return array.startswith(f"{AVERAGE}/")
+def part_of(array: str) -> str:
+    """Return the part of the state that an array belongs to."""
+    return array.partition("/")[0]
 
 
 def _is_optimizer(array: str) -> bool:

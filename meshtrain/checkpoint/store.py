@@ -14,7 +14,8 @@ import numpy as np
 from meshtrain import files
 from meshtrain.run import trees
 
-PARAMS, AVERAGE = "params", "ema"       # of a training state, whose average may be absent
+PARAMS, AVERAGE, SHARES = "params", "ema", "shares"     # parts of a training state
+OPTIONAL = (AVERAGE, SHARES)        # a checkpoint and a state may have them or not
 ArrayForm = tuple[tuple[int, ...], np.dtype]        # shape and dtype
 
 

@@ -55,6 +55,8 @@ EFFECTS = (
     Effect("data.cache", _caches_tokens, "a data.tokenizer other than bytes, or files that are not plain text or are "
            "at addresses"),
     Effect("data.split_at", _reads_texts, f"data.source={join(map(toml, TEXTS), 'or')}"),
+    Effect("experts.balance", lambda run: run.model.num_experts > 0 and run.experts.aux_loss > 0,
+           "model.num_experts and experts.aux_loss above 0"),
     Effect("lora.export", lambda run: run.checkpoint.export != "off", 'checkpoint.export="last" or "every"'),
     Effect("metrics.every", lambda run: run.training.objective != "rl" or run.rl.updates > 1,
            "rl.updates above 1, because each batch of answers has its own row"),

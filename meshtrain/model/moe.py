@@ -1,13 +1,16 @@
 """Mixture of experts: a float32 router, routed experts and shared experts instead of the MLP.
 
 Experts are parameters [E, D, F]. `ex.engines.experts` decides where they are computed (`parallel.experts.dispatch`).
-Both balance losses are sums over tokens and sequences, independent of layout and microbatches. Padding (segment 0) goes
+Both balance losses are sums over tokens and sequences, independent of layout and microbatches. That of whole batches
+(experts.balance = "batch", global-batch load balancing) takes the shares f of the step before. Those of its own step
+are known after the last microbatch, when the first has had its backward. Megatron-LM sums f up to the present
+microbatch instead, which depends on the number of microbatches. Padding (segment 0) goes
 to no expert and is not counted: its tokens are all equal, so they would fill the same K experts and dominate the
 balance.
 A softmax over only the chosen scores equals a softmax over all scores with `router_normalize`.
 
-Sources: sequence-wise balance: arXiv:2412.19437 (eq. 17 to 20); z-loss: arXiv:2202.08906 (ST-MoE); the bias:
-arXiv:2408.15664.
+Sources: sequence-wise balance: arXiv:2412.19437 (eq. 17 to 20); of the batch: 2501.11873; z-loss: 2202.08906 (ST-MoE);
+the bias: 2408.15664.
 """
 from __future__ import annotations
 
@@ -132,19 +135,19 @@ def _counts(routing: Routing, chosen, dims):
     return jnp.sum(chosen[..., None] == jnp.arange(routing.num_experts), dims, dtype=jnp.float32)
 
 
-def balance_loss(routing: Routing, aux_loss: float, z_loss: float, logits_BTE, counts_BE, real_BT):
+def balance_loss(routing: Routing, aux_loss: float, z_loss: float, logits_BTE, counts_BE, real_BT, f_E=None):
     """Return aux_loss · Σ_sequences T·E·Σ_e f_e·P_e + z_loss · Σ_tokens lse².
 
     Both are sums; the caller divides them by the tokens of the step. T: tokens of the sequence without padding. f:
-    share of the choices, not differentiated. P: mean score. counts are those of whole sequences. If manual axes split
-    sequences, the result is this shard's part of the loss.
+    share of the choices, not differentiated: of the sequence, or f_E for all. P: mean score. counts are those of whole
+    sequences. If manual axes split sequences, the result is this shard's part of the loss.
     """
     loss = jnp.float32(0)
     if aux_loss:
         scores = routing.scores(logits_BTE)
         share = scores if routing.score == "softmax" else scores / (scores.sum(-1, keepdims=True) + TINY)
         counts_BE = lax.stop_gradient(counts_BE)
-        f_BE = counts_BE / jnp.maximum(counts_BE.sum(-1, keepdims=True), 1)
+        f_BE = counts_BE / jnp.maximum(counts_BE.sum(-1, keepdims=True), 1) if f_E is None else f_E
         loss += aux_loss * routing.num_experts * jnp.sum(f_BE * jnp.sum(share * real_BT[..., None], 1))
     if z_loss:
         loss += z_loss * jnp.sum(real_BT * jax.nn.logsumexp(logits_BTE, -1) ** 2)
@@ -201,7 +204,8 @@ class MoE(nnx.Module):
         load_E = counts_BE.sum(0) / ex.layout.num_shards(ex.layout.manual_axes("activations", "residual_seq"))
         stats = LayerStats.of("target", **{EXPERT_LOAD: jnp.where(layer, load_E, 0.0)})
         if experts.aux_loss or experts.z_loss:
-            loss = balance_loss(self.routing, experts.aux_loss, experts.z_loss, logits_BTE, counts_BE, real_BT)
+            f_E = None if inputs.shares_LE is None else inputs.shares_LE[number]
+            loss = balance_loss(self.routing, experts.aux_loss, experts.z_loss, logits_BTE, counts_BE, real_BT, f_E)
             stats |= LayerStats.of("token", **{AUX_LOSS: loss})
         return y_BTD, stats
 
@@ -223,6 +227,11 @@ class MoE(nnx.Module):
         return checkpoint_name(ex.layout.act(logits_BTE, "batch", "residual_seq", None), "router_logits")
 
 
+def shares(load_LE):
+    """Return each expert's share of its layer's choices [L, E]; 0 in layers without experts."""
+    return load_LE / jnp.maximum(load_LE.sum(-1, keepdims=True), TINY)
+
+
 def report_load(metrics: dict) -> dict:
     """Return the numbers of a step's layers as they are reported.
 
@@ -234,7 +243,7 @@ def report_load(metrics: dict) -> dict:
         return metrics
     load_LE = metrics[EXPERT_LOAD]
     num_experts, total_L = load_LE.shape[-1], load_LE.sum(-1)
-    share_LE = load_LE / jnp.maximum(total_L, TINY)[:, None]
+    share_LE = shares(load_LE)
     entropy_L = -jnp.sum(jax.scipy.special.xlogy(share_LE, share_LE),
                          -1) / math.log(num_experts) if num_experts > 1 else jnp.ones_like(total_L)
     by_layer = [jnp.where(total_L > 0, a, jnp.nan)

@@ -75,6 +75,7 @@ class Inputs(NamedTuple):
     sequence_B: jax.Array                        # global sequence number, for dropout
     rope: dict[str, rope.Rope]                   # for each mixer that rotates
     dropout_key: jax.Array | None
+    shares_LE: jax.Array | None = None           # of the experts in the step before, for the balance loss
 
     def transpose(self) -> Inputs:
         """Return the inputs for activations [T, B, D], without dropout.
@@ -85,9 +86,10 @@ class Inputs(NamedTuple):
 
     def cut(self, shards: int, count: int) -> list[Inputs]:
         """Split the rows as the function `cut` does."""
-        pieces = jax.tree.map(lambda a: cut(a, shards, count), self._replace(dropout_key=None))
-        whole = jax.tree.structure(self._replace(dropout_key=None))
-        return [part._replace(dropout_key=self.dropout_key)
+        of_rows = self._replace(dropout_key=None, shares_LE=None)
+        pieces = jax.tree.map(lambda a: cut(a, shards, count), of_rows)
+        whole = jax.tree.structure(of_rows)
+        return [part._replace(dropout_key=self.dropout_key, shares_LE=self.shares_LE)
                 for part in jax.tree.transpose(whole, jax.tree.structure([0] * count), pieces)]
 
 

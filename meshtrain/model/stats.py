@@ -40,10 +40,11 @@ class Stat:
 class Normalizers(NamedTuple):
     """What the sums of a step are divided by.
 
-    targets: the objective's own count. tokens: tokens without padding.
+    targets: the objective's own count. tokens: tokens without padding. shares_LE: see `Inputs`.
     """
     targets: jax.Array
     tokens: jax.Array
+    shares_LE: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

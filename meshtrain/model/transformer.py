@@ -208,9 +208,9 @@ class Transformer:
 
     # Pipelines use these functions, too. In embed and head_loss p needs no LAYERS.
 
-    def inputs(self, batch: dict, dropout_key=None) -> Inputs:
+    def inputs(self, batch: dict, dropout_key=None, shares_LE=None) -> Inputs:
         ropes = rope.of(self.cfg, batch["positions"], batch.get("length"))
-        return Inputs(batch["segments"], batch["index"], batch["sequence"], ropes, dropout_key)
+        return Inputs(batch["segments"], batch["index"], batch["sequence"], ropes, dropout_key, shares_LE)
 
     def embed(self, ex: Execution, p, batch: dict, dropout_key=None):
         """Return the input of the first layer [B, T, D]."""

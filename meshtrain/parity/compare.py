@@ -231,7 +231,10 @@ def train(case: Compiled, params, steps: int = STEPS):
     step, the optimizer state after the first step). Raises: NotFiniteError."""
     spec = case.made.program.step.state
     opt_state, ema = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), (spec.abstract.opt_state, spec.abstract.ema))
-    state = jax.device_put(State(np.int32(0), params, opt_state, ema), spec.sharding)
+    # unequal shares of experts: with equal ones the balance loss has no gradient
+    shares = jax.tree.map(lambda a: np.linspace(0, 2 / a.shape[-1], a.size, dtype=a.dtype).reshape(a.shape),
+                          spec.abstract.shares)
+    state = jax.device_put(State(np.int32(0), params, opt_state, ema, shares), spec.sharding)
     numbers: list[tuple[float, float]] = []
     first: tuple = ()
     for n in range(steps):

@@ -27,7 +27,7 @@ def balance(program: Program, step: Callable, state: State, data: Batches, passe
 
     step: the compiled training step; it donates the state. fresh: returns a state with a new optimizer state.
     """
-    params, opt_state, ema = state.params, state.opt_state, state.ema
+    params, opt_state, ema, shares = state.params, state.opt_state, state.ema, state.shares
     placed = program.step.state.sharding.step
 
     def before_first() -> jax.Array:
@@ -36,13 +36,13 @@ def balance(program: Program, step: Callable, state: State, data: Batches, passe
     del state
     with contextlib.closing(contracts.iterate(data, 0, rows=program.rows)) as batches:
         for _ in range(passes):
-            state, _ = step(State(before_first(), params, opt_state, ema), program.place(next(batches)),
+            state, _ = step(State(before_first(), params, opt_state, ema, shares), program.place(next(batches)),
                             *program.limit(math.inf))
-            params, opt_state, ema = state.params, state.opt_state, state.ema
+            params, opt_state, ema, shares = state.params, state.opt_state, state.ema, state.shares
             watch.progress()
     del state
     opt_state = None    # frees its memory for the state of fresh()
     begun = fresh()
     if ema is not None and begun.ema is not None:       # the weights, and so their average, are as they were
         ema = dataclasses.replace(ema, count=begun.ema.count)
-    return State(begun.step, params, begun.opt_state, ema)
+    return State(begun.step, params, begun.opt_state, ema, shares)

@@ -93,6 +93,8 @@ def step_spec(run: Run, model: Transformer, layout: Layout, mesh: Mesh, engines:
     batch = {name: describe(*of) for name, of in (goal.fields | dict(goal.computed)).items()}
     state_spec = state.state_spec(model, run.optimizer, training.steps, layout, mesh, run.experts, run.run.seed,
                                   training.ema > 0)
+    if run.model.num_experts and run.experts.aux_loss and run.experts.balance == "batch":
+        state_spec = state_spec.with_shares(model)
     return StepSpec(run, model, layout, mesh, state_spec, ex, deferred, batch, schedule,
                     attention.token_order(run, layout.sizes),
                     in_place=ex.engines.by_kernels and jax.__version_info__ >= backward.IN_PLACE_SINCE)
@@ -104,14 +106,15 @@ class LayerInputs(NamedTuple):
     tokens: jax.Array
 
 
-def gradients(step: StepSpec, p, batch: dict, key):
+def gradients(step: StepSpec, p, batch: dict, key, shares_LE=None):
     """Return (gradients of the trained parameters, sharded as in [optimizer]; loss; count; metrics of layers).
 
-    p: parameters. key: of dropout, or None. metrics: the numbers that layers and the objective report, by name.
+    p: parameters. key: of dropout, or None. shares_LE: see `Inputs`. metrics: the numbers that layers and
+    the objective report, by name.
     """
     weights = step.model.divide(_read(step, p))
     count = jnp.maximum(step.objective.count(batch), 1).astype(jnp.float32)
-    normalizers = Normalizers(count, objective.tokens(batch))
+    normalizers = Normalizers(count, objective.tokens(batch), shares_LE)
     used = _count_used(step, step.ex.after(batch, normalizers))
     grads, nll, stats = reduction.accumulate(step.reduction, partial(_make_backward, step),
                                              step.ex.after(batch, (normalizers, used)), weights, (normalizers, key),
@@ -196,7 +199,7 @@ def _microbatch_gradients(step: StepSpec, weights: params.Divided, grads, microb
     """
     model, ex = step.model, step.ex
     ends, frozen_ends = accumulators.widen(without_layers(weights.trained)), without_layers(weights.frozen)
-    layer_inputs = LayerInputs(model.inputs(microbatch, key), normalizers.tokens)
+    layer_inputs = LayerInputs(model.inputs(microbatch, key, normalizers.shares_LE), normalizers.tokens)
     stats, saved = LayerStats(), []
 
     def embed(ends, microbatch: dict):
@@ -242,7 +245,7 @@ def _make_backward(step: StepSpec, weights: params.Divided, rows: dict, normaliz
     were allocated inside the loop, XLA would fill them with zeros, which takes 3% of a step of llama3-8b.
     """
     model = step.model
-    inputs = LayerInputs(jax.eval_shape(lambda: model.inputs(rows, key)), normalizers.tokens)
+    inputs = LayerInputs(jax.eval_shape(lambda: model.inputs(rows, key, normalizers.shares_LE)), normalizers.tokens)
     x_BTD = jax.eval_shape(lambda: model.embed(step.ex, params.join(*weights), rows, key))
     stacks, shapes = [], jax.eval_shape(partial(_stack_weights, model), weights)
     for group, stacked in zip(model.groups, shapes, strict=True):

@@ -59,9 +59,10 @@ def build(step: StepSpec):
         whole = sum(whole_axes(axes), ())
         return tuple(a for a in summed if a not in whole)
 
-    def gradients(p, batch: dict, key):
+    def gradients(p, batch: dict, key, shares_LE=None):
         count = jnp.maximum(step.objective.count(batch), 1).astype(jnp.float32)
-        extra = {"count": count, "tokens": objective.tokens(batch)} | ({} if key is None else {"key": key})
+        extra = {"count": count, "tokens": objective.tokens(batch)} | {
+            name: value for name, value in (("key", key), ("shares", shares_LE)) if value is not None}
         weights = _into_loop(step, p, num_stages, schedule.num_chunks)
         nll, layer_grads, ends, before, stats = executor.gradients(schedule, functions, placement, weights, batch,
                                                                    extra)
@@ -94,7 +95,7 @@ def _functions(step: StepSpec, virtual_stages: int) -> ModelFunctions:
     goal = type(step.objective).__name__
 
     def prepare(microbatch: dict, extra):
-        return LayerInputs(model.inputs(microbatch, extra.get("key")), extra["tokens"])
+        return LayerInputs(model.inputs(microbatch, extra.get("key"), extra.get("shares")), extra["tokens"])
 
     def embed(ends, frozen, microbatch: dict, extra):
         return model.embed(ex, params.join(ends, frozen), microbatch, extra.get("key"))

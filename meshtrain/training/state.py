@@ -24,12 +24,14 @@ class State:
     """The training state.
 
     step: int32 scalar, number of steps taken. params: as in the model. opt_state: the optimizer's tree. ema: the
-    average of the trained weights; None without training.ema.
+    average of the trained weights; None without training.ema. shares: of the experts in the choices of the step before,
+    float32 [L, E]; None without experts.balance="batch".
     """
     step: jax.Array
     params: dict
     opt_state: optax.OptState
     ema: Average | None = None
+    shares: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,6 +41,18 @@ class StateSpec:
     axes: dict                  # logical axes of each parameter, a tree like params
     trained_axes: dict          # logical axes of the trained parameters, a tree like their gradients
     abstract: State             # ShapeDtypeStructs with shardings, the target of a checkpoint restore
+
+    def with_shares(self, model: Transformer) -> StateSpec:
+        """Return the spec of a state with the shares of a model's experts."""
+        shape = model.cfg.num_layers, model.cfg.num_experts
+        shares = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.abstract.step.sharding)
+        return dataclasses.replace(self, abstract=dataclasses.replace(self.abstract, shares=shares))
+
+    def begin_shares(self) -> jax.Array | None:
+        """Return the shares before the first step: equal ones, with which the balance loss has no gradient."""
+        if (shares := self.abstract.shares) is None:
+            return None
+        return jnp.full(shares.shape, 1 / shares.shape[-1], shares.dtype)
 
     @property
     def sharding(self) -> State:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import flags
 from meshtrain.model import float8, moe, params
-from meshtrain.model.stats import SCORE_BOUND
+from meshtrain.model.stats import EXPERT_LOAD, SCORE_BOUND
 from meshtrain.names import PRNG
 from meshtrain.training import accumulate, average, pipelined, qk_clip, rounding
 from meshtrain.training.optimizer import learning_rate_schedule, without_balance
@@ -44,7 +44,8 @@ class Program:
     train: jax.stages.Wrapped
     # the step takes a third argument, the largest loss with which the update is applied (see `limit`)
     limited: bool
-    # (params, batch, dropout key) -> (gradients of trained parameters, sharded as in [optimizer]; loss; count; metrics)
+    # (params, batch, dropout key, shares of experts) -> (gradients of trained parameters, sharded as in [optimizer];
+    # loss; count; metrics)
     gradients: Callable
     evaluate: Callable
     initialize: Callable
@@ -137,7 +138,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
 
     def train(state: State, batch: dict, *loss_limit):
         key = dropout_key(run.run.seed, state.step) if accumulate.drops(run) else None
-        grads, loss, count, of_layers = gradients(state.params, batch, key)
+        grads, loss, count, of_layers = gradients(state.params, batch, key, state.shares)
         of_weights = without_balance(roles, jax.tree.leaves(grads))
         grad_norm = optax.global_norm(of_weights)
         if training.grad_clip:
@@ -164,7 +165,8 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         trained, opt_state = select(moved, trained), select(opt_state, state.opt_state)
         p = params.join(trained, frozen)
         ema = state.ema and average.update(model, state.ema, p, training.ema, finite)
-        new = State(state.step + 1, p, opt_state, ema)
+        shares = None if state.shares is None else select(moe.shares(of_layers[EXPERT_LOAD]), state.shares)
+        new = State(state.step + 1, p, opt_state, ema, shares)
         rate = learning_rate_schedule(run.optimizer, training.steps)(state.step)
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate, jnp.float32),
                    "tokens": count,
@@ -178,7 +180,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
     def initialize():
         p = model.init(jax.random.key(run.run.seed, impl=PRNG))
         ema = average.begin(model, p) if training.ema else None
-        return State(jnp.int32(0), p, state_spec.tx.init(model.divide(p)[0]), ema)
+        return State(jnp.int32(0), p, state_spec.tx.init(model.divide(p)[0]), ema, state_spec.begin_shares())
 
     batch_shardings, rows_shardings = ({name: abstract.sharding for name, abstract in arrays.items()}
                                        for arrays in (step.batch, step.rows))

@@ -133,19 +133,19 @@ def expected(model: str, leaning: str = ""):
     raise AssertionError("no parameters with clear choices")
 
 
-def computed(run: config.Run, params, devices, change=lambda ex: ex):
-    """(loss, gradients, aux) of a step."""
+def computed(run: config.Run, params, devices, shares=None):
+    """(loss, gradients, aux) of a step. shares: of the experts in the step before."""
     made = assembly.assemble(run, devices)
     program = made.program
     params = jax.device_put(params, program.step.state.sharding.params)
     with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
-        grads, loss, _, aux = jax.device_get(jax.jit(program.gradients)(params, program.place(batch()), None))
+        grads, loss, _, aux = jax.device_get(jax.jit(program.gradients)(params, program.place(batch()), None, shares))
     return float(loss), grads, aux
 
 
-def assert_equal(run, wanted, devices):
+def assert_equal(run, wanted, devices, shares=None):
     params, nll, grads, counts = wanted
-    loss, got, aux = computed(run, params, devices)
+    loss, got, aux = computed(run, params, devices, shares)
     assert abs(loss - nll) < 2e-6 * nll          # one float32 sum of 256 numbers
     errors = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-6)), got, grads)
     worst = max((error, jax.tree_util.keystr(path)) for path, error in jax.tree_util.tree_leaves_with_path(errors))

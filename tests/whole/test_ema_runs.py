@@ -123,7 +123,7 @@ def test_states_on_hosts_may_have_an_average_or_not(tmp_path, kept, wanted):
     tier.save(2, trees_of[kept], {})
     tier._join()
     found = LocalCheckpoints(str(tmp_path / "local"), 2, run).newest(0, abstract(trees_of[wanted]))
-    assert found is not None and found.step == 2 and found.has_average() == kept
+    assert found is not None and found.step == 2 and found.has("ema") == kept
     both = trees_of[kept and wanted]
     assert_same_bits(found.restore(abstract(both)), both)
 

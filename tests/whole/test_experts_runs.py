@@ -83,6 +83,27 @@ def test_before_the_first_step_batches_move_the_biases_and_nothing_else(tiny, tm
         assert load(often) < min(load(fresh), 1.5)
 
 
+def test_the_shares_of_a_balance_over_the_batch_are_saved_and_start_equal_where_there_are_none(tiny):
+    def to(steps, directory, *words):
+        return ran(*tiny, *EXPERTS, "--run.dir", directory, "--training.steps", str(steps), "--checkpoint.every", "1",
+                   "--checkpoint.keep", "9", "--validation.batches", "1", *words).out
+    batch = "--experts.balance=batch"
+    to(3, "whole", batch)
+    to(2, "stopped", batch)
+    assert "shares of the experts" not in to(3, "stopped", batch)
+    whole, stopped = paths(saved(Path("whole"), 3)), paths(saved(Path("stopped"), 3))
+    assert whole["shares"].shape == (1, 4) and whole["shares"].sum() == pytest.approx(1, rel=1e-6)
+    assert whole["shares"].std() > 0 and {name: leaf.tobytes() for name, leaf in whole.items()} == {
+        name: leaf.tobytes() for name, leaf in stopped.items()}
+    to(1, "changed")
+    said = to(2, "changed", batch)
+    assert "has no shares of the experts, which start equal: step 2 has no balance loss" in said
+    assert 'from step 2 on: experts.balance="batch" (was "sequence")' in said
+    assert "shares" not in paths(saved(Path("changed"), 1)) and "shares" in paths(saved(Path("changed"), 2))
+    to(3, "changed")
+    assert "shares" not in paths(saved(Path("changed"), 3))
+
+
 @pytest.mark.long
 def test_a_run_goes_on_with_its_experts_on_another_layout(runs, tiny, tmp_path):
     import shutil
