@@ -34,7 +34,7 @@ def help_text(run: Run, usage: str = USAGE) -> str:
     """List every key with its value in `run` and its description."""
     lines = [f"usage: {usage}", "", "Without RUN.toml: configs/quickstart.toml. Strings are bare, lists are TOML."]
     for name, section in run:
-        lines += ["", type(section).__doc__]
+        lines += ["", type(section).__doc__ or ""]
         for key, field in type(section).model_fields.items():
             known = choices(field) if kind_of(field) == "choice" else []
             known += ["file.py:name"] * bool(named.find(field))
