@@ -289,7 +289,8 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
 
     A faulty key takes its default, so that further faults are found.
     """
-    faults, faulty, sections = [], [], {}
+    faults, faulty = [], []
+    sections: dict = {}
     for name, table in tables.items():
         if name not in SECTIONS:
             faults.append(unknown_section(name, table))
