@@ -138,7 +138,7 @@ def test_a_run_starts_from_a_folder_of_adapters_and_goes_on_without_it(runs, tin
     (("--lora.rank=2", '--lora.targets=["gate"]', "--model.activation=gelu"),
      "lora.targets names gate, but the layers of this model have only query, key"),
     (("--lora.export=adapters",), "needs adapters, but lora.rank=0"),
-    (("--lora.rank=2", '--lora.also=["lm_head"]'), 'lora.also="lm_head" is unknown; use "head"'),
+    (("--lora.rank=2", '--lora.also=["lm_head"]'), 'lora.also="lm_head" is unknown; did you mean "head"?'),
     (("--lora.rank=2", '--lora.also=["head", "head"]'), "twice; name it once"),
     (('--lora.also=["head"]',), "lora.also=[\"head\"] has no effect with lora.rank=0"),
     (("--lora.rank=2", '--lora.also=["head"]', "--model.tie_embeddings=true"),
