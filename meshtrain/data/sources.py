@@ -324,7 +324,7 @@ def _open(described: Description, component: NamedFiles, cache_dir: Path, job: p
         return None
     opened = token_files.TokenFiles(pairs, complete=source in CHATS)
     for line in faulty.describe(where, [pair.left_out for pair in pairs if pair.left_out]):
-        job.tell(line)
+        job.tell(_key_of_section(where, line))
     _check_not_empty(where, paths, opened, job.tell)
     return opened
 

@@ -81,6 +81,17 @@ def test_the_other_lines_are_as_without_the_faulty_ones_whatever_the_batches(tmp
     assert found.corpus.lines_left_out == len(bad)
 
 
+def test_each_source_of_a_mixture_is_told_by_its_own_key(tmp_path):
+    of_lines(tmp_path, [GOOD, "{", "{"], "held.jsonl")
+    data = of_lines(tmp_path, ["{", GOOD])
+    part = {"source": "chat", "paths": list(data.paths), "validation_paths": [str(tmp_path / "held.jsonl")]}
+    data = config.Data(**dict(data) | {"source": "mixture", "paths": (), "mixture": [part], "template_arguments": {}})
+    opened = Opened(data, tmp_path)
+    assert [line.partition(" lines")[0] for line in opened.told if "faulty and" in line] == [
+        "data.mixture[0].paths: 1 of 2", "data.mixture[0].validation_paths: 2 of 3"]
+    assert opened.corpus.lines_left_out == 3
+
+
 def with_template(data: config.Data, directory, text: str) -> config.Data:
     (directory / "chatml" / "t.jinja").write_text(text)
     return data.model_copy(update={"chat_template": str(directory / "chatml" / "t.jinja")})
