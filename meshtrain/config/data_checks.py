@@ -37,7 +37,8 @@ def check_data(run: Run) -> Iterator[str]:
     for key, others in (("chat_template", ("preferences", "prompts")), ("template_arguments", (
             "preferences", "prompts")), ("loss_on", ()), ("faulty", ("preferences",))):
         is_default = getattr(data, key) == Data.model_fields[key].default
-        if not is_default and not {table.source for _, table in named} & {"chat", *others}:
+        kinds = {table.source for _, table in named}
+        if not is_default and kinds != {""} and not kinds & {"chat", *others}:     # "": another fault, or a trained model
             yield (f'data.{key}={toml(getattr(data, key))} applies only to conversations; use data.source="chat", or '
                    f'leave it out')
     named += [(f"data.validation_sources[{i}]", table) for i, table in enumerate(data.validation_sources)]

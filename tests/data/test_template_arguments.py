@@ -12,7 +12,7 @@ from test_chat import opened
 from test_messages import ANSWER, ASK, chats
 
 from meshtrain import config, run_files
-from meshtrain.commands import generate, train
+from meshtrain.commands import evaluate, generate, train
 from meshtrain.config import ConfigError, to_toml
 from meshtrain.data.documents import chat, conversations, rendering, tokenizer
 from meshtrain.huggingface.weights import ends
@@ -227,6 +227,9 @@ def test_a_run_is_asked_with_the_arguments_that_it_was_trained_with_and_its_firs
         ids = json.loads(answer.out)["completions"][0]["prompt_ids"]
         assert ("think" in reader.decode(ids)) == has
     wrong = call(generate.main, *asked, "--data.template_arguments", "{thinking = true}")
+    assert wrong.code == 2 and "data.template_arguments sets 'thinking'" in wrong.err
+    wrong = call(evaluate.main, tmp_path / "run", "--mesh.simulated_devices=8", "--data.source=chat", "--data.paths",
+                 json.dumps([str(tmp_path / "chat.jsonl")]), "--data.template_arguments", "{thinking = true}")
     assert wrong.code == 2 and "data.template_arguments sets 'thinking'" in wrong.err
     plain = call(generate.main, tmp_path / "run", "--prompt", "why?", "--mesh.simulated_devices=8",
                  "--data.template_arguments", "{a = 1}")
