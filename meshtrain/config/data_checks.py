@@ -38,7 +38,8 @@ def check_data(run: Run) -> Iterator[str]:
             "preferences", "prompts")), ("loss_on", ()), ("faulty", ("preferences",))):
         is_default = getattr(data, key) == Data.model_fields[key].default
         kinds = {table.source for _, table in named}
-        if not is_default and kinds != {""} and not kinds & {"chat", *others}:     # "": another fault, or a trained model
+        # "": another fault, or the data of a trained model
+        if not is_default and kinds != {""} and not kinds & {"chat", *others}:
             yield (f'data.{key}={toml(getattr(data, key))} applies only to conversations; use data.source="chat", or '
                    f'leave it out')
     named += [(f"data.validation_sources[{i}]", table) for i, table in enumerate(data.validation_sources)]

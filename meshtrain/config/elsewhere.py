@@ -40,7 +40,6 @@ WORDS = {
                          "local_batch_size per_device_train_batch_size",
     "data.paths": "data_path dataset_path train_files dataset train_data data_dir",
     "data.tokenizer": "tokenizer_path tokenizer_model tokenizer_name hf_tokenizer_path hf_assets_path",
-    "data.template_arguments": "chat_template_kwargs enable_thinking", "data.faulty": "skip_invalid_samples",
     "training.steps": "max_steps train_iters num_steps total_steps max_iters train_steps num_train_steps",
     "training.microbatches": "gradient_accumulation_steps grad_accum accumulate_grad_batches num_microbatches",
     "training.remat": "activation_checkpoint activation_checkpointing activation_checkpoint_mode recompute "
