@@ -125,7 +125,7 @@ def on_gpus(devices, plan: gpu_speed.Plan = A3B, sizes: gpu_speed.Sizes = A3B_SI
     for of in (plan, bare):
         if of is bare:
             made = assembly.assemble(gpu_speed.run_of(bare, len(devices), sizes.microbatches, layers), devices)
-            compiled = assembly.compile_step(made)
+            compiled = assembly.compile_step(made, made.program.lower_step())
         with tempfile.TemporaryDirectory() as directory:
             measured = gpu_speed.measure(made, compiled, compiled, compile_s, sizes, Path(directory))
         row = gpu_speed.told(of, made, compiled, measured)["row"]
@@ -272,7 +272,7 @@ def balance_section() -> list[str]:
 
 def balanced(name: str) -> list[str]:
     made = assembly.assemble(run_files.load([str(ROOT / "configs" / f"{name}.toml")]), gpu_compile.topology("h100:64"))
-    program = CompiledProgram.of_run(made, assembly.compile_step(made, refuse_broken=False))
+    program = CompiledProgram.of_run(made, assembly.compile_step(made, made.program.lower_step(), refuse_broken=False))
     further = dataclasses.replace(program, assumed={"experts.rounds": 1})
     priced = [program.roofline]
     if ManualRegion.of(made.layout).own:

@@ -54,7 +54,7 @@ def flag(row: flags.Flag, devices, sizes: gpu_speed.Sizes) -> dict:
     made, step, _ = gpu_speed.compiled(PLAN, devices, sizes)
     given = made.program.compiler_options | {row.name: row.value}
     other = assembly.compile_step(dataclasses.replace(
-        made, program=dataclasses.replace(made.program, compiler_options=given)), refuse_broken=False)
+        made, program=dataclasses.replace(made.program, compiler_options=given)), made.program.lower_step(), refuse_broken=False)
     return compared(trained(made, step), trained(made, other), "the table stays: never",
                     f"the table should say {row.name} = {row.value} always")
 

@@ -184,7 +184,7 @@ def compiled(plan: Plan, devices, sizes: Sizes):
     while True:
         made = assembly.assemble(run_of(plan, len(devices), sizes.microbatches, layers), devices)
         started = time.perf_counter()
-        step = assembly.compile_step(made)
+        step = assembly.compile_step(made, made.program.lower_step())
         seconds = time.perf_counter() - started
         fits = memory.measure(made,
                                       step)["total"] <= hardware.usable_bytes(gpu) if gpu and gpu.hbm_bytes else True

@@ -139,7 +139,7 @@ def compiled(made: assembly.Assembly):
         key = hashlib.sha256(f"{made.mesh.devices} {text}".encode()).hexdigest()
         known = key in _compiled
         if not known:
-            _compiled[key] = assembly.compile_step(made)
+            _compiled[key] = assembly.compile_step(made, made.program.lower_step())
     return _compiled[key], known
 
 
@@ -210,7 +210,7 @@ def same_bits(run: config.Run, devices) -> dict:
     differ."""
     made, bits = assembly.assemble(run, devices), []
     for _ in range(2):
-        step, state = assembly.compile_step(made), assembly.initialize(made)
+        step, state = assembly.compile_step(made, made.program.lower_step()), assembly.initialize(made)
         for number in range(2):
             state, metrics = step(state, made.program.place(batch(number, run)))
         bits.append(jax.device_get((state, metrics)))

@@ -99,7 +99,7 @@ def priced(case: Case) -> Price:
 def compiled(case: Case) -> tuple[float, int]:
     """(seconds by the roofline, bytes of a GPU) of the compiled step."""
     made = assembly.assemble(case.run(), gpu_compile.topology(f"{GPU}:{case.gpus}"))
-    executable = assembly.compile_step(made)
+    executable = assembly.compile_step(made, made.program.lower_step())
     return CompiledProgram.of_run(made, executable).roofline.step_s, memory.measure(made, executable)["total"]
 
 

@@ -149,7 +149,7 @@ class Child:
 
 
 @contextlib.contextmanager
-def started(contender: Contender, case: Case, folder: Path, on_gpu: bool) -> Iterator[Child]:
+def start(contender: Contender, case: Case, folder: Path, on_gpu: bool) -> Iterator[Child]:
     child = Child(contender, case, folder, on_gpu)
     try:
         child.started = child.answer()
@@ -255,7 +255,7 @@ def run_part(contenders: Sequence[Contender], case: Case, sizes: Sizes, folder: 
             continue
         write_batches(this, folder)
         say(label(OURS[packed]) + " …")
-        with started(OURS[packed], this, folder, on_gpu) as ours:
+        with start(OURS[packed], this, folder, on_gpu) as ours:
             check(ours, this, folder, sizes)
             for one in able:
                 say(f"{label(one)} …")
@@ -263,7 +263,7 @@ def run_part(contenders: Sequence[Contender], case: Case, sizes: Sizes, folder: 
                     absent.append((label(one), f"not started: {sizes.part_s:.0f} s a part"))
                     continue
                 try:
-                    with started(one, this, folder, on_gpu) as other:
+                    with start(one, this, folder, on_gpu) as other:
                         check(other, this, folder, sizes)
                         turns = take_turns(ours, other, sizes, begun + sizes.part_s * 0.9)
                         pairs.append(Pair(one, tuple(turns[0]), tuple(turns[1]), (
@@ -319,11 +319,11 @@ def tell(pairs: Sequence[Pair], case: Case, flops: float, peak: float | None) ->
 
 def versions() -> list[str]:
     names = ("jax", "flax", "optax", "maxtext", "torch", "transformers", "liger-kernel", "torchtitan")
-    found = {name: importlib.metadata.version(name) for name in names if installed(name)}
+    found = {name: importlib.metadata.version(name) for name in names if is_installed(name)}
     return [f"{name} {version}" for name, version in found.items()]
 
 
-def installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return bool(importlib.metadata.version(name))
     return False

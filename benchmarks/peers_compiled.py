@@ -128,7 +128,7 @@ def compile_program(name: str, case: Case, devices: Sequence, gpu: str):
     if name in (OURS, PACKED):
         more = () if case.packed or has_cudnn() else ("--model.attention", "pallas")
         made = assembly.assemble(ours.run_of(case, len(devices), *more), devices)
-        return assembly.compile_step(made), made.mesh
+        return assembly.compile_step(made, made.program.lower_step()), made.mesh
     if name == PLAIN:
         mesh = plain_flax.mesh_of(devices)
         attend = plain_flax.attend_by("cudnn") if has_cudnn() else stand_in(mesh, gpu)

@@ -109,7 +109,7 @@ def program(gpu: str, case: Case):
     """(assembled run, its compiled step)."""
     run = run_files.load([str(ROOT / "configs" / case.run_file), *case.words.split()])
     made = assembly.assemble(run, gpu_compile.topology(f"{gpu}:{case.num_gpus}"))
-    return made, assembly.compile_step(made, refuse_broken=False)
+    return made, assembly.compile_step(made, made.program.lower_step(), refuse_broken=False)
 
 
 def line_of(gpu: str, case: Case, given: Mapping[str, float] = MappingProxyType({})) -> roofline.Roofline:

@@ -49,15 +49,13 @@ class BrokenProgramError(RunError):
     """A compiled program would compute wrong numbers without an error."""
 
 
-def compile_step(made: Assembly, refuse_broken: bool = True) -> jax.stages.Compiled:
-    """Return the compiled training step of the run. All processes call it together. Raises: as `check_program`, if
-    refuse_broken.
+def compile_step(made: Assembly, lowered: jax.stages.Lowered, refuse_broken: bool = True) -> jax.stages.Compiled:
+    """Return the compiled training step of the run. All processes call it together. lowered: by `Program.lower_step`.
+    Raises: as `check_program`, if refuse_broken.
 
     If much of the step waits for communication, it is compiled again with a profile (see `cost.program.scheduling`),
     and the better of the two programs is returned.
     """
-    with _blame_own_code(made.run):
-        lowered = made.program.lower_step()
     step = first = _compile(made, lowered)
     profile = agree.on_first(lambda: _profile(made, first))
     path = profile and programs.keep_profile(profile)
@@ -86,13 +84,13 @@ def compile_evaluation(made: Assembly) -> Assembly:
 def compile_function(made: Assembly, name: str, function: jax.stages.Wrapped, *args) -> jax.stages.Compiled:
     """Return a function compiled for these arguments (or ShapeDtypeStructs). name: for the message. Raises: as
     `check_program`."""
-    with _blame_own_code(made.run):
+    with blame_own_code(made.run):
         lowered = made.program.lower(function, *args)
     return check_program(made.mesh, name, _compile(made, lowered))
 
 
 @contextlib.contextmanager
-def _blame_own_code(run: Run) -> Iterator[None]:
+def blame_own_code(run: Run) -> Iterator[None]:
     """Turn an error that passed code of the run's own into a ConfigError with its key."""
     try:
         with custom.blame(named.values(run)):

@@ -11,6 +11,7 @@ import difflib
 import functools
 import hashlib
 import importlib
+import re
 import sys
 import textwrap
 import traceback
@@ -23,6 +24,7 @@ from meshtrain import files
 
 
 MODULE = "meshtrain_custom_"     # begins the name of each executed file as a module
+_DIGEST = re.compile("[0-9a-f]{16}")
 
 
 def is_path(value: object) -> bool:
@@ -48,8 +50,8 @@ def find_faults(key: str, value: str) -> Iterator[str]:
     except (OSError, SyntaxError, ValueError) as error:
         why = f"{error.msg} in line {error.lineno}" if isinstance(error, SyntaxError) else (
             getattr(error, "strerror", None) or error)
-        yield (f"{said}: {path} cannot be read: {why}; give a Python file, relative to the current directory, "
-               f"{Path.cwd()}")
+        yield (f"{said}: {path} cannot be read: {why}"
+               f"{_find_remedy(path) or f'; give a Python file, relative to the current directory, {Path.cwd()}'}")
         return
     if name not in there:
         near = difflib.get_close_matches(name, there, 1)
@@ -108,14 +110,35 @@ def digest(path: Path) -> str:
     return hashlib.sha256(b"".join(f"{name} {len(text)} ".encode() + text for name, text in contents)).hexdigest()[:16]
 
 
+class Misuse(ValueError):
+    """Code of the run's own is not what its key calls, or raised an error."""
+
+
 def load(value: str) -> Any:
-    """Return what the value names. The file is executed once for each content. Raises: ValueError."""
+    """Return what the value names. The file is executed once for each content. Raises: Misuse, also for a copy of
+    `keep` with another content than the run had."""
     path, name = split(value)
     try:
-        module = _execute(str(path), digest(path))
-        return getattr(module, name)
-    except (OSError, SyntaxError, AttributeError) as error:
-        raise ValueError(f"{value} cannot be loaded: {error}") from error
+        content = digest(path)
+        if _name_copy(path) not in ("", content):
+            raise ValueError("the run's copy has changed")
+        return getattr(_execute(str(path), content), name)
+    except Misuse:
+        raise
+    except (OSError, SyntaxError, ValueError, AttributeError) as error:
+        raise Misuse(f"{value} cannot be loaded: {getattr(error, 'strerror', None) or error}"
+                     f"{_find_remedy(path)}") from error
+
+
+def _name_copy(path: Path) -> str:
+    """Return the digest of the file that `keep` has copied to this path; "" for a path of another kind."""
+    return path.parent.name if _DIGEST.fullmatch(path.parent.name) else ""
+
+
+def _find_remedy(path: Path) -> str:
+    """Return what to do about a copy that cannot be used; "" for a path of another kind."""
+    content = _name_copy(path)
+    return f"; put back the file with which the run was trained, of digest {content} in run.code" * bool(content)
 
 
 def call(key: str, value: str, contract: str, *arguments: object) -> Any:
@@ -127,10 +150,6 @@ def call(key: str, value: str, contract: str, *arguments: object) -> Any:
     except Exception as error:
         given = ", ".join(type(argument).__name__ for argument in arguments)
         raise refuse(key, value, contract, f"was called with ({given}) and raised {tell(error)}") from error
-
-
-class Misuse(ValueError):
-    """Code of the run's own is not what its key calls, or raised an error."""
 
 
 def refuse(key: str, value: str, contract: str, what: str) -> Misuse:
@@ -151,6 +170,11 @@ def blame(parts: Iterable[tuple[str, str, str]]) -> Iterator[None]:
         known = [part for part in parts if split(part[1])[0] == Path(code.co_filename)]
         part = next((part for part in known if split(part[1])[1] == code.co_qualname.split(".")[0]), *known[:1])
         raise refuse(*part, f"raised {tell(error)}") from error
+
+
+def find_misuse(error: Exception) -> str:
+    """Return the message of an error that is a Misuse, or that code of the run's own raised; "" for any other."""
+    return str(error) if isinstance(error, Misuse) else tell(error) if _find_frames(error) else ""
 
 
 def tell(error: BaseException) -> str:
@@ -183,8 +207,8 @@ def _execute(path: str, content: str) -> types.ModuleType:
     importlib.invalidate_caches()
     try:
         exec(compile(own[1], path, "exec"), module.__dict__)
-    except Exception as error:
-        raise ValueError(f"{path} raised {tell(error)}; it is executed before a run starts") from error
+    except (Exception, SystemExit) as error:
+        raise Misuse(f"{path} raised {tell(error)}; it is executed before a run starts") from error
     finally:
         sys.path.pop(0)
         sys.dont_write_bytecode = writes

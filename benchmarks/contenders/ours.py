@@ -33,7 +33,7 @@ class Trainer:
         self.made = assembly.assemble(run_of(case, 1), jax.devices()[:1])
         self.mesh, self.num_params = self.made.mesh, sum(info.size for info in self.made.model.parameters())
         self.settings = "; ".join(["remat selective", *self.made.notes])
-        self.program = assembly.compile_step(self.made)
+        self.program = assembly.compile_step(self.made, self.made.program.lower_step())
 
     def reset(self) -> None:
         self.state = None

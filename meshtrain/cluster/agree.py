@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from meshtrain import jax_private
+from meshtrain import custom, jax_private
 from meshtrain.cluster import lost
 from meshtrain.cluster.lost import PeerError
 from meshtrain.cluster.meet import name_processes
@@ -40,7 +40,7 @@ def on_first(function: Callable[[], Any]) -> Any:
             outcome = {"value": function()}
             json.dumps(outcome)
         except Exception as error:
-            value = isinstance(error, ValueError) and not isinstance(error, ConfigError)
+            value = isinstance(error, ValueError) and not isinstance(error, (ConfigError, custom.Misuse))
             raised, outcome = error, {"kind": "ValueError", "messages": [str(error)]} if value else _outcome(error)
     outcome = _broadcast(outcome)
     if raised is not None:
@@ -238,6 +238,8 @@ def _outcome(error: Exception) -> dict:
     """Return the description of an error for the other processes."""
     if isinstance(error, ConfigError):
         return {"kind": "ConfigError", "messages": error.messages}
+    if told := custom.find_misuse(error):
+        return {"kind": "ConfigError", "messages": [told]}
     message = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
     return {"kind": "PeerError", "messages": [message]}
 

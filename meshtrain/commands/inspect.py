@@ -95,7 +95,9 @@ def inspect_step(made: assembly.Assembly, given: Mapping[str, float] = MappingPr
     """
     logged: list[str] = []
     with say.without_noise(logged), gpu_compile.naming_faults(f"the programs of {made.run.run.name}"):
-        executable = assembly.compile_step(made, refuse_broken=False)       # a broken program is shown, not refused
+        with assembly.blame_own_code(made.run):
+            lowered = made.program.lower_step()
+        executable = assembly.compile_step(made, lowered, refuse_broken=False)  # a broken program is shown, not refused
         sampling = _sampling(made) if made.program.step.objective.samples else None
     return Inspected(made, executable, given, logged, sampling)
 

@@ -357,7 +357,7 @@ def verify(run: Run, question: search.Question, plan: search.Plan) -> dict:
     run = with_layout(run, plan).replace(sharding={"rules": str(rule_file(plan.rules.path))})
     made = assembly.assemble(run, topologies.find_devices(run, f"{gpu.name}:{question.num_gpus}"))
     with gpu_compile.naming_faults("a plan's step"):
-        executable = assembly.compile_step(made)
+        executable = assembly.compile_step(made, made.program.lower_step())
     step = Inspected(made, executable,
                      {name: value for name, value in given.items() if not assumptions.TABLE[name].formula})
     sent: dict[str, int] = {}

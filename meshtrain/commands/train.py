@@ -77,8 +77,8 @@ def _train_from(beginning: Beginning, here: Places, exporting: Exports, attempt:
             later = functools.cache(functools.partial(_compile_evaluation, made))
         elif feed.evaluates:
             made = dataclasses.replace(made, program=_compile_evaluation(made))
-        with agree.on_errors():
-            step = assembly.compile_step(made)                      # refuses programs known to be wrong
+        with agree.on_errors(), assembly.blame_own_code(run):
+            step = assembly.compile_step(made, made.program.lower_step())       # refuses programs known to be wrong
         compiled = CompiledRun(made, step, replicas.of_run(run, made.state_shapes, made.mesh), later)
     exporting.set_aside_after(start.step)                           # the first change in the run directory
     here.begin(run, start, made.layout.rules.text)

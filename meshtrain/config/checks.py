@@ -130,7 +130,8 @@ def _check_distill(run: Run) -> Iterator[str]:
     if run.training.objective == "distill":
         for check in (*conflicts.DISTILL, path_checks.check_teacher):
             yield from check(run)
-    elif given := [f"distill.{key}={toml(getattr(run.distill, key))}" for key in run.distill.model_fields_set]:
+    elif given := [f"distill.{key}={toml(value)}" for key, value in run.distill
+                   if value != type(run.distill).model_fields[key].default]:
         yield (f"{join(given, 'and')}: [distill] is not read by training.objective="
                f'{toml(run.training.objective)}; use "distill", or leave it out')
 

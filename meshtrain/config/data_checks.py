@@ -52,12 +52,13 @@ def check_data(run: Run) -> Iterator[str]:
         elif table.source == "stdlib" and table.paths:
             yield (f'{where}.paths={toml(table.paths)} is not read by {where}.source="stdlib"; leave {where}.source '
                    f'out, or the paths')
-        elif custom.is_path(table.source) and not _reads_files(table.source):
+        elif custom.is_path(table.source) and _reads_files(table.source) is False:
             for key in ("paths", "validation_paths"):
                 if value := getattr(table, key):
                     yield (f"{where}.{key}={toml(value)} is not read by {where}.source={toml(table.source)}, which "
                            "takes no argument; leave it out, or let the function take a path")
-        elif table.source not in ("stdlib", "mixture") and not table.paths:
+        elif table.source not in ("stdlib", "mixture") and not table.paths and (
+                not custom.is_path(table.source) or _reads_files(table.source)):
             examples = {"text": "data/*.txt", "tokens": "data/*.tokens.npy", "chat": "data/*.jsonl",
                         "preferences": "data/*.jsonl", "prompts": "data/*.jsonl"}
             example = examples.get(table.source, "data/*" if custom.is_path(table.source) else f"data/*.{table.source}")
@@ -65,13 +66,13 @@ def check_data(run: Run) -> Iterator[str]:
                    f'{where}.paths=["{example}"]')
 
 
-def _reads_files(source: str) -> bool:
-    """Return whether code of the run's own takes a path; True if its file cannot be read, which another check
-    reports."""
+def _reads_files(source: str) -> bool | None:
+    """Return whether code of the run's own takes a path; None if its file cannot be read, which another check reports.
+    """
     try:
         return custom.count_arguments(source) > 0
     except (OSError, SyntaxError, ValueError):
-        return True
+        return None
 
 
 def check_for_source(run: Run) -> list[str]:

@@ -138,10 +138,10 @@ def read_price(data: dict, key: str) -> float | None:
 
 def against_price(data: dict, key: str) -> str:
     one, measured = read_price(data, key), data["speed"][key]
-    return f"{measured / one:.0%} of what was priced" if one and measured else f"median of {_counted(data)}"
+    return f"{measured / one:.0%} of what was priced" if one and measured else f"median of {_describe_steps(data)}"
 
 
-def _counted(data: dict) -> str:
+def _describe_steps(data: dict) -> str:
     """Return which steps a median counts."""
     return f"a sample of {data['sampled']['rows']:,} rows" if data["sampled"] else "all steps"
 
@@ -242,7 +242,8 @@ def speed(data: dict) -> str:
                           levels=[(one, f"priced {show(one)}")] if one else [], most=most)
             clipped = f" Values above {show(most)} are drawn at the top edge ({above} of {len(_points(data, key))})."
             drawn += skin.figure(plot.draw, (_means(data, key) + clipped * bool(above)).strip())
-    columns = [Column(f"median of {_counted(data)}"), Column("measured", "n"), Column("priced, by the roofline", "n"),
+    columns = [Column(f"median of {_describe_steps(data)}"), Column("measured", "n"),
+               Column("priced, by the roofline", "n"),
                Column("measured of it", "n")]
     shown = 2 if read_price(data, "step_time_s") is None else 4
     return drawn + skin.table(columns[:shown], [row[:shown] for row in rows], "measured")

@@ -65,7 +65,7 @@ def unlike_sums(made: Assembly, program: audit.ProgramAudit) -> list[str]:
     """Return a line for each sum of a weight's gradient over devices in another dtype than [grads] names."""
     named, infos = expect.tensors(made), {info.name: info for info in made.model.parameters()}
     counts: dict = defaultdict(int)
-    tokens, (dtype, _) = set(made.layout.token_axes), made.placed.reduced
+    tokens, (dtype, _) = set(made.layout.token_axes), made.placed.reduction_dtype
     # Vectors, routers and their balance stay float32 (`sharding.reduced`); the latter two are never narrower.
     exempt = ("norm", "bias") if dtype == accumulators.HLO_DTYPE else ("norm", "bias", "balance", "router")
     others = {*audit.NARROW, accumulators.HLO_DTYPE} - {dtype}

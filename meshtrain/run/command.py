@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from meshtrain import files
+from meshtrain import custom, files
 from meshtrain.config import Arguments, Command, ConfigError
 from meshtrain.files import FileSystemError
 from meshtrain.run import say, stops
@@ -66,5 +66,10 @@ def entry(command: Command, about: str | None, failures: tuple[type[Exception], 
             except expected as error:
                 say.err(f"error: {error}")
                 return FAILED
+            except Exception as error:
+                if not (told := custom.find_misuse(error)):
+                    raise
+                say.err(f"error: {told}")
+                return USER_ERROR
         return main
     return decorate

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import jax
 
-from meshtrain import files
+from meshtrain import custom, files
 from meshtrain.cluster import agree, meet
 from meshtrain.cluster.lost import PeerError
 from meshtrain.config import ConfigError
@@ -55,6 +55,8 @@ def code_of() -> Iterator[Ending]:
             ending.code = _fail(FAILED,
                                 f"error: {files.describe(error)}, in {where.name} of {where.filename}; check the file "
                                 "system (free space, mounts, server) and start again", error)
+        elif told := custom.find_misuse(error):
+            ending.code = _fail(USER_ERROR, f"error: {told}", error)
         elif agree.first_reports(error):      # process 0 prints the traceback
             ending.code = _fail(FAILED, "", error)
         else:

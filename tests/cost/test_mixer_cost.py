@@ -1,6 +1,7 @@
 """What layers of several kinds cost by formulas: FLOPs, products and widths by kind, traffic over context, a price on
 every layout."""
 import dataclasses
+import itertools
 import math
 from collections import Counter
 
@@ -153,3 +154,28 @@ def test_a_recurrences_time_is_that_of_its_bytes_and_of_the_kernels_that_follow_
         launches_s = 9 * 64 * RATED.launch_s            # 64 more chunks one after the other
         assert longer[direction] - rows[direction] == pytest.approx(launches_s)
         assert rows[direction] < 2 * one[direction]
+
+
+class Guarded(Options):
+    """Options that raise where one is read that a footprint is not kept by."""
+
+    def __getattribute__(self, name: str):
+        assert name not in footprint.NOT_READ, name
+        return super().__getattribute__(name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*MODELS, *PRESETS])
+@pytest.mark.parametrize("of", LAYOUTS)
+def test_what_a_layout_keeps_of_its_footprint_depends_on_the_options_of_its_key_alone(name, of):
+    """Each function is kept by all options but those that it never reads, so another value of any is computed anew."""
+    rule, mesh = LAYOUTS[of]
+    placed = placed_of(name, rule, mesh)
+    kept = (footprint.slot_widths, footprint._beside_slots)
+    others = [dict(remat=remat, microbatches=m, dispatch=to) for remat, m, to in itertools.product(
+        ("none", "selective", "full"), (1, 4), ("auto", "gather"))] + [dict(recurrence="pallas"), dict(method="gather")]
+    for function, other in itertools.product(kept, others):
+        options = Options(4096, 32, **other)
+        assert function(placed, options) == function.__wrapped__(placed, Guarded(4096, 32, **other))
+        plain = dataclasses.replace(options, schedule="1f1b", chunks=2, optimizer_bytes=4)
+        assert function(placed, plain) is function(placed, options)

@@ -21,7 +21,7 @@ def test_a_search_says_how_far_it_is_on_stderr_and_nothing_in_the_json(monkeypat
     monkeypatch.setattr(plan, "FIRST_S", 0.0)
     monkeypatch.setattr(plan, "EVERY_S", 0.0)
     code, out, err = call(*SMALL, "--json")
-    assert code == 0 and json.loads(out)["plans"]
+    assert code == 0 and "pricing" not in out and json.loads(out)["plans"]
     lines = [line for line in err.splitlines() if line.startswith("pricing layouts of 8 GPUs: ")]
     assert lines[0].startswith("pricing layouts of 8 GPUs: 0 of ") and len(lines) > 2 and lines == err.splitlines()
 

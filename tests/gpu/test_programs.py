@@ -97,7 +97,7 @@ def test_step_evaluation_initialization_and_sampling_are_compiled_with_the_same_
     run = config.Run(model=TINY, data=dict(seq_len=16, global_batch=2))
     made = assembly.assemble(run, jax.devices()[:1])
     state = assembly.initialize(made)
-    assembly.compile_step(assembly.compile_evaluation(made))
+    assembly.compile_step(assembly.compile_evaluation(made), made.program.lower_step())
     with jax.set_mesh(made.mesh):
         generator = trained.wrap(made, state.params).generator()
         # the largest seed of a run file

@@ -30,7 +30,7 @@ def made(gpus: int = 64) -> assembly.Assembly:
 @functools.cache
 def both():
     """(compiled once, compiled as a run compiles it)"""
-    return made().program.compile(), assembly.compile_step(made())
+    return made().program.compile(), assembly.compile_step(made(), made().program.lower_step())
 
 
 def program(executable) -> CompiledProgram:
@@ -86,7 +86,7 @@ def test_the_shorter_step_is_kept_if_the_memory_is_there(monkeypatch):
     monkeypatch.setattr(hardware, "usable_bytes", lambda gpu: 0)
     assert scheduling.is_better(after, before) == (after.memory_bytes["total"] <= before.memory_bytes["total"])
     monkeypatch.setattr(scheduling, "is_better", lambda *_: False)
-    kept = assembly.compile_step(made())
+    kept = assembly.compile_step(made(), made().program.lower_step())
     assert line_of(kept).step_s == line_of(once).step_s
 
 
@@ -109,7 +109,7 @@ def test_a_step_that_waits_little_or_runs_on_one_gpu_is_compiled_once(monkeypatc
 def test_a_step_that_cannot_be_priced_is_trained_all_the_same(monkeypatch, capfd):
     once, _ = both()
     monkeypatch.setattr(compiled.rooflines, "read", lambda *_: 1 / 0)
-    assert assembly.compile_step(made()).as_text() == once.as_text()
+    assert assembly.compile_step(made(), made().program.lower_step()).as_text() == once.as_text()
     assert "the step keeps XLA's own schedule" in capfd.readouterr().err
 
 

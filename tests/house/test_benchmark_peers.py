@@ -37,7 +37,7 @@ def test_documents_that_are_not_apart_fail_the_check(tmp_path, monkeypatch):
     for packed in (True, False):
         tiny = dataclasses.replace(peers.TINY, num_layers=1, seq_len=32, packed=packed)
         peers.write_batches(dataclasses.replace(tiny, packed=True), tmp_path)
-        with peers.started(peers.OURS[packed], tiny, tmp_path, on_gpu=False) as child:
+        with peers.start(peers.OURS[packed], tiny, tmp_path, on_gpu=False) as child:
             if packed:
                 peers.check(child, tiny, tmp_path, peers.Sizes(**SHORT))
             else:

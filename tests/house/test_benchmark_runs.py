@@ -32,6 +32,7 @@ RUNS = {
         "gpu_flags": "test_garbage_collection_by_step_is_compared",
         "gpu_sampling": "test_sampling_between_steps_is_measured",
         "layouts": "test_a_layout_is_priced_by_formula_and_by_its_compiled_step",
+        "peers_checkpoints": "test_checkpoints_are_measured_beside_those_of_orbax",
         "machine": "test_the_line_under_a_title_names_the_machine",
         "pictures": "test_pictures_are_drawn",
         "pipeline": "test_a_schedule_is_measured_beside_the_baseline",
@@ -79,6 +80,14 @@ def test_every_script_has_a_run():
 
 def cells(row: str) -> list[str]:
     return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def test_checkpoints_are_measured_beside_those_of_orbax(tmp_path):
+    from benchmarks import peers_checkpoints
+    found = peers_checkpoints.measure(tmp_path, 1e4, rounds=3)
+    assert all(len(turns) == 2 and min(map(min, turns)) >= 0 for kind in found.values() for turns in kind.values())
+    _, _, save, restore = peers_checkpoints.tell({1e4: found})
+    assert "| save |" in save and "| restore |" in restore and save.count("[") == 3
 
 
 def test_checkpoints_are_measured(tmp_path, monkeypatch):

@@ -158,7 +158,7 @@ def with_a_flipped_bit(monkeypatch, at: int, name: str, device: int):
                                                                           separator="/") == name else x
                 state = jax.tree_util.tree_map_with_path(flip, state)
             return state, out
-    monkeypatch.setattr(assembly, "compile_step", lambda made: Flips(compile_step(made)))
+    monkeypatch.setattr(assembly, "compile_step", lambda *given: Flips(compile_step(*given)))
 
 
 def test_a_run_with_a_flipped_bit_ends_with_1_and_goes_on_from_the_last_good_checkpoint(tiny, tmp_path, monkeypatch):
@@ -214,7 +214,7 @@ def flip():
                 state = jax.tree_util.tree_map_with_path(
                     lambda path, x: flipped(x, own, 3) if name(path) == "params/final_norm/scale" else x, state)
             return state, out
-    assembly.compile_step = lambda made: Flips(real(made))
+    assembly.compile_step = lambda *given: Flips(real(*given))
 if any(word == "--distributed.process_id=1" for word in sys.argv):
     threading.Thread(target=flip, daemon=True).start()
 '''

@@ -126,8 +126,8 @@ def test_a_lookup_at_which_xla_aborts_is_told_with_its_line_and_one_by_all_dims_
         with warnings.catch_warnings(record=True) as told:
             jax.jit(layout.gradients(loss, AXES, 4)).trace(layout.place(draw_params(), AXES), draw_rows())
         return [str(one.message) for one in told if "XLA aborts" in str(one.message)]
-    (message,) = trace(STACK)
-    assert re.search(r"reduced over data in each microbatch, because XLA aborts at the lookup at library/small_models.py:\d+ ", message)
+    said = r"reduced over data in each microbatch, because XLA aborts at the lookup at library/small_models.py:\d+ "
+    assert [re.search(said, message) is not None for message in trace(STACK)] == [True]
     assert trace(Stack(STACK.embed, STACK.layer, index)) == []
     assert trace(lambda p, rows: Stack(STACK.embed, STACK.layer, index)(p, rows)) == []
 

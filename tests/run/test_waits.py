@@ -75,7 +75,7 @@ def slow_steps(monkeypatch, seconds: float):
             state, out = self.compiled(state, batch)
             with jax.set_mesh(jax.sharding.Mesh(jax.devices()[:1], "one")):
                 return state, {**out, "loss": busy(out["loss"].addressable_data(0))}
-    monkeypatch.setattr(assembly, "compile_step", lambda made: Slow(compile_step(made)))
+    monkeypatch.setattr(assembly, "compile_step", lambda *given: Slow(compile_step(*given)))
 
 
 def test_a_step_that_waits_for_slow_data_says_how_long(tmp_path, tiny, monkeypatch):

@@ -7,7 +7,9 @@ temporaries were read off the buffers of programs compiled for GPUs. A width is 
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 
 from meshtrain import pattern
@@ -22,16 +24,19 @@ from meshtrain.training import accumulators
 Widths = tuple[float, float]
 
 
+# The options that the functions kept below do not read. A search compares many schedules for each layout.
+NOT_READ = {"schedule", "chunks", "attended", "optimizer_bytes"}
+_read_options = operator.attrgetter(*sorted({field.name for field in dataclasses.fields(Options)} - NOT_READ))
+
+
 def _keep(compute: Callable[[Placed, Options], Widths]) -> Callable[[Placed, Options], Widths]:
-    """Keep the values of a function in the layout. The function must not read the schedule and its chunks: a search
-    compares many of them for each layout."""
+    """Keep the values of a function in the layout, by the options but those of `NOT_READ`."""
     @functools.wraps(compute)
     def read(placed: Placed, options: Options) -> Widths:
-        key = (compute.__name__, options.remat, options.microbatches, options.seq_len, options.global_batch,
-               options.method, options.dispatch, options.recurrence, options.loss_chunk)
-        if key not in placed.kept:
-            placed.kept[key] = compute(placed, options)
-        return placed.kept[key]
+        key = (compute.__name__, *_read_options(options))
+        if key not in placed.footprints:
+            placed.footprints[key] = compute(placed, options)
+        return placed.footprints[key]
     return read
 
 

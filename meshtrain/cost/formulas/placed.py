@@ -73,7 +73,7 @@ class Placed:
         return 2 if self.cfg.compute_dtype == "bfloat16" else 4
 
     @property
-    def reduced(self) -> tuple[str, int]:
+    def reduction_dtype(self) -> tuple[str, int]:
         """Return the dtype in which gradients are reduced, as HLO spells it, and its bytes."""
         wide = self.layout.rules.reduce == str(accumulators.DTYPE)
         return (accumulators.HLO_DTYPE, accumulators.ITEMSIZE) if wide else ("bf16", 2)
@@ -188,7 +188,7 @@ class Placed:
         return self._num_shards[axis]
 
     @functools.cached_property
-    def kept(self) -> dict[tuple, tuple[float, float]]:
+    def footprints(self) -> dict[tuple, tuple[float, float]]:
         """What `footprint` has computed for this layout, by function and by the options that it reads."""
         return {}
 

@@ -83,7 +83,7 @@ def weights(placed: Placed, options: Options) -> Iterator[Sent]:
             yield _update(placed, move)
         elif move.kind != GATHER:
             label = "context" if move.kind == SUM else LABELS[move.part]
-            dtype, size = placed.reduced
+            dtype, size = placed.reduction_dtype
             yield Sent(move.kind, move.axes, dtype, n * size,
                        runs if layer else options.microbatches, label, BACKWARD * layer, layer, arrays if layer else 1)
         elif move.part == "routers":
@@ -109,7 +109,7 @@ def _lookup(placed: Placed, options: Options, move: WeightMove) -> Sent:
 
 def _update(placed: Placed, move: WeightMove) -> Sent:
     """Return a reduction of gradients or a gather of new weights, once a step."""
-    dtype, size = (placed.dtype, placed.itemsize) if move.kind == GATHER else placed.reduced
+    dtype, size = (placed.dtype, placed.itemsize) if move.kind == GATHER else placed.reduction_dtype
     # XLA runs all-reduces at the end, one after the other.
     overlaps = "" if move.kind == SUM else ONCE
     return Sent(move.kind, move.axes, dtype, move.elements * size, 1, UPDATE, overlaps, False)

@@ -158,7 +158,7 @@ def _products_s(question: Question, plan: Plan) -> float:
 def _each_s(question: Question, plan: Plan, elements: Mapping[tuple[str, ...], float], kind: str) -> float:
     """Return the seconds to all-gather one layer's weights, or to reduce-scatter its gradients."""
     read = 4 if question.cfg.compute_dtype == "float32" else 2
-    itemsize = plan.placed.reduced[1] if kind == "reduce-scatter" else read
+    itemsize = plan.placed.reduction_dtype[1] if kind == "reduce-scatter" else read
     links = Links(question.rated, plan.placed.mesh)
     return sum(question.rated.collective_s(kind, n * itemsize, links.group(axes)) for axes, n in elements.items())
 

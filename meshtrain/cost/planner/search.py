@@ -290,7 +290,7 @@ def _fitting(question: Question, placed: Placed, m: int, method: str) -> Iterato
     loop ends when the schedule with the smallest bubble fits. In a pipeline, saved residuals cost time too, so
     "selective" is tried even if "none" fits.
     """
-    p, attended = placed.mesh.sizes["stage"], _attended(question, placed.layout, method)
+    p, attended = placed.mesh.sizes["stage"], _describe_attention(question, placed.layout, method)
     policies = [question.fixed["remat"]] if "remat" in question.fixed else REMAT if p > 1 else (*REMAT, OFFLOAD)
     order, least, any_fits = _schedules(question, p, m), None, False
     if placed.held.stored_bytes + question.options.optimizer_bytes * placed.held.stored > question.usable_bytes:
@@ -323,7 +323,7 @@ def _fitting(question: Question, placed: Placed, m: int, method: str) -> Iterato
 
 
 @functools.lru_cache(8)     # one layout is tried with several numbers of microbatches
-def _attended(question: Question, layout: Layout, method: str) -> Attended:
+def _describe_attention(question: Question, layout: Layout, method: str) -> Attended:
     return question.attended(layout, method)
 
 
@@ -349,7 +349,7 @@ def _refine(question: Question, plan: Plan) -> Plan:
     for method in question.methods if plan.sizes["context"] > 1 else (own,):
         if method != own and question.lay(plan.sizes, plan.rules, method)[1]:
             continue
-        attended = _attended(question, plan.placed.layout, method)
+        attended = _describe_attention(question, plan.placed.layout, method)
         options = dataclasses.replace(plan.options, method=method, attended=attended)
         pricing = prices.Pricing(plan.placed, question.rated, options)
         for placement in PLACEMENTS:

@@ -74,7 +74,7 @@ def count(jaxpr: Jaxpr) -> TracedFlops:
             inside = [visit(inner) for inner in list_inner(eqn.params)]
             if not any(inside):
                 continue
-            if name == "while" or name == "cond" and not _taken(eqn):
+            if name == "while" or name == "cond" and not _read_share(eqn):
                 kind = "a loop of unknown length" if name == "while" else "a conditional"
                 bounds[f"{kind} with matmuls" + (f" ({line})" if (line := line_in_python(eqn)) else "")] = None
             if name == "cond":
@@ -93,14 +93,14 @@ def _product(eqn) -> int:
     return 2 * math.prod(output.shape) * math.prod(first.shape[dim] for dim in contracted)
 
 
-def _taken(eqn) -> tuple[int, ...] | None:
+def _read_share(eqn) -> tuple[int, ...] | None:
     """Return in how many of how many executions the condition of a conditional holds; None if that is not known."""
     return scopes.TAKEN.parse(jax_private.name_stack(eqn))
 
 
 def _times(eqn) -> Fraction | int:
     """Return how often an equation runs its body, over all devices, on average."""
-    if eqn.primitive.name == "cond" and (taken := _taken(eqn)):
+    if eqn.primitive.name == "cond" and (taken := _read_share(eqn)):
         return Fraction(*taken)
     if eqn.primitive.name == "scan":
         return eqn.params["length"]
