@@ -59,7 +59,7 @@ def make(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | None,
         setting = Setting(run, Layout(loaded, sizes), platform, gpu, device)
         if faults := float8.problems(setting):
             raise ConfigError(*faults)
-        model = transformer.build(run.model, run.lora)
+        model = transformer.of_run(run)
         own_code.check(run, model, loaded)
         grouped = describe_groups(run, model)
     laid = lay_out(run, sizes, loaded, model)
@@ -94,7 +94,7 @@ def refusals(run: Run, platform: str, gpu: hardware.Gpu | None) -> list[str]:
     if faults := config.problems(run):
         return faults
     with config.user_errors():
-        loaded, model = rules.load(run.sharding.rules), transformer.build(run.model, run.lora)
+        loaded, model = rules.load(run.sharding.rules), transformer.of_run(run)
         describe_groups(run, model)
     laid = lay_out(run, {axis: getattr(run.mesh, axis) for axis in AXES}, loaded, model)
     return laid.faults or engine_faults(Setting(run, laid.layout, platform, gpu, installed=False), model)

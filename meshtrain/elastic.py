@@ -56,6 +56,6 @@ def check(run: Run, num_devices: int) -> None:
     """Check that the run has a layout on this number of devices, without starting a backend. Raises: ConfigError."""
     run, _ = fit(run, num_devices)
     with config.user_errors():
-        loaded, model = rules.load(run.sharding.rules), transformer.build(run.model, run.lora)
+        loaded, model = rules.load(run.sharding.rules), transformer.of_run(run)
     if faults := design.lay_out(run, config.mesh_sizes(run, num_devices), loaded, model).faults:
         raise ConfigError(*faults)

@@ -323,7 +323,9 @@ class Experiment:
         program = self.made.program
         if batch is None:
             return program.place(self.batch())
-        return program.place(given.check_batch(batch, program.step.batch, self.run.model.vocab_size))
+        made = program.step.objective.extra_fields
+        expected = {name: array for name, array in program.step.batch.items() if name not in made}
+        return program.place(given.check_batch(batch, expected, self.run.model.vocab_size))
 
     def _advance(self, batch: Mapping[str, np.ndarray] | None) -> dict[str, float]:
         placed, program, began = self._place(batch), self.made.program, time.perf_counter()

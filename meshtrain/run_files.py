@@ -362,7 +362,7 @@ def _with_folder(table: dict, checkpoint: object) -> tuple[dict, list[str]]:
     except ValueError as error:
         return table, [f"checkpoint.init_from: {fault}" for fault in str(error).splitlines()]
     free = {key: value for key, value in table.items() if key.endswith(NOT_SHAPE)
-            or key in (*ENGINES, "embedding_std")}
+            or key in (*ENGINES, "embedding_std", "mtp_layers")}
     try:
         decided, given = Model(**keys), Model(**keys | table)
     except ValidationError:

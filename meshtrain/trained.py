@@ -295,7 +295,7 @@ def _describe(directory: str, step: int, words: Sequence[str], command: str, key
     devices.start(resolve({}, words, allowed, command)[0])
     saved = resume.source_of(directory, step, weights)
     tables = {section: contents.open_section(saved.run, section, directory) for section in ("model", "data")}
-    tables["model"] = tables["model"] | {"matmul_dtype": "auto"}
+    tables["model"] = tables["model"] | {"matmul_dtype": "auto", "mtp_layers": 0}      # depths only serve training
     run, given = resolve(tables, words, allowed, command)
     kept = path / pretrained.KEPT
     return Trained(path, run, given, saved, kept if model_folder.is_at(kept) else None)

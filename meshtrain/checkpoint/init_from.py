@@ -16,7 +16,7 @@ from meshtrain.checkpoint import adapters, resume
 from meshtrain.checkpoint.saved import Saved
 from meshtrain.config import Run
 from meshtrain.model import transformer
-from meshtrain.names import LAYERS, LORA
+from meshtrain.names import DEPTH, LAYERS, LORA
 from meshtrain.run import say
 from meshtrain.run.trees import leaves_of, nest
 from meshtrain.sharding.rules import Layout
@@ -55,8 +55,16 @@ def initial_state(run: Run, model: transformer.Transformer, layout: Layout, mesh
                            for tree, is_own in ((fresh.params, True), (shapes.params, False)))
             restored = {"params": nest(own | leaves_of(adapters.restore(source, nest(wanted))))}
         else:
-            wanted = {"params": shapes.params} | ({"opt_state": shapes.opt_state} if asks_state else {})
+            there = {path.partition("/")[0] for path in leaves_of(source.param_shapes())}
+            fresh_depths = {} if asks_state else {key: tree for key, tree in fresh.params.items()
+                                                  if key.startswith(DEPTH) and key not in there}
+            wanted_params = {key: tree for key, tree in shapes.params.items() if key not in fresh_depths}
+            wanted = {"params": wanted_params} | ({"opt_state": shapes.opt_state} if asks_state else {})
             restored = source.restore(wanted, part=True)
+            if fresh_depths:
+                say.out(f"note: {where} has no {', '.join(sorted(fresh_depths))} of model.mtp_layers="
+                        f"{run.model.mtp_layers}; they start from random weights")
+                restored["params"] = restored["params"] | fresh_depths
         say.out(f"weights{' and optimizer' * asks_state} from step {source.step} of {where}")
         adapters.warn_left_out(source, shapes.params)
         return dataclasses.replace(fresh, params=restored["params"],

@@ -346,7 +346,9 @@ def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple
                     continue
             elif custom.identify(was, code_then) == custom.identify(new, run.run.code):
                 continue
-            if rule(name) == STAYS or name == "optimizer.groups" and _rules_of(was) != _rules_of(new):
+            # depths of MTP that are not trained have no optimizer state
+            switched = name == "training.mtp_weight" and bool(was) != bool(new)
+            if switched or rule(name) == STAYS or name == "optimizer.groups" and _rules_of(was) != _rules_of(new):
                 refused.append(f"{name}={json.dumps(new)}, but the run in {run.run.dir} has {json.dumps(was)}; on "
                                f"resume the model, [lora], the data, the optimizer's name and dtype and run.seed must "
                                f"stay: change it back, or give another run.name (checkpoint.init_from takes the "

@@ -300,7 +300,7 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
     if "max-memory" in options:
         usable = int(options["max-memory"] * 2**30)
     with config.user_errors():
-        model = transformer.build(run.model, run.lora)
+        model = transformer.of_run(run)
         unpriced = mixers.find_unpriced(run.model)
     if unpriced:
         named = [f'model.custom.{letter}="{getattr(run.model.custom, letter)}"' for letter in unpriced]
@@ -370,7 +370,7 @@ def verify(run: Run, question: search.Question, plan: search.Plan) -> dict:
 def price_sampler(run: Run, question: search.Question) -> dict:
     """Return the costs of a separate sampler (rl.lag) on the GPUs of one host, with the keys of `price_sampling` and
     others. weights_bytes: per GPU. file_bytes: of each version of the weights, which goes through the file system."""
-    rl, model, gpus = run.rl, transformer.build(run.model, run.lora), question.rated.gpu.gpus_per_host
+    rl, model, gpus = run.rl, transformer.of_run(run), question.rated.gpu.gpus_per_host
     for tensor in (n for n in range(gpus, 0, -1) if gpus % n == 0):
         sizes = {axis: {"tensor": tensor, "data": gpus // tensor}.get(axis, 1) for axis in AXES}
         with contextlib.suppress(ValueError):
@@ -396,7 +396,7 @@ def price_sampling(run: Run, question: search.Question, plan: search.Plan) -> di
     data.seq_len tokens. Raises: ConfigError if rl.rules cannot be read."""
     if run.rl.lag:
         return price_sampler(run, question)
-    rl, model, layout = run.rl, transformer.build(run.model, run.lora), plan.placed.layout
+    rl, model, layout = run.rl, transformer.of_run(run), plan.placed.layout
     with config.user_errors():
         given = rules.load(rule_file(rl.rules)) if rl.rules else None
     read = placement.beside(model, layout, given)

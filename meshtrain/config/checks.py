@@ -89,6 +89,12 @@ def _check_clip(run: Run) -> Iterator[str]:
         yield from check(run)
 
 
+def _check_depths(run: Run) -> Iterator[str]:
+    if run.model.mtp_layers and not any(layer_checks.check_layers(run)):
+        for check in conflicts.MTP:
+            yield from check(run)
+
+
 def _check_custom(run: Run) -> Iterator[str]:
     for key, value, _ in named.values(run):
         yield from custom.find_faults(key, value)
@@ -181,7 +187,8 @@ CHECKS: tuple[Check, ...] = (
              "{model.vocab_size} is too small for {data.source}, which has 256 bytes and a separator",
              f"use at least {BYTE_VOCAB}"),
     layer_checks.check_experts, data_checks.check_data,
-    *conflicts.TRAINING, *conflicts.GROUPS, _check_clip, _check_lora_targets, *conflicts.LORA,
+    *conflicts.TRAINING, *conflicts.GROUPS, _check_clip, _check_depths, _check_lora_targets,
+    *conflicts.LORA,
     *conflicts.DPO, _check_preferences, _check_distill, _check_rl,
     _check_distributed,
     Conflict(lambda run: run.metrics.wandb in ("off", "on", "online", "offline", "true", "false"),

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from meshtrain import pattern
 from meshtrain.config.messages import SECTIONS, next_multiple, toml
 from meshtrain.config.sections import Run
 from meshtrain.storage import addresses
@@ -139,6 +140,27 @@ QK_CLIP: tuple[Check, ...] = (
     Conflict(lambda run: run.mesh.stage != 1,
              "{optimizer.qk_clip:g} needs the largest score of all microbatches, which a pipeline does not store",
              "use mesh.stage=1, or leave qk_clip out"),
+)
+
+MTP: tuple[Check, ...] = (
+    Conflict(lambda run: run.model.position == "learned",
+             "{model.mtp_layers} reads tokens further ahead at the positions of earlier ones, which {model.position} "
+             "would embed wrongly", 'use model.position="rope", or model.mtp_layers=0'),
+    Conflict(lambda run: not pattern.mixer(pattern.kinds(run.model)[-1].mixer).attends,
+             "{model.mtp_layers} has layers like the last one, which has no attention ({model.mixers})",
+             "end the pattern with attention, e.g. GGGF, or use model.mtp_layers=0"),
+    Conflict(lambda run: pattern.kinds(run.model)[-1].mlp == "e",
+             "{model.mtp_layers} has layers like the last one, which has experts; the balance of experts in depths is "
+             "not supported", "use model.mtp_layers=0"),
+    Conflict(lambda run: run.training.mtp_weight and run.lora.rank,
+             "{training.mtp_weight:g} trains the depths of {model.mtp_layers}, which {lora.rank} freezes",
+             "use training.mtp_weight=0: the depths keep their weights"),
+    Conflict(lambda run: run.training.mtp_weight and run.training.objective != "next_token",
+             "{training.mtp_weight:g} is not part of {training.objective}, which trains no depths "
+             "({model.mtp_layers})", "use training.mtp_weight=0: the depths keep their weights"),
+    Conflict(lambda run: run.training.mtp_weight and run.optimizer.qk_clip,
+             "{optimizer.qk_clip:g} does not clip the layers of {model.mtp_layers}",
+             "use training.mtp_weight=0, or leave qk_clip out"),
 )
 
 LORA: tuple[Check, ...] = (

@@ -24,6 +24,8 @@ WORDS = {
     "pipeline.chunks": "num_virtual_stages_per_pipeline_rank virtual_pipeline_model_parallel_size",
     "model.embed_dim": "hidden_size d_model dim n_embd base_emb_dim emb_dim",
     "model.num_layers": "num_hidden_layers n_layers n_layer base_num_decoder_layers depth",
+    "model.mtp_layers": "mtp_num_layers num_nextn_predict_layers mtp_num_hidden_layers num_mtp_layers",
+    "training.mtp_weight": "mtp_loss_scaling_factor",
     "model.num_heads": "num_attention_heads n_heads n_head base_num_query_heads",
     "model.num_kv_heads": "num_key_value_heads n_kv_heads num_query_groups base_num_kv_heads",
     "model.head_dim": "kv_channels head_size",

@@ -272,6 +272,7 @@ class Model(Section):
     vocab_size: int = key(512, "rows of the embedding (bytes and one separator need 257)", ge=2, le=2**30)
     embed_dim: int = key(256, "width of the residual stream", ge=1)
     num_layers: int = key(4, "transformer layers", ge=1, le=10_000)
+    mtp_layers: int = key(0, "depths of multi-token prediction, each with a layer like the last one", ge=0, le=3)
     mixers: str = key(
         "", "mixer of each layer, repeated up to num_layers; * at the end repeats the last letter: " + ", ".join(
             f"{letter} {row.words}" for letter, row in MIXERS.items()) + "; empty = W with a window, else F")
@@ -498,6 +499,8 @@ class Training(Section):
         "next_token", "the next token, preferences (DPO), a teacher's predictions ([distill]), or rewards of sampled "
                       "answers ([rl])")
     dpo_beta: float = key(0.1, "DPO's beta: weight of the divergence from the reference", gt=0)
+    mtp_weight: float = key(
+        0.1, "weight of the mean loss of model.mtp_layers; 0 = the step leaves them out and keeps their weights", ge=0)
     z_loss: float = key(0.0, "weight of the z-loss (squared log-partition), which keeps logits small; 0 = off", ge=0)
     loss_chunk: int = key(
         2048, "tokens whose logits are in memory at once; a smaller number is slower on GPUs", ge=1)

@@ -60,6 +60,7 @@ EFFECTS = (
     Effect("lora.export", lambda run: run.checkpoint.export != "off", 'checkpoint.export="last" or "every"'),
     Effect("metrics.every", lambda run: run.training.objective != "rl" or run.rl.updates > 1,
            "rl.updates above 1, because each batch of answers has its own row"),
+    Effect("training.mtp_weight", lambda run: run.model.mtp_layers > 0, "model.mtp_layers larger than 0"),
     Effect("lora.alpha", lambda run: run.lora.rank > 0, "lora.rank larger than 0"),
     Effect("model.rope_theta", lambda run: run.model.position == "rope", 'model.position="rope"'),
     Effect("model.rope_scaling", lambda run: run.model.position == "rope", 'model.position="rope"'),

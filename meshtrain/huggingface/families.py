@@ -174,6 +174,14 @@ QWEN3_5_TENSORS = LLAMA_TENSORS | GATED_ATTENTION | DELTA | _rows(
     in_proj_a="layers/linear/decay/kernel: n D -> D n")
 SHARED_GATED = _mlp(LAYER + "mlp.shared_expert.", "layers/moe/shared", "S") | _rows(
     LAYER + "mlp.", shared_expert_gate="layers/moe/shared_gate/kernel: 1 D -> D 1")
+# The first depth of MTP. Its norms and the merge are shared by further depths, which no published folder has.
+DEPTH = "mtp_1/"
+QWEN3_5_TENSORS |= _rows(
+    "mtp.", fc=(f"{DEPTH}from_embedding/kernel: M *D -> D M", f"{DEPTH}from_hidden/kernel: M *D -> D M"),
+    pre_fc_norm_embedding=f"{DEPTH}embedding_norm/scale: D -> D",
+    pre_fc_norm_hidden=f"{DEPTH}hidden_norm/scale: D -> D", norm=f"{DEPTH}norm/scale: D -> D") | {
+    name.replace(LAYER, "mtp.layers.0."): tuple(text.replace("layers/", f"{DEPTH}layer/") for text in texts)
+    for name, texts in QWEN3_5_TENSORS.items() if name.startswith(LAYER) and ".linear_attn." not in name}
 QWEN3_5_MOE_TENSORS = QWEN3_5_TENSORS | EXPERTS | SHARED_GATED
 QWEN3_NEXT_TENSORS = _without(QWEN3_5_MOE_TENSORS, ".in_proj_") | _rows(
     LAYER + "linear_attn.", in_proj_qkvz=(       # all of one key head, then all of the next

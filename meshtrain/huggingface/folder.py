@@ -18,7 +18,7 @@ from meshtrain.config.sections import Model
 from meshtrain.huggingface import forms, safetensors, settings, spellings, weight_files
 from meshtrain.huggingface.families import MTP, TEXT_PREFIXES, Family
 from meshtrain.huggingface.weight_files import SINGLE, TOLD, and_more
-from meshtrain.names import LAYERS, LORA
+from meshtrain.names import DEPTH, LAYERS, LORA
 from meshtrain.storage import model_folder
 from meshtrain.storage.model_folder import CARRIED, COMPANIONS, INDEX
 
@@ -28,9 +28,11 @@ BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(m
 
 
 class Paths(NamedTuple):
-    """The paths of our model's parameters. ends: those outside the layers. layers: those of each layer, as LAYERS/…"""
+    """The paths of our model's parameters. ends: those outside the layers. layers: those of each layer, as LAYERS/…
+    depths: those of each depth of MTP."""
     ends: frozenset[str]
     layers: tuple[frozenset[str], ...]
+    depths: tuple[frozenset[str], ...] = ()
 
     @staticmethod
     def of(names: Collection[str], places: Sequence[tuple[str, int]]) -> Paths:
@@ -39,8 +41,15 @@ class Paths(NamedTuple):
         names = [name for name in names if f"/{LORA}/" not in name]
         stacks = {stack: frozenset(LAYERS + name.removeprefix(stack) for name in names if name.startswith(f"{stack}/"))
                   for stack, _ in dict.fromkeys(places)}
-        return Paths(frozenset(name for name in names if not name.startswith(f"{LAYERS}/")),
-                     tuple(stacks[stack] for stack, _ in places))
+        ends: list[str] = []
+        depths: dict[str, list[str]] = {}
+        for name in names:
+            if name.startswith(DEPTH):
+                depths.setdefault(name.partition("/")[0], []).append(name)
+            elif not name.startswith(f"{LAYERS}/"):
+                ends.append(name)
+        return Paths(frozenset(ends), tuple(stacks[stack] for stack, _ in places),
+                     tuple(frozenset(depths[key]) for key in sorted(depths)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,7 +284,7 @@ def rows(family: Family, model: Model, paths: Paths, prefixes: tuple[str, str] |
          names: Collection[str] = ()) -> list[WeightRow]:
     """Return the rows of a model under a family's names. model: the section [model]. paths: paths of our parameters.
     prefixes: an entry of TEXT_PREFIXES, for the names in a multimodal folder. names: names of a folder's tensors; they
-    decide which name is used if a parameter has several.
+    decide which name is used if a parameter has several. A depth of MTP without names has no rows.
 
     Raises: ValueError if the family has no name for a parameter.
     """
@@ -291,7 +300,8 @@ def rows(family: Family, model: Model, paths: Paths, prefixes: tuple[str, str] |
         kinds.setdefault((kind.mixer, have), []).append(layer)
     sizes = {mixer: forms.sizes_of(model.of(mixer)) for mixer in {mixer for mixer, _ in kinds} | {""}}
     made_rows: dict = {}        # (name, mixer) -> [row, its layers]
-    covered = {kind: set() for kind in (*kinds, ("", paths.ends))}
+    last = pattern.kinds(model)[-1].mixer
+    covered = {kind: set() for kind in (*kinds, ("", paths.ends), *((last, have) for have in paths.depths))}
     for name, texts in table:
         for (mixer, have), done in covered.items():
             paths_here = {text.partition(": ")[0] for text in texts}
@@ -300,7 +310,8 @@ def rows(family: Family, model: Model, paths: Paths, prefixes: tuple[str, str] |
                 layers = kinds.get((mixer, have), ())
                 made_rows.setdefault((name, mixer), (row, {}))[1].update(
                     {layer: numbers[NUMBER.search(name)[0][1]][layer] for layer in layers})
-    if missing := {path for (_, have), done in covered.items() for path in have - done}:
+    if missing := {path for (_, have), done in covered.items() for path in have - done
+                   if done or have not in paths.depths}:
         raise ValueError(f"{family.model_type} has no name for {', '.join(sorted(missing))}")
     made = []
     order = list(family.tensors)

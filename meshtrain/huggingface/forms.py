@@ -25,8 +25,10 @@ LETTERS = {"D": "embed_dim", "N": "num_heads", "K": "num_kv_heads", "H": "head_d
            "w": "linear.conv_width"}
 # Derived sizes. With latents, P: dims of a head without rope; r: pairs of dims with rope; U: width of the values. p, z:
 # rotated pairs of a head, other dims; g: value heads per key head; a: inner width of low-rank projections.
+# M: embed_dim, where D is the other dim.
 DERIVED = {"P": "head_dim - rope_dim", "r": "rope_dim / 2", "U": "latent.value_dim or head_dim",
-           "p": "rotated pairs", "z": "head_dim - 2 p", "g": "value_heads / key_heads", "a": "value_dim"}
+           "p": "rotated pairs", "z": "head_dim - 2 p", "g": "value_heads / key_heads", "a": "value_dim",
+           "M": "embed_dim beside D"}
 WORD = re.compile(r"\*?\((?:[^()]|\([^()]*\))*\)|\*?\w+")
 
 
@@ -35,6 +37,7 @@ def sizes_of(model: Model) -> dict[str, int]:
     def value(path: str) -> int:
         return functools.reduce(getattr, path.split("."), model)
     sizes = {letter: value(path) for letter, path in LETTERS.items()}
+    sizes["M"] = sizes["D"]
     pairs = int(model.head_dim * model.rope_scaling.partial_rotary_factor) // 2
     return sizes | {"P": model.head_dim - sizes["R"], "r": sizes["R"] // 2,
                     "U": model.latent.value_dim or model.head_dim, "p": pairs, "z": model.head_dim - 2 * pairs,

@@ -326,6 +326,8 @@ def config_of(model: Model, family: Family, dtype: str, longest: int, source: Ma
     made |= {key: allowed[0] for key, allowed in family.only.items()
              if allowed and (key not in source or source[key] not in allowed)}
     made |= _layer_keys(model, family, get)
+    if model.mtp_layers and "mtp.fc.weight" in family.tensors:
+        made["mtp_num_hidden_layers"] = 1
     if "time_step_least" in family.keys:
         made["time_step_limit"] = [model.linear.step_min, model.linear.step_max or math.inf]
     if family.fixed["position"] == "rope":

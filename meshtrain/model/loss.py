@@ -37,6 +37,7 @@ class LossSpec:
     softcap: float = 0.0        # tanh bound of the logits; 0: none
     frozen: bool = False        # the weight has no gradient
     temperature: float = 1.0    # divides the logits, after the softcap
+    counts_hits: bool = False   # `loss_sums` also counts the targets that have the largest logit
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -44,7 +45,7 @@ def loss_sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
     """Return (objective, nll), float32 sums over all tokens with a target, where objective = nll + z_loss · Σ lse².
 
     x_BTD: normed output of the last layer, sharded like the residual stream. w: [D, V] or, if tied, [V, D]. nll is a
-    metric: only the objective's gradient is defined.
+    metric: only the objective's gradient is defined. With spec.counts_hits it is [nll, number of hits].
     """
     return _sums(ex, spec, x_BTD, w, targets_BT, with_grads=False)[0]
 
@@ -72,10 +73,11 @@ def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool)
 
     def visit(carry, c):
         objective, nll, grads = carry
-        x_c, t_c, logits, lse, hit_V, hit = chunks.take(c)
+        x_c, t_c, logits, lse, hit_V, hit, top = chunks.take(c)
         has = (t_c != NO_TARGET).astype(f32)
         nll_c = has * (lse - hit)
-        nll = nll + nll_c.sum((1, 2))
+        metric_c = jnp.stack([nll_c, has * (hit >= top)]) if spec.counts_hits else nll_c
+        nll = nll + metric_c.sum((-2, -1))
         objective = objective + (nll_c + spec.z_loss * has * lse * lse).sum((1, 2))
         if with_grads:
             p = jnp.exp(logits - lse[..., None])
@@ -84,9 +86,10 @@ def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool)
         return (objective, nll, grads), None
 
     zero_n = jnp.zeros((chunks.tokens.n,), f32)
-    start = zero_n, zero_n, chunks.zeros() if with_grads else None
+    zero_metric = jnp.stack([zero_n] * 2) if spec.counts_hits else zero_n
+    start = zero_n, zero_metric, chunks.zeros() if with_grads else None
     (objective, nll, grads), _ = jax.lax.scan(visit, start, jnp.arange(chunks.tokens.count))
-    return (objective.sum(), nll.sum()), chunks.finish(grads) if with_grads else None
+    return (objective.sum(), nll.sum(-1)), chunks.finish(grads) if with_grads else None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -101,7 +104,7 @@ def token_nll(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
     chunks = Chunks(ex, spec, x_BTD, w, targets_BT)
 
     def visit(nll, c):
-        _, t_c, _, lse, _, hit = chunks.take(c)
+        _, t_c, _, lse, _, hit, _ = chunks.take(c)
         return chunks.tokens.put(nll, jnp.where(t_c != NO_TARGET, lse - hit, 0.0), c), None
     zeros = jnp.zeros(chunks.targets_nrs.shape, jnp.float32)
     return chunks.tokens.join(jax.lax.scan(visit, zeros, jnp.arange(chunks.tokens.count))[0])
@@ -116,7 +119,7 @@ def _nll_backward(ex: Execution, spec: LossSpec, saved, d_BT):
     d_nrs = chunks.tokens.cut(d_BT)
 
     def visit(grads, c):
-        x_c, t_c, logits, lse, hit_V, _ = chunks.take(c)
+        x_c, t_c, logits, lse, hit_V, _, _ = chunks.take(c)
         weight = jnp.where(t_c != NO_TARGET, chunks.tokens.take(d_nrs, c), 0.0)
         dl = weight[..., None] * (jnp.exp(logits - lse[..., None]) - hit_V.astype(jnp.float32))
         return chunks.add(grads, c, x_c, logits, dl), None
@@ -158,7 +161,7 @@ def _token_losses(ex: Execution, spec: LossSpec, of_token, x_BTD, w, targets_BT,
 
     def visit(carry, c):
         total, logps, entropies, grads = carry
-        x_c, t_c, logits, lse, hit_V, hit = chunks.take(c)
+        x_c, t_c, logits, lse, hit_V, hit, _ = chunks.take(c)
         has, p = t_c != NO_TARGET, jnp.exp(logits - lse[..., None])
 
         def at_target(x):
@@ -231,11 +234,11 @@ class Chunks:
         self.x_nrsD, self.targets_nrs = self.tokens.cut(x_BTD), self.tokens.cut(targets_BT, fill=NO_TARGET)
 
     def take(self, c):
-        """Return x, targets, logits, log-sum-exp, one-hot targets and the logit of the target, for chunk c.
+        """Return x, targets, logits, log-sum-exp, one-hot targets, the target's logit and the largest one, for chunk c.
 
-        All but the first two are float32. Logits and one-hot targets are [n, r, s, V]; log-sum-exp and the target's
-        logit are [n, r, s]. With sequence parallelism each chunk is gathered over tensor here (s·D bf16). Its dx is
-        scattered when it is stored.
+        All but the first two are float32. Logits and one-hot targets are [n, r, s, V]; log-sum-exp, the target's and
+        the largest logit are [n, r, s]. With sequence parallelism each chunk is gathered over tensor here (s·D bf16).
+        Its dx is scattered when it is stored.
         """
         x_c, t_c = self.tokens.take(self.x_nrsD, c), self.tokens.take(self.targets_nrs, c)
         logits = self._pin(products.einsum(f"nrsD,{self.letters}->nrsV", x_c, self.full, jnp.float32))
@@ -248,7 +251,7 @@ class Chunks:
             # CPUs.
             own, top = top, jax.lax.pmax(top, self.manual)
             total, hit = jax.lax.psum((jnp.exp(own - top) * total, hit), self.manual)
-        return x_c, t_c, logits, top + jnp.log(total), hit_V, hit
+        return x_c, t_c, logits, top + jnp.log(total), hit_V, hit, top
 
     def zeros(self):
         """Return (dx, dw) before the first chunk. dw is None if the weight is frozen."""

@@ -3,9 +3,9 @@
 By default it has RMSNorm, rope and SwiGLU; fields of `[model]` select others. `pattern` divides the layers into groups
 (`block.LayerGroup`). Most models have one group of equal layers.
 
-Parameters are one nested dict: {"embedding", "position"?, LAYERS, "final_norm", "head"?}. LAYERS holds stacked weights
-[L, …] if all layers are equal, else {group: [repeats, …]}, or {group: {position in the period: [repeats, …]}}. Only
-`ex.layout` depends on the run's layout. Initialization depends on the seed alone.
+Parameters are one nested dict: {"embedding", "position"?, LAYERS, "final_norm", "head"?, "mtp_1"?, …}. LAYERS holds
+stacked weights [L, …] if all layers are equal, else {group: [repeats, …]}, or {group: {position in the period:
+[repeats, …]}}. Only `ex.layout` depends on the run's layout. Initialization depends on the seed alone.
 """
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshtrain import custom, pattern
-from meshtrain.config.sections import MIXER, Lora, Model
+from meshtrain.config.sections import MIXER, Lora, Model, Run
 from meshtrain.kernels import products
-from meshtrain.model import lora, params, rope
-from meshtrain.model.block import Attention, Layer, LayerGroup
+from meshtrain.model import lora, mtp, params, rope
+from meshtrain.model.block import Attention, Layer, LayerGroup, build_block
 from meshtrain.model.dropout import dropout
+from meshtrain.model.ends import EmbeddingAndHead, pad_vocab
 from meshtrain.model.execution import Execution
 from meshtrain.model.latent import LatentAttention
-from meshtrain.model.layers import Embedding, Linear, Norm, kv_heads
+from meshtrain.model.layers import kv_heads
 from meshtrain.model.linear import RecurrentMixer
 from meshtrain.model.loss import LossSpec, cap, loss_sums, token_losses, token_nll
 from meshtrain.model.mlp import MLP
@@ -37,37 +38,18 @@ from meshtrain.model.stats import LayerStats
 from meshtrain.names import LAYERS, LORA, MATMUL_ROLES
 from meshtrain.sharding.rules import GATHERED, Layout, Rules, Tensor
 
-VOCAB_MULTIPLE = 256
-
-
-class EmbeddingAndHead(nnx.Module):
-    """Token and position embeddings, final norm and output head: the parameters outside the layers."""
-
-    def __init__(self, cfg: Model, rngs: nnx.Rngs):
-        V, D = pad_vocab(cfg), cfg.embed_dim
-        self.embedding = Embedding(cfg, rngs, V, ("vocab", "embed"))
-        if cfg.position == "learned":
-            self.position = Embedding(cfg, rngs, cfg.max_seq_len, (None, "embed"))
-        self.final_norm = Norm(cfg, rngs, (D,), ("embed",))
-        if not cfg.tie_embeddings:
-            self.head = Linear(cfg, rngs, "BTD,DV->BTV", (D, V), ("embed", "vocab"), std=D ** -0.5, role="head")
-
-
-def pad_vocab(cfg: Model) -> int:
-    """Return the vocabulary size rounded up, the same on every layout. Padding ids have zero probability."""
-    return -(-cfg.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Transformer:
     """The model of a `[model]` section: parameter table, initializer, loss and logits. Layers are numbered from 0.
 
     lora: the section [lora] if layers have adapters; all other parameters are then frozen, but for lora.also.
+    trains_depths: whether steps compute the depths of MTP; otherwise these are frozen.
     """
     cfg: Model
     ends: params.Module
     groups: tuple[LayerGroup, ...]
     lora: Lora | None = None
+    trains_depths: bool = True
 
     def __post_init__(self):
         assert sum(group.num_layers for group in self.groups) == self.cfg.num_layers
@@ -84,6 +66,8 @@ class Transformer:
         if self.lora:
             infos = [dataclasses.replace(info, trainable=LORA in info.path or info.path[0] in self.lora.also)
                      for info in infos]
+        elif not self.trains_depths:
+            infos = [dataclasses.replace(info, trainable=not mtp.of_depth(info.path)) for info in infos]
         return tuple(sorted(infos, key=lambda info: info.path))
 
     def divide(self, p: dict) -> params.Divided:
@@ -253,6 +237,25 @@ class Transformer:
                         frozen=self.lora is not None and self._head_name not in self.lora.also, temperature=temperature)
         return spec, self._final_norm(ex, p, x_BTD), w
 
+    def depth_losses(self, ex: Execution, p, x_BTD, batch: dict, chunk: int = 2048):
+        """Return (objective, [nll, number of hits]) of each depth of MTP, as `head_loss`, without dropout and z-loss.
+
+        batch: has the arrays of `mtp.shift`, too. A hit is a target with the largest logit.
+        """
+        (axes, w), inputs, sums = self._head(p), self.inputs(batch), []
+        spec = LossSpec(axes, self.cfg.vocab_size, 0.0, chunk, self.cfg.logit_softcap, counts_hits=True)
+        h_BTD = ex.layout.act(self._ends(p).final_norm(ex, x_BTD), "batch", "residual_seq", None)
+        for k in range(1, self.cfg.mtp_layers + 1):
+            p = self._read_after(ex, p, h_BTD)
+            depth = getattr(self._ends(p), mtp.name(k))
+            e_BTD = self.embed(ex, p, batch | {"tokens": ex.after(batch[f"tokens_{k}"], h_BTD)})
+            apply = build_block(ex, self.groups[-1].period[-1], x_BTD.shape, False)
+            x_BTD, _ = apply(p[mtp.name(k)]["layer"], depth.merge(ex, e_BTD, h_BTD), inputs,
+                             self.cfg.num_layers + k - 1)
+            h_BTD = ex.layout.act(depth.norm(ex, x_BTD), "batch", "residual_seq", None)
+            sums.append(loss_sums(ex, spec, self._scale_for_head(ex, h_BTD), w, batch[f"targets_{k}"]))
+        return sums
+
     def through_layers(self, ex: Execution, p, batch: dict, dropout_key=None):
         """Return (output of the last layer, the layers' stats added)."""
         inputs, stats = self.inputs(batch, dropout_key), LayerStats()
@@ -266,7 +269,9 @@ class Transformer:
         return x_BTD, stats
 
     def _final_norm(self, ex: Execution, p, x_BTD):
-        x_BTD = self._ends(p).final_norm(ex, x_BTD)
+        return self._scale_for_head(ex, self._ends(p).final_norm(ex, x_BTD))
+
+    def _scale_for_head(self, ex: Execution, x_BTD):
         if (factor := self.cfg.multipliers.logits) != 1:
             x_BTD = (factor * x_BTD.astype(jnp.float32)).astype(x_BTD.dtype)
         return ex.layout.act(x_BTD, "batch", "residual_seq", None)
@@ -293,7 +298,8 @@ class Transformer:
 
     def read_by_head(self, ends: dict) -> dict:
         """Return the parameters outside the layers that the final norm, the head or the loss reads."""
-        unread = {"position"} if self.cfg.tie_embeddings else {"position", "embedding"}
+        looks_up = self.cfg.tie_embeddings or self.cfg.mtp_layers and self.trains_depths
+        unread = {"position"} if looks_up else {"position", "embedding"}
         return {name: subtree for name, subtree in ends.items() if name not in unread}
 
     @property
@@ -364,24 +370,32 @@ def kv_heads_of(cfg: Model) -> dict[str, int]:
     return heads
 
 
-def build(cfg: Model, adapters=None) -> Transformer:
+def of_run(run: Run) -> Transformer:
+    """Return the model of a run. Raises: ValueError as `build`."""
+    return build(run.model, run.lora, run.training.mtp_weight > 0)
+
+
+def build(cfg: Model, adapters=None, trains_depths: bool = True) -> Transformer:
     """Return the model of a [model] section, in the groups of `pattern.stretches`.
 
-    adapters: the section [lora]. Raises: ValueError as `lora.check`.
+    adapters: the section [lora]. trains_depths: of `Transformer`. Raises: ValueError as `lora.check`.
     """
     adapters = adapters if adapters is not None and adapters.rank else None
 
+    def layer(kind: pattern.Kind, rngs: nnx.Rngs) -> Layer:
+        return Layer(cfg.of(kind.mixer), rngs, _mixer(cfg, kind.mixer), _MLPS[kind.mlp])
+
     @functools.cache
     def module(kind: pattern.Kind) -> params.Module:
-        def layer(rngs: nnx.Rngs):
-            made = Layer(cfg.of(kind.mixer), rngs, _mixer(cfg, kind.mixer), _MLPS[kind.mlp])
-            return made if adapters is None else lora.adapt(made, rngs, adapters)
-        return params.Module(layer)
+        return params.Module(lambda rngs: layer(kind, rngs) if adapters is None else lora.adapt(
+            layer(kind, rngs), rngs, adapters))
     groups = tuple(LayerGroup(part.name, tuple(map(module, part.period)), part.repeats, part.leading)
                    for part in pattern.stretches(cfg))
     if adapters is not None:
         lora.check((layer.bind(layer.state) for group in groups for layer in group.period), adapters)
-    return Transformer(cfg, params.Module(lambda rngs: EmbeddingAndHead(cfg, rngs)), groups, adapters)
+    of_depth = functools.partial(layer, pattern.kinds(cfg)[-1])
+    ends = params.Module(lambda rngs: EmbeddingAndHead(cfg, rngs, of_depth))
+    return Transformer(cfg, ends, groups, adapters, trains_depths)
 
 
 _MLPS = {"d": ("mlp", MLP), "e": ("moe", MoE), ".": None}

@@ -106,7 +106,7 @@ def title(run: Run) -> str:
 def differing_rules(run: Run) -> list[str]:
     """Return the paths of the run's own rule file and of those shipped ones that shard its arrays differently from all
     before them."""
-    axes = [info.axes for info in transformer.build(run.model, run.lora).parameters()]
+    axes = [info.axes for info in transformer.of_run(run).parameters()]
     with config.user_errors():
         loaded = [rules.load(path) for path in dict.fromkeys([run.sharding.rules, *list_shipped_rules()])]
     return [one.path for one in distinct(loaded, axes)]
@@ -158,7 +158,7 @@ class _Choices:
 
     def __init__(self, run: Run, found: Mapping[str, Sequence[str]], num_devices: int):
         self.run, self.found, self.num_devices, self.rng = run, found, num_devices, random.Random(0)
-        self.model = transformer.build(run.model, run.lora)
+        self.model = transformer.of_run(run)
         self.rules = {path: rules.load(path) for path in found["rules"]}
         self.taken: dict[tuple, bool] = {}
 

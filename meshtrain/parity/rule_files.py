@@ -18,7 +18,7 @@ def check(small: Run, path: str) -> tuple[list[str], list[str]]:
     """Check a rule file for a shrunk run. Return (findings, notes). Raises: ConfigError if the file cannot be read."""
     with config.user_errors():
         loaded = rules.load(rule_file(path), "--rules")
-    model = transformer.build(small.model, small.lora)
+    model = transformer.of_run(small)
     used = {axis for table in loaded.tables.values() for axes in table.values() for axis in axes}
     own = {axis for axis in AXES if getattr(small.mesh, axis) > 1}
     findings, notes = [], []

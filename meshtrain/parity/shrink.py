@@ -33,7 +33,8 @@ def shrunk(run: Run, num_devices: int) -> tuple[Run, list[str]]:
             {"source": run.data.source, "paths": run.data.paths} if goal.data in ("pairs", "answers") else {})),
         training=config.Training(
             steps=9, microbatches=_microbatches(run, mesh), remat=training.remat, grad_clip=training.grad_clip,
-            objective=training.objective, dpo_beta=training.dpo_beta, z_loss=training.z_loss, loss_chunk=24),
+            objective=training.objective, dpo_beta=training.dpo_beta, z_loss=training.z_loss, loss_chunk=24,
+            mtp_weight=training.mtp_weight),
         optimizer=optimizer.model_copy(update=dict(
             learning_rate=1e-3, warmup_steps=min(optimizer.warmup_steps, 2), qk_clip=clips, moments_dtype="float32",
             groups=config.WeightGroups(), name="muon" if _uses_muon(optimizer) else optimizer.name, **decays)),

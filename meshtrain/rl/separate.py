@@ -80,7 +80,7 @@ def make(saved: Saved, run_dir: str, words: Sequence[str]) -> SeparateSampler:
     tables = {"model": section, "lora": sections["lora"], "data": sections["data"]}
     run, given = trained.resolve(tables, words, trained.KEYS, COMMAND)
     here = devices.start(run)
-    model = transformer.build(run.model, run.lora)
+    model = transformer.of_run(run)
     spec = MeshSpec(trained.mesh_sizes(run, given, model, len(here)), run.mesh.placement)
     with config.user_errors():
         layout = placement.command(model, spec.sizes)

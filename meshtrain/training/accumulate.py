@@ -7,6 +7,7 @@ of means.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from functools import partial
 from typing import NamedTuple
 
@@ -63,7 +64,7 @@ class StepSpec:
         computed = self.objective.computed
         return {name: of for name, of in self.batch.items() if name not in computed}
 
-    @property
+    @functools.cached_property
     def objective(self) -> objective.Objective:
         return objective.of_run(self.run)
 
@@ -124,11 +125,11 @@ def gradients(step: StepSpec, p, batch: dict, key, shares_LE=None):
 
 def evaluate(step: StepSpec, p, batch: dict):
     """Return the sum of the loss."""
-    model, head = step.model, step.objective.head
+    model, loss = step.model, step.objective.loss
 
     def add_loss(total, microbatch: dict, p):
         x_BTD, _ = model.through_layers(step.ex, p, microbatch)
-        return total + head(model, step.ex, p, x_BTD, microbatch)[1], None
+        return total + loss(model, step.ex, p, x_BTD, microbatch), None
 
     def losses(batch: dict, p):
         return jax.lax.scan(partial(add_loss, p=p), jnp.float32(0), reduction.select_replica(batch))[0][None]

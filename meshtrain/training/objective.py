@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from meshtrain import custom
 from meshtrain.config.sections import OBJECTIVE, Run
+from meshtrain.model import mtp
 from meshtrain.model.divergence import DivergenceSpec, distillation_sums
 from meshtrain.model.execution import Execution
 from meshtrain.model.stats import LayerStats
@@ -61,6 +62,21 @@ class Objective:
         """Whether the run samples the answers that it trains on."""
         return self.data == "answers"
 
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """The sums per target that `head` reports as stats. Stages support these and no others."""
+        return ()
+
+    @property
+    def extra_fields(self) -> tuple[str, ...]:
+        """The fields that `extend` makes."""
+        return ()
+
+    def extend(self, rows: dict) -> dict:
+        """Return the arrays of a batch, [B, …] on the host, and those that are made of whole rows before the rows are
+        split over devices."""
+        return rows
+
     def count(self, batch: dict):
         """Return the number of tokens or pairs by which the sums of the batch are divided."""
         raise NotImplementedError
@@ -69,23 +85,59 @@ class Objective:
         """Return (objective, loss, stats), sums over the microbatch. The objective is differentiated."""
         raise NotImplementedError
 
+    def loss(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict):
+        """Return the loss of `head` alone, for evaluations."""
+        return self.head(model, ex, p, x_BTD, batch)[1]
+
 
 @dataclasses.dataclass(frozen=True)
 class NextToken(Objective):
-    """Negative log-likelihood of the targets, plus z_loss · Σ lse²."""
+    """Negative log-likelihood of the targets, plus z_loss · Σ lse².
+
+    With depths of MTP the mean of their sums, times depth_weight, is added. All sums are divided by the number of the
+    model's own targets, so that they depend on no layout.
+    """
     z_loss: float
     chunk: int
+    depths: int = 0
+    depth_weight: float = 0.0
 
     @classmethod
     def of(cls, run: Run) -> NextToken:
-        return cls(run.training.z_loss, run.training.loss_chunk)
+        weight = run.training.mtp_weight
+        return cls(run.training.z_loss, run.training.loss_chunk, run.model.mtp_layers if weight else 0, weight)
+
+    @property
+    def extra_fields(self) -> tuple[str, ...]:
+        return tuple(f"{name}_{k}" for k in range(1, self.depths + 1) for name in ("tokens", "targets"))
+
+    @property
+    def fields(self):
+        return Objective.fields | {name: (1, jnp.int32) for name in self.extra_fields}
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        return tuple(f"mtp_{what}_{k}" for k in range(1, self.depths + 1) for what in ("loss", "accept", "targets"))
+
+    def extend(self, rows: dict) -> dict:
+        return rows | mtp.shift(rows, self.depths)
 
     def count(self, batch: dict):
         return jnp.sum(batch["targets"] != NO_TARGET)
 
     def head(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict):
         objective, nll = model.head_loss(ex, p, x_BTD, batch["targets"], z_loss=self.z_loss, chunk=self.chunk)
-        return objective, nll, LayerStats()
+        if not self.depths:
+            return objective, nll, LayerStats()
+        stats: dict[str, jax.Array] = {}
+        for k, (total, (loss, hits)) in enumerate(model.depth_losses(ex, p, x_BTD, batch, self.chunk), 1):
+            objective = objective + self.depth_weight / self.depths * total
+            targets = jnp.sum(batch[f"targets_{k}"] != NO_TARGET, dtype=jnp.float32)
+            stats |= {f"mtp_loss_{k}": loss, f"mtp_accept_{k}": hits, f"mtp_targets_{k}": targets}
+        return objective, nll, jax.lax.stop_gradient(LayerStats.of("target", **stats))
+
+    def loss(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict):
+        return model.head_loss(ex, p, x_BTD, batch["targets"], chunk=self.chunk)[1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ Sources: `parallel.pipeline.schedules`. The injection: arXiv:2401.06066 (DeepSee
 """
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -38,7 +39,7 @@ def build(step: StepSpec):
     model, layout, schedule = step.model, step.layout, step.schedule
     assert schedule is not None
     num_stages = schedule.num_stages
-    functions = _functions(step, num_stages * schedule.num_chunks)
+    functions, of_evaluation = _functions(step, num_stages * schedule.num_chunks)
     ends_axes, layers_axes = without_layers(step.state.trained_axes), step.state.trained_axes[LAYERS]
     others = tuple(a for a in layout.sizes if a != executor.STAGE)
     # includes `seq`, because each shard of a sequence has its own gradients
@@ -64,27 +65,29 @@ def build(step: StepSpec):
         extra = {"count": count, "tokens": objective.tokens(batch)} | {
             name: value for name, value in (("key", key), ("shares", shares_LE)) if value is not None}
         weights = _into_loop(step, p, num_stages, schedule.num_chunks)
-        nll, layer_grads, ends, before, stats = executor.gradients(schedule, functions, placement, weights, batch,
-                                                                   extra)
+        sums, layer_grads, ends, before, stats = executor.gradients(schedule, functions, placement, weights, batch,
+                                                                    extra)
         grads = _map_axes(lambda axes, g: reduce_deferred(layout, summed, axes, g), ends_axes, ends)
         before = _map_axes(lambda axes, g: reduce_deferred(layout, (*partial_axes(axes), executor.STAGE), axes, g),
                            before_axes, before)
         layers = model.from_period(_map_axes(lambda axes, g: take_out_of_stages(layout, partial_axes(axes), axes, g),
                                              model.first(layers_axes), layer_grads), before)
         grads[LAYERS] = _map_axes(lambda axes, g: layout.constrain("optimizer", g, axes), layers_axes, layers)
-        metrics = stats.metrics(Normalizers(count, extra["tokens"]))
-        return grads, nll.sum() / count, count, metrics
+        loss, *reported = sums.sum(0) / count
+        metrics = stats.metrics(Normalizers(count, extra["tokens"])) | dict(zip(step.objective.reports, reported))
+        return grads, loss, count, metrics
 
     def evaluate(p, batch: dict):
         weights = _into_loop(step, p, num_stages, 1)
-        return executor.evaluate(functions, placement, weights, batch,
+        return executor.evaluate(of_evaluation, placement, weights, batch,
                                  dict.fromkeys(("count", "tokens"), jnp.float32(1))).sum()
 
     return gradients, evaluate
 
 
-def _functions(step: StepSpec, virtual_stages: int) -> ModelFunctions:
-    """Return the model as functions for a pipeline. A stage applies periods of layers.
+def _functions(step: StepSpec, virtual_stages: int) -> tuple[ModelFunctions, ModelFunctions]:
+    """Return the model as functions for a pipeline: (for a training step, for an evaluation). A stage applies periods
+    of layers.
 
     If their number does not divide over the stages, the last stages are padded with identity layers.
     """
@@ -92,7 +95,7 @@ def _functions(step: StepSpec, virtual_stages: int) -> ModelFunctions:
     uneven = stages.count_padded(step.run.model, virtual_stages) > stages.count_staged(step.run.model)
     leading = model.leading
     before = leading.num_layers if leading else 0
-    goal = type(step.objective).__name__
+    goal = step.objective
 
     def prepare(microbatch: dict, extra):
         return LayerInputs(model.inputs(microbatch, extra.get("key"), extra.get("shares")), extra["tokens"])
@@ -117,19 +120,25 @@ def _functions(step: StepSpec, virtual_stages: int) -> ModelFunctions:
         return x, stats
 
     def head(ends, frozen, x, microbatch: dict, extra):
-        total, nll, stats = step.objective.head(model, ex, params.join(ends, frozen), x, microbatch)
-        if stats.by_name:
-            raise ValueError(f"mesh.stage={step.layout.sizes[executor.STAGE]}: the objective {goal} reports "
-                             f"{', '.join(stats.by_name)}, and pipelines report nothing of their head; use "
+        total, nll, stats = goal.head(model, ex, params.join(ends, frozen), x, microbatch)
+        if others := stats.by_name.keys() - set(goal.reports):
+            raise ValueError(f"mesh.stage={step.layout.sizes[executor.STAGE]}: the objective {type(goal).__name__} "
+                             f"reports {', '.join(sorted(others))}, and pipelines report nothing of their head; use "
                              f"mesh.stage=1, or return LayerStats()")
-        return total / extra["count"], nll
+        return total / extra["count"], jnp.stack([nll, *(stats.by_name[name].value for name in goal.reports)])
+
+    def loss(ends, frozen, x, microbatch: dict, extra):
+        nll = goal.loss(model, ex, params.join(ends, frozen), x, microbatch)
+        return nll, nll[None]
 
     def leading_period(weights, x, given):
         joined = leading.weights(params.join(weights.trained, weights.frozen))
         y, stats = leading.apply(ex, joined, x, given.inputs, weights.numbers * len(leading.period))
         return with_balance_loss(y, stats, given.tokens), stats
 
-    return ModelFunctions(prepare, embed, period, head, leading_period if leading else None)
+    trained = ModelFunctions(prepare, embed, period, head, leading_period if leading else None,
+                             metric=(1 + len(goal.reports),))
+    return trained, dataclasses.replace(trained, head=loss, metric=(1,))
 
 
 def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import flags
-from meshtrain.model import float8, moe, params
+from meshtrain.model import float8, moe, mtp, params
 from meshtrain.model.stats import EXPERT_LOAD, SCORE_BOUND
 from meshtrain.names import PRNG
 from meshtrain.training import accumulate, average, pipelined, qk_clip, rounding
@@ -32,7 +32,7 @@ class Program:
 
     `train(state, batch) -> (state, metrics)` donates the state; with `limited` it is `train(state, batch, limit)`.
     metrics: loss (nats per target token), grad_norm, learning_rate, tokens (with a target), skipped, and the
-    numbers of the layers as `moe.report_load` and `qk_clip.report_bounds` return them.
+    numbers of the layers as `moe.report_load`, `mtp.report` and `qk_clip.report_bounds` return them.
 
     `evaluate(params, batch) -> (sum of the loss, number of targets or pairs in it)`.
 
@@ -66,6 +66,7 @@ class Program:
 
         rows: may lack arrays that are computed on the devices.
         """
+        rows = self.step.objective.extend(rows)
         if (order := self.step.order) is not None:
             rows = {name: x[:, order] if x.ndim > 1 else x for name, x in rows.items()}
 
@@ -171,7 +172,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate, jnp.float32),
                    "tokens": count,
                    "skipped": ~finite}
-        return new, metrics | qk_clip.report_bounds(moe.report_load(of_layers), run.optimizer.qk_clip)
+        return new, metrics | qk_clip.report_bounds(mtp.report(moe.report_load(of_layers)), run.optimizer.qk_clip)
 
     def evaluate(p, batch: dict):
         total = sum_losses(p, batch)

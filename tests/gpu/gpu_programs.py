@@ -103,6 +103,7 @@ MODELS = {
                                   training=dict(loss_chunk=128)),
     "small": SMALL, "small_experts": SMALL.but(num_experts=4, experts_per_token=2, expert_mlp_dim=128, shared_expert_dim=128),
     "shared_heads": SHARED_HEADS, "own_heads": SHARED_HEADS.but(num_kv_heads=8),
+    "wide_mtp": WIDE.but(mtp_layers=1),
     "wide": WIDE, "wide_heads": WIDE.but(num_heads=32, qk_norm="head"), "wide_norms": WIDE.but(norm_placement="both"),
     "wide_norms_after": WIDE.but(norm_placement="after"),
     "gpt": WIDE.but(vocab_size=50304, embed_dim=1600, num_layers=12, num_heads=25, num_kv_heads=25, head_dim=64,

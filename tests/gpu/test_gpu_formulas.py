@@ -315,6 +315,12 @@ wide zero3 fsdp8 full 1x2
 gpt zero3 fsdp8 selective 4x8 T1024
 wide hsdp data2 fsdp4 full
 wide tensor tensor8 full
+wide_mtp ddp data8 none
+wide_mtp zero3 fsdp8 selective
+wide_mtp zero3 fsdp4 tensor2 full ±.1       # what lives in the backward of a depth beside the merge's inputs
+wide_mtp ddp data2 tensor4 none
+wide_mtp ddp data2 context4 selective ring 4x1 T16384
+wide_mtp zero1 stage2 fsdp4 selective 8x1 1f1b ±.1
 wide ddp data2 tensor4 none
 wide ddp data2 tensor4 selective
 wide ddp data2 tensor4 full

@@ -219,7 +219,8 @@ def test_no_module_sets_a_variable_of_another_and_what_belongs_to_the_process_ha
 # The 194th and 195th are lora.init_from and lora.also: where adapters are that others made, and what is trained beside adapters.
 # The 196th is optimizer.groups, a table: a rate for the embedding alone no key of all weights can give.
 # The 197th is experts.balance: the weight of the balance loss does not say what is balanced.
-MOST_PARAMETERS, MOST_FIELDS, MOST_KEYS, MOST_RULE_FILES = 8, 12, 197, 9
+# The 198th and 199th are model.mtp_layers and training.mtp_weight: what the model has, and what the step makes of it.
+MOST_PARAMETERS, MOST_FIELDS, MOST_KEYS, MOST_RULE_FILES = 8, 12, 199, 9
 
 
 def concepts(*packages: Path) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:

@@ -11,6 +11,7 @@ import numpy as np
 import parity
 import pytest
 import sampling
+from flax import nnx
 
 from meshtrain import config
 from meshtrain import pattern
@@ -65,7 +66,7 @@ class Wide(Plain):
 def model_of(*groups: tuple[str, tuple, int]) -> transformer.Transformer:
     cfg = config.Run(model=MODEL | dict(num_layers=sum(len(kinds) * n for _, kinds, n in groups))).model
     module = lambda kind: params.Module(lambda rngs: kind(cfg, rngs))
-    return transformer.Transformer(cfg, params.Module(lambda rngs: transformer.EmbeddingAndHead(cfg, rngs)), tuple(
+    return transformer.Transformer(cfg, params.Module(lambda rngs: transformer.EmbeddingAndHead(cfg, rngs, nnx.Module)), tuple(
         LayerGroup(name, tuple(map(module, kinds)), n) for name, kinds, n in groups))
 
 

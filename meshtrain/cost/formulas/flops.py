@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from meshtrain import pattern
 from meshtrain.config.sections import Model
-from meshtrain.cost.formulas import mixers
+from meshtrain.cost.formulas import depths, mixers
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.formulas.sizes import Product
@@ -27,10 +27,16 @@ def model_flops_per_token(table: Iterable, cfg: Model, seq_len: int) -> float:
     table: ParamInfo rows; cfg: the [model] section. Embedding look-ups count nothing, a tied head counts as a matrix,
     and only the experts that a token is routed to count.
     """
+    table, of_depths = depths.split(table, cfg)
+    further = 0.0
+    if of_depths and of_depths[0].trainable:
+        heads = [info for info in table if info.role == "head" or cfg.tie_embeddings and info.path[0] == "embedding"]
+        further = model_flops_per_token(of_depths, depths.section(cfg), seq_len) + cfg.mtp_layers * sum(
+            6.0 * info.size for info in heads)
     multiplied = [info for info in table if info.role in ("matrix", "head", "router")
                   or cfg.tie_embeddings and info.path[0] == "embedding"]
     matrices = sum((6.0 if info.trainable else 4.0) * active(info, cfg) for info in multiplied)
-    return matrices + sum(3.0 * count * mixers.flops(cfg, mixer, seq_len)
+    return further + matrices + sum(3.0 * count * mixers.flops(cfg, mixer, seq_len)
                           for mixer, count in Counter(kind.mixer for kind in pattern.kinds(cfg)).items())
 
 
@@ -48,7 +54,7 @@ def count_executed(placed: Placed, options: Options) -> float:
     of = functools.partial(_elements, placed)
     products = [product for product in placed.layer.products if not product.expands]
     layer, (_, loss, _) = sum(map(of, products)), placed.ends(options)
-    leading = count_executed(placed.leading, options) if placed.leading else 0.0
+    others = sum(count_executed(part, options) for part in (placed.leading, placed.depths) if part)
     trained = sum(of(product) for product in products if product.trained)
     visits = forward, backward, weights = placed.visits(options)
     skipped = sum(product.share * product.k * (product.n - placed.input_columns(product)) for product in products)
@@ -58,7 +64,7 @@ def count_executed(placed: Placed, options: Options) -> float:
         runs = sum(times * count for times, count in zip(visits, routed.products))
         experts = 2 * routed.share * runs * routed.rows.executed * routed.sizes.embed_dim * routed.sizes.width
     head = (2 + placed.head.trained) * loss * placed.head.k * placed.head.n
-    return leading + experts + 2 * placed.tokens(options) * (layers + head)
+    return others + experts + 2 * placed.tokens(options) * (layers + head)
 
 
 def _elements(placed: Placed, product: Product) -> float:

@@ -90,7 +90,21 @@ def _in_layers(placed: Placed, options: Options) -> float:
         layer = max(layer, experts.inputs_bytes + inputs + beside, experts.weights_bytes + weights + beside)
     kept += size * tokens * _transpose_width(placed, options)
     alone = options.microbatches == 1 and not placed.by_layer       # the sum is the gradient, not yet reduced
-    return kept + max(loss + gradient, layer + gradient * alone + _early_zeros(placed))
+    saved, backward = _depth_bytes(placed, options)
+    in_loss = saved + (1 + placed.num_depths) * gradient
+    return kept + max(loss + in_loss, backward + in_loss, layer + gradient * alone + _early_zeros(placed))
+
+
+def _depth_bytes(placed: Placed, options: Options) -> tuple[float, float]:
+    """Return (the bytes that the depths of MTP save for their backward, the temporaries of that backward). All of it is
+    in the loss, while the residuals of all layers are held."""
+    if not (depths := placed.depths):
+        return 0.0, 0.0
+    each, stream = placed.itemsize * placed.tokens(options), placed.cfg.embed_dim / placed.stream_shards
+    # The inputs of the merge, whole and before their norms; the normed output and its cotangent.
+    width = residual_width(depths, options) + 2 * placed.cfg.embed_dim + 4 * stream
+    backward = each * _working_width(depths, options) + accumulators.ITEMSIZE * depths.held.grads
+    return placed.num_depths * each * width, backward
 
 
 def _early_zeros(placed: Placed) -> float:
@@ -273,7 +287,9 @@ def _beside_slots(placed: Placed, options: Options) -> Widths:
     # A chunk's float32 logits and their gradient; the stage's output as it is broadcast, normed, and its gradient. The
     # float32 gradients of head and embedding from one microbatch live together.
     loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 7 * size * tokens * stream
-    loss += 4 * accumulators.ITEMSIZE * placed.head.n * placed.head.k
+    loss += (4 + placed.num_depths) * accumulators.ITEMSIZE * placed.head.n * placed.head.k
+    saved, backward = _depth_bytes(placed, options)
+    loss = max(loss, backward) + saved
     # A layer of B and one of F, with their weights sliced out of the stack.
     layer = size * tokens * (_working_width(placed, options) + 4 * stream + 2
                              * placed.mlp_width) + size * placed.layer.used

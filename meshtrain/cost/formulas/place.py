@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshtrain import pattern
 from meshtrain.config.sections import Model
+from meshtrain.cost.formulas import depths
 from meshtrain.cost.formulas.placed import Placed, stream_axes, stream_shards
 from meshtrain.cost.formulas.sizes import (EXCHANGE, GATHER, SCATTER, SUM, Axes, Held, LayerSizes, Product, WeightMove,
                                            order)
@@ -32,6 +33,22 @@ def place(rows: Sequence[ParamInfo], cfg: Model, layout: Layout, mesh: MeshSpec)
 
     rows: the parameter table; cfg: the [model] section; the layout's sizes must be those of the mesh.
     """
+    rows, of_depths = depths.split(rows, cfg)
+    placed = _place_layers(rows, cfg, layout, mesh)
+    if not of_depths:
+        return placed
+    further = _place(of_depths, depths.section(cfg), layout, mesh, is_depths=True)
+    # The head's backward gives their gradients, as it does those of the head.
+    held = placed.held.with_leading(dataclasses.replace(further.held, ends_grads=further.held.grads))
+    if not of_depths[0].trainable:
+        return dataclasses.replace(placed, held=held)
+    once, in_loop = ([move for move in further.moves if (move.part == "update") == wanted] for wanted in (True, False))
+    return dataclasses.replace(placed, held=held, moves=_merge((*placed.moves, *once)),
+                               depths=dataclasses.replace(further, moves=tuple(in_loop)))
+
+
+def _place_layers(rows: Sequence[ParamInfo], cfg: Model, layout: Layout, mesh: MeshSpec) -> Placed:
+    """Return the sizes and moves of a model without depths of MTP."""
     first = pattern.leading(cfg)
     if layout.sizes["stage"] == 1 or not first:
         return _place(rows, cfg, layout, mesh)
@@ -52,12 +69,13 @@ def _cut(cfg: Model, part: slice) -> Model:
     return cfg.model_copy(update=dict(num_layers=len(kinds), mixers=mixers, mlps=mlps) | without)
 
 
-def _place(rows: Sequence[ParamInfo], cfg: Model, layout: Layout, mesh: MeshSpec, is_leading: bool = False) -> Placed:
+def _place(rows: Sequence[ParamInfo], cfg: Model, layout: Layout, mesh: MeshSpec, is_leading: bool = False,
+           is_depths: bool = False) -> Placed:
     """Return the sizes and moves of layers of one kind of placement. is_leading: these layers run before the stages,
-    and their gradients are summed over the stages."""
+    and their gradients are summed over the stages. is_depths: they are the depths of MTP."""
     local, tokens = _Local(layout), frozenset(layout.token_axes) | ({"stage"} if is_leading else frozenset())
     num_stages, head, matrices = layout.sizes["stage"], Product(0, 0), _Matrices(cfg, rows, local)
-    in_stages = num_stages > 1 and not is_leading
+    in_stages = num_stages > 1 and not is_leading and not is_depths
     stage_layers = stages.count_padded(cfg, num_stages) // num_stages if in_stages else cfg.num_layers
     deferred = tokens if num_stages > 1 else frozenset(layout.find_deferred_axes(info.axes for info in rows))
     held: dict[str, float] = defaultdict(float)
@@ -81,7 +99,8 @@ def _place(rows: Sequence[ParamInfo], cfg: Model, layout: Layout, mesh: MeshSpec
             num_shards = layout.num_shards(local.axes_in_use("vocab"))
             head = Product(cfg.embed_dim, info.size // cfg.embed_dim // num_shards, trained=info.trainable)
     layer = LayerSizes(tuple(matrices.products.values()), used, largest, stage_layers)
-    return Placed(cfg, rows, layout, mesh, layer, head, Held(**held), _merge(moves), is_leading=is_leading)
+    return Placed(cfg, rows, layout, mesh, layer, head, Held(**held), _merge(moves), is_leading=is_leading,
+                  is_depths=is_depths)
 
 
 def _merge(moves: Iterable[WeightMove]) -> tuple[WeightMove, ...]:
@@ -139,8 +158,8 @@ class _Weight:
         """Yield the moves of this weight and of its gradient. tokens: axes over which gradients are summed; deferred:
         axes whose sums are deferred to the end of the step; tied: whether the embedding is also the head."""
         info, num_shards = self.info, self.layout.num_shards
-        part, count = ("experts" if "expert" in info.axes else "layers", self.layer) if self.depth else (
-            "ends", self.whole)
+        of_layer = "experts" if "expert" in info.axes else "layers" if _part(info) or info.role == "norm" else "merge"
+        part, count = (of_layer, self.layer) if self.depth else ("ends", self.whole)
         uses = 1        # how often a microbatch gathers embedding and head
         if info.role == "embedding":
             columns = layers.lies_by_columns(self.layout, info.axes)
@@ -262,7 +281,7 @@ class _Matrices:
             between = stream_axes(local.layout) if outward else row or local.split(info, out)
         self.products[same_input] = Product(
             local.size(info, into), n, row, outward,
-            outward * self.last[key] / self.count[key], info.trainable, share, expands=expands,
+            outward * self.last[key] / self.count[key] if _part(info) else 1.0, info.trainable, share, expands=expands,
             whole_inputs=self.query_latents and _part(info) == "attention",
             on_shards=columns[()] if reads_stream or len(columns) > 1 else 0,
             between=between)

@@ -46,6 +46,9 @@ class Placed:
     leading: in a pipeline, the layers before the stages, as a model of their own; None without such layers. If it is
     set, rows, cfg and layer describe only the other layers, while held and the moves of the update cover both. The
     stages share the microbatches of the leading layers. is_leading: whether this object is such a leading model.
+
+    depths: the depths of MTP that a step computes, as a model of their own; None without. held and the moves of the
+    update cover them, too. is_depths: whether this object is such a model.
     """
     cfg: Model                  # the [model] section
     rows: Sequence[ParamInfo]   # the parameter table
@@ -57,6 +60,8 @@ class Placed:
     moves: tuple[WeightMove, ...]
     leading: Placed | None = None
     is_leading: bool = False
+    depths: Placed | None = None
+    is_depths: bool = False
 
     def moving(self, kind: str, part: str) -> dict[Axes, float]:
         """Return the elements of the moves of this kind and part, by mesh axes."""
@@ -122,7 +127,7 @@ class Placed:
         if self.is_leading:
             return self.rounds(options) * self.cfg.num_layers / options.microbatches
         num_stages = self.layout.sizes["stage"]
-        if num_stages == 1:
+        if num_stages == 1 or self.is_depths:
             return float(self.cfg.num_layers)
         # Stages are padded with layers that cost the same and do nothing.
         return stages.count_padded(self.cfg, num_stages * options.chunks) // num_stages
@@ -133,7 +138,7 @@ class Placed:
         In a pipeline an idle stage computes on masked data. The numbers include these passes.
         """
         layers = self.layers(options)
-        if not self.runs_masked(options) or self.is_leading:
+        if not self.runs_masked(options) or self.is_leading or self.is_depths:
             return (options.microbatches * layers,) * 3
         num_stages, depth = self.layout.sizes["stage"], layers / options.chunks
         executed, _ = schedules.counts(options.schedule, num_stages, options.microbatches, options.chunks)
@@ -143,13 +148,21 @@ class Placed:
         """Return how often a step runs the leading layers on one stage."""
         return -(-options.microbatches // self.layout.sizes["stage"])
 
+    @property
+    def num_depths(self) -> int:
+        """Return the number of depths of MTP that a step computes."""
+        return self.depths.cfg.num_layers if self.depths else 0
+
     def ends(self, options: Options) -> tuple[int, int, int]:
-        """Return how often a step computes (the embedding, the loss with its gradient, the embedding's gradient)."""
-        if self.is_leading:
+        """Return how often a step computes (the embedding, the loss with its gradient, the embedding's gradient). Each
+        depth of MTP computes all three with the loss."""
+        if self.is_leading or self.is_depths:
             return 0, 0, 0
-        boundaries = self.boundaries(options)
-        all_rounds = self.rounds(options) * self.layout.sizes["stage"]
-        return (all_rounds, boundaries[1], all_rounds) if self.leading else boundaries
+        embedded, losses, back = self.boundaries(options)
+        if self.leading:
+            embedded = back = self.rounds(options) * self.layout.sizes["stage"]
+        more = self.num_depths * losses
+        return embedded + more, losses + more, back + more
 
     def boundaries(self, options: Options) -> tuple[int, int, int]:
         """Return how often a step computes (the first stage's input, the loss, the cotangent of that input). The masked

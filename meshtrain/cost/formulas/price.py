@@ -24,6 +24,7 @@ from meshtrain.cost.formulas.sizes import (ATTENTION, ATTENTION_BACKWARD, BACKWA
 from meshtrain.kernels import mosaic, mosaic_grouped
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding.mesh import MeshSpec
+from meshtrain.sharding.rules import GATHERED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,16 +124,26 @@ class Pricing:
     @functools.cached_property
     def flops_per_token(self) -> float:
         """The FLOPs of the model, without recomputation."""
+        placed = self.placed
         return sum(flops.model_flops_per_token(part.rows, part.cfg, self.options.seq_len)
-                   for part in (self.placed, self.placed.leading) if part)
+                   for part in (placed, placed.leading, placed.depths) if part) + placed.num_depths * 6.0 * (
+            placed.head.n * placed.head.k * placed.layout.num_shards(placed.layout.mesh_axes(GATHERED, "vocab")))
 
     def waits_s(self) -> float:
         """Return the exposed seconds of one layer and microbatch."""
         return self.waits.layer_s / (self.options.microbatches * self.layers)
 
     def head_s(self) -> float:
-        """Return the seconds of the head for one microbatch."""
-        return sum(self.work.head.values())
+        """Return the seconds of the head for one microbatch, with the depths of MTP."""
+        return sum(self.head_parts().values())
+
+    def head_parts(self) -> dict[str, float]:
+        """Return `head_s` by kind."""
+        parts = {name: (1 + self.placed.num_depths) * seconds for name, seconds in self.work.head.items()}
+        if depths := self.placed.depths:
+            for name, seconds in self.time_layers(depths, self.options).parts.items():
+                parts[name] = parts.get(name, 0.0) + depths.cfg.num_layers * seconds
+        return parts
 
     def stage_s(self) -> float:
         """Return the seconds of a stage's layers for one microbatch, with their exposed collectives."""
@@ -179,8 +190,8 @@ class Pricing:
         busy_s = m * (self.stage_s() + self.head_s()) + leading_s + idle_s + waits.other_s + update_s
         step_s = busy_s * (1 + self.rated.assumed["step.overhead"])
         parts = {name: m * self.layers * seconds for name, seconds in work.parts.items()}
-        for name, seconds in (*work.head.items(), *leading.items()):
-            parts[name] += m * seconds
+        for name, seconds in (*self.head_parts().items(), *leading.items()):
+            parts[name] = parts.get(name, 0.0) + m * seconds
         per_gpu = options.global_batch * options.seq_len / step_s / placed.mesh.num_devices
         exposed = {name: seconds for name, seconds in waits.exposed.items() if seconds}
         return Price(self.memory_bytes, tuple(waits.sents), traffic.by_axes(waits.sents, sizes),

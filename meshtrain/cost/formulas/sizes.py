@@ -25,7 +25,8 @@ class Product:
     The products of experts are in `routed`.
 
     row: mesh axes that shard k; the result is summed over them. outward: the result is added to the residual stream.
-    unread: fraction of these layers whose backward does not read the result. trained: the matrices have gradients.
+    unread: fraction of these layers whose backward does not recompute the result, because it is not read, or is saved.
+    trained: the matrices have gradients.
     share: fraction of the layers that have them. router: computed in float32, on tokens sharded as the residual stream.
     expands: attention expands latents with these matrices, in the forward and again in the backward. whole_inputs: the
     cotangent of the mixer's input is not sharded, because the mixer's inward matrices are not. on_shards: columns of n
@@ -52,9 +53,10 @@ class WeightMove(NamedTuple):
     """Elements of weights or gradients in one collective over `axes`.
 
     kind: the collective, as HLO spells it. part: "layers", "experts" or "routers": elements of one layer, moved in each
-    pass through it. "ends": elements of embedding and head, moved in each microbatch. "update": elements moved once a
-    step: gradients that [grads] does not shard, and new weights. "lookup": number of tables whose rows are exchanged
-    with every token (all-to-all), or whose cotangents are gathered (all-gather).
+    pass through it. "merge": elements of the merge of a depth of MTP. "ends": elements of embedding and head, moved in
+    each microbatch. "update": elements moved once a step: gradients that [grads] does not shard, and new weights.
+    "lookup": number of tables whose rows are exchanged with every token (all-to-all), or whose cotangents are gathered
+    (all-gather).
     """
     kind: str
     part: str

@@ -34,6 +34,10 @@ def of(placed: Placed, options: Options, parts: Mapping[str, Part] | None = None
     if leading := placed.leading:
         sents += [sent._replace(layer=False)
                   for name in IN_LAYERS for sent in parts[name](leading, options)]
+    if depths := placed.depths:
+        sents += [sent._replace(layer=False, overlaps="")
+                  for part in (*(parts[name] for name in (*IN_LAYERS, "weights")), _merge)
+                  for sent in part(depths, options)]
     return [sent for sent in sents if sent.axes and sent.array_bytes and sent.runs]
 
 
@@ -64,8 +68,8 @@ def by_axes(sents: list[Sent], sizes: Mapping[str, int]) -> dict[str, float]:
 
 
 # Label of a part's weights.
-LABELS = {"layers": "fsdp", "experts": EXPERTS, "routers": "fsdp", "ends": "fsdp"}
-LAYER_PARTS = ("layers", "experts", "routers")      # moved in each pass through a layer
+LABELS = {"layers": "fsdp", "experts": EXPERTS, "routers": "fsdp", "merge": "fsdp", "ends": "fsdp"}
+LAYER_PARTS = ("layers", "experts", "routers", "merge")     # moved in each pass through a layer
 
 
 def weights(placed: Placed, options: Options) -> Iterator[Sent]:
@@ -75,6 +79,7 @@ def weights(placed: Placed, options: Options) -> Iterator[Sent]:
     reduced, and new weights that only [optimizer] shards are gathered.
     """
     runs, arrays = options.microbatches * placed.layers(options), placed.matrices
+    ends = options.microbatches * (1 + placed.num_depths)       # each depth gathers the embedding and the head again
     for move in placed.moves:
         n, layer = move.elements, move.part in LAYER_PARTS
         if move.part == "lookup":
@@ -85,15 +90,16 @@ def weights(placed: Placed, options: Options) -> Iterator[Sent]:
             label = "context" if move.kind == SUM else LABELS[move.part]
             dtype, size = placed.reduction_dtype
             yield Sent(move.kind, move.axes, dtype, n * size,
-                       runs if layer else options.microbatches, label, BACKWARD * layer, layer, arrays if layer else 1)
+                       runs if layer else ends, label, BACKWARD * layer, layer, arrays if layer else 1)
         elif move.part == "routers":
             yield Sent(GATHER, move.axes, FLOAT32, 4 * n, 2 * runs, "fsdp", FORWARD)
         elif not layer:
-            yield Sent(GATHER, move.axes, placed.dtype, n * placed.itemsize, options.microbatches, "fsdp", "", False)
+            yield Sent(GATHER, move.axes, placed.dtype, n * placed.itemsize, ends, "fsdp", "", False)
         else:
             in_float8 = placed.float8 and move.part == "layers"
             dtype, size = (E4M3, 1) if in_float8 else (placed.dtype, placed.itemsize)
-            for overlaps in (FORWARD, BACKWARD):
+            # Outside a layer's remat, the gathered weights of a merge are saved.
+            for overlaps in (FORWARD, BACKWARD)[:1 if move.part == "merge" and options.remat != "none" else 2]:
                 yield Sent(GATHER, move.axes, dtype, n * size, runs, LABELS[move.part], overlaps, True,
                            arrays if move.part == "layers" else 1)
 
@@ -101,7 +107,8 @@ def weights(placed: Placed, options: Options) -> Iterator[Sent]:
 def _lookup(placed: Placed, options: Options, move: WeightMove) -> Sent:
     """Return the exchange of looked-up rows with the devices that hold columns of the table, or the gather of the rows'
     cotangents."""
-    rows, runs = placed.tokens(options) * placed.cfg.embed_dim * placed.itemsize, options.microbatches * move.elements
+    rows = placed.tokens(options) * placed.cfg.embed_dim * placed.itemsize
+    runs = placed.ends(options)[1] * move.elements
     if move.kind == GATHER:
         rows *= placed.layout.num_shards(move.axes)
     return Sent(move.kind, move.axes, placed.dtype, rows, runs, "context" if move.kind == GATHER else "fsdp", "", False)
@@ -182,6 +189,27 @@ def _adapter(placed: Placed, options: Options, product: Product) -> Iterator[Sen
         yield send("all-gather", runs=product.share * backward)
 
 
+def _merge(placed: Placed, options: Options) -> Iterator[Sent]:
+    """Yield the collectives around the merge of each depth of MTP, whose columns are split. With sequence parallelism
+    both inputs are gathered, their cotangents reduce-scattered, and an all-to-all exchanges columns of the result for
+    rows; otherwise the columns are gathered, and the cotangents all-reduced."""
+    split = tuple(a for a in placed.layout.mesh_axes("activations", "mlp") if placed.layout.sizes[a] > 1)
+    if not split:
+        return
+    forward, backward, _ = placed.visits(options)
+    stream = placed.tokens(options) * placed.cfg.embed_dim * placed.itemsize
+
+    def send(kind: str, array_bytes: float, runs: float) -> Sent:
+        return Sent(kind, split, placed.dtype, array_bytes, runs, "tensor", "", False)
+    if set(split) <= set(placed.layout.mesh_axes("activations", "residual_seq")):
+        yield send("all-gather", stream, 2 * forward)
+        yield send("reduce-scatter", stream, 2 * backward)
+        yield send("all-to-all", stream / placed.layout.num_shards(split), forward + backward)
+    else:
+        yield send("all-gather", stream, forward)
+        yield send("all-reduce", stream, 2 * backward)
+
+
 def experts(placed: Placed, options: Options) -> Iterator[Sent]:
     """Yield the exchange of tokens with experts.
 
@@ -238,11 +266,11 @@ def _stages(placed: Placed, options: Options) -> Iterator[Sent]:
     yield send("collective-permute", forward + backward)
     if not placed.runs_masked(options):
         return
-    (looked_up, loss, looked_up_back), (begun, _, begun_back) = placed.ends(options), placed.boundaries(options)
+    (looked_up, loss, looked_up_back), (begun, losses, begun_back) = placed.ends(options), placed.boundaries(options)
     shared = "stage" in placed.layout.mesh_axes(GATHERED, "vocab")
     # The output of the leading layers, and its cotangent.
-    leading = begun + looked_up_back if placed.leading else 0
-    yield send("all-reduce", loss + begun_back + leading + shared * (looked_up + loss))
+    leading = begun + looked_up_back - loss + losses if placed.leading else 0
+    yield send("all-reduce", losses + begun_back + leading + shared * (looked_up + loss))
     weights, states = (placed.dtype, size * placed.held.layers_read), (FLOAT32, 4 * placed.held.layers_stored)
     for dtype, sent_bytes in (weights, states) if chunks > 1 else ():
         yield move("all-to-all", "stage" if chunks % p == 0 else f"stage:{chunks}~", dtype, sent_bytes)

@@ -25,12 +25,13 @@ from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.cluster import agree
 from meshtrain.config import Model, user_errors
 from meshtrain.data.documents import chat, tokenizer
-from meshtrain.huggingface import folder, safetensors, settings
+from meshtrain.huggingface import depths, folder, safetensors, settings
 from meshtrain.huggingface.families import Family
 from meshtrain.huggingface.weights import new_folder
 from meshtrain.huggingface.weights.ends import Ends, write_ends
 from meshtrain.huggingface.weights.pretrained import copy_companions, parameter_paths, paths_of
 from meshtrain.model.transformer import Transformer
+from meshtrain.run import say
 from meshtrain.storage import model_folder
 
 SHARD_BYTES = 5_000_000_000     # size of one file
@@ -54,7 +55,13 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
         theirs = theirs or {"bos_token_id": ends.bos, "eos_token_id": ends.as_json(),
                             "pad_token_id": None}       # else the class's default, which may exceed the vocabulary
         rows = folder.rows(family, model, parameter_paths(transformer), folder.prefixes_of(theirs, beside))
-    parts = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes, whole=not beside)
+    left = model.mtp_layers - any(map(depths.is_of_depth, rows))
+    if left and jax.process_index() == 0:
+        say.err(f"note: model.mtp_layers={model.mtp_layers}: {family.model_type} has no names for {left} of these "
+                f"depths; {target} is the model without them")
+    written_names = {name for row in rows for layer in row.layers or (None,) for name in row.tensors(layer)}
+    parts = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes,
+                   whole=not set(beside) - written_names)
     with new_folder.writing(target) as place:
         written = Files(place, parts, safetensors.NAMES[dtype])
         for _, alike in itertools.groupby(rows, lambda row: row.kind):
@@ -70,6 +77,7 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
 
         def finish() -> None:
             write_companions(place, source, data, model_folder.COMPANIONS, grown)
+            _drop_carried(place, written_names)
             _complete(place, parts, written.size, config)
             write_ends(place, source, ends)
         new_folder.on_first(target, finish)
@@ -228,6 +236,19 @@ def write_companions(place: Path, source: Path | None, data: Mapping, names: Seq
             shutil.copyfile(file, place / (tokenizer.FILE if file == path else file.name))
     if template := chat.template_text(data.get("chat_template", ""), home):
         files.write(place / chat.TEMPLATE_FILE, template)
+
+
+def _drop_carried(place: Path, written: set[str]) -> None:
+    """Remove tensors that the run has trained, and therefore written, from the carried ones."""
+    carried = place / model_folder.CARRIED
+    entries = safetensors.read_header(carried) if files.is_file(carried) else {}
+    if entries.keys() & written:
+        kept = {name: entry for name, entry in entries.items() if name not in written}
+        if kept:
+            safetensors.copy(kept, place / f"{carried.name}.tmp")
+            os.replace(place / f"{carried.name}.tmp", carried)
+        else:
+            carried.unlink()
 
 
 def _complete(place: Path, parts: Mapping[str, Mapping], size: int, config: dict) -> None:

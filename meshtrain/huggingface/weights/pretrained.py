@@ -23,7 +23,7 @@ from meshtrain import files
 from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError, Run, user_errors
-from meshtrain.huggingface import folder, safetensors, settings
+from meshtrain.huggingface import depths, folder, safetensors, settings
 from meshtrain.huggingface.families import MTP
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import LAYERS
@@ -55,11 +55,13 @@ def open_folder(run: Run, transformer: Transformer) -> FolderWeights | None:
         # Each of several processes reads its shares of every tensor, so no host copies the whole folder of a bucket.
         directory = model_folder.local_path(source, weights="copied" if jax.process_count() == 1 else "ranges",
                                             tell=say.out)
-        opened = folder.open_folder(directory)
+        opened, paths = folder.open_folder(directory), parameter_paths(transformer)
+        if paths.depths:
+            opened, paths = depths.take(opened, run.model, paths)
         folder.companions(directory)        # checked now rather than after the compile
         # Rows beyond the folder's vocabulary are made by `growth`.
         own = run.model.model_copy(update={"vocab_size": opened.model["vocab_size"]})
-        return opened, folder.match(opened, own, parameter_paths(transformer))
+        return opened, folder.match(opened, own, paths)
 
 
 def load(source: folder.Folder, rows: Sequence[folder.WeightRow], places: Sequence[tuple[str, int]],
