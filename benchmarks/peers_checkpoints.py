@@ -37,7 +37,7 @@ from meshtrain import files
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.directory import DirectoryStore
 
-ROUNDS = 6                  # the first warms up and is not counted
+ROUNDS = 4                  # the first warms up and is not counted
 SIZES = (10e6, 100e6, 1.2e9)
 MATRICES = 20               # of a state: two thirds of them are the optimizer's
 OURS, ORBAX, CP = "meshtrain", "plain orbax", "cp -r"
@@ -80,7 +80,7 @@ def measure(directory: Path, nbytes: float, rounds: int = ROUNDS) -> dict[str, d
     state = draw(nbytes, Mesh(devices.reshape(1, -1), ("data", "fsdp")))
     wanted = describe(state, Mesh(devices.reshape(2, -1), ("data", "fsdp")))
     plain, turns = ocp.StandardCheckpointer(), []
-    with Checkpoints(DirectoryStore(directory / "ours"), keep=1) as ours:
+    with Checkpoints(DirectoryStore(directory / "ours")) as ours:        # no contender removes older ones
         for number in range(1, rounds + 1):
             own, theirs, copy = directory / "ours" / str(number), directory / f"orbax{number}", directory / "copy"
 
@@ -109,8 +109,8 @@ def measure(directory: Path, nbytes: float, rounds: int = ROUNDS) -> dict[str, d
                                                         read, state))), f"{name} restored another state"
             turn["restore"][CP] = turn["save"][CP]
             turns.append(turn)
-            shutil.rmtree(theirs)
-            shutil.rmtree(copy)
+            for place in (own, theirs, copy):
+                shutil.rmtree(place)
     return {kind: {name: [turn[kind][name] for turn in turns[1:]] for name in (OURS, ORBAX, CP)}
             for kind in ("save", "restore")}
 
