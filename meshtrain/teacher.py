@@ -71,7 +71,7 @@ def run_of(run: Run) -> Run:
     made = run.model_copy(update={
         "model": Model(**keys, **engines, param_dtype=own.compute_dtype, compute_dtype=own.compute_dtype),
         "optimizer": Optimizer(), "lora": Lora(), "experts": Experts(), "distill": Distill()})
-    made = made.replace(training={"objective": "next_token"}, checkpoint={
+    made = made.replace(training={"objective": "next_token", "ema": 0.0, "mtp_weight": 0.0}, checkpoint={
         "init_from": run.distill.teacher, "step": 0, "init_optimizer": False}, sharding={
         "rules": str(rule_file(run.distill.rules)) if run.distill.rules else run.sharding.rules})
     if faults := config.problems(made):

@@ -84,7 +84,7 @@ def _sums(ex: Execution, spec: DivergenceSpec, x_BTD, w, targets_BT, ids_BTK, lo
 
     def visit(carry, c):
         nll, divergence, grads = carry
-        x_c, t_c, logits, lse, hit_V, hit = chunks.take(c)
+        x_c, t_c, logits, lse, hit_V, hit, _ = chunks.take(c)
         ids_K, has = chunks.tokens.take(ids_nrsK, c), t_c != NO_TARGET
         logq_K = pick(chunks, logits, ids_K) - lse[..., None]
         each, d_K, d_rest = compare(spec.reverse, chunks.tokens.take(logp_nrsK, c), logq_K)
@@ -116,7 +116,7 @@ def top_tokens(ex: Execution, spec: LossSpec, k: int, x_BTD, w, targets_BT):
     chunks = Chunks(ex, spec, x_BTD, w, targets_BT)
 
     def visit(found, c):
-        _, _, logits, lse, _, _ = chunks.take(c)
+        _, _, logits, lse, *_ = chunks.take(c)
         top_K, ids_K = take_top(chunks, logits, k)
         return tuple(chunks.tokens.put(into, new, c) for into, new in zip(
             found, (ids_K, top_K - lse[..., None]), strict=True)), None
