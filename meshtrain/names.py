@@ -41,6 +41,9 @@ PRNG = "threefry2x32"  # jax's generator for all random bits of a run
 NO_TARGET = -1         # in a batch's targets: no loss at this token
 # Arrays of a batch in distillation: the teacher's most likely next tokens of each token, and their log-probabilities.
 TEACHER_IDS, TEACHER_LOGP = "teacher_ids", "teacher_logp"
+# Which weights of a checkpoint a command reads: the last ones, or their average by training.ema.
+LAST, EMA = "last", "ema"
+LINEAR, SQRT = "linear", "1-sqrt"       # shapes of the decay that a mean of checkpoints stands for
 # Largest difference between the log-probabilities of a sampled token by the trainer and by the sampler.
 MISMATCH_MAX = "mismatch_max"
 # Columns of metrics, computed from the load of experts: a number for each layer [L], null for layers without experts.

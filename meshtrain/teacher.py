@@ -58,8 +58,8 @@ def load(made: Assembly, reader: Tokenizer) -> Teacher:
     held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
                for leaf in jax.tree.leaves(shapes))
     count = sum(info.size for info in taught.model.parameters())
-    say.out(f"teacher: {run.distill.teacher}, {count:,} weights, {size(held)} on each device; its {run.distill.top_k} "
-            f"most likely tokens are learned")
+    say.out(f"teacher: {run.distill.teacher}, {count:,} weights, {size(held)} on each device; its "
+            f"{run.distill.top_tokens} most likely tokens are learned")
     return Teacher(params, _compile(made, taught, shapes), tuple(taught.program.step.batch))
 
 
@@ -117,7 +117,7 @@ def _compile(made: Assembly, taught: Assembly, shapes: dict) -> Callable:
     def predict(p, batch: dict):
         arrays = {name: jax.lax.with_sharding_constraint(x.reshape(step.batch[name].shape), step.batch[name].sharding)
                   for name, x in batch.items()}
-        found = accumulate.top_tokens(step, given.top_k, given.temperature, p, arrays)
+        found = accumulate.top_tokens(step, given.top_tokens, given.temperature, p, arrays)
         return {name: x.reshape(into[name].shape) for name, x in zip(into, found, strict=True)}
     function = jax.jit(predict, out_shardings={name: of.sharding for name, of in into.items()})
     return assembly.compile_function(taught, "the teacher", function, shapes, {

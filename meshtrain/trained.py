@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from meshtrain import assembly, config, devices, files, flags, hardware, run_files
+from meshtrain import assembly, config, devices, files, flags, hardware, names, run_files
 from meshtrain.checkpoint import adapters, resume
 from meshtrain.checkpoint.saved import Saved
 from meshtrain.choices import attention, experts, recurrence
@@ -238,7 +238,7 @@ def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: ja
 
 
 def describe(directory: str, step: int, words: Sequence[str], command: str, keys: Sequence[str] = (),
-             weights: str = resume.LAST, merge: str = "") -> Trained:
+             weights: str = names.LAST, merge: str = "") -> Trained:
     """Return the model in a directory, with settings of the command line, before its weights are loaded.
 
     directory: a run directory or a model folder, or its address. step: of a run's checkpoint; 0: the newest. words:
@@ -273,7 +273,7 @@ def _describe(directory: str, step: int, words: Sequence[str], command: str, key
     if model_folder.is_at(path):
         if step:
             raise ConfigError(f"--step {step}: {directory} is a model folder, which has no steps; leave it out")
-        if weights != resume.LAST:
+        if weights != names.LAST:
             raise ConfigError(f"--weights {weights}: {directory} is a model folder, which has one set of weights; "
                               f"leave it out")
         with config.user_errors():

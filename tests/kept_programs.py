@@ -144,8 +144,8 @@ def versions() -> dict[str, str]:
 def record_of(lowered, compiled) -> dict:
     import jax
     sizes = compiled.memory_analysis()
-    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda one: one is None)      # None: not used
-    placed = zip(jax.tree.leaves(lowered.args_info), shardings, strict=True)
+    arguments, structure = jax.tree.flatten(lowered.args_info)
+    placed = zip(arguments, structure.flatten_up_to(compiled.input_shardings), strict=True)     # None: not used
     return {"text": compiled.as_text(), "shards": [one and one.shard_shape(argument.shape) for argument, one in placed],
             "sizes": {name: value for name in dir(sizes) if name.endswith("_in_bytes")
                       and isinstance(value := getattr(sizes, name), int)}}

@@ -20,8 +20,7 @@ from meshtrain.checkpoint import adapters, resume
 from meshtrain.checkpoint.saved import Saved
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
-
-LINEAR, SQRT = "linear", "1-sqrt"       # shapes of the decay that a mean stands for
+from meshtrain.names import SQRT
 
 
 def shares_of(shape: str | Sequence[float], count: int) -> tuple[float, ...]:

@@ -32,6 +32,7 @@ from meshtrain.data.documents.contracts import Batches
 from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.data.sources import Corpus
 from meshtrain.journal import rows
+from meshtrain.names import EMA, LAST
 from meshtrain.run import contents, rundir, say
 from meshtrain.storage import addresses, mirror, model_folder
 
@@ -66,7 +67,6 @@ CHANGES = (
 )
 RETRIED = ("optimizer.*", "data.*", "run.code", "training.grad_clip", "training.z_loss")
 RECORD = "changes.jsonl"
-LAST, EMA = "last", "ema"   # which weights of a checkpoint a command reads
 Value = TypeVar("Value")
 
 

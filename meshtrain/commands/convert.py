@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from meshtrain import config, devices, files, trained
+from meshtrain import config, devices, files, names, trained
 from meshtrain.checkpoint import adapters, averages, resume
 from meshtrain.checkpoint.averages import CheckpointMean
 from meshtrain.checkpoint.saved import Saved
@@ -45,19 +45,19 @@ def _last(text: str) -> int:
 
 def _shares(text: str) -> str | list[float]:
     """Return the value of --shares: a shape, or numbers above 0. Raises: ValueError."""
-    if text in (averages.LINEAR, averages.SQRT):
+    if text in (names.LINEAR, names.SQRT):
         return text
     try:
         numbers = [config.number("a number", 0, positive=True)(word) for word in text.split(",")]
     except ValueError:
-        raise ValueError(f"is neither {averages.LINEAR} nor {averages.SQRT} nor a list of numbers above 0") from None
+        raise ValueError(f"is neither {names.LINEAR} nor {names.SQRT} nor a list of numbers above 0") from None
     return numbers
 
 
 COMMAND = config.Command("meshtrain.convert", {
     "step": config.Option("the step of a checkpoint; 0: the newest", "N", "100", config.whole(), 0),
     "weights": config.Option("which weights of a checkpoint: last, or ema, their average by training.ema", "W", "ema",
-                             config.one_of(resume.LAST, resume.EMA), resume.LAST),
+                             config.one_of(names.LAST, names.EMA), names.LAST),
     "dtype": config.Option(f"dtype of the weights: {', '.join(DTYPES)} (default: bfloat16; for adapters "
                            f"float32)", "D", "float32", config.one_of(*DTYPES)),
     "shard-gb": config.Option("maximum size of a file in GB", "G", "5",
@@ -66,7 +66,7 @@ COMMAND = config.Command("meshtrain.convert", {
                              "last:8", _last),
     "shares": config.Option("their shares in the mean: a number for each, oldest first, or the shape of the decay of "
                             "the learning rate that the mean acts as, linear (equal shares) or 1-sqrt", "S", "1-sqrt",
-                            _shares, averages.LINEAR),
+                            _shares, names.LINEAR),
     "merge": config.Option("folder of adapters in PEFT's format that are merged into the weights", "DIR", "adapters",
                            default=""),
     "adapters": config.Option("write only the adapters of a run with LoRA, in PEFT's format"),

@@ -22,8 +22,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from meshtrain import assembly, config, trained
-from meshtrain.checkpoint import resume
+from meshtrain import assembly, config, names, trained
 from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.config import ConfigError
 from meshtrain.data import sources
@@ -45,7 +44,7 @@ def _tasks(text: str) -> list[str]:
 COMMAND = config.Command("meshtrain.evaluate", {
     "step": config.Option("the step of a checkpoint; 0: the newest", "N", "100", config.whole(), 0),
     "weights": config.Option("which weights of a checkpoint: last, or ema, their average by training.ema", "W", "ema",
-                             config.one_of(resume.LAST, resume.EMA), resume.LAST),
+                             config.one_of(names.LAST, names.EMA), names.LAST),
     "merge": config.Option("folder of adapters in PEFT's format that are merged into the weights", "DIR", "adapters",
                            default=""),
     "tasks": config.Option("tasks of the LM evaluation harness, by name or path of a YAML file, comma-separated "

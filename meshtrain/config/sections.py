@@ -642,7 +642,8 @@ class Distill(Section):
 
     teacher: PathKey = key("", "the teacher: a model folder with the run's vocabulary, or its address")
     rules: PathKey = key("", "rule file of the teacher; empty = sharding.rules")
-    top_k: int = key(64, "the teacher's most likely tokens that are learned; all others are one class", ge=1, le=4096)
+    top_tokens: int = key(
+        64, "the teacher's most likely tokens that are learned; all others are one class", ge=1, le=4096)
     divergence: Literal["forward", "reverse"] = key(
         "forward", "of the teacher from the model, KL(teacher, model), or reverse, KL(model, teacher)")
     temperature: float = key(1.0, "divides the logits of both; the divergence is multiplied by its square", gt=0)

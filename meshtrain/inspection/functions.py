@@ -300,8 +300,8 @@ def _place(args: tuple, mesh: Mesh) -> tuple:
 
 def _arguments(function: Callable, args: tuple, lowered: jax.stages.Lowered, executable: jax.stages.Compiled,
                mesh: Mesh) -> tuple[Argument, ...]:
-    infos = jax.tree_util.tree_flatten_with_path(lowered.args_info)[0]
-    shardings = jax.tree.leaves(executable.input_shardings, is_leaf=lambda leaf: leaf is None)
+    infos, structure = jax.tree_util.tree_flatten_with_path(lowered.args_info)
+    shardings = structure.flatten_up_to(executable.input_shardings)     # None: the program does not read it
     given = [(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(args)[0] if hasattr(leaf, "shape")]
     try:
         names = list(signature(unwrap(function)).parameters)

@@ -290,7 +290,7 @@ def batch_of(run: config.Run, step: int) -> dict:
 
 def _predictions(run: config.Run, rng: np.random.Generator) -> dict:
     """Return random predictions of a teacher: different tokens, with at most 0.9 of the probability."""
-    k = run.distill.top_k
+    k = run.distill.top_tokens
     ids = rng.random((run.data.global_batch, run.data.seq_len, run.model.vocab_size)).argpartition(k - 1)[..., :k]
     shares = rng.exponential(size=ids.shape)
     shares *= rng.uniform(0.1, 0.9, shares[..., :1].shape) / shares.sum(-1, keepdims=True)

@@ -42,7 +42,8 @@ def shrunk(run: Run, num_devices: int) -> tuple[Run, list[str]]:
         if lora.rank else config.Lora(),
         pipeline=run.pipeline.model_copy(update=dict(chunks=min(run.pipeline.chunks, 2))),
         context=run.context, experts=run.experts.model_copy(update=dict(bias_warmup=0)),
-        distill=run.distill.model_copy(update=dict(top_k=min(run.distill.top_k, 8))),
+        distill=run.distill.model_copy(update=dict(
+            top_tokens=min(run.distill.top_tokens, 8))) if goal.data == "taught" else run.distill,
         rl=rl.model_copy(update=dict(prompts=4 * rl.updates, samples=2, max_tokens=T // 2, reward="exact",
                                      rules="")) if goal.samples else rl,
         checkpoint=config.Checkpoint(init_from="runs/start" if rl.kl else ""),

@@ -190,13 +190,13 @@ class Preference(Objective):
 class Distillation(Objective):
     """The divergence from a teacher's predictions, and the negative log-likelihood of the targets (`DivergenceSpec`).
 
-    A batch has the teacher's `top_k` most likely tokens, which `teacher` computes on the devices just before the step.
-    Batches of a validation do not have them: there the loss is that of the targets alone.
+    A batch has the teacher's `top_tokens` most likely tokens, which `teacher` computes on the devices just before the
+    step. Batches of a validation do not have them: there the loss is that of the targets alone.
     """
     reverse: bool
     weight: float
     temperature: float
-    top_k: int
+    top_tokens: int
     chunk: int
     data = "taught"
     pipelined = False
@@ -204,11 +204,12 @@ class Distillation(Objective):
     @classmethod
     def of(cls, run: Run) -> Distillation:
         given = run.distill
-        return cls(given.divergence == "reverse", given.weight, given.temperature, given.top_k, run.training.loss_chunk)
+        return cls(given.divergence == "reverse", given.weight, given.temperature, given.top_tokens,
+                   run.training.loss_chunk)
 
     @property
     def computed(self):
-        return {TEACHER_IDS: (1, jnp.int32, self.top_k), TEACHER_LOGP: (1, jnp.float32, self.top_k)}
+        return {TEACHER_IDS: (1, jnp.int32, self.top_tokens), TEACHER_LOGP: (1, jnp.float32, self.top_tokens)}
 
     def count(self, batch: dict):
         return jnp.sum(batch["targets"] != NO_TARGET)

@@ -107,6 +107,7 @@ def test_every_key_of_the_model_is_compared_or_of_no_family():
     of_a_run = {"preset", "embedding_std", "embedding_dropout", "residual_dropout", "attention", "mlp", "param_dtype",
                 "compute_dtype", "matmul_dtype"}
     by_layer = {"mixers", "mlps", "kinds", "mlp_dim", "linear", "custom", "max_seq_len",
+                "mtp_layers",       # `depths`: a family without names for them has the main model alone
                 *config.sections.MixerKeys.model_fields}
     compared = {*settings.COMPUTED, *settings.OF_EXPERTS, *settings.OF_ATTENTION, *by_layer}
     assert compared | of_a_run == set(config.Model.model_fields) and not compared & of_a_run

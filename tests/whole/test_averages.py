@@ -79,7 +79,7 @@ def test_the_last_of_a_step_are_those_up_to_it(runs):
 
 def test_balances_are_those_of_the_last_and_equal_weights_stay_to_the_bit(tiny):
     ran(*tiny, *SIX, *EXPERTS, "--run.dir", "experts")
-    average = averages.open_last("experts", 3, 0, averages.LINEAR)
+    average = averages.open_last("experts", 3, 0, "linear")
     mesh = Mesh(np.array(jax.devices()), ("all",))
     shapes = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P())) for name, (shape, dtype) in (
         (name.removeprefix("params/"), form) for name, form in average.last.checkpoints.forms(

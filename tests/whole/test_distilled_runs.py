@@ -27,7 +27,7 @@ EIGHT = dict(data=2, fsdp=2, tensor=2)
     ("zero3", dict(fsdp=2, context=2, tensor=2), ("--context.method", "ring", "--training.loss_chunk", "8"))])
 def test_a_teachers_predictions_are_those_of_transformers(rule, mesh, words):
     k, heat, golden = 70, 1.5, np.load(FOLDER / "golden.npz")       # of 200 tokens: more than a shard of 64 has
-    run = run_of(FOLDER, rule, mesh, *DISTILL, "--distill.top_k", str(k), "--distill.temperature", str(heat), *words)
+    run = run_of(FOLDER, rule, mesh, *DISTILL, "--distill.top_tokens", str(k), "--distill.temperature", str(heat), *words)
     made = assembly.assemble(run, jax.devices()[:int(np.prod(list(mesh.values())))])
     tokens = np.resize(golden["tokens"], (8, 40))
     index = np.tile(np.arange(40), (8, 1))
@@ -93,7 +93,7 @@ def test_a_model_that_begins_as_its_teacher_has_no_divergence(words):
 @pytest.mark.parametrize("given, parts", [
     (("--distill.teacher", ""), ("distill.teacher is empty",)),
     (("--distill.teacher", "nowhere"), ('distill.teacher="nowhere"', "config.json")),
-    (("--distill.top_k", "200"), ("distill.top_k=200", "model.vocab_size=200")),
+    (("--distill.top_tokens", "200"), ("distill.top_tokens=200", "model.vocab_size=200")),
     (("--training.z_loss", "0.1"), ("training.z_loss=0.1",)),
     (("--training.objective", "next_token"), ("distill.teacher", "[distill] is not read")),
     (("--mesh.stage", "2", "--mesh.data", "1"), ("mesh.stage=2", 'training.objective="distill"')),
