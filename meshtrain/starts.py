@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,8 +98,9 @@ def start_state(made: assembly.Assembly, start: resume.Start, given: FolderWeigh
     if start.saved is not None:
         wanted = made.state_shapes
         absent = [part for part in OPTIONAL if not start.saved.has(part)]
+        without: dict[str, Any] = dict.fromkeys(absent)
         with config.user_errors():
-            state = start.saved.restore(dataclasses.replace(wanted, **dict.fromkeys(absent)))
+            state = start.saved.restore(dataclasses.replace(wanted, **without))
         source = start.saved.checkpoints
         say.out(f"resuming after step {start.step}" + (
             f", kept in {source.name}" if isinstance(source, LocalCheckpoints) else ""))

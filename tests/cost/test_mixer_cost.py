@@ -1,6 +1,7 @@
 """What layers of several kinds cost by formulas: FLOPs, products and widths by kind, traffic over context, a price on
 every layout."""
 import dataclasses
+import inspect
 import itertools
 import math
 from collections import Counter
@@ -176,6 +177,6 @@ def test_what_a_layout_keeps_of_its_footprint_depends_on_the_options_of_its_key_
         ("none", "selective", "full"), (1, 4), ("auto", "gather"))] + [dict(recurrence="pallas"), dict(method="gather")]
     for function, other in itertools.product(kept, others):
         options = Options(4096, 32, **other)
-        assert function(placed, options) == function.__wrapped__(placed, Guarded(4096, 32, **other))
+        assert function(placed, options) == inspect.unwrap(function)(placed, Guarded(4096, 32, **other))
         plain = dataclasses.replace(options, schedule="1f1b", chunks=2, optimizer_bytes=4)
         assert function(placed, plain) is function(placed, options)
