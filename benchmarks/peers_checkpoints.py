@@ -66,7 +66,7 @@ def sync(place: Path) -> None:
         files.sync(path)
 
 
-def timed(action: Callable[[], object]) -> tuple[Seconds, object]:
+def time_action(action: Callable[[], object]) -> tuple[Seconds, object]:
     """Return (the seconds of an action, what it returned)."""
     start, before = time.perf_counter(), os.times()
     done = action()
@@ -101,10 +101,10 @@ def measure(directory: Path, nbytes: float, rounds: int = ROUNDS) -> dict[str, d
                      ORBAX: lambda: jax.block_until_ready(plain.restore(theirs, wanted))}
             turn: dict[str, dict[str, Seconds]] = {"save": {}, "restore": {}}
             for name in list(saves)[::1 if number % 2 else -1]:
-                turn["save"][name], _ = timed(saves[name])
-            turn["save"][CP], _ = timed(run_cp)
+                turn["save"][name], _ = time_action(saves[name])
+            turn["save"][CP], _ = time_action(run_cp)
             for name in list(reads)[::1 if number % 2 else -1]:
-                turn["restore"][name], read = timed(reads[name])
+                turn["restore"][name], read = time_action(reads[name])
                 assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((np.asarray(a) == np.asarray(b)).all()),
                                                         read, state))), f"{name} restored another state"
             turn["restore"][CP] = turn["save"][CP]

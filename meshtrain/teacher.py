@@ -32,7 +32,7 @@ KEY = "distill.teacher"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Teacher:
-    """predict: (weights, arrays of a batch) -> `Distill.computed`, on the run's devices."""
+    """predict: (weights, arrays of a batch) -> `Distillation.device_fields`, on the run's devices."""
     params: dict
     predict: Callable
     reads: tuple[str, ...]
@@ -98,8 +98,8 @@ def _compare_order(made: Assembly, taught: Assembly) -> None:
     """Check that both models take tokens in the same order. Raises: ValueError."""
     ours, theirs = (one.program.step.order for one in (made, taught))
     if (ours is None) != (theirs is None) or ours is not None and not np.array_equal(ours, theirs):
-        raise ValueError("its attention takes the tokens of a sequence in another order than that of the model; set "
-                         "context.method and context.balance so that both support them")
+        raise ValueError("its attention takes the tokens of a sequence in another order than that of the model; use "
+                         "another context.method, or mesh.context=1")
 
 
 def _zeros(shapes: dict) -> dict:
@@ -112,7 +112,7 @@ def _compile(made: Assembly, taught: Assembly, shapes: dict) -> Callable:
     """Return the compiled `Teacher.predict`. Both programs may divide a batch over the devices in different ways."""
     step, own, given = taught.program.step, made.program.step, made.run.distill
     goal = own.objective
-    into = {name: own.batch[name] for name in goal.computed}
+    into = {name: own.batch[name] for name in goal.device_fields}
 
     def predict(p, batch: dict):
         arrays = {name: jax.lax.with_sharding_constraint(x.reshape(step.batch[name].shape), step.batch[name].sharding)

@@ -61,8 +61,8 @@ class StepSpec:
     @property
     def rows(self) -> dict:
         """The arrays of `batch` that come from the data; the others are computed on the devices."""
-        computed = self.objective.computed
-        return {name: of for name, of in self.batch.items() if name not in computed}
+        later = self.objective.device_fields
+        return {name: of for name, of in self.batch.items() if name not in later}
 
     @functools.cached_property
     def objective(self) -> objective.Objective:
@@ -91,7 +91,7 @@ def step_spec(run: Run, model: Transformer, layout: Layout, mesh: Mesh, engines:
         shape = (training.microbatches, replicas, sequences) + (data.seq_len,) * dims + more
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place(dims))
     goal = objective.of_run(run)
-    batch = {name: describe(*of) for name, of in (goal.fields | dict(goal.computed)).items()}
+    batch = {name: describe(*of) for name, of in (goal.fields | dict(goal.device_fields)).items()}
     state_spec = state.state_spec(model, run.optimizer, training.steps, layout, mesh, run.experts, run.run.seed,
                                   training.ema > 0)
     if run.model.num_experts and run.experts.aux_loss and run.experts.balance == "batch":

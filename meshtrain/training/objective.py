@@ -34,17 +34,17 @@ FIELDS = {"tokens": 1, "targets": 1, "segments": 1, "positions": 1, "index": 1, 
 class Objective:
     """What a run minimizes, and what depends on it.
 
-    fields: array of a batch -> (its number of dims after [batch], dtype). computed: array -> (dims, dtype, *further
-    dims), of those that are computed on the devices from the others before the step. fills_all: whether every
+    fields: array of a batch -> (its number of dims after [batch], dtype). device_fields: array -> (dims, dtype,
+    *further dims), of those that are computed on the devices from the others before the step. fills_all: whether every
     microbatch has targets; if not, microbatches after the last target are skipped. data: what batches are made of:
     "documents", documents with a teacher's predictions ("taught"), "pairs" of answers with the margins of a reference
     model, or "answers" that the run samples and scores. pipelined: whether pipeline stages support it: all of them call
-    `head` on the output of the last stage, and it must report no stats. spikes: whether an unusually large loss is a
-    fault. column, unit: the column of metrics.jsonl that shows progress.
+    `head` on the output of the last stage, and of stats it may have those that `reports` names. spikes: whether an
+    unusually large loss is a fault. column, unit: the column of metrics.jsonl that shows progress.
     """
     fields = {name: (dims, jnp.int32) for name, dims in FIELDS.items()}
     fills_all = True
-    computed: Mapping[str, tuple] = MappingProxyType({})
+    device_fields: Mapping[str, tuple] = MappingProxyType({})
     data: Literal["documents", "taught", "pairs", "answers"] = "documents"
     pipelined = True
     spikes = True
@@ -208,7 +208,7 @@ class Distillation(Objective):
                    run.training.loss_chunk)
 
     @property
-    def computed(self):
+    def device_fields(self):
         return {TEACHER_IDS: (1, jnp.int32, self.top_tokens), TEACHER_LOGP: (1, jnp.float32, self.top_tokens)}
 
     def count(self, batch: dict):

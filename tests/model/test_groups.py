@@ -9,6 +9,7 @@ import numpy as np
 import parity
 import pytest
 import reference
+import test_moments
 from commands import call
 from test_reference import Case, batch_of, moved
 
@@ -64,13 +65,8 @@ def test_updates_are_those_of_the_plain_formulas_with_a_rate_and_a_rule_for_each
 
 
 def run_of(mesh: dict, groups: dict, rules: str = "zero3", optimizer: dict = {}, **sections) -> config.Run:
-    training = dict(steps=9, loss_chunk=24) | sections.pop("training", {})
-    return config.Run(
-        mesh=mesh, sharding=dict(rules=str(parity.RULES / f"{rules}.toml")), training=training,
-        model=dict(vocab_size=259, embed_dim=32, num_layers=4, num_heads=4, head_dim=8, mlp_dim=48, norm_eps=1e-2,
-                   compute_dtype="float32") | sections.pop("model", {}),
-        data=dict(seq_len=16, global_batch=16),
-        optimizer=dict(learning_rate=1e-2, groups=groups) | optimizer, **sections)
+    given = dict(learning_rate=1e-2, moments_dtype="float32", groups=groups)
+    return test_moments.run_of(mesh, rules, given | optimizer, **sections)
 
 
 ADAPTED = {"*lora/b": {"rate": 16.0}, "layers/attention/*": {"decay": 0.0}}
