@@ -69,9 +69,9 @@ def compiler(tmp_path, monkeypatch):
     def compiled(lowered, options=None):
         given.append(lowered.as_text())
         number = len(given)
-        return types.SimpleNamespace(number=number, as_text=lambda: f"HloModule number {number}", input_shardings=jax.tree.map(
-            lambda one: one.sharding, (ARGUMENTS["x"],)), memory_analysis=lambda: types.SimpleNamespace(
-                temp_size_in_bytes=number))
+        return types.SimpleNamespace(
+            number=number, as_text=lambda: f"HloModule number {number}", input_shardings=((ARGUMENTS["x"].sharding,), {}),
+            memory_analysis=lambda: types.SimpleNamespace(temp_size_in_bytes=number))
     monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
     with kept_programs.gpu_programs_in(tmp_path):
         yield given
