@@ -98,7 +98,7 @@ COMMAND = config.Command("meshtrain.generate", {
     "json": config.Option('print only JSON: {"completions": [{"prompt_ids", "token_ids", "text", "stopped": '
                           '"stop"|"length"}]}'),
 }, "RUN_DIR|HF_DIR", (1, 1))
-ARGUMENTS = "data.template_arguments"
+TEMPLATE, ARGUMENTS = "data.chat_template", "data.template_arguments"
 MOST_PROMPT_BYTES = 1 << 28     # maximum size of a file of prompts
 
 
@@ -106,10 +106,10 @@ MOST_PROMPT_BYTES = 1 << 28     # maximum size of a file of prompts
 def main(options: config.Arguments) -> None:
     _check_options(options)
     source = trained.describe(options.names[0], options["step"], options.keys, "generate",
-                              keys=("data.tokenizer", "data.chat_template", ARGUMENTS), weights=options["weights"],
+                              keys=("data.tokenizer", TEMPLATE, ARGUMENTS), weights=options["weights"],
                               merge=options["merge"])
-    if ARGUMENTS in source.given and not options["chat"]:
-        raise ConfigError(f"--{ARGUMENTS} is not read without --chat, since prompts are then texts that no chat "
+    if (given := [key for key in (TEMPLATE, ARGUMENTS) if key in source.given]) and not options["chat"]:
+        raise ConfigError(f"--{given[0]} is not read without --chat, since prompts are then texts that no chat "
                           f"template renders; add --chat, or leave it out")
     talking = open_talk(source) if options["chat"] else None
     words = _words(source, options, talking)

@@ -37,6 +37,7 @@ WORDS = {
     "model.attention": "attn_implementation attention_backend use_flash_attn flash_attention",
     "model.num_experts": "num_local_experts n_routed_experts moe_num_experts",
     "model.experts_per_token": "num_experts_per_tok moe_router_topk top_k",
+    "distill.top_tokens": "top_k",
     "data.seq_len": "seq_length sequence_length max_seq_length max_target_length context_length block_size max_length",
     "data.global_batch": "batch_size global_batch_size train_batch_size per_device_batch_size micro_batch_size "
                          "local_batch_size per_device_train_batch_size",
@@ -71,9 +72,11 @@ OPTIONS = {
     "print_config": "to print every key: python -m meshtrain.check RUN.toml --print-config",
     "version": "to print the version: python -m meshtrain --version",
 }
-_KEYS = {word: key for key, words in WORDS.items() for word in words.split()}
 
 
-def find_key(word: str) -> str:
-    """Return our section.key for another trainer's name, whatever its dashes and capitals; "" if there is none."""
-    return _KEYS.get(word.lower().replace("-", "_").rpartition(".")[2], "")
+def find_key(word: str, section: str = "") -> str:
+    """Return our section.key for another trainer's name, whatever its dashes and capitals; "" if there is none. A key
+    of `section` comes first."""
+    name = word.lower().replace("-", "_").rpartition(".")[2]
+    keys = [key for key, words in WORDS.items() if name in words.split()]
+    return min(keys, key=lambda key: not key.startswith(f"{section}."), default="")

@@ -168,7 +168,7 @@ def keys_of(word: str) -> list[str]:
 def unknown_key(section: str, key: str, value: object, cls=None) -> str:
     keys = (cls or SECTIONS[section]).model_fields
     near = [f"{section}.{name}" for name in difflib.get_close_matches(key, keys, n=1)]
-    elsewhere = find_key(key)
+    elsewhere = find_key(key, section)
     guesses = [elsewhere] if elsewhere else near or keys_of(key)
     remedy = f"did you mean {guesses[0]}?" if guesses else f"its keys are {join(keys, 'and')}"
     return f"{section}.{key}={toml(value)} is not a key of [{section}]; {remedy}"

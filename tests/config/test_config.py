@@ -245,6 +245,8 @@ MISTAKES = [
     ("--print-config", "to print every key", "python -m meshtrain.check RUN.toml --print-config"),
     ("--version", "to print the version", "python -m meshtrain --version"),
     ("--training.global_batch 2", "training.global_batch=", "did you mean data.global_batch?"),
+    ("--distill.top_k 2", "distill.top_k=", "did you mean distill.top_tokens?"),
+    ("--model.top_k 2", "model.top_k=", "did you mean model.experts_per_token?"),
     ("--training.qqq 2", "training.qqq=", "its keys are steps"),
     ("--data.seq-len 2", "data.seq-len=", "did you mean data.seq_len?"),
     ("--steps 2", "--steps", "did you mean --training.steps?"),
@@ -603,7 +605,8 @@ def test_keys_and_values_that_an_earlier_version_had_are_refused_by_name(tmp_pat
 def test_words_of_other_trainers_mean_keys_that_there_are_and_none_of_ours():
     keys = {f"{section}.{key}" for section, cls in config.SECTIONS.items() for key in cls.model_fields}
     words = [word for words in elsewhere.WORDS.values() for word in words.split()]
-    assert set(elsewhere.WORDS) <= keys and len(words) == len(set(words)) > 150
+    homes = [(key.partition(".")[0], word) for key, names in elsewhere.WORDS.items() for word in names.split()]
+    assert set(elsewhere.WORDS) <= keys and len(homes) == len(set(homes)) > 150
     taken = {key.partition(".")[2]: key for key in keys}
     assert {word: elsewhere.find_key(word) for word in words if word in taken} == {}
     assert elsewhere.find_key("Tensor-Parallel-Degree") == "mesh.tensor" and elsewhere.find_key("steps") == ""

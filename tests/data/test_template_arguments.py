@@ -231,6 +231,7 @@ def test_a_run_is_asked_with_the_arguments_that_it_was_trained_with_and_its_firs
     wrong = call(evaluate.main, tmp_path / "run", "--mesh.simulated_devices=8", "--data.source=chat", "--data.paths",
                  json.dumps([str(tmp_path / "chat.jsonl")]), "--data.template_arguments", "{thinking = true}")
     assert wrong.code == 2 and "data.template_arguments sets 'thinking'" in wrong.err
-    plain = call(generate.main, tmp_path / "run", "--prompt", "why?", "--mesh.simulated_devices=8",
-                 "--data.template_arguments", "{a = 1}")
-    assert plain.code == 2 and "--data.template_arguments is not read without --chat" in plain.err
+    for key, value in ("template_arguments", "{a = 1}"), ("chat_template", home):
+        plain = call(generate.main, tmp_path / "run", "--prompt", "why?", "--mesh.simulated_devices=8",
+                     f"--data.{key}", value)
+        assert plain.code == 2 and f"--data.{key} is not read without --chat" in plain.err
