@@ -1,12 +1,12 @@
-"""python benchmarks/peers.py [--part 1|2]: meshtrain beside other trainers on one GPU, in turns.
+"""python benchmarks/peers.py [--part 1|2] [--only NAME …] [--minutes 6]: trainers in turns on one GPU.
 python benchmarks/peers.py --compiled [--topology h100:8] [--only NAME …] [--write]: their steps on GPUs that are absent.
 
 In turns: the same Llama, tokens and precision in each. A contender is a process. meshtrain and one other live at once
 and take turns of a few steps, whose order alternates; ratios are of pairs of turns, each with the smallest and the
 largest. Llama 3 8B's widths, with as many layers as two contenders hold. Part 1 has Hugging Face, part 2 the others;
-each ends within six minutes, and a contender that could not run is listed with the reason. On a CPU all of it is tiny.
-Checked before anything is timed: numbers of parameters, the loss of step 1, that it falls on one batch, and that the
-loss of a second document is independent of the first. Exit code 1 if a check fails.
+no contender starts that would end after the minutes, and one that could not run is listed with the reason. On a CPU all
+of it is tiny. Checked before anything is timed: numbers of parameters, the loss of step 1, that it falls on one batch,
+and that the loss of a second document is independent of the first. Exit code 1 if a check fails.
 
 Compiled: seconds by part from the roofline, for programs by the same XLA. Exit code 1 if a ratio to meshtrain has
 fallen by 2% of what benchmarks/peers.json keeps; --write replaces what it keeps. Nothing is executed.
@@ -44,14 +44,15 @@ SHARE = 0.45                # of a GPU's memory for each of two contenders
 NEAR = 1.0                  # nats between the loss of step 1 and ln V: heads start with scores of variance 0.4 to 1.6
 APART = 1e-6                # relative, between losses that must not depend on another document
 FALLEN = 0.98               # the loss after `Sizes.falls` steps on one batch, at most this share of the first
-ANSWER_S = 240              # the longest that a contender may take to start or to answer
+ANSWER_S = 200              # the longest that a contender may take to start or to answer
+LEFT_S = 100                # of a part, with which a contender is still started
 
 
 class Sizes(NamedTuple):
     """How long is measured: pairs of turns, steps of a turn after one that is not counted, steps of the check that the
     loss falls, seconds of a part."""
-    rounds: int = 4
-    steps: int = 5
+    rounds: int = 3
+    steps: int = 4
     falls: int = 10
     part_s: float = 360
 
@@ -77,14 +78,14 @@ LIGER = "its kernels are Triton's"
 def list_contenders(flags: str = "") -> tuple[Contender, ...]:
     """flags: XLA's, for MaxText on GPUs."""
     return (
-        Contender("Hugging Face + torch.compile", "hugging_face", 1, False, needs=TORCH),
         Contender("Hugging Face + torch.compile", "hugging_face", 1, True, needs=TORCH),
-        Contender("Hugging Face + Liger", "hugging_face", 1, False, "liger", (*TORCH, "liger_kernel"), LIGER),
-        Contender("MaxText", "max_text", 2, False, needs=("maxtext",), flags=flags),
-        Contender("MaxText, embedding looked up", "max_text", 2, False, "lookup", ("maxtext",), flags=flags),
-        Contender("torchtitan", "titan", 2, False, needs=TITAN),
         Contender("torchtitan", "titan", 2, True, needs=TITAN, gpu="varlen_attn is FlashAttention's"),
-        Contender("plain flax", "plain_flax", 2, False, needs=("flax", "optax")))
+        Contender("Hugging Face + torch.compile", "hugging_face", 1, False, needs=TORCH),
+        Contender("MaxText", "max_text", 2, False, needs=("maxtext",), flags=flags),
+        Contender("torchtitan", "titan", 2, False, needs=TITAN),
+        Contender("Hugging Face + Liger", "hugging_face", 1, False, "liger", (*TORCH, "liger_kernel"), LIGER),
+        Contender("plain flax", "plain_flax", 2, False, needs=("flax", "optax")),
+        Contender("MaxText, embedding looked up", "max_text", 2, False, "lookup", ("maxtext",), flags=flags))
 
 
 # Never run: (name, why).
@@ -105,22 +106,34 @@ class CheckFailure(Failure):
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
+def environment_of(contender: Contender, on_gpu: bool) -> dict[str, str]:
+    """Return the environment of its process. On a GPU jax must fail rather than compute on the CPU, where this process
+    keeps its own jax."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]      # also where wheels were unpacked
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "XLA_CLIENT_MEM_FRACTION": str(SHARE),
+                   "JAX_PLATFORMS": "cuda" if on_gpu else "cpu"}
+    if contender.flags or not on_gpu:
+        environment["XLA_FLAGS"] = contender.flags if on_gpu else ""
+    return environment
+
+
 class Child:
     """A contender's process (benchmarks/contenders/child.py) between its start and its end."""
 
     def __init__(self, contender: Contender, case: Case, folder: Path, on_gpu: bool):
         self.contender, self.log = contender, folder / f"{contender.module}{contender.variant}{case.packed}.log"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_CLIENT_MEM_FRACTION": str(SHARE)}
-        if contender.flags:
-            environment["XLA_FLAGS"] = contender.flags
-        if not on_gpu:
-            environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
         command = [sys.executable, "-m", "benchmarks.contenders.child", contender.module, contender.variant,
                    case.as_json()]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE,
-                                            stdout=subprocess.PIPE, stderr=log, text=True, bufsize=1)
-        self.started: dict = {}         # its first answer
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment_of(contender, on_gpu), text=True, bufsize=1,
+                                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+        self.started: dict = {}         # the answer to "build"
+        self.first_step_s = 0.0         # with all that torch compiles then
+
+    def build(self) -> None:
+        """Raises: as `answer`, also if its libraries cannot be imported."""
+        self.answer()
+        self.started = self.ask("build")
 
     def ask(self, command: str) -> dict:
         assert self.process.stdin is not None
@@ -128,7 +141,10 @@ class Child:
             self.process.stdin.write(command + "\n")
         except BrokenPipeError:
             pass                                # `answer` says why it has ended
-        return self.answer()
+        answer = self.answer()
+        if command.startswith("go") and not self.first_step_s:
+            self.first_step_s = answer["seconds"]
+        return answer
 
     def answer(self) -> dict:
         """Raises: Failure with the last line that the process wrote."""
@@ -144,15 +160,17 @@ class Child:
         return json.loads(line)
 
     def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        """A second call has no effect."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
 
 
 @contextlib.contextmanager
-def start(contender: Contender, case: Case, folder: Path, on_gpu: bool) -> Iterator[Child]:
-    child = Child(contender, case, folder, on_gpu)
+def start(child: Child) -> Iterator[Child]:
+    """Context: a contender on the device. Its memory there is free afterwards."""
     try:
-        child.started = child.answer()
+        child.build()
         yield child
     finally:
         child.end()
@@ -240,39 +258,57 @@ def missing(contender: Contender, on_gpu: bool) -> str:
 
 def run_part(contenders: Sequence[Contender], case: Case, sizes: Sizes, folder: Path, on_gpu: bool
              ) -> tuple[list[Pair], list[tuple[str, str]], list[str]]:
-    """Return (pairs, what is missing with its reason, failed checks). Contenders of the same rows share one process of
-    meshtrain. A part that has used two thirds of its time starts no further contender."""
+    """Return (pairs, what is missing with its reason, failed checks). All contenders import their libraries at once and
+    then wait. Those of the same rows share one process of meshtrain. A part that has used its time less that of a
+    contender starts none."""
     begun = time.monotonic()
-    pairs, absent, failed = [], [], []
-    for packed in dict.fromkeys(one.packed for one in contenders):
-        this = case_with(case, packed)
-        able = []
-        for one in (one for one in contenders if one.packed == packed):
-            reason = missing(one, on_gpu)
-            absent += [(label(one), reason)] if reason else []
-            able += [] if reason else [one]
-        if not able:
-            continue
-        write_batches(this, folder)
-        say(label(OURS[packed]) + " …")
-        with start(OURS[packed], this, folder, on_gpu) as ours:
-            check(ours, this, folder, sizes)
-            for one in able:
-                say(f"{label(one)} …")
-                if time.monotonic() > begun + sizes.part_s * 2 / 3:
-                    absent.append((label(one), f"not started: {sizes.part_s:.0f} s a part"))
-                    continue
-                try:
-                    with start(one, this, folder, on_gpu) as other:
-                        check(other, this, folder, sizes)
-                        turns = take_turns(ours, other, sizes, begun + sizes.part_s * 0.9)
-                        pairs.append(Pair(one, tuple(turns[0]), tuple(turns[1]), (
-                            ours.started["ready_s"], other.started["ready_s"]), (ours.ask("read"), other.ask("read"))))
-                except CheckFailure as failure:
-                    failed.append(f"{label(one)}: {failure}")
-                except Failure as failure:
-                    absent.append((label(one), str(failure)))
+    absent = [(label(one), reason) for one in contenders if (reason := missing(one, on_gpu))]
+    able = [one for one in contenders if not missing(one, on_gpu)]
+    pairs, failed = [], []
+    with contextlib.ExitStack() as stack:
+        children = {}
+        for one in (*(OURS[packed] for packed in dict.fromkeys(one.packed for one in able)), *able):
+            children[one] = Child(one, case_with(case, one.packed), folder, on_gpu)
+            stack.callback(children[one].end)
+        for packed in dict.fromkeys(one.packed for one in able):
+            this = case_with(case, packed)
+            write_batches(this, folder)
+            say(f"{label(OURS[packed])} …")
+            with start(children[OURS[packed]]) as ours:
+                failed += failure_of(ours, this, folder, sizes)
+                for one in (one for one in able if one.packed == packed):
+                    used_s = time.monotonic() - begun
+                    say(f"{used_s:.0f} s: {label(one)} …")
+                    if used_s > sizes.part_s - LEFT_S:
+                        absent.append((label(one), f"not started: {sizes.part_s:.0f} s a part"))
+                        continue
+                    try:
+                        with start(children[one]) as other:
+                            failed += failure_of(other, this, folder, sizes)
+                            turns = take_turns(ours, other, sizes, begun + sizes.part_s * 0.9)
+                            pairs.append(Pair(one, tuple(turns[0]), tuple(turns[1]), (
+                                time_of_start(ours), time_of_start(other)), (ours.ask("read"), other.ask("read"))))
+                            say("\n".join(tell(pairs[-1:], this, 0, None)[2:]))
+                    except Failure as failure:
+                        absent.append((label(one), str(failure)))
+                        last = children[one].log.read_text(errors="replace").splitlines()[-20:]
+                        say("\n".join([*last, str(failure)]))
     return pairs, absent, failed
+
+
+def failure_of(child: Child, case: Case, folder: Path, sizes: Sizes) -> list[str]:
+    """Return what `check` finds wrong; such a contender is timed all the same."""
+    try:
+        check(child, case, folder, sizes)
+    except CheckFailure as failure:
+        say(f"{label(child.contender)}: {failure}")
+        child.ask(f"load {folder / name_of(case)}")
+        return [f"{label(child.contender)}: {failure}"]
+    return []
+
+
+def time_of_start(child: Child) -> float:
+    return child.started["ready_s"] + child.first_step_s
 
 
 def say(what: str) -> None:
@@ -299,7 +335,7 @@ def spread(ours: Sequence[float], theirs: Sequence[float]) -> str:
 def tell(pairs: Sequence[Pair], case: Case, flops: float, peak: float | None) -> list[str]:
     """Return the rows of a table. flops: of the model in a step; peak: FLOP/s of the GPU; None on a CPU."""
     header = ("contender", "rows", "ms a step", "÷ meshtrain, seconds", "÷ meshtrain, CPU seconds", "tokens/s", "MFU",
-              "predicted, ms", "peak, GiB", "s to be ready", "settings")
+              "predicted, ms", "peak, GiB", "s to the first step", "settings")
     rows = [header, ("---",) * len(header)]
     seen = collections.Counter()
     for pair in pairs:
@@ -359,7 +395,7 @@ def find_gpu() -> str:
     return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else ""
 
 
-def run_turns(parts: Sequence[int]) -> int:
+def run_turns(parts: Sequence[int], only: Sequence[str], minutes: float) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"         # of this process, which only draws rows
     from benchmarks import peers_compiled
     from benchmarks.contenders import max_text
@@ -374,7 +410,9 @@ def run_turns(parts: Sequence[int]) -> int:
         layers, seq_len = fit(gpu.hbm_bytes)
         case = peers_compiled.case_of(4, 1, num_layers=layers, seq_len=seq_len)
         sizes, peak = Sizes(), gpu.peak(case.dtype)
-    contenders = [one for one in list_contenders(max_text.FLAGS) if one.part in parts]
+    sizes = sizes._replace(part_s=60 * minutes)
+    contenders = [one for one in list_contenders(max_text.FLAGS)
+                  if one.part in parts and (not only or one.name in only)]
     with tempfile.TemporaryDirectory() as folder:
         pairs, absent, failed = run_part(contenders, case, sizes, Path(folder), gpu is not None)
     print(machine.line(device), "·", " · ".join(versions()))
@@ -418,6 +456,7 @@ def run_compiled(topology: str, only: Sequence[str], write: bool) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = words.Parser(__doc__ or "")
     parser.add_argument("--part", type=int, choices=(1, 2))
+    parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--topology", default="h100:8")
     parser.add_argument("--only", nargs="+", default=())
@@ -425,7 +464,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.compiled:
         return run_compiled(given.topology, given.only, given.write)
-    return run_turns((given.part,) if given.part else (1, 2))
+    return run_turns((given.part,) if given.part else (1, 2), given.only, given.minutes)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """python -m benchmarks.contenders.child MODULE VARIANT CASE: a contender in a process of its own.
 
-CASE is the JSON of a `case.Case`. Reads a command a line and answers each with one line of JSON: "load FILE" (a batch
-of `case.save`), "reset", "go N" (seconds and CPU seconds of N steps, the loss before and after them), "read" (what the
+CASE is the JSON of a `case.Case`. Answers once its libraries are imported. Then reads a command a line and answers each
+with one line of JSON: "build" (before it nothing is on the device), "load FILE" (a batch of `case.save`), "reset", "go N" (seconds and CPU seconds of N steps, the loss before and after them), "read" (what the
 roofline says of its program, its peak memory). All else that its libraries print goes to stderr.
 """
 from __future__ import annotations
@@ -43,17 +43,21 @@ def read(trainer, case) -> dict:
 
 def serve(module: str, variant: str, text: str) -> None:
     from benchmarks.contenders import case as cases
-    answers, begun, case = take_answers(), time.perf_counter(), cases.Case(**json.loads(text))
+    answers, case = take_answers(), cases.Case(**json.loads(text))
 
     def answer(**what) -> None:
         answers.write(json.dumps(what) + "\n")
-    trainer = importlib.import_module(f"benchmarks.contenders.{module}").Trainer(case, variant)
-    trainer.reset()
-    answer(params=trainer.num_params, ready_s=time.perf_counter() - begun)
-    placed = None
+    imported = importlib.import_module(f"benchmarks.contenders.{module}")
+    answer()
+    trainer = placed = told = None
     for line in sys.stdin:
         word, _, rest = line.strip().partition(" ")
-        if word == "load":
+        if word == "build":
+            begun = time.perf_counter()
+            trainer = imported.Trainer(case, variant)
+            trainer.reset()
+            answer(params=trainer.num_params, ready_s=time.perf_counter() - begun)
+        elif word == "load":
             placed = trainer.place(cases.load(rest))
             answer()
         elif word == "reset":
@@ -62,7 +66,8 @@ def serve(module: str, variant: str, text: str) -> None:
         elif word == "go":
             answer(**go(trainer, placed, int(rest)))
         elif word == "read":
-            answer(**read(trainer, case))
+            told = told or read(trainer, case)
+            answer(**told)
 
 
 if __name__ == "__main__":

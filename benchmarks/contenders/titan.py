@@ -38,7 +38,8 @@ class Trainer(TorchTrainer):
             max_seq_len=case.seq_len, attn_type=attention, attn_mask_type="block_causal" if case.packed else "causal")
         with device():
             self.model = Transformer(args)
-            self.model.init_weights()
+        with torch.no_grad():
+            self.model.init_weights(device())
         self.loss = cross_entropy
         if on_gpu():
             for name, block in self.model.layers.named_children():

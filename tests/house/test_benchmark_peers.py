@@ -1,5 +1,6 @@
 """benchmarks/peers.py at a tiny size, and the gate on its ratios for GPUs that are absent."""
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -37,12 +38,23 @@ def test_documents_that_are_not_apart_fail_the_check(tmp_path, monkeypatch):
     for packed in (True, False):
         tiny = dataclasses.replace(peers.TINY, num_layers=1, seq_len=32, packed=packed)
         peers.write_batches(dataclasses.replace(tiny, packed=True), tmp_path)
-        with peers.start(peers.OURS[packed], tiny, tmp_path, on_gpu=False) as child:
+        with peers.start(peers.Child(peers.OURS[packed], tiny, tmp_path, on_gpu=False)) as child:
             if packed:
                 peers.check(child, tiny, tmp_path, peers.Sizes(**SHORT))
             else:
                 with pytest.raises(peers.CheckFailure, match="second document depends on the first"):
                     peers.check_apart(child, tmp_path)
+
+
+def test_contenders_on_a_gpu_do_not_compute_on_the_cpu(monkeypatch):
+    """The process that draws rows has its own jax on the CPU."""
+    from benchmarks import peers
+    monkeypatch.setattr(peers.os, "environ", {"JAX_PLATFORMS": "cpu", "PYTHONPATH": "/wheels", "XLA_FLAGS": "--a=1"})
+    given = peers.environment_of(peers.OURS[True], on_gpu=True)
+    assert (given["JAX_PLATFORMS"], given["XLA_FLAGS"]) == ("cuda", "--a=1")
+    assert given["PYTHONPATH"].split(os.pathsep)[1] == "/wheels"
+    flagged = peers.environment_of(peers.OURS[True]._replace(flags="--b=2"), on_gpu=True)
+    assert flagged["XLA_FLAGS"] == "--b=2" and peers.environment_of(peers.OURS[True], False)["JAX_PLATFORMS"] == "cpu"
 
 
 class Told:
