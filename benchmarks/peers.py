@@ -1,5 +1,5 @@
 """python benchmarks/peers.py [--part 1|2] [--only NAME …] [--minutes 6]: trainers in turns on one GPU.
-python benchmarks/peers.py --compiled [--topology h100:8] [--only NAME …] [--write]: their steps on GPUs that are absent.
+python benchmarks/peers.py --compiled [--topology h100:8] [--only NAME …] [--write]: their steps on absent GPUs.
 
 In turns: the same Llama, tokens and precision in each. A contender is a process. meshtrain and one other live at once
 and take turns of a few steps, whose order alternates; ratios are of pairs of turns, each with the smallest and the
@@ -125,7 +125,8 @@ class Child:
         command = [sys.executable, "-m", "benchmarks.contenders.child", contender.module, contender.variant,
                    case.as_json()]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment_of(contender, on_gpu), text=True, bufsize=1,
+            environment = environment_of(contender, on_gpu)
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, bufsize=1,
                                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
         self.started: dict = {}         # the answer to "build"
         self.first_step_s = 0.0         # with all that torch compiles then
@@ -389,7 +390,8 @@ def fit(hbm_bytes: float) -> tuple[int, int]:
 def find_gpu() -> str:
     """Return the name of the GPU by nvidia-smi; "" without one. This process must not take its memory."""
     try:
-        done = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
+        done = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True,
+                              text=True)
     except FileNotFoundError:
         return ""
     return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else ""
