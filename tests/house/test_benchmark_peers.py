@@ -49,12 +49,13 @@ def test_documents_that_are_not_apart_fail_the_check(tmp_path, monkeypatch):
 def test_contenders_on_a_gpu_do_not_compute_on_the_cpu(monkeypatch):
     """The process that draws rows has its own jax on the CPU."""
     from benchmarks import peers
-    monkeypatch.setattr(peers.os, "environ", {"JAX_PLATFORMS": "cpu", "PYTHONPATH": "/wheels", "XLA_FLAGS": "--a=1"})
-    given = peers.environment_of(peers.OURS[True], on_gpu=True)
+    from benchmarks.contenders import processes
+    monkeypatch.setattr(processes.os, "environ", {"JAX_PLATFORMS": "cpu", "PYTHONPATH": "/wheels", "XLA_FLAGS": "--a=1"})
+    given = processes.environment_of(peers.OURS[True], on_gpu=True)
     assert (given["JAX_PLATFORMS"], given["XLA_FLAGS"]) == ("cuda", "--a=1")
     assert given["PYTHONPATH"].split(os.pathsep)[1] == "/wheels"
-    flagged = peers.environment_of(peers.OURS[True]._replace(flags="--b=2"), on_gpu=True)
-    assert flagged["XLA_FLAGS"] == "--b=2" and peers.environment_of(peers.OURS[True], False)["JAX_PLATFORMS"] == "cpu"
+    flagged = processes.environment_of(peers.OURS[True]._replace(flags="--b=2"), on_gpu=True)
+    assert flagged["XLA_FLAGS"] == "--b=2" and processes.environment_of(peers.OURS[True], False)["JAX_PLATFORMS"] == "cpu"
 
 
 class Told:
