@@ -21,7 +21,7 @@ import pytest
 TIERS = ("core", "full", "long")
 TABLE = Path(__file__).with_suffix(".toml")
 OPTIONS = {"core": "pytest", "full": "pytest --full", "long": "pytest --long"}
-LANDINGS = {"full": 8, "cell": 16, "long": 60}      # parts of the full tests, of cells, of the other long tests
+LANDINGS = {"full": 16, "cell": 16, "long": 60}      # parts of the full tests, of cells, of the other long tests
 
 
 def add_options(parser) -> None:

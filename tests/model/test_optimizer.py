@@ -70,9 +70,9 @@ def random_params(seed=0, dtype=jnp.float32):
 def updates_of(cfg, sequence, params):
     """The update after the last gradients of a sequence."""
     tx = build(cfg)
-    state = tx.init(params)
+    state, update = jax.jit(tx.init)(params), jax.jit(tx.update)
     for step, grads in enumerate(sequence):
-        updates, state = tx.update(grads, state, params, step=step)
+        updates, state = update(grads, state, params, step=step)
     return updates
 
 
@@ -87,7 +87,7 @@ def test_every_leaf_of_a_quadratic_falls(name):
         updates, state = tx.update(jax.tree.map(jnp.subtract, params, target), state, params, step=0)
         return optax.apply_updates(params, updates), state
 
-    before, state = losses(params), tx.init(params)
+    before, state = losses(params), jax.jit(tx.init)(params)
     for _ in range(30):
         params, state = step(params, state)
     jax.tree.map(lambda new, old: np.testing.assert_array_less(new, 0.5 * old), losses(params), before)
@@ -197,7 +197,7 @@ def test_a_sharded_update_equals_the_plain_one(name):
     rules = {"embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
     place = lambda tree, axes: jax.tree.map(lambda _, a: NamedSharding(mesh, P(*map(rules.get, a))), tree, axes)
     tx, params, grads = build(config(name)), random_params(1), random_params(2)
-    state = tx.init(params)
+    state = jax.jit(tx.init)(params)
     shardings = place(params, AXES), place(state, states.state_axes(tx, params, AXES))
     update = functools.partial(tx.update, step=0)
     step = jax.jit(update, out_shardings=shardings)
@@ -205,7 +205,7 @@ def test_a_sharded_update_equals_the_plain_one(name):
                    jax.device_put(params, shardings[0]))
     # float32 sums in another order
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-                 sharded, update(grads, state, params))
+                 sharded, jax.jit(update)(grads, state, params))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -264,7 +264,7 @@ def test_adafactor_rows_and_columns_get_the_axes_that_remain():
 def test_bfloat16_parameters_keep_float32_state(name):
     params = random_params(dtype=jnp.bfloat16)
     tx = build(config(name))
-    state = tx.init(params)
+    state = jax.eval_shape(tx.init, params)
     updates, new_state = jax.eval_shape(functools.partial(tx.update, step=0), params, state, params)
     assert {x.dtype for x in jax.tree.leaves(state)} <= {jnp.dtype("float32"), jnp.dtype("int32")}
     assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, new_state)

@@ -22,9 +22,12 @@ TINY = {"model.num_layers": 1, "model.embed_dim": 32, "model.mlp_dim": 64, "data
         "model.param_dtype": "bfloat16", "optimizer.learning_rate": 3e-4, "optimizer.warmup_steps": 0}
 
 
+to_bfloat16 = jax.jit(rounding.to_bfloat16)
+
+
 def draws(x: float, n: int = 40_000) -> np.ndarray:
     """x, rounded n times by other bits."""
-    return np.asarray(rounding.to_bfloat16(jnp.full(n, x, jnp.float32), jax.random.key(1)))
+    return np.asarray(to_bfloat16(np.full(n, x, np.float32), jax.random.key(1)))
 
 
 @pytest.mark.parametrize("x", [1.0 + 2 ** -10, -1.0 - 2 ** -10, 0.3, -7e4, 1e-30, 3.3e38, 1.999, 2 ** -9 * 1.7])
@@ -51,7 +54,7 @@ def test_what_bfloat16_has_stays_as_it_is(x):
 def test_nan_with_any_bits_stays_nan_and_a_subnormal_number_goes_up_or_down():
     every = np.asarray([0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF], np.uint32).view(np.float32)
     for seed in range(20):
-        assert np.isnan(np.asarray(rounding.to_bfloat16(jnp.asarray(every), jax.random.key(seed)), np.float32)).all()
+        assert np.isnan(np.asarray(to_bfloat16(every, jax.random.key(seed)), np.float32)).all()
     between = np.uint32(0x00014000).view(np.float32)        # a quarter above 2^-133
     found, counts = np.unique(draws(between).view(np.uint16), return_counts=True)
     assert found.tolist() == [1, 2] and abs(counts[1] / counts.sum() - 0.25) < 0.02

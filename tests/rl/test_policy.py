@@ -392,7 +392,7 @@ def test_scores_are_the_log_probabilities_at_the_temperature_in_the_order_of_the
         found = np.asarray(scores(jax.device_put(p, spec.state.sharding.params), made.program.place(batch)))
         assert found.shape == spec.batch["targets"].shape
         found = found.reshape(ROWS, T)
-        logps, _ = of_answers(log_softmax(run, p, batch), batch, drawn, places)
+        logps, _ = jax.jit(lambda p: of_answers(log_softmax(run, p, batch), batch, drawn, places))(p)
     for score, logp in zip(answers_of.by_answer(found, drawn, places), logps, strict=True):
         assert score is None or np.abs(score - logp).max() < 2e-6 * np.abs(logp).max()
     assert np.all(found[batch["targets"] == NO_TARGET] == 0)

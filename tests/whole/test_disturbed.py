@@ -12,7 +12,7 @@ import sampling
 from tests import disturbed, syscalls
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-CELLS = len(disturbed.PLACES)      # in every run of the suite
+CELLS = len(disturbed.PLACES)
 
 PINNED = """
 reference, kill: fsync run/reference.npy.tmp 0
@@ -47,6 +47,11 @@ def test_system_calls_are_seen_here():
     assert syscalls.available() == ""
 
 
+def test_two_cells_by_the_commits_choice_hold(tmp_path):
+    assert len(found(tmp_path, "--cells", 2, "--seed", sampling.commit())) == 2
+
+
+@pytest.mark.full
 def test_a_cell_of_each_place_and_of_each_fault_by_the_commits_choice_and_those_that_were_wrong_once_hold(tmp_path):
     cells = found(tmp_path, "--cells", CELLS, "--seed", sampling.commit(),
                   *(word for cell in PINNED for word in ("--cell", cell)))
