@@ -50,12 +50,13 @@ def test_contenders_on_a_gpu_do_not_compute_on_the_cpu(monkeypatch):
     """The process that draws rows has its own jax on the CPU."""
     from benchmarks import peers
     from benchmarks.contenders import processes
-    monkeypatch.setattr(processes.os, "environ", {"JAX_PLATFORMS": "cpu", "PYTHONPATH": "/wheels", "XLA_FLAGS": "--a=1"})
-    given = processes.environment_of(peers.OURS[True], on_gpu=True)
+    monkeypatch.setattr(os, "environ", {"JAX_PLATFORMS": "cpu", "PYTHONPATH": "/wheels", "XLA_FLAGS": "--a=1"})
+    ours = peers.OURS[True]
+    given = processes.environment_of(ours, on_gpu=True)
     assert (given["JAX_PLATFORMS"], given["XLA_FLAGS"]) == ("cuda", "--a=1")
     assert given["PYTHONPATH"].split(os.pathsep)[1] == "/wheels"
-    flagged = processes.environment_of(peers.OURS[True]._replace(flags="--b=2"), on_gpu=True)
-    assert flagged["XLA_FLAGS"] == "--b=2" and processes.environment_of(peers.OURS[True], False)["JAX_PLATFORMS"] == "cpu"
+    assert processes.environment_of(ours._replace(flags="--b=2"), on_gpu=True)["XLA_FLAGS"] == "--b=2"
+    assert processes.environment_of(ours, on_gpu=False)["JAX_PLATFORMS"] == "cpu"
 
 
 class Told:
