@@ -46,7 +46,7 @@ def configure(case: Case, count: int, variant: str, on_cpu: bool):
             "use_iota_embed": variant != "lookup", "override_model_config": True, "enable_checkpointing": False,
             "dataset_type": "synthetic", "steps": 1000, "run_name": "peers", "base_output_directory": "/dev/null",
             "skip_jax_distributed_system": True, "enable_goodput_recording": False, "log_config": False}
-    if not on_cpu:
+    if not on_cpu and count > 1:        # else its batch is that of the devices of this process
         keys |= {"compile_topology": "a3", "compile_topology_num_slices": max(1, count // 8)}
     words = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in keys.items()]
     with contextlib.redirect_stdout(sys.stderr):
@@ -102,6 +102,8 @@ class Trainer:
         self.settings = "its llama3_8b.yml, attention by jax" + (", embedding looked up" if variant else "")
         self.num_params = sum(leaf.size for leaf in jax.tree.leaves(nnx.filter_state(args[0].model, nnx.Param)))
         self.shapes = args[1]
+        if (rows := self.shapes["inputs"].shape[0]) != case.microbatches * case.rows:
+            raise ValueError(f"MaxText takes {rows} rows a step, and the case has {case.microbatches * case.rows}")
         with self.enter():
             self.program = jitted.lower(*args, **kwargs).compile()
 
