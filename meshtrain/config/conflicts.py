@@ -149,9 +149,6 @@ MTP: tuple[Check, ...] = (
     Conflict(lambda run: not pattern.mixer(pattern.kinds(run.model)[-1].mixer).attends,
              "{model.mtp_layers} has layers like the last one, which has no attention ({model.mixers})",
              "end the pattern with attention, e.g. GGGF, or use model.mtp_layers=0"),
-    Conflict(lambda run: pattern.kinds(run.model)[-1].mlp == "e",
-             "{model.mtp_layers} has layers like the last one, which has experts; the balance of experts in depths is "
-             "not supported", "use model.mtp_layers=0"),
     Conflict(lambda run: run.training.mtp_weight and run.lora.rank,
              "{training.mtp_weight:g} trains the depths of {model.mtp_layers}, which {lora.rank} freezes",
              "use training.mtp_weight=0: the depths keep their weights"),

@@ -48,7 +48,7 @@ class StagedStack:
 
     def evaluate(self, weights: Any, ends: Any, rows: Any) -> jax.Array:
         """Return the sums over all rows, by forward ticks alone. weights: in one chunk, V = 1."""
-        return executor.evaluate(*self._list_arguments(weights, ends, rows)).sum(0)
+        return executor.evaluate(*self._list_arguments(weights, ends, rows)).combine().by_name["sums"].value
 
     def differentiate(self, weights: Any, ends: Any, rows: Any) -> tuple[jax.Array, Any, Any]:
         """Return (the sums over all rows; the gradients of the sum in weights, [R, V, P, n, …], and in ends, [R, …]).
@@ -56,7 +56,7 @@ class StagedStack:
         The gradients are float32 and not yet added over R, which is sharded over the axes of the batch.
         """
         sums, d_weights, d_ends, *_ = executor.gradients(self.schedule, *self._list_arguments(weights, ends, rows))
-        return sums.sum(0), d_weights, d_ends
+        return sums.combine().by_name["sums"].value, d_weights, d_ends
 
     def check(self, weights: Any, ends: Any, rows: Any) -> None:
         """Check the arguments. weights: [L, …]. Raises: ConfigError for layers that do not divide or have no gradients;
@@ -118,8 +118,8 @@ class StagedStack:
         def head(ends, frozen, x, rows, extra):
             sums = stack.head(narrow(ends, of_ends, at_ends), x, rows)
             total, count = check_sums(sums, "the head of the Stack")
-            return total, jnp.stack([total, count])
-        return ModelFunctions(prepare, embed, layer, head, metric=(2,))
+            return total, LayerStats.of("target", sums=jnp.stack([total, count]))
+        return ModelFunctions(prepare, embed, layer, head)
 
 
 def is_table(schedule: str) -> bool:

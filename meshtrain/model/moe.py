@@ -159,7 +159,7 @@ class MoE(nnx.Module):
 
     def __init__(self, cfg: Model, rngs: nnx.Rngs):
         D, E, F, dtype = cfg.embed_dim, cfg.num_experts, cfg.expert_mlp_dim, jnp.dtype(cfg.param_dtype)
-        self.routing, self.num_layers = Routing.of(cfg), cfg.num_layers
+        self.routing, self.num_layers = Routing.of(cfg), cfg.num_layers + cfg.mtp_layers
         self.router = declare(rngs, dtype, (D, E), ROUTER_AXES, "router", std=D ** -0.5)
         self.bias = declare(rngs, dtype, (E,), (None,), "balance", value=0.0) if cfg.router_bias == "choice" else None
         self.router_bias = declare(rngs, dtype, (E,), (None,), "bias",
@@ -181,10 +181,11 @@ class MoE(nnx.Module):
 
     def __call__(self, ex: Execution, x_BTD, inputs: Inputs, number):
         """Return (y, stats). x and y are sharded like the residual stream. stats: the experts' load, and the router's
-        loss if it has a weight. number: the layer's number."""
+        loss if it has a weight. number: the layer's number; depths of MTP follow the layers."""
         logits_BTE = self._logits(ex, x_BTD)
         bias_E = None if self.bias is None else self.bias[...]
-        real_BT = ex.layout.act(inputs.segments_BT, "batch", "residual_seq") != PADDING
+        real_BT = inputs.segments_BT != PADDING if inputs.routed_BT is None else inputs.routed_BT
+        real_BT = ex.layout.act(real_BT, "batch", "residual_seq")
         chosen_BTK, weight_BTK, counts_BE = route(ex.layout, self.routing, logits_BTE, bias_E, real_BT)
         weights = {name: getattr(self, name)[...] for name in EXPERT_AXES if getattr(self, name) is not None}
         experts = ex.engines.experts

@@ -68,15 +68,15 @@ def of_depth(path: tuple[str, ...]) -> bool:
 def shift(rows: Mapping[str, np.ndarray], num_depths: int) -> dict[str, np.ndarray]:
     """Return tokens_k and targets_k [B, T], int32, of every depth k: the arrays `tokens` and `targets` k places ahead.
 
-    rows: whole sequences in their natural order. At places without such a token in the same document, tokens_k is 0 and
-    targets_k is NO_TARGET. The last target of a document belongs to its last token alone: depth k has k targets less.
+    rows: whole sequences in their natural order. At places without such a token in the same document both are
+    NO_TARGET. The last target of a document belongs to its last token alone: depth k has k targets less.
     """
     segments, shifted = np.asarray(rows["segments"]), {}
     for k in range(1, num_depths + 1):
         inside = (segments[:, k:] == segments[:, :-k]) & (segments[:, k:] != PADDING)
-        for array, missing in (("tokens", 0), ("targets", NO_TARGET)):
-            ahead = np.full(segments.shape, missing, np.int32)
-            ahead[:, :inside.shape[1]] = np.where(inside, rows[array][:, k:], missing)
+        for array in ("tokens", "targets"):
+            ahead = np.full(segments.shape, NO_TARGET, np.int32)
+            ahead[:, :inside.shape[1]] = np.where(inside, rows[array][:, k:], NO_TARGET)
             shifted[f"{array}_{k}"] = ahead
     return shifted
 

@@ -76,6 +76,7 @@ class Inputs(NamedTuple):
     rope: dict[str, rope.Rope]                   # for each mixer that rotates
     dropout_key: jax.Array | None
     shares_LE: jax.Array | None = None           # of the experts in the step before, for the balance loss
+    routed_BT: jax.Array | None = None           # the tokens that go to experts; None: all without PADDING
 
     def transpose(self) -> Inputs:
         """Return the inputs for activations [T, B, D], without dropout.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 AUX_LOSS = "aux_loss"           # the balance loss of experts: the only number that is added to the objective, too
-EXPERT_LOAD = "expert_load"     # tokens by layer and expert [L, E]
+EXPERT_LOAD = "expert_load"     # tokens by layer, then depth of MTP, and expert [L, E]
 # With optimizer.qk_clip: [L, N], by layer and head, zero in rows of other layers. It bounds the attention scores: the
 # largest log-sum-exp of a token, at least 0.
 SCORE_BOUND = "score_bound"
@@ -81,6 +81,6 @@ class LayerStats:
         return LayerStats({name: stat.where(on) for name, stat in self.by_name.items()})
 
     def metrics(self, normalizers: Normalizers) -> dict[str, jax.Array]:
-        """Return a step's metrics: each number combined over its leading dim and divided by what it is a mean over."""
+        """Return a step's metrics: each number divided by what it is a mean over."""
         divisors = {"token": normalizers.tokens, "target": normalizers.targets, "step": 1}
-        return {name: stat.combine().value / divisors[stat.per] for name, stat in self.by_name.items()}
+        return {name: stat.value / divisors[stat.per] for name, stat in self.by_name.items()}

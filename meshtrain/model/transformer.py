@@ -30,12 +30,12 @@ from meshtrain.model.execution import Execution
 from meshtrain.model.latent import LatentAttention
 from meshtrain.model.layers import kv_heads
 from meshtrain.model.linear import RecurrentMixer
-from meshtrain.model.loss import LossSpec, cap, loss_sums, token_losses, token_nll
+from meshtrain.model.loss import LossSpec, cap, loss_sums, token_losses, token_nll, with_balance_loss
 from meshtrain.model.mlp import MLP
 from meshtrain.model.moe import MoE
 from meshtrain.model.parts import Inputs
 from meshtrain.model.stats import LayerStats
-from meshtrain.names import LAYERS, LORA, MATMUL_ROLES
+from meshtrain.names import LAYERS, LORA, MATMUL_ROLES, NO_TARGET
 from meshtrain.sharding.rules import GATHERED, Layout, Rules, Tensor
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -238,23 +238,29 @@ class Transformer:
         return spec, self._final_norm(ex, p, x_BTD), w
 
     def depth_losses(self, ex: Execution, p, x_BTD, batch: dict, chunk: int = 2048):
-        """Return (objective, [nll, number of hits]) of each depth of MTP, as `head_loss`, without dropout and z-loss.
+        """Return ([(objective, [nll, number of hits]) of each depth of MTP, as `head_loss`, without dropout and
+        z-loss], the stats of their layers). A hit is a target with the largest logit.
 
-        batch: has the arrays of `mtp.shift`, too. A hit is a target with the largest logit.
+        batch: has the arrays of `mtp.shift`, too, and the step's normalizers, which the balance of experts takes. At
+        places without a token no token goes to experts.
         """
-        (axes, w), inputs, sums = self._head(p), self.inputs(batch), []
+        (axes, w), normalizers, sums, stats = self._head(p), batch.get("normalizers"), [], LayerStats()
+        inputs = self.inputs(batch, shares_LE=normalizers and normalizers.shares_LE)
         spec = LossSpec(axes, self.cfg.vocab_size, 0.0, chunk, self.cfg.logit_softcap, counts_hits=True)
         h_BTD = ex.layout.act(self._ends(p).final_norm(ex, x_BTD), "batch", "residual_seq", None)
         for k in range(1, self.cfg.mtp_layers + 1):
             p = self._read_after(ex, p, h_BTD)
             depth = getattr(self._ends(p), mtp.name(k))
-            e_BTD = self.embed(ex, p, batch | {"tokens": ex.after(batch[f"tokens_{k}"], h_BTD)})
+            tokens_BT = ex.after(batch[f"tokens_{k}"], h_BTD)
+            e_BTD = self.embed(ex, p, batch | {"tokens": jnp.maximum(tokens_BT, 0)})
             apply = build_block(ex, self.groups[-1].period[-1], x_BTD.shape, False)
-            x_BTD, _ = apply(p[mtp.name(k)]["layer"], depth.merge(ex, e_BTD, h_BTD), inputs,
-                             self.cfg.num_layers + k - 1)
+            x_BTD, of_layer = apply(p[mtp.name(k)]["layer"], depth.merge(ex, e_BTD, h_BTD), inputs._replace(
+                routed_BT=tokens_BT != NO_TARGET), self.cfg.num_layers + k - 1)
+            stats += of_layer
+            x_BTD = with_balance_loss(x_BTD, of_layer, normalizers and normalizers.tokens)
             h_BTD = ex.layout.act(depth.norm(ex, x_BTD), "batch", "residual_seq", None)
             sums.append(loss_sums(ex, spec, self._scale_for_head(ex, h_BTD), w, batch[f"targets_{k}"]))
-        return sums
+        return sums, stats
 
     def through_layers(self, ex: Execution, p, batch: dict, dropout_key=None):
         """Return (output of the last layer, the layers' stats added)."""

@@ -120,7 +120,7 @@ def gradients(step: StepSpec, p, batch: dict, key, shares_LE=None):
     grads, nll, stats = reduction.accumulate(step.reduction, partial(_make_backward, step),
                                              step.ex.after(batch, (normalizers, used)), weights, (normalizers, key),
                                              used)
-    return grads, nll.sum() / count, count, stats.metrics(normalizers)
+    return grads, nll.sum() / count, count, stats.combine().metrics(normalizers)
 
 
 def evaluate(step: StepSpec, p, batch: dict):
@@ -207,7 +207,8 @@ def _microbatch_gradients(step: StepSpec, weights: params.Divided, grads, microb
         return model.embed(ex, params.join(ends, frozen_ends), microbatch, key)
 
     def head(read, x_BTD):
-        total, nll, of_head = step.objective.head(model, ex, params.join(ends | read, frozen_ends), x_BTD, microbatch)
+        total, nll, of_head = step.objective.head(model, ex, params.join(ends | read, frozen_ends), x_BTD,
+                                                  microbatch | {"normalizers": normalizers})
         return total, (nll, of_head)
 
     x_BTD, embed_vjp = jax.vjp(lambda ends: embed(ends, microbatch), ends)

@@ -56,7 +56,7 @@ class Placement:
 def gradients(schedule: Schedule, model: ModelFunctions, placement: Placement, weights, batch: dict, extra):
     """Run the schedule with its backward and return a step's metric and gradients.
 
-    Returns (metric [R, …], gradients of layers [R, V, P, n, …], of embedding and head [R, …], of leading layers [R·P,
+    Returns (metric, each number [R, …], gradients of layers [R, V, P, n, …], of embedding and head [R, …], of leading layers [R·P,
     n, …], stats [R·P, …]), all float32. None of them is reduced over replicas. The gradients of leading layers and
     stats are not reduced over stages either.
 
@@ -99,7 +99,8 @@ def _over_stages(execute, differentiate: bool, placement: Placement, weights, ba
         out_specs += [
             by_leaf(layers[0], placement.layer_axes[0],
                     lambda axes: P(others(axes) or None, None, STAGE, None, *dims(axes))),
-            jax.tree.map(lambda spec: P(*replicas, *spec), placement.ends_specs[0]),
+            jax.tree.map(lambda spec: P(tuple(a for a in placement.summed_axes if a not in jax.tree.leaves(
+                tuple(spec))) or None, *spec), placement.ends_specs[0]),
             by_leaf(leading[0], placement.leading_axes[0], lambda axes: P((*others(axes), STAGE), None, *dims(axes))),
             by_stage]
     weight_specs = (by_leaf(layers, placement.layer_axes, lambda axes: P(None, STAGE, None, *dims(axes))),
@@ -182,7 +183,7 @@ def _add_loss(this: Shard, phase: _Phase, c: Carry, tick, y):
     here, on, number = tick["loss_here"], tick["loss_on"], tick["loss_mb"]
 
     def metric():
-        return c.metric + jnp.where(on > 0, this.head(this.ends[0], _share(y, here), number)[1], 0.0)
+        return c.metric.add_if(on > 0, this.head(this.ends[0], _share(y, here), number)[1])
 
     def with_gradients():
         shared = _share(y, here)
@@ -191,7 +192,7 @@ def _add_loss(this: Shard, phase: _Phase, c: Carry, tick, y):
             return this.head(ends, y, number)
         (_, metric), (new, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(
             accumulators.widen(this.ends[0]), shared)
-        return c.metric + jnp.where(on > 0, metric, 0.0), accumulators.add(c.end_grads, new, on > 0), dy
+        return c.metric.add_if(on > 0, metric), accumulators.add(c.end_grads, new, on > 0), dy
 
     # Only new values pass through the cond, because XLA would copy the buffers.
     if not this.split_layer:
@@ -324,7 +325,8 @@ def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
         tick, following = wait(tick, array), wait(following, array)
     if phase.loss != "never":
         c = _add_loss(this, phase, c, tick, y)
-        tick, following = wait(tick, c.metric), wait(following, c.metric)
+        total = sum(map(jnp.sum, jax.tree.leaves(c.metric)))
+        tick, following = wait(tick, total), wait(following, total)
     if "B" in phase.kinds and phase.embed_grad != "never":
         grads, shared = _sometimes(this, phase, "embed_grad", tick, lambda: _embedding_gradient(this, c, tick, dx),
                                    lambda: (c.end_grads, dx))
@@ -355,13 +357,14 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differen
         if not differentiate and "B" in phase.kinds:
             break
         c, _ = lax.scan(partial(_tick, this, phase, wait), c, following[phase.start:phase.stop])
+    metric = jax.tree.map(lambda a: a[None], c.metric)
     if not differentiate:
-        return (c.metric[None],)
+        return (metric,)
     c = _leading_backward(this, c, saved) if model.leading else c
     of_replica = jax.tree.map(lambda a: a[None], (c.end_grads, c.leading_grads, c.stats))
     # [V·n, …] -> [1, V, 1, n, …], where the 1s are this device's replica and stage.
     layer_grads = jax.tree.map(lambda a: a.reshape(1, schedule.num_chunks, 1, -1, *a.shape[1:]), c.layer_grads)
-    return c.metric[None], layer_grads, *of_replica
+    return metric, layer_grads, *of_replica
 
 
 @dataclasses.dataclass(frozen=True)

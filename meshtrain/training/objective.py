@@ -39,8 +39,8 @@ class Objective:
     microbatch has targets; if not, microbatches after the last target are skipped. data: what batches are made of:
     "documents", documents with a teacher's predictions ("taught"), "pairs" of answers with the margins of a reference
     model, or "answers" that the run samples and scores. pipelined: whether pipeline stages support it: all of them call
-    `head` on the output of the last stage, and of stats it may have those that `reports` names. spikes: whether an
-    unusually large loss is a fault. column, unit: the column of metrics.jsonl that shows progress.
+    `head` on the output of the last stage. spikes: whether an unusually large loss is a fault. column, unit: the column
+    of metrics.jsonl that shows progress.
     """
     fields = {name: (dims, jnp.int32) for name, dims in FIELDS.items()}
     fills_all = True
@@ -63,11 +63,6 @@ class Objective:
         return self.data == "answers"
 
     @property
-    def reports(self) -> tuple[str, ...]:
-        """The sums per target that `head` reports as stats. Stages support these and no others."""
-        return ()
-
-    @property
     def extra_fields(self) -> tuple[str, ...]:
         """The fields that `extend` makes."""
         return ()
@@ -82,7 +77,9 @@ class Objective:
         raise NotImplementedError
 
     def head(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict):
-        """Return (objective, loss, stats), sums over the microbatch. The objective is differentiated."""
+        """Return (objective, loss, stats), sums over the microbatch. The objective is differentiated.
+
+        batch: the fields, and the step's `normalizers`."""
         raise NotImplementedError
 
     def loss(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict):
@@ -115,10 +112,6 @@ class NextToken(Objective):
     def fields(self):
         return Objective.fields | {name: (1, jnp.int32) for name in self.extra_fields}
 
-    @property
-    def reports(self) -> tuple[str, ...]:
-        return tuple(f"mtp_{what}_{k}" for k in range(1, self.depths + 1) for what in ("loss", "accept", "targets"))
-
     def extend(self, rows: dict) -> dict:
         return rows | mtp.shift(rows, self.depths)
 
@@ -130,11 +123,12 @@ class NextToken(Objective):
         if not self.depths:
             return objective, nll, LayerStats()
         stats: dict[str, jax.Array] = {}
-        for k, (total, (loss, hits)) in enumerate(model.depth_losses(ex, p, x_BTD, batch, self.chunk), 1):
+        sums, of_layers = model.depth_losses(ex, p, x_BTD, batch, self.chunk)
+        for k, (total, (loss, hits)) in enumerate(sums, 1):
             objective = objective + self.depth_weight / self.depths * total
             targets = jnp.sum(batch[f"targets_{k}"] != NO_TARGET, dtype=jnp.float32)
             stats |= {f"mtp_loss_{k}": loss, f"mtp_accept_{k}": hits, f"mtp_targets_{k}": targets}
-        return objective, nll, jax.lax.stop_gradient(LayerStats.of("target", **stats))
+        return objective, nll, jax.lax.stop_gradient(of_layers | LayerStats.of("target", **stats))
 
     def loss(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict):
         return model.head_loss(ex, p, x_BTD, batch["targets"], chunk=self.chunk)[1]

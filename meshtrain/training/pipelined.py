@@ -28,6 +28,8 @@ from meshtrain.training.accumulate import LayerInputs, StepSpec
 from meshtrain.training.reduction import reduce_deferred
 from meshtrain.training.shard import ModelFunctions
 
+LOSS = "loss"       # the name of the loss among the numbers of the head
+
 _map_axes = partial(jax.tree.map, is_leaf=rules.is_axes)
 
 
@@ -41,19 +43,20 @@ def build(step: StepSpec):
     num_stages = schedule.num_stages
     functions, of_evaluation = _functions(step, num_stages * schedule.num_chunks)
     ends_axes, layers_axes = without_layers(step.state.trained_axes), step.state.trained_axes[LAYERS]
-    others = tuple(a for a in layout.sizes if a != executor.STAGE)
     # includes `seq`, because each shard of a sequence has its own gradients
     summed = step.deferred_axes + layout.mesh_axes("activations", "seq")
     # Experts stay on their devices. Their gradients are already whole along the axes that split them.
     def whole_axes(axes):
-        return tuple(tuple(a for a in layout.mesh_axes(GATHERED, axis) if a in summed) for axis in axes[1:])
+        return tuple(tuple(a for a in layout.mesh_axes(GATHERED, axis) if a in summed) for axis in axes)
 
     def of_parts(subtree):
-        return tuple(_map_axes(whole_axes, subtree(part[LAYERS])) for part in axes)
+        return tuple(_map_axes(lambda axes: whole_axes(axes[1:]), subtree(part[LAYERS])) for part in axes)
     before_axes, axes = model.before(layers_axes), model.divide(step.state.axes)
+    automatic = tuple(a for a in layout.sizes if a not in (executor.STAGE, *summed))
     placement = executor.Placement(
         step.mesh, summed, layer_axes=of_parts(model.first), leading_axes=of_parts(model.before),
-        ends_specs=_map_axes(lambda axes: layout.spec("params", axes, drop=others), tuple(map(without_layers, axes))),
+        ends_specs=_map_axes(lambda axes: layout.spec(GATHERED, axes, drop=automatic),
+                             tuple(map(without_layers, axes))),
         batch_specs={name: abstract.sharding.spec for name, abstract in step.batch.items()})
 
     def partial_axes(axes):
@@ -65,22 +68,21 @@ def build(step: StepSpec):
         extra = {"count": count, "tokens": objective.tokens(batch)} | {
             name: value for name, value in (("key", key), ("shares", shares_LE)) if value is not None}
         weights = _into_loop(step, p, num_stages, schedule.num_chunks)
-        sums, layer_grads, ends, before, stats = executor.gradients(schedule, functions, placement, weights, batch,
+        of_head, layer_grads, ends, before, stats = executor.gradients(schedule, functions, placement, weights, batch,
                                                                     extra)
-        grads = _map_axes(lambda axes, g: reduce_deferred(layout, summed, axes, g), ends_axes, ends)
+        grads = _map_axes(lambda axes, g: reduce_deferred(layout, partial_axes(axes), axes, g), ends_axes, ends)
         before = _map_axes(lambda axes, g: reduce_deferred(layout, (*partial_axes(axes), executor.STAGE), axes, g),
                            before_axes, before)
         layers = model.from_period(_map_axes(lambda axes, g: take_out_of_stages(layout, partial_axes(axes), axes, g),
                                              model.first(layers_axes), layer_grads), before)
         grads[LAYERS] = _map_axes(lambda axes, g: layout.constrain("optimizer", g, axes), layers_axes, layers)
-        loss, *reported = sums.sum(0) / count
-        metrics = stats.metrics(Normalizers(count, extra["tokens"])) | dict(zip(step.objective.reports, reported))
-        return grads, loss, count, metrics
+        metrics = (stats.combine() + of_head.combine()).metrics(Normalizers(count, extra["tokens"]))
+        return grads, metrics.pop(LOSS), count, metrics
 
     def evaluate(p, batch: dict):
         weights = _into_loop(step, p, num_stages, 1)
         return executor.evaluate(of_evaluation, placement, weights, batch,
-                                 dict.fromkeys(("count", "tokens"), jnp.float32(1))).sum()
+                                 dict.fromkeys(("count", "tokens"), jnp.float32(1))).by_name[LOSS].value.sum()
 
     return gradients, evaluate
 
@@ -120,25 +122,21 @@ def _functions(step: StepSpec, virtual_stages: int) -> tuple[ModelFunctions, Mod
         return x, stats
 
     def head(ends, frozen, x, microbatch: dict, extra):
-        total, nll, stats = goal.head(model, ex, params.join(ends, frozen), x, microbatch)
-        if others := stats.by_name.keys() - set(goal.reports):
-            raise ValueError(f"mesh.stage={step.layout.sizes[executor.STAGE]}: the objective {type(goal).__name__} "
-                             f"reports {', '.join(sorted(others))}, and pipelines report nothing of their head; use "
-                             f"mesh.stage=1, or return LayerStats()")
-        return total / extra["count"], jnp.stack([nll, *(stats.by_name[name].value for name in goal.reports)])
+        normalizers = Normalizers(extra["count"], extra["tokens"], extra.get("shares"))
+        total, nll, stats = goal.head(model, ex, params.join(ends, frozen), x, microbatch | {"normalizers": normalizers})
+        return total / normalizers.targets, stats | LayerStats.of("target", **{LOSS: nll})
 
     def loss(ends, frozen, x, microbatch: dict, extra):
         nll = goal.loss(model, ex, params.join(ends, frozen), x, microbatch)
-        return nll, nll[None]
+        return nll, LayerStats.of("target", **{LOSS: nll})
 
     def leading_period(weights, x, given):
         joined = leading.weights(params.join(weights.trained, weights.frozen))
         y, stats = leading.apply(ex, joined, x, given.inputs, weights.numbers * len(leading.period))
         return with_balance_loss(y, stats, given.tokens), stats
 
-    trained = ModelFunctions(prepare, embed, period, head, leading_period if leading else None,
-                             metric=(1 + len(goal.reports),))
-    return trained, dataclasses.replace(trained, head=loss, metric=(1,))
+    trained = ModelFunctions(prepare, embed, period, head, leading_period if leading else None)
+    return trained, dataclasses.replace(trained, head=loss)
 
 
 def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):

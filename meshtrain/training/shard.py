@@ -26,7 +26,7 @@ class ModelFunctions:
     layer(weights, x, e) -> (x, stats). weights: a `Weights` of one layer.
 
     head(ends, frozen, x, microbatch, extra) -> (objective, metric), where x is the output of the last layer. Only the
-    objective is differentiated. metric: the shape of the metric, a float32 sum over the microbatch or several of them.
+    objective is differentiated. metric: a `LayerStats` of sums over the microbatch.
 
     leading: like `layer`, for layers of another kind before the first stage; None if there are none.
 
@@ -39,7 +39,6 @@ class ModelFunctions:
     layer: Callable
     head: Callable
     leading: Callable | None = None
-    metric: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -143,7 +142,8 @@ def make_shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, s
     def buffer(avals, *shape):
         return jax.tree.map(lambda a: jnp.zeros((*shape, *a.shape), a.dtype), avals)
 
-    carry = Carry(X=buffer(x, slots["X"]), metric=jnp.zeros(model.metric, jnp.float32))
+    metric = jax.eval_shape(lambda x: model.head(ends, frozen_ends, x, take(batch, 0), extra)[1], x)
+    carry = Carry(X=buffer(x, slots["X"]), metric=buffer(metric))
     if split_layer:
         saved, stats = split_layer.residuals, split_layer.stats
         carry = replace(carry, R=buffer(saved.for_inputs, slots["R"], depth), Q=buffer(

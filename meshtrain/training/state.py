@@ -44,7 +44,7 @@ class StateSpec:
 
     def with_shares(self, model: Transformer) -> StateSpec:
         """Return the spec of a state with the shares of a model's experts."""
-        shape = model.cfg.num_layers, model.cfg.num_experts
+        shape = model.cfg.num_layers + model.cfg.mtp_layers, model.cfg.num_experts
         shares = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.abstract.step.sharding)
         return dataclasses.replace(self, abstract=dataclasses.replace(self.abstract, shares=shares))
 
