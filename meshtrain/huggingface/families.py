@@ -4,6 +4,7 @@
 
     {l}         a layer's number
     {m}, {f}    the number of a layer's mixer or MLP, if each is a layer of its own
+    {d}         the number of a depth of MTP, which follows the layers; its parameters are those of mtp_1
     {e}         an expert's number; our parameters stack the experts
     [{e}]       one expert's part of a tensor that has all experts
     {qkv}       q, k and v: three tensors that are read as one
@@ -140,8 +141,29 @@ LATENT = _rows(
     o_proj="layers/attention/out/kernel: D (N U) -> N U D")
 CHOICE = {LAYER + "mlp.gate.e_score_correction_bias": ("layers/moe/bias: E -> E",)}
 SHARED = _mlp(LAYER + "mlp.shared_experts.", "layers/moe/shared", "S")
-GLM4_MOE_TENSORS = LLAMA_TENSORS | EXPERTS | CHOICE | SHARED
-DEEPSEEK_TENSORS = ENDS | NORMS | LATENT | DENSE | EXPERTS | CHOICE | SHARED
+
+
+def _with_depth(tensors: Mapping, where: str, layer: str, embedding_norm: str, hidden_norm: str, merge: str,
+                norm: str) -> dict:
+    """Return the table with the tensors of a depth of MTP, whose layer has the names of the model's layers.
+
+    where, layer: the prefixes of its tensors and of its layer's. The merge multiplies [embedding, state], in this order.
+    """
+    return tensors | _rows(where, **{
+        merge: (f"{DEPTH}from_embedding/kernel: M *D -> D M", f"{DEPTH}from_hidden/kernel: M *D -> D M"),
+        embedding_norm: f"{DEPTH}embedding_norm/scale: D -> D", hidden_norm: f"{DEPTH}hidden_norm/scale: D -> D",
+        norm: f"{DEPTH}norm/scale: D -> D"}) | {
+        name.replace(LAYER, layer): tuple(text.replace("layers/", f"{DEPTH}layer/") for text in texts)
+        for name, texts in tensors.items() if name.startswith(LAYER)}
+
+
+DEPTH = "mtp_1/"
+FURTHER = "model.layers.{d}."
+AS_DEEPSEEK_DEPTH = (FURTHER, FURTHER, "enorm", "hnorm", "eh_proj", "shared_head__norm")
+# Its norms and the merge are shared by further depths, which no published folder has.
+AS_QWEN_DEPTH = ("mtp.", "mtp.layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+GLM4_MOE_TENSORS = _with_depth(LLAMA_TENSORS | EXPERTS | CHOICE | SHARED, *AS_DEEPSEEK_DEPTH)
+DEEPSEEK_TENSORS = _with_depth(ENDS | NORMS | LATENT | DENSE | EXPERTS | CHOICE | SHARED, *AS_DEEPSEEK_DEPTH)
 MINIMAX_TENSORS = MIXTRAL_TENSORS | NORMS_OVER_HEADS | {
     LAYER + "block_sparse_moe.e_score_correction_bias": ("layers/moe/bias: E -> E",)}
 # Gate and up are every other column; blocks and scales (MXFP4) are transposed.
@@ -174,15 +196,8 @@ QWEN3_5_TENSORS = LLAMA_TENSORS | GATED_ATTENTION | DELTA | _rows(
     in_proj_a="layers/linear/decay/kernel: n D -> D n")
 SHARED_GATED = _mlp(LAYER + "mlp.shared_expert.", "layers/moe/shared", "S") | _rows(
     LAYER + "mlp.", shared_expert_gate="layers/moe/shared_gate/kernel: 1 D -> D 1")
-# The first depth of MTP. Its norms and the merge are shared by further depths, which no published folder has.
-DEPTH = "mtp_1/"
-QWEN3_5_TENSORS |= _rows(
-    "mtp.", fc=(f"{DEPTH}from_embedding/kernel: M *D -> D M", f"{DEPTH}from_hidden/kernel: M *D -> D M"),
-    pre_fc_norm_embedding=f"{DEPTH}embedding_norm/scale: D -> D",
-    pre_fc_norm_hidden=f"{DEPTH}hidden_norm/scale: D -> D", norm=f"{DEPTH}norm/scale: D -> D") | {
-    name.replace(LAYER, "mtp.layers.0."): tuple(text.replace("layers/", f"{DEPTH}layer/") for text in texts)
-    for name, texts in QWEN3_5_TENSORS.items() if name.startswith(LAYER) and ".linear_attn." not in name}
-QWEN3_5_MOE_TENSORS = QWEN3_5_TENSORS | EXPERTS | SHARED_GATED
+QWEN3_5_MOE_TENSORS = _with_depth(QWEN3_5_TENSORS | EXPERTS | SHARED_GATED, *AS_QWEN_DEPTH)
+QWEN3_5_TENSORS = _with_depth(QWEN3_5_TENSORS, *AS_QWEN_DEPTH)
 QWEN3_NEXT_TENSORS = _without(QWEN3_5_MOE_TENSORS, ".in_proj_") | _rows(
     LAYER + "linear_attn.", in_proj_qkvz=(       # all of one key head, then all of the next
         "layers/linear/query/kernel: (k *d) D -> D k d", "layers/linear/key/kernel: (k *d) D -> D k d",

@@ -292,9 +292,10 @@ def rows(family: Family, model: Model, paths: Paths, prefixes: tuple[str, str] |
     if "layers_block_type" in family.defaults:
         numbers |= zip("mf", settings.sublayers(model))
     there = {re.sub(r"\.\d+\.", ".#.", name) for name in names}
-    alike = {name: re.sub(r"\.\{[lmfe]\}\.", ".#.", name).replace("{qkv}", "q").removesuffix("[{e}]")
-             for name in family.tensors}
-    table = sorted(family.tensors.items(), key=lambda row: alike[row[0]] not in there)
+    tensors = _with_depths(family, model)
+    alike = {name: re.sub(r"\.(\{[lmfe]\}|\d+)\.", ".#.", name).replace("{qkv}", "q").removesuffix("[{e}]")
+             for name in tensors}
+    table = sorted(tensors.items(), key=lambda row: alike[row[0]] not in there)
     kinds: dict = {}        # (mixer, its parameters) -> layers
     for layer, (kind, have) in enumerate(zip(pattern.kinds(model), paths.layers, strict=True)):
         kinds.setdefault((kind.mixer, have), []).append(layer)
@@ -314,7 +315,7 @@ def rows(family: Family, model: Model, paths: Paths, prefixes: tuple[str, str] |
                    if done or have not in paths.depths}:
         raise ValueError(f"{family.model_type} has no name for {', '.join(sorted(missing))}")
     made = []
-    order = list(family.tensors)
+    order = list(tensors)
     for (name, mixer), (row, layers) in sorted(made_rows.items(), key=lambda item: order.index(item[0][0])):
         named = name_in_whole(family, name, *prefixes) if prefixes else name
         row = dataclasses.replace(row, name=named, layers=layers, kind=f"{name} {mixer}")
@@ -322,6 +323,16 @@ def rows(family: Family, model: Model, paths: Paths, prefixes: tuple[str, str] |
             dataclasses.replace(row, name=re.sub(r"\{e\}(?!\])", str(expert), named), expert=expert)
             for expert in range(model.num_experts)]
     return made
+
+
+def _with_depths(family: Family, model: Model) -> dict[str, tuple[str, ...]]:
+    """Return the tensors of a family, with a line for each depth of MTP where a name has {d}."""
+    tensors = {}
+    for name, texts in family.tensors.items():
+        for k in range(1, 1 + model.mtp_layers) if "{d}" in name else (1,):
+            tensors[name.replace("{d}", str(model.num_layers + k - 1))] = tuple(
+                text.replace(f"{DEPTH}1/", f"{DEPTH}{k}/") for text in texts)
+    return tensors
 
 
 def _row(name: str, texts: tuple[str, ...], sizes: Mapping[str, int]) -> WeightRow | None:

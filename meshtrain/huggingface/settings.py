@@ -328,6 +328,8 @@ def config_of(model: Model, family: Family, dtype: str, longest: int, source: Ma
     made |= _layer_keys(model, family, get)
     if model.mtp_layers and "mtp.fc.weight" in family.tensors:
         made["mtp_num_hidden_layers"] = 1
+    elif model.mtp_layers and any("{d}" in name for name in family.tensors):
+        made["num_nextn_predict_layers"] = model.mtp_layers
     if "time_step_least" in family.keys:
         made["time_step_limit"] = [model.linear.step_min, model.linear.step_max or math.inf]
     if family.fixed["position"] == "rope":

@@ -1,4 +1,4 @@
-"""The depth of a Qwen3.5 folder is read, trained and written; what no name is known for is carried, or left out and told."""
+"""The depths of model folders are read, trained and written; what no name is known for is carried, or left out and told."""
 import json
 import shutil
 
@@ -11,27 +11,40 @@ from safetensors.numpy import load_file, save_file
 from test_export import write
 
 from meshtrain.config import ConfigError
-from meshtrain.huggingface import folder, settings
+from meshtrain.huggingface import folder, safetensors, settings
 from meshtrain.huggingface.weights import pretrained
 from meshtrain.storage import model_folder
 
-DEPTH = ("--model.mtp_layers=1",)
+DEPTH, D = ("--model.mtp_layers=1",), 24
+# (prefix, that of the layer, merge, norms of embedding, state and output, key of config.json)
+QWEN = ("mtp.", "mtp.layers.0.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "mtp_num_hidden_layers")
+DEEPSEEK = ("model.layers.4.", "model.layers.4.", "eh_proj", "enorm", "hnorm", "shared_head.norm",
+            "num_nextn_predict_layers")
+COPIES = {"model.layers.4.embed_tokens.weight": "model.embed_tokens.weight",
+          "model.layers.4.shared_head.head.weight": "lm_head.weight"}
+NAMED = dict.fromkeys(("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"), QWEN) | dict.fromkeys(
+    ("deepseek_v3", "glm4_moe", "glm4_moe_lite"), DEEPSEEK)
+
+
+def add_depth(name, place):
+    """Copy the golden folder to `place`, with a depth whose layer is named as the last layer is."""
+    where, layer, merge, embedding_norm, hidden_norm, norm, key = NAMED[name]
+    shutil.copytree(GOLDENS / name, place)
+    tensors, rng = load_file(place / folder.SINGLE), np.random.default_rng(0)
+    last = "model.layers.3."
+    new = {name.replace(last, layer): array.shape for name, array in tensors.items() if name.startswith(last)}
+    new |= {f"{where}{merge}.weight": (D, 2 * D)} | {
+        f"{where}{of}.weight": (D,) for of in (embedding_norm, hidden_norm, norm)}
+    tensors |= {name: rng.normal(size=shape).astype(np.float32) for name, shape in new.items()}
+    tensors |= {copy: tensors[of] for copy, of in COPIES.items()} if where != "mtp." else {}
+    save_file(tensors, place / folder.SINGLE, {"format": "pt"})
+    set_config(place, **{key: 1})
+    return place
 
 
 @pytest.fixture
 def source(tmp_path):
-    """The golden folder with a depth, whose layer is named as the last layer is."""
-    place = tmp_path / "source"
-    shutil.copytree(GOLDENS / "qwen3_5_text", place)
-    tensors, rng = load_file(place / folder.SINGLE), np.random.default_rng(0)
-    last, D = "model.layers.3.", 24
-    new = {name.replace(last, "mtp.layers.0."): array.shape for name, array in tensors.items() if name.startswith(last)}
-    new |= {"mtp.fc.weight": (D, 2 * D)} | {f"mtp.{name}.weight": (D,) for name in (
-        "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
-    tensors |= {name: rng.normal(size=shape).astype(np.float32) for name, shape in new.items()}
-    save_file(tensors, place / folder.SINGLE, {"format": "pt"})
-    set_config(place, mtp_num_hidden_layers=1)
-    return place
+    return add_depth("qwen3_5_text", tmp_path / "source")
 
 
 def set_config(place, **keys):
@@ -39,17 +52,22 @@ def set_config(place, **keys):
     config.write_text(json.dumps(json.loads(config.read_text()) | keys))
 
 
-def test_a_depth_is_read_by_its_names_and_written_as_it_was(source, tmp_path):
+@pytest.mark.parametrize("name", NAMED)
+def test_a_depth_is_read_by_its_names_and_written_as_it_was(name, tmp_path):
     """The merge multiplies [embedding, state], in this order, as vLLM's does. After training the new numbers are written,
     also where the run carried the old ones."""
+    where, layer, merge, embedding_norm, hidden_norm, norm, key = NAMED[name]
+    source = add_depth(name, tmp_path / "source")
     loaded, tensors = Loaded(source, *ONE, *DEPTH), load_file(source / folder.SINGLE)
-    depth, D = jax.device_get(loaded.params["mtp_1"]), 24
-    fc = tensors["mtp.fc.weight"]
+    depth, fc = jax.device_get(loaded.params["mtp_1"]), tensors[f"{where}{merge}.weight"]
     np.testing.assert_array_equal(depth["from_embedding"]["kernel"], fc[:, :D].T)
     np.testing.assert_array_equal(depth["from_hidden"]["kernel"], fc[:, D:].T)
-    for ours, theirs in (("embedding_norm", "pre_fc_norm_embedding"), ("hidden_norm", "pre_fc_norm_hidden"), ("norm", "norm")):
-        np.testing.assert_array_equal(depth[ours]["scale"], tensors[f"mtp.{theirs}.weight"])
-    np.testing.assert_array_equal(depth["layer"]["mlp"]["down"]["kernel"], tensors["mtp.layers.0.mlp.down_proj.weight"].T)
+    for ours, theirs in (("embedding_norm", embedding_norm), ("hidden_norm", hidden_norm), ("norm", norm)):
+        np.testing.assert_array_equal(depth[ours]["scale"], tensors[f"{where}{theirs}.weight"])
+    out = depth["layer"]["attention"]["out"]["kernel"]
+    np.testing.assert_array_equal(out.reshape(-1, D), tensors[f"{layer}self_attn.o_proj.weight"].T)
+    for expert, down in enumerate(depth["layer"]["moe"]["down"] if "moe" in depth["layer"] else ()):
+        np.testing.assert_array_equal(down, tensors[f"{layer}mlp.experts.{expert}.down_proj.weight"].T)
     assert not loaded.found.carried and not loaded.found.notes
     write(loaded, tmp_path / "out", source=source)
     assert contents(tmp_path / "out") == contents(source)
@@ -58,12 +76,14 @@ def test_a_depth_is_read_by_its_names_and_written_as_it_was(source, tmp_path):
     run_dir.mkdir()
     pretrained.keep_companions(loaded.run, run_dir)
     assert (run_dir / model_folder.KEPT / model_folder.CARRIED).is_file()
-    loaded.params["mtp_1"] = jax.tree.map(lambda a: 2 * a, loaded.params["mtp_1"])
+    loaded.params = jax.tree.map(lambda a: 2 * a, loaded.params)
     write(loaded, tmp_path / "trained", source=run_dir / model_folder.KEPT)
     assert not (tmp_path / "trained" / model_folder.CARRIED).exists()
     again = Loaded(tmp_path / "trained", *ONE, *DEPTH)
     assert_same_bits(*map(jax.device_get, (again.params, loaded.params)))
-    assert json.loads((tmp_path / "trained" / settings.CONFIG).read_text())["mtp_num_hidden_layers"] == 1
+    assert json.loads((tmp_path / "trained" / settings.CONFIG).read_text())[key] == 1
+    written = contents(tmp_path / "trained")
+    assert all(written[copy] == written[of] for copy, of in COPIES.items() if where != "mtp.")
 
 
 def test_without_the_key_a_depth_is_carried(source, tmp_path):
@@ -90,4 +110,62 @@ def test_a_depth_with_an_embedding_of_its_own_is_refused(source):
     set_config(source, mtp_use_dedicated_embeddings=True)
     assert Loaded(source, *ONE).found.carried
     with pytest.raises(ConfigError, match="mtp_use_dedicated_embeddings=true.*use model.mtp_layers=0"):
+        Loaded(source, *ONE, *DEPTH)
+
+
+def test_depths_that_a_folder_numbers_after_its_layers_are_each_read_and_written(tmp_path):
+    source = add_depth("glm4_moe", tmp_path / "source")
+    tensors = load_file(source / folder.SINGLE)
+    tensors |= {name.replace("layers.4.", "layers.5."): 3 * array for name, array in tensors.items()
+                if "layers.4." in name and name not in COPIES}
+    save_file(tensors, source / folder.SINGLE, {"format": "pt"})
+    set_config(source, num_nextn_predict_layers=2)
+    loaded = Loaded(source, *ONE, "--model.mtp_layers=2")
+    first, second = (jax.device_get(loaded.params[f"mtp_{k}"]) for k in (1, 2))
+    jax.tree.map(np.testing.assert_array_equal, second, jax.tree.map(lambda a: 3 * a, first))
+    write(loaded, tmp_path / "out", source=source)
+    assert contents(tmp_path / "out") == contents(source), "the second has no copies"
+    fewer = Loaded(source, *ONE, *DEPTH).found
+    assert {name.split(".")[2] for name in fewer.carried} == {"5"}
+
+
+def test_a_model_that_began_without_a_folder_has_the_copies_that_engines_load(tmp_path):
+    loaded = Loaded(GOLDENS / "glm4_moe", *ONE, *DEPTH)
+    write(loaded, tmp_path / "out")
+    assert COPIES.keys() <= contents(tmp_path / "out").keys()
+    assert settings.read(tmp_path / "out")["num_nextn_predict_layers"] == 1
+
+
+def test_quantized_depths_are_read_with_their_scales(tmp_path):
+    place = tmp_path / "source"
+    shutil.copytree(GOLDENS / "deepseek_v3_fp8", place)
+    entries = safetensors.read_header(place / folder.SINGLE)
+    last = "model.layers.3."
+    assert any(name.startswith(last) and name.endswith("_scale_inv") for name in entries)
+    raw = {name: (entry.dtype, entry.shape, (place / folder.SINGLE).read_bytes()[entry.start:entry.stop])
+           for name, entry in entries.items()}
+    raw |= {name.replace(last, "model.layers.4."): of for name, of in raw.items() if name.startswith(last)}
+    norm = raw["model.norm.weight"]
+    itemsize = len(norm[2]) // D
+    raw |= {f"model.layers.4.{name}.weight": norm for name in ("enorm", "hnorm", "shared_head.norm")}
+    raw["model.layers.4.eh_proj.weight"] = (norm[0], (D, 2 * D), bytes(itemsize * 2 * D * D))
+    header, begin = {}, 0
+    for name, (dtype, shape, content) in raw.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin := begin + len(content)]}
+    text = json.dumps(header).encode()
+    (place / folder.SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + b"".join(of[2] for of in raw.values()))
+    set_config(place, num_nextn_predict_layers=1)
+    params = jax.device_get(Loaded(place, *ONE, *DEPTH).params)
+    layers = params["layers"].get("layers", params["layers"])
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[-1]), params["mtp_1"]["layer"], layers)
+
+
+def test_a_depth_with_a_head_of_its_own_is_refused(tmp_path):
+    source = add_depth("glm4_moe", tmp_path / "source")
+    tensors = load_file(source / folder.SINGLE)
+    tensors["model.layers.4.shared_head.head.weight"] = 2 * tensors["lm_head.weight"]
+    save_file(tensors, source / folder.SINGLE, {"format": "pt"})
+    assert Loaded(source, *ONE).found.carried
+    with pytest.raises(ConfigError, match="shared_head.head.weight is another matrix than lm_head.weight: .*"
+                                          "use model.mtp_layers=0"):
         Loaded(source, *ONE, *DEPTH)

@@ -55,7 +55,8 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
         theirs = theirs or {"bos_token_id": ends.bos, "eos_token_id": ends.as_json(),
                             "pad_token_id": None}       # else the class's default, which may exceed the vocabulary
         rows = folder.rows(family, model, parameter_paths(transformer), folder.prefixes_of(theirs, beside))
-    left = model.mtp_layers - any(map(depths.is_of_depth, rows))
+    rows = depths.add_copies(rows, family, model, beside)
+    left = model.mtp_layers - len({*map(depths.of_row, rows)} - {""})
     if left and jax.process_index() == 0:
         say.err(f"note: model.mtp_layers={model.mtp_layers}: {family.model_type} has no names for {left} of these "
                 f"depths; {target} is the model without them")
@@ -203,7 +204,7 @@ def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_b
            whole: bool) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return file -> tensor -> shape. The order is: tensors before, in and after the layers; no tensor is split over
     files. whole: the folder has no other weight files."""
-    first, *last = ({row.name: row.shape} for row in rows if not row.stacked)
+    first, *last = (row.tensors(None) for row in rows if not row.stacked)
     layers = (row.tensors(layer) for layer in range(num_layers) for row in rows if layer in row.layers)
     files, size = [{}], 0
     for name, shape in {name: shape for some in (first, *layers, *last) for name, shape in some.items()}.items():
