@@ -14,7 +14,7 @@ MATMUL_ROLES = ("matrix", "embedding", "head")
 
 LORA = "lora"          # key of a projection's adapter in the parameter tree; with adapters, other parameters are frozen
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")   # projections that can have an adapter
-LORA_ALSO = ("embedding", "head")       # what LoRA can train whole; keys of the parameter tree
+LORA_ALSO = ("embedding", "head", "mtp")        # what LoRA can train whole; keys of the parameter tree, or all depths
 DEPTH = "mtp_"         # keys of the depths of multi-token prediction in the parameter tree: mtp_1, mtp_2, …
 LAYERS = "layers"      # key of the stacked layers in the parameter tree, and the logical axis of their leading dim
 # the logical axis of layers before the pipeline stages; no rule splits it, so every stage holds all of them

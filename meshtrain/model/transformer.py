@@ -64,8 +64,8 @@ class Transformer:
         for group in self.groups:
             infos += group.parameters((LAYERS,) if len(self.groups) == 1 else (LAYERS, group.name))
         if self.lora:
-            infos = [dataclasses.replace(info, trainable=LORA in info.path or info.path[0] in self.lora.also)
-                     for info in infos]
+            infos = [dataclasses.replace(info, trainable=LORA in info.path or (
+                "mtp" if mtp.of_depth(info.path) else info.path[0]) in self.lora.also) for info in infos]
         elif not self.trains_depths:
             infos = [dataclasses.replace(info, trainable=not mtp.of_depth(info.path)) for info in infos]
         return tuple(sorted(infos, key=lambda info: info.path))
@@ -232,10 +232,14 @@ class Transformer:
     def head_inputs(self, ex: Execution, p, x_BTD, chunk: int, *, z_loss: float = 0.0, temperature: float = 1.0):
         """Return (LossSpec, output of the final norm, weight of the head), as the functions of `loss` take them."""
         p = self._read_after(ex, p, x_BTD)
+        spec, w = self._loss_spec(p, z_loss, chunk)
+        return dataclasses.replace(spec, temperature=temperature), self._final_norm(ex, p, x_BTD), w
+
+    def _loss_spec(self, p, z_loss: float, chunk: int):
+        """Return (LossSpec, weight of the head)."""
         axes, w = self._head(p)
-        spec = LossSpec(axes, self.cfg.vocab_size, z_loss, chunk, self.cfg.logit_softcap,
-                        frozen=self.lora is not None and self._head_name not in self.lora.also, temperature=temperature)
-        return spec, self._final_norm(ex, p, x_BTD), w
+        frozen = self.lora is not None and self._head_name not in self.lora.also
+        return LossSpec(axes, self.cfg.vocab_size, z_loss, chunk, self.cfg.logit_softcap, frozen), w
 
     def depth_losses(self, ex: Execution, p, x_BTD, batch: dict, chunk: int = 2048):
         """Return ([(objective, [nll, number of hits]) of each depth of MTP, as `head_loss`, without dropout and
@@ -244,9 +248,9 @@ class Transformer:
         batch: has the arrays of `mtp.shift`, too, and the step's normalizers, which the balance of experts takes. At
         places without a token no token goes to experts.
         """
-        (axes, w), normalizers, sums, stats = self._head(p), batch.get("normalizers"), [], LayerStats()
+        (spec, w), normalizers, sums, stats = self._loss_spec(p, 0.0, chunk), batch.get("normalizers"), [], LayerStats()
         inputs = self.inputs(batch, shares_LE=normalizers and normalizers.shares_LE)
-        spec = LossSpec(axes, self.cfg.vocab_size, 0.0, chunk, self.cfg.logit_softcap, counts_hits=True)
+        spec = dataclasses.replace(spec, counts_hits=True)
         h_BTD = ex.layout.act(self._ends(p).final_norm(ex, x_BTD), "batch", "residual_seq", None)
         for k in range(1, self.cfg.mtp_layers + 1):
             p = self._read_after(ex, p, h_BTD)

@@ -84,15 +84,21 @@ def _in_layers(placed: Placed, options: Options) -> float:
     # Of the head, added to the sum before the layers' backward.
     gradient = accumulators.ITEMSIZE * head * placed.head.trained
     layer = size * tokens * _working_width(placed, options) + _part_grads_bytes(placed, options)
-    if experts:
-        inputs, weights = (size * tokens * width for width in _expert_backward_widths(placed, options))
-        beside = size * tokens * _period_width(placed, options)
-        layer = max(layer, experts.inputs_bytes + inputs + beside, experts.weights_bytes + weights + beside)
+    layer = max(layer, _of_experts(placed, options))
     kept += size * tokens * _transpose_width(placed, options)
     alone = options.microbatches == 1 and not placed.by_layer       # the sum is the gradient, not yet reduced
     saved, backward = _depth_bytes(placed, options)
     in_loss = saved + (1 + placed.num_depths) * gradient
     return kept + max(loss + in_loss, backward + in_loss, layer + gradient * alone + _early_zeros(placed))
+
+
+def _of_experts(placed: Placed, options: Options) -> float:
+    """Return the temporaries of the backward of a layer's experts; 0 without experts."""
+    if not (experts := placed.route(options)):
+        return 0.0
+    each = placed.itemsize * placed.tokens(options)
+    inputs, weights = (each * width for width in _expert_backward_widths(placed, options))
+    return each * _period_width(placed, options) + max(experts.inputs_bytes + inputs, experts.weights_bytes + weights)
 
 
 def _depth_bytes(placed: Placed, options: Options) -> tuple[float, float]:
@@ -103,8 +109,10 @@ def _depth_bytes(placed: Placed, options: Options) -> tuple[float, float]:
     each, stream = placed.itemsize * placed.tokens(options), placed.cfg.embed_dim / placed.stream_shards
     # The inputs of the merge, whole and before their norms; the normed output and its cotangent.
     width = residual_width(depths, options) + 2 * placed.cfg.embed_dim + 4 * stream
-    backward = each * _working_width(depths, options) + accumulators.ITEMSIZE * depths.held.grads
-    return placed.num_depths * each * width, backward
+    experts = depths.route(options)
+    saved = placed.num_depths * (each * width + (experts.saved_bytes if experts else 0.0))
+    return saved, accumulators.ITEMSIZE * depths.held.grads + max(
+        each * _working_width(depths, options), _of_experts(depths, options))
 
 
 def _early_zeros(placed: Placed) -> float:

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from meshtrain import files
 from meshtrain.cluster import agree
 from meshtrain.config import Lora, Model, user_errors
+from meshtrain.config.messages import toml
 from meshtrain.huggingface import folder, safetensors, settings
 from meshtrain.huggingface.families import TEXT_PREFIXES, Family
 from meshtrain.huggingface.weights import export, new_folder
@@ -158,7 +159,10 @@ def _short(module: str, modules: list[str]) -> str:
 
 def _whole_modules(of: Lora, model: Model, family: Family, rows: Sequence[folder.WeightRow],
                    prefixes: tuple[str, str] | None) -> dict[str, folder.WeightRow]:
-    """Return name of a tensor -> its row, for what lora.also trains whole."""
+    """Return name of a tensor -> its row, for what lora.also trains whole. Raises: ValueError for depths of MTP."""
+    if "mtp" in of.also:
+        raise ValueError(f"lora.also={toml(of.also)}: PEFT's format has no names for depths of multi-token prediction; "
+                         f"export the merged model")
     names = dict(zip(LORA_ALSO, folder.ends_of(family)))
     if prefixes:
         names = {part: folder.name_in_whole(family, name, *prefixes) for part, name in names.items()}
