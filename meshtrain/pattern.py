@@ -214,3 +214,15 @@ def count_staged(cfg: Model) -> int:
 def period(cfg: Model) -> int:
     """Return the length of the period. Stages of a pipeline hold complete periods. 0: the layers have no period."""
     return _leading_and_period(cfg.mixers, cfg.mlps, cfg.num_layers)[1]
+
+
+def kv_heads_of(cfg: Model) -> dict[str, int]:
+    """Return the number of key and value heads of each kind of mixer that the model has."""
+    heads = {}
+    for letter in sorted({kind.mixer for kind in kinds(cfg)}):
+        if mixer(letter).recurs:
+            heads["recurrence"] = cfg.linear.key_heads
+        elif mixer(letter).attends and not cfg.latent.kv_dim:
+            own = cfg.of(letter).num_kv_heads
+            heads["attention" + f" ({letter})" * (own != cfg.num_kv_heads)] = own
+    return heads

@@ -147,7 +147,7 @@ def _with_depth(tensors: Mapping, where: str, layer: str, embedding_norm: str, h
                 norm: str) -> dict:
     """Return the table with the tensors of a depth of MTP, whose layer has the names of the model's layers.
 
-    where, layer: the prefixes of its tensors and of its layer's. The merge multiplies [embedding, state], in this order.
+    where, layer: the prefixes of its tensors and of its layer's. The merge multiplies [embedding, state] in this order.
     """
     return tensors | _rows(where, **{
         merge: (f"{DEPTH}from_embedding/kernel: M *D -> D M", f"{DEPTH}from_hidden/kernel: M *D -> D M"),

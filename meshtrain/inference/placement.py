@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 from meshtrain import pattern
 from meshtrain.model.layers import kv_heads
-from meshtrain.model import transformer
 from meshtrain.model.transformer import Transformer
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import GATHERED, TABLES, Layout, Rules, Tensor
@@ -128,7 +127,7 @@ def _find_undivided(model: Transformer, layout: Layout, logicals: Sequence[str])
     """Return descriptions of the dims of weights and heads that their mesh axes do not divide."""
     dims = {(logical, dim) for info in model.parameters() for dim, logical in zip(info.shape, info.axes, strict=True)
             if logical in logicals and dim % layout.num_shards(layout.mesh_axes("params", logical))}
-    for heads in (kv_heads(layout, n) for n in transformer.kv_heads_of(model.cfg).values()):
+    for heads in (kv_heads(layout, n) for n in pattern.kv_heads_of(model.cfg).values()):
         if "kv_heads" in logicals and heads % layout.num_shards(layout.mesh_axes("activations", "kv_heads")):
             dims.add(("kv_heads", heads))
     return [f"{dim} ({WHAT[logical]})" for logical, dim in sorted(dims)]

@@ -328,7 +328,7 @@ class Transformer:
         The weights and optimizer states of these heads are then whole on every tensor rank. See `layers.kv_heads`.
         """
         layout, split = Layout(loaded, sizes), loaded.mesh_axes("activations", "kv_heads")
-        few = {what: (n, computed) for what, n in kv_heads_of(self.cfg).items()
+        few = {what: (n, computed) for what, n in pattern.kv_heads_of(self.cfg).items()
                if (computed := kv_heads(layout, n)) != n}
         if not few:
             return loaded, []
@@ -366,18 +366,6 @@ class Transformer:
             tensor(*of) for many, few, N, K, H in sorted(heads) for of in (
                 (many, "heads", N, H), (few, "kv_heads", kv_heads(layout, K), H))),
             *(tensor("mlp", "mlp", n) for n in widths), tensor("logits", "vocab", pad_vocab(cfg))]
-
-
-def kv_heads_of(cfg: Model) -> dict[str, int]:
-    """Return the number of key and value heads of each kind of mixer that the model has."""
-    heads = {}
-    for mixer in sorted({kind.mixer for kind in pattern.kinds(cfg)}):
-        if pattern.mixer(mixer).recurs:
-            heads["recurrence"] = cfg.linear.key_heads
-        elif pattern.mixer(mixer).attends and not cfg.latent.kv_dim:
-            own = cfg.of(mixer).num_kv_heads
-            heads["attention" + f" ({mixer})" * (own != cfg.num_kv_heads)] = own
-    return heads
 
 
 def of_run(run: Run) -> Transformer:

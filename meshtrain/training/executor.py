@@ -56,7 +56,7 @@ class Placement:
 def gradients(schedule: Schedule, model: ModelFunctions, placement: Placement, weights, batch: dict, extra):
     """Run the schedule with its backward and return a step's metric and gradients.
 
-    Returns (metric, each number [R, …], gradients of layers [R, V, P, n, …], of embedding and head [R, …], of leading layers [R·P,
+    Returns (metric [R, …], gradients of layers [R, V, P, n, …], of embedding and head [R, …], of leading layers [R·P,
     n, …], stats [R·P, …]), all float32. None of them is reduced over replicas. The gradients of leading layers and
     stats are not reduced over stages either.
 

@@ -123,7 +123,8 @@ def _functions(step: StepSpec, virtual_stages: int) -> tuple[ModelFunctions, Mod
 
     def head(ends, frozen, x, microbatch: dict, extra):
         normalizers = Normalizers(extra["count"], extra["tokens"], extra.get("shares"))
-        total, nll, stats = goal.head(model, ex, params.join(ends, frozen), x, microbatch | {"normalizers": normalizers})
+        microbatch = microbatch | {"normalizers": normalizers}
+        total, nll, stats = goal.head(model, ex, params.join(ends, frozen), x, microbatch)
         return total / normalizers.targets, stats | LayerStats.of("target", **{LOSS: nll})
 
     def loss(ends, frozen, x, microbatch: dict, extra):

@@ -121,7 +121,6 @@ def test_a_seed_gives_the_same_model_with_and_without_depths():
     (dict(model=dict(position="learned")), "model.position=\"learned\""),
     (dict(model=dict(mixers="FG", linear=dict(key_heads=2, value_heads=2))), "has no attention"),
     (dict(lora=dict(rank=2)), "which lora.rank=2 freezes; use lora.also=[\"mtp\"], which trains them whole, or training.mtp_weight=0"),
-    (dict(lora=dict(rank=2, also=("mtp",), export="adapters")), "no names for the depths"),
     (dict(training=dict(objective="dpo")), "not part of training.objective=\"dpo\""),
     (dict(training=dict(objective="file.py:Own")), "not part of training.objective=\"file.py:Own\""),
     (dict(optimizer=dict(qk_clip=100.0)), "does not clip the layers of model.mtp_layers=2"),
@@ -175,7 +174,8 @@ def test_beside_adapters_the_depths_are_trained_whole_where_lora_names_them():
     case = parity.check(run.replace(data={"seq_len": 16, "global_batch": 8}))
     trained, frozen = case.made.model.divide(parity.draw_parameters(case.made, 0))
     assert "lora" in str(jax.tree.structure(trained["layers"])) and not jax.tree.leaves((trained["head"], frozen["mtp_1"]))
-    assert [line for line in config.problems(run.replace(training={"mtp_weight": 0.0})) if "computes none" in line]
+    for more, message in ((dict(training={"mtp_weight": 0.0}), "computes none"), (dict(lora={"export": "adapters"}), "no names")):
+        assert len([line for line in config.problems(run.replace(**more)) if message in line]) == 1
 
 
 def test_depths_without_a_weight_keep_theirs_and_change_nothing():
