@@ -113,7 +113,7 @@ MODELS = {
     "window_3000": WIDE.but(window=3000), "window_5000": WIDE.but(window=5000),
     "windows": WIDE.but(mixers="WWWF", window=1024),
     "hybrid": WIDE.but(mixers="GGGF", qk_norm="head", attention_gate=True, linear=dict(key_heads=8, value_heads=16)),
-    "experts": EXPERTS, "experts_12": EXPERTS.but(num_layers=12, num_heads=32, qk_norm="head"),
+    "experts": EXPERTS, "experts_mtp": EXPERTS.but(mtp_layers=1), "experts_12": EXPERTS.but(num_layers=12, num_heads=32, qk_norm="head"),
     "one_choice": EXPERTS.but(experts_per_token=1, shared_expert_dim=1024),
     "behind_dense": EXPERTS.but(num_layers=6, mlps="dde*"),
     "behind_wide": EXPERTS.but(num_layers=5, mlps="de*", mlp_dim=24576),
