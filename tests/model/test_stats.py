@@ -33,5 +33,5 @@ def test_numbers_that_do_not_count_change_nothing():
 
 def test_a_step_reports_means_over_tokens_and_targets_and_maxima_as_they_are():
     replicas = jax.tree.map(lambda *a: jnp.stack(a), stats_of(1, [2.0, 0.0], 5), stats_of(3, [2.0, 4.0], 4))
-    metrics = replicas.metrics(Normalizers(targets=jnp.float32(2), tokens=jnp.float32(8)))
+    metrics = replicas.combine().metrics(Normalizers(targets=jnp.float32(2), tokens=jnp.float32(8)))
     assert {name: a.tolist() for name, a in metrics.items()} == dict(aux_loss=0.5, expert_load=[2, 2], score_bound=5)
