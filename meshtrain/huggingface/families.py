@@ -143,16 +143,16 @@ CHOICE = {LAYER + "mlp.gate.e_score_correction_bias": ("layers/moe/bias: E -> E"
 SHARED = _mlp(LAYER + "mlp.shared_experts.", "layers/moe/shared", "S")
 
 
-def _with_depth(tensors: Mapping, where: str, layer: str, embedding_norm: str, hidden_norm: str, merge: str,
+def _with_depth(tensors: dict, where: str, layer: str, embedding_norm: str, hidden_norm: str, merge: str,
                 norm: str) -> dict:
     """Return the table with the tensors of a depth of MTP, whose layer has the names of the model's layers.
 
     where, layer: the prefixes of its tensors and of its layer's. The merge multiplies [embedding, state] in this order.
     """
-    return tensors | _rows(where, **{
-        merge: (f"{DEPTH}from_embedding/kernel: M *D -> D M", f"{DEPTH}from_hidden/kernel: M *D -> D M"),
-        embedding_norm: f"{DEPTH}embedding_norm/scale: D -> D", hidden_norm: f"{DEPTH}hidden_norm/scale: D -> D",
-        norm: f"{DEPTH}norm/scale: D -> D"}) | {
+    norms = {embedding_norm: "embedding_norm", hidden_norm: "hidden_norm", norm: "norm"}
+    halves = (f"{DEPTH}from_embedding/kernel: M *D -> D M", f"{DEPTH}from_hidden/kernel: M *D -> D M")
+    return tensors | {f"{where}{merge}.weight": halves} | _rows(
+        where, **{name: f"{DEPTH}{ours}/scale: D -> D" for name, ours in norms.items()}) | {
         name.replace(LAYER, layer): tuple(text.replace("layers/", f"{DEPTH}layer/") for text in texts)
         for name, texts in tensors.items() if name.startswith(LAYER)}
 

@@ -42,12 +42,13 @@ from meshtrain.sharding.rules import GATHERED, Layout, Rules, Tensor
 class Transformer:
     """The model of a `[model]` section: parameter table, initializer, loss and logits. Layers are numbered from 0.
 
-    lora: the section [lora] if layers have adapters; all other parameters are then frozen, but for lora.also.
-    trains_depths: whether steps compute the depths of MTP; otherwise these are frozen.
+    depth: the layer of a depth of MTP, without adapters. lora: the section [lora] if layers have adapters; all other
+    parameters are then frozen, but for lora.also. trains_depths: whether steps compute depths, else these are frozen.
     """
     cfg: Model
     ends: params.Module
     groups: tuple[LayerGroup, ...]
+    depth: params.Module
     lora: Lora | None = None
     trains_depths: bool = True
 
@@ -257,7 +258,7 @@ class Transformer:
             depth = getattr(self._ends(p), mtp.name(k))
             tokens_BT = ex.after(batch[f"tokens_{k}"], h_BTD)
             e_BTD = self.embed(ex, p, batch | {"tokens": jnp.maximum(tokens_BT, 0)})
-            apply = build_block(ex, self.groups[-1].period[-1], x_BTD.shape, False)
+            apply = build_block(ex, self.depth, x_BTD.shape, False)
             x_BTD, of_layer = apply(p[mtp.name(k)]["layer"], depth.merge(ex, e_BTD, h_BTD), inputs._replace(
                 routed_BT=tokens_BT != NO_TARGET), self.cfg.num_layers + k - 1)
             stats += of_layer
@@ -393,7 +394,8 @@ def build(cfg: Model, adapters=None, trains_depths: bool = True) -> Transformer:
         lora.check((layer.bind(layer.state) for group in groups for layer in group.period), adapters)
     of_depth = functools.partial(layer, pattern.kinds(cfg)[-1])
     ends = params.Module(lambda rngs: EmbeddingAndHead(cfg, rngs, of_depth))
-    return Transformer(cfg, ends, groups, adapters, trains_depths)
+    depth = params.Module(of_depth) if adapters else groups[-1].period[-1]
+    return Transformer(cfg, ends, groups, depth, adapters, trains_depths)
 
 
 _MLPS = {"d": ("mlp", MLP), "e": ("moe", MoE), ".": None}

@@ -67,7 +67,7 @@ def model_of(*groups: tuple[str, tuple, int]) -> transformer.Transformer:
     cfg = config.Run(model=MODEL | dict(num_layers=sum(len(kinds) * n for _, kinds, n in groups))).model
     module = lambda kind: params.Module(lambda rngs: kind(cfg, rngs))
     return transformer.Transformer(cfg, params.Module(lambda rngs: transformer.EmbeddingAndHead(cfg, rngs, nnx.Module)), tuple(
-        LayerGroup(name, tuple(map(module, kinds)), n) for name, kinds, n in groups))
+        LayerGroup(name, tuple(map(module, kinds)), n) for name, kinds, n in groups), None)
 
 
 def loss(model, ex, p, batch, dropout_key=None, **head):
