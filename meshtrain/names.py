@@ -14,6 +14,8 @@ MATMUL_ROLES = ("matrix", "embedding", "head")
 
 LORA = "lora"          # key of a projection's adapter in the parameter tree; with adapters, other parameters are frozen
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")   # projections that can have an adapter
+# matrices of routed experts that can have one in each expert, if lora.targets names them -> their name in the tree
+LORA_EXPERTS = {"expert_gate": "gate", "expert_up": "up", "expert_down": "down"}
 LORA_ALSO = ("embedding", "head", "mtp")        # what LoRA can train whole; keys of the parameter tree, or all depths
 DEPTH = "mtp_"         # keys of the depths of multi-token prediction in the parameter tree: mtp_1, mtp_2, …
 LAYERS = "layers"      # key of the stacked layers in the parameter tree, and the logical axis of their leading dim
@@ -52,3 +54,6 @@ LOAD_BY_LAYER = ("expert_load_max_by_layer", "expert_load_min_by_layer", "expert
 EXPERT_AXES = {"gate": ("expert", "expert_embed", "expert_mlp"), "up": ("expert", "expert_embed", "expert_mlp"),
                "down": ("expert", "expert_mlp", "expert_embed"),
                "gate_bias": ("expert", "expert_mlp"), "up_bias": ("expert", "expert_mlp")}
+# adapters of the matrices: A [E, in, R] and B [E, R, out]. The rank is not split.
+EXPERT_AXES |= {f"{name}_a": (*EXPERT_AXES[name][:2], None) for name in LORA_EXPERTS.values()} | {
+    f"{name}_b": ("expert", None, EXPERT_AXES[name][2]) for name in LORA_EXPERTS.values()}

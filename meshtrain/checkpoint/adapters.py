@@ -51,10 +51,10 @@ def restore(saved: Saved, wanted: dict, dtype: DTypeLike | None = None) -> dict:
     kernels, adapters = leaves_of(wanted), section(saved)
     if adapters:
         stored = leaves_of(saved.param_shapes())
-        for path in [path for path in kernels if _adapter_path(path, "a") in stored]:
-            for matrix in "ab":
-                adapter = _adapter_path(path, matrix)
-                kernels[adapter] = _abstract(stored[adapter], kernels[path], matrix)
+        for path in [path for path in kernels if adapter_path(path, "a") in stored]:
+            pair = {matrix: adapter_path(path, matrix) for matrix in "ab"}
+            stack = sum(len(stored[name].shape) for name in pair.values()) - 2 - len(kernels[path].shape)
+            kernels |= {name: _abstract(stored[name], kernels[path], stack, matrix) for matrix, name in pair.items()}
     taken = _read(saved, kernels)
     if dtype is None:
         taken = {path: x.astype(kernels[path].dtype) for path, x in taken.items()}     # an average is float32
@@ -92,7 +92,7 @@ def leaf(transformer: Transformer, leaves: Mapping[str, jax.Array]) -> Callable[
     scale = transformer.lora and transformer.lora.alpha / transformer.lora.rank
 
     def of(path: str) -> jax.Array:
-        names = path, *(_adapter_path(path, matrix) for matrix in "ab")
+        names = path, *(adapter_path(path, matrix) for matrix in "ab")
         own = {name: leaves[name] for name in names if name in leaves}
         return merge_all(own, scale, jnp.float32)[path]
     return of
@@ -114,17 +114,20 @@ def leaf_of_saved(saved: Saved, wanted: Mapping[str, jax.ShapeDtypeStruct], *,
     return read
 
 
-def _adapter_path(path: str, name: str) -> str:
-    return f"{path.removesuffix(KERNEL)}{LORA}/{name}" if path.endswith(KERNEL) else ""
+def adapter_path(path: str, matrix: str) -> str:
+    """Return the path of a parameter's adapter, if it has one: of a projection's kernel, or of a matrix of experts.
+    matrix: a or b."""
+    home, _, name = path.rpartition("/")
+    return f"{home}/{LORA}/{matrix if name == KERNEL else f'{name}_{matrix}'}"
 
 
-def _abstract(stored: jax.ShapeDtypeStruct, kernel: jax.ShapeDtypeStruct, name: str) -> jax.ShapeDtypeStruct:
+def _abstract(stored: jax.ShapeDtypeStruct, kernel: jax.ShapeDtypeStruct, stack: int,
+              name: str) -> jax.ShapeDtypeStruct:
     """Return shape, dtype and sharding of an adapter's A or B. The rank is not sharded; the other dims are sharded as
-    in the kernel."""
+    in the kernel. stack: number of leading dims, of layers and experts."""
     spec = (*kernel.sharding.spec, *[None] * len(kernel.shape))[:len(kernel.shape)]
-    # index in the kernel of the first dim that follows the rank in B; the layers and the inputs come before it
-    into = len(kernel.shape) - len(stored.shape) + 2
-    spec = (*spec[:len(stored.shape) - 1], None) if name == "a" else (spec[0], None, *spec[into:])
+    outputs = len(stored.shape) - 1 - stack     # of B: the last dims of the kernel
+    spec = (*spec[:len(stored.shape) - 1], None) if name == "a" else (*spec[:stack], None, *spec[len(spec) - outputs:])
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=NamedSharding(kernel.sharding.mesh, P(*spec)))
 
 
@@ -132,9 +135,9 @@ def merge_all(leaves: Mapping[str, jax.Array], scale: float | None, dtype: DType
     """Return the leaves with adapters merged into their kernels. One kernel is merged at a time."""
     out = {}
     for path, kernel in leaves.items():
-        if _adapter_path(path, "a") in leaves:
+        if adapter_path(path, "a") in leaves:
             kernel = _merge_program(kernel.sharding, dtype or kernel.dtype)(
-                kernel, *(leaves[_adapter_path(path, matrix)] for matrix in "ab"), scale)
+                kernel, *(leaves[adapter_path(path, matrix)] for matrix in "ab"), scale)
         if f"/{LORA}/" not in path:
             out[path] = kernel
     return out

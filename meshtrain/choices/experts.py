@@ -29,7 +29,8 @@ def choose(setting: Setting) -> Choice[RoutedExperts | None]:
     experts = RoutedExperts(engine, run.model.num_experts, activations.find(run.model.activation),
                             run.experts.aux_loss, run.experts.z_loss,
                             saves_inward=saves_inward(run.training.remat, layout.sizes["stage"]),
-                            by_all_to_all=sent.value == "all_to_all")
+                            by_all_to_all=sent.value == "all_to_all",
+                            adapter_scale=run.lora.alpha / run.lora.rank if run.lora.rank else 1.0)
     if not (axes := ManualRegion.of(layout).own):
         return Choice(experts)
     over = " × ".join(f"{axis} {layout.sizes[axis]}" for axis in axes)

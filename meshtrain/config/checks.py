@@ -14,7 +14,7 @@ from meshtrain.config import conflicts, data_checks, layer_checks, layouts, name
 from meshtrain.config.conflicts import Check, Conflict
 from meshtrain.config.messages import ConfigError, join, next_multiple, toml, unknown_name
 from meshtrain.config.sections import Mesh, Run
-from meshtrain.names import AXES, LORA_ALSO, LORA_TARGETS
+from meshtrain.names import AXES, LORA_ALSO, LORA_EXPERTS, LORA_TARGETS
 from meshtrain.shipped import names
 from meshtrain.storage import addresses
 
@@ -103,8 +103,8 @@ def _check_custom(run: Run) -> Iterator[str]:
 def _check_lora_targets(run: Run) -> Iterator[str]:
     lora = run.lora
     for name in dict.fromkeys(lora.targets):
-        if name not in LORA_TARGETS:
-            yield unknown_name("lora.targets", name, LORA_TARGETS)
+        if name not in (known := (*LORA_TARGETS, *LORA_EXPERTS)):
+            yield unknown_name("lora.targets", name, known)
         if lora.targets.count(name) > 1:
             yield f"lora.targets={toml(lora.targets)} names {toml(name)} twice; name it once"
     for name in dict.fromkeys(lora.also):

@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from meshtrain import custom
 from meshtrain.config.named import OneOf
 from meshtrain.pattern import MIXERS, MLPS
-from meshtrain.names import LORA_ALSO, LORA_TARGETS, PIPELINE_SCHEDULES, PLACEMENT
+from meshtrain.names import LORA_ALSO, LORA_EXPERTS, LORA_TARGETS, PIPELINE_SCHEDULES, PLACEMENT
 
 
 def key(default, description: str, **limits):
@@ -592,7 +592,8 @@ class Lora(Section):
     rank: int = key(0, "inner width of the adapters; 0 = none, the whole model is trained", ge=0, le=2**20)
     alpha: float = key(16.0, "an adapter's output is multiplied by alpha / rank", gt=0)
     targets: tuple[str, ...] = key(
-        (), f"projections with an adapter: any of {', '.join(LORA_TARGETS)}; empty = all", strict=False
+        (), f"projections with an adapter: any of {', '.join((*LORA_TARGETS, *LORA_EXPERTS))}; empty = all but "
+        "those of routed experts", strict=False
     )
     also: tuple[str, ...] = key((), f"what is trained whole besides the adapters: any of {', '.join(LORA_ALSO)}",
                                 strict=False)

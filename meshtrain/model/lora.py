@@ -17,7 +17,8 @@ from flax import nnx
 from meshtrain.model.execution import Execution
 from meshtrain.model.layers import Linear, project, repeat_heads
 from meshtrain.model.params import declare
-from meshtrain.names import LORA_TARGETS
+from meshtrain.model.moe import MoE
+from meshtrain.names import EXPERT_AXES, LORA_EXPERTS, LORA_TARGETS
 
 
 class Adapter(nnx.Module):
@@ -46,6 +47,19 @@ class Adapter(nnx.Module):
         return (act(y, "batch", "residual_seq", None) if out_axes else y) + more
 
 
+class ExpertAdapters(nnx.Module):
+    """The LoRA matrices of routed experts: A [E, in, R] and B [E, R, out] of each of these matrices [E, in, out], which
+    `parallel.experts.dispatch` multiplies."""
+
+    def __init__(self, rngs: nnx.Rngs, moe: MoE, names: Iterable[str], rank: int):
+        for name in names:
+            E, into, out = getattr(moe, name).shape
+            for matrix, shape, start in ("a", (E, into, rank), dict(std=(3 * into) ** -0.5)), (
+                    "b", (E, rank, out), dict(value=0.0)):
+                setattr(self, f"{name}_{matrix}", declare(
+                    rngs, jnp.float32, shape, EXPERT_AXES[f"{name}_{matrix}"], "matrix", **start))
+
+
 def adapt(layer: nnx.Module, rngs: nnx.Rngs, lora) -> nnx.Module:
     """Return the layer, frozen, with adapters on those of its projections that lora.targets names.
 
@@ -59,6 +73,8 @@ def adapt(layer: nnx.Module, rngs: nnx.Rngs, lora) -> nnx.Module:
             # `linear.lora` was None, which flax treats as a static attribute.
             linear.lora = nnx.data(Adapter(rngs, linear, len(linear.axes) - len(linear.bias_axes),
                                            lora.rank, lora.alpha))
+    if wanted := [name for name in experts(layer) if name in lora.targets]:
+        layer.moe.lora = nnx.data(ExpertAdapters(rngs, layer.moe, [LORA_EXPERTS[name] for name in wanted], lora.rank))
     return layer
 
 
@@ -68,18 +84,18 @@ def check(layers: Iterable[nnx.Module], lora) -> None:
     Raises: ValueError if a name is none.
     """
     layers = list(layers)
-    known = [name for name in LORA_TARGETS if any(name in projections(layer) for layer in layers)]
+    known = [name for name in (*LORA_TARGETS, *LORA_EXPERTS)
+             if any(name in (*projections(layer), *experts(layer)) for layer in layers)]
     if missing := [name for name in lora.targets if name not in known]:
         raise ValueError(f"lora.targets names {', '.join(missing)}, but the layers of this model have only "
-                         f"{', '.join(known)}; leave {'them' if len(missing) > 1 else 'it'} out"
-                         + " (experts have no adapters)" * any(layer.moe is not None for layer in layers))
+                         f"{', '.join(known)}; leave {'them' if len(missing) > 1 else 'it'} out")
 
 
 def projections(layer: nnx.Module) -> dict[str, Linear]:
     """Return a layer's projections by name, in the order of LORA_TARGETS.
 
     They are the mixer's query, key, value and out, and the MLP's gate, up and down, as far as the layer has them. In a
-    layer with experts, only the shared experts have such projections.
+    layer with experts, these are those of the shared experts.
     """
     mixers, mlps = (layer.mixer,), (layer.mlp, layer.moe and layer.moe.shared)
     linears = {name: getattr(part, name, None)
@@ -88,10 +104,15 @@ def projections(layer: nnx.Module) -> dict[str, Linear]:
     return {name: linear for name, linear in linears.items() if linear is not None}
 
 
+def experts(layer: nnx.Module) -> list[str]:
+    """Return the names in LORA_EXPERTS that a layer has."""
+    return [name for name, own in LORA_EXPERTS.items() if getattr(layer.moe, own, None) is not None]
+
+
 def merge(kernel: jax.Array, adapter: Mapping[str, jax.Array], scale: float) -> jax.Array:
-    """Return kernel + scale · A·B of stacked layers [L, …], float32."""
+    """Return kernel + scale · A·B of stacked layers [L, …], or of their experts [L, E, …], float32."""
     a, b = adapter["a"].astype(jnp.float32), adapter["b"].astype(jnp.float32)
-    depth = kernel.shape[0]
-    change = jnp.einsum("LIR,LRO->LIO", a.reshape(depth, -1, a.shape[-1]), b.reshape(depth, b.shape[1], -1),
+    stack = kernel.shape[:a.ndim + b.ndim - 2 - kernel.ndim]
+    change = jnp.einsum("...IR,...RO->...IO", a.reshape(*stack, -1, a.shape[-1]), b.reshape(*stack, a.shape[-1], -1),
                         precision=jax.lax.Precision.HIGHEST)
     return kernel.astype(jnp.float32) + scale * change.reshape(kernel.shape)

@@ -177,6 +177,7 @@ class MoE(nnx.Module):
         self.gate_bias, self.up_bias = bias(F, EXPERT_AXES["gate_bias"], cfg.gated), bias(F, EXPERT_AXES["up_bias"])
         self.down_bias = bias(D, DOWN_BIAS_AXES)
         self.shared = MLP(cfg, rngs, cfg.shared_expert_dim) if cfg.shared_expert_dim else None
+        self.lora = None
         self.shared_gate = Linear(cfg, rngs, "BTD,DX->BTX", (D, 1), ROUTER_AXES) if cfg.shared_expert_gate else None
 
     def __call__(self, ex: Execution, x_BTD, inputs: Inputs, number):
@@ -187,7 +188,8 @@ class MoE(nnx.Module):
         real_BT = inputs.segments_BT != PADDING if inputs.routed_BT is None else inputs.routed_BT
         real_BT = ex.layout.act(real_BT, "batch", "residual_seq")
         chosen_BTK, weight_BTK, counts_BE = route(ex.layout, self.routing, logits_BTE, bias_E, real_BT)
-        weights = {name: getattr(self, name)[...] for name in EXPERT_AXES if getattr(self, name) is not None}
+        weights = {name: param[...] for home in (self, self.lora) for name in EXPERT_AXES
+                   if (param := getattr(home, name, None)) is not None}
         experts = ex.engines.experts
         assert experts is not None
         y_BTD = experts(ex.layout, x_BTD, chosen_BTK, weight_BTK, weights)

@@ -41,6 +41,7 @@ from meshtrain.sharding.rules import Layout
 # and the gradients of the halves had to be added: the step took 3.21 s instead of 2.97. Mixtral by all-to-alls over 8
 # devices took 7.68 s instead of 7.59.
 CAPACITY_FACTOR = 1.25
+ADAPTERS = "_a", "_b"       # ends of the names of adapters' matrices
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ class RoutedExperts:
 
     activation: maps the outputs of the inward matrices (gate, up) to h. aux_loss, z_loss: weights of the router's
     losses. capacity_factor: see CAPACITY_FACTOR; with 0 the buffer holds any load. saves_inward: see the function
-    `saves_inward`.
+    `saves_inward`. adapter_scale: alpha/rank of [lora].
     """
     engine: grouped.GroupedEngine
     num_experts: int
@@ -59,11 +60,13 @@ class RoutedExperts:
     capacity_factor: float = CAPACITY_FACTOR
     saves_inward: bool = False
     by_all_to_all: bool = False
+    adapter_scale: float = 1.0
 
     def __call__(self, layout: Layout, x_BTD, chosen_BTK, weight_BTK, weights):
         """Return Σ_k weight · expert(x), sharded like the residual stream.
 
-        weights: {gate?, up, down, gate_bias?, up_bias?}, sharded as in [params].
+        weights: {gate?, up, down, gate_bias?, up_bias?}, and adapters {gate_a?, gate_b?, …}, sharded as in [params].
+        If there are adapters, only they have gradients.
         """
         return apply(self, layout, x_BTD, chosen_BTK, weight_BTK, weights)
 
@@ -87,7 +90,8 @@ def _apply_forward(experts, layout: Layout, x_BTD, chosen_BTK, weight_BTK, weigh
             tokens, arrays = lax.optimization_barrier((tokens, arrays))
             tokens = RoutedTokens(*map(shards.region.gather_tokens, tokens))
             tokens, down = lax.optimization_barrier((tokens, down))
-        matrices = ExpertMatrices(experts.engine, arrays | shards.gather(down, x_BTD.dtype), shards.axes)
+        matrices = ExpertMatrices(experts.engine, arrays | shards.gather(down, x_BTD.dtype), shards.axes,
+                                  experts.adapter_scale)
         y_TD, inward = (_forward_by_all_to_all if experts.by_all_to_all else _forward)(
             experts, shards.region, tokens, matrices)
         return y_TD.reshape(x_BTD.shape), inward if experts.saves_inward else None
@@ -119,7 +123,8 @@ def _apply_backward(experts, layout: Layout, residuals, dy_BTD):
         # first matmul needs.
         weights = {name: w.astype(x_BTD.dtype) for name, w in weights.items()}
         (tokens, dy_TD), weights = lax.optimization_barrier(((tokens, dy_TD), weights))
-        matrices = ExpertMatrices(experts.engine, shards.gather(weights, x_BTD.dtype), shards.axes)
+        matrices = ExpertMatrices(experts.engine, shards.gather(weights, x_BTD.dtype), shards.axes,
+                                  experts.adapter_scale)
         backward = _backward_by_all_to_all if experts.by_all_to_all else _backward
         dx, dweight, rest = backward(experts, shards.region, tokens, matrices, inward, dy_TD, staged)
         reduced = rest if staged else shards.reduce(rest, dtype)
@@ -127,14 +132,14 @@ def _apply_backward(experts, layout: Layout, residuals, dy_BTD):
 
     def weights_half(operands):
         return shards.reduce(operands.gradients(experts.engine, shards.axes), dtype)
-    everywhere = _everywhere()
-    out = shards.tokens, shards.tokens, everywhere if staged else shards.grads
+    everywhere, grads = _everywhere(), {name: shards.grads[name] for name in _trained(weights)}
+    out = shards.tokens, shards.tokens, everywhere if staged else grads
     dx, dweight, dw = on_shards(inputs_half, (shards.tokens,) * 3 + (shards.stored, everywhere, shards.tokens),
                                 out)(*residuals, dy_BTD)
     if staged:
-        dw = on_shards(weights_half, (everywhere,), shards.grads)(dw)
+        dw = on_shards(weights_half, (everywhere,), grads)(dw)
     dw = {name: layout.constrain("grads", d, EXPERT_AXES[name]).astype(weights[name].dtype) for name, d in dw.items()}
-    return dx, None, dweight, dw
+    return dx, None, dweight, dict.fromkeys(weights) | dw
 
 
 apply.defvjp(_apply_forward, _apply_backward)
@@ -144,15 +149,21 @@ def _flat(a):
     return a.reshape(-1, a.shape[-1])
 
 
+def _trained(weights: Mapping) -> list[str]:
+    """Return the names of the weights that have gradients: the adapters, or all if there are none."""
+    return [name for name in weights if name.endswith(ADAPTERS)] or list(weights)
+
+
 # ---- one device's part -----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMatrices:
-    """The matrices of this device's experts by name. axes: the order of their dims."""
+    """The matrices of this device's experts by name. axes: the order of their dims. scale: of adapters."""
     engine: grouped.GroupedEngine
     arrays: dict
     axes: dict
+    scale: float = 1.0
 
     @property
     def e(self) -> int:
@@ -162,33 +173,50 @@ class ExpertMatrices:
     def inward(self) -> list[str]:
         return [name for name in ("gate", "up") if name in self.arrays]
 
-    def rows(self, by_name: Mapping, summed: str, groups: grouped.Groups, *epilogue):
+    def rows(self, by_name: Mapping, columns: str | None, groups: grouped.Groups, *epilogue):
         """Return Σ over names of rows × the matrix of that name (`GroupedEngine.rows`).
 
-        summed: the contracted logical axis.
+        columns: the logical axis of the result's columns; None: the rank of an adapter.
         """
-        pairs = [grouped.GroupedOperands(x, self.arrays[name], _letters(self.axes[name], summed))
+        pairs = [grouped.GroupedOperands(x, self.arrays[name], _letters(self.axes[name], columns))
                  for name, x in by_name.items()]
         return self.engine.rows(pairs, groups, *epilogue)
 
-    def inward_rows(self, name: str, x_RD, groups: grouped.Groups, then: Callable = grouped.as_it_is, beside=()):
-        """Return `rows` of one inward matrix. The bias of each row's expert is added before `then`."""
+    def with_adapters(self, by_name: Mapping, groups: grouped.Groups, order: str = "ab") -> dict:
+        """Return the rows by name, with those of the adapters: alpha/rank · x·A by B's name. The products add up.
+
+        order: "ba" for cotangents of outputs, which are multiplied by Bᵀ, then by Aᵀ.
+        """
+        out = dict(by_name)
+        for name, x in by_name.items():
+            first, second = (f"{name}_{matrix}" for matrix in order)
+            if first in self.arrays:
+                (out[second],) = self.rows({first: x}, None, groups, lambda h: (h * self.scale,))
+        return out
+
+    def inward_rows(self, name: str, operands: Mapping, groups: grouped.Groups, then: Callable = grouped.as_it_is,
+                    beside=()):
+        """Return `rows` of one inward matrix with its adapter. The bias of each row's expert is added before `then`.
+
+        operands: from `with_adapters`, may have others.
+        """
         bias = self.arrays.get(f"{name}_bias")
+        operands = {key: operands[key] for key in (name, f"{name}_b") if key in operands}
         if bias is None:
-            return self.rows({name: x_RD}, "expert_embed", groups, then, beside)
-        owner_R, _ = grouped.owners(groups, x_RD)
+            return self.rows(operands, "expert_mlp", groups, then, beside)
+        owner_R, _ = grouped.owners(groups, operands[name])
 
         def add_bias(y, bias, *beside):
             return then(y + bias.astype(y.dtype), *beside)
-        return self.rows({name: x_RD}, "expert_embed", groups, add_bias, [bias[owner_R], *beside])
+        return self.rows(operands, "expert_mlp", groups, add_bias, [bias[owner_R], *beside])
 
     def zeros(self) -> dict:
-        return {name: jnp.zeros(w.shape, jnp.float32) for name, w in self.arrays.items()}
+        return {name: jnp.zeros(self.arrays[name].shape, jnp.float32) for name in _trained(self.arrays)}
 
 
-def _letters(axes: tuple[str, ...], summed: str) -> str:
+def _letters(axes: tuple[str | None, ...], columns: str | None) -> str:
     """Return the order of the dims in the letters of `grouped`."""
-    return "".join("g" if axis == "expert" else "k" if axis == summed else "n" for axis in axes)
+    return "".join("g" if axis == "expert" else "n" if axis == columns else "k" for axis in axes)
 
 
 def _sort_assignments(experts: RoutedExperts, region: ManualRegion, chosen_AK,
@@ -217,9 +245,10 @@ def _forward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens,
 
     def one_round(rows: ExpertRows):
         x_RD, groups, (*others, last) = experts.engine.take(x_AD, rows.token(K)), rows.groups, matrices.inward
-        inward = [matrices.inward_rows(name, x_RD, groups)[0] for name in others]
-        hw_RF, *saved = matrices.inward_rows(last, x_RD, groups, weigh, [rows.weight(weight_AK), *inward])
-        (y_RD,) = matrices.rows({"down": hw_RF}, "expert_mlp", groups)
+        operands = matrices.with_adapters(dict.fromkeys(matrices.inward, x_RD), groups)
+        inward = [matrices.inward_rows(name, operands, groups)[0] for name in others]
+        hw_RF, *saved = matrices.inward_rows(last, operands, groups, weigh, [rows.weight(weight_AK), *inward])
+        (y_RD,) = matrices.rows(matrices.with_adapters({"down": hw_RF}, groups), "expert_embed", groups)
         return rows.sum(y_RD, x_AD.dtype), [*inward, *saved]
     T = len(x_AD) // region.num_shards(region.gathered)
     with jax.named_scope(BALANCED_ROWS.write(region.rows_if_balanced(T, K))):
@@ -233,25 +262,30 @@ def _forward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens,
 class WeightGradOperands:
     """Operands of the weight gradients of the first round: rows and cotangents.
 
-    more: the gradients of further rounds by name; None if there are no further rounds.
+    low: between the matrices of an adapter, the rows behind A by B's name and the cotangents by A's name [R, rank],
+    scaled. more: the gradients of further rounds by name; None if there are no further rounds.
     """
     groups: grouped.Groups
     x_RD: jax.Array | grouped.Taken
     dy_RD: jax.Array | grouped.Taken
     hw_RF: jax.Array        # h, weighted
     d_inward: dict
+    low: dict
     more: dict | None = None
     balanced_rows: int = dataclasses.field(default=1, metadata={"static": True})
 
     def gradients(self, engine: grouped.GroupedEngine, axes: Mapping[str, tuple]) -> dict:
         """Return the weight gradients by name, float32. axes: the order of the dims of each weight."""
-        def outer(x_RD, d_RF, name: str):
-            return engine.outer(x_RD, d_RF, self.groups, _letters(axes[name], "expert_embed"))
+        # name -> rows as wide as the model, rows as wide as an expert
+        pairs = {name: (self.x_RD, d) for name, d in self.d_inward.items()} | {"down": (self.dy_RD, self.hw_RF)}
+        biases = {f"{name}_bias": d for name, d in self.d_inward.items() if f"{name}_bias" in axes}
+        if self.low:
+            pairs, biases = {name: (rows, pairs[name[:-2]][1]) if "expert_mlp" in axes[name] else
+                             (pairs[name[:-2]][0], rows) for name, rows in self.low.items()}, {}
         with jax.named_scope(BALANCED_ROWS.write(self.balanced_rows)):
-            dw = {name: outer(self.x_RD, d, name) for name, d in self.d_inward.items()} | {
-                "down": outer(self.dy_RD, self.hw_RF, "down")}
-            dw |= {f"{name}_bias": grouped.sums(d, self.groups) for name, d in self.d_inward.items()
-                   if f"{name}_bias" in axes}
+            dw = {name: engine.outer(*pair, self.groups, _letters(
+                axes[name], "expert_mlp" if "expert_mlp" in axes[name] else None)) for name, pair in pairs.items()}
+            dw |= {name: grouped.sums(d, self.groups) for name, d in biases.items()}
         return dw if self.more is None else jax.tree.map(jnp.add, dw, self.more)
 
 
@@ -276,18 +310,23 @@ def _backward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens
     def one_round(rows: ExpertRows, inward=None):
         x_RD, dy_RD = (experts.engine.take(a, rows.token(K)) for a in (x_AD, dy_AD))
         names, groups = matrices.inward, rows.groups
-        inward = inward or [matrices.inward_rows(name, x_RD, groups)[0] for name in names]
+        operands = matrices.with_adapters(dict.fromkeys(names, x_RD), groups)
+        inward = inward or [matrices.inward_rows(name, operands, groups)[0] for name in names]
         # The activation's gradients are not an epilogue of the matmul's kernel. With several sums as an epilogue, its
         # tiles were so narrow that it took 2.2 ms on an H200 (Qwen3 30B-A3B). A plain matmul takes 0.75 ms, and this
         # fusion 0.35 ms by its bytes.
-        (dhw_RF,) = matrices.rows({"down": dy_RD}, "expert_embed", groups)
+        cotangents = matrices.with_adapters({"down": dy_RD}, groups, "ba")
+        (dhw_RF,) = matrices.rows(cotangents, "expert_mlp", groups)
         hw_RF, dweight_R, *d_inward = gradients(dhw_RF, rows.weight(weight_AK), *inward)
         d_inward = dict(zip(names, d_inward, strict=True))
-        (dx_RD,) = matrices.rows(d_inward, "expert_mlp", groups)
+        behind = matrices.with_adapters(d_inward, groups, "ba")
+        (dx_RD,) = matrices.rows(behind, "expert_embed", groups)
+        everything = matrices.with_adapters({"down": hw_RF}, groups) | operands | cotangents | behind
+        low = {name: h_RR for name, h_RR in everything.items() if name.endswith(ADAPTERS)}
         here = rows.row_AK >= 0
         dweight_AK = jnp.where(here, dweight_R[jnp.where(here, rows.row_AK, 0)], 0.0)
         return rows.sum(dx_RD, dtype), dweight_AK, WeightGradOperands(
-            groups, x_RD, dy_RD, hw_RF, d_inward, balanced_rows=balanced_rows)
+            groups, x_RD, dy_RD, hw_RF, d_inward, low, balanced_rows=balanced_rows)
     with jax.named_scope(BALANCED_ROWS.write(balanced_rows)):
         dx_AD, dweight_AK, rest = _rounds(assignments, one_round, saved, matrices, split)
     return region.combine(dx_AD), region.combine(dweight_AK), rest

@@ -113,7 +113,9 @@ class ExpertShards:
 
         def to_reduce(name: str) -> tuple[str, ...]:
             scattered = [a for _, axes in scatters[name] for a in axes]
-            return tuple(a for a in region.others if a in automatic and a not in scattered)
+            # Over the shards of the experts' width, only gradients of what is not split like it are partial sums.
+            inner = () if "expert_mlp" in EXPERT_AXES[name] else axes_of("params", "expert_mlp")
+            return tuple(a for a in region.others if a in automatic and a not in scattered) + inner
         scatters = {name: by_axis(name, others) for name in names}
         # A gather or scatter along any dim but the first transposes the whole weight. The gathered dim therefore goes
         # first.
@@ -122,8 +124,8 @@ class ExpertShards:
             region, layout.spec("activations", ("batch", "residual_seq", None)),
             stored={name: layout.spec("params", EXPERT_AXES[name]) for name in names},
             grads={name: P(*(own(axis) + others(axis) or None for axis in EXPERT_AXES[name])) for name in names},
-            axes={name: ("expert_embed", "expert", "expert_mlp")
-                  if embed_first and "expert_embed" in EXPERT_AXES[name] else EXPERT_AXES[name] for name in names},
+            axes={name: tuple(sorted(EXPERT_AXES[name], key=lambda axis: embed_first and axis != "expert_embed"))
+                  for name in names},
             gathers={name: by_axis(name, to_gather) for name in names}, scatters=scatters,
             rest={name: to_reduce(name) for name in names})
 
@@ -145,8 +147,8 @@ class ExpertShards:
         The result has the dim order of stored weights.
         """
         summed = dict(dw)
-        for name, scatters in self.scatters.items():
-            if scatters or self.rest[name]:
+        for name in dw:
+            if (scatters := self.scatters[name]) or self.rest[name]:
                 summed[name] = summed[name].astype(dtype)
             for axis, axes in scatters:
                 summed[name] = psum_scatter(summed[name], axes, self.axes[name].index(axis))
