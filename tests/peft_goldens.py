@@ -6,6 +6,7 @@
 """
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,14 @@ CASES = {
                ["transformer.h.1.attn.c_attn", "transformer.h.0.mlp.c_proj"]),
     "saved": ("llama2", dict(r=2, lora_alpha=4, target_modules=["down_proj"],
                              modules_to_save=["embed_tokens", "lm_head"]), ["lm_head"]),
+    "experts": ("qwen3_moe", dict(
+        r=2, lora_alpha=5, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        rank_pattern={"mlp.experts.gate_up_proj": 3}), ["model.layers.0.self_attn.q_proj"]),
+    "columns": ("gpt_oss", dict(
+        r=3, lora_alpha=4, target_modules=[], use_rslora=True,
+        target_parameters=["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]), []),
+    "down": ("mixtral", dict(r=2, lora_alpha=3, target_modules=["v_proj"], target_parameters=["mlp.experts.down_proj"]),
+             ["model.layers.0.self_attn.v_proj"]),
 }
 
 
@@ -57,5 +66,5 @@ def write(name: str) -> None:
 
 if __name__ == "__main__":
     os.chdir(GOLDENS)       # adapter_config.json names the base as it was given
-    for name in CASES:
+    for name in sys.argv[1:] or CASES:
         write(name)

@@ -114,6 +114,12 @@ def leaf_of_saved(saved: Saved, wanted: Mapping[str, jax.ShapeDtypeStruct], *,
     return read
 
 
+def target_of(path: str) -> str:
+    """Return the name in lora.targets of a projection's kernel or of a matrix of experts."""
+    *_, home, name = path.split("/")
+    return home if name == KERNEL else f"expert_{name}"
+
+
 def adapter_path(path: str, matrix: str) -> str:
     """Return the path of a parameter's adapter, if it has one: of a projection's kernel, or of a matrix of experts.
     matrix: a or b."""

@@ -100,13 +100,14 @@ DENSE = _mlp(LAYER + "mlp.", "layers/mlp") | _rows(
 WITHOUT_MLP = ENDS | ATTENTION | NORMS | HEAD_NORMS
 LLAMA_TENSORS = WITHOUT_MLP | DENSE
 W123 = ("w1", "w3", "w2")
-MIXTRAL_TENSORS = WITHOUT_MLP | _rows(LAYER + "block_sparse_moe.", gate="layers/moe/router: E D -> D E") | _mlp(
-    LAYER + "block_sparse_moe.experts.{e}.", "layers/moe", "W", W123)
 # Each expert has a tensor, as transformers writes them, or one tensor has all, as in its memory and in some folders.
-EXPERTS = _mlp(LAYER + "mlp.experts.{e}.", "layers/moe", "W") | _rows(
-    LAYER + "mlp.", gate="layers/moe/router: E D -> D E") | {
+ALL_EXPERTS = {
     LAYER + "mlp.experts.gate_up_proj[{e}]": ("layers/moe/gate: *W D -> D W", "layers/moe/up: *W D -> D W"),
     LAYER + "mlp.experts.down_proj[{e}]": ("layers/moe/down: D W -> W D",)}
+MIXTRAL_TENSORS = WITHOUT_MLP | _rows(LAYER + "block_sparse_moe.", gate="layers/moe/router: E D -> D E") | _mlp(
+    LAYER + "block_sparse_moe.experts.{e}.", "layers/moe", "W", W123) | ALL_EXPERTS
+EXPERTS = _mlp(LAYER + "mlp.experts.{e}.", "layers/moe", "W") | _rows(
+    LAYER + "mlp.", gate="layers/moe/router: E D -> D E") | ALL_EXPERTS
 QWEN3_MOE_TENSORS = LLAMA_TENSORS | EXPERTS
 FUSED_QKV = _rows(LAYER + "self_attn.", qkv_proj=(
     "layers/attention/query/kernel: *(N H) D -> D N H", "layers/attention/key/kernel: *(K H) D -> D K H",

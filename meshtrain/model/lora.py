@@ -83,12 +83,16 @@ def check(layers: Iterable[nnx.Module], lora) -> None:
 
     Raises: ValueError if a name is none.
     """
-    layers = list(layers)
-    known = [name for name in (*LORA_TARGETS, *LORA_EXPERTS)
-             if any(name in (*projections(layer), *experts(layer)) for layer in layers)]
+    known = known_targets(layers)
     if missing := [name for name in lora.targets if name not in known]:
         raise ValueError(f"lora.targets names {', '.join(missing)}, but the layers of this model have only "
                          f"{', '.join(known)}; leave {'them' if len(missing) > 1 else 'it'} out")
+
+
+def known_targets(layers: Iterable[nnx.Module]) -> tuple[str, ...]:
+    """Return the names that lora.targets may have with these layers."""
+    there = {name for layer in layers for name in (*projections(layer), *experts(layer))}
+    return tuple(name for name in (*LORA_TARGETS, *LORA_EXPERTS) if name in there)
 
 
 def projections(layer: nnx.Module) -> dict[str, Linear]:

@@ -21,7 +21,9 @@ from meshtrain.run import trees
 
 CORE = ("patterns",)
 # folder, layout, lora.targets, lora.also
-OURS = [("phi3", ONE, ("query", "value", "down", "up"), ("head",)), ("phi3", ONE, ("query",), ()),
+OURS = [("qwen3_moe", EIGHT, ("query", "expert_gate", "expert_up", "expert_down"), ()), ("gpt_oss", ONE, ("expert_up", "expert_down"), ()),
+        ("mixtral", ONE, ("expert_gate", "expert_up"), ()), ("deepseek_v3", ONE, ("up", "expert_down"), ()),
+        ("phi3", ONE, ("query", "value", "down", "up"), ("head",)), ("phi3", ONE, ("query",), ()),
         ("gpt2", EIGHT, (), ()), ("llama3.2", EIGHT, (), ("embedding",)), ("qwen3_next", ONE, (), ()),
         ("deepseek_v3", EIGHT, ("query", "value", "down"), ("embedding", "head")),
         ("gemma3_wrapped", ONE, (), ("embedding",))]
@@ -53,6 +55,8 @@ def test_a_merged_folder_is_what_peft_merges(name, tmp_path):
         _, shape, raw = tensors[f"{module}.weight"]
         np.testing.assert_allclose(np.frombuffer(raw, np.float32).reshape(shape), golden[module], atol=1e-6)
     np.testing.assert_allclose(Loaded(tmp_path / "out", *ONE).logits(golden["tokens"]), golden["logits"], atol=3e-5)       # float32, as of the base
+    if "target_parameters" in CASES[name][1]:
+        return      # a tensor of PEFT is one of each expert here
     untouched = contents(GOLDENS / base).items() - {(name, entry) for name, entry in tensors.items()}
     assert len(untouched) == len(peft_folder.open_folder(
         str(GOLDENS / "peft" / name), str(GOLDENS / base), Loaded(GOLDENS / base, *ONE).run.model).modules)

@@ -4,7 +4,9 @@ with the chat template that the adapters learned), atomically.
 The embedding and the head are written whole if they were trained, as PEFT's modules_to_save. If they are tied, both are
 written, because PEFT does not tie them. PEFT's lora_A is [rank, in] and lora_B [out, rank], named after the family's
 modules. A fused module (Phi-3's qkv_proj, GPT-2's c_attn) gets the concatenated A's and the block-diagonal B's: the
-product is the same, and its rank is the sum of the ranks. The folder is written like that of a model, see `export`.
+product is the same, and its rank is the sum of the ranks. Adapters of routed experts are those of PEFT's
+target_parameters: of one tensor for all experts, lora_A [E·rank, in] and lora_B [out, rank·E]. The folder is written
+like that of a model, see `export`.
 """
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import files
+from meshtrain.checkpoint.adapters import adapter_path
 from meshtrain.cluster import agree
 from meshtrain.config import Lora, Model, user_errors
 from meshtrain.config.messages import toml
@@ -29,9 +32,10 @@ from meshtrain.huggingface.weights import export, new_folder
 from meshtrain.huggingface.weights.ends import Ends, write_ends
 from meshtrain.huggingface.weights.pretrained import parameter_paths, paths_of
 from meshtrain.model.transformer import Transformer
-from meshtrain.names import LORA, LORA_ALSO
+from meshtrain.names import LORA_ALSO
 from meshtrain.storage import addresses, model_folder
 
+ALL = "[{e}]"       # end of the name of one expert's part of a tensor
 WEIGHTS, CONFIG = "adapter_model.safetensors", new_folder.ADAPTERS
 PREFIX = "base_model.model."
 
@@ -53,18 +57,25 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
         grown = export.is_grown(theirs, family, model)
         # a multimodal model's modules, as transformers names them in memory
         prefixes = None if settings.text_of(theirs) is theirs else TEXT_PREFIXES[1]
-        named = folder.rows(family, model, parameter_paths(transformer), prefixes)
-    rows = [row for row in named if adapter_paths(transformer, row)]
+        named = name_rows(family, model, transformer, prefixes)
+        rows = [row for row in named if adapter_paths(transformer, row) and not row.expert]
+        if apart := [row.name for row in rows if row.expert is not None and not row.name.endswith(ALL)]:
+            raise ValueError(f"PEFT has no adapters for experts as {family.model_type} keeps them ({apart[0]}); export "
+                             f"the merged model")
     whole = _whole_modules(of, model, family, named, prefixes)
     ranks = {row.name: of.rank * len(adapter_paths(transformer, row)) for row in rows}
     tensors: dict[str, tuple[int, ...]] = {
-        _tensor_name(row, layer, matrix): shape for layer in range(model.num_layers) for row in rows
+        _tensor_name(row, layer, matrix, rows): shape for layer in range(model.num_layers) for row in rows
         if layer in row.layers for matrix, shape in zip("AB", shapes(row, ranks[row.name]))}
     tensors |= {PREFIX + name: row.shape for name, row in whole.items()}
-    modules = {row.name: row.name.removesuffix(".weight") for row in rows}
+    modules = {row.name: row.name.removesuffix(".weight") for row in rows if row.expert is None}
     names = {name: _short(module, [*modules.values()]) for name, module in modules.items()}
+    names |= {row.name: ".".join(row.name.removesuffix(ALL).split(".")[-3:]) for row in rows if row.expert == 0}
     config = _config(of, base, {names[name]: rank for name, rank in ranks.items()}, conv1d=family.model_type == "gpt2",
                      whole=[name.removesuffix(".weight").rpartition(".")[2] for name in whole])
+    config["target_modules"] = sorted(names[name] for name in modules)
+    if of_experts := [names[row.name] for row in rows if row.expert == 0]:
+        config["target_parameters"] = of_experts
     with new_folder.writing(target) as place:
         written = export.Files(place, {WEIGHTS: tensors}, safetensors.NAMES[dtype])
         for row in rows:
@@ -74,7 +85,7 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
                 program = _program(row, leaves, written.dtype)
                 for layer, index in [(layer, places[layer][1]) for layer in row.layers if places[layer][0] == stack]:
                     for matrix, array in zip("AB", program(leaves, np.int32(index)), strict=True):
-                        written.put(_tensor_name(row, layer, matrix), array)
+                        written.put(_tensor_name(row, layer, matrix, rows), array)
         for name, row in whole.items():
             export.write_row(row, [leaf(path) for path in row.paths], PREFIX + name, written)
         written.close()
@@ -87,9 +98,21 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
     return written.size
 
 
-def _tensor_name(row: folder.WeightRow, layer: int, matrix: str) -> str:
-    """Return the name of a tensor of an adapter. matrix: A or B."""
-    return f"{PREFIX}{row.of_layer(layer).removesuffix('.weight')}.lora_{matrix}.weight"
+def name_rows(family: Family, model: Model, transformer: Transformer,
+              prefixes: tuple[str, str] | None = None) -> list[folder.WeightRow]:
+    """Return the rows of a model, as transformers has it in memory: one tensor for all experts, if the family has such a
+    name. prefixes: of `folder.rows`. Raises: ValueError."""
+    whole = [name.removesuffix(ALL).replace("{l}", "0") for name in family.tensors if name.endswith(ALL)]
+    return folder.rows(family, model, parameter_paths(transformer), prefixes, whole)
+
+
+def _tensor_name(row: folder.WeightRow, layer: int, matrix: str, rows: Sequence[folder.WeightRow]) -> str:
+    """Return the name of a tensor of an adapter. matrix: A or B. rows: all that have adapters. In PEFT, the experts'
+    module has the adapter of its last tensor, and base_layer of it those of others."""
+    module, last = row.of_layer(layer).removesuffix(".weight"), [one.name for one in rows if one.expert == 0][-1:]
+    if row.expert is not None:
+        module = module.rpartition(".")[0] + ".base_layer" * ([row.name] != last)
+    return f"{PREFIX}{module}.lora_{matrix}.weight"
 
 
 def adapter_paths(transformer: Transformer, row: folder.WeightRow) -> list[str]:
@@ -97,17 +120,13 @@ def adapter_paths(transformer: Transformer, row: folder.WeightRow) -> list[str]:
     trainable = {info.name for info in transformer.parameters() if info.trainable}
     stacks = [transformer.places()[layer][0] for layer in row.layers][:1]
     return [path for stack in stacks for path in paths_of(row, stack)
-            if path.endswith("/kernel") and adapter_path(path, "a") in trainable]
-
-
-def adapter_path(kernel: str, name: str) -> str:
-    return f"{kernel.rpartition('/')[0]}/{LORA}/{name}"
+            if adapter_path(path, "a") in trainable]
 
 
 def shapes(row: folder.WeightRow, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the shapes of a row's lora_A and lora_B."""
-    inputs = row.shape[input_dim(row)]
-    return (rank, inputs), (math.prod(row.shape) // inputs, rank)
+    inputs, experts = row.shape[input_dim(row)], 1 if row.expert is None else row.sizes["E"]
+    return (experts * rank, inputs), (math.prod(row.shape) // inputs, rank * experts)
 
 
 def input_dim(row: folder.WeightRow) -> int:
@@ -130,10 +149,10 @@ def _program(row: folder.WeightRow, leaves, dtype: np.dtype):
     assert len(num_shards) == 1, "all parameters of a stack are sharded alike over the stages"
     inputs = input_dim(row)
 
-    def take_layer(leaf: jax.Array, layer: jax.Array) -> jax.Array:
-        return export.layer_of(leaf, layer, min(num_shards), dtype)
+    def take_layer(leaves, layer):
+        return jax.tree.map(lambda leaf: export.layer_of(leaf, layer, min(num_shards), dtype), leaves)
 
-    def both(leaves, layer):
+    def both(leaves):
         downs, ups = [], []
         for path, (a, b) in zip(row.paths, leaves, strict=True):
             if a is None:
@@ -142,12 +161,18 @@ def _program(row: folder.WeightRow, leaves, dtype: np.dtype):
             # B, zero where other parameters are.
             small = of_rank(row, rank)
             parts = {other: jnp.zeros(small.our_shape(other), dtype) for other in row.paths}
-            parts[path] = take_layer(b, layer).reshape(small.our_shape(path))
+            parts[path] = b.reshape(small.our_shape(path))
             up = small.to_theirs(parts, jnp.concatenate)
             ups.append(up if inputs else up.T)
-            downs.append(take_layer(a, layer).reshape(-1, rank).T)
+            downs.append(a.reshape(-1, rank).T)
         return jnp.concatenate(downs), jnp.concatenate(ups, 1)
-    return jax.jit(both, out_shardings=NamedSharding(arrays[0].sharding.mesh, P()))
+
+    def of_layer(leaves, layer):
+        if row.expert is None:
+            return both(take_layer(leaves, layer))
+        downs, ups = jax.vmap(both)(take_layer(leaves, layer))       # [E, rank, in], [E, out, rank]
+        return downs.reshape(-1, downs.shape[-1]), ups.transpose(1, 2, 0).reshape(ups.shape[1], -1)
+    return jax.jit(of_layer, out_shardings=NamedSharding(arrays[0].sharding.mesh, P()))
 
 
 def _short(module: str, modules: list[str]) -> str:
@@ -181,7 +206,7 @@ def _config(of: Lora, base: str, ranks: dict[str, int], conv1d: bool, whole: lis
     others = {name: rank for name, rank in ranks.items() if rank != of.rank}
     return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
             "r": of.rank, "lora_alpha": of.alpha,
-            "target_modules": sorted(ranks), "rank_pattern": others,
+            "rank_pattern": others,
             "alpha_pattern": {name: of.alpha * rank / of.rank for name, rank in others.items()},
             "fan_in_fan_out": conv1d,
             "bias": "none", "lora_dropout": 0.0, "init_lora_weights": True, "use_rslora": False, "use_dora": False,

@@ -15,7 +15,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -30,10 +29,10 @@ from meshtrain.huggingface import folder, safetensors, settings, weight_files
 from meshtrain.huggingface.families import Family
 from meshtrain.huggingface.weight_files import TOLD, and_more
 from meshtrain.huggingface.weights import peft, pretrained
-from meshtrain.model import transformer
+from meshtrain.model import lora, transformer
 from meshtrain.model.params import ParamInfo
 from meshtrain.model.transformer import Transformer
-from meshtrain.names import LORA, LORA_ALSO, LORA_TARGETS
+from meshtrain.names import LORA, LORA_ALSO, LORA_EXPERTS, LORA_TARGETS
 from meshtrain.run import trees
 from meshtrain.storage import addresses, copies, model_folder
 
@@ -44,14 +43,14 @@ ONLY: Mapping[str, tuple] = {
     "peft_type": ("LORA",), "task_type": ("CAUSAL_LM",), "bias": ("none",),
     # Other names change the weights of the base model before training.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
-} | dict.fromkeys(("use_dora", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "target_parameters",
+} | dict.fromkeys(("use_dora", "lora_bias", "use_qalora", "use_bdlora", "layer_replication",
                    "trainable_token_indices", "alora_invocation_tokens", "arrow_config",
                    "kasa_config", "velora_config", "monteclora_config", "loftq_config", "corda_config",
                    "lora_ga_config"), (False, [], {}))
 NOT_READ = frozenset("""
     base_model_name_or_path revision auto_mapping peft_version inference_mode lora_dropout megatron_config megatron_core
     exclude_modules layers_pattern layers_to_transform target_modules fan_in_fan_out qalora_group_size eva_config
-    runtime_config ensure_weight_tying modules_to_save r lora_alpha rank_pattern alpha_pattern use_rslora
+    runtime_config ensure_weight_tying modules_to_save r lora_alpha rank_pattern alpha_pattern use_rslora target_parameters
 """.split())
 
 
@@ -102,11 +101,14 @@ def open_folder(place: str, base: str, model: Model) -> PeftFolder:
     homes = [model_folder.local_path(base), model_folder.local_path(base) / model_folder.KEPT] if base else []
     home = next(filter(model_folder.is_at, homes), None)
     family = settings.family_of(settings.read(home)) if home else settings.family_for(model)
-    probe = transformer.build(model, Lora(rank=1))
-    every = folder.rows(family, model, pretrained.parameter_paths(probe))
-    rows = {row.kind: row for row in every if row.stacked and _adapted_paths(probe, row)}
+    plain = transformer.build(model)
+    probe = transformer.build(model, Lora(rank=1, targets=lora.known_targets(
+        layer.bind(layer.state) for group in plain.groups for layer in group.period)))
+    every = peft.name_rows(family, model, probe)
+    rows = {row.kind: row for row in every if row.stacked and not row.expert and _adapted_paths(probe, row)}
     named = {row.of_layer(layer): row for row in rows.values() for layer in row.layers}
     pairs, others = _pair(entries)
+    pairs = {_name_parameter(module, pairs, given): pair for module, pair in pairs.items()}
     whole, others, faults = _find_whole(family, model, {name: entries[name] for name in others}, given)
     modules, faults = {}, _find_faults(given) + faults
     faults += [f"{name} is not read, only lora_A and lora_B of projections are" for name in others[:TOLD]]
@@ -115,7 +117,8 @@ def open_folder(place: str, base: str, model: Model) -> PeftFolder:
         name = _name_in_family(family, module, named)
         if name is None or name in modules:
             faults.append(f"{module} is named twice" if name else
-                          f"{module} is no projection that can have an adapter here ({', '.join(LORA_TARGETS)})")
+                          f"{module} is no projection that can have an adapter here "
+                          f"({', '.join((*LORA_TARGETS, *LORA_EXPERTS))})")
             continue
         modules[name] = AdaptedModule(*pair, *alphas.of(module))
         faults += [f"{module}.lora_{letter} is {list(entry.shape)} of {entry.dtype}; {peft.CONFIG} and the model "
@@ -129,10 +132,10 @@ def open_folder(place: str, base: str, model: Model) -> PeftFolder:
         if faults:
             raise ValueError("\n".join(faults))
         blocks = {row.kind: _find_blocks(row, _adapted_paths(probe, row), modules, alphas.rank) for row in used}
-    lora = _section(used, modules, blocks) | {"also": tuple(
+    section = _section(used, modules, blocks) | {"also": tuple(
         part for part, name in zip(LORA_ALSO, folder.ends_of(family)) if name in whole)}
     return PeftFolder(directory, used + [row for row in every if row.name in whole], modules, blocks,
-                      folder.Folder(directory, family, {}, {}, whole, {}), lora,
+                      folder.Folder(directory, family, {}, {}, whole, {}), section,
                       str(given.get("base_model_name_or_path") or ""), tuple(_notes(given, pairs)))
 
 
@@ -176,13 +179,16 @@ def load(found: PeftFolder, model: Transformer, weights: dict) -> dict:
         for stack in dict.fromkeys(places[layer][0] for layer in row.layers):
             own = dict(zip(row.paths, pretrained.paths_of(row, stack)))
             arrays = {path: np.zeros(leaves[path].shape, np.float32) for kernel in own.values() for letter in "ab"
-                      if (path := peft.adapter_path(kernel, letter)) in left}
+                      if (path := adapters.adapter_path(kernel, letter)) in left}
             for layer in row.layers:
                 if places[layer][0] != stack or not (module := found.modules.get(row.of_layer(layer))):
                     continue
-                for path, (a, b) in _read_module(found, row, module).items():
-                    to_a, to_b = (arrays[peft.adapter_path(own[path], letter)][places[layer][1]] for letter in "ab")
-                    to_a[..., :len(b)], to_b[:len(b)] = a.reshape(*to_a.shape[:-1], -1), b.reshape(-1, *to_b.shape[1:])
+                for expert, matrices in enumerate(_read_module(found, row, module)):
+                    at = places[layer][1] if row.expert is None else (places[layer][1], expert)
+                    for path, (a, b) in matrices.items():
+                        to_a, to_b = (arrays[adapters.adapter_path(own[path], letter)][at] for letter in "ab")
+                        to_a[..., :len(b)] = a.reshape(*to_a.shape[:-1], -1)
+                        to_b[:len(b)] = b.reshape(-1, *to_b.shape[1:])
             leaves |= {path: _place(array, leaves[path]) for path, array in arrays.items()}
             left -= arrays.keys()
     leaves |= {path: _place(np.zeros(leaves[path].shape, np.float32), leaves[path]) for path in left}
@@ -288,10 +294,24 @@ def _pair(entries: Mapping[str, safetensors.Entry]) -> tuple[
     return pairs, sorted(name for name in entries if names.get(name) not in pairs)
 
 
+def _name_parameter(module: str, modules: Collection[str], given: Mapping) -> str:
+    """Return the name of the tensor of experts that an adapter of target_parameters is for; of other modules the name.
+
+    The module has the adapter of down_proj, and its base_layer that of gate_up_proj, if there are both.
+    """
+    home = module.removesuffix(".base_layer")
+    if not home.endswith(".experts"):
+        return module
+    names = {str(name).rpartition(".")[2] for name in given.get("target_parameters") or ()}
+    if f"{home}.base_layer" in modules:
+        names &= {"gate_up_proj"} if module != home else {"down_proj"}
+    return f"{home}.{names.pop()}" if len(names) == 1 else module
+
+
 def _name_in_family(family: Family, module: str, known: Collection[str]) -> str | None:
     """Return the family's name of a module's weight; None if it is not in `known`. transformers has named the text
     model of a multimodal one differently, and a model without head has no prefix."""
-    name = f"{module}.weight"
+    name = module if ".experts." in module else f"{module}.weight"
     return next((own for own in (name, folder.name_in_text(family, name), family.prefix + name) if own in known), None)
 
 
@@ -351,7 +371,8 @@ def _find_blocks(row: folder.WeightRow, adapted: Sequence[str], modules: Mapping
         return {adapted[0]: (0, 1)}
     here = [modules[name] for layer in row.layers if (name := row.of_layer(layer)) in modules]
     # path -> for each layer, the columns of B that are not zero
-    columns = {path: [parts[path].any(1) for parts in map(partial(_parts_of_up, row), here)] for path in row.paths}
+    columns = {path: [parts[path].any(1) for module in here for parts in _parts_of_up(row, module)]
+               for path in row.paths}
     learned = [path for path in row.paths if any(map(np.any, columns[path]))]
     if foreign := [path for path in learned if path not in adapted]:
         raise ValueError(f"{row.name.removesuffix('.weight')} also adapts {', '.join(foreign)}, which can have no "
@@ -373,31 +394,33 @@ def _section(rows: Sequence[folder.WeightRow], modules: Mapping[str, AdaptedModu
               if (module := modules.get(row.of_layer(layer))) for _, count in blocks[row.kind].values()]
     rank = max(rank for rank, _ in shares)
     alphas = [alpha for of, alpha in shares if of == rank]
-    names = {path.split("/")[-2] for of in blocks.values() for path in of}
+    names = {adapters.target_of(path) for of in blocks.values() for path in of}
     return {"rank": rank, "alpha": max(alphas, key=alphas.count),
-            "targets": tuple(name for name in LORA_TARGETS if name in names)}
+            "targets": tuple(name for name in (*LORA_TARGETS, *LORA_EXPERTS) if name in names)}
 
 
 def _read_module(found: PeftFolder, row: folder.WeightRow,
-                 module: AdaptedModule) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return path -> (A [in, rank], B [rank, out…]) of a module's projections, with the run's scale."""
-    down, ups = _numbers(module.down), _parts_of_up(row, module)
-    matrices = {}
-    for path, (block, count) in found.blocks[row.kind].items():
-        each = module.rank // count
-        here = slice(block * each, (block + 1) * each)
-        factor = module.alpha / module.rank / (found.lora["alpha"] / found.lora["rank"])
-        b = ups[path][here]
-        # Equal scales may differ in their last bits.
-        matrices[path] = down[here].T, b if abs(factor - 1) < 1e-12 else (b * np.float64(factor)).astype(np.float32)
-    return matrices
+                 module: AdaptedModule) -> Iterator[dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """Yield path -> (A [in, rank], B [rank, out…]) of a module's projections, with the run's scale; of each expert."""
+    factor = module.alpha / module.rank / (found.lora["alpha"] / found.lora["rank"])
+    for down, ups in zip(_numbers(module.down).reshape(-1, module.rank, row.shape[peft.input_dim(row)]),
+                         _parts_of_up(row, module), strict=True):
+        matrices = {}
+        for path, (block, count) in found.blocks[row.kind].items():
+            each = module.rank // count
+            here = slice(block * each, (block + 1) * each)
+            b = ups[path][here]
+            # Equal scales may differ in their last bits.
+            matrices[path] = down[here].T, b if abs(factor - 1) < 1e-12 else (b * np.float64(factor)).astype(np.float32)
+        yield matrices
 
 
-def _parts_of_up(row: folder.WeightRow, module: AdaptedModule) -> dict[str, np.ndarray]:
-    """Return path -> B [rank, out…] of each projection in a module."""
+def _parts_of_up(row: folder.WeightRow, module: AdaptedModule) -> Iterator[dict[str, np.ndarray]]:
+    """Yield path -> B [rank, out…] of each projection in a module; of each expert."""
     up, small = _numbers(module.up), peft.of_rank(row, module.rank)
-    return {path: b.reshape(module.rank, -1) for path, b in small.to_ours(
-        up if peft.input_dim(row) else up.T, np.concatenate).items()}
+    for each in np.moveaxis(up.reshape(len(up), module.rank, -1), 2, 0):
+        yield {path: b.reshape(module.rank, -1) for path, b in small.to_ours(
+            each if peft.input_dim(row) else each.T, np.concatenate).items()}
 
 
 def _numbers(entry: safetensors.Entry) -> np.ndarray:
