@@ -51,9 +51,10 @@ MISMATCH_MAX = "mismatch_max"
 # Columns of metrics, computed from the load of experts: a number for each layer [L], null for layers without experts.
 LOAD_BY_LAYER = ("expert_load_max_by_layer", "expert_load_min_by_layer", "expert_load_entropy_by_layer")
 # Name in the parameter tree -> logical axes, of the matrices of experts and the biases of their input projections.
-EXPERT_AXES = {"gate": ("expert", "expert_embed", "expert_mlp"), "up": ("expert", "expert_embed", "expert_mlp"),
-               "down": ("expert", "expert_mlp", "expert_embed"),
-               "gate_bias": ("expert", "expert_mlp"), "up_bias": ("expert", "expert_mlp")}
+EXPERT_AXES: dict[str, tuple[str | None, ...]] = {
+    "gate": ("expert", "expert_embed", "expert_mlp"), "up": ("expert", "expert_embed", "expert_mlp"),
+    "down": ("expert", "expert_mlp", "expert_embed"),
+    "gate_bias": ("expert", "expert_mlp"), "up_bias": ("expert", "expert_mlp")}
 # adapters of the matrices: A [E, in, R] and B [E, R, out]. The rank is not split.
 EXPERT_AXES |= {f"{name}_a": (*EXPERT_AXES[name][:2], None) for name in LORA_EXPERTS.values()} | {
     f"{name}_b": ("expert", None, EXPERT_AXES[name][2]) for name in LORA_EXPERTS.values()}

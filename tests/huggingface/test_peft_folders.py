@@ -112,7 +112,9 @@ FAULTS = {
     "rows": (dict(trainable_token_indices=[3]), "trainable_token_indices=[3] is not supported"),
     "another method": (dict(peft_type="IA3"), 'peft_type="IA3"'),
     "another task": (dict(task_type="SEQ_CLS"), 'task_type="SEQ_CLS"'),
-    "experts": (dict(target_parameters=["mlp.experts.gate_up_proj"]), "target_parameters"),
+    "one expert": (dict(tensors={f"model.layers.1.self_attn.v_proj.lora_{one}.weight":
+                                 f"base_model.model.model.layers.1.mlp.experts.3.up_proj.lora_{one}.weight" for one in "AB"}),
+                   "model.layers.1.mlp.experts.3.up_proj is no projection that can have an adapter here"),
     "an unknown key": (dict(lora_gamma=2), "the key lora_gamma=2 is unknown here"),
     "another rank": (dict(r=8), "is [4, 32] of F32; adapter_config.json and the model require [8, 32]"),
     "no rank": (dict(r=0), "r=0 must be a number above 0, and whole"),

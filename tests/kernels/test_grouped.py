@@ -168,3 +168,22 @@ def resources(gpu: str, D: int, F: int, dtype: str, folder: Path) -> dict[str, R
         compiled = compile_dumped(jax.jit(products).lower(*args), folder)
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20 and "dot(" not in compiled.as_text()
     return used("grouped_", gpu, folder)
+
+
+def test_narrow_matrices_beside_a_wide_one_leave_it_its_kernel(monkeypatch):
+    """As with adapters: x·W by `mosaic_grouped` alone, and what (x·A)·B adds to it by the other kernels."""
+    groups, owner = lay_out([100, 128, 3], 128, 4)
+    rng, used, called = np.random.default_rng(2), owner >= 0, []
+
+    def mosaic(pairs, dims, owner, count, programs):
+        called.extend(x.shape for x, _ in pairs)
+        return ENGINES["loop"].rows([grouped.GroupedOperands(x, w, dims) for x, w in pairs], groups)[0]
+    monkeypatch.setattr(grouped.mosaic_grouped, "rows", mosaic)
+    (x, w), (h, b) = ((jnp.asarray(rng.normal(size=(512, K)) * used[:, None], "bfloat16"),
+                       jnp.asarray(rng.normal(size=(3, K, 128)), "bfloat16")) for K in (64, 4))
+    block = NARROW._replace(rows=128)
+    engine = grouped.kernels({2: tiles.GroupedTiles(block, block, block, block)}, interpret=True, programs=4)
+    (found,) = engine.rows([grouped.GroupedOperands(x, w, "gkn"), grouped.GroupedOperands(h, b, "gkn")], groups)
+    x, w, h, b = (np.asarray(a, np.float64) for a in (x, w, h, b))
+    assert called == [(512, 64)]
+    assert near(np.asarray(found)[used], (multiply(x, w, owner) + multiply(h, b, owner))[used], TOLERANCE["bfloat16"])

@@ -182,3 +182,33 @@ def test_other_runs_begin_from_merged_weights_and_the_same_lora_from_the_adapter
     done = call(train.main, *tiny, *of("state"), "--checkpoint.init_optimizer", "true")
     assert done.code == 2 and "trained other parameters (adapters of lora.rank=3" in done.err
     assert "leave it out" in done.err
+
+
+@pytest.mark.full
+def test_a_run_trains_adapters_of_routed_experts_and_its_exports_agree(tiny, tmp_path):
+    """On expert layouts; resumed; merged as PEFT's formula has it; and read again."""
+    of = (*tiny, "--model.num_experts", "4", "--model.experts_per_token", "2", "--model.expert_mlp_dim", "24",
+          "--model.qk_norm", "head", "--training.steps", "2", "--run.sample_tokens", "0",
+          "--sharding.rules", "zero3_experts_fsdp", "--mesh.data", "2", "--mesh.fsdp", "4", "--mesh.tensor", "1")
+    ran(*of, "--run.dir", str(tmp_path / "base"))
+    adapted = (*of, *LORA, "--lora.targets", '["query", "expert_gate", "expert_up", "expert_down"]', "--run.dir",
+               str(tmp_path / "lora"), "--checkpoint.init_from", str(tmp_path / "base"), "--checkpoint.every", "2")
+    ran(*adapted)
+    done = ran(*adapted, "--training.steps", "4")
+    assert "resuming after step 2" in done.out
+    base, last = paths(saved(tmp_path / "base", 2)["params"]), paths(saved(tmp_path / "lora", 4)["params"])
+    assert len(last) == len(base) + 8 and all((last[name] == base[name]).all() for name in base)
+    a, b = (last[f"layers/moe/lora/down_{one}"] for one in "ab")
+    assert a.shape == (1, 4, 24, 3) and b.shape == (1, 4, 3, 32) and b.any()
+    for command in (("base", "plain"), ("lora", "merged"), ("lora", "adapters", "--adapters")):
+        done = call(convert.main, tmp_path / command[0], tmp_path / command[1], *command[2:])
+        assert done.code == 0, done.err
+    merged = contents(tmp_path / "merged")
+    (name,) = (name for name in merged if ".experts.3." in name and ("down_proj" in name or "w2" in name))
+    np.testing.assert_allclose(np.frombuffer(merged[name][2], "float32").reshape(32, 24).T,
+                               base["layers/moe/down"][0, 3] + 7 / 3 * a[0, 3] @ b[0, 3], rtol=1e-5, atol=1e-6)
+    done = call(convert.main, tmp_path / "plain", tmp_path / "again", "--merge", tmp_path / "adapters")
+    assert done.code == 0, done.err
+    again = contents(tmp_path / "again")
+    for name, (_, _, raw) in merged.items():
+        np.testing.assert_allclose(*(np.frombuffer(one, "float32") for one in (again[name][2], raw)), rtol=1e-5, atol=1e-6)

@@ -14,6 +14,7 @@ from meshtrain.choices import experts
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.sizes import GATHER, order
 from meshtrain.kernels import grouped, tiles
+from meshtrain.names import LORA
 from meshtrain.parallel.experts import all_to_all, dispatch
 from meshtrain.parallel.experts.region import ManualRegion
 
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
 @dataclasses.dataclass(frozen=True)
 class ExpertSizes:
     """The sizes of a device's experts in one layer. inward: number of matrices other than `down`; trained: whether the
-    matrices have gradients."""
+    matrices have gradients; adapters: elements of an expert's adapters, relative to one of its matrices."""
     num_experts: float
     embed_dim: int
     width: float
     inward: int
     trained: bool
     itemsize: int
+    adapters: float = 0.0
 
     @property
     def matrix(self) -> float:
@@ -75,11 +77,12 @@ class Routed:
     share: float
 
     @property
-    def products(self) -> tuple[int, int, int]:
+    def products(self) -> tuple[float, float, float]:
         """Return how often all rows are multiplied by one matrix: (forward, backward for inputs, backward for weights).
-        The backward recomputes inward products that are not saved."""
-        return self.sizes.inward + 1, (1 if self.saves_inward else
-                                       2) * self.sizes.inward + 1, (self.sizes.inward + 1) * self.sizes.trained
+        The backward recomputes inward products that are not saved, and those of adapters."""
+        low = self.sizes.adapters
+        return self.sizes.inward + 1 + low, (1 if self.saves_inward else 2) * self.sizes.inward + 1 + 2 * low, (
+            (self.sizes.inward + 1) * self.sizes.trained + low)
 
     @property
     def in_order(self) -> tuple[int, int, int]:
@@ -114,7 +117,8 @@ class Routed:
     def weight_grad_bytes(self) -> float:
         """Return the bytes of the operands of the weight gradients (`dispatch.WeightGradOperands`): tokens and rows,
         and with a separate W the sums of further rounds."""
-        return self.sizes.trained * (self.round_bytes + (4 * self.sizes.weights if self.further and self.split else 0))
+        sums = 4 * self.sizes.weights * self.sizes.trained if self.further and self.split else 0
+        return (self.sizes.trained or self.sizes.adapters > 0) * self.round_bytes + sums
 
     @property
     def staged_bytes(self) -> float:
@@ -207,9 +211,11 @@ def count(placed: Placed, options: Options) -> Routed:
 def sizes(placed: Placed, region: ManualRegion) -> ExpertSizes:
     """Return the sizes of a device's experts."""
     cfg, num_shards = placed.cfg, placed.layout.num_shards
-    trained = all(info.trainable for info in placed.rows if "expert" in info.axes)
+    rows = [info for info in placed.rows if "expert" in info.axes]
+    up, adapters = (sum(info.size for info in rows if name in info.path) for name in ("up", LORA))
     return ExpertSizes(cfg.num_experts / num_shards(region.experts), cfg.embed_dim,
-                       cfg.expert_mlp_dim / num_shards(region.inner), 1 + cfg.gated, trained, placed.itemsize)
+                       cfg.expert_mlp_dim / num_shards(region.inner), 1 + cfg.gated,
+                       all(info.trainable for info in rows), placed.itemsize, adapters / up)
 
 
 def weight_shards(placed: Placed) -> int:

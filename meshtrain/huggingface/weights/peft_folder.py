@@ -49,8 +49,8 @@ ONLY: Mapping[str, tuple] = {
                    "lora_ga_config"), (False, [], {}))
 NOT_READ = frozenset("""
     base_model_name_or_path revision auto_mapping peft_version inference_mode lora_dropout megatron_config megatron_core
-    exclude_modules layers_pattern layers_to_transform target_modules fan_in_fan_out qalora_group_size eva_config
-    runtime_config ensure_weight_tying modules_to_save r lora_alpha rank_pattern alpha_pattern use_rslora target_parameters
+    exclude_modules layers_pattern layers_to_transform target_modules target_parameters fan_in_fan_out qalora_group_size eva_config
+    runtime_config ensure_weight_tying modules_to_save r lora_alpha rank_pattern alpha_pattern use_rslora
 """.split())
 
 
@@ -302,7 +302,8 @@ def _name_parameter(module: str, modules: Collection[str], given: Mapping) -> st
     home = module.removesuffix(".base_layer")
     if not home.endswith(".experts"):
         return module
-    names = {str(name).rpartition(".")[2] for name in given.get("target_parameters") or ()}
+    names = {"gate_up_proj", "down_proj"} & {
+        str(name).rpartition(".")[2] for name in given.get("target_parameters") or ()}
     if f"{home}.base_layer" in modules:
         names &= {"gate_up_proj"} if module != home else {"down_proj"}
     return f"{home}.{names.pop()}" if len(names) == 1 else module
@@ -411,7 +412,8 @@ def _read_module(found: PeftFolder, row: folder.WeightRow,
             here = slice(block * each, (block + 1) * each)
             b = ups[path][here]
             # Equal scales may differ in their last bits.
-            matrices[path] = down[here].T, b if abs(factor - 1) < 1e-12 else (b * np.float64(factor)).astype(np.float32)
+            b = b if abs(factor - 1) < 1e-12 else (b * np.float64(factor)).astype(np.float32)
+            matrices[path] = down[here].T, b
         yield matrices
 
 

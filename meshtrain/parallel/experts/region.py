@@ -102,13 +102,13 @@ class ExpertShards:
         def by_axis(name: str, pick: Callable) -> list:
             return [(axis, axes) for axis in EXPERT_AXES[name] if (axes := pick(axis))]
 
-        def own(axis: str) -> tuple[str, ...]:
+        def own(axis: str | None) -> tuple[str, ...]:
             return tuple(a for a in axes_of("params", axis) if a in region.own)
 
-        def others(axis: str) -> tuple[str, ...]:
+        def others(axis: str | None) -> tuple[str, ...]:
             return tuple(a for a in axes_of("grads", axis) if a in region.others and a not in own(axis))
 
-        def to_gather(axis: str) -> tuple[str, ...]:
+        def to_gather(axis: str | None) -> tuple[str, ...]:
             return tuple(a for a in axes_of("params", axis) if a not in region.own)
 
         def to_reduce(name: str) -> tuple[str, ...]:
@@ -157,5 +157,5 @@ class ExpertShards:
         return {name: _in_order(d, self.axes[name], EXPERT_AXES[name]) for name, d in summed.items()}
 
 
-def _in_order(a, axes: tuple[str, ...], wanted: tuple[str, ...]):
+def _in_order(a, axes: tuple[str | None, ...], wanted: tuple[str | None, ...]):
     return a if axes == wanted else a.transpose([axes.index(axis) for axis in wanted])
