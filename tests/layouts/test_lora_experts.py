@@ -1,5 +1,5 @@
-"""LoRA on routed experts: on every layout the loss and the gradient of every adapter that a plain loop over experts with
-the merged weights gives: dA = s dW B', dB = s A' dW."""
+"""LoRA on routed experts: on every layout the loss and the gradient of every adapter that a plain loop over experts
+with the merged weights gives: dA = s dW B', dB = s A' dW."""
 import functools
 import math
 

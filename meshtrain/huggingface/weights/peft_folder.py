@@ -49,8 +49,9 @@ ONLY: Mapping[str, tuple] = {
                    "lora_ga_config"), (False, [], {}))
 NOT_READ = frozenset("""
     base_model_name_or_path revision auto_mapping peft_version inference_mode lora_dropout megatron_config megatron_core
-    exclude_modules layers_pattern layers_to_transform target_modules target_parameters fan_in_fan_out qalora_group_size eva_config
-    runtime_config ensure_weight_tying modules_to_save r lora_alpha rank_pattern alpha_pattern use_rslora
+    exclude_modules layers_pattern layers_to_transform target_modules target_parameters fan_in_fan_out
+    qalora_group_size eva_config runtime_config ensure_weight_tying modules_to_save r lora_alpha rank_pattern
+    alpha_pattern use_rslora
 """.split())
 
 
@@ -402,7 +403,7 @@ def _section(rows: Sequence[folder.WeightRow], modules: Mapping[str, AdaptedModu
 
 def _read_module(found: PeftFolder, row: folder.WeightRow,
                  module: AdaptedModule) -> Iterator[dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """Yield path -> (A [in, rank], B [rank, out…]) of a module's projections, with the run's scale; of each expert."""
+    """Yield path -> (A [in, rank], B [rank, out…]) of a module's projections (of each expert), with the run's scale."""
     factor = module.alpha / module.rank / (found.lora["alpha"] / found.lora["rank"])
     for down, ups in zip(_numbers(module.down).reshape(-1, module.rank, row.shape[peft.input_dim(row)]),
                          _parts_of_up(row, module), strict=True):
