@@ -314,14 +314,12 @@ def _pad(a, multiple: int, axis: int):
 def _mosaic_rows(pairs, groups: Groups, then: Callable = as_it_is, beside=(), *, programs: int, otherwise: Callable):
     """Use `mosaic_grouped` for bfloat16 rows in order without an epilogue (`then`). Use `otherwise` for all others, and
     for what narrow matrices (of adapters) add."""
-    _, w, dims = pairs[0]
-
-    def is_wide(pair: GroupedOperands) -> bool:
-        return not isinstance(pair.x, Taken) and pair.x.dtype == pair.w.dtype == jnp.bfloat16 and (
-            pair.dims == dims and pair.x.shape[1] % mosaic_grouped.STEP == 0)
-    if then is as_it_is and is_wide(pairs[0]) and _block_rows(pairs[0].x, groups) == TILE and mosaic_grouped.columns_of(
-            w.shape[dims.index("n")]):
-        wide, narrow = ([pair for pair in pairs if is_wide(pair) == wanted] for wanted in (True, False))
+    (_, w, dims), block = pairs[0], _block_rows(pairs[0].x, groups)
+    wide, narrow = ([pair for pair in pairs if (_array(pair.x).shape[1] % mosaic_grouped.STEP == 0) == wanted]
+                    for wanted in (True, False))
+    plain = bool(wide) and wide[0] is pairs[0] and all(
+        not isinstance(x, Taken) and x.dtype == w.dtype == jnp.bfloat16 and own == dims for x, w, own in wide)
+    if plain and then is as_it_is and block == TILE and mosaic_grouped.columns_of(w.shape[dims.index("n")]):
         summed = mosaic_grouped.rows([pair[:2] for pair in wide], dims, groups.owner, groups.count, programs)
         return otherwise(narrow, groups, lambda more, summed: (more + summed,), [summed]) if narrow else [summed]
     return otherwise(pairs, groups, then, beside)
