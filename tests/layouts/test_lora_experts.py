@@ -56,8 +56,8 @@ def check(run, model, devices, *more) -> None:
 
 
 @pytest.mark.parametrize("model, targets", [
-    ("softmax", ALL), *(pytest.param(*case, marks=GRID) for case in (
-        ("softmax", ("expert_down",)), ("softmax", ("expert_up",)), ("gelu, one of four", ALL[1:]),
+    *(pytest.param(*case, marks=GRID) for case in (
+        ("softmax", ALL), ("softmax", ("expert_down",)), ("softmax", ("expert_up",)), ("gelu, one of four", ALL[1:]),
         ("sigmoid in groups, scaled, shared, a dense layer first", ALL)))], ids=str)
 def test_one_device_computes_what_the_merged_experts_do(model, targets):
     check(with_lora(run_of("sharding_rules/ddp.toml", {}, MODELS[model]), targets), model, jax.devices()[:1])
