@@ -215,7 +215,7 @@ def sizes(placed: Placed, region: ManualRegion) -> ExpertSizes:
     up, adapters = (sum(info.size for info in rows if name in info.path) for name in ("up", LORA))
     return ExpertSizes(cfg.num_experts / num_shards(region.experts), cfg.embed_dim,
                        cfg.expert_mlp_dim / num_shards(region.inner), 1 + cfg.gated,
-                       all(info.trainable for info in rows), placed.itemsize, adapters / up)
+                       all(info.trainable for info in rows), placed.itemsize, adapters / max(up, 1))
 
 
 def weight_shards(placed: Placed) -> int:
