@@ -347,7 +347,6 @@ experts_12 zero3 fsdp8 none 1x4         # what a layer keeps outweighs all else,
 experts zero3 fsdp8 selective
 experts_mtp zero3_experts_fsdp fsdp8 selective ±.1       # what lives in the backward of a depth's experts
 experts_mtp zero3_experts_tensor fsdp4 tensor2 full ±.1
-experts_mtp zero3_experts_fsdp data2 fsdp2 stage2 selective 8x1 1f1b ±.1
 one_choice zero3_experts_fsdp data2 fsdp4 selective
 experts zero3_experts_tensor fsdp4 tensor2 full 1x8     # rows of a round outweigh the sums of weights' gradients
 behind_dense zero3_experts_tensor fsdp2 tensor4 full
