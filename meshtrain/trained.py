@@ -23,7 +23,7 @@ from meshtrain.choices.setting import Setting
 from meshtrain.config import ConfigError, Run
 from meshtrain.data import sources
 from meshtrain.data.documents import tokenizer
-from meshtrain.huggingface import folder, settings
+from meshtrain.huggingface import depths, folder, settings
 from meshtrain.huggingface.weights import ends, peft_folder, pretrained
 from meshtrain.huggingface.weights.peft_folder import PeftFolder
 from meshtrain.inference import cache, placement
@@ -195,11 +195,12 @@ class LoadedModel:
         read = jax.jit(lambda p: self.model.as_read(self.ex.layout, p, self.ex.numerics.dtype))
         return self.compile("the reading of the weights", read, self.params)(self.params)
 
-    def generator(self) -> Generator:
-        """Return a generator of answers. Raises: assembly.BrokenProgramError; ConfigError as `cache.check`."""
+    def generator(self, drafts: int = 0) -> Generator:
+        """Return a generator of answers, for which `drafts` depths of MTP draft. Raises: assembly.BrokenProgramError;
+        ConfigError as `cache.check`."""
         with config.user_errors():
             cache.check(self.model.cfg)
-        return Generator(self.model, self.ex, self.read, self.compile)
+        return Generator(self.model, self.ex, self.read, self.compile, drafts=drafts)
 
     def scorer(self) -> Scorer:
         """Return a scorer of texts. Raises: assembly.BrokenProgramError."""
@@ -238,15 +239,18 @@ def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: ja
 
 
 def describe(directory: str, step: int, words: Sequence[str], command: str, keys: Sequence[str] = (),
-             weights: str = names.LAST, merge: str = "") -> Trained:
+             weights: str = names.LAST, merge: str = "", drafts: int = 0) -> Trained:
     """Return the model in a directory, with settings of the command line, before its weights are loaded.
 
     directory: a run directory or a model folder, or its address. step: of a run's checkpoint; 0: the newest. words:
     keys of the command line. command: for messages. keys: keys that the command accepts besides KEYS, see
     `run_files.resolve`. weights: see `resume.source_of`. merge: PEFT folder whose adapters are merged into the weights;
-    "": none. Raises: ConfigError.
+    "": none. drafts: number of depths of MTP that the model has here. Raises: ConfigError.
     """
-    found = _describe(directory, step, words, command, keys, weights)
+    found = _describe(directory, step, words, command, keys, weights, drafts)
+    if drafts > (count := found.run.model.mtp_layers):
+        raise ConfigError(f"--draft {drafts} needs as many depths of multi-token prediction, but the model in "
+                          f"{directory} has {count} that can draft; use --draft {count}")
     if not merge:
         return found
     with config.user_errors("--merge: "):
@@ -257,7 +261,7 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
 
 
 def _describe(directory: str, step: int, words: Sequence[str], command: str, keys: Sequence[str],
-              weights: str) -> Trained:
+              weights: str, drafts: int) -> Trained:
     """Return the model without other adapters, as `describe`."""
     allowed = (*KEYS, *keys)
     copies.forget()
@@ -287,15 +291,19 @@ def _describe(directory: str, step: int, words: Sequence[str], command: str, key
         # Weights are stored in the compute dtype: the further bits of a float32 copy would never be read. data.seq_len
         # does not limit a folder's model; max_seq_len is the folder's, or 0 for no limit.
         run = run.replace(model={"param_dtype": run.model.compute_dtype,
-                                  "max_seq_len": opened.model.get("max_seq_len", 0)})
+                                  "max_seq_len": opened.model.get("max_seq_len", 0), "mtp_layers": drafts})
         with config.user_errors():
-            folder.match(opened, run.model, pretrained.parameter_paths(transformer.build(run.model)))
+            paths = pretrained.parameter_paths(transformer.build(run.model))
+            opened, paths = depths.take(opened, run.model, paths) if drafts else (opened, paths)
+            folder.match(opened, run.model, paths)
+        run = run.replace(model={"mtp_layers": len(paths.depths)})
         return Trained(path, run, given, opened, path)
     # Opening checkpoints asks jax for the number of processes, which would start the backend with other devices.
     devices.start(resolve({}, words, allowed, command)[0])
     saved = resume.source_of(directory, step, weights)
     tables = {section: contents.open_section(saved.run, section, directory) for section in ("model", "data")}
-    tables["model"] = tables["model"] | {"matmul_dtype": "auto", "mtp_layers": 0}      # depths only serve training
+    tables["model"] = tables["model"] | {"matmul_dtype": "auto",
+                                         "mtp_layers": min(drafts, tables["model"].get("mtp_layers", 0))}
     run, given = resolve(tables, words, allowed, command)
     kept = path / pretrained.KEPT
     return Trained(path, run, given, saved, kept if model_folder.is_at(kept) else None)

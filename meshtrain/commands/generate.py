@@ -91,6 +91,8 @@ COMMAND = config.Command("meshtrain.generate", {
                            config.number("a probability", 0, 1, positive=True), 1.0),
     "min-p": config.Option("sample from tokens with at least this share of the largest probability", "P", "0.05",
                            config.number("a share", 0, 1), 0.0),
+    "draft": config.Option("number of depths of multi-token prediction that draft tokens, which the model verifies: "
+                           "the same answers in fewer passes", "N", "1", config.whole(), 0),
     "seed": config.Option("the same seed gives the same answer to a prompt, with any other prompts and on any mesh",
                           "N", "1", config.whole(0, 2**32 - 1), 0),
     "stop": config.Option("a text that ends an answer, in addition to the model's end tokens", "TEXT", "END", _text,
@@ -107,7 +109,7 @@ def main(options: config.Arguments) -> None:
     _check_options(options)
     source = trained.describe(options.names[0], options["step"], options.keys, "generate",
                               keys=("data.tokenizer", TEMPLATE, ARGUMENTS), weights=options["weights"],
-                              merge=options["merge"])
+                              merge=options["merge"], drafts=options["draft"])
     if (given := [key for key in (TEMPLATE, ARGUMENTS) if key in source.given]) and not options["chat"]:
         raise ConfigError(f"--{given[0]} is not read without --chat, since prompts are then texts that no chat "
                           f"template renders; add --chat, or leave it out")
@@ -123,10 +125,15 @@ def main(options: config.Arguments) -> None:
     placed = source.place()
     _check_memory(placed, prompts or [[]], limits, options["samples"])
     with jax.set_mesh(placed.mesh):
+        generator = placed.generator(options["draft"])
         if prompts:
-            _answer(placed.generator(), prompts, limits, words, options)
+            _answer(generator, prompts, limits, words, options)
         else:
-            _converse(placed.generator(), source, talking, limits, words, options)
+            _converse(generator, source, talking, limits, words, options)
+    if options["draft"] and (longer := [sum(n for tokens, n in generator.counts.items() if tokens > k)
+                                        for k in range(generator.drafts + 1)])[0]:
+        shares = ", ".join(f"{n / longer[0]:.0%} of depth {k}" for k, n in enumerate(longer[1:], 1))
+        say.err(f"drafts: {sum(longer) / longer[0]:.2f} tokens per pass of a sequence; accepted {shares}")
 
 
 def _tell(source: trained.Trained, plain: bool) -> None:

@@ -1,9 +1,6 @@
-"""The forward pass with a KV cache of slots.
+"""The KV cache of slots, and the engines that write and read it: `PromptEngine`, `SlotEngine`.
 
-Prompts are read and copied into slots; then each slot gets a token at a time.
-
-The layers are those of training, whose engines write and read the cache. A slot holds one sequence,
-which begins at position 0 and has its own length.
+A slot holds one sequence, which begins at position 0 and has its own length. `passes` runs the layers.
 
 A cache is, for each group of layers, the arrays of each layer of its period, [repeats, slots, …]. Attention stores keys
 and values [K, R, H], in the order in which the matmuls read them; with another order XLA would hold a second cache on
@@ -13,6 +10,10 @@ before its convolutions [W - 1, heads, width] and its state [N, H, V], whatever 
 The token at position p is stored at place p mod R. R is the room: the number of places of a slot, or, for a layer with
 a window, the places that the window needs. A place is visible only after the sequence has written it, so a slot is
 never cleared.
+
+With N drafts a pass reads N + 1 tokens of a slot, of which the first `count` stay; the others are written again.
+Recurrent mixers store the state after each token of the last pass, [repeats · (N + 1), slots, …]. The cache ends with
+the depths of MTP as a group, and `recent`: the states after the final norm at the last 2 N positions.
 """
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from meshtrain.kernels import convolution, decode, products, recurrence
 from meshtrain.kernels.engine import MASKED, Expansion, Mask
 from meshtrain.model.execution import Execution
 from meshtrain.model.loss import cap
-from meshtrain.model.transformer import Transformer, find_lacking
+from meshtrain.model.transformer import find_lacking
 from meshtrain.names import PADDING
 from meshtrain.parallel.context.recurrence import CHANNEL_AXES
 from meshtrain.sharding.mesh import on_shards
@@ -50,9 +51,10 @@ def _block(room: int) -> int:
     return -(-room // (BLOCK * MOST_BLOCKS)) * BLOCK
 
 
-def places(window: int, room: int) -> int:
-    """Return the number of places of a slot in a layer with this window (0: none)."""
-    return min(room, round_room(window)) if window else room
+def places(window: int, room: int, drafts: int = 0) -> int:
+    """Return the number of places of a slot in a layer with this window (0: none). Those that the window sees outlast
+    2 · drafts tokens written after them."""
+    return min(room, round_room(window + 2 * drafts)) if window else room
 
 
 def slot_bytes(cfg: Model, room: int, itemsize: int) -> int:
@@ -75,39 +77,9 @@ def check(cfg: Model) -> None:
                          f"ex.engines only, give its class `cache = True`")
 
 
-def empty(model: Transformer, ex: Execution, p, slots: int, room: int) -> list:
-    """Return the shapes of the cache as jax.ShapeDtypeStructs. room: from `round_room`."""
-    batch = {name: jax.ShapeDtypeStruct((slots, room), jnp.int32)
-             for name in ("tokens", "segments", "index", "positions", "length")}
-    batch["sequence"] = jax.ShapeDtypeStruct((slots,), jnp.int32)
-    return jax.eval_shape(lambda p, batch: read(model, ex, p, batch), p, batch)
-
-
 def constrain(layout: Layout, caches: list) -> list:
     """Return the cache with the sharding of its heads and slots."""
     return [tuple(_Layer(layout, arrays).constrain() for arrays in group) for group in caches]
-
-
-def read(model: Transformer, ex: Execution, p, batch) -> list:
-    """Run the prompts through the layers and return their caches.
-
-    Prompts are padded on the left, with segment 0. The last token is at the last place.
-    """
-    x_BTD, inputs, caches = model.embed(ex, p, batch), model.inputs(batch), []
-    for first, group in model.number_groups():
-        def repeat(x_BTD, scanned, group=group):
-            weights, number = scanned
-            kept = [_Writing(ex) for _ in group.period]
-            for i, layer in enumerate(group.period):
-                bound = layer.bind(weights[i])
-                x_BTD, _ = bound(_through(ex, kept[i]), x_BTD, inputs, number + i)
-                if bound.mixer is not None and len(kept[i].cache) not in (2, 4):
-                    raise ValueError(f"the mixer {type(bound.mixer).__name__} leaves no state in the cache, so the "
-                                     f"model cannot generate: a layer calls attention, or convolve and recur, once")
-            return x_BTD, tuple(layer.cache for layer in kept)
-        x_BTD, cache = lax.scan(repeat, x_BTD, (model.weights(p, group), group.numbers(first)))
-        caches.append(cache)
-    return caches
 
 
 def lay(layout: Layout, caches: list, prompts: list, source_S, tokens_S) -> list:
@@ -120,32 +92,7 @@ def lay(layout: Layout, caches: list, prompts: list, source_S, tokens_S) -> list
             for group, read in zip(caches, prompts, strict=True)]
 
 
-def extend(model: Transformer, ex: Execution, p, batch, caches: list, at_S, live_S) -> tuple[jax.Array, list]:
-    """Run one token per slot, at its position at_S. Return (output of the last layer [S, 1, D], the cache).
-
-    batch: as in training, with T = 1. live_S: the slots whose output is used. The loop over places does not reach
-    further for the other slots.
-    """
-    x_BTD, inputs, new = model.embed(ex, p, batch), model.inputs(batch), []
-    last = jnp.max(jnp.where(live_S, at_S, 0))
-    reach = _Reach(at_S, last, jnp.where(live_S, at_S, -1) if ex.engines.by_kernels else None)
-    for (first, group), cache in zip(model.number_groups(), caches, strict=True):
-        def repeat(carry, scanned, group=group):
-            # The cache is carried, not scanned, so that one token is written in place and nothing else moves.
-            x_BTD, cache = carry
-            weights, number, index = scanned
-            for i, layer in enumerate(group.period):
-                engine = _Reading(cache[i], index, reach)
-                x_BTD, _ = layer.bind(weights[i])(_through(ex, engine), x_BTD, inputs, number + i)
-                cache = (*cache[:i], engine.cache, *cache[i + 1:])
-            return (x_BTD, cache), None
-        scanned = (model.weights(p, group), group.numbers(first), jnp.arange(group.repeats))
-        (x_BTD, cache), _ = lax.scan(repeat, (x_BTD, cache), scanned)
-        new.append(cache)
-    return x_BTD, new
-
-
-def _through(ex: Execution, cached) -> Execution:
+def through(ex: Execution, cached) -> Execution:
     recurrence = ex.engines.recurrence and ex.engines.recurrence._replace(convolve=cached.convolve, recur=cached.recur)
     return dataclasses.replace(ex, engines=dataclasses.replace(ex.engines, attention=cached.attend,
                                                                recurrence=recurrence))
@@ -153,16 +100,12 @@ def _through(ex: Execution, cached) -> Execution:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """The arrays of one layer of a period: none, two of attention, or four of a recurrent mixer."""
+    """The arrays of one layer of a period: none, two of attention, or four of a recurrent mixer; or `recent` alone."""
     layout: Layout
     arrays: tuple
 
-    @property
-    def recurrent(self) -> bool:
-        return len(self.arrays) > 2
-
     def constrain(self) -> tuple:
-        if self.recurrent:
+        if len(self.arrays) == 4:
             *tails, state = self.arrays
             return (*(self.layout.act(x, None, "batch", None, axis, None)
                       for x, axis in zip(tails, CHANNEL_AXES, strict=True)),
@@ -170,7 +113,7 @@ class _Layer:
         return tuple(_constrain(self.layout, x, None, "batch") for x in self.arrays)
 
     def lay(self, prompts: tuple, source_S, tokens_S) -> tuple:
-        if not self.recurrent:
+        if len(self.arrays) in (0, 2):
             return tuple(_constrain(self.layout, self._roll(*pair, source_S, tokens_S), None, "batch")
                          for pair in zip(self.arrays, prompts, strict=True))
         # A prompt without tokens leaves nothing in the state; the values that were read for it are padding.
@@ -207,11 +150,11 @@ def _over(flag_S, x):
     return flag_S.reshape(1, -1, *[1] * (x.ndim - 2))
 
 
-class _Writing:
+class PromptEngine:
     """The mixer of a layer over prompts. It sets `cache`."""
 
-    def __init__(self, ex: Execution):
-        self.ex = ex
+    def __init__(self, ex: Execution, drafts: int):
+        self.ex, self.drafts = ex, drafts
         self.cache: tuple[jax.Array, ...] = ()
 
     def _begin(self) -> None:
@@ -221,7 +164,7 @@ class _Writing:
     def attend(self, layout: Layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, *, mask: Mask, **kind):
         self._begin()
         T = k_BTKH.shape[1]
-        first = T - places(mask.window, T)
+        first = T - places(mask.window, T, self.drafts)
         self.cache = tuple(_constrain(layout, _by_head(x)[..., first:, :], "batch") for x in (k_BTKH, v_BTKH))
         return self.ex.engines.attention(layout, q_BTNH, k_BTKH, v_BTKH, segments_BT, mask=mask, **kind)
 
@@ -239,26 +182,32 @@ class _Writing:
         return recurred.o_BTNV
 
 
-class _Reach(NamedTuple):
+class Reach(NamedTuple):
     """How far each slot has written.
 
-    at_S: position of each slot's token. last: the largest position of a live slot. live_S: at_S, with -1 for slots that
-    are done; None unless `Execution.by_kernels`.
+    at_BT: positions of each slot's tokens. last: the largest position of a live slot. live_BT: at_BT, with -1 for slots
+    that are done; None unless `Execution.by_kernels`. count_B: how many tokens of the pass before stay.
     """
-    at_S: jax.Array
+    at_BT: jax.Array
     last: jax.Array
-    live_S: jax.Array | None
+    live_BT: jax.Array | None
+    count_B: jax.Array | None
 
 
-class _Reading:
-    """The mixer of a layer for one token of each slot. It writes the token into the layer's entry of the stacked cache.
-    """
+def reach(ex: Execution, batch, count_B=None) -> Reach:
+    at_BT, live_BT = batch["positions"], batch["segments"] != PADDING
+    last = jnp.max(jnp.where(live_BT, at_BT, 0))
+    return Reach(at_BT, last, jnp.where(live_BT, at_BT, -1) if ex.engines.by_kernels else None, count_B)
 
-    def __init__(self, cache, index, reach: _Reach):
-        self.cache, self.index, self.at_S, self.reach = cache, index, reach.at_S, reach
+
+class SlotEngine:
+    """The mixer of a layer for T tokens of each slot. It writes them into the layer's entry of the stacked cache."""
+
+    def __init__(self, cache, index, reach: Reach):
+        self.cache, self.index, self.reach, self.T = cache, index, reach, reach.at_BT.shape[1]
 
     def convolve(self, layout: Layout, xs, ws, segments_BT, axes=CHANNEL_AXES):
-        """Convolve one token of each slot with the tail in the cache.
+        """Convolve the tokens of each slot with the tail in the cache.
 
         segments are 0 for slots that are done; their output is not read.
         """
@@ -266,23 +215,34 @@ class _Reading:
         for x, w, before in zip(xs, ws, map(self._own, self.cache[:3]), strict=True):
             before = convolution.Tail(before, jnp.ones(before.shape[:2], segments_BT.dtype))
             ys.append(convolution.convolve(x, w, jnp.ones_like(segments_BT), before))
-            tails.append(convolution.tail(x, segments_BT, width, before).x_BSND)
-        self.cache = (*map(self._replace_token, self.cache[:3], tails), self.cache[3])
+            tails.append([convolution.tail(x[:, :t + 1], segments_BT[:, :t + 1], width, before).x_BSND
+                          for t in range(self.T)])
+        self.cache = (*map(self._replace, self.cache[:3], tails), self.cache[3])
         return tuple(ys)
 
-    def recur(self, layout: Layout, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT):
-        one_segment = jnp.ones_like(segments_BT)
-        o_BTNV, S_BNHV = recurrence.step(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, one_segment, recurrence.RecurrentState(
-            self._own(self.cache[3]), one_segment[:, 0]))
-        S_BNHV = layout.act(S_BNHV, "batch", "heads", None, None)
-        self.cache = (*self.cache[:3], self._replace_token(self.cache[3], S_BNHV))
-        return o_BTNV
+    def recur(self, layout: Layout, *inputs):
+        S_BNHV, one_segment = self._own(self.cache[3]), jnp.ones_like(inputs[-1][:, :1])
+        os: list[jax.Array] = []
+        states: list[jax.Array] = []
+        for t in range(self.T):
+            q, k, v, g, beta = jax.tree.map(lambda x, t=t: x[:, t:t + 1], inputs[:-1])
+            before = recurrence.RecurrentState(S_BNHV, one_segment[:, 0])
+            o_B1NV, S_BNHV = recurrence.step(q, k, v, g, beta, one_segment, before)
+            S_BNHV = layout.act(S_BNHV, "batch", "heads", None, None)
+            os, states = [*os, o_B1NV], [*states, S_BNHV]
+        self.cache = (*self.cache[:3], self._replace(self.cache[3], states))
+        return jnp.concatenate(os, 1)
 
     def _own(self, stack):
-        return lax.dynamic_index_in_dim(stack, self.index, 0, keepdims=False)
+        """Return the layer's entry: after the last of the tokens that stay."""
+        after = lax.dynamic_slice_in_dim(stack, self.index * self.T, self.T, 0)
+        own = after[:1]
+        for t in range(1, self.T):
+            own = jnp.where(_over(self.reach.count_B > t, own), after[t:t + 1], own)
+        return own[0]
 
-    def _replace_token(self, stack, new):
-        return lax.dynamic_update_index_in_dim(stack, new.astype(stack.dtype), self.index, 0)
+    def _replace(self, stack, after: list):
+        return lax.dynamic_update_slice_in_dim(stack, jnp.stack(after).astype(stack.dtype), self.index * self.T, 0)
 
     def attend(self, layout: Layout, q_BTNH, *others, mask, scores, sinks_N=None, expansion: Expansion | None = None,
                bounded: bool = False):
@@ -290,24 +250,24 @@ class _Reading:
         segments. Scores in generation are not bounded."""
         assert not bounded
         B, T, N, H = q_BTNH.shape
-        if expansion is None and self.reach.live_S is not None and _in_one_kernel(layout, N, *self.cache):
+        if expansion is None and self.reach.live_BT is not None and _in_one_kernel(layout, N, *self.cache):
             k_BTKH, v_BTKV = others[:2]
             return self._by_kernel(layout, q_BTNH, k_BTKH, v_BTKV, mask, scores, sinks_N), None
         self.cache = tuple(self._write(layout, *pair) for pair in zip(self.cache, others[:2], strict=True))
         if expansion is None:
-            q_BKGH = q_BTNH.reshape(B, self.cache[0].shape[2], -1, H)
+            q_BTKGH = q_BTNH.reshape(B, T, self.cache[0].shape[2], -1, H)
 
             def products_with(k_BKSH, _):
-                return products.einsum("BKGH,BKSH->BKGS", q_BKGH, k_BKSH, jnp.float32)
+                return products.einsum("BTKGH,BKSH->BKTGS", q_BTKGH, k_BKSH, jnp.float32)
         else:
-            products_with = _against_latents(expansion, q_BTNH[:, 0])
+            products_with = _against_latents(expansion, q_BTNH)
 
         def values(first, second):
             return second if expansion is None else first[:, None]
 
         def score(*part):
             return cap(products_with(*part) * scores.scale_for(H), scores.softcap)
-        o_BTNV = self._over_places(layout, N, score, values, mask, sinks_N).reshape(B, T, N, -1)
+        o_BTNV = self._over_places(layout, score, values, mask, sinks_N).swapaxes(1, 2).reshape(B, T, N, -1)
         if expansion is not None:
             value_CNV = expansion.gather(expansion.value_CNV)
             o_BTNV = products.einsum("BTNC,CNV->BTNV", o_BTNV.astype(value_CNV.dtype), value_CNV)
@@ -316,49 +276,56 @@ class _Reading:
     def _by_kernel(self, layout: Layout, q_BTNH, k_BTKH, v_BTKV, mask: Mask, scores, sinks_N):
         def spec(*logical):
             return layout.spec("activations", logical)
-        head, kv_head, stack = (spec("batch", "heads", None), spec("batch", "kv_heads", None),
+        head, kv_head, stack = (spec("batch", None, "heads", None), spec("batch", None, "kv_heads", None),
                                 spec(None, "batch", "kv_heads", None, None))
         sinks = () if sinks_N is None else (sinks_N,)
 
-        def local(token, cache, layer, at_S, *sinks):
-            return decode.attend(token, cache, layer, at_S, scores, mask.window, *sinks)
-        o_SNV, cache = on_shards(
-            local, (decode.Token(head, kv_head, kv_head), (stack, stack), P(), spec("batch"),
+        def local(tokens, cache, layer, at_ST, *sinks):
+            os = []         # a token at a time; the next ones read what it wrote
+            for t in range(self.T):
+                o_SNV, cache = decode.attend(decode.Token(*(x[:, t] for x in tokens)), cache, layer, at_ST[:, t],
+                                             scores, mask.window, *sinks)
+                os.append(o_SNV)
+            return jnp.stack(os, 1), cache
+        o_STNV, cache = on_shards(
+            local, (decode.Token(head, kv_head, kv_head), (stack, stack), P(), spec("batch", None),
                     *(spec("heads") for _ in sinks)), (head, (stack, stack)))(
-            decode.Token(q_BTNH[:, 0], k_BTKH[:, 0], v_BTKV[:, 0]), self.cache, self.index, self.reach.live_S, *sinks)
+            decode.Token(q_BTNH, k_BTKH, v_BTKV), self.cache, self.index, self.reach.live_BT, *sinks)
         self.cache = tuple(_constrain(layout, x, None, "batch") for x in cache)
-        return o_SNV[:, None]
+        return o_STNV
 
-    def _over_places(self, layout: Layout, N: int, score, values, mask: Mask, sinks_N):
-        """Return [B, K, G, V]: attention to the visible places of each slot, block by block.
+    def _over_places(self, layout: Layout, score, values, mask: Mask, sinks_N):
+        """Return [B, K, T, G, V]: attention to the visible places of each slot, block by block.
 
         A block without visible places of a slot adds exact zeros, so a slot does not depend on how far the loop runs
         for others. Source: FlashAttention, arXiv:2205.14135.
         """
         R = self.cache[0].shape[-2]
         block = min(_block(R), R)
-        at_B1 = self.at_S[:, None]
+        at_BT1 = self.reach.at_BT[..., None]
 
         def visit(j, carry):
             most, total, o = carry
             part = [_constrain(layout, self._block_of(x, j * block, block), "batch") for x in self.cache]
-            s_BKGS, v_BKSV = score(*part), values(*part)
+            s_BKTGS, v_BKSV = score(*part), values(*part)
             # The position that a place holds: the newest of the positions that map to it.
-            position_BS = at_B1 - (at_B1 - (j * block + jnp.arange(block))) % R
-            seen_BS = position_BS >= 0
+            position_BTS = at_BT1 - (at_BT1 - (j * block + jnp.arange(block))) % R
+            seen_BTS = position_BTS >= 0
             if mask.window:
-                seen_BS &= at_B1 - position_BS < mask.window
-            s_BKGS = jnp.where(seen_BS[:, None, None], s_BKGS, MASKED)
-            new = jnp.maximum(most, s_BKGS.max(-1))
-            p_BKGS = jnp.where(seen_BS[:, None, None], jnp.exp(s_BKGS - new[..., None]), 0.0)
+                seen_BTS &= at_BT1 - position_BTS < mask.window
+            seen_B1T1S = seen_BTS[:, None, :, None]
+            s_BKTGS = jnp.where(seen_B1T1S, s_BKTGS, MASKED)
+            new = jnp.maximum(most, s_BKTGS.max(-1))
+            p_BKTGS = jnp.where(seen_B1T1S, jnp.exp(s_BKTGS - new[..., None]), 0.0)
             fade = jnp.exp(most - new)
-            added = products.einsum("BKGS,BKSV->BKGV", p_BKGS.astype(v_BKSV.dtype), v_BKSV, jnp.float32)
-            return new, total * fade + p_BKGS.sum(-1), o * fade[..., None] + added
+            added = products.einsum("BKTGS,BKSV->BKTGV", p_BKTGS.astype(v_BKSV.dtype), v_BKSV, jnp.float32)
+            return new, total * fade + p_BKTGS.sum(-1), o * fade[..., None] + added
         heads = jax.eval_shape(lambda: visit(0, (jnp.float32(MASKED), jnp.float32(0), jnp.float32(0)))[2])
-        most = jnp.full(heads.shape[:3], MASKED, jnp.float32)
+        most = jnp.full(heads.shape[:4], MASKED, jnp.float32)
         total = jnp.zeros_like(most)
         if sinks_N is not None:     # a score without a value
-            most = jnp.broadcast_to(sinks_N.astype(jnp.float32).reshape(1, *heads.shape[1:3]), most.shape)
+            K, G = heads.shape[1], heads.shape[3]
+            most = jnp.broadcast_to(sinks_N.astype(jnp.float32).reshape(1, K, 1, G), most.shape)
             total = jnp.ones_like(most)
         carry = most, total, jnp.zeros(heads.shape, jnp.float32)
         if block == R:
@@ -372,16 +339,16 @@ class _Reading:
         return lax.dynamic_slice(stack, start, (1, *stack.shape[1:-2], size, stack.shape[-1]))[0]
 
     def _write(self, layout: Layout, stack, new):
-        """Return the stack with one token of each slot written at its place.
+        """Return the stack with the tokens of each slot written at their places.
 
-        It is written as a scatter with a batch dim, which stays on its device.
+        They are written as a scatter with a batch dim, which stays on its device.
         """
-        B, place = new.shape[0], stack.ndim - 2
-        at = jnp.stack([jnp.broadcast_to(self.index, (B,)), self.at_S % stack.shape[place]], -1).astype(jnp.int32)
+        at_BT, place = self.reach.at_BT, stack.ndim - 2
+        at = jnp.stack([jnp.broadcast_to(self.index, at_BT.shape), at_BT % stack.shape[place]], -1).astype(jnp.int32)
         numbers = lax.ScatterDimensionNumbers(
-            update_window_dims=tuple(range(1, new.ndim - 1)), inserted_window_dims=(0, place),
+            update_window_dims=tuple(range(2, new.ndim)), inserted_window_dims=(0, place),
             scatter_dims_to_operand_dims=(0, place), operand_batching_dims=(1,), scatter_indices_batching_dims=(0,))
-        stack = lax.scatter(stack, at, new[:, 0].astype(stack.dtype), numbers, unique_indices=True,
+        stack = lax.scatter(stack, at, new.astype(stack.dtype), numbers, unique_indices=True,
                             mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
         return _constrain(layout, stack, None, "batch")
 
@@ -398,19 +365,19 @@ def _in_one_kernel(layout: Layout, N: int, keys, values) -> bool:
         N // keys.shape[2], keys.shape[-1], values.shape[-1], keys.shape[-2])
 
 
-def _against_latents(expansion: Expansion, q_BNH):
-    """Return a function (latents, rotated keys) -> query-key products [B, 1, N, S].
+def _against_latents(expansion: Expansion, q_BTNH):
+    """Return a function (latents, rotated keys) -> query-key products [B, 1, T, N, S].
 
     It does not expand the keys: each query is multiplied by the weight of its head's keys instead (DeepSeek-V2,
     arXiv:2405.04434, 2.1.2).
     """
     key_CNH = expansion.gather(expansion.key_CNH)
     plain = key_CNH.shape[2]
-    q_BNC = products.einsum("BNH,CNH->BNC", q_BNH[..., :plain], key_CNH)
+    q_BTNC = products.einsum("BTNH,CNH->BTNC", q_BTNH[..., :plain], key_CNH)
 
     def with_keys(c_BSC, r_BSR):
-        s_BNS = products.einsum("BNC,BSC->BNS", q_BNC, c_BSC, jnp.float32)
-        return (s_BNS + products.einsum("BNR,BSR->BNS", q_BNH[..., plain:], r_BSR, jnp.float32))[:, None]
+        s_BTNS = products.einsum("BTNC,BSC->BTNS", q_BTNC, c_BSC, jnp.float32)
+        return (s_BTNS + products.einsum("BTNR,BSR->BTNS", q_BTNH[..., plain:], r_BSR, jnp.float32))[:, None]
     return with_keys
 
 

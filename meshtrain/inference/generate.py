@@ -9,6 +9,10 @@ of slots, the order or the mesh.
 For longrope in a model folder the length of a sequence chooses the frequencies (`rope.turns`), as in transformers. An
 answer that crosses the original length is read again there with the new frequencies, and then continues with the
 others.
+
+With N drafts, depths of MTP choose the next N tokens, and a pass of the model over these and the last token chooses
+N + 1 tokens from its own logits. Those stay whose predecessors were drafted as they were chosen. Drafts are chosen with
+the keys of their positions, too, so that they often equal sampled tokens (arXiv:2408.07978).
 """
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.inference import cache, sampling
+from meshtrain.inference import cache, passes, sampling
 from meshtrain.model import rope
 from meshtrain.model.execution import Execution
 from meshtrain.model.transformer import Transformer
@@ -42,11 +46,13 @@ PROMPTS = 2             # prompts that a shard of the batch reads together; cons
 class SlotStates(NamedTuple):
     """The carry of `decode`.
 
-    token_S: the last token, which no layer has read yet, at position at_S. last_S: the position at which a sequence has
-    its maximum length. key_S2: data of `sampling.key`. done_S: whether the slot's sequence has ended.
+    tokens_SW: the last token, which no layer has read yet, at position at_S, behind the 2 N tokens before it with N
+    drafts. count_S: how many tokens of the last pass stay. last_S: the position at which a sequence has its maximum
+    length. key_S2: data of `sampling.key`. done_S: whether the slot's sequence has ended.
     """
-    token_S: jax.Array
+    tokens_SW: jax.Array
     at_S: jax.Array
+    count_S: jax.Array
     last_S: jax.Array
     key_S2: jax.Array
     done_S: jax.Array
@@ -56,8 +62,8 @@ class SlotStates(NamedTuple):
 class Drawn(NamedTuple):
     """The result of a call of `decode`.
 
-    steps: number of tokens per slot. For each slot: its tokens, with -1 where the slot was done, and the numbers of
-    `sampling.Draw`.
+    steps: number of passes. For each slot and pass: N + 1 tokens, with -1 for those that do not stay or if the slot was
+    done, and the numbers of `sampling.Draw`.
     """
     steps: jax.Array
     token_SU: jax.Array
@@ -106,7 +112,8 @@ class Generator:
 
     compiled: (name, jitted, its arguments) -> the compiled function. slots: maximum on all devices. room: minimum
     tokens of a slot, so that calls share their programs; the number of slots is then a power of two if it is below the
-    maximum. kept: the programs. A Generator that differs only in its weights may share them.
+    maximum. kept: the programs. A Generator that differs only in its weights may share them. drafts: number of depths
+    of MTP that draft. counts: tokens of a slot in a pass -> number of such passes so far.
     """
     model: Transformer
     ex: Execution
@@ -115,6 +122,8 @@ class Generator:
     slots: int = SLOTS
     room: int = 0
     kept: dict = dataclasses.field(default_factory=dict, repr=False)
+    drafts: int = 0
+    counts: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter, repr=False)
 
     def __post_init__(self):
         cache.check(self.model.cfg)
@@ -155,27 +164,27 @@ class Generator:
         S = self.slots_for(1 << (len(waiting) - 1).bit_length() if self.room else len(waiting))
         ends = ((request.read + request.budget, _pad_length(request.read),
                  *map(_pad_length, request.turns_crossed(self._turns))) for request in waiting)
-        room = cache.round_room(max(self.room, *map(max, ends)))
-        programs = _programs(self.model, self.ex, S, room, how, tuple(limits.stop_ids))
-        run = functools.partial(self._run, (S, room, how, limits.stop_ids))
+        room, T = cache.round_room(max(self.room, *map(max, ends)) + self.drafts), self.drafts + 1
+        programs = _programs(self.model, self.ex, S, room, how, tuple(limits.stop_ids), self.drafts)
+        run = functools.partial(self._run, (S, room, how, limits.stop_ids, self.drafts))
         slots = run("the allocation of the cache", programs.empty, self.params)
         owners: list[_Request | None] = [None] * S
         stride = np.int32(STRIDE if tell or limits.ended else LONGEST_STRIDE)
         while waiting or any(owners):
             while waiting and not all(owners):
-                filling = _deal(waiting, owners, self._shards())
+                filling = _deal(waiting, owners, self._shards(), self.drafts)
                 slots = run("the reading of prompts", programs.fill, self.params, slots, filling, np.uint32(seed))
             free_S = np.array([owner is None for owner in owners])
             enough = np.int32(max(S // REFILLED, 1) if waiting else S)
             slots, drawn = run("the generation of tokens", programs.decode, self.params, slots, free_S, stride, enough)
-            steps, token_SU, logprob_SU, margin_SU, done_S = map(np.asarray, (*drawn, slots.done_S))
+            steps, *numbers, done_S = map(np.asarray, (*drawn, slots.done_S))
             for s, owner in enumerate(owners):
                 if owner is None:
                     continue
-                count = int((token_SU[s, :steps] >= 0).sum())
-                owner.tokens += token_SU[s, :count].tolist()
-                owner.logprobs += logprob_SU[s, :count].tolist()
-                owner.margins += margin_SU[s, :count].tolist()
+                stay_U = numbers[0][s, :steps * T] >= 0
+                self.counts.update(stay_U.reshape(-1, T).sum(1).tolist())
+                for so_far, new_SU in zip((owner.tokens, owner.logprobs, owner.margins), numbers):
+                    so_far += new_SU[s, :steps * T][stay_U].tolist()
                 kept = limits.ended(owner.number, owner.tokens) if limits.ended else None
                 if kept is not None:
                     owner.ended = True
@@ -212,13 +221,13 @@ class Generator:
 
         prompt: number of tokens of a prompt.
         """
-        S, room = self.slots_for(self.slots), cache.round_room(max(self.room, _pad_length(prompt - 1)))
-        jitted = _programs(self.model, self.ex, S, room, sampling.Picking(1.0), ())
+        S, room = self.slots_for(self.slots), cache.round_room(max(self.room, _pad_length(prompt - 1)) + self.drafts)
+        jitted = _programs(self.model, self.ex, S, room, sampling.Picking(1.0), (), self.drafts)
         empty = self.compiled("the allocation of the cache", jitted.empty, self.params)
         slots = jax.tree.map(lambda a, placed: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed),
                              jax.eval_shape(jitted.empty, self.params), empty.output_shardings)
         request = _Request(0, 0, [0] * prompt, 1, (0, 0, 0), leg=1)
-        filling = _deal(collections.deque([request]), [None] * S, self._shards())
+        filling = _deal(collections.deque([request]), [None] * S, self._shards(), self.drafts)
         return {"fill": self.compiled("the reading of prompts", jitted.fill, self.params, slots, filling, np.uint32(0)),
                 "decode": self.compiled("the generation of tokens", jitted.decode, self.params, slots,
                                         np.zeros(S, bool), np.int32(1), np.int32(1))}
@@ -280,14 +289,14 @@ class Filling(NamedTuple):
 
     prompt_PT: prompts without their last tokens, padded on the left. read_P: their numbers of tokens. reach_P: the
     position of the last token of their slots. source_S: see `cache.lay`. For each slot: the prompt's length and last
-    token, the maximum of new tokens, and the counters of its key.
+    tokens, the maximum of new tokens, and the counters of its key.
     """
     prompt_PT: np.ndarray
     read_P: np.ndarray
     reach_P: np.ndarray
     source_S: np.ndarray
     length_S: np.ndarray
-    token_S: np.ndarray
+    tokens_SW: np.ndarray
     budget_S: np.ndarray
     counters_S3: np.ndarray
 
@@ -298,7 +307,7 @@ def _pad_length(length: int) -> int:
     return max(-(-length // step), 1) * step
 
 
-def _deal(waiting: collections.deque[_Request], owners: list[_Request | None], shards: int) -> Filling:
+def _deal(waiting: collections.deque[_Request], owners: list[_Request | None], shards: int, drafts: int) -> Filling:
     """Take waiting requests, assign free slots of the shard with most of them, and read each prompt once.
 
     All requests have the same padded length, so that there are few compiled programs.
@@ -308,9 +317,9 @@ def _deal(waiting: collections.deque[_Request], owners: list[_Request | None], s
     T = _pad_length(waiting[0].read)
     rows = min(PROMPTS, S // shards)
     source_S = np.full(S, -1, np.int32)
-    length_S, token_S, budget_S = np.zeros((3, S), np.int32)
+    (length_S, budget_S), tokens_SW = np.zeros((2, S), np.int32), np.zeros((S, 2 * drafts + 1), np.int32)
     filling = Filling(np.zeros((rows * shards, T), np.int32), *np.zeros((2, rows * shards), np.int32), source_S,
-                      length_S, token_S, budget_S, np.zeros((S, 3), np.uint32))
+                      length_S, tokens_SW, budget_S, np.zeros((S, 3), np.uint32))
     used: list[dict] = [{} for _ in range(shards)]
     while waiting and _pad_length(waiting[0].read) == T:
         request = waiting[0]
@@ -324,7 +333,8 @@ def _deal(waiting: collections.deque[_Request], owners: list[_Request | None], s
         row, tokens = shard * rows + source, request.so_far
         filling.prompt_PT[row, T - request.read:], filling.read_P[row] = tokens[:-1], request.read
         filling.reach_P[row] = request.read + request.leg
-        source_S[s], length_S[s], token_S[s], budget_S[s] = source, len(tokens), tokens[-1], request.leg
+        source_S[s], length_S[s], budget_S[s] = source, len(tokens), request.leg
+        tokens_SW[s] = ([0] * 2 * drafts + tokens)[-2 * drafts - 1:]
         filling.counters_S3[s], owners[s] = request.counters, waiting.popleft()
     return filling
 
@@ -342,8 +352,9 @@ class _Programs(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def _programs(model: Transformer, ex: Execution, S: int, room: int, how: sampling.Picking,
-              stop_ids: tuple[int, ...]) -> _Programs:
+def _programs(model: Transformer, ex: Execution, S: int, room: int, how: sampling.Picking, stop_ids: tuple[int, ...],
+              drafts: int) -> _Programs:
+    T, W = drafts + 1, 2 * drafts       # tokens of a pass; positions at which depths run
     def whole(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, P())
 
@@ -351,9 +362,10 @@ def _programs(model: Transformer, ex: Execution, S: int, room: int, how: samplin
         return SlotStates(*map(whole, slots[:-1]), cache.constrain(ex.layout, slots.caches))
 
     def empty(p):
-        zeros_S = jnp.zeros(S, jnp.int32)
-        caches = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache.empty(model, ex, p, S, room))
-        return pin(SlotStates(zeros_S, zeros_S, zeros_S, jnp.zeros((S, 2), jnp.uint32), jnp.ones(S, bool), caches))
+        zeros_S, zeros_SW = jnp.zeros(S, jnp.int32), jnp.zeros((S, W + 1), jnp.int32)
+        caches = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), passes.empty(model, ex, p, S, room, drafts))
+        return pin(SlotStates(zeros_SW, zeros_S, zeros_S, zeros_S, jnp.zeros((S, 2), jnp.uint32), jnp.ones(S, bool),
+                              caches))
 
     def fill(p, slots: SlotStates, new: Filling, seed):
         B, T = new.prompt_PT.shape
@@ -362,11 +374,11 @@ def _programs(model: Transformer, ex: Execution, S: int, room: int, how: samplin
         batch = {"tokens": new.prompt_PT, "segments": (index_PT >= pad_P1).astype(jnp.int32), "index": index_PT,
                  "positions": jnp.maximum(index_PT - pad_P1, 0), "sequence": jnp.zeros(B, jnp.int32),
                  "length": jnp.broadcast_to(new.reach_P[:, None], (B, T))}
-        prompts = cache.read(model, ex, p, batch)
+        prompts = passes.read(model, ex, p, batch, drafts)
         caches = cache.lay(ex.layout, slots.caches, prompts, new.source_S, jnp.maximum(new.length_S - 1, 0))
         keys_S2 = jax.vmap(lambda ids: jax.random.key_data(sampling.key(seed, *ids)))(new.counters_S3)
-        new_S = new.source_S >= 0
-        begun = SlotStates(new.token_S, new.length_S - 1, new.length_S - 1 + new.budget_S, keys_S2, ~new_S, [])
+        new_S, at_S = new.source_S >= 0, new.length_S - 1
+        begun = SlotStates(new.tokens_SW, at_S, jnp.zeros(S, jnp.int32), at_S + new.budget_S, keys_S2, ~new_S, [])
         chosen = [jnp.where(new_S.reshape(-1, *[1] * (old.ndim - 1)), now, old)
                   for now, old in zip(begun[:-1], slots[:-1], strict=True)]
         return pin(SlotStates(*chosen, caches))
@@ -378,26 +390,43 @@ def _programs(model: Transformer, ex: Execution, S: int, room: int, how: samplin
 
         def one_more(carry):
             slots, drawn = carry
-            live_S, token_S1 = ~slots.done_S, slots.token_S[:, None]
-            # A slot that is done continues as padding, so that no expert computes for it.
-            batch = {"tokens": token_S1, "positions": slots.at_S[:, None], "sequence": jnp.zeros_like(slots.token_S),
-                     "segments": live_S[:, None].astype(jnp.int32), "index": jnp.zeros_like(token_S1),
-                     "length": slots.last_S[:, None]}
-            x_STD, caches = cache.extend(model, ex, p, batch, slots.caches, slots.at_S, live_S)
-            keys_S = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.key_S2, impl=PRNG), slots.at_S + 1)
-            new = sampling.pick(how, model.head_logits(ex, p, x_STD)[:, 0], keys_S)
+            live_S1, at_S1, last_S1 = ~slots.done_S[:, None], slots.at_S[:, None], slots.last_S[:, None]
 
-            def put(out_SU: jax.Array, new_S: jax.Array, none: int) -> jax.Array:
-                return jax.lax.dynamic_update_slice_in_dim(
-                    out_SU, jnp.where(live_S, new_S, none)[:, None], drawn.steps, 1)
-            drawn = Drawn(drawn.steps + 1, put(drawn.token_SU, new.token_B, -1),
-                          put(drawn.logprob_SU, new.logprob_B, 0), put(drawn.margin_SU, new.margin_B, 0))
-            at_S = slots.at_S + live_S
-            stopped_S = (new.token_B[:, None] == jnp.asarray(stop_ids or (-1,), jnp.int32)).any(-1)
-            done_S = slots.done_S | stopped_S | (at_S >= slots.last_S)
-            token_S = jnp.where(live_S, new.token_B, slots.token_S)
-            return pin(slots._replace(token_S=token_S, at_S=at_S, done_S=done_S, caches=caches)), drawn
-        none_SU = jnp.zeros((S, LONGEST_STRIDE))
+            def batch(tokens_ST: jax.Array, at_ST: jax.Array) -> dict[str, jax.Array]:
+                # A slot that is done continues as padding, so that no expert computes for it.
+                zeros_ST = jnp.zeros_like(at_ST)
+                return {"tokens": tokens_ST, "positions": at_ST, "segments": zeros_ST + live_S1, "index": zeros_ST,
+                        "sequence": zeros_ST[:, 0], "length": zeros_ST + last_S1}
+
+            def pick(h_STD: jax.Array, first: int) -> sampling.Draw:     # the tokens at the positions from at_S + first
+                logits_STV, at_ST = model.state_logits(ex, p, h_STD), at_S1 + first + jnp.arange(h_STD.shape[1])
+                keys_S = jax.random.wrap_key_data(slots.key_S2, impl=PRNG)
+                keys_ST = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys_S, at_ST)
+                new = sampling.pick(how, logits_STV.reshape(-1, logits_STV.shape[-1]), keys_ST.reshape(-1))
+                return sampling.Draw(*(x.reshape(at_ST.shape) for x in new))
+            tokens_ST, caches = slots.tokens_SW, slots.caches
+            if drafts:
+                before = batch(tokens_ST, at_S1 + jnp.arange(-W, 0))
+                tokens_ST, caches = passes.draft(model, ex, p, before, caches, pick)
+            at_ST = at_S1 + jnp.arange(T)
+            x_STD, caches = passes.extend(model, ex, p, batch(tokens_ST, at_ST), caches, slots.count_S)
+            h_STD = model.final_state(ex, p, x_STD)
+            new = pick(h_STD, 1)
+            stops_ST = (new.token_B[..., None] == jnp.asarray(stop_ids or (-1,), jnp.int32)).any(-1)
+            agrees_SN = (tokens_ST[:, 1:] == new.token_B[:, :-1]) & ~stops_ST[:, :-1] & (at_ST[:, 1:] < last_S1)
+            stays_ST = jnp.cumprod(jnp.concatenate([live_S1, agrees_SN], 1), 1, jnp.int32) > 0
+            count_S = stays_ST.sum(1, dtype=jnp.int32)
+            drawn = Drawn(drawn.steps + 1, *(jax.lax.dynamic_update_slice_in_dim(
+                out_SU, jnp.where(stays_ST, new_ST, none), drawn.steps * T, 1)
+                for out_SU, new_ST, none in zip(drawn[1:], new, (-1, 0, 0), strict=True)))
+            at_S = slots.at_S + count_S
+            done_S = slots.done_S | (stays_ST & stops_ST).any(1) | (at_S >= slots.last_S)
+            tokens_SW = jnp.take_along_axis(jnp.concatenate([slots.tokens_SW, new.token_B], 1),
+                                            count_S[:, None] + jnp.arange(W + 1), 1)
+            caches = passes.keep(caches, h_STD, count_S) if drafts else caches
+            return pin(slots._replace(tokens_SW=tokens_SW, at_S=at_S, count_S=count_S, done_S=done_S,
+                                      caches=caches)), drawn
+        none_SU = jnp.zeros((S, LONGEST_STRIDE * T))
         drawn = Drawn(jnp.int32(0), none_SU.astype(jnp.int32) - 1, none_SU, none_SU)
         slots, drawn = jax.lax.while_loop(
             goes_on, one_more, (slots._replace(done_S=slots.done_S | free_S), drawn))

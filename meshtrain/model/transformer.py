@@ -109,10 +109,7 @@ class Transformer:
 
     @property
     def period(self) -> tuple[params.Module, ...]:
-        """The period of all staged layers. The last repeat may be incomplete.
-
-        `pipeline.stages` refuses models without a period.
-        """
+        """The period of all staged layers. The last may be incomplete. `pipeline.stages` refuses models without."""
         return self.staged[0].period
 
     def first(self, layers):
@@ -124,10 +121,8 @@ class Transformer:
         return layers[self.leading.name] if self.leading else {}
 
     def by_period(self, layers, length: int):
-        """Stack the layers that have the same place in the period. Return the tree of one period.
-
-        Each of its arrays is zero-padded to [length, …]. layers: a tree like LAYERS.
-        """
+        """Stack the layers that have the same place in the period. Return the tree of one period, its arrays
+        zero-padded to [length, …]. layers: a tree like LAYERS."""
         first, *left = self.staged
         stacks_of = [[weights] for weights in self.weights({LAYERS: layers}, first)]
         for group in left:
@@ -209,11 +204,8 @@ class Transformer:
         return ex.after(x_BTD, without_layers(p))
 
     def head_loss(self, ex: Execution, p, x_BTD, targets_BT, *, z_loss: float = 0.0, chunk: int = 2048):
-        """Return (objective, nll) from the last layer's output, summed over tokens with a target, in nats.
-
-        The caller divides them by the number of these tokens. The objective is differentiated, together with the
-        balance loss of the layers' stats, if they have one.
-        """
+        """Return (objective, nll) from the last layer's output, summed over tokens with a target, in nats. The
+        caller divides them by the number of these tokens and adds the layers' balance loss to the objective."""
         return loss_sums(ex, *self.head_inputs(ex, p, x_BTD, chunk, z_loss=z_loss), targets_BT)
 
     def head_token_nll(self, ex: Execution, p, x_BTD, targets_BT, chunk: int = 2048, temperature: float = 1.0):
@@ -221,11 +213,8 @@ class Transformer:
         return token_nll(ex, *self.head_inputs(ex, p, x_BTD, chunk, temperature=temperature), targets_BT)
 
     def head_token_losses(self, ex: Execution, p, x_BTD, batch: dict, of_token, chunk: int, temperature: float):
-        """Return the result of `loss.token_losses` for the last layer's output.
-
-        It is (sum of the losses `of_token`, log-probability and entropy of each token [B, T]). batch: "targets" and the
-        arrays that `of_token` takes.
-        """
+        """Return `loss.token_losses` of the last layer's output: (sum of the losses `of_token`, log-probability
+        and entropy of each token [B, T]). batch: "targets" and the arrays that `of_token` takes."""
         spec, x_BTD, w = self.head_inputs(ex, p, x_BTD, chunk, temperature=temperature)
         given = {name: x for name, x in batch.items() if name != "targets"}
         return token_losses(ex, spec, of_token, x_BTD, w, batch["targets"], given)
@@ -234,7 +223,8 @@ class Transformer:
         """Return (LossSpec, output of the final norm, weight of the head), as the functions of `loss` take them."""
         p = self._read_after(ex, p, x_BTD)
         spec, w = self._loss_spec(p, z_loss, chunk)
-        return dataclasses.replace(spec, temperature=temperature), self._final_norm(ex, p, x_BTD), w
+        x_BTD = self._scale_for_head(ex, self._ends(p).final_norm(ex, x_BTD))
+        return dataclasses.replace(spec, temperature=temperature), x_BTD, w
 
     def _loss_spec(self, p, z_loss: float, chunk: int):
         """Return (LossSpec, weight of the head)."""
@@ -252,20 +242,26 @@ class Transformer:
         (spec, w), normalizers, sums, stats = self._loss_spec(p, 0.0, chunk), batch.get("normalizers"), [], LayerStats()
         inputs = self.inputs(batch, shares_LE=normalizers and normalizers.shares_LE)
         spec = dataclasses.replace(spec, counts_hits=True)
-        h_BTD = ex.layout.act(self._ends(p).final_norm(ex, x_BTD), "batch", "residual_seq", None)
+        h_BTD = self.final_state(ex, p, x_BTD)
         for k in range(1, self.cfg.mtp_layers + 1):
-            p = self._read_after(ex, p, h_BTD)
-            depth = getattr(self._ends(p), mtp.name(k))
-            tokens_BT = ex.after(batch[f"tokens_{k}"], h_BTD)
-            e_BTD = self.embed(ex, p, batch | {"tokens": jnp.maximum(tokens_BT, 0)})
-            apply = build_block(ex, self.depth, x_BTD.shape, False)
-            x_BTD, of_layer = apply(p[mtp.name(k)]["layer"], depth.merge(ex, e_BTD, h_BTD), inputs._replace(
-                routed_BT=tokens_BT != NO_TARGET), self.cfg.num_layers + k - 1)
+            tokens_BT = batch[f"tokens_{k}"]
+            h_BTD, of_layer = self.depth_state(ex, p, k, h_BTD, batch | {"tokens": tokens_BT}, inputs._replace(
+                routed_BT=tokens_BT != NO_TARGET), normalizers and normalizers.tokens)
             stats += of_layer
-            x_BTD = with_balance_loss(x_BTD, of_layer, normalizers and normalizers.tokens)
-            h_BTD = ex.layout.act(depth.norm(ex, x_BTD), "batch", "residual_seq", None)
             sums.append(loss_sums(ex, spec, self._scale_for_head(ex, h_BTD), w, batch[f"targets_{k}"]))
         return sums, stats
+
+    def depth_state(self, ex: Execution, p, k: int, h_BTD, batch: dict, inputs: Inputs, num_tokens=None):
+        """Return (state [B, T, D] of depth k of MTP after its norm, stats of its layer) from that of depth k - 1.
+        batch: "tokens" are those k places ahead. num_tokens: of `with_balance_loss`; None: without it."""
+        p = self._read_after(ex, p, h_BTD)
+        depth, tokens_BT = getattr(self._ends(p), mtp.name(k)), ex.after(batch["tokens"], h_BTD)
+        e_BTD = self.embed(ex, p, batch | {"tokens": jnp.maximum(tokens_BT, 0)})
+        apply = build_block(ex, self.depth, h_BTD.shape, False)
+        number, x_BTD = self.cfg.num_layers + k - 1, depth.merge(ex, e_BTD, h_BTD)
+        x_BTD, stats = apply(p[mtp.name(k)]["layer"], x_BTD, inputs, number)
+        x_BTD = x_BTD if num_tokens is None else with_balance_loss(x_BTD, stats, num_tokens)
+        return ex.layout.act(depth.norm(ex, x_BTD), "batch", "residual_seq", None), stats
 
     def through_layers(self, ex: Execution, p, batch: dict, dropout_key=None):
         """Return (output of the last layer, the layers' stats added)."""
@@ -279,8 +275,9 @@ class Transformer:
             stats += by_repeat.combine()
         return x_BTD, stats
 
-    def _final_norm(self, ex: Execution, p, x_BTD):
-        return self._scale_for_head(ex, self._ends(p).final_norm(ex, x_BTD))
+    def final_state(self, ex: Execution, p, x_BTD):
+        """Return the state [B, T, D] after the final norm, from the last layer's output."""
+        return ex.layout.act(self._ends(p).final_norm(ex, x_BTD), "batch", "residual_seq", None)
 
     def _scale_for_head(self, ex: Execution, x_BTD):
         if (factor := self.cfg.multipliers.logits) != 1:
@@ -300,9 +297,12 @@ class Transformer:
 
     def head_logits(self, ex: Execution, p, x_BTD):
         """Return float32 logits [B, T, V] of each next token, from the last layer's output, without padding ids."""
-        p = self._read_after(ex, p, x_BTD)
-        axes, w = self._head(p)
-        x_BTD = ex.layout.act(self._final_norm(ex, p, x_BTD), "batch", "seq", None)
+        return self.state_logits(ex, p, self.final_state(ex, self._read_after(ex, p, x_BTD), x_BTD))
+
+    def state_logits(self, ex: Execution, p, h_BTD):
+        """Return `head_logits` from the state after a norm: `final_state` or `depth_state`."""
+        axes, w = self._head(self._read_after(ex, p, h_BTD))
+        x_BTD = ex.layout.act(self._scale_for_head(ex, h_BTD), "batch", "seq", None)
         eq = "BTD,DV->BTV" if axes == ("embed", "vocab") else "BTD,VD->BTV"
         logits_BTV = products.einsum(eq, x_BTD, w.astype(ex.numerics.dtype), jnp.float32)
         return cap(logits_BTV[..., :self.cfg.vocab_size], self.cfg.logit_softcap)

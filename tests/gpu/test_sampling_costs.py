@@ -17,7 +17,7 @@ from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas.place import place
 from meshtrain.cost.formulas.rates import Rates
 from meshtrain.cost.program import audit, compile
-from meshtrain.inference import cache, placement
+from meshtrain.inference import cache, passes, placement
 from meshtrain.inference.generate import LONGEST_STRIDE
 from meshtrain.rl import samplers
 from meshtrain.rl import sync as inference
@@ -98,7 +98,7 @@ def test_a_slot_has_the_bytes_of_its_arrays(model):
     costs = decode.Sampling(place(made.model.parameters(), made.run.model, sampler.ex.layout, made.mesh_spec),
                             made.layout, 4, room, functools.partial(cache.places, room=room))
     with jax.set_mesh(made.mesh):
-        held = cache.empty(made.model, sampler.ex, sampler.sync.abstract(), 4, room)
+        held = passes.empty(made.model, sampler.ex, sampler.sync.abstract(), 4, room)
     assert costs.cache_bytes == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
 
 

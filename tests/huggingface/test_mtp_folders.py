@@ -6,10 +6,12 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits
+from commands import call, refused
 from folders import GOLDENS, ONE, Loaded, contents
 from safetensors.numpy import load_file, save_file
 from test_export import write
 
+from meshtrain.commands import generate
 from meshtrain.config import ConfigError
 from meshtrain.huggingface import folder, safetensors, settings
 from meshtrain.huggingface.weights import pretrained
@@ -169,3 +171,11 @@ def test_a_depth_with_a_head_of_its_own_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="shared_head.head.weight is another matrix than lm_head.weight: .*"
                                           "use model.mtp_layers=0"):
         Loaded(source, *ONE, *DEPTH)
+
+
+def test_a_folder_with_a_depth_drafts_and_answers_as_without(source):
+    """Its recurrent layers, too, whose states cannot be taken back."""
+    asked = source, "--prompt-ids=[[5, 6, 7], [8, 9, 10, 11]]", "--max-tokens=40", "--json", "--mesh.tensor=1"
+    plain, drafted = call(generate.main, *asked), call(generate.main, *asked, "--draft=1")
+    assert (drafted.code, drafted.out) == (0, plain.out) and "of depth 1" in drafted.err
+    refused(call(generate.main, *asked, "--draft=2"), "--draft 2 needs", "has 1 that can draft", "use --draft 1")

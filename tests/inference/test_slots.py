@@ -11,7 +11,7 @@ import pytest
 import sampling as cells
 
 from meshtrain import config, trained
-from meshtrain.inference import cache, placement
+from meshtrain.inference import cache, passes, placement
 from meshtrain.inference import generate as inference
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking, key
@@ -202,7 +202,7 @@ def test_slots_are_busy_until_prompts_run_out(monkeypatch):
             slots.at_S[~done_S] -= 1
             done_S, steps = done_S | (slots.at_S == 0), steps + 1
         return slots._replace(done_S=done_S), inference.Drawn(steps, token_SU, 0.0 * token_SU, 0.0 * token_SU)
-    nobody = inference.SlotStates(None, np.zeros(S, int), None, None, np.ones(S, bool), [])
+    nobody = inference.SlotStates(None, np.zeros(S, int), None, None, None, np.ones(S, bool), [])
     monkeypatch.setattr(inference, "_programs", lambda *_: inference._Programs(lambda _: nobody, fill, decode))
     ex = SimpleNamespace(layout=SimpleNamespace(batch_axes=(), num_shards=lambda axes: 1))
     model = SimpleNamespace(cfg=config.Model(max_seq_len=1000))
@@ -233,7 +233,7 @@ def test_draws_of_samples_have_the_probabilities_of_the_logits():
 def test_layers_with_a_window_keep_what_it_sees_and_no_more():
     on = loaded()
     room = cache.round_room(300)
-    caches = cache.empty(on.model, on.ex, on.params, 4, room)
+    caches = passes.empty(on.model, on.ex, on.params, 4, room)
     assert [[x.shape for x in layer] for layer in caches[0]] == [[(2, 4, 3, 64, 8)] * 2, [(2, 4, 3, room, 8)] * 2]
     assert cache.slot_bytes(on.model.cfg, room, 4) == sum(
         x.size * 4 // 4 for layer in caches[0] for x in layer)

@@ -17,7 +17,7 @@ from test_context import laid_out
 from meshtrain import config
 from meshtrain.choices import attention as choices
 from meshtrain.cost.program import audit
-from meshtrain.inference import cache
+from meshtrain.inference import cache, passes
 from meshtrain.kernels import blockwise, pallas
 from meshtrain.kernels.engine import CAUSAL, Scores
 from meshtrain.kernels.tiles import Blocks, Tiles
@@ -216,15 +216,15 @@ def test_tokens_from_a_cache_are_those_without(keys):
     def by_cache(p):
         prompts = np.stack([np.pad(tokens[:known], (7 - known, 0)) for tokens, known in zip(tokens_BT, known_B)])
         place = at[:, :7] - (7 - known_B)[:, None]
-        read = cache.read(model, ex, p, batch_of(prompts, np.maximum(place, 0), (place >= 0).astype(int)))
-        caches = jax.tree.map(lambda x: jnp.full(x.shape, 7.0, x.dtype), cache.empty(model, ex, p, 3, room))
+        read = passes.read(model, ex, p, batch_of(prompts, np.maximum(place, 0), (place >= 0).astype(int)))
+        caches = jax.tree.map(lambda x: jnp.full(x.shape, 7.0, x.dtype), passes.empty(model, ex, p, 3, room))
         slots = np.asarray([1, 0, 0])
         caches = cache.lay(ex.layout, caches, read, jnp.asarray([1, -1, 0]), jnp.asarray(known_B[slots]))
         outputs = []
         for i in range(5):
             at_S = known_B[slots] + i
-            batch = batch_of(tokens_BT[slots, at_S][:, None], at_S[:, None], np.ones((3, 1), int))
-            x, caches = cache.extend(model, ex, p, batch, caches, jnp.asarray(at_S), jnp.asarray([True, False, True]))
+            batch = batch_of(tokens_BT[slots, at_S][:, None], at_S[:, None], np.asarray([[1], [0], [1]]))
+            x, caches = passes.extend(model, ex, p, batch, caches)
             outputs.append(x)
         return jnp.concatenate(outputs, 1), caches
 
