@@ -183,12 +183,6 @@ def metric_differences(found: Mapping[str, np.ndarray], expected: Mapping[str, n
     return worst
 
 
-def check_leaves(found, expected, tolerance: Tolerance = FLOAT32) -> None:
-    """Compare two pytrees with the tolerance's `state` and `floor`. Raises: AssertionError."""
-    for path, off in leaf_differences(found, expected, tolerance.floor).items():
-        assert off <= tolerance.state, f"{path}: {off:.1e}"
-
-
 def assemble(run: config.Run, devices: Sequence[jax.Device] | None = None) -> assembly.Assembly:
     """Assemble a run on the first devices of `devices`, as many as its mesh needs. None: jax.devices()."""
     return assembly.assemble(run, (devices or jax.devices())[:num_devices(run)])

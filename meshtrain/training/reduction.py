@@ -36,10 +36,6 @@ class Reduction:
     axes: Any
     deferred_axes: tuple[str, ...]
 
-    @property
-    def num_replicas(self) -> int:
-        return self.layout.num_shards(self.deferred_axes)
-
 
 class Backward(NamedTuple):
     """Forward and backward of one microbatch.
