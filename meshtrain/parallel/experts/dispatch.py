@@ -132,7 +132,7 @@ def _apply_backward(experts, layout: Layout, residuals, dy_BTD):
 
     def weights_half(operands):
         return shards.reduce(operands.gradients(experts.engine, shards.axes), dtype)
-    everywhere, grads = _everywhere(), {name: shards.grads[name] for name in _trained(weights)}
+    everywhere, grads = _everywhere(), {name: shards.grads[name] for name in _find_trained(weights)}
     out = shards.tokens, shards.tokens, everywhere if staged else grads
     dx, dweight, dw = on_shards(inputs_half, (shards.tokens,) * 3 + (shards.stored, everywhere, shards.tokens),
                                 out)(*residuals, dy_BTD)
@@ -149,7 +149,7 @@ def _flat(a):
     return a.reshape(-1, a.shape[-1])
 
 
-def _trained(weights: Mapping) -> list[str]:
+def _find_trained(weights: Mapping) -> list[str]:
     """Return the names of the weights that have gradients: the adapters, or all if there are none."""
     return [name for name in weights if name.endswith(ADAPTERS)] or list(weights)
 
@@ -211,7 +211,7 @@ class ExpertMatrices:
         return self.rows(operands, "expert_mlp", groups, add_bias, [bias[owner_R], *beside])
 
     def zeros(self) -> dict:
-        return {name: jnp.zeros(self.arrays[name].shape, jnp.float32) for name in _trained(self.arrays)}
+        return {name: jnp.zeros(self.arrays[name].shape, jnp.float32) for name in _find_trained(self.arrays)}
 
 
 def _letters(axes: tuple[str | None, ...], columns: str | None) -> str:
