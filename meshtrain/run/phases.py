@@ -75,8 +75,9 @@ class Moving(contextlib.AbstractContextManager):
         wait_s = FIRST_S
         while not self._closed.wait(wait_s):
             wait_s = FRAME_S
-            if self._shown[-1:] == [self] and not say.has_live(OTHERS_S):
-                say.live(f"{next(frames)} {self._words} {int(time.monotonic() - self._began)} s", passing=True)
+            if self._shown[-1:] == [self]:
+                say.live(f"{next(frames)} {self._words} {int(time.monotonic() - self._began)} s", passing=True,
+                         after_s=OTHERS_S)
 
     def close(self) -> None:
         """Erase the line. A second call has no effect."""

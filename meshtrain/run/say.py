@@ -143,20 +143,17 @@ def part(text: str) -> None:
         _send(sys.stdout, _over_live(_escape_for(sys.stdout, text)))
 
 
-def live(text: str, passing: bool = False) -> None:
+def live(text: str, passing: bool = False, after_s: float = 0.0) -> None:
     """Print a live line on a terminal, cut to its width. The next line on stdout replaces it. passing: it is also
-    erased before a line on stderr and at the end of the command."""
-    with _in_turn():
-        if _output.ended:
+    erased before a line on stderr and at the end of the command. after_s: age in seconds that a shown live line which
+    is not a passing one must have to be replaced; until then nothing is printed."""
+    with _in_turn():        # a check of the age before the lock would be stale after the wait for it
+        age_s = time.monotonic() - _output.drawn_at
+        if _output.ended or _output.live and not _output.passing and age_s < after_s:
             return
         text = text[:width()]
         _send(sys.stdout, "\r" + _color(sys.stdout, text.ljust(_output.live)))
         _output.live, _output.passing, _output.drawn_at = len(text), passing, time.monotonic()
-
-
-def has_live(within_s: float) -> bool:
-    """Return whether a live line that is not a passing one was printed less than `within_s` ago and is still shown."""
-    return bool(_output.live) and not _output.passing and time.monotonic() - _output.drawn_at < within_s
 
 
 def width() -> int:

@@ -227,25 +227,41 @@ def test_a_file_has_a_line_at_the_start_of_a_phase_and_one_where_it_took_long(ca
     assert capsys.readouterr().out == "compiling\ncompiled in 0.0 s\nsaving\nsaving took 0.0 s\n"
 
 
-PHASES = """
-import time
+FAST = """
+import threading, time
 from meshtrain.run import phases, say
 phases.FIRST_S, phases.FRAME_S, phases.OTHERS_S = 0.01, 0.01, 60.0
+"""
+PHASES = FAST + """
+color, drawn = say._color, threading.Semaphore(0)
+
+def slow_color(stream, text):       # printing takes longer than the time between two frames
+    time.sleep(0.02)
+    drawn.release()
+    return color(stream, text)
+
+def frames(count):
+    while drawn.acquire(blocking=False):
+        pass
+    for _ in range(count + 1):      # the first may have begun before
+        drawn.acquire()
+
+say._color = slow_color
 say.begin()
 with phases.phase("quick"):
     pass
 with phases.phase("compiling", "compiled in"):
-    time.sleep(0.2)
+    frames(10)
     with phases.moving("a part"):
-        time.sleep(0.2)
+        frames(2)
     say.out("a note of it")
-    time.sleep(0.2)
+    frames(2)
     say.err("warning: of it")
-    time.sleep(0.2)
+    frames(2)
     say.live("2 of 3 files")
     time.sleep(0.2)
 phases.begin("the rest")
-time.sleep(0.2)
+frames(2)
 say.end()
 time.sleep(0.2)
 """
@@ -260,15 +276,15 @@ def test_a_terminal_has_a_line_that_moves_and_leaves_nothing_behind():
     others = [piece.rstrip() for piece in pieces if piece[0] not in phases.FRAMES]
     assert others[:3] == ["a note of it", "\x1b[33mwarning:\x1b[0m of it", "2 of 3 files"]
     assert re.fullmatch(r"compiled in \d\.\d s", others[3]) and len(others) == 4
-    after = [piece for piece in pieces[pieces.index("2 of 3 files" + " " * 3):] if piece in frames]
+    after = [piece for piece in pieces[[piece.rstrip() for piece in pieces].index("2 of 3 files"):] if piece in frames]
     assert all("the rest" in piece for piece in after), "the line of others stands while it is young"
     kept = [re.split("\r", line)[-1].strip() for line in shown.split("\n")]
     assert not [line for line in kept if line[:1] in (*phases.FRAMES, "")][1:], shown
 
 
 def test_many_threads_print_whole_lines_over_a_line_that_moves():
-    code = PHASES.partition("with")[0] + """
-import threading
+    code = FAST + """
+say.begin()
 with phases.phase("compiling"):
     talk = lambda name: [say.out(f"{name} {i} " + "x" * 30) for i in range(100)]
     threads = [threading.Thread(target=talk, args=(name,)) for name in "abc"]
