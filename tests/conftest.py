@@ -7,6 +7,9 @@ import signal
 import sys
 from pathlib import Path
 
+# Bytecode is kept, whatever the environment says: hundreds of processes import the package.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ["JAX_PLATFORMS"] = "cpu"
 # The default CPU scheduler can deadlock programs whose collectives are independent of one another.
 # Without LLVM's optimizations and the newer fusion emitters programs compile in a fifth of the time and run slower;

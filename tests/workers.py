@@ -2,9 +2,12 @@
 
 A file goes to one worker, and so do files that read the same compiled programs: a worker compiles each program once.
 """
-from pathlib import PurePath
+import contextlib
+import importlib
+from pathlib import Path, PurePath
 
 import pytest
+import tiers
 
 # The steps of tests/gpu/gpu_programs.py.
 TOGETHER = {"test_gpu_formulas.py": "gpu_programs", "test_gpu_programs.py": "gpu_programs"}
@@ -24,3 +27,16 @@ def pytest_xdist_make_scheduler(config, log):
     scheduler = LoadFileScheduling(config, log)
     scheduler._split_scope = group_of
     return scheduler
+
+
+def pytest_sessionstart(session):
+    """Import a share of the core's files, other ones in each worker: most of what collecting costs is the rewriting of
+    assertions, whose result a worker leaves on the disk for the others. What fails is told where it is collected."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.args != session.config.getini("testpaths"):
+        return
+    table, number = tiers.read_table(), int(worker["workerid"].removeprefix("gw"))
+    names = sorted(path.stem for path in Path(__file__).parent.glob("*/test_*.py") if table.full.get(path.stem) != set())
+    for name in names[number::worker["workercount"]]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(name)
