@@ -165,9 +165,8 @@ class Guarded(Options):
         return super().__getattribute__(name)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", [*MODELS, *PRESETS])
-@pytest.mark.parametrize("of", LAYOUTS)
+@pytest.mark.parametrize("of", [pytest.param(of, marks=[pytest.mark.full] * (of != "stage")) for of in LAYOUTS])
 def test_what_a_layout_keeps_of_its_footprint_depends_on_the_options_of_its_key_alone(name, of):
     """Each function is kept by all options but those that it never reads, so another value of any is computed anew."""
     rule, mesh = LAYOUTS[of]

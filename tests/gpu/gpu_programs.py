@@ -123,7 +123,7 @@ MODELS = {
     "sinks": EXPERTS.but(mixers="WF", window=1024, attention_sinks=True, attention_bias="all", mlp_bias=True,
                          router_bias="logits", activation="swiglu_clamped", num_heads=32, head_dim=64),
 }
-CORE = ("dense zero3 data2 fsdp8 tensor4", "staged zero1 stage4 fsdp16 1f1b", "routed zero3_experts_fsdp data8 fsdp8")
+CORE = ("dense zero3 data2 fsdp8 tensor4",)
 
 # The rows that more than one file asks for.
 ZERO3_TENSOR, DDP_TENSOR = "dense zero3 data2 fsdp8 tensor4", "dense ddp data16 tensor4"

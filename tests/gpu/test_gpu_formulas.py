@@ -182,6 +182,7 @@ def test_gradients_cross_the_batch_once_a_step(name):
     assert found and {c.trips for c in found} == {1}
 
 
+@pytest.mark.full
 @rows(ZERO3_TENSOR, cells=(DDP_TENSOR + " none",))
 def test_parts_of_a_microbatch_move_what_the_whole_moves(name):
     """Weights are gathered once and their gradients reduced once; over tensor there is a collective for each of the

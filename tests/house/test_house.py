@@ -1,10 +1,12 @@
 """The house keeps its floors: rooms import downward only, and what a reader must hold in mind is counted."""
 import ast
 import collections
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import rooms
 from meshtrain import config, units
 from meshtrain.config import messages
@@ -73,6 +75,18 @@ def room(name: str) -> str:
     return next((there for i in (2, 1) if (there := "/".join(parts[:i])) in {*OPEN_TO, *UNBOUND, *EVERYONE}), parts[0])
 
 
+@functools.cache
+def nodes_of(text: str) -> tuple[ast.AST, ...]:
+    """All nodes of a file, which a dozen tests read."""
+    return tuple(ast.walk(ast.parse(text)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forgotten_after_this_file():
+    yield
+    nodes_of.cache_clear()
+
+
 def imported(path: Path) -> set[str]:
     """The rooms that a file imports: `from meshtrain.sharding import mesh` -> sharding."""
     return {room(name) for name in imported_modules(path) if name.startswith("meshtrain.")}
@@ -80,7 +94,7 @@ def imported(path: Path) -> set[str]:
 
 def imported_modules(path: Path) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path.read_text()):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -156,7 +170,7 @@ def test_the_test_of_the_lines_sees_an_import_in_a_function_and_by_way_of_a_file
 
 def asked_names(text: str) -> list[int]:
     """Lines of conditions that ask for an objective by its name."""
-    return [word.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.If, ast.IfExp, ast.Compare))
+    return [word.lineno for node in nodes_of(text) if isinstance(node, (ast.If, ast.IfExp, ast.Compare))
             for word in ast.walk(node.test if not isinstance(node, ast.Compare) else node)
             if isinstance(word, ast.Constant) and word.value in ("rl", "dpo")]
 
@@ -184,7 +198,7 @@ REPLACED = {"meshtrain/cluster/watch.py": ["_watchdog"], "meshtrain/run/stops.py
 
 def variables_of_others(text: str) -> list[int]:
     """Lines that set a variable of another of our modules."""
-    nodes = list(ast.walk(ast.parse(text)))
+    nodes = list(nodes_of(text))
     ours = {alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom)
             and (node.module or "").split(".")[0] == "meshtrain" for alias in node.names}
     targets = [target for node in nodes if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign))
@@ -198,7 +212,7 @@ def test_no_module_sets_a_variable_of_another_and_what_belongs_to_the_process_ha
              for path in sorted((ROOT / here).rglob("*.py"))}
     assert {name: lines for name, text in texts.items() if (lines := variables_of_others(text))} == {}
     assert {name: names for name, text in texts.items() if (names := sorted({
-        name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Global) for name in node.names}))} == REPLACED
+        name for node in nodes_of(text) if isinstance(node, ast.Global) for name in node.names}))} == REPLACED
     assert variables_of_others("from meshtrain import files\nfiles.tell = print\nx = files.tell\n"
                                "def f(a):\n    a.tell, files.b = print, 1\n") == [2, 5]
 
@@ -229,7 +243,7 @@ def concepts(*packages: Path) -> tuple[dict[str, int], dict[str, int], dict[str,
     parameters, fields, names = {}, {}, collections.Counter()
     for package, path in [(root, path) for root in packages for path in sorted(root.rglob("*.py"))]:
         here = path.relative_to(package).as_posix()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path.read_text()):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not here.startswith("kernels/"):
                 words = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 count = len(words) - (words[:1] != [] and words[0].arg in ("self", "cls"))
@@ -257,7 +271,7 @@ VERBS = {"embed", "exceed", "feed", "need", "proceed", "seed", "speed"}
 
 def named_by_participles(text: str) -> list[str]:
     """Functions whose first word is a participle: `opened`, `saved_bytes`."""
-    names = [(node.name, node.name.strip("_").partition("_")[0]) for node in ast.walk(ast.parse(text))
+    names = [(node.name, node.name.strip("_").partition("_")[0]) for node in nodes_of(text)
              if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("__")]
     return [name for name, word in names if word in IRREGULAR or word.endswith("ed") and word not in VERBS]
 
@@ -308,7 +322,7 @@ def test_the_caps_see_parameters_fields_and_names(tmp_path):
 def without_encoding(text: str) -> list[int]:
     """Lines that read or write text in the encoding of the locale."""
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.Call) and "encoding" not in {word.arg for word in node.keywords}:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             mode = [word.value for word in node.args[1:2] if isinstance(word, ast.Constant)]
@@ -328,7 +342,7 @@ def test_no_file_is_read_or_written_in_the_encoding_of_a_locale():
 def own_plurals(text: str) -> list[int]:
     """Lines of texts that end a noun in "(s)", or make its plural themselves."""
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"[a-z]\((s|es)\)", node.value):
             found.append(node.lineno)
         ends = [node.body, node.orelse] if isinstance(node, ast.IfExp) else [

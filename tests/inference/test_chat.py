@@ -135,7 +135,7 @@ OPENINGS = ["the cat", " the cat", "\n\nthe", "猫 the", "  sat", ": the", "\n"]
 
 
 @pytest.mark.parametrize("learn_all", [False, True])
-@pytest.mark.parametrize("name", ["bytes", "lines", "words"])
+@pytest.mark.parametrize("name", ["lines", *(pytest.param(name, marks=pytest.mark.full) for name in ("bytes", "words"))])
 @pytest.mark.parametrize("text", PARTED)
 def test_a_model_is_prompted_with_the_tokens_that_it_learns_behind(text, name, learn_all, tmp_path):
     template = opened(tmp_path, PARTED[text], library=spaced(name))

@@ -75,7 +75,7 @@ CASES = [*((key, f"others.py:{name}") for key in PARTS for name in (*EVERYWHERE,
          *((key, value) for (key, own), value in itertools.product(PARTS.items(), PARTS.values()) if value != own),
          *((key, "torn.py:f") for key in PARTS)]
 QUICK = ("optimizer.name-mine.py:reglu", "training.objective-others.py:Scalar", "model.custom.X-others.py:Nothing",
-         "optimizer.schedule-others.py:rate_of_two")
+         "optimizer.schedule-others.py:rate_of_two", "optimizer.name-others.py:grows")
 
 
 @pytest.fixture(autouse=True)

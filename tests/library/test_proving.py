@@ -72,8 +72,7 @@ def test_the_mistakes_of_a_loss_are_found(loss, said):
     assert found["cells"][0]["differs"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_dropout_is_proved_and_a_key_that_rows_share_is_found(shared):
     def drop(params, rows, keys):
         kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, rows["real"].shape[1:]))(keys)
