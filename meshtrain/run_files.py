@@ -32,7 +32,7 @@ from meshtrain.config.messages import (
 from meshtrain.config.sections import Lora, Model, Run, WeightGroups, at_home, fill
 from meshtrain.config.to_toml import ENGINES, NOT_SHAPE, USAGE, help_text
 from meshtrain.huggingface import folder, weight_files
-from meshtrain.shipped import find_file, locate_shipped, names, rule_file
+from meshtrain.shipped import find_file, locate_shipped, names, path_of, rule_file
 from meshtrain.storage import addresses, copies, model_folder
 from meshtrain.storage.addresses import StorageError
 
@@ -324,7 +324,9 @@ def _build(tables: dict) -> tuple[Run, list[str], re.Pattern]:
             sections[name] = cls(**{key: value for key, value in table.items() if key not in wrong})
     run = Run(**sections)
     code = custom.describe(value for _, value, _ in named.values(run))
+    template = path_of(run.data.chat_template, "chat_templates")
     run = run.model_copy(update={"sharding": fill(run.sharding.model_copy(), rules=str(rule_file(run.sharding.rules))),
+                                 "data": fill(run.data.model_copy(), chat_template=template),
                                  "run": fill(run.run.model_copy(), code=code)})
     grouped, wrong_base = _with_base(run.optimizer.groups)
     run = run.model_copy(update={"optimizer": fill(run.optimizer.model_copy(), groups=grouped)})

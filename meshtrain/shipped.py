@@ -1,4 +1,4 @@
-"""The files that come with meshtrain: run files, model shapes and rule files.
+"""The files that come with meshtrain: run files, model shapes, rule files and chat templates.
 
 In a checkout they are next to the package; in an installation they are inside it (setup.py maps them). A path given by
 the user is looked up in the current directory first, so a user's file may have the name of a shipped one.
@@ -23,12 +23,19 @@ def find_file(path: str | Path) -> str | Path:
     return locate_shipped(path) if not os.path.exists(path) and os.path.isfile(locate_shipped(path)) else path
 
 
+def path_of(name: str, folder: str) -> str:
+    """Return the path of the shipped file in `folder` with this bare name: zero3, qwen3. Another name, and that of a
+    file or folder in the current directory, is returned as it is."""
+    found = None if os.path.exists(name) else names(folder).get(name)
+    return f"{folder}/{found.name}" if found else name
+
+
 def rule_file(name: str | Path) -> str | Path:
     """Return the path of a rule file, see `find_file`. name: a path, or the bare name of a shipped one: zero3."""
-    is_bare = os.sep not in str(name) and not os.path.exists(name) and str(name) in names("sharding_rules")
-    return find_file(f"sharding_rules/{name}.toml" if is_bare else name)
+    return find_file(path_of(str(name), "sharding_rules"))
 
 
 def names(folder: str) -> dict[str, Path]:
-    """Return stem -> path of the shipped TOML files in a folder."""
-    return {file.stem: file for file in sorted(locate_shipped(folder).glob("*.toml"))}
+    """Return stem -> path of the shipped TOML files, or chat templates, in a folder."""
+    files = sorted(locate_shipped(folder).glob("*.*"))
+    return {file.stem: file for file in files if file.suffix in (".toml", ".jinja")}

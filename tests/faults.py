@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("meshtrain", "tests", "benchmarks", "configs", "sharding_rules", "launch", "docs", "pyproject.toml", "README.md")
+COPIED = ("meshtrain", "tests", "benchmarks", "chat_templates", "configs", "sharding_rules", "launch", "docs", "pyproject.toml", "README.md")
 TIMEOUT_S = 600
 BY_ASSERTION = ("AssertionError", "assert ", "Failed: ", "subprocess.TimeoutExpired")       # how such a failure begins
 

@@ -451,7 +451,8 @@ class Data(Section):
         "", "last target of every document; empty = that of the weights of checkpoint.init_from, else the token "
         "before every document; give its id if tokens have no tokenizer")
     chat_template: PathKey = key(
-        "", "for chat: a template file, or a model folder; empty = next to the tokenizer, or in run.dir/hf")
+        "", "for chat: a template file, a model folder, or the name of a shipped one, e.g. qwen3; empty = next to the "
+        "tokenizer, or in run.dir/hf")
     template_arguments: TemplateArguments = key(
         TemplateArguments(), "variables for the chat template, unless a line's chat_template_kwargs set them, "
         "e.g. {enable_thinking = false}")

@@ -15,17 +15,19 @@ import pytest
 import test_house
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SHIPPED = sorted(str(path.relative_to(ROOT)) for folder in ("configs", "sharding_rules")
-                 for path in (ROOT / folder).rglob("*.toml"))
-PACKAGES = ("meshtrain", "launch", "configs", "sharding_rules")
+SHIPPED = sorted(str(path.relative_to(ROOT)) for folder in ("chat_templates", "configs", "sharding_rules")
+                 for path in (ROOT / folder).rglob("*.*") if path.suffix in (".toml", ".jinja"))
+PACKAGES = ("meshtrain", "launch", "chat_templates", "configs", "sharding_rules")
 
 FROM_AN_EMPTY_DIRECTORY = """
 import json, pathlib
 import meshtrain.launch.local
-from meshtrain import config, run_files
+from meshtrain import config, run_files, shipped
+CHATS = ["--data.source", "chat", "--data.paths", '["a.jsonl"]', "--data.chat_template", "qwen3"]
 runs = [run_files.load([])] + [run_files.load(["configs/" + path.name]) for path in config.locate_shipped("configs").glob("*.toml")]
 print(json.dumps({"home": meshtrain.__path__[0], "runs": sorted(run.run.name for run in runs),
                   "rules": [run.sharding.rules for run in runs], "presets": sorted(run_files.presets()),
+                  "template": str(shipped.find_file(run_files.load(CHATS).data.chat_template)),
                   "layers": run_files.load(["--model.preset", "llama3-8b"]).model.num_layers}))
 """
 
@@ -69,6 +71,7 @@ def test_an_installed_wheel_loads_every_shipped_file_from_an_empty_directory(whe
     assert told["runs"] == sorted([*names, "quickstart"])
     assert all(rules.startswith(site) and Path(rules).is_file() for rules in told["rules"])
     assert told["presets"] == sorted(Path(path).stem for path in SHIPPED if path.startswith("configs/models/"))
+    assert told["template"].startswith(site) and Path(told["template"]).is_file()
     assert told["layers"] == 32
 
 

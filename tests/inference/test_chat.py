@@ -185,7 +185,8 @@ def test_a_generation_prompt_that_an_answer_does_not_begin_with_is_told_as_such(
     assert learned(opened(tmp_path, THINKS), thought, [False, True]) == "hm4</s>"
     tagged = opened(tmp_path, THINKS.replace("{% if m.reasoning %}", "{% generation %}{% if m.reasoning %}")
                                     .replace("{% else %}{{ m", "{% endgeneration %}{% else %}{{ m"))
-    for asked, notes in ((turns, ("elsewhere",)), (thought, ()), (turns + thought, ("elsewhere",))):
+    left_out = ("elsewhere", *["unreasoned"] * ("</think>" in said))
+    for asked, notes in ((turns, left_out), (thought, ()), (turns + thought, left_out)):
         (one,) = chat.encode(tagged, [Conversation(asked, [True] * len(asked))])
         assert one.notes == notes and one.mask.any()
 

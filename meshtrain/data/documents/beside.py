@@ -2,18 +2,20 @@
 
 Tokens that are only in tokenizer_config.json, added_tokens.json or special_tokens_map.json are added, in the order of
 transformers 5.24, with the properties in tokenizer_config.json. A contradiction that cannot be resolved is an error;
-one that is resolved gives a note. A named token (bos_token, …) is special, so that no text contains it. This module
-knows only the library's tokenizer, and no texts.
+one that is resolved gives a note. A named token (bos_token, …) is special, so that no text contains it. Chat templates
+are files of such folders, too, and found here. This module knows only the library's tokenizer, and no texts.
 """
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshtrain import files
+from meshtrain import files, shipped
+from meshtrain.storage import addresses, copies
 
 CONFIG, MAP, ADDED, MODEL = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"
 TEMPLATE = "chat_template.jinja"
@@ -46,7 +48,7 @@ class Said:
 
 def read(folder: Path) -> Said:
     """Read the files of a tokenizer's folder. Raises: ValueError for a malformed file."""
-    config, legacy, added = (_read(folder / name) for name in (CONFIG, MAP, ADDED))
+    config, legacy, added = (read_object(folder / name) for name in (CONFIG, MAP, ADDED))
     tokens, decoder = [], config.get("added_tokens_decoder")
     if decoder is not None:
         legacy, added = {}, {}      # as transformers, which reads them only without an added_tokens_decoder
@@ -154,9 +156,7 @@ def _of_templates(folder: Path, config: Mapping) -> list[str]:
     """Return a note if two files have different chat templates."""
     path, inside = folder / TEMPLATE, config.get("chat_template")
     if isinstance(inside, list):
-        inside = next((entry.get("template") for entry in inside
-                       if isinstance(entry, dict) and entry.get("name") == "default"),
-                      None)
+        inside = _by_name(inside).get("default")
     if not isinstance(inside, str) or not path.is_file():
         return []
     text = files.attempt(path.read_bytes, f"{path} cannot be read", "let it be read")
@@ -185,7 +185,7 @@ def _bos_id(path: Path) -> int | None:
     """Return bos_token_id of a model's config.json next to the tokenizer; None if there is none. A file that is no
     model's config is ignored."""
     try:
-        model = _read(path)
+        model = read_object(path)
     except ValueError:
         return None
     inside = model.get("text_config")
@@ -208,7 +208,7 @@ def _object(path: Path, value) -> dict:
     return value
 
 
-def _read(path: Path) -> dict:
+def read_object(path: Path) -> dict:
     """Return the object of a JSON file; empty if there is no file."""
     if not path.is_file():
         return {}
@@ -217,3 +217,59 @@ def _read(path: Path) -> dict:
         return _object(path, json.loads(text))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON ({error}); fix it, or remove it") from None
+
+
+# ---- chat templates --------------------------------------------------------------------------------------------------
+
+
+def local_template(given: str) -> Path:
+    """Return the path of data.chat_template, or this host's copy for an address: a file if its name has a suffix, else
+    a folder. Raises: ValueError for a name of two things; StorageError (a ValueError); FileSystemError."""
+    if not addresses.is_remote(given):
+        if (path := shipped.path_of(given, "chat_templates")) in shipped.names("chat_templates"):
+            raise ValueError(f"data.chat_template={given!r} is a shipped template, and there is also a file or folder "
+                             f"of this name here; write chat_templates/{given}.jinja or ./{given}")
+        return Path(shipped.find_file(os.path.expanduser(path)))
+    place = addresses.parse(given)
+    at, _, name = place.path.rpartition("/")
+    if "." in name:
+        configs = [str(place.at(at).below(other)) for other in (CONFIG, MAP)]
+        return copies.copy_files([given], lambda name: configs, copies.Copying(copies.home()))[0]
+    return copies.folder(given, (TEMPLATE, CONFIG, MAP), CONFIG, CONFIG, weights="")
+
+
+def read_template(place: Path, given: str) -> tuple[str, Path] | None:
+    """Return (chat template, its file) of a folder, or of a file with data.chat_template=`given`; None if there is
+    none. Raises: ValueError; FileSystemError."""
+    path = place if given and place.is_file() else place / TEMPLATE
+    if path.is_file():
+        what, remedy = f"the chat template of {place} cannot be read", "fix it, or name another as data.chat_template"
+        try:
+            return files.attempt(lambda: path.read_text(encoding="utf-8"), what, remedy), path
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{what}: {error}; {remedy}") from None
+    path = place / CONFIG
+    template = read_object(path).get("chat_template")
+    if isinstance(template, list):
+        named = _by_name(template)
+        if not isinstance(named.get("default"), str):
+            raise ValueError(f"{path} has chat templates of the names {', '.join(map(repr, named))}, and none is "
+                             f"'default'; write one of them to a file, and name the file as data.chat_template")
+        template = named["default"]
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"{path}: chat_template is neither a string nor a list of {{name, template}}; name its file "
+                         f"as data.chat_template")
+    return (template, path) if template else None
+
+
+def _by_name(templates: list) -> dict:
+    return {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}
+
+
+def named_tokens(folder: Path) -> dict[str, str | None]:
+    """Return bos_token, eos_token, … for a chat template; None if explicitly absent. As in transformers,
+    special_tokens_map.json takes precedence if tokenizer_config.json has no added_tokens_decoder."""
+    config, legacy = read_object(folder / CONFIG), read_object(folder / MAP)
+    both = {**legacy, **config} if "added_tokens_decoder" in config else {**config, **legacy}
+    tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in both.items()}
+    return {key: value for key, value in tokens.items() if key in NAMES and isinstance(value, str | None)}

@@ -28,21 +28,20 @@ from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 
-from meshtrain import environment, files
-from meshtrain.data.documents import chat_tokens
+from meshtrain import environment, shipped
+from meshtrain.data.documents import beside, chat_tokens
 from meshtrain.data.documents.tokenizer import Bytes, Tokenizer, TokenizerFile, import_extra, using
-from meshtrain.storage import addresses, copies
 
-TEMPLATE_FILE, CONFIG_FILES = "chat_template.jinja", ("tokenizer_config.json", "special_tokens_map.json")
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-SET_HERE = ("messages", "tools", "add_generation_prompt", *SPECIAL_NAMES)   # variables that are no arguments
+TOKEN = re.compile(r"<[|｜][^<>|｜\s]+[|｜]>")
+PROBE = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "zebra"}]
+SET_HERE = ("messages", "tools", "add_generation_prompt", *beside.NAMES)   # variables that are no arguments
 LIMIT_S = 10.0          # CPU time per conversation
 LONGEST_S = 600.0       # wall time per reply: a stopped process, or a swapping machine, uses no CPU time
 MOST_CHARS = 1 << 24    # in a conversation's text
 MOST_REPLY_BYTES = 1 << 28
 BATCH = 128             # conversations per request
 ARGUMENTS = "chat_template_kwargs"      # the key of a line's arguments of the template, as in TRL
-UNWRITTEN = "unwritten"     # there are tool calls, but the template leaves them out
+UNWRITTEN, UNREASONED = "unwritten", "unreasoned"      # the template leaves tool calls, or reasoning, out
 
 
 class Conversation(NamedTuple):
@@ -56,8 +55,8 @@ class Conversation(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """An encoded conversation: int32 ids [T], and bool mask [T], whether to learn each id. notes: UNWRITTEN, or a
-    constant of chat_tokens.py on how prompt and answer were separated."""
+    """An encoded conversation: int32 ids [T], and bool mask [T], whether to learn each id. notes: UNWRITTEN,
+    UNREASONED, or a constant of chat_tokens.py on how prompt and answer were separated."""
     ids: np.ndarray
     mask: np.ndarray
     notes: tuple[str, ...] = ()
@@ -122,11 +121,32 @@ class Template:
         import_extra("jinja2", f"the chat template {self.path}")
         return _Renderer(self)
 
+    @functools.cached_property
+    def remedy(self) -> str:
+        """Text for messages: the shipped template that writes a question, its answer and a prompt as this one does, and
+        all reasoning; "" if there is none."""
+        def write(text: str) -> list[str | None]:
+            renderer = _Renderer(dataclasses.replace(self, text=text))
+            asked = [(PROBE, False), (PROBE[:1], True)]
+            renderer._write([_request(self, Conversation(messages, []), None, wants) for messages, wants in asked])
+            return [(renderer._read() or {}).get("text") for _ in asked]
+
+        wanted, texts = write(self.text), _shipped_texts()
+        known = {} if self.text in texts or None in wanted else texts
+        name = next((name for text, name in known.items() if "</think>" in text and write(text) == wanted), "")
+        return f' (e.g. "{name}", which is shipped and writes the same with the reasoning of all turns)' if name else ""
+
     def check(self) -> None:
         """Check the template. Raises: ValueError if it is malformed, or needs an undefined token."""
-        unknown = [name for name in SPECIAL_NAMES if name in self._renderer.names and name not in self.tokens]
+        tokens = dict.fromkeys(TOKEN.findall(self.text)) if self.library is not None else ()
+        missing = [token for token in tokens if self.library.token_to_id(token) is None]
+        if missing and self.text in _shipped_texts():
+            raise ValueError(f"the shipped chat template {self.path} writes {', '.join(missing)}, but "
+                             f"{self.tokenizer.path} has no such token; name the template of its family as "
+                             f"data.chat_template, or add the tokens to it")
+        unknown = [name for name in beside.NAMES if name in self._renderer.names and name not in self.tokens]
         if unknown:
-            raise ValueError(f"the chat template {self.path} writes {' and '.join(unknown)}, and no {CONFIG_FILES[0]} "
+            raise ValueError(f"the chat template {self.path} writes {' and '.join(unknown)}, and no {beside.CONFIG} "
                              f'next to the tokenizer defines it; write one, e.g. {{"{unknown[0]}": "</s>"}}')
         self.check_arguments("data.template_arguments", self.arguments)
 
@@ -136,45 +156,40 @@ class Template:
         for name in [name for name in arguments if name not in read]:
             if name in SET_HERE:
                 raise ValueError(f"{place} sets {name!r}, which the program sets itself (messages and tools are in the "
-                                 f"data, tokens in {CONFIG_FILES[0]}); leave it out")
+                                 f"data, tokens in {beside.CONFIG}); leave it out")
             near = [f"did you mean {one!r}?" for one in difflib.get_close_matches(name, read, n=1)]
             near += [f"it reads {', '.join(read) or 'no arguments, so leave it out'}"]
             raise ValueError(f"{place} sets {name!r}, which the chat template {self.path} never reads; {near[0]}")
 
 
+def _shipped_texts() -> dict[str, str]:
+    """Return text -> name of the shipped templates."""
+    return {path.read_text(encoding="utf-8"): name for name, path in shipped.names("chat_templates").items()}
+
+
 def open_template(tokenizer: Tokenizer, given: str = "", folders: Sequence[Path] = (), today: bool = False,
                   arguments: Mapping[str, Any] = types.MappingProxyType({})) -> Template:
-    """Open a chat template: `given` (its file or a model folder); else that of the tokenizer's folder, or of the first
-    of `folders` that has one. In a folder it is chat_template.jinja, else chat_template in tokenizer_config.json.
-    today: use the current date. arguments: data.template_arguments.
+    """Open a chat template: `given` (its file, a model folder or a shipped name); else that of the tokenizer's folder,
+    or of the first of `folders` that has one. today: use the current date. arguments: data.template_arguments.
 
     Raises: ValueError if there is none, if it is malformed, or if it does not read an argument.
     """
     home = [Path(os.path.expanduser(tokenizer.path)).parent] if isinstance(tokenizer, TokenizerFile) else []
-    places = [_local(given)] if given else [*home, *map(Path, folders)]
+    places = [beside.local_template(given)] if given else [*home, *map(Path, folders)]
     for place in places:
-        if text_and_path := _template_at(place, given):
+        if text_and_path := beside.read_template(place, given):
             tokens = next((tokens for folder in [*home, text_and_path[1].parent, *map(Path, folders)]
-                           if (tokens := _tokens(folder))), {})
+                           if (tokens := beside.named_tokens(folder))), {})
             template = Template(text_and_path[0], str(text_and_path[1]), tokens, tokenizer, today, dict(arguments))
             template.check()
             return template
     if given:
-        raise ValueError(f"data.chat_template={given!r} is no file, and no folder with a {TEMPLATE_FILE} or with a "
-                         f"chat_template in {CONFIG_FILES[0]}; name a jinja template, or a folder that has one")
+        raise ValueError(f"data.chat_template={given!r} is no file, and no folder with a {beside.TEMPLATE} or with a "
+                         f"chat_template in {beside.CONFIG}; name a jinja template, a folder that has one, or one of "
+                         f"the shipped templates {', '.join(shipped.names('chat_templates'))}")
     looked = ", ".join(map(str, places)) or "no folder, because data.tokenizer names none"
-    raise ValueError(f"there is no chat template (looked in {looked}, for {TEMPLATE_FILE} and {CONFIG_FILES[0]}); "
+    raise ValueError(f"there is no chat template (looked in {looked}, for {beside.TEMPLATE} and {beside.CONFIG}); "
                      "name its file as data.chat_template")
-
-
-def template_text(given: str, home: Path | None) -> str:
-    """Return the text of data.chat_template, else of the template in the folder `home`; "" if there is none.
-
-    Raises: ValueError if it cannot be read.
-    """
-    place = _local(given) if given else home
-    text_and_path = _template_at(place, given) if place else None
-    return text_and_path[0] if text_and_path else ""
 
 
 def prompt(template: Template, messages: Sequence[dict], tools: list | None = None,
@@ -220,7 +235,7 @@ def encode_each(template: Template, conversations: Sequence[Conversation], learn
             mask = np.full(len(tokens.ids), learn_all)
             for begin, end in reply["spans"]:
                 mask[tokens.of(begin, end)] = True
-            notes = tokens.parting, UNWRITTEN if reply["unwritten"] else ""
+            notes = tokens.parting, *(note for note in (UNWRITTEN, UNREASONED) if reply[note])
             found[index] = Encoded(tokens.ids, mask, tuple(filter(None, notes)))
     return [found[index] for index in range(len(conversations))]
 
@@ -261,72 +276,6 @@ def _strings(value) -> Iterator[str]:
     elif isinstance(value, list):
         for inner in value:
             yield from _strings(inner)
-
-
-def _local(given: str) -> Path:
-    """Return the path of data.chat_template, or this host's copy for an address: a file if its name has a suffix, else
-    a folder. Raises: StorageError (a ValueError); FileSystemError."""
-    if not addresses.is_remote(given):
-        return Path(os.path.expanduser(given))
-    place = addresses.parse(given)
-    at, _, name = place.path.rpartition("/")
-    if "." in name:
-        beside = [str(place.at(at).below(other)) for other in CONFIG_FILES]
-        return copies.copy_files([given], lambda name: beside, copies.Copying(copies.home()))[0]
-    return copies.folder(given, (TEMPLATE_FILE, *CONFIG_FILES), CONFIG_FILES[0], CONFIG_FILES[0], weights="")
-
-
-def _template_at(place: Path, given: str) -> tuple[str, Path] | None:
-    """Return (template, its file) of a file or a folder; None if there is none. Raises: ValueError."""
-    try:
-        if place.is_file() and given:
-            return place.read_text(encoding="utf-8"), place
-        if (place / TEMPLATE_FILE).is_file():
-            return (place / TEMPLATE_FILE).read_text(encoding="utf-8"), place / TEMPLATE_FILE
-    except OSError as error:
-        raise files.error_to_raise(error, f"the chat template of {place} cannot be read",
-                                   "fix it, or name another file as data.chat_template") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the chat template of {place} cannot be read: {error}; fix it, or name another as "
-                         "data.chat_template") from None
-    path = place / CONFIG_FILES[0]
-    template = _config(path).get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        if not isinstance(named.get("default"), str):
-            raise ValueError(f"{path} has chat templates of the names {', '.join(map(repr, named))}, and none is "
-                             f"'default'; write one of them to a file, and name the file as data.chat_template")
-        template = named["default"]
-    if template is not None and not isinstance(template, str):
-        raise ValueError(f"{path}: chat_template is neither a string nor a list of {{name, template}}; name its file "
-                         f"as data.chat_template")
-    return (template, path) if template else None
-
-
-def _tokens(folder: Path) -> dict[str, str | None]:
-    """Return bos_token, eos_token, … of the tokenizer's config; None if explicitly absent. As in transformers,
-    special_tokens_map.json takes precedence if tokenizer_config.json has no added_tokens_decoder."""
-    tokens, configs = {}, [_config(folder / name) for name in CONFIG_FILES]
-    for config in reversed(configs) if "added_tokens_decoder" in configs[0] else configs:
-        for token, value in config.items():
-            value = value.get("content") if isinstance(value, dict) else value
-            if token in SPECIAL_NAMES and (value is None or isinstance(value, str)):
-                tokens[token] = value
-    return tokens
-
-
-def _config(path: Path) -> dict:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise files.error_to_raise(error, f"{path} cannot be read",
-                                   "fix it, or name a template as data.chat_template") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON ({error}); fix it, or name a template as "
-                         f"data.chat_template") from None
-    return value if isinstance(value, dict) else {}
 
 
 class _Renderer:
@@ -374,7 +323,8 @@ class _Renderer:
                     why = f"the chat template {self.template.path} {self._describe_end()}"
                     reply = {"fault": f"{why}; fix it, or name another as data.chat_template"}
                 elif "fault" in reply:
-                    reply["fault"] += "; fix or remove it, or name another template as data.chat_template"
+                    reply["fault"] += ("; fix or remove it, or name another template as data.chat_template"
+                                       + self.template.remedy)
                 if "fault" in reply and not go_on:
                     if self._process is not None:
                         self._end()     # discards unread replies

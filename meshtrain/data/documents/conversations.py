@@ -32,15 +32,18 @@ NOTES = {
         "in {where} a token would cross from a prompt into its answer; the two are tokenized separately there, as they "
         "are when the model answers",
     chat_tokens.CROSSED:
-        "in {where} a token crosses from a prompt into its answer, but {tokenizer} cannot tokenize the two separately "
-        "without changing the text, so the model is prompted with other tokens than it learns; end the chat template's "
-        "generation prompt with a special token or a new line",
+        "in {where} a token crosses from a prompt into its answer, but {template.tokenizer.path} cannot tokenize the "
+        "two separately without changing the text, so the model is prompted with other tokens than it learns; end the "
+        "chat template's generation prompt with a special token or a new line",
     chat_tokens.ELSEWHERE:
-        "in {where} an answer's {{% generation %}} does not begin where the generation prompt of {template} ends, so "
-        "prompts differ from training; fix the template, or set data.chat_template to another",
+        "in {where} an answer's {{% generation %}} does not begin where the generation prompt of {template.path} "
+        "ends, so prompts differ from training; fix the template, or set data.chat_template to another",
     chat.UNWRITTEN:
-        "in {where} there are tool calls, which {template} does not render: answers are trained without them; set "
+        "in {where} there are tool calls, which {template.path} does not render: answers are trained without them; set "
         "data.chat_template to one that renders them",
+    chat.UNREASONED:
+        "in {where} an answer has reasoning, which {template.path} does not render: it is trained without; set "
+        "data.chat_template to one that renders it{template.remedy}",
     NULLS:
         "in {where} the arguments of a tool call have a null, and the model is trained on it; remove these keys if "
         "they come from a table that has the keys of all calls",
@@ -96,8 +99,7 @@ class Chats:
             left_out.check(self.template.path, ended=True)
         for note, found in notes.items():
             where = f"{len(found):,} conversations ({found[0]} first)" if len(found) > 1 else found[0]
-            tell(f"{path}: " + NOTES[note].format(where=where, template=self.template.path,
-                                                  tokenizer=getattr(self.template.tokenizer, "path", "")))
+            tell(f"{path}: " + NOTES[note].format(where=where, template=self.template))
 
     def _encode(self, path: str, batch: list[Conversation], places: list[str],
                 notes: dict[str, list[str]], left_out: LeftOut | None = None) -> list[Encoded]:

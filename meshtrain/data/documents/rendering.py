@@ -31,6 +31,7 @@ LIMITS = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_FSIZE: 0, resource.R
 SPARE_S = 1.0       # rendering of prefixes stops when this much CPU time is left
 SETS = 64           # sets of template arguments whose probes are kept
 FEW = 1 << 14       # maximum number of messages rendered to find the beginnings of answers that are not learned
+REASONING = ("reasoning_content", "reasoning", "thinking")     # keys of a message that have it
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 # The date in training, whose tokens must not depend on the day; it is the default of Llama's templates.
 TRAINING_DATE = datetime(2024, 7, 26)
@@ -160,6 +161,19 @@ class Renderer:
             return self.render(without, tools, False) == written.text
         except Exception:       # a template may raise anything
             return False
+
+    def leaves_reasoning_out(self, messages, trained, written: Written) -> bool:
+        """Return whether an answer that is learned has reasoning, under a key or before </think>, that the text lacks.
+        trained: as in `spans`; None: learn all."""
+        at = 0
+        for i in _answers(messages):
+            before, closed, _ = messages[i]["content"].partition("</think>")
+            given = [messages[i].get(key) for key in REASONING] + [before.rpartition("<think>")[2] if closed else ""]
+            for text in (one.strip() for one in given if isinstance(one, str) and (trained is None or trained[i])):
+                at = written.text.find(text, at)
+                if at < 0:
+                    return True
+        return False
 
     def _begins(self, messages, tools, text: str, marked: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
         """Return `begins` and `elsewhere` of Written. marked: the spans that the tag marks."""
@@ -441,7 +455,8 @@ def answer(renderer: Renderer, asked: dict) -> dict:
         written = renderer.whole(messages, tools, asked["prompt"]) if asked["trained"] is None else \
             renderer.spans(messages, tools, asked["trained"])
         unwritten = not asked["prompt"] and renderer.leaves_calls_out(messages, tools, written)
-        return written._asdict() | {"unwritten": unwritten}
+        unreasoned = not asked["prompt"] and renderer.leaves_reasoning_out(messages, asked["trained"], written)
+        return written._asdict() | {"unwritten": unwritten, "unreasoned": unreasoned}
     except ValueError as error:
         return {"fault": str(error)}
     except jinja2.TemplateError as error:

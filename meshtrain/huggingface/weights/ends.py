@@ -16,14 +16,13 @@ from meshtrain.checkpoint.saved import Saved
 from meshtrain.cluster import agree
 from meshtrain.config import Data, Run
 from meshtrain.data import sources
-from meshtrain.data.documents import chat, tokenizer
+from meshtrain.data.documents import beside, chat, tokenizer
 from meshtrain.data.documents.tokenizer import Tokenizer
 from meshtrain.huggingface import settings
 from meshtrain.storage import model_folder
 
 CHATS = (*sources.CHATS, "prompts")     # sources that use a chat template; prompts may be plain texts instead
-ANSWER = "zebra"        # the answer in PROBE; a template may change its case, but no more
-PROBE = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": ANSWER}]
+ANSWER = chat.PROBE[1]["content"]       # a template may change its case, but no more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +68,7 @@ def of_template(template: chat.Template) -> Ends:
     """Return the tokens that a chat template writes after an answer: its first special token, then the tokenizer's
     eos_token. If it writes no special token, the text that it writes is a stop string; with a tokenizer.json, a text of
     only white space is none. Raises: ValueError if the template refuses a question with an answer."""
-    (whole,) = chat.encode(template, [chat.Conversation(PROBE, [True, True])], learn_all=True)
+    (whole,) = chat.encode(template, [chat.Conversation(chat.PROBE, [True, True])], learn_all=True)
     ids, library = [int(id) for id in whole.ids], template.library
     decode = template.tokenizer.decode if library is None else lambda some: library.decode(
         list(some), skip_special_tokens=False)
@@ -135,7 +134,7 @@ def _of_chats(data: Data, reader: Tokenizer, folders: Sequence[Path], kinds: set
 
 def _is_not_learned(template: chat.Template, turn: int) -> bool:
     try:
-        (encoded,) = chat.encode(template, [chat.Conversation(PROBE, [True, True])])
+        (encoded,) = chat.encode(template, [chat.Conversation(chat.PROBE, [True, True])])
     except ValueError:      # reported when the conversations are read, with their line
         return False
     return turn not in encoded.ids[encoded.mask]
@@ -247,8 +246,9 @@ def write_ends(place: Path, source: Path | None, ends: Ends) -> None:
     if ends.turn is None or not files.is_file(path):
         return
     (name,) = tokenizer.names_of(path, ends.turn)
-    configs = {config: settings.read(place, config) for config in chat.CONFIG_FILES if files.is_file(place / config)}
-    template = place / chat.TEMPLATE_FILE
+    names = [config for config in (beside.CONFIG, beside.MAP) if files.is_file(place / config)]
+    configs = {config: settings.read(place, config) for config in names}
+    template = place / beside.TEMPLATE
     texts = [json.dumps(config.get("chat_template")) for config in configs.values()] + [
         template.read_text(encoding="utf-8") if files.is_file(template) else ""]
     if not name or any("eos_token" in text for text in texts):      # a new one would change what the template writes
@@ -256,6 +256,6 @@ def write_ends(place: Path, source: Path | None, ends: Ends) -> None:
     for file, content in configs.items():
         token = content.get("eos_token")
         written = token.get("content") if isinstance(token, dict) else token
-        if written != name and ("eos_token" in content or file == chat.CONFIG_FILES[0]):
+        if written != name and ("eos_token" in content or file == beside.CONFIG):
             changed = {**token, "content": name} if isinstance(token, dict) else name
             files.write(place / file, json.dumps(content | {"eos_token": changed}, indent=1, ensure_ascii=False))

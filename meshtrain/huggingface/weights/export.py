@@ -24,7 +24,7 @@ from meshtrain import files
 from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.cluster import agree
 from meshtrain.config import Model, user_errors
-from meshtrain.data.documents import chat, tokenizer
+from meshtrain.data.documents import beside, tokenizer
 from meshtrain.huggingface import depths, folder, safetensors, settings
 from meshtrain.huggingface.families import Family
 from meshtrain.huggingface.weights import new_folder
@@ -235,8 +235,10 @@ def write_companions(place: Path, source: Path | None, data: Mapping, names: Seq
         home = path.parent
         for file in tokenizer.files_of(path):
             shutil.copyfile(file, place / (tokenizer.FILE if file == path else file.name))
-    if template := chat.template_text(data.get("chat_template", ""), home):
-        files.write(place / chat.TEMPLATE_FILE, template)
+    given = data.get("chat_template", "")
+    template_place = beside.local_template(given) if given else home
+    if template_place and (template := beside.read_template(template_place, given)):
+        files.write(place / beside.TEMPLATE, template[0])
 
 
 def _drop_carried(place: Path, written: set[str]) -> None:

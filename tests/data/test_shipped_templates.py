@@ -1,0 +1,225 @@
+"""Shipped chat templates write what the families' own write, keep every turn whole, and are chosen by name."""
+import json
+from pathlib import Path
+
+import conversations as drawn
+import pytest
+import template_goldens as goldens
+import tokenizers
+from commands import call, in_a_directory_of_its_own, refused  # noqa: F401
+from corpora import fault
+from test_messages import ANSWER, ASK, SCHEMA, chats
+from test_messages import call as calling
+
+from meshtrain import run_files, shipped, trained
+from meshtrain.commands import generate, train
+from meshtrain.data import sources
+from meshtrain.data.documents import chat, tokenizer
+from meshtrain.data.documents.rendering import Renderer
+from meshtrain.huggingface.weights import ends, export
+
+NAMES = sorted(shipped.names("chat_templates"))
+HOME = shipped.locate_shipped("chat_templates")
+# As Qwen3's own: a block in the last answer, and reasoning there alone.
+OWN = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if loop.last and m.role == 'assistant' %}"
+       "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}"
+       "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+THOUGHT = ANSWER | {"reasoning_content": "hm, a mat"}
+
+
+def renderer(name: str) -> Renderer:
+    return Renderer((HOME / f"{name}.jinja").read_text(), goldens.TOKENS, False)
+
+
+def reader_with(directory: Path, *names: str) -> tokenizer.Tokenizer:
+    """A tokenizer whose special tokens are these."""
+    library = tokenizers.Tokenizer.from_file(str(drawn.HOME / "bytes.json"))
+    library.add_special_tokens(list(names))
+    library.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(drawn.TOKENS))
+    return tokenizer.open_file(str(directory / "tokenizer.json"), "<s>")
+
+
+def written_by(name: str) -> list[str]:
+    return list(dict.fromkeys(chat.TOKEN.findall((HOME / f"{name}.jinja").read_text())))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shipped_template_writes_what_the_familys_own_writes_and_marks_what_follows_its_prompts(name):
+    """Texts, spans and prompts of 150 conversations, whose hashes are those of the family's template."""
+    lines = [line.split(" ", 2) for line in goldens.FILE.read_text().splitlines() if line.startswith(f"{name} ")]
+    assert len(lines) == goldens.COUNT
+    shipped_one = renderer(name)
+    for _, number, wanted in lines:
+        messages, tools = goldens.draw(name, int(number))
+        written = shipped_one.spans(messages, tools, [True] * len(messages))
+        prompts = [shipped_one.whole(messages[:at], tools, True).text
+                   for at, message in enumerate(messages) if message["role"] == "assistant"]
+        assert goldens.golden(written.text, written.spans, prompts) == wanted, number
+
+
+def test_every_golden_is_of_a_shipped_template_and_every_template_has_goldens():
+    named = {line.split()[0] for line in goldens.FILE.read_text().splitlines() if not line.startswith("#")}
+    assert sorted(named) == NAMES
+
+
+def test_reasoning_of_every_turn_is_written_and_learned():
+    messages = [ASK, THOUGHT, ASK, ANSWER | {"content": "<think>\nwell\n</think>\n\nyes"}, ASK, ANSWER]
+    written = renderer("qwen3").spans(messages, None, [True] * 6)
+    assert [written.text[begin:end] for begin, end in written.spans] == [
+        "<think>\nhm, a mat\n</think>\n\nthe cat sat<|im_end|>\n", "<think>\nwell\n</think>\n\nyes<|im_end|>\n",
+        "<think>\n\n</think>\n\nthe cat sat<|im_end|>\n"]
+    said = "<think>\nhm\n</think>\n\nyes"
+    written = renderer("deepseek-r1-distill").spans([ASK, ANSWER | {"content": said}] * 2, None, [True] * 4)
+    assert written.text == f"<s><｜User｜>why?<｜Assistant｜>{said}<｜end▁of▁sentence｜><｜User｜>why?<｜Assistant｜>{said}" \
+                           "<｜end▁of▁sentence｜>"
+    assert [written.text[begin:end] for begin, end in written.spans] == [said + "<｜end▁of▁sentence｜>"] * 2
+    assert not written.elsewhere and len(written.begins) == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_turn_is_the_same_whatever_follows(name):
+    """What a prompt of a conversation is, the conversation goes on with: RL and generate ask what was learned."""
+    one = renderer(name)
+    for number in range(40):
+        messages, tools = goldens.draw(name, 1000 + number)
+        whole = one.render(messages, tools, False)
+        for at, message in enumerate(messages):
+            if message["role"] == "assistant":
+                asked = one.render(messages[:at], tools, True).removesuffix("<think>\n")
+                assert whole.startswith(asked) and whole.startswith(one.render(messages[:at + 1], tools, False))
+
+
+def test_without_thinking_an_answer_is_asked_behind_the_empty_block_that_it_has():
+    one = renderer("qwen3").using('{"enable_thinking": false}')
+    written = one.spans([ASK, ANSWER] * 2, None, [True] * 4)
+    asked = one.whole([ASK], None, True).text
+    assert asked.endswith("assistant\n<think>\n\n</think>\n\n") and written.text.startswith(asked)
+    assert written.begins[0] == len(asked) and len(written.begins) == 2
+
+
+@pytest.mark.parametrize("name, messages, tools, part", [
+    ("chatml", [ASK], [SCHEMA], "ChatML has no form for tools"),
+    ("chatml", [ASK, calling({}) | {"content": ""}], None, "no form for tool calls"),
+    ("chatml", [ASK, {"role": "tool", "content": "x"}], None, "ChatML has the roles system, user and assistant"),
+    ("qwen3", [{"role": "developer", "content": "x"}, ASK], None, "Qwen3 has the roles system, user, assistant and tool"),
+    ("llama3.2", [ASK, calling({})], None, "a text or one tool call"),
+    ("llama3.2", [ANSWER, ASK], [SCHEMA], "so the user's message must be first"),
+    ("llama3.2", [ASK, calling({}) | {"tool_calls": calling({})["tool_calls"] * 2}], None, "not several calls"),
+    ("deepseek-r1-distill", [ASK, THOUGHT], None, "an answer of DeepSeek-R1-Distill is one text"),
+    ("deepseek-r1-distill", [ASK], [SCHEMA], "no form for tools"),
+    ("deepseek-r1-distill", [{"role": "system", "content": "x"}] * 2 + [ASK], None, "has one system message"),
+    ("deepseek-r1-distill", [ASK, {"role": "ipython", "content": "x"}], None, "the roles system, user and assistant")])
+def test_what_a_family_has_no_form_for_is_refused(name, messages, tools, part, tmp_path):
+    template = chat.open_template(reader_with(tmp_path, *written_by(name)), given=name)
+    messages = [message | {"content": "so"} if name == "llama3.2" and message.get("content") is None and tools is None
+                and len(message["tool_calls"]) == 1 else message | {"content": message["content"] or ""}
+                for message in messages]
+    with pytest.raises(chat.Fault, match="the chat template refuses it: ") as caught:
+        chat.encode(template, [chat.Conversation(messages, [True] * len(messages), tools)])
+    assert part in str(caught.value)
+
+
+# ---- by name ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_the_shipped_template_wherever_the_run_goes_on_and_a_file_of_the_name_is_told(tmp_path):
+    words = ["--data.source", "chat", "--data.paths", '["x.jsonl"]', "--data.chat_template"]
+    named = run_files.load([*words, "qwen3"]).data.chat_template
+    assert named == run_files.load([*words, named]).data.chat_template == "chat_templates/qwen3.jinja"
+    reader = reader_with(tmp_path, *written_by("qwen3"))
+    found = chat.open_template(reader, given="qwen3")
+    Path("qwen3").mkdir()       # a model folder, or the export of this very run
+    assert run_files.load([*words, "qwen3"]).data.chat_template == "qwen3"
+    with pytest.raises(ValueError, match="data.chat_template='qwen3' is a shipped template, and there is also a file or "
+                                         "folder of this name here; write chat_templates/qwen3.jinja or ./qwen3"):
+        chat.open_template(reader, given="qwen3")
+    assert chat.open_template(reader, given=named).text == found.text
+    with pytest.raises(ValueError, match="data.chat_template='./qwen3' is no file, and no folder with a chat_template.jinja"):
+        chat.open_template(reader, given="./qwen3")
+    Path("qwen3/chat_template.jinja").write_text("mine")
+    assert chat.open_template(reader, given="./qwen3").text == "mine"
+
+
+def test_an_unknown_name_is_told_with_the_list(tmp_path):
+    with pytest.raises(ValueError, match="data.chat_template='qwen33' is no file, .* or one of the shipped templates "
+                                         + ", ".join(NAMES)):
+        chat.open_template(reader_with(tmp_path), given="qwen33")
+
+
+def test_a_tokenizer_without_the_tokens_of_the_family_is_refused_and_bytes_write_them_out(tmp_path):
+    reader = reader_with(tmp_path, "<|start_header_id|>")
+    with pytest.raises(ValueError, match="chat template .*llama3.2.jinja writes <.end_header_id.>, <.eot_id.>, "
+                                         "but .*tokenizer.json has no such token; name the template of its family"):
+        chat.open_template(reader, given="llama3.2")
+    mine = tmp_path / "mine.jinja"          # of one's own nothing is asked
+    mine.write_text("{% for m in messages %}<|eot_id|>{{ m.content }}{% endfor %}")
+    assert chat.open_template(reader, given=str(mine)).text
+    template = chat.open_template(tokenizer.Bytes(), given="chatml")
+    assert bytes(chat.prompt(template, [ASK]).tolist()).decode() == "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert ends.of_template(template).stops == ("<|im_end|>",)
+
+
+# ---- the remedy ------------------------------------------------------------------------------------------------------
+
+REMEDY = '(e.g. "{}", which is shipped and writes the same with the reasoning of all turns)'
+
+
+def test_a_template_that_drops_reasoning_is_told_with_the_shipped_one_of_its_format(tmp_path):
+    data = chats(tmp_path, [{"messages": [ASK, THOUGHT, ASK, THOUGHT]}])
+    own = tmp_path / "chatml" / "chat_template.jinja"
+    own.write_text(OWN)
+    message = fault(data, tmp_path)
+    assert "renders a turn differently when others follow" in message and message.endswith(REMEDY.format("qwen3")), message
+    own.write_text(OWN.replace("assistant\n'", "assistant:\n'"))     # another format: no remedy is known
+    assert fault(data, tmp_path).endswith("or name another template as data.chat_template")
+
+
+def test_reasoning_that_a_marked_template_drops_is_told_once_a_file(tmp_path):
+    lines = [{"messages": [ASK, one, ASK, ANSWER]} for one in (ANSWER, THOUGHT, THOUGHT | {"weight": 0}, ANSWER | {
+        "content": "<think>\nhm, a mat\n</think>\n\nyes"})]
+    data = chats(tmp_path, lines)
+    (tmp_path / "chatml" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+        "{% if loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m.content.split('</think>')[-1] + '<|im_end|>\n' }}"
+        "{% endgeneration %}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    told = []
+    sources.open_corpus(data, vocab_size=512, cache_dir=tmp_path, tell=told.append)
+    (note,) = [line for line in told if "has reasoning" in line]
+    assert "in 2 conversations (line 2 first) an answer has reasoning, which " in note and "chatml/chat_template" in note
+    assert note.endswith("set data.chat_template to one that renders it " + REMEDY.format("qwen3"))
+    told = []
+    sources.open_corpus(data.model_copy(update={"chat_template": "qwen3"}), vocab_size=512, cache_dir=tmp_path, tell=told.append)
+    assert told and not [line for line in told if "has reasoning" in line]
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_learns_by_a_shipped_template_and_its_export_and_its_prompts_have_it(tmp_path):
+    reader_with(tmp_path, *written_by("qwen3"))
+    (tmp_path / "chat.jsonl").write_text("".join(
+        json.dumps({"messages": [ASK, THOUGHT | {"content": f"no {i}"}, ASK, THOUGHT]}) + "\n" for i in range(24)))
+    words = {"run.dir": tmp_path / "run", "mesh.simulated_devices": 8, "mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1,
+             "sharding.rules": "ddp", "model.vocab_size": 512, "model.embed_dim": 16, "model.num_layers": 1,
+             "model.num_heads": 2, "model.num_kv_heads": 1, "model.head_dim": 8, "model.mlp_dim": 16,
+             "data.source": "chat", "data.paths": json.dumps([str(tmp_path / "chat.jsonl")]),
+             "data.tokenizer": tmp_path / "tokenizer.json", "data.chat_template": "qwen3", "data.seq_len": 48,
+             "data.global_batch": 8, "data.validation_fraction": 0.0, "validation.every": 0, "training.steps": 1,
+             "metrics.tensorboard": "false"}
+    argv = [f"--{key}={value}" for key, value in words.items()]
+    refused(call(train.main, *argv, "--data.chat_template=qwen"), "data.chat_template='qwen' is no file",
+            "the shipped templates chatml, deepseek")
+    assert (ran := call(train.main, *argv)).code == 0, ran
+    Path("qwen3").mkdir()
+    answer = call(generate.main, tmp_path / "run", "--chat", "--prompt", "why?", "--max-tokens", "1", "--json",
+                  "--mesh.simulated_devices=8", "--mesh.data=8", "--mesh.tensor=1")
+    assert answer.code == 0, answer
+    reader = tokenizer.open_file(str(tmp_path / "tokenizer.json"), "<s>")
+    ids = json.loads(answer.out)["completions"][0]["prompt_ids"]
+    assert reader.library.decode(ids, skip_special_tokens=False) == "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
+    (tmp_path / "out").mkdir()
+    export.write_companions(tmp_path / "out", None, trained.describe(str(tmp_path / "run"), None, [], "x").run.data.model_dump(),
+                            (), grown=False)
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == (HOME / "qwen3.jinja").read_text()
