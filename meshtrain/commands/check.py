@@ -194,6 +194,8 @@ def _data(run: Run, offline: bool) -> Iterator[Finding]:
         return
     described = sources.describe(data, vocab_size=vocab, folders=folders)
     yield from _tokenizer(described.tokenizer, vocab)
+    if described.chats:
+        yield Finding("template", OK, f"{described.chats.template.path} renders conversations")
     training_data.sample_prompt(run, described.tokenizer)
     for component in described.components:
         ids = sources.sample(described, component)

@@ -12,7 +12,7 @@ from test_messages import ANSWER, ASK, SCHEMA, chats
 from test_messages import call as calling
 
 from meshtrain import run_files, shipped, trained
-from meshtrain.commands import generate, train
+from meshtrain.commands import check, generate, train
 from meshtrain.data import sources
 from meshtrain.data.documents import chat, tokenizer
 from meshtrain.data.documents.rendering import Renderer
@@ -123,6 +123,12 @@ def test_what_a_family_has_no_form_for_is_refused(name, messages, tools, part, t
 # ---- by name ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_name_is_the_shipped_one_unless_something_here_has_it_too(tmp_path):
+    assert shipped.path_of("qwen3", "chat_templates") == "chat_templates/qwen3.jinja"
+    Path("qwen3").mkdir()
+    assert shipped.path_of("qwen3", "chat_templates") == "qwen3" and shipped.path_of("x.jinja", "chat_templates") == "x.jinja"
+
+
 def test_a_name_is_the_shipped_template_wherever_the_run_goes_on_and_a_file_of_the_name_is_told(tmp_path):
     words = ["--data.source", "chat", "--data.paths", '["x.jsonl"]', "--data.chat_template"]
     named = run_files.load([*words, "qwen3"]).data.chat_template
@@ -175,6 +181,14 @@ def test_a_template_that_drops_reasoning_is_told_with_the_shipped_one_of_its_for
     assert fault(data, tmp_path).endswith("or name another template as data.chat_template")
 
 
+def test_reasoning_is_missed_in_answers_that_are_learned_alone():
+    one, messages = Renderer(OWN, {}, False), [ASK, THOUGHT, ASK, ANSWER]
+    written = one.whole(messages, None, False)
+    assert [one.leaves_reasoning_out(messages, trained, written) for trained in (
+        None, [True] * 4, [False, False, False, True])] == [True, True, False]
+    assert not one.leaves_reasoning_out(messages[:2], None, one.whole(messages[:2], None, False))
+
+
 def test_reasoning_that_a_marked_template_drops_is_told_once_a_file(tmp_path):
     lines = [{"messages": [ASK, one, ASK, ANSWER]} for one in (ANSWER, THOUGHT, THOUGHT | {"weight": 0}, ANSWER | {
         "content": "<think>\nhm, a mat\n</think>\n\nyes"})]
@@ -211,6 +225,8 @@ def test_a_run_learns_by_a_shipped_template_and_its_export_and_its_prompts_have_
     argv = [f"--{key}={value}" for key, value in words.items()]
     refused(call(train.main, *argv, "--data.chat_template=qwen"), "data.chat_template='qwen' is no file",
             "the shipped templates chatml, deepseek")
+    checked = call(check.main, *argv)
+    assert checked.code == 0 and "chat_templates/qwen3.jinja renders conversations" in checked.out, checked
     assert (ran := call(train.main, *argv)).code == 0, ran
     Path("qwen3").mkdir()
     answer = call(generate.main, tmp_path / "run", "--chat", "--prompt", "why?", "--max-tokens", "1", "--json",

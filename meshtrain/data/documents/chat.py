@@ -131,16 +131,17 @@ class Template:
             renderer._write([_request(self, Conversation(messages, []), None, wants) for messages, wants in asked])
             return [(renderer._read() or {}).get("text") for _ in asked]
 
-        wanted, texts = write(self.text), _shipped_texts()
+        texts = {path.read_text(encoding="utf-8"): name for name, path in shipped.names("chat_templates").items()}
+        wanted = write(self.text)
         known = {} if self.text in texts or None in wanted else texts
         name = next((name for text, name in known.items() if "</think>" in text and write(text) == wanted), "")
         return f' (e.g. "{name}", which is shipped and writes the same with the reasoning of all turns)' if name else ""
 
     def check(self) -> None:
         """Check the template. Raises: ValueError if it is malformed, or needs an undefined token."""
-        tokens = dict.fromkeys(TOKEN.findall(self.text)) if self.library is not None else ()
-        missing = [token for token in tokens if self.library.token_to_id(token) is None]
-        if missing and self.text in _shipped_texts():
+        is_shipped = Path(self.path).resolve().parent == shipped.locate_shipped("chat_templates")
+        tokens = dict.fromkeys(TOKEN.findall(self.text)) if is_shipped and self.library is not None else ()
+        if missing := [token for token in tokens if self.library.token_to_id(token) is None]:
             raise ValueError(f"the shipped chat template {self.path} writes {', '.join(missing)}, but "
                              f"{self.tokenizer.path} has no such token; name the template of its family as "
                              f"data.chat_template, or add the tokens to it")
@@ -160,11 +161,6 @@ class Template:
             near = [f"did you mean {one!r}?" for one in difflib.get_close_matches(name, read, n=1)]
             near += [f"it reads {', '.join(read) or 'no arguments, so leave it out'}"]
             raise ValueError(f"{place} sets {name!r}, which the chat template {self.path} never reads; {near[0]}")
-
-
-def _shipped_texts() -> dict[str, str]:
-    """Return text -> name of the shipped templates."""
-    return {path.read_text(encoding="utf-8"): name for name, path in shipped.names("chat_templates").items()}
 
 
 def open_template(tokenizer: Tokenizer, given: str = "", folders: Sequence[Path] = (), today: bool = False,
