@@ -241,13 +241,16 @@ def local_template(given: str) -> Path:
 def read_template(place: Path, given: str) -> tuple[str, Path] | None:
     """Return (chat template, its file) of a folder, or of a file with data.chat_template=`given`; None if there is
     none. Raises: ValueError; FileSystemError."""
-    path = place if given and place.is_file() else place / TEMPLATE
-    if path.is_file():
-        what, remedy = f"the chat template of {place} cannot be read", "fix it, or name another as data.chat_template"
-        try:
-            return files.attempt(lambda: path.read_text(encoding="utf-8"), what, remedy), path
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{what}: {error}; {remedy}") from None
+    def find() -> tuple[str, Path] | None:
+        path = place if given and place.is_file() else place / TEMPLATE
+        return (path.read_text(encoding="utf-8"), path) if path.is_file() else None
+
+    what, remedy = f"the chat template of {place} cannot be read", "fix it, or name another as data.chat_template"
+    try:
+        if found := files.attempt(find, what, remedy):
+            return found
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what}: {error}; {remedy}") from None
     path = place / CONFIG
     template = read_object(path).get("chat_template")
     if isinstance(template, list):
