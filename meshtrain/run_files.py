@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from meshtrain import custom, files, pattern
 from meshtrain.config import layouts, named
-from meshtrain.config.checks import problems
+from meshtrain.config.checks import APART_FROM_LAYOUT, problems
 from meshtrain.config.conflicts import Check, Conflict
 from meshtrain.config.data_checks import check_for_source
 from meshtrain.config.elsewhere import OPTIONS
@@ -348,9 +348,11 @@ def _with_base(groups: WeightGroups) -> tuple[WeightGroups, list[str]]:
         keys = {key: value for key, value in base.model.model_dump(exclude_defaults=True).items()
                 if not (key.endswith(NOT_SHAPE) or key in ENGINES)}
     try:
-        Model(**keys)
+        faults = [f"{name}: {fault}" for fault in problems(Run(model=Model(**keys)), APART_FROM_LAYOUT)]
     except ValidationError as e:
-        return WeightGroups(), [wrong_in_table(name, Model, error) for error in e.errors()]
+        faults = [wrong_in_table(name, Model, error) for error in e.errors()]
+    if faults:
+        return WeightGroups(), faults
     return fill(groups.model_copy(), base=keys), []
 
 
@@ -428,16 +430,21 @@ BIASES_OF_FOLDER: Check = Conflict(
 
 
 def check_teacher(run: Run) -> Iterator[str]:
-    """Check that the model folder distill.teacher can be read and has the run's vocabulary."""
+    """Check that distill.teacher is a model folder that can be read, with the run's vocabulary."""
     source = run.distill.teacher
-    if not model_folder.is_at(source):      # reported by `problems`
+    if not source or run.training.objective != "distill":       # reported by `problems`
         return
     try:
-        size = folder.settings_of(model_folder.local_path(source))["vocab_size"]
-    except ValueError as error:
-        yield from (f"distill.teacher: {fault}" for fault in str(error).splitlines())
+        with user_errors():
+            there = model_folder.is_at(source)
+            size = folder.settings_of(model_folder.local_path(source))["vocab_size"] if there else 0
+    except ConfigError as error:
+        yield from (f"distill.teacher: {fault}" for fault in error.messages)
         return
-    if size != run.model.vocab_size:
+    if not there:
+        yield (f"distill.teacher={toml(source)} is no model folder: it has no config.json; give a folder of Hugging "
+               f"Face's, e.g. one that a run exported")
+    elif size != run.model.vocab_size:
         yield (f"distill.teacher={toml(source)} has a vocabulary of {size}, but model.vocab_size="
                f"{run.model.vocab_size}; use a teacher with the tokens of the model")
 

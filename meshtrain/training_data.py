@@ -102,7 +102,7 @@ def sample_prompt(run: Run, tokenizer: Tokenizer) -> list[int]:
     """Return the token ids of the prompt of the run's sample. Raises: ValueError if there are too many."""
     text = run.run.sample_prompt if run.run.sample_tokens else ""
     ids = [tokenizer.bos, *(map(int, tokenizer.encode([text])[0]) if text else ())]
-    if len(ids) >= run.data.seq_len:
+    if run.run.sample_tokens and len(ids) >= run.data.seq_len:
         raise ValueError(f"run.sample_prompt has {len(ids)} tokens, but data.seq_len={run.data.seq_len} limits the "
                          "length of prompt and sample; shorten it")
     return ids

@@ -15,7 +15,7 @@ from meshtrain.config.conflicts import Check, Conflict
 from meshtrain.config.messages import ConfigError, join, next_multiple, toml, unknown_name
 from meshtrain.config.sections import Mesh, Run
 from meshtrain.names import AXES, LORA_ALSO, LORA_EXPERTS, LORA_TARGETS
-from meshtrain.shipped import names
+from meshtrain.shipped import names, rule_file
 from meshtrain.storage import addresses
 
 # The run file's key that sets the size of each logical axis, for messages.
@@ -60,12 +60,13 @@ def _check_mesh(run: Run) -> Iterator[str]:
 
 
 def _check_rules(run: Run) -> Iterator[str]:
-    rules = run.sharding.rules
-    if not os.path.isfile(rules):      # False also for a name that no file system allows
-        known = names("sharding_rules")
-        near = difflib.get_close_matches(Path(rules).stem, known, n=1)
-        remedy = f"did you mean sharding_rules/{near[0]}.toml?" if near else f"shipped are {join(known, 'and')}"
-        yield f"sharding.rules={toml(rules)} is not a file; {remedy}"
+    for key, given in (("sharding.rules", run.sharding.rules), ("distill.rules", run.distill.rules),
+                       ("rl.rules", run.rl.rules)):
+        if given and not os.path.isfile(rule_file(given)):      # False also for a name that no file system allows
+            known = names("sharding_rules")
+            near = difflib.get_close_matches(Path(given).stem, known, n=1)
+            remedy = f"did you mean sharding_rules/{near[0]}.toml?" if near else f"shipped are {join(known, 'and')}"
+            yield f"{key}={toml(given)} is not a file; {remedy}"
 
 
 def _reads_bytes(run: Run) -> bool:
@@ -134,7 +135,7 @@ def _check_rl(run: Run) -> Iterator[str]:
 
 def _check_distill(run: Run) -> Iterator[str]:
     if run.training.objective == "distill":
-        for check in (*conflicts.DISTILL, path_checks.check_teacher):
+        for check in conflicts.DISTILL:
             yield from check(run)
     elif given := [f"distill.{key}={toml(value)}" for key, value in run.distill
                    if value != type(run.distill).model_fields[key].default]:

@@ -109,11 +109,3 @@ def check_init_from(run: Run) -> Iterator[str]:
     elif Path(source).resolve() == Path(run.run.dir).resolve():
         yield (f"checkpoint.init_from={toml(source)} is this run's own run.dir={toml(run.run.dir)}; "
                "give the new run another run.name, or leave init_from out to resume the old run")
-
-
-def check_teacher(run: Run) -> Iterator[str]:
-    """Check that distill.teacher is a model folder."""
-    source = run.distill.teacher
-    if source and not model_folder.is_at(source):
-        yield (f"distill.teacher={toml(source)} is no model folder: it has no config.json; give a folder of Hugging "
-               f"Face's, e.g. one that a run exported")

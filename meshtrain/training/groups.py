@@ -1,4 +1,4 @@
-"""WeightGroups of weights with a learning rate, a weight decay or a rule of their own, and the rates of muP.
+"""Groups of weights with a learning rate, a weight decay or a rule of their own, and the rates of muP.
 
 [optimizer.groups] is an ordered table, like the rules of big_vision: each weight has the treatment of the first row
 whose pattern matches it. muP (arXiv:2203.03466, table 3: rates, no multipliers) keeps a learning rate that was found on

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain import config, elastic, run_files
+from meshtrain import config, elastic, run_files, training_data
 from meshtrain.config import layouts
 from meshtrain.data import globs
+from meshtrain.data.documents import tokenizer
 
 DATA = '[data]\nsource = "stdlib"\n'
 
@@ -171,3 +172,11 @@ def test_a_mistake_names_the_file_that_gives_the_key(tmp_path):
 def test_a_file_that_cannot_be_extended_is_one_message(tmp_path, files, message):
     told = refused(write(tmp_path, **files) / "run.toml")
     assert re.search(message, told) and len(told.splitlines()) == 1
+
+
+def test_a_prompt_that_no_sample_continues_may_be_as_long_as_a_sequence():
+    run = config.Run(data={"seq_len": 1}, run={"sample_prompt": "def"})
+    reader = tokenizer.Bytes(257)
+    assert training_data.sample_prompt(run, reader)
+    with pytest.raises(ValueError, match="run.sample_prompt has 1 tokens, but data.seq_len=1"):
+        training_data.sample_prompt(run.replace(run={"sample_tokens": 1, "sample_prompt": ""}), reader)

@@ -148,6 +148,8 @@ def test_each_group_is_told_with_its_weights():
     ('{preset = "mup", base = "none.toml"}', 'optimizer.groups.base="none.toml": none.toml: there is no such run file'),
     ('{preset = "mup", base = 3}', "optimizer.groups.base=3 is no model; use a preset"),
     ('{preset = "mup", base = {embed_dm = 3}}', "did you mean optimizer.groups.base.embed_dim?"),
+    ('{preset = "mup", base = {embed_dim = 7, num_heads = 2}}', "optimizer.groups.base: model.embed_dim=7 cannot be split"),
+    ('{preset = "mup", base = {mixers = "FX"}}', 'optimizer.groups.base: model.mixers="FX" has layers of X without a class'),
     ('{preset = "mup", base = {embed_dim = 32, num_heads = 2, head_dim = 16, mlps = "e", num_experts = 4}}',
      "the base has no layers/mlp/down/kernel; use a base with the same kinds of layers"),
     ('{preset = "mup", base = "llama3-8b"}', "model.head_dim=16 is not the base's 128, and scores have to fall with 1 / "

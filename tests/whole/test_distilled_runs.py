@@ -97,7 +97,8 @@ def test_a_model_that_begins_as_its_teacher_has_no_divergence(words):
     (("--training.z_loss", "0.1"), ("training.z_loss=0.1",)),
     (("--training.objective", "next_token"), ("distill.teacher", "[distill] is not read")),
     (("--mesh.stage", "2", "--mesh.data", "1"), ("mesh.stage=2", 'training.objective="distill"')),
-    (("--distill.rules", "nosuch"), ("nosuch",)),
+    (("--distill.rules", "nosuch"), ('distill.rules="nosuch" is not a file', "zero3")),
+    (("--distill.teacher", "gs://bucket/teacher"), ("distill.teacher: gs://bucket/teacher", "GOOGLE_APPLICATION_CREDENTIALS")),
     (("--model.vocab_size", "201"), ("a vocabulary of 200", "model.vocab_size=201"))])
 def test_a_teacher_that_cannot_be_used_is_one_message(words, given, parts):
     refused(call(train.main, *words, *DISTILL, *given), *parts)
