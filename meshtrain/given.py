@@ -14,6 +14,7 @@ from meshtrain import config
 from meshtrain.config import ConfigError
 from meshtrain.config.messages import join, keys_of
 from meshtrain.names import AXES, NO_TARGET
+from meshtrain.units import shorten
 
 
 def check_count(name: str, value: object, least: int = 1) -> int:
@@ -31,7 +32,7 @@ def check_batch(batch: object, expected: Mapping[str, jax.ShapeDtypeStruct], voc
     wanted = f"a batch is a dict of {', '.join(arrays)}"
     remedy = "`batch()` of the experiment makes one"
     if not isinstance(batch, Mapping):
-        raise ConfigError(f"batch={_short(batch)} is a {type(batch).__name__}; {wanted}; {remedy}")
+        raise ConfigError(f"batch={shorten(batch)} is a {type(batch).__name__}; {wanted}; {remedy}")
     faults, found = [], {}
     if missing := [name for name in expected if name not in batch]:
         others = [repr(key) for key in batch if key not in expected]
@@ -75,7 +76,7 @@ def check_prompt(prompt: object, vocab_size: int) -> str | list[int]:
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, (Sequence, np.ndarray)) or not len(prompt):
-        raise ConfigError(f"prompt={_short(prompt)} is neither a text nor token ids; give e.g. \"def \" or [1, 2, 3]")
+        raise ConfigError(f"prompt={shorten(prompt)} is neither a text nor token ids; give e.g. \"def \" or [1, 2, 3]")
     return check_tokens([list(prompt)], vocab_size, "prompt")[0].tolist()
 
 
@@ -103,10 +104,6 @@ def _outside(array: np.ndarray, vocab_size: int, targets: bool) -> str:
 
 def _describe(shape: Sequence[int], dtype: object) -> str:
     return f"{np.dtype(dtype).name if not str(dtype).startswith('<U') else 'text'} [{', '.join(map(str, shape))}]"
-
-
-def _short(value: object) -> str:
-    return text if len(text := repr(value)) <= 60 else f"{text[:57]}..."
 
 
 @contextlib.contextmanager

@@ -129,10 +129,6 @@ def _open_documents(run: Run, directory: Path, start: resume.Start) -> tuple[sou
         return corpus, batches_from(run, corpus, start)
 
 
-def _feed_of_documents(opened: Opened, start: resume.Start, state: State) -> BatchFeed:
-    return BatchFeed(opened.made.run, opened.made.program, cast(Batches, opened.data), start.step)
-
-
 def _feed_of_taught(opened: Opened, start: resume.Start, state: State) -> BatchFeed:
     """Return the feed of documents with the predictions of the run's teacher."""
     made = opened.made
@@ -166,7 +162,8 @@ def _answers() -> DataKind:
 
 
 KINDS: Mapping[str, Callable[[], DataKind]] = {
-    "documents": lambda: DataKind(_open_documents, _feed_of_documents),
+    "documents": lambda: DataKind(_open_documents, lambda opened, start, state: BatchFeed(
+        opened.made.run, opened.made.program, cast(Batches, opened.data), start.step)),
     "taught": lambda: DataKind(_open_documents, _feed_of_taught),
     "pairs": lambda: DataKind(_open_documents, _feed_of_pairs),
     "answers": _answers}

@@ -1,4 +1,4 @@
-"""Formats numbers for people."""
+"""Formats numbers and values for people."""
 from __future__ import annotations
 
 LONG = (("days", 86400), ("h", 3600), ("min", 60))
@@ -17,7 +17,7 @@ def operations(count: float) -> str:
     """Format a number of floating-point operations: 1.5e12 -> 1.5 TFLOP."""
     for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"):
         if count < 1000:
-            return f"{count:.1f} {unit}"
+            return f"{count:.{0 if unit == 'FLOP' else 1}f} {unit}"
         count /= 1000
     return f"{count:,.1f} EFLOP"
 
@@ -39,6 +39,11 @@ def many(count: int) -> str:
     return f"{count / 1e9:,.1f}B" if count >= 1e9 else f"{count / 1e6:,.1f}M" if count >= 1e6 else f"{count:,}"
 
 
+def shorten(value: object) -> str:
+    """Return the repr of a value, of at most 60 characters."""
+    return text if len(text := repr(value)) <= 60 else f"{text[:57]}..."
+
+
 def amount(count: int, noun: str) -> str:
     """Format a number of things: 1 microbatch, 2 microbatches, 1,200 files."""
     return f"{count:,} {plural(count, noun)}"
@@ -47,11 +52,3 @@ def amount(count: int, noun: str) -> str:
 def plural(count: float, noun: str) -> str:
     """Return a noun in the form that follows this number: microbatch, microbatches."""
     return noun if count == 1 else f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
-
-
-def flop(count: float) -> str:
-    """Format a number of floating-point operations: 234.5 TFLOP; below 0.1 TFLOP 4.1 GFLOP; below 0.1 GFLOP 0.3 MFLOP.
-    """
-    unit, scale = next(((unit, scale) for unit, scale in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
-                        if count >= 0.1 * scale), ("FLOP", 1))
-    return f"{count / scale:,.{1 if scale > 1 else 0}f} {unit}"

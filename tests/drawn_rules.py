@@ -167,18 +167,18 @@ def _experts(rng: random.Random, axis: str, give) -> None:
 def outcome(number: int, directory: Path) -> tuple[str, list[str]]:
     """("refused", messages), ("equal", []) or ("DIFFERS", what)."""
     import jax
-    from meshtrain.parity import compare
+    import parity
     name, run = draw(number, directory)
     try:
-        compare.check_accepted(run)
+        parity.check_accepted(run)
     except config.ConfigError as error:
         return "refused", list(error.messages)
-    case = compare.compile_run(run, jax.devices())
-    wrong = compare.differences(case).beyond(compare.FLOAT32)
+    case = parity.compile_run(run, jax.devices())
+    wrong = parity.differences(case).beyond(parity.FLOAT32)
     if wrong and run.model.num_experts:     # a tie of two experts that rounding decides is in one draw
-        wrong = compare.differences(case, seed=1).beyond(compare.FLOAT32) and wrong
+        wrong = parity.differences(case, seed=1).beyond(parity.FLOAT32) and wrong
     if number % EVALUATED == 0 and run.training.objective == "next_token":
-        np.testing.assert_allclose(compare.evaluate(run), compare.evaluate(compare.on_one_device(run)), rtol=2e-5)
+        np.testing.assert_allclose(parity.evaluate(run), parity.evaluate(parity.on_one_device(run)), rtol=2e-5)
     return ("DIFFERS" if wrong else "equal"), wrong
 
 

@@ -340,7 +340,8 @@ def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple
                 if _parse(then) == _parse(named[name]):
                     continue
                 if was == new:
-                    was, new = (f"{new} ({_digest(content)})" for content in (then, named[name]))
+                    was, new = (f"{new} ({hashlib.blake2b(content.encode(), digest_size=4).hexdigest()})"
+                                for content in (then, named[name]))
             if was == new or name == "data.eos" and not new:       # see `in_force`
                 if name != "optimizer.groups" or list(was) == list(new):       # the first row that matches counts
                     continue
@@ -374,10 +375,6 @@ def _parse(content: str) -> object:
         return tomllib.loads(content)
     except tomllib.TOMLDecodeError:
         return content
-
-
-def _digest(content: str) -> str:
-    return hashlib.blake2b(content.encode(), digest_size=4).hexdigest()
 
 
 def record_changes(path: Path, step: int, changes: Sequence[tuple[str, object, object]]) -> None:

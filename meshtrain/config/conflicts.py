@@ -53,10 +53,6 @@ def is_given(name: str) -> Callable[[Run], bool]:
     return lambda run: getattr(getattr(run, section), key) != default
 
 
-def _is_plain(name: str) -> bool:
-    return bool(re.fullmatch(r"[\w.+-]+( [\w.+-]+)*", name) and name.strip("."))
-
-
 def _has_local_dir_in_run_dir(run: Run) -> bool:
     local_dir = run.checkpoint.local_dir
     return bool(local_dir and run.checkpoint.local_every
@@ -70,7 +66,7 @@ def _has_validation_data(run: Run) -> bool:
 
 
 RUN: tuple[Check, ...] = (
-    Conflict(lambda run: not _is_plain(run.run.name),
+    Conflict(lambda run: not (re.fullmatch(r"[\w.+-]+( [\w.+-]+)*", run.run.name) and run.run.name.strip(".")),
              "{run.name} is not a plain name", "use letters, digits, - and _, and run.dir for a path"),
     Conflict(lambda run: run.rl.lag and addresses.is_remote(run.run.dir),
              "{rl.lag}: separate samplers need a directory that all hosts share, but {run.dir} is an address",

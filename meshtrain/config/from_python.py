@@ -7,6 +7,7 @@ import typing
 from pydantic.fields import FieldInfo
 
 from meshtrain.config.messages import SECTIONS, ConfigError, join, keys_of, kind_of, toml, type_of
+from meshtrain.units import shorten
 
 EXAMPLE = '{"model.num_layers": 2} or {"model": {"num_layers": 2}}'
 
@@ -18,7 +19,7 @@ def words(settings: typing.Mapping[str, object]) -> list[str]:
     string. Raises: ConfigError with every fault of the Python values. `load` finds the faults of the run file.
     """
     if not isinstance(settings, typing.Mapping):
-        raise ConfigError(f"settings={_short(settings)} is not a dict; write e.g. {EXAMPLE}")
+        raise ConfigError(f"settings={shorten(settings)} is not a dict; write e.g. {EXAMPLE}")
     faults: list[str] = []
     given: dict[str, str] = {}
     for name, value in _flat(settings, faults):
@@ -41,19 +42,16 @@ def _flat(settings: typing.Mapping, faults: list[str]) -> typing.Iterator[tuple[
             if isinstance(key, str) and key.count(".") == 1 and not key.startswith("-"):
                 yield key, item
             else:
-                faults.append(f"settings[{_short(key)}]={_short(item)}: {_remedy(key)}")
+                faults.append(f"settings[{shorten(key)}]={shorten(item)}: {_remedy(key)}")
 
 
 def _remedy(name: object) -> str:
     bare = name.lstrip("-") if isinstance(name, str) else ""
     if bare in SECTIONS:
-        return f"{bare} is a section, and its value a dict; write e.g. {{{bare!r}: {{{_first_key(bare)!r}: …}}}}"
+        first = next(iter(SECTIONS[bare].model_fields))
+        return f"{bare} is a section, and its value a dict; write e.g. {{{bare!r}: {{{first!r}: …}}}}"
     homes = [bare] if bare.count(".") == 1 else keys_of(bare)
     return f"did you mean {join(map(repr, homes), 'or')}?" if homes else f'keys are "section.key"; write e.g. {EXAMPLE}'
-
-
-def _first_key(section: str) -> str:
-    return next(iter(SECTIONS[section].model_fields))
 
 
 def _text(name: str, value: object, faults: list[str]) -> str:
@@ -86,7 +84,3 @@ def _plain(value: object) -> object:
     if isinstance(value, typing.Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return value
-
-
-def _short(value: object) -> str:
-    return text if len(text := repr(value)) <= 60 else f"{text[:57]}..."

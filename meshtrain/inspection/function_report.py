@@ -6,7 +6,7 @@ from meshtrain.cost.program import audit
 from meshtrain.cost.program.sources import ATTENTION
 from meshtrain.inspection import report, summary, unexpected
 from meshtrain.inspection.functions import InspectedFunction, Repeat
-from meshtrain.units import amount, flop, size
+from meshtrain.units import amount, operations, size
 
 LARGEST = 10        # arguments in the table
 LABELS = {"arguments": "arguments", "outputs": "outputs that reuse no argument", "temporaries": "temporaries",
@@ -76,7 +76,7 @@ def matmuls(function: InspectedFunction) -> str:
     lines = [report.matmuls(function.program.audit)]
     if function.repeated is not None:
         bound = "about " if function.traced.bounds else ""
-        lines += [f"the function has {bound}{flop(function.traced.total)} of matmuls; its devices together compute "
+        lines += [f"the function has {bound}{operations(function.traced.total)} of matmuls; its devices together compute "
                   f"{function.repeated:.2f} times as many"]
     return "\n".join(lines)
 

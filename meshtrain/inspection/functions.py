@@ -31,6 +31,7 @@ from meshtrain.cost.program.compiled import CompiledProgram
 from meshtrain.cost.program.roofline import Workload
 from meshtrain.cost.program.sources import SourceFrame, line_of
 from meshtrain.run import say
+from meshtrain.units import shorten
 
 PACKAGE = Path(__file__).resolve().parent.parent
 OURS = "meshtrain"          # the value of `options` that stands for the options of `flags`
@@ -160,7 +161,7 @@ def _inspect_made(make: Callable, target: Target) -> InspectedFunction:
     mesh = _build_mesh(target.mesh, None, target.topology)
     made = make(mesh)
     if not (isinstance(made, tuple) and len(made) == 2 and hasattr(made[0], "trace") and isinstance(made[1], tuple)):
-        raise ConfigError(f"{_name(make)} returned {_shorten(made)}; make(mesh) must return (jitted, args): a function "
+        raise ConfigError(f"{_name(make)} returned {shorten(made)}; make(mesh) must return (jitted, args): a function "
                           f"of jax.jit, and the tuple of its arguments")
     own = _mesh_of(made[1])         # the arguments may be on a mesh of the same devices with further axes
     return _compile(made[0], made[1], own if isinstance(own, Mesh) else mesh, target)
@@ -336,10 +337,6 @@ def _argument(name: str, info, sharding, mesh: Mesh) -> Argument:
 
 def _name(function: Callable) -> str:
     return getattr(function, "__name__", None) or type(function).__name__
-
-
-def _shorten(value: object) -> str:
-    return f"{text[:60]} …" if len(text := repr(value)) > 60 else text
 
 
 def _words(sizes: Mapping[str, int]) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 
 from meshtrain.assembly import Assembly
 from meshtrain import hardware
-from meshtrain.config.sections import Model
 from meshtrain.cost.formulas import flops
 from meshtrain.cost.program import audit, roofline
 from meshtrain.inspection import formula_vs_compiled, memory, summary
@@ -50,13 +49,10 @@ def before(made: Assembly) -> str:
         f"{run.data.global_batch} × {run.data.seq_len} tokens in {amount(run.training.microbatches, 'microbatch')}",
         f"planned: {tokens:,} tokens, {operations(per_token)} a token, {operations(tokens * per_token)} in all",
         f"layout: {made.mesh_spec} on {made.mesh_spec.num_devices} × {kind}{simulated}, {made.layout.rules.path}, "
-        f"remat {run.training.remat}, {_dtypes(run.model)}, {run.optimizer.name}",
+        f"remat {run.training.remat}, {run.model.compute_dtype}"
+        f"{' with float8 projections' * (run.model.matmul_dtype == 'float8')}, {run.optimizer.name}",
     ]
     return "\n".join(lines + [f"note: {note}" for note in made.notes])
-
-
-def _dtypes(cfg: Model) -> str:
-    return f"{cfg.compute_dtype} with float8 projections" if cfg.matmul_dtype == "float8" else cfg.compute_dtype
 
 
 def as_json(step: Inspected) -> dict:

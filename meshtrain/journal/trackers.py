@@ -323,14 +323,11 @@ class Prometheus(contextlib.AbstractContextManager):
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         named = {"meshtrain_step": step} | {
             "meshtrain_" + re.sub(r"[^a-zA-Z0-9_]", "_", tag): value for tag, value in numbers.items()}
-        self._text = "".join(f"# TYPE {name} gauge\n{name}{self._label} {_as_text(value)}\n"
+        special = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
+        self._text = "".join(f"# TYPE {name} gauge\n{name}{self._label} {special.get(repr(value), repr(value))}\n"
                              for name, value in named.items()).encode()
 
     def __exit__(self, *_):
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
-
-
-def _as_text(value: float) -> str:
-    return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(text := repr(value), text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -351,8 +352,4 @@ def _put(place: Callable, x: Any, sharding: NamedSharding) -> jax.Array | jax.Sh
 def _put_rows(x: Any, sharding: NamedSharding) -> jax.Array:
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
-    return jax.make_array_from_callback(np.shape(x), sharding, functools.partial(_take, x))
-
-
-def _take(x: Any, index: tuple[slice, ...]) -> Any:
-    return x[index]
+    return jax.make_array_from_callback(np.shape(x), sharding, functools.partial(operator.getitem, x))

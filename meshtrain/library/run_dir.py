@@ -65,15 +65,11 @@ def open_directory(run: Run, facts: Facts, rules_text: str) -> Iterator[FitDirec
         try:
             claim = stack.enter_context(rundir.claim(run))
         except ConfigError as error:
-            raise ConfigError(*map(_reword, error.messages)) from None
+            raise ConfigError(*(message.replace("run.dir=", "dir=").replace("another run.name", "another dir")
+                                for message in error.messages)) from None
         _check_kind(claim.directory)
         with resume.checkpoints_of(run.run.dir, claim, every=run.checkpoint.every, keep=run.checkpoint.keep) as saves:
             yield FitDirectory(run, facts, rules_text, claim, saves)
-
-
-def _reword(message: str) -> str:
-    """Return a message about a run file's keys in the words of a caller from Python."""
-    return message.replace("run.dir=", "dir=").replace("another run.name", "another dir")
 
 
 def _check_kind(directory: Path) -> None:

@@ -57,7 +57,8 @@ def unpack(module: Any, axes: Any = None) -> Parts:
         return _unpack_linen(module, axes)
 
     def select(leaf):
-        return leaf if _is_trained(leaf) else None
+        is_array = isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+        return leaf if is_array and jnp.issubdtype(leaf.dtype, jnp.inexact) else None
 
     def join(params):
         return jax.tree.map(lambda new, old: old if new is None else new, params, module, is_leaf=lambda x: x is None)
@@ -108,10 +109,6 @@ class _Whole:
 
 def _is_box(x: Any) -> bool:
     return isinstance(x, meta.AxisMetadata)
-
-
-def _is_trained(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _read_metadata(metadata: Mapping[str, Any]) -> Axes | None:

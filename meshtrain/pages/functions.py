@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from meshtrain.pages import layout, pictures, skin
 from meshtrain.pages.skin import Column, PageSection, Tile, of_bytes
-from meshtrain.units import flop, seconds, size
+from meshtrain.units import operations, seconds, size
 
 
 def page(data: dict) -> str:
@@ -41,7 +41,7 @@ def tiles(data: dict) -> list[Tile]:
     words = "as compiled" if usable is None else f"of {size(usable)} usable: {'it fits' if fits else 'IT DOES NOT FIT'}"
     rows = [Tile("memory of a device", size(total), words, "" if fits else "warn")]
     if flops["repeated"] is not None:
-        rows += [Tile("matmuls computed", f"{flops['repeated']:.2f} times", f"of {flop(flops['traced'])}",
+        rows += [Tile("matmuls computed", f"{flops['repeated']:.2f} times", f"of {operations(flops['traced'])}",
                       "warn" if flops["repeats"] else "")]
     if line:
         rows += [Tile("a step, by the roofline", seconds(line["step_time_s"]), "nothing measured"),
@@ -57,8 +57,8 @@ def matmuls(data: dict) -> str:
             for row in flops["repeats"]]
     table = skin.table([Column("line", "keep"), Column("computed", "keep"), Column("not split over", "keep")], rows,
                        "repeats") if rows else ""
-    return skin.paragraph(f"A device computes {flop(flops['compiled'])} of matmuls in a step; the function has "
-                          f"{flop(flops['traced'])}.") + table
+    return skin.paragraph(f"A device computes {operations(flops['compiled'])} of matmuls in a step; the function has "
+                          f"{operations(flops['traced'])}.") + table
 
 
 def arguments(data: dict) -> str:

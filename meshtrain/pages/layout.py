@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from meshtrain.pages import kernels, pictures, skin
 from meshtrain.pages.pictures import Bar
 from meshtrain.pages.skin import Cell, Column, PageSection, Tile, number, of_bytes, of_count, of_seconds, of_share
-from meshtrain.units import amount, flop, many, seconds, size
+from meshtrain.units import amount, many, operations, seconds, size
 
 # Part of the memory → (name in the bar, name in the table).
 MEMORY = {"arguments": ("arguments", "arguments of the function"),
@@ -247,8 +247,8 @@ def differences(data: dict) -> str:
     flops = data["matmul_flops"]
     if not flops["compiled"]:
         return skin.bullets(data["differences"])
-    by_formulas = "" if flops["formula"] is None else f", {flop(flops['formula'])} by formulas"
-    said = skin.paragraph(f"A device computes {flop(flops['compiled'])} of matmuls in a step{by_formulas}.")
+    by_formulas = "" if flops["formula"] is None else f", {operations(flops['formula'])} by formulas"
+    said = skin.paragraph(f"A device computes {operations(flops['compiled'])} of matmuls in a step{by_formulas}.")
     return said + skin.bullets(data["differences"])
 
 
@@ -318,7 +318,7 @@ def _kernels(line: dict, parameters: Sequence[dict]) -> str:
     named = kernels.weights(parameters)
     rows = [(Cell(kernels.describe(row, named), title=f"{row['source']} ({row['name']})"), row["part"],
              of_count(row["count"]), of_seconds(row["time_s"]), of_share(row["time_s"] / line["step_time_s"]),
-             row["bound"], number(flop, row["flops"]) if row["flops"] else Cell("–", 0), of_bytes(row["bytes"]),
+             row["bound"], number(operations, row["flops"]) if row["flops"] else Cell("–", 0), of_bytes(row["bytes"]),
              row["line"])
             for row in line["kernels"]]
     return skin.table(columns, rows, "kernels", search="kernel, part or line", brief=True) + skin.paragraph(

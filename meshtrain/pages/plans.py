@@ -30,7 +30,8 @@ def page(data: dict) -> str:
         PageSection("memory", "What takes the memory", memory(data)),
         PageSection("misses", "What does not fit", misses(data)),
         PageSection("compiled", "Formula beside compiled", compare_compiled(data))]
-    assumed = PageSection("numbers", "What the numbers are", skin.bullets(data["caveats"]) + _list_assumed(data))
+    assumed = PageSection("numbers", "What the numbers are", skin.bullets(data["caveats"]) + skin.paragraph(
+        f"Attention by {data['attention']}.", "small") + skin.assumptions(data["assumed"], data["reasons"]))
     top = skin.tiles(tiles(data)) if data["first"] else ""
     head = skin.Head("which layout", data["name"], verdict(data), lead(data), top)
     return skin.document(head, [*sections, assumed], data)
@@ -268,8 +269,3 @@ def scaling(data: dict) -> str:
         height=260).draw,
         "With the same batch a step.") if len(plans) > 1 else ""
     return drawn + note + skin.table(columns, rows, "best")
-
-
-def _list_assumed(data: dict) -> str:
-    return skin.paragraph(f"Attention by {data['attention']}.", "small") + skin.assumptions(
-        data["assumed"], data["reasons"])

@@ -120,12 +120,6 @@ def pack(answers: Sequence[DrawnAnswer], rl, rows: int, seq_len: int, first: int
     return batch, places
 
 
-def by_answer(scores_BT: np.ndarray, answers: Sequence[DrawnAnswer], places: np.ndarray) -> list[np.ndarray | None]:
-    """Return the scores of each answer's tokens; None for an answer that was left out. places: as `pack` returns it."""
-    return [None if row == LEFT_OUT else scores_BT[row, place:place + len(answer.tokens)]
-            for answer, (row, place) in zip(answers, places.tolist(), strict=True)]
-
-
 def _weights(answers: Sequence[DrawnAnswer], rl, targets: int) -> np.ndarray:
     """Return float64 [answers]: the weight of each token of an answer by `rl.aggregate`, times the number of targets of
     the step."""

@@ -247,7 +247,7 @@ class _Backward:
 class LayerStack:
     """`depth` layers in sequence, all like `layer`: entries first … first + depth − 1 of the stacked weights [n, …].
 
-    It has the functions of `SplitLayer`, as scans. Residuals, passed values and their structs are stacked [depth, …];
+    It has the forward and the backward of `SplitLayer`, as scans. Residuals and their structs are stacked [depth, …];
     stats are summed over the layers. All layers share `inputs`.
 
     in_place: matmuls and kernels write large residuals directly into the buffers. Set it only where XLA supports that
@@ -283,26 +283,11 @@ class LayerStack:
         (y, filled), (stats, saved) = jax.lax.scan(visit, (x, buffers), self._numbers())
         return y, jax.tree.map(lambda a: a.sum(0), stats), saved if buffers is None else filled
 
-    def input_gradient(self, weights: Weights, inputs, saved: Residuals, dy):
-        """Return dx, and the values that W needs."""
-        def visit(dy, entry):
-            i, saved_i = entry
-            return self.layer.input_gradient(self._entry(weights, i), inputs, saved_i, dy)
-        return jax.lax.scan(visit, dy, (self._numbers(), saved), reverse=True)
-
-    def weight_gradient(self, weights: Weights, inputs, saved_for_weights: list, passed: list, total, on=True):
-        """Return `total` [n, …] with the gradients of weights.trained added to it if `on`.
+    def backward(self, weights: Weights, inputs, saved: Residuals, dy, total, on=True):
+        """Return dx, and `total` [n, …] with the gradients of weights.trained added to it if `on`.
 
         They are added in place, because the stacked gradients of one microbatch would be as large as the total.
         """
-        def visit(total, entry):
-            i, saved_i, passed_i = entry
-            d_trained = self.layer.weight_gradient(self._entry(weights, i), inputs, saved_i, passed_i)
-            return accumulators.add_at(total, self.first + i, d_trained, on), None
-        return jax.lax.scan(visit, total, (self._numbers(), saved_for_weights, passed))[0]
-
-    def backward(self, weights: Weights, inputs, saved: Residuals, dy, total, on=True):
-        """Return dx, and `total` as `weight_gradient` returns it."""
         def visit(carry, entry):
             (dy, total), (i, saved_i) = carry, entry
             dx, d_trained = self.layer.backward(self._entry(weights, i), inputs, saved_i, dy)

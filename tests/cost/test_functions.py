@@ -224,7 +224,7 @@ def test_what_the_program_does_not_use_and_what_makes_its_flops_a_bound_is_noted
     costs = mt.inspect(jax.jit(lambda x, unused: jax.lax.cond(x.sum() > 0, lambda x: x @ w, lambda x: x, x)),
                        jnp.ones((64, 64)), jnp.ones(3))
     assert costs["arguments"][1]["copies"] is None and "the program does not use unused" in costs["notes"]
-    assert costs["matmul_flops"]["bounds"] and "about 0.5 MFLOP" in str(costs)
+    assert costs["matmul_flops"]["bounds"] and "about 524.3 kFLOP" in str(costs)
     assert any(note.startswith("the function's FLOPs are a bound") for note in costs["notes"])
 
 

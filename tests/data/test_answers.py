@@ -9,9 +9,17 @@ import pytest
 from hypothesis import given, strategies as st
 
 from meshtrain.names import NO_TARGET
-from meshtrain.rl.answers import DrawnAnswer, advantages, by_answer, count_needed_rows, pack
+from meshtrain.rl.answers import LEFT_OUT, DrawnAnswer, advantages, count_needed_rows, pack
 
 NAN = np.nan
+
+
+def by_answer(scores_BT: np.ndarray, answers, places: np.ndarray) -> list[np.ndarray | None]:
+    """Return the scores of each answer's tokens; None for an answer that was left out. places: as `pack` returns it."""
+    return [None if row == LEFT_OUT else scores_BT[row, place:place + len(answer.tokens)]
+            for answer, (row, place) in zip(answers, places.tolist(), strict=True)]
+
+
 RL = SimpleNamespace(aggregate="token", max_tokens=8, kl=0.0, entropy=0.0)
 
 

@@ -24,6 +24,7 @@ from meshtrain.parity import cells, compare, program, rule_files, shrink, smalle
 from meshtrain.sharding import rules
 from meshtrain.training import reduction
 from test_pages import embedded, standing_alone
+from tests.parity import check
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -285,9 +286,9 @@ def test_a_layer_with_axes_that_no_rule_file_knows_is_refused():
 
 def test_one_microbatch_through_stages_sends_the_segments_of_its_ring_in_order():
     """Without the order XLA ends the process: two permutes at once."""
-    compare.check(small_of("--mesh.data", 1, "--mesh.fsdp", 1, "--mesh.tensor", 1, "--mesh.stage", 2, "--mesh.context", 4,
-                           "--pipeline.schedule", "zero_bubble", "--training.remat", "selective",
-                           "--sharding.rules", "sharding_rules/zero2.toml"))
+    check(small_of("--mesh.data", 1, "--mesh.fsdp", 1, "--mesh.tensor", 1, "--mesh.stage", 2, "--mesh.context", 4,
+                   "--pipeline.schedule", "zero_bubble", "--training.remat", "selective",
+                   "--sharding.rules", "sharding_rules/zero2.toml"))
 
 
 def test_recurrences_of_fewer_tokens_than_a_chunk_have_a_price():

@@ -15,7 +15,7 @@ from meshtrain.model.execution import Engines, Execution, Numerics
 from meshtrain.parallel.context import attention
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import Layout
-from meshtrain.training import backward
+from meshtrain.training import accumulators, backward
 from meshtrain.training.backward import LayerStack, Weights
 from test_layouts import MODEL, T
 
@@ -45,6 +45,22 @@ def stack_of(f, ws, x, e, depth=3, **more):
     return LayerStack(backward.SplitLayer(f, backward.of_one_layer(weights), x, e), depth, **more), weights
 
 
+def input_gradient(stack, weights, inputs, saved, dy):
+    """(dx, the values that W needs), layer by layer as the executor of pipelines has them."""
+    def visit(dy, entry):
+        i, saved_i = entry
+        return stack.layer.input_gradient(stack._entry(weights, i), inputs, saved_i, dy)
+    return jax.lax.scan(visit, dy, (jnp.arange(stack.depth), saved), reverse=True)
+
+
+def weight_gradient(stack, weights, inputs, saved_for_weights, passed, total, on):
+    def visit(total, entry):
+        i, saved_i, passed_i = entry
+        d_trained = stack.layer.weight_gradient(stack._entry(weights, i), inputs, saved_i, passed_i)
+        return accumulators.add_at(total, stack.first + i, d_trained, on), None
+    return jax.lax.scan(visit, total, (jnp.arange(stack.depth), saved_for_weights, passed))[0]
+
+
 @pytest.mark.parametrize("remat",
                          ["full", *(pytest.param(remat, marks=sampling.GRID) for remat in ("none", "selective"))])
 def test_split_backward_is_the_backward_bit_for_bit(remat):
@@ -62,8 +78,8 @@ def test_split_backward_is_the_backward_bit_for_bit(remat):
     @jax.jit
     def halves():
         y, _, saved = parts.forward(w, x, e)
-        dx, z = parts.input_gradient(w, e, saved, dy)
-        return y, dx, parts.weight_gradient(w, e, saved.for_weights, z, zeros, True)
+        dx, z = input_gradient(parts, w, e, saved, dy)
+        return y, dx, weight_gradient(parts, w, e, saved.for_weights, z, zeros, True)
 
     @jax.jit
     def whole():
@@ -141,8 +157,8 @@ def test_weight_gradients_of_bfloat16_weights_are_float32():
     f, ws, x, e, dy = layer_case("full", "bfloat16")
     parts, w = stack_of(f, ws, x, e)
     y, _, saved = parts.forward(w, x, e)
-    dx, z = parts.input_gradient(w, e, saved, dy)
-    dw = parts.weight_gradient(w, e, saved.for_weights, z, jax.tree.map(lambda a: jnp.zeros(a.shape), ws), True)
+    dx, z = input_gradient(parts, w, e, saved, dy)
+    dw = weight_gradient(parts, w, e, saved.for_weights, z, jax.tree.map(lambda a: jnp.zeros(a.shape), ws), True)
     assert dx.dtype == y.dtype == jnp.bfloat16 and {a.dtype for a in jax.tree.leaves(dw)} == {jnp.dtype("float32")}
     kernel = dw["mlp"]["down"]["kernel"]
     assert (kernel != kernel.astype(jnp.bfloat16)).any(), "not rounded on the way"
@@ -152,9 +168,9 @@ def test_weight_gradients_are_added_to_those_of_their_own_layers_and_only_where_
     f, ws, x, e, dy = layer_case("none")
     (parts, w), ones = stack_of(f, ws, x, e, depth=1, first=1), jax.tree.map(jnp.ones_like, ws)
     y, _, saved = parts.forward(w, x, e)
-    dx, z = parts.input_gradient(w, e, saved, dy)
+    dx, z = input_gradient(parts, w, e, saved, dy)
     for on in (True, False):
-        halves = parts.weight_gradient(w, e, saved.for_weights, z, ones, on)
+        halves = weight_gradient(parts, w, e, saved.for_weights, z, ones, on)
         _, whole = parts.backward(w, e, saved, dy, ones, on)
         for total in jax.tree.leaves((halves, whole)):
             assert (total[0] == 1).all() and (total[2] == 1).all() and (total[1] == 1).all() == (not on)

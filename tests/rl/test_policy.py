@@ -27,6 +27,7 @@ from meshtrain.rl.answers import DrawnAnswer
 from meshtrain.training import objective
 from meshtrain.training.policy import Policy
 from folders import GOLDENS, Loaded
+from test_answers import by_answer
 from test_collective_order import by_gloo  # noqa: F401
 from test_dpo import moments_of
 from test_layouts import MODEL, ONE, run_of
@@ -86,7 +87,7 @@ def loss_and_slopes(policy: Policy, aggregate: str, drawn: list[DrawnAnswer], lo
     loss_BT, slope_BT, metrics = policy.losses(jnp.float32(logp_BT), given, total)
     count = max(real_BT.sum(), 1)
     assert np.all(np.asarray(slope_BT)[~real_BT] == 0)
-    slopes = answers_of.by_answer(np.asarray(slope_BT) / count, drawn, places)
+    slopes = by_answer(np.asarray(slope_BT) / count, drawn, places)
     return float(loss_BT.sum()) / count, slopes, metrics
 
 
@@ -393,7 +394,7 @@ def test_scores_are_the_log_probabilities_at_the_temperature_in_the_order_of_the
         assert found.shape == spec.batch["targets"].shape
         found = found.reshape(ROWS, T)
         logps, _ = jax.jit(lambda p: of_answers(log_softmax(run, p, batch), batch, drawn, places))(p)
-    for score, logp in zip(answers_of.by_answer(found, drawn, places), logps, strict=True):
+    for score, logp in zip(by_answer(found, drawn, places), logps, strict=True):
         assert score is None or np.abs(score - logp).max() < 2e-6 * np.abs(logp).max()
     assert np.all(found[batch["targets"] == NO_TARGET] == 0)
 

@@ -218,37 +218,17 @@ class UnpricedCost(MixerCost):
     def flops(cls, cfg: Model, letter: str, seq_len: int) -> float:
         return 0.0
 
-    @property
-    def outward(self) -> float:
-        return 0.0
+    outward = stream_bytes = 0.0
 
-    @property
-    def stream_bytes(self) -> float:
+    def _nothing(self, *args: object, **options: object) -> float:
         return 0.0
-
-    def residual_width(self, itemsize: int) -> float:
-        return 0.0
-
-    def backward_width(self, itemsize: int, options: Options, times: int) -> float:
-        return 0.0
-
-    def split_backward_width(self, itemsize: int, options: Options, num_shards: int) -> float:
-        return 0.0
+    residual_width = backward_width = split_backward_width = slot_bytes = read_bytes = decode_products = _nothing
 
     def exchanges(self, placed: Placed, options: Options) -> Iterator[Sent]:
         return iter(())
 
     def seconds(self, placed: Placed, rated: Rates, options: Options) -> tuple[float, float]:
         return 0.0, 0.0
-
-    def slot_bytes(self, num_layers: float, itemsize: int, places: Callable[[int], int]) -> float:
-        return 0.0
-
-    def read_bytes(self, itemsize: int, length: float) -> float:
-        return 0.0
-
-    def decode_products(self, num_layers: float, length: float) -> float:
-        return 0.0
 
     def reads_in_a_loop(self, by_kernels: bool) -> bool:
         return False
