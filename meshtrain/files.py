@@ -158,6 +158,12 @@ def attempt(act: Callable[[], Value], what: str, remedy: str, mistake: type[Exce
         raise error_to_raise(error, what, remedy, mistake) from None
 
 
+def read_start(path: str | Path, limit: int) -> bytes:
+    """Return the first `limit` bytes of a file, and one more if it has more."""
+    with open(path, "rb") as file:
+        return file.read(limit + 1)
+
+
 class Waiting:
     """A limited wait for a lock that another process holds, with messages that name the owner. The owner's host may be
     lost; then the lock stays until the file server releases it.

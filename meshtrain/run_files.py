@@ -151,11 +151,6 @@ def _arguments(argv: Sequence[str]) -> tuple[str | Path | None, list[tuple[str, 
     return path, overrides, faults
 
 
-def _first_bytes(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(MOST_BYTES + 1)
-
-
 def _local(path: str | Path) -> str | Path:
     """Return the local path of a run file, given as a path, a shipped file's name or an address.
 
@@ -172,7 +167,7 @@ def _local(path: str | Path) -> str | Path:
 def _read(path: Path) -> tuple[dict, list[str]]:
     """Return (the file's tables, faults)."""
     try:
-        data = files.patiently(lambda: _first_bytes(path))
+        data = files.patiently(lambda: files.read_start(path, MOST_BYTES))
         if len(data) > MOST_BYTES:
             return {}, [f"{path} is larger than {MOST_BYTES:,} bytes: it is no run file; name one"]
         # some editors on Windows write a byte order mark before the text

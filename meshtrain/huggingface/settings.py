@@ -66,12 +66,7 @@ def read(directory: Path, name: str = CONFIG) -> dict:
     path = directory / name
     if not files.is_file(path):
         raise ValueError(f"there is no {name}; name a folder that has one next to its *.safetensors")
-
-    def load() -> bytes:
-        with open(path, "rb") as file:
-            return file.read(MOST_BYTES + 1)
-
-    text = files.attempt(load, f"{path} cannot be read", "make it readable")
+    text = files.attempt(lambda: files.read_start(path, MOST_BYTES), f"{path} cannot be read", "make it readable")
     if len(text) > MOST_BYTES:
         raise ValueError(f"{name} is larger than {MOST_BYTES:,} bytes, the limit for such a file")
     return safetensors.parse_json(text, name)

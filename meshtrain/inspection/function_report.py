@@ -76,8 +76,8 @@ def matmuls(function: InspectedFunction) -> str:
     lines = [report.matmuls(function.program.audit)]
     if function.repeated is not None:
         bound = "about " if function.traced.bounds else ""
-        lines += [f"the function has {bound}{operations(function.traced.total)} of matmuls; its devices together compute "
-                  f"{function.repeated:.2f} times as many"]
+        lines += [f"the function has {bound}{operations(function.traced.total)} of matmuls; its devices together "
+                  f"compute {function.repeated:.2f} times as many"]
     return "\n".join(lines)
 
 
