@@ -54,10 +54,7 @@ def _shares(text: str) -> str | list[float]:
     return numbers
 
 
-COMMAND = config.Command("meshtrain.convert", {
-    "step": config.Option("the step of a checkpoint; 0: the newest", "N", "100", config.whole(), 0),
-    "weights": config.Option("which weights of a checkpoint: last, or ema, their average by training.ema", "W", "ema",
-                             config.one_of(names.LAST, names.EMA), names.LAST),
+COMMAND = config.Command("meshtrain.convert", config.OF_TRAINED | {
     "dtype": config.Option(f"dtype of the weights: {', '.join(DTYPES)} (default: bfloat16; for adapters "
                            f"float32)", "D", "float32", config.one_of(*DTYPES)),
     "shard-gb": config.Option("maximum size of a file in GB", "G", "5",
@@ -67,8 +64,6 @@ COMMAND = config.Command("meshtrain.convert", {
     "shares": config.Option("their shares in the mean: a number for each, oldest first, or the shape of the decay of "
                             "the learning rate that the mean acts as, linear (equal shares) or 1-sqrt", "S", "1-sqrt",
                             _shares, names.LINEAR),
-    "merge": config.Option("folder of adapters in PEFT's format that are merged into the weights", "DIR", "adapters",
-                           default=""),
     "adapters": config.Option("write only the adapters of a run with LoRA, in PEFT's format"),
 }, "HF_DIR | RUN_DIR OUT", (1, 2), keys=False)
 

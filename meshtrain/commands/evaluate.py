@@ -22,7 +22,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from meshtrain import assembly, config, names, trained
+from meshtrain import assembly, config, trained
 from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.config import ConfigError
 from meshtrain.data import sources
@@ -41,12 +41,7 @@ def _tasks(text: str) -> list[str]:
     raise ValueError("names no task; give names, comma-separated, e.g. --tasks lambada_openai,hellaswag")
 
 
-COMMAND = config.Command("meshtrain.evaluate", {
-    "step": config.Option("the step of a checkpoint; 0: the newest", "N", "100", config.whole(), 0),
-    "weights": config.Option("which weights of a checkpoint: last, or ema, their average by training.ema", "W", "ema",
-                             config.one_of(names.LAST, names.EMA), names.LAST),
-    "merge": config.Option("folder of adapters in PEFT's format that are merged into the weights", "DIR", "adapters",
-                           default=""),
+COMMAND = config.Command("meshtrain.evaluate", config.OF_TRAINED | {
     "tasks": config.Option("tasks of the LM evaluation harness, by name or path of a YAML file, comma-separated "
                            "(pip install -e '.[eval]')", "A,B", "hellaswag", _tasks, ()),
     "num-fewshot": config.Option("number of examples before each document of the tasks", "N", "5", config.whole()),

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import jax
 import pydantic
 
-from meshtrain import assembly, config, devices, names, trained
+from meshtrain import assembly, config, devices, trained
 from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.config import ConfigError
 from meshtrain.data.documents import chat, conversations, tokenizer
@@ -69,12 +69,7 @@ def _is_text(words: str) -> bool:
     return True
 
 
-COMMAND = config.Command("meshtrain.generate", {
-    "step": config.Option("the step of a checkpoint; 0: the newest", "N", "100", config.whole(), 0),
-    "weights": config.Option("which weights of a checkpoint: last, or ema, their average by training.ema", "W", "ema",
-                             config.one_of(names.LAST, names.EMA), names.LAST),
-    "merge": config.Option("folder of adapters in PEFT's format that are merged into the weights", "DIR", "adapters",
-                           default=""),
+COMMAND = config.Command("meshtrain.generate", config.OF_TRAINED | {
     "prompt": config.Option("a text to continue", "TEXT", "'Once upon a time'", _text, many=True),
     "prompts": config.Option('a file with a prompt on each line; in .jsonl each line is {"prompt": …}', "FILE",
                              "prompts.txt"),

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 from meshtrain.config.messages import ConfigError, join, keys_of
+from meshtrain.names import EMA, LAST
 
 HELP_COLUMN = 29
 MOST = 1 << 40
@@ -64,6 +65,15 @@ def one_of(*names: str) -> Callable[[str], str]:
             raise ValueError(f"is unknown; use one of {', '.join(names)}")
         return text
     return parse
+
+
+# The options of commands on a trained model.
+OF_TRAINED = {
+    "step": Option("the step of a checkpoint; 0: the newest", "N", "100", whole(), 0),
+    "weights": Option("which weights of a checkpoint: last, or ema, their average by training.ema", "W", "ema",
+                      one_of(LAST, EMA), LAST),
+    "merge": Option("folder of adapters in PEFT's format that are merged into the weights", "DIR", "adapters",
+                    default="")}
 
 
 @dataclasses.dataclass

@@ -104,15 +104,10 @@ class _Metrics:
                 value = line.row.get(key)
                 column.append(math.nan if value is None else value)
 
-    def points(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return (steps, values) of the rows that have the key."""
+    def points(self, key: str, sampled: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Return (steps, values) of the rows that have the key; if `sampled`, of those that were drawn."""
         steps, values = np.asarray(self.columns["step"]), np.asarray(self.columns[key])
-        return steps[~np.isnan(values)], values[~np.isnan(values)]
-
-    def points_of_sample(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return (steps, values) of the drawn rows that have the key."""
-        steps, values = np.asarray(self.columns["step"]), np.asarray(self.columns[key])
-        taken = np.asarray(self.drawn, bool) & ~np.isnan(values)
+        taken = ~np.isnan(values) & (np.asarray(self.drawn, bool) if sampled else True)
         return steps[taken], values[taken]
 
     def describe_sample(self) -> dict | None:
@@ -125,7 +120,7 @@ class _Metrics:
 
     def trend(self, key: str) -> dict | None:
         """Return the means of the first and the last tenth of the rows that have the key; None if no row has it."""
-        values = self.points_of_sample(key)[1]
+        values = self.points(key, sampled=True)[1]
         tenth = max(1, values.size // 10)
         return {"count": int(values.size), "begins": float(values[:tenth].mean()),
                 "ends": float(values[-tenth:].mean())} if values.size else None
@@ -144,7 +139,7 @@ class _Metrics:
         rows: number of rows after the first FIRST_STEPS steps. between: bounds of the median of their tokens_per_s with
         95% confidence; None if there are too few rows.
         """
-        values = {key: self.points_of_sample(key) for key in ("step_time_s", "tokens_per_s", "mfu")}
+        values = {key: self.points(key, sampled=True) for key in ("step_time_s", "tokens_per_s", "mfu")}
         steps, speeds = values["tokens_per_s"]
         later = np.sort(speeds[steps > FIRST_STEPS])
         return {key: float(np.median(found)) if found.size else None for key, (_, found) in values.items()} | {
@@ -183,7 +178,7 @@ def _sum_by_purpose(metrics: _Metrics, attempts: list[dict]) -> dict[str, float]
     drawn = np.asarray(metrics.drawn, bool)
     steps, times_s = np.asarray(metrics.columns["step"])[drawn], np.asarray(metrics.columns["step_time_s"])[drawn]
     taken = float(np.nansum(times_s * np.diff(steps, prepend=0)))
-    waited = {key: float(metrics.points_of_sample(f"{key}_wait_s")[1].sum()) / metrics.read.share
+    waited = {key: float(metrics.points(f"{key}_wait_s", sampled=True)[1].sum()) / metrics.read.share
               for key in ("data", "checkpoint")}
     return {goodput.PARTS["steps"]: taken - waited["data"],
             **{goodput.PARTS[key]: value for key, value in waited.items()}}
