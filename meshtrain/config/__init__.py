@@ -18,8 +18,8 @@ from meshtrain.names import AXES
 
 __all__ = [
     "APART_FROM_LAYOUT", "AXES", "ConfigError", "SECTIONS", "SIZE_KEYS", "dump", "is_address", "locate_shipped",
-    "mesh_sizes",
-    "OF_LAYOUT", "OF_TRAINED", "note_custom", "notes", "on_devices", "problems", "restarting", "shape_table", "user_errors",
+    "mesh_sizes", "OF_LAYOUT", "OF_TRAINED",
+    "note_custom", "notes", "on_devices", "problems", "restarting", "shape_table", "user_errors",
     "words", "Command", "Arguments", "Option", "number", "one_of", "whole",
     "Checkpoint", "Component", "Context", "Data", "Distributed", "Experts", "Identity", "Lora",
     "Mesh", "Metrics", "Model", "Optimizer",
