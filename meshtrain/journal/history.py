@@ -40,7 +40,8 @@ class Attempt:
 
     def __init__(self, directory: Path, account: goodput.Account):
         self.path, self.account = directory / HISTORY, account
-        self.first, self.began, self._end_recorded = not self.path.exists(), 0.0, False
+        self.began, self._end_recorded = 0.0, False
+        self._before: os.stat_result | None = None      # None: this attempt is the run's first
         self._lock, self._beat_at = threading.Lock(), 0
         self._beat: files.Beat | None = None
 
@@ -64,7 +65,7 @@ class Attempt:
         line |= goodput.derive_start(goodput.list_attempts(lines), line, lines, metrics)
         self.began = line["time"]
         self.account.elapsed_s, self.account.counted_s, self.account.step = line["elapsed_s"], line["counted_s"], step
-        self._size = self.path.stat().st_size if self.path.exists() else 0
+        self._before = self.path.stat() if self.path.exists() else None
         self._append(line)
         self._beat_at = self._append(self._beat_line())
         self._beat = files.Beat(self.beat, BEAT_S)
@@ -91,7 +92,11 @@ class Attempt:
         """Remove this start from the history, because a mistake of the user was found after it was recorded."""
         self.abandon()
         with contextlib.suppress(OSError):
-            mirror.remove(self.path) if self.first else os.truncate(self.path, self._size)
+            if self._before is None:
+                mirror.remove(self.path)
+            else:
+                os.truncate(self.path, self._before.st_size)
+                os.utime(self.path, ns=(self._before.st_atime_ns, self._before.st_mtime_ns))
 
     def describe(self) -> str:
         """Return the goodput of the run so far as a line of text; "" if the history cannot be read."""

@@ -272,6 +272,17 @@ def test_a_mistake_that_is_found_late_in_the_first_start_leaves_nothing(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_mistake_that_is_found_late_in_a_later_start_leaves_the_history_as_it_was(tmp_path):
+    log = tmp_path / "history.jsonl"
+    with history.record_attempt(tmp_path, 0, goodput.Account(), {"on": "", "cause": ""}) as attempt:
+        attempt.end("finished")
+    before = log.read_bytes(), log.stat().st_mtime_ns
+    with pytest.raises(ConfigError), history.record_attempt(tmp_path, 0, goodput.Account(), {"on": "", "cause": ""}):
+        assert log.read_bytes() != before[0]
+        raise ConfigError("no such file")
+    assert (log.read_bytes(), log.stat().st_mtime_ns) == before
+
+
 def test_a_try_that_goes_back_by_itself_takes_its_steps_again(life):
     rows = []
 
