@@ -11,10 +11,12 @@ from meshtrain import config, hardware, own_code
 from meshtrain.choices import attention, engines, experts, float8, mixers, recurrence, stages
 from meshtrain.choices.setting import Choice, Refusal, Setting
 from meshtrain.config import ConfigError, Run
-from meshtrain.cost.formulas import assumptions, attention_pairs, footprint, price, rates, simulate
-from meshtrain.cost.formulas.options import Options
+from meshtrain.config.sections import Distill, Experts, Lora, Model, Optimizer
+from meshtrain.cost.formulas import assumptions, attention_pairs, flops, footprint, forward, price, rates, simulate
+from meshtrain.cost.formulas.options import Attended, Options
 from meshtrain.cost.formulas.place import place
 from meshtrain.cost.formulas.placed import Placed
+from meshtrain.huggingface import folder
 from meshtrain.inference import placement
 from meshtrain.model import transformer
 from meshtrain.model.execution import Engines
@@ -24,6 +26,7 @@ from meshtrain.sharding import rules, unmet
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout, Rules, Tensor
 from meshtrain.shipped import rule_file
+from meshtrain.storage import model_folder
 from meshtrain.training import groups, objective, state
 
 
@@ -85,16 +88,17 @@ def describe_groups(run: Run, model: transformer.Transformer) -> list[str]:
     return groups.describe(run.optimizer, [info for info in model.parameters() if info.trainable], run.model)
 
 
-def refusals(run: Run, platform: str, gpu: hardware.Gpu | None) -> list[str]:
+def refusals(run: Run, platform: str, gpu: hardware.Gpu | None, model: transformer.Transformer | None = None
+             ) -> list[str]:
     """Return the reasons why the program refuses this run; empty if it accepts the run. No mesh axis may be -1.
 
     Runs the checks of loading a run file, then those of `make`, but not of installed packages. Raises: ConfigError for
-    files that cannot be read.
+    files that cannot be read. model: that of the run, if it is made already.
     """
     if faults := config.problems(run):
         return faults
     with config.user_errors():
-        loaded, model = rules.load(run.sharding.rules), transformer.of_run(run)
+        loaded, model = rules.load(run.sharding.rules), model or transformer.of_run(run)
         describe_groups(run, model)
     laid = lay_out(run, {axis: getattr(run.mesh, axis) for axis in AXES}, loaded, model)
     return laid.faults or engine_faults(Setting(run, laid.layout, platform, gpu, installed=False), model)
@@ -174,6 +178,42 @@ def _sampler_faults(setting: Setting, model: transformer.Transformer) -> list[st
         return experts.problems(run, placement.beside(model, setting.layout, given))
     except ValueError as error:
         return str(error).splitlines()
+
+
+# ---- the teacher -----------------------------------------------------------------------------------------------------
+
+
+def teacher_run(run: Run) -> Run:
+    """Return the run with its teacher as the model, for a forward. Raises: ConfigError, ValueError from the folder."""
+    keys, own = folder.settings_of(model_folder.local_path(run.distill.teacher)), run.model
+    engines = {key: getattr(own, key) for key in ("attention", "mlp")}
+    made = run.model_copy(update={
+        "model": Model(**keys, **engines, param_dtype=own.compute_dtype, compute_dtype=own.compute_dtype),
+        "optimizer": Optimizer(), "lora": Lora(), "experts": Experts(), "distill": Distill()})
+    made = made.replace(training={"objective": "next_token", "ema": 0.0, "mtp_weight": 0.0}, checkpoint={
+        "init_from": run.distill.teacher, "step": 0, "init_optimizer": False}, sharding={
+        "rules": str(rule_file(run.distill.rules)) if run.distill.rules else run.sharding.rules})
+    if faults := config.problems(made):
+        raise ConfigError(*(f"distill.teacher: {fault}" for fault in faults))
+    return made
+
+
+def price_teacher(run: Run, assumed: assumptions.Assumptions) -> forward.Teacher | None:
+    """Return the teacher of a run as input of the formulas; None without one. Raises: as `teacher_run`."""
+    if not run.distill.teacher:
+        return None
+    taught = teacher_run(run)
+    model = transformer.of_run(taught)
+    rows = [dataclasses.replace(info, trainable=False) for info in model.parameters()]
+
+    @functools.lru_cache(8)     # one layout is priced with several numbers of microbatches
+    def place_on(layout: Layout, method: str) -> tuple[forward.Forward, Attended]:
+        loaded = rules.load(taught.sharding.rules if run.distill.rules else rule_file(layout.rules.path))
+        own = Layout(model.fit(loaded, layout.sizes)[0], layout.sizes)
+        return (forward.Forward.of(place(rows, taught.model, own, MeshSpec(layout.sizes))),
+                attention_pairs.count(taught.replace(context={"method": method}), own, assumed))
+    return forward.Teacher(place_on, run.distill.top_tokens,
+                           flops.model_flops_per_token(model.parameters(), taught.model, run.data.seq_len) / 3)
 
 
 # ---- the schedule ----------------------------------------------------------------------------------------------------

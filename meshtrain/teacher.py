@@ -13,16 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain import assembly, config
+from meshtrain import assembly, config, design
 from meshtrain.assembly import Assembly
-from meshtrain.config import ConfigError, Run
-from meshtrain.config.sections import Distill, Experts, Lora, Model, Optimizer
 from meshtrain.data.documents import tokenizer
 from meshtrain.data.documents.tokenizer import Tokenizer, TokenizerFile
-from meshtrain.huggingface import folder
 from meshtrain.huggingface.weights import pretrained
 from meshtrain.run import say
-from meshtrain.shipped import rule_file
 from meshtrain.storage import model_folder
 from meshtrain.training import accumulate
 from meshtrain.units import size
@@ -49,8 +45,7 @@ def load(made: Assembly, reader: Tokenizer) -> Teacher:
     with config.user_errors(f"{KEY}: "):
         directory = model_folder.local_path(run.distill.teacher)
         _compare_tokens(directory, reader)
-        taught = assembly.assemble(run_of(run), made.mesh.devices.flat)
-        _compare_order(made, taught)
+        taught = assemble(made)
         opened = pretrained.open_folder(taught.run, taught.model)
     assert opened
     shapes = taught.state_shapes.params
@@ -60,23 +55,14 @@ def load(made: Assembly, reader: Tokenizer) -> Teacher:
     count = sum(info.size for info in taught.model.parameters())
     say.out(f"teacher: {run.distill.teacher}, {count:,} weights, {size(held)} on each device; its "
             f"{run.distill.top_tokens} most likely tokens are learned")
-    return Teacher(params, _compile(made, taught, shapes), tuple(taught.program.step.batch))
+    return Teacher(params, _compile(made, taught), tuple(taught.program.step.batch))
 
 
-def run_of(run: Run) -> Run:
-    """Return the run with the teacher as its model, for its forward. Raises: ConfigError, ValueError from the folder.
-    """
-    keys, own = folder.settings_of(model_folder.local_path(run.distill.teacher)), run.model
-    engines = {key: getattr(own, key) for key in ("attention", "mlp")}
-    made = run.model_copy(update={
-        "model": Model(**keys, **engines, param_dtype=own.compute_dtype, compute_dtype=own.compute_dtype),
-        "optimizer": Optimizer(), "lora": Lora(), "experts": Experts(), "distill": Distill()})
-    made = made.replace(training={"objective": "next_token", "ema": 0.0, "mtp_weight": 0.0}, checkpoint={
-        "init_from": run.distill.teacher, "step": 0, "init_optimizer": False}, sharding={
-        "rules": str(rule_file(run.distill.rules)) if run.distill.rules else run.sharding.rules})
-    if faults := config.problems(made):
-        raise ConfigError(*(f"{KEY}: {fault}" for fault in faults))
-    return made
+def assemble(made: Assembly) -> Assembly:
+    """Put the teacher of a run on the run's devices. Raises: ConfigError, ValueError if it does not fit the run."""
+    taught = assembly.assemble(design.teacher_run(made.run), made.mesh.devices.flat)
+    _compare_order(made, taught)
+    return taught
 
 
 def _compare_tokens(directory, reader: Tokenizer) -> None:
@@ -108,8 +94,15 @@ def _zeros(shapes: dict) -> dict:
                    out_shardings=shardings)()
 
 
-def _compile(made: Assembly, taught: Assembly, shapes: dict) -> Callable:
-    """Return the compiled `Teacher.predict`. Both programs may divide a batch over the devices in different ways."""
+def compile_alone(made: Assembly) -> jax.stages.Compiled | None:
+    """Return the compiled forward of a run's teacher, from its config.json alone; None without a teacher. Raises:
+    ConfigError if it does not fit the run."""
+    with config.user_errors(f"{KEY}: "):
+        return _compile(made, assemble(made)) if made.run.distill.teacher else None
+
+
+def _compile(made: Assembly, taught: Assembly) -> jax.stages.Compiled:
+    """Return the compiled `Teacher.predict`, from shapes alone. Both programs may divide a batch over the devices in different ways."""
     step, own, given = taught.program.step, made.program.step, made.run.distill
     goal = own.objective
     into = {name: own.batch[name] for name in goal.device_fields}
@@ -120,5 +113,5 @@ def _compile(made: Assembly, taught: Assembly, shapes: dict) -> Callable:
         found = accumulate.top_tokens(step, given.top_tokens, given.temperature, p, arrays)
         return {name: x.reshape(into[name].shape) for name, x in zip(into, found, strict=True)}
     function = jax.jit(predict, out_shardings={name: of.sharding for name, of in into.items()})
-    return assembly.compile_function(taught, "the teacher", function, shapes, {
+    return assembly.compile_function(taught, "the teacher", function, taught.state_shapes.params, {
         name: own.batch[name] for name in step.batch})

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from meshtrain import assembly, config, design, elastic, run_files
+from meshtrain import assembly, config, design, elastic, run_files, teacher
 from meshtrain import devices as local_devices
 from meshtrain import hardware
 from meshtrain.config import ConfigError
@@ -88,7 +88,7 @@ def main(own: config.Arguments) -> int:
 
 
 def inspect_step(made: assembly.Assembly, given: Mapping[str, float] = MappingProxyType({})) -> Inspected:
-    """Compile the step of a run and, with [rl], the programs of its sampler. given: values that replace assumptions of
+    """Compile the step of a run and, with [rl], the programs of its sampler, or the forward of its teacher. given: values that replace assumptions of
     the roofline, by name.
 
     Raises: gpu_compile.NotCompiledError, assembly.BrokenProgramError.
@@ -99,7 +99,7 @@ def inspect_step(made: assembly.Assembly, given: Mapping[str, float] = MappingPr
             lowered = made.program.lower_step()
         executable = assembly.compile_step(made, lowered, refuse_broken=False)  # a broken program is shown, not refused
         sampling = _sampling(made) if made.program.step.objective.samples else None
-    return Inspected(made, executable, given, logged, sampling)
+    return Inspected(made, executable, given, logged, sampling, teacher.compile_alone(made))
 
 
 def _tell(step: Inspected, own: config.Arguments) -> None:

@@ -18,12 +18,12 @@ import shlex
 import time
 from collections.abc import Callable
 
-from meshtrain import assembly, config, design, run_files
+from meshtrain import assembly, config, design, run_files, teacher
 from meshtrain import hardware
 from meshtrain.choices.setting import Setting
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import assumptions, attention_pairs, calibrations, decode, mixers, rates
-from meshtrain.cost.formulas.options import Attended, Options
+from meshtrain.cost.formulas.options import Attended, TaughtOptions
 from meshtrain.cost.formulas.place import place
 from meshtrain.cost.planner import gap, search
 from meshtrain.cost.program import compile as gpu_compile
@@ -316,6 +316,9 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
         laid = design.lay_out(asked, sizes, loaded, model)
         if not faults + laid.faults:
             faults = design.engine_faults(Setting(asked, laid.layout, "gpu", gpu, installed=False), model)
+            if run.distill.teacher and not faults:
+                beside = design.teacher_run(asked.replace(mesh=sizes, sharding={"rules": str(rule_file(loaded.path))}))
+                faults = [f"distill.teacher: {fault}" for fault in design.refusals(beside, "gpu", gpu, taught)]
         return laid.layout, faults or laid.faults
 
     def lay(sizes, loaded: rules.Rules, method: str):
@@ -331,7 +334,10 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
         return attention_pairs.count(run.replace(context={"method": method}), layout, rated.assumed)
     fixed = {name: options[name] for name in search.FIXABLE if name in options}
     optimizer_bytes = state.optimizer_bytes(model, run.optimizer, run.training.steps, run.training.ema > 0)
-    options_of_run = Options.of(run, gpu.name, optimizer_bytes=optimizer_bytes)
+    with config.user_errors("distill.teacher: "):
+        priced = design.price_teacher(run, rated.assumed)
+        taught = transformer.of_run(design.teacher_run(run)) if run.distill.teacher else None
+    options_of_run = TaughtOptions.of(run, gpu.name, optimizer_bytes=optimizer_bytes, teacher=priced)
     return search.Question(run.model, model.parameters(), num_gpus, options_of_run, rated, usable, rule_files, fixed,
                            rate_attention, lay, faults_of)
 
@@ -357,14 +363,15 @@ def verify(run: Run, question: search.Question, plan: search.Plan) -> dict:
     run = with_layout(run, plan).replace(sharding={"rules": str(rule_file(plan.rules.path))})
     made = assembly.assemble(run, topologies.find_devices(run, f"{gpu.name}:{question.num_gpus}"))
     with gpu_compile.naming_faults("a plan's step"):
-        executable = assembly.compile_step(made, made.program.lower_step())
+        executable, of_teacher = assembly.compile_step(made, made.program.lower_step()), teacher.compile_alone(made)
     step = Inspected(made, executable,
-                     {name: value for name, value in given.items() if not assumptions.TABLE[name].formula})
+                     {name: value for name, value in given.items() if not assumptions.TABLE[name].formula},
+                     teacher=of_teacher)
     sent: dict[str, int] = {}
     for row in step.program.audit.collectives:
         axes = "+".join(row.axes)
         sent[axes] = sent.get(axes, 0) + row.bytes
-    return {"memory_bytes": step.memory_bytes, "traffic_bytes": sent, "step_time_s": step.program.roofline.step_s}
+    return {"memory_bytes": step.memory_bytes, "traffic_bytes": sent, "step_time_s": step.step_s}
 
 
 def price_sampler(run: Run, question: search.Question) -> dict:

@@ -212,15 +212,9 @@ def note_custom(run: Run) -> list[str]:
             for key, value, _ in named.values(run) for name, what in left_out.items() if key.startswith(name)]
 
 
-def note_teacher(run: Run) -> list[str]:
-    """Return what formulas and `inspect` leave out of distillation."""
-    return [f"distill.teacher={toml(run.distill.teacher)}: memory and time here leave out the teacher, its weights "
-            f"and its forward before each step"] * bool(run.distill.teacher)
-
-
 def notes(run: Run) -> list[str]:
     """Return warnings about valid settings that are rarely intended. They are logged once before the run starts."""
-    lines = layouts.notes(run) + unused.messages(run) + note_custom(run) + note_teacher(run)
+    lines = layouts.notes(run) + unused.messages(run) + note_custom(run)
     if not any(getattr(run, section).model_fields_set for section in ("model", "training", "optimizer")):
         lines.append("the run file has no key of [model], [training] and [optimizer]: the run trains the default model")
     if run.model.vocab_size > 16 * BYTE_VOCAB and _reads_bytes(run):

@@ -13,6 +13,7 @@ from meshtrain.cost.program.compiled import CompiledProgram
 from meshtrain.inspection import formula_vs_compiled, memory, unexpected
 from meshtrain.inspection.formula_vs_compiled import Formulas
 from meshtrain.inspection.sampling import SamplingCosts
+from meshtrain.inspection.taught import Taught
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -20,13 +21,14 @@ class Inspected:
     """A compiled step with lazily computed properties.
 
     assumed: see `CompiledProgram`. logged: XLA's log lines from the compilation. sampling: for a run with [rl], (costs,
-    compiled programs), see `SamplingCosts`.
+    compiled programs), see `SamplingCosts`. teacher: the compiled forward of a teacher; None: formulas give its costs.
     """
     made: Assembly
     executable: jax.stages.Compiled
     assumed: Mapping[str, float] = dataclasses.field(default_factory=dict)
     logged: Sequence[str] = ()
     sampling: tuple[Sampling, Mapping[str, jax.stages.Compiled]] | None = None
+    teacher: jax.stages.Compiled | None = None
 
     @cached_property
     def program(self) -> CompiledProgram:
@@ -35,7 +37,20 @@ class Inspected:
     @cached_property
     def memory_bytes(self) -> dict[str, int | None]:
         """Bytes that one device holds, by kind; None where the program does not tell."""
-        return memory.measure(self.made, self.executable, self.program.text)
+        held = memory.measure(self.made, self.executable, self.program.text)
+        return self.taught.cost.add(held, self.taught.memory_bytes, with_batch=True) if self.taught else held
+
+    @cached_property
+    def taught(self) -> Taught | None:
+        """The teacher of the run; None without one."""
+        return Taught(self.made, self.teacher, self.assumed) if self.made.run.distill.teacher else None
+
+    @property
+    def step_s(self) -> float | None:
+        """The time of a step by the roofline, with that of a teacher; None without a GPU of known speed."""
+        line = self.program.roofline
+        both = self.taught and self.taught.with_step(line)
+        return both["step_time_s"] if both else line and line.step_s
 
     @property
     def fits(self) -> bool:
@@ -45,7 +60,10 @@ class Inspected:
     @cached_property
     def formulas(self) -> Formulas | None:
         """The costs by the formulas; None if they do not cover the model."""
-        return formula_vs_compiled.of(self.made, memory.formula(self.made))
+        formulas = formula_vs_compiled.of(self.made, memory.formula(self.made))
+        if formulas is None or not self.taught:
+            return formulas
+        return dataclasses.replace(formulas, memory_bytes=self.taught.cost.add(dict(formulas.memory_bytes)))
 
     @cached_property
     def sampling_costs(self) -> dict | None:

@@ -288,7 +288,7 @@ def sentences(question: Question, plans: list[Plan]) -> list[str]:
     longest = sorted(losses, key=lambda loss: -loss[1])
     waits = ", ".join(f"{name} {share(value)}" for name, value, _ in longest if value > 0.005 * one.step_s)
     held = one.memory_bytes
-    largest = max(("params", "grads", "optimizer", "activations"), key=held.__getitem__)
+    largest = max(search.KIND_NAMES, key=lambda kind: held.get(kind, 0))
     sentences = [f"{bound}; other times: {waits or 'none above 1%'}.",
                  f"A GPU holds {size(held['total'])} of {size(question.usable_bytes)}, "
                  f"most of it {largest} ({size(held[largest])})"

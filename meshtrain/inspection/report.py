@@ -11,13 +11,13 @@ from meshtrain.assembly import Assembly
 from meshtrain import hardware
 from meshtrain.cost.formulas import flops
 from meshtrain.cost.program import audit, roofline
-from meshtrain.inspection import formula_vs_compiled, memory, summary
+from meshtrain.inspection import formula_vs_compiled, memory, summary, taught
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.sharding.mesh import AnyMesh
 from meshtrain.units import amount, operations, seconds, size
 
 LABELS = {"params": "weights", "grads": "gradients", "optimizer": "optimizer state", "activations": "activations",
-          "total": "total", "host": "on the host"}
+          "teacher": "teacher", "total": "total", "host": "on the host"}
 LARGE = 64 * 2**20   # bytes from which a replicated parameter causes a warning
 
 
@@ -31,7 +31,8 @@ def text(step: Inspected) -> str:
         *([sampling_table(step.sampling_costs)] if step.sampling_costs else []),
         *([f"rl.lag={lag}: this is the cost of sampling for validation; separate processes sample the answers for "
            f"training, and `plan` prints the cost of one such process"] if (lag := step.made.run.rl.lag) else []),
-        *([roofline_table(step.program.roofline, step.made.mesh)] if step.program.roofline else [])])
+        *([roofline_table(step.program.roofline, step.made.mesh)] if step.program.roofline else []),
+        *([teacher_table(step.taught, step.taught.as_json(step.program.roofline))] if step.taught else [])])
 
 
 def before(made: Assembly) -> str:
@@ -39,7 +40,7 @@ def before(made: Assembly) -> str:
     run, table = made.run, made.model.parameters()
     count = sum(info.size for info in table)
     tokens = run.training.steps * run.data.global_batch * run.data.seq_len
-    per_token = flops.model_flops_per_token(table, run.model, run.data.seq_len)
+    per_token = taught.flops_per_token(made)
     kind = made.mesh.devices.flat[0].device_kind
     simulated = " (simulated)" if run.mesh.simulated_devices else ""
     used = sum(flops.active(info, run.model) for info in table)
@@ -57,7 +58,8 @@ def before(made: Assembly) -> str:
 
 def as_json(step: Inspected) -> dict:
     """Return the output of `inspect --json`. formula: null without formulas. roofline: null unless compiled for a GPU
-    of known speed. differences: empty unless compiled for GPUs. sampling: null without [rl]."""
+    of known speed. differences: empty unless compiled for GPUs. sampling: null without [rl]. teacher: null without
+    one."""
     formulas, program, line = step.formulas, step.program.audit, step.program.roofline
     return {"memory_bytes": {"formula": formulas.memory_bytes if formulas else memory.formula(step.made),
                              "compiled": step.memory_bytes, "usable": step.program.usable_bytes},
@@ -67,7 +69,7 @@ def as_json(step: Inspected) -> dict:
             "matmul_flops": {"formula": formulas and formulas.matmul_flops,
                              "compiled": formula_vs_compiled.matmul_flops(program)},
             "differences": step.differences, "roofline": line and line.as_json(),
-            "sampling": step.sampling_costs, "warnings": step.warnings, **summary.of_run(step.made)}
+            "sampling": step.sampling_costs, "teacher": step.taught and step.taught.as_json(line), "warnings": step.warnings, **summary.of_run(step.made)}
 
 
 def params_table(made: Assembly) -> str:
@@ -151,7 +153,7 @@ def memory_table(step: Inspected) -> str:
     if held["grads"] is None:       # by formulas, too, those of embedding and head have no accumulator
         grads, lives = priced["grads"], priced["activations"]
         priced |= {"grads": None, "activations": None if lives is None else lives + (grads or 0)}
-    keys = [key for key in ("params", "grads", "optimizer", "activations", "total", "host") if key in held]
+    keys = [key for key in ("params", "grads", "optimizer", "activations", "teacher", "total", "host") if key in held]
     rows = [(LABELS.get(key, key), show(priced[key]), show(held[key])) for key in keys]
     lines = [columns([("memory per device", "formulas", "compiled"), *rows])]
     if held["grads"] is None:
@@ -206,6 +208,26 @@ def sampling_table(data: dict) -> str:
         lines.append(f"a decoding step with full slots: {seconds(time['total'])} ({parts}), "
                      f"{decode['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU; a batch of answers: at most "
                      f"{seconds(decode['batch_s_at_most'])}, if all of them have rl.max_tokens")
+    return "\n".join(lines)
+
+
+def teacher_table(teacher: taught.Taught, data: dict) -> str:
+    """Return the costs of a teacher as text. data: from `Taught.as_json`."""
+    held, times = (data[key] for key in ("memory_bytes", "time_s"))
+    compiled, program = held["compiled"] or {}, teacher.program
+    lines = [f"teacher: {data['folder']}, {data['num_params']:,} weights, {data['rules']}; its forward comes before each "
+             f"step",
+             columns([("memory per device of the teacher", "formulas", "compiled"), *(
+                 (part, size(priced), size(compiled[part]) if compiled else "–")
+                 for part, priced in held["formula"].items())])]
+    if program:
+        lines += [collectives_table(program.audit, teacher.formulas), matmuls(program.audit, teacher.formulas)]
+    if times["formula"] is not None:
+        lines += [f"its forward: {seconds(times['formula'])} by formulas" + (
+            f", {seconds(times['compiled'])} by the roofline" if times["compiled"] is not None else "")]
+    if both := data["with_step"]:
+        lines += [f"a step with it: {seconds(both['step_time_s'])}, "
+                  f"{both['tokens_per_s'] / teacher.made.mesh_spec.num_devices:,.0f} tokens/s a GPU, MFU {both['mfu']:.1%}"]
     return "\n".join(lines)
 
 

@@ -10,8 +10,7 @@ import jax
 from meshtrain import devices, files, hardware
 from meshtrain.assembly import Assembly
 from meshtrain.config import ConfigError
-from meshtrain.cost.formulas import flops
-from meshtrain.inspection import measured, memory, report
+from meshtrain.inspection import measured, memory, report, taught
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.journal.journal import Flops
 from meshtrain.run import phases, say
@@ -24,9 +23,10 @@ def check_memory(made: Assembly) -> None:
     if local[0].platform != "cpu":
         return
     held = memory.formula(made)
-    state_bytes = len(local) * (held["params"] + held["optimizer"])
+    teacher = taught.Taught(made, None, {}).memory_bytes["weights"] if made.run.distill.teacher else 0
+    state_bytes = len(local) * (held["params"] + held["optimizer"] + teacher)
     if state_bytes > (has := devices.memory_bytes(local)):
-        raise ConfigError(f"the weights and the optimizer's state take {size(state_bytes)} on {len(local)} simulated "
+        raise ConfigError(f"the weights{' with those of the teacher' * bool(teacher)} and the optimizer's state take {size(state_bytes)} on {len(local)} simulated "
                           f"devices of this machine, which has {size(has)}; use a smaller model, or train it on GPUs "
                           f"(inspect and plan work without GPUs)")
 
@@ -68,5 +68,4 @@ def flops_of_step(made: Assembly) -> Flops:
     tokens = run.data.global_batch * run.data.seq_len
     gpu = hardware.from_device_kind(made.mesh.devices.flat[0].device_kind)
     peak = gpu and gpu.peak(run.model.compute_dtype)
-    return Flops(tokens * flops.model_flops_per_token(made.model.parameters(), run.model, run.data.seq_len),
-                 peak * made.mesh_spec.num_devices if peak else None)
+    return Flops(tokens * taught.flops_per_token(made), peak * made.mesh_spec.num_devices if peak else None)

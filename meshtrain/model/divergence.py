@@ -24,6 +24,7 @@ from meshtrain.model.loss import Chunks, LossSpec, scale_grads
 from meshtrain.names import NO_TARGET
 from meshtrain.sharding.mesh import on_shards
 
+GROUP = 32          # neighbouring tokens of which the largest logit is found first
 LEAST = 1e-6        # of the rest's probability, so that its logarithm is finite; float32 rounds 1 - 1e-8 to 1
 
 
@@ -151,7 +152,7 @@ def spread(chunks: Chunks, logits_nrsV, ids_nrsK, values_nrsK):
 def take_top(chunks: Chunks, logits_nrsV, k: int):
     """Return the k largest logits [n, r, s, k] and their tokens, int32: first of each shard, then of these."""
     def local(logits):
-        top, ids = jax.lax.top_k(logits, min(k, logits.shape[-1]))
+        top, ids = _select(logits, min(k, logits.shape[-1]))
         if not chunks.vocab_axes:
             return top, ids
         ids = ids + _first(chunks, logits)
@@ -159,6 +160,18 @@ def take_top(chunks: Chunks, logits_nrsV, k: int):
         top, at = jax.lax.top_k(top, k)
         return top, jnp.take_along_axis(ids, at, -1)
     return _on_shards(chunks, local, (True,), (False, False))(logits_nrsV)
+
+
+def _select(x, k: int):
+    """Return what jax.lax.top_k returns, in another order of equal values. On GPUs XLA sorts for it, with three arrays of
+    that size. So the groups with the k largest maxima are found first: the k largest values are in these."""
+    if x.shape[-1] % GROUP or 2 * k * GROUP > x.shape[-1]:
+        return jax.lax.top_k(x, k)
+    groups = x.reshape(*x.shape[:-1], -1, GROUP)
+    _, largest_K = jax.lax.top_k(groups.max(-1), k)
+    chosen = jnp.take_along_axis(groups, largest_K[..., None], -2)
+    top_K, at_K = jax.lax.top_k(chosen.reshape(*x.shape[:-1], -1), k)
+    return top_K, GROUP * jnp.take_along_axis(largest_K, at_K // GROUP, -1) + at_K % GROUP
 
 
 def _own(chunks: Chunks, logits, ids):

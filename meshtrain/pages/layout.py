@@ -16,9 +16,9 @@ MEMORY = {"arguments": ("arguments", "arguments of the function"),
           "temporaries": ("temporaries", "activations and other temporaries"),
           "params": ("weights", "weights, as they are stored"), "grads": ("gradients", "gradient accumulators"),
           "optimizer": ("optimizer", "optimizer state"), "activations": ("activations", "activations and temporaries"),
-          "host": ("", "on the host"), "loop_weights": ("", "weights in the pipeline's loop"),
+          "teacher": ("teacher", "teacher: weights and forward"), "host": ("", "on the host"), "loop_weights": ("", "weights in the pipeline's loop"),
           "loop_grads": ("", "gradients in the pipeline's loop")}
-STACKED = ("params", "grads", "optimizer", "activations")
+STACKED = ("params", "grads", "optimizer", "activations", "teacher")
 OF_A_FUNCTION = ("arguments", "outputs", "temporaries")
 LEAST_SHARE = 0.002         # parts of a bar with a smaller share are not drawn
 SHARES = ("matmul", "attention", "elementwise", "optimizer", "communication", "contention", "host",

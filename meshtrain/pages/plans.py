@@ -10,7 +10,8 @@ from meshtrain.pages.pictures import Bar, Plot, PlotAxis, PlotCurve
 from meshtrain.pages.skin import Cell, Column, PageSection, Tile, number, of_bytes, of_count, of_seconds, of_share
 from meshtrain.units import many, seconds, size
 
-STACKED = {"params": "weights", "grads": "gradients", "optimizer": "optimizer", "activations": "activations"}
+STACKED = {"params": "weights", "grads": "gradients", "optimizer": "optimizer", "activations": "activations",
+           "teacher": "teacher"}
 COLUMNS = (Column("mesh", "keep"), Column("rules", "keep"), Column("schedule", "keep"),
            Column("micro\N{SOFT HYPHEN}batches", "n"),     # may be hyphenated: wide heading, narrow numbers
            Column("remat"), Column("memory", "n"), Column("step", "n"), Column("tokens/s a GPU", "n"))
@@ -213,21 +214,22 @@ def memory(data: dict) -> str:
     plans = _fitting(data)[:DRAWN]
     if not plans:
         return ""
+    stacked = {part: name for part, name in STACKED.items() if part in plans[0]["memory_bytes"]}
 
     def parts(plan: dict) -> list[tuple[int, str, int]]:
-        return [(color, STACKED[part], plan["memory_bytes"][part]) for color, part in enumerate(STACKED)]
+        return [(color, stacked[part], plan["memory_bytes"][part]) for color, part in enumerate(stacked)]
     drawing = functools.partial(pictures.bars, [Bar(f"{k}", parts(plan)) for k, plan in enumerate(plans, 1)], size,
                                 "memory of the best plans",
                                 [(data["usable_bytes"], f"usable {size(data['usable_bytes'])}")])
-    columns = [Column("", "n"), *(Column(name, "n") for name in STACKED.values()), Column("in all", "n"),
+    columns = [Column("", "n"), *(Column(name, "n") for name in stacked.values()), Column("in all", "n"),
                Column("sent by a GPU, by mesh axes", "long")]
 
     def sent(plan: dict) -> str:
         return ", ".join(f"{axes} {size(count)}" for axes, count in sorted(plan["traffic_bytes"].items())
                          if count >= 2**20) or "–"
-    rows = [[of_count(k), *(of_bytes(plan["memory_bytes"][part]) for part in (*STACKED, "total")), Cell(sent(plan))]
+    rows = [[of_count(k), *(of_bytes(plan["memory_bytes"][part]) for part in (*stacked, "total")), Cell(sent(plan))]
             for k, plan in enumerate(plans, 1)]
-    key = skin.key((color, name, "") for color, name in enumerate(STACKED.values()))
+    key = skin.key((color, name, "") for color, name in enumerate(stacked.values()))
     return skin.figure(drawing, key=key) + skin.table(columns, rows, "held")
 
 

@@ -33,6 +33,7 @@ _STAGES = "8B with stage 2, 70B with tensor 8 × stage 4"
 _SAMPLERS = "samplers of 8B on 8 H100 and of 70B on 64, 64 slots of 2,048 and 4,096 tokens a GPU"
 
 LOGIT = Calibration(14, "HBM bytes of a logit, forward and backward")
+CHOSEN_LOGIT = Calibration(12, "HBM bytes of a logit of a teacher: written, read for its sum and for its group")
 UPDATE = Calibration(14, "HBM bytes of a parameter in the optimizer's update, besides the optimizer's state")
 QK_NORM = Calibration(Passes(6, 17), "HBM bytes of a normed element of queries and keys")
 FLOAT8_CAST = Calibration(5, "HBM bytes of an element cast to float8: read for the maximum, read again, written")

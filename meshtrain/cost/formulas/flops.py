@@ -63,7 +63,7 @@ def count_executed(placed: Placed, options: Options) -> float:
     if routed := placed.route(options):
         runs = sum(times * count for times, count in zip(visits, routed.products))
         experts = 2 * routed.share * runs * routed.rows.executed * routed.sizes.embed_dim * routed.sizes.width
-    head = (2 + placed.head.trained) * loss * placed.head.k * placed.head.n
+    head = (1 + (1 + placed.head.trained) * (backward > 0)) * loss * placed.head.k * placed.head.n
     return others + experts + 2 * placed.tokens(options) * (layers + head)
 
 

@@ -42,7 +42,7 @@ def _keep(compute: Callable[[Placed, Options], Widths]) -> Callable[[Placed, Opt
 
 def memory(placed: Placed, options: Options) -> dict[str, int]:
     """Return the bytes on one device by kind, with the keys of `inspect`. grads: the gradient accumulators of the
-    microbatch loop. activations: all temporaries."""
+    microbatch loop. activations: all temporaries. teacher: see `TeacherCost.add`."""
     held = {"params": placed.held.stored_bytes, "grads": accumulators.ITEMSIZE * placed.held.grads,
             "optimizer": options.optimizer_bytes * placed.held.stored}
     if placed.mesh.sizes["stage"] > 1:
@@ -51,7 +51,8 @@ def memory(placed: Placed, options: Options) -> dict[str, int]:
     else:
         held["activations"] = _weights_and_grads(placed, options) + _in_layers(placed, options)
     whole = {name: int(count) for name, count in held.items()}
-    return whole | {"total": sum(whole.values())}
+    whole |= {"total": sum(whole.values())}
+    return options.teacher.beside(placed, options).add(whole) if options.teacher else whole
 
 
 def _weights_and_grads(placed: Placed, options: Options) -> float:
@@ -81,6 +82,7 @@ def _in_layers(placed: Placed, options: Options) -> float:
     # A chunk's float32 logits and their gradient; the output, normed, and its gradient; the gathered head.
     loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 3 * size * tokens * stream
     loss += size * head if placed.by_layer else 0
+    loss += 4 * chunk * placed.head.n if options.teacher else 0     # the gradient at the teacher's tokens is added
     # Of the head, added to the sum before the layers' backward.
     gradient = accumulators.ITEMSIZE * head * placed.head.trained
     layer = size * tokens * _working_width(placed, options) + _part_grads_bytes(placed, options)

@@ -3,11 +3,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from meshtrain import hardware
 from meshtrain.choices import recurrence
 from meshtrain.choices.setting import GPU_PLATFORMS
 from meshtrain.config.sections import Run
+
+if TYPE_CHECKING:
+    from meshtrain.cost.formulas.forward import Teacher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +45,11 @@ class Options:
     dispatch: str = "auto"      # how tokens reach their experts
     recurrence: str = "xla"     # engine of recurrences: xla, pallas
 
+    @property
+    def teacher(self) -> Teacher | None:
+        """The model whose forward comes before each step; None without one."""
+        return None
+
     @classmethod
     def of(cls, run: Run, gpu: str = "", **more) -> Options:
         """Return the options of a run file. gpu: the GPU's name in the hardware table, which determines the engine of
@@ -48,3 +57,9 @@ class Options:
         return cls(run.data.seq_len, run.data.global_batch, run.training.microbatches, run.training.remat,
                    method=run.context.method, loss_chunk=run.training.loss_chunk, dispatch=run.experts.dispatch,
                    recurrence=recurrence.engine(run, GPU_PLATFORMS[0], hardware.GPUS.get(gpu)).value, **more)
+
+
+@dataclasses.dataclass(frozen=True)
+class TaughtOptions(Options):
+    """The settings of a step with a teacher."""
+    teacher: Teacher | None = None

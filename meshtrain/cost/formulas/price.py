@@ -32,7 +32,8 @@ class Price:
     """The price of a step: step_s = compute_s + exposed (by label) + bubble_s + update_s + host_s.
 
     collectives: all collectives of a step. traffic_bytes: bytes that a GPU sends, by mesh axes ("data+fsdp"). links_s:
-    seconds of collectives by mesh axes, hidden or not. parts: compute_s by kind. mfu: model FLOPs utilization, which
+    seconds of collectives by mesh axes, hidden or not. parts: compute_s by kind, that of a teacher with its
+    collectives. mfu: model FLOPs utilization, which
     counts the causal half of attention and no recomputation.
     """
     memory_bytes: Mapping[str, int]
@@ -100,7 +101,7 @@ class Pricing:
         self.placed, self.rated, self.options = placed, rated, options
         self.layers, self.num_stages = placed.layers(options), placed.mesh.sizes["stage"]
         self.work = self.time_layers(placed, options)
-        self.waits = _Waits(placed, rated, options, self.work, self.list_collectives())
+        self.waits = Waits(placed, rated, options, self.work, self.list_collectives())
 
     def time_layers(self, placed: Placed, options: Options) -> LayerTimes:
         """Return the seconds of one layer and of the head."""
@@ -114,7 +115,7 @@ class Pricing:
         """Return the same step on a mesh with its axes in another placement: only the links of collectives differ."""
         other = copy.copy(self)
         other.placed = dataclasses.replace(self.placed, mesh=mesh)
-        other.waits = _Waits(other.placed, self.rated, self.options, self.work, self.waits.sents)
+        other.waits = Waits(other.placed, self.rated, self.options, self.work, self.waits.sents)
         return other
 
     @functools.cached_property
@@ -189,17 +190,21 @@ class Pricing:
         update_s = self.update_s()
         busy_s = m * (self.stage_s() + self.head_s()) + leading_s + idle_s + waits.other_s + update_s
         step_s = busy_s * (1 + self.rated.assumed["step.overhead"])
+        host_s, flops_per_token = step_s - busy_s, self.flops_per_token
         parts = {name: m * self.layers * seconds for name, seconds in work.parts.items()}
         for name, seconds in (*self.head_parts().items(), *leading.items()):
             parts[name] = parts.get(name, 0.0) + m * seconds
+        if teacher := options.teacher:
+            parts["teacher"] = teacher.beside(placed, options).seconds(self.rated)
+            step_s, flops_per_token = step_s + parts["teacher"], flops_per_token + teacher.flops_per_token
         per_gpu = options.global_batch * options.seq_len / step_s / placed.mesh.num_devices
         exposed = {name: seconds for name, seconds in waits.exposed.items() if seconds}
         return Price(self.memory_bytes, tuple(waits.sents), traffic.by_axes(waits.sents, sizes),
-                     waits.links_s, parts, exposed, idle_s, update_s, step_s - busy_s, step_s, per_gpu,
-                     per_gpu * self.flops_per_token / self.rated.peak(placed.cfg.compute_dtype))
+                     waits.links_s, parts, exposed, idle_s, update_s, host_s, step_s, per_gpu,
+                     per_gpu * flops_per_token / self.rated.peak(placed.cfg.compute_dtype))
 
 
-class _Waits:
+class Waits:
     """Exposed seconds of a step by label. sents: the collectives of a step. layer_s: exposed seconds in layers;
     other_s: those outside layers; links_s: all seconds of collectives by mesh axes, hidden or not."""
 

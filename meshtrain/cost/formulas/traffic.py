@@ -79,6 +79,7 @@ def weights(placed: Placed, options: Options) -> Iterator[Sent]:
     reduced, and new weights that only [optimizer] shards are gathered.
     """
     runs, arrays = options.microbatches * placed.layers(options), placed.matrices
+    visits = placed.visits(options)[:2]
     ends = options.microbatches * (1 + placed.num_depths)       # each depth gathers the embedding and the head again
     for move in placed.moves:
         n, layer = move.elements, move.part in LAYER_PARTS
@@ -92,15 +93,16 @@ def weights(placed: Placed, options: Options) -> Iterator[Sent]:
             yield Sent(move.kind, move.axes, dtype, n * size,
                        runs if layer else ends, label, BACKWARD * layer, layer, arrays if layer else 1)
         elif move.part == "routers":
-            yield Sent(GATHER, move.axes, FLOAT32, 4 * n, 2 * runs, "fsdp", FORWARD)
+            yield Sent(GATHER, move.axes, FLOAT32, 4 * n, sum(visits), "fsdp", FORWARD)
         elif not layer:
             yield Sent(GATHER, move.axes, placed.dtype, n * placed.itemsize, ends, "fsdp", "", False)
         else:
             in_float8 = placed.float8 and move.part == "layers"
             dtype, size = (E4M3, 1) if in_float8 else (placed.dtype, placed.itemsize)
             # Outside a layer's remat, the gathered weights of a merge are saved.
-            for overlaps in (FORWARD, BACKWARD)[:1 if move.part == "merge" and options.remat != "none" else 2]:
-                yield Sent(GATHER, move.axes, dtype, n * size, runs, LABELS[move.part], overlaps, True,
+            once = move.part == "merge" and options.remat != "none"
+            for overlaps, times in list(zip((FORWARD, BACKWARD), visits))[:1 if once else 2]:
+                yield Sent(GATHER, move.axes, dtype, n * size, times, LABELS[move.part], overlaps, True,
                            arrays if move.part == "layers" else 1)
 
 
@@ -159,12 +161,13 @@ def tensor(placed: Placed, options: Options) -> Iterator[Sent]:
         yield from mixer.reductions(placed, options)
     vocab = tuple(a for a in placed.layout.mesh_axes(GATHERED, "vocab") if a != "stage")
     # Looked-up rows are reduce-scattered, their cotangent all-gathered; the head does the reverse.
+    head_back = loss if backward else 0
     looked_up_back *= any(info.role == "embedding" and info.trainable for info in placed.rows)
     if vocab and set(vocab) <= split:
         yield send("all-gather", vocab, loss + looked_up_back, False)
-        yield send("reduce-scatter", vocab, looked_up + loss, False)
+        yield send("reduce-scatter", vocab, looked_up + head_back, False)
     elif vocab:
-        yield send("all-reduce", vocab, looked_up + loss, False)
+        yield send("all-reduce", vocab, looked_up + head_back, False)
 
 
 def _adapter(placed: Placed, options: Options, product: Product) -> Iterator[Sent]:

@@ -85,8 +85,8 @@ def _losses_s(plan: Plan) -> dict[str, float]:
     if plan.sizes["context"] > 1:       # context parallelism never recomputes attention
         repeated["attention"] = repeated["recurrence"] = 0.0
     repeated_s = {name: one.parts[name] * share for name, share in repeated.items() if name in one.parts}
-    return {**{name: one.parts[name] - repeated_s[name] for name in one.parts}, "recomputed": sum(repeated_s.values()),
-            **one.exposed, "bubble": one.bubble_s, "update": one.update_s}
+    return {**{name: one.parts[name] - repeated_s.get(name, 0.0) for name in one.parts},
+            "recomputed": sum(repeated_s.values()), **one.exposed, "bubble": one.bubble_s, "update": one.update_s}
 
 
 def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:

@@ -42,7 +42,7 @@ REFINED = 120               # plans whose placement and context method are varie
 NEAR = 1.3                  # a near miss needs at most this multiple of the usable memory
 MOST_MISSES = 5
 KIND_NAMES = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer states",
-              "activations": "activations"}
+              "activations": "activations", "teacher": "weights and forward of the teacher"}
 UNSURE = 0.95               # above this fraction of the memory a formula is not reliable
 NEAR_LIMIT = "within 5% of the available memory: compile it before you rely on it"
 SHORT_S, MANY = 0.3, 100    # no formula holds for shorter steps (seconds) on this many GPUs or more
@@ -366,7 +366,7 @@ def _near(question: Question, misses: list, faults: collections.Counter[str]) ->
     for needed, placed, rules, options in sorted(misses, key=lambda miss: miss[0])[:8 * MOST_MISSES]:
         plan = _price(question, placed, rules, options)
         held = plan.price.memory_bytes
-        name = max(KIND_NAMES, key=held.__getitem__)
+        name = max(KIND_NAMES, key=lambda kind: held.get(kind, 0))
         gib = simulate.gib
         reason = (f"needs {gib(needed)} where {gib(usable)} can be used: {KIND_NAMES[name]} take {gib(held[name])}, "
                   f"with remat {options.remat} and {amount(options.microbatches, 'microbatch')}")
