@@ -184,18 +184,26 @@ def _sampler_faults(setting: Setting, model: transformer.Transformer) -> list[st
 
 
 def teacher_run(run: Run) -> Run:
-    """Return the run with its teacher as the model, for a forward. Raises: ConfigError, ValueError from the folder."""
+    """Return the run with its teacher as the model, for a forward. Raises: ValueError from the folder and the rules."""
+    rules_of_run = run.sharding.rules
+    if run.distill.rules:
+        rules_of_run = str(rule_file(run.distill.rules))
+        rules.load(rules_of_run, "distill.rules")
     keys, own = folder.settings_of(model_folder.local_path(run.distill.teacher)), run.model
     engines = {key: getattr(own, key) for key in ("attention", "mlp")}
     made = run.model_copy(update={
         "model": Model(**keys, **engines, param_dtype=own.compute_dtype, compute_dtype=own.compute_dtype),
         "optimizer": Optimizer(), "lora": Lora(), "experts": Experts(), "distill": Distill()})
-    made = made.replace(training={"objective": "next_token", "ema": 0.0, "mtp_weight": 0.0}, checkpoint={
-        "init_from": run.distill.teacher, "step": 0, "init_optimizer": False}, sharding={
-        "rules": str(rule_file(run.distill.rules)) if run.distill.rules else run.sharding.rules})
-    if faults := config.problems(made):
-        raise ConfigError(*(f"distill.teacher: {fault}" for fault in faults))
-    return made
+    return made.replace(training={"objective": "next_token", "ema": 0.0, "mtp_weight": 0.0}, checkpoint={
+        "init_from": run.distill.teacher, "step": 0, "init_optimizer": False}, sharding={"rules": rules_of_run})
+
+
+def check_teacher(run: Run, platform: str, gpu: hardware.Gpu | None, model: transformer.Transformer | None = None
+                  ) -> list[str]:
+    """Return the reasons why the program refuses the teacher of this run; empty without one. The arguments are those of
+    `refusals`. Raises: as `teacher_run`."""
+    return [f"distill.teacher: {fault}" for fault in refusals(teacher_run(run), platform, gpu, model)
+            ] if run.distill.teacher else []
 
 
 def price_teacher(run: Run, assumed: assumptions.Assumptions) -> forward.Teacher | None:

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain import assembly, config, design
+from meshtrain import assembly, config, design, hardware
 from meshtrain.assembly import Assembly
+from meshtrain.config import ConfigError
 from meshtrain.data.documents import tokenizer
 from meshtrain.data.documents.tokenizer import Tokenizer, TokenizerFile
 from meshtrain.huggingface.weights import pretrained
@@ -60,6 +61,9 @@ def load(made: Assembly, reader: Tokenizer) -> Teacher:
 
 def assemble(made: Assembly) -> Assembly:
     """Put the teacher of a run on the run's devices. Raises: ConfigError, ValueError if it does not fit the run."""
+    device = made.mesh.devices.flat[0]
+    if faults := design.check_teacher(made.run, device.platform, hardware.from_device_kind(device.device_kind)):
+        raise ConfigError(*faults)
     taught = assembly.assemble(design.teacher_run(made.run), made.mesh.devices.flat)
     _compare_order(made, taught)
     return taught

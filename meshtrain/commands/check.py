@@ -119,6 +119,8 @@ def _layout(run: Run, topology: str | None) -> Iterator[Finding | tuple[Design, 
         config.mesh_sizes(run, run.mesh.simulated_devices)
     run, spec, platform, gpu = topologies.resolve_layout(run, topology)
     made = design.make(run, spec, platform, gpu)
+    if faults := design.check_teacher(run, platform, gpu):
+        raise ConfigError(*faults)
     on = f"{spec.num_devices} × {gpu.name}" if gpu else f"{amount(spec.num_devices, 'device')} of {platform}"
     schedule = f", {made.choice.schedule.name}" if made.choice else ""
     yield Finding("layout", OK, f"{spec} on {on}, {run.sharding.rules}{schedule}")

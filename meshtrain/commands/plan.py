@@ -316,9 +316,8 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
         laid = design.lay_out(asked, sizes, loaded, model)
         if not faults + laid.faults:
             faults = design.engine_faults(Setting(asked, laid.layout, "gpu", gpu, installed=False), model)
-            if run.distill.teacher and not faults:
-                beside = design.teacher_run(asked.replace(mesh=sizes, sharding={"rules": str(rule_file(loaded.path))}))
-                faults = [f"distill.teacher: {fault}" for fault in design.refusals(beside, "gpu", gpu, taught)]
+            faults = faults or design.check_teacher(
+                asked.replace(mesh=sizes, sharding={"rules": str(rule_file(loaded.path))}), "gpu", gpu, taught)
         return laid.layout, faults or laid.faults
 
     def lay(sizes, loaded: rules.Rules, method: str):
@@ -334,7 +333,7 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
         return attention_pairs.count(run.replace(context={"method": method}), layout, rated.assumed)
     fixed = {name: options[name] for name in search.FIXABLE if name in options}
     optimizer_bytes = state.optimizer_bytes(model, run.optimizer, run.training.steps, run.training.ema > 0)
-    with config.user_errors("distill.teacher: "):
+    with config.user_errors():
         priced = design.price_teacher(run, rated.assumed)
         taught = transformer.of_run(design.teacher_run(run)) if run.distill.teacher else None
     options_of_run = TaughtOptions.of(run, gpu.name, optimizer_bytes=optimizer_bytes, teacher=priced)

@@ -50,7 +50,7 @@ class Inspected:
         """The time of a step by the roofline, with that of a teacher; None without a GPU of known speed."""
         line = self.program.roofline
         both = self.taught and self.taught.with_step(line)
-        return both["step_time_s"] if both else line and line.step_s
+        return both["step_time_s"] if both else line.step_s if line else None
 
     @property
     def fits(self) -> bool:

@@ -127,3 +127,17 @@ def test_sums_and_gradients_in_chunks_are_those_of_whole_logits(reverse, tempera
     expected, at = jax.lax.top_k(jax.nn.log_softmax(logits / temperature), K)
     np.testing.assert_allclose(top_logp, expected, rtol=1e-4)
     np.testing.assert_array_equal(top, at)
+
+
+@pytest.mark.parametrize("V, k", [(4096, 64), (2048, 1), (4096, 7), (100, 5), (1024, 100)])    # in groups, or too few tokens
+def test_the_likeliest_tokens_are_those_of_top_k(V, k):
+    @jax.jit
+    def both(x):
+        return divergence._select(x, k), jax.lax.top_k(x, k)
+    x = np.random.default_rng(V).permutation(6 * V).reshape(3, 2, V).astype(np.float32)
+    x[..., V - 70:] = -np.inf           # rows that pad the vocabulary
+    (top, ids), (best, first) = both(x)
+    np.testing.assert_array_equal(top, best)
+    here = np.isfinite(top)             # -inf has no order
+    np.testing.assert_array_equal(np.where(here, ids, 0), np.where(here, first, 0))
+    assert all(len(set(row)) == k for row in np.asarray(ids).reshape(-1, k))

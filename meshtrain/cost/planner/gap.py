@@ -134,6 +134,8 @@ def _cause(question: Question, plan: Plan, best: Plan, name: str) -> str:
     if name in ("matmul", "attention", "recurrence", "elementwise"):
         return (f"{name} is less efficient: {_tokens(plan):,.0f} tokens of a microbatch on a GPU, the best plan "
                 f"{_tokens(best):,.0f}; tensor {sizes['tensor']}, the best plan {best.sizes['tensor']}")
+    if name == "teacher":
+        return "the forward of the teacher takes longer in this layout"
     return "the optimizer's update: its states are sharded over fewer GPUs" if name == "update" else f"exposed {name}"
 
 
