@@ -207,10 +207,11 @@ def check_teacher(run: Run, platform: str, gpu: hardware.Gpu | None, model: tran
 
 
 def price_teacher(run: Run, assumed: assumptions.Assumptions) -> forward.Teacher | None:
-    """Return the teacher of a run as input of the formulas; None without one. Raises: as `teacher_run`."""
+    """Return the teacher of a run as input of the formulas; None without one. Raises: ConfigError."""
     if not run.distill.teacher:
         return None
-    taught = teacher_run(run)
+    with config.user_errors():
+        taught = teacher_run(run)
     model = transformer.of_run(taught)
     rows = [dataclasses.replace(info, trainable=False) for info in model.parameters()]
 

@@ -88,8 +88,8 @@ def main(own: config.Arguments) -> int:
 
 
 def inspect_step(made: assembly.Assembly, given: Mapping[str, float] = MappingProxyType({})) -> Inspected:
-    """Compile the step of a run and, with [rl], the programs of its sampler, or the forward of its teacher. given: values that replace assumptions of
-    the roofline, by name.
+    """Compile the step of a run and, with [rl], the programs of its sampler, or the forward of its teacher. given:
+    values that replace assumptions of the roofline, by name.
 
     Raises: gpu_compile.NotCompiledError, assembly.BrokenProgramError.
     """

@@ -333,9 +333,8 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
         return attention_pairs.count(run.replace(context={"method": method}), layout, rated.assumed)
     fixed = {name: options[name] for name in search.FIXABLE if name in options}
     optimizer_bytes = state.optimizer_bytes(model, run.optimizer, run.training.steps, run.training.ema > 0)
-    with config.user_errors():
-        priced = design.price_teacher(run, rated.assumed)
-        taught = transformer.of_run(design.teacher_run(run)) if run.distill.teacher else None
+    priced = design.price_teacher(run, rated.assumed)
+    taught = transformer.of_run(design.teacher_run(run)) if run.distill.teacher else None
     options_of_run = TaughtOptions.of(run, gpu.name, optimizer_bytes=optimizer_bytes, teacher=priced)
     return search.Question(run.model, model.parameters(), num_gpus, options_of_run, rated, usable, rule_files, fixed,
                            rate_attention, lay, faults_of)

@@ -69,7 +69,8 @@ def as_json(step: Inspected) -> dict:
             "matmul_flops": {"formula": formulas and formulas.matmul_flops,
                              "compiled": formula_vs_compiled.matmul_flops(program)},
             "differences": step.differences, "roofline": line and line.as_json(),
-            "sampling": step.sampling_costs, "teacher": step.taught and step.taught.as_json(line), "warnings": step.warnings, **summary.of_run(step.made)}
+            "sampling": step.sampling_costs, "teacher": step.taught and step.taught.as_json(line),
+            "warnings": step.warnings, **summary.of_run(step.made)}
 
 
 def params_table(made: Assembly) -> str:
@@ -215,8 +216,7 @@ def teacher_table(teacher: taught.Taught, data: dict) -> str:
     """Return the costs of a teacher as text. data: from `Taught.as_json`."""
     held, times = (data[key] for key in ("memory_bytes", "time_s"))
     compiled, program = held["compiled"] or {}, teacher.program
-    lines = [f"teacher: {data['folder']}, {data['num_params']:,} weights, {data['rules']}; its forward comes before each "
-             f"step",
+    lines = [f"teacher: {data['folder']}, {data['num_params']:,} weights, {data['rules']}; a forward before each step",
              columns([("memory per device of the teacher", "formulas", "compiled"), *(
                  (part, size(priced), size(compiled[part]) if compiled else "–")
                  for part, priced in held["formula"].items())])]
@@ -226,8 +226,9 @@ def teacher_table(teacher: taught.Taught, data: dict) -> str:
         lines += [f"its forward: {seconds(times['formula'])} by formulas" + (
             f", {seconds(times['compiled'])} by the roofline" if times["compiled"] is not None else "")]
     if both := data["with_step"]:
-        lines += [f"a step with it: {seconds(both['step_time_s'])}, "
-                  f"{both['tokens_per_s'] / teacher.made.mesh_spec.num_devices:,.0f} tokens/s a GPU, MFU {both['mfu']:.1%}"]
+        per_gpu = both["tokens_per_s"] / teacher.made.mesh_spec.num_devices
+        lines += [f"a step with it: {seconds(both['step_time_s'])}, {per_gpu:,.0f} tokens/s a GPU, "
+                  f"MFU {both['mfu']:.1%}"]
     return "\n".join(lines)
 
 

@@ -163,8 +163,8 @@ def take_top(chunks: Chunks, logits_nrsV, k: int):
 
 
 def _select(x, k: int):
-    """Return what jax.lax.top_k returns, in another order of equal values. On GPUs XLA sorts for it, with three arrays of
-    that size. So the groups with the k largest maxima are found first: the k largest values are in these."""
+    """Return what jax.lax.top_k returns, in another order of equal values. On GPUs XLA sorts for it, with three arrays
+    of that size. So the groups with the k largest maxima are found first: the k largest values are in these."""
     if x.shape[-1] % GROUP or 2 * k * GROUP > x.shape[-1]:
         return jax.lax.top_k(x, k)
     groups = x.reshape(*x.shape[:-1], -1, GROUP)

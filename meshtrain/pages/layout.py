@@ -16,7 +16,8 @@ MEMORY = {"arguments": ("arguments", "arguments of the function"),
           "temporaries": ("temporaries", "activations and other temporaries"),
           "params": ("weights", "weights, as they are stored"), "grads": ("gradients", "gradient accumulators"),
           "optimizer": ("optimizer", "optimizer state"), "activations": ("activations", "activations and temporaries"),
-          "teacher": ("teacher", "teacher: weights and forward"), "host": ("", "on the host"), "loop_weights": ("", "weights in the pipeline's loop"),
+          "teacher": ("teacher", "teacher: weights and forward"),
+          "host": ("", "on the host"), "loop_weights": ("", "weights in the pipeline's loop"),
           "loop_grads": ("", "gradients in the pipeline's loop")}
 STACKED = ("params", "grads", "optimizer", "activations", "teacher")
 OF_A_FUNCTION = ("arguments", "outputs", "temporaries")

@@ -96,8 +96,9 @@ def test_a_teachers_forward_for_gpus_sends_and_holds_what_formulas_say(tmp_path,
     by_formulas = {(row["kind"], *row["axes"], row["dtype"]): row["bytes"] for row in step.taught.formulas.collectives}
     for key in kinds:
         assert abs(by_formulas[key] - sent[key]) < 0.04 * sent[key], key      # norms and statistics have no formula
-    seconds = cost.seconds(Rates(hardware.get("h100"), Assumptions("h100")))
-    assert abs(seconds - step.taught.program.roofline.step_s) < 0.25 * seconds
+    # Formulas leave out copies between the parts of a microbatch: 9% to 26% of the forward in seven layouts.
+    seconds, compiled = cost.seconds(Rates(hardware.get("h100"), Assumptions("h100"))), step.taught.program.roofline.step_s
+    assert 0.7 * compiled < seconds < compiled
 
 
 @pytest.mark.full
