@@ -29,7 +29,7 @@ class Forward(Placed):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Teacher:
+class PricedTeacher:
     """The teacher of a run, without a layout. place: maps (layout of the run, context method) to its own layout.
     flops_per_token: of its forward."""
     place: Callable[[Layout, str], tuple[Forward, Attended]]
@@ -53,7 +53,7 @@ class _Times(price.LayerTimes):
 @dataclasses.dataclass(frozen=True, eq=False)
 class TeacherCost:
     """The costs of a teacher's forward on one device. kept_bytes: of the predictions of a step."""
-    teacher: Teacher
+    teacher: PricedTeacher
     placed: Forward
     options: Options
     kept_bytes: float

@@ -11,7 +11,7 @@ from meshtrain.choices.setting import GPU_PLATFORMS
 from meshtrain.config.sections import Run
 
 if TYPE_CHECKING:
-    from meshtrain.cost.formulas.forward import Teacher
+    from meshtrain.cost.formulas.forward import PricedTeacher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Options:
     recurrence: str = "xla"     # engine of recurrences: xla, pallas
 
     @property
-    def teacher(self) -> Teacher | None:
+    def teacher(self) -> PricedTeacher | None:
         """The model whose forward comes before each step; None without one."""
         return None
 
@@ -62,4 +62,4 @@ class Options:
 @dataclasses.dataclass(frozen=True)
 class TaughtOptions(Options):
     """The settings of a step with a teacher."""
-    teacher: Teacher | None = None
+    teacher: PricedTeacher | None = None
