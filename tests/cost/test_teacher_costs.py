@@ -182,7 +182,7 @@ def test_a_teacher_that_is_not_there_or_whose_rules_are_not_is_one_message(tmp_p
     asked = (str(tmp_path / "run.toml"), *more, "--run.sample_tokens", "0", "--mesh.simulated_devices", "8")
     refused(call(command.main, *asked, "--distill.teacher", "nowhere"), 'distill.teacher="nowhere"', "config.json")
     refused(call(command.main, *asked, "--distill.teacher", folder(tmp_path, **LARGER), "--distill.rules", "zreo3"),
-            "distill.rules: cannot read zreo3")
+            'distill.rules="zreo3"')
 
 
 @pytest.mark.full
