@@ -33,7 +33,7 @@ def test_inspect_json_is_the_contract(tiny, microbatches):
     told = inspected(*tiny, "--data.global_batch", 16, "--training.microbatches", microbatches)
     assert set(told) == {"memory_bytes", "recomputed_by_xla", "collectives", "roofline",
                          "run", "mesh", "parameters", "schedule",
-                         "notes", "matmul_flops", "differences", "warnings", "broken_permutes", "sampling"}
+                         "notes", "matmul_flops", "differences", "warnings", "broken_permutes", "sampling", "teacher"}
     assert told["mesh"]["sizes"]["data"] == told["mesh"]["num_devices"] == 8 and told["schedule"] is None
     assert sum(row["stored_bytes"] for row in told["parameters"]) == told["memory_bytes"]["formula"]["params"]
     assert sum(row["size"] for row in told["parameters"]) == told["run"]["num_params"]
