@@ -26,9 +26,9 @@ def check_memory(made: Assembly) -> None:
     teacher = taught.Taught(made, None, {}).memory_bytes["weights"] if made.run.distill.teacher else 0
     state_bytes = len(local) * (held["params"] + held["optimizer"] + teacher)
     if state_bytes > (has := devices.memory_bytes(local)):
-        raise ConfigError(f"the weights{' with those of the teacher' * bool(teacher)} and the optimizer's state take "
-                          f"{size(state_bytes)} on {len(local)} simulated devices of this machine, which has "
-                          f"{size(has)}; use a smaller model, or train it on GPUs (inspect and plan work without GPUs)")
+        raise ConfigError(f"the weights and the optimizer's state take {size(state_bytes)}"
+                          f"{', with the teacher,' * bool(teacher)} on {len(local)} simulated devices of this machine, "
+                          f"which has {size(has)}; use a smaller model, or train it on GPUs (inspect and plan work without GPUs)")
 
 
 def write_cost(made: Assembly, step: Callable, directory: Path) -> None:
