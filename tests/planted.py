@@ -72,10 +72,9 @@ TABLE = [
     # ---- scales
     Planted("mean_of_the_microbatches_means", "scale"),
     Planted("replicas_are_averaged", "scale", (), CELL, "meshtrain/training/reduction.py::reduce_deferred",
-            'return layout.constrain("optimizer", g.sum(0), axes)',
-            'return layout.constrain("optimizer", g.mean(0), axes)'),
+            "return place(add(g, (0,)))", "return place(add(g, (0,)) / g.shape[0])"),
     Planted("stages_divide_by_one_token_more", "scale", (), CELL, "meshtrain/training/pipelined.py::_functions.head",
-            'total / extra["count"]', 'total / (extra["count"] + 1)'),
+            "total / normalizers.targets", "total / (normalizers.targets + 1)"),
     Planted("stages_weigh_the_balance_by_no_tokens", "scale", EXPERTS, CELL,
             "meshtrain/training/pipelined.py::_functions.layer", "with_balance_loss(y, stats, given.tokens)",
             "with_balance_loss(y, stats, 1)"),
@@ -110,8 +109,7 @@ TABLE = [
     Planted("expert_rows_sent_back_in_every_round", "reduction", EXPERTS),
     Planted("gradients_are_reduced_in_bfloat16", "reduction", ("--sharding.rules", "sharding_rules/zero1.toml"), CELL,
             "meshtrain/training/reduction.py::reduce_deferred",
-            'return layout.constrain("optimizer", g.sum(0), axes)',
-            'return layout.constrain("optimizer", g.astype(jnp.bfloat16).sum(0), axes).astype(jnp.float32)'),
+            "return place(add(g, (0,)))", "return place(add(g.astype(jnp.bfloat16), (0,)))"),
     # ---- schedules
     Planted("masked_backwards_add_their_gradients", "schedule"),
     Planted("the_first_stages_weight_gradient_takes_an_old_cotangent", "schedule"),
