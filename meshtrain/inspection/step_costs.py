@@ -28,7 +28,8 @@ def check_memory(made: Assembly) -> None:
     if state_bytes > (has := devices.memory_bytes(local)):
         raise ConfigError(f"the weights and the optimizer's state take {size(state_bytes)}"
                           f"{', with the teacher,' * bool(teacher)} on {len(local)} simulated devices of this machine, "
-                          f"which has {size(has)}; use a smaller model, or train it on GPUs (inspect and plan work without GPUs)")
+                          f"which has {size(has)}; use a smaller model, or train it on GPUs (inspect and plan work "
+                          f"without GPUs)")
 
 
 def write_cost(made: Assembly, step: Callable, directory: Path) -> None:
