@@ -30,13 +30,15 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_sessionstart(session):
-    """Import a share of the core's files, other ones in each worker: most of what collecting costs is the rewriting of
-    assertions, whose result a worker leaves on the disk for the others. What fails is told where it is collected."""
+    """Each worker imports a different share of the core's files. pytest rewrites the assertions of a file at its first
+    import, which is most of the cost of collecting, and the other workers read the result from the disk. An import that
+    fails is reported when its file is collected."""
     worker = getattr(session.config, "workerinput", None)
     if worker is None or session.config.args != session.config.getini("testpaths"):
         return
     table, number = tiers.read_table(), int(worker["workerid"].removeprefix("gw"))
-    names = sorted(path.stem for path in Path(__file__).parent.glob("*/test_*.py") if table.full.get(path.stem) != set())
+    names = sorted(path.stem for path in Path(__file__).parent.glob("*/test_*.py")
+                   if table.full.get(path.stem) != set())
     for name in names[number::worker["workercount"]]:
         with contextlib.suppress(Exception, pytest.skip.Exception):
             importlib.import_module(name)

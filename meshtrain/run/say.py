@@ -145,8 +145,8 @@ def part(text: str) -> None:
 
 def live(text: str, passing: bool = False, after_s: float = 0.0) -> None:
     """Print a live line on a terminal, cut to its width. The next line on stdout replaces it. passing: it is also
-    erased before a line on stderr and at the end of the command. after_s: age in seconds that a shown live line which
-    is not a passing one must have to be replaced; until then nothing is printed."""
+    erased before a line on stderr and at the end of the command. after_s: print nothing while
+    another live line, which is not a passing one, is shown and is younger than this, in seconds."""
     with _in_turn():        # a check of the age before the lock would be stale after the wait for it
         age_s = time.monotonic() - _output.drawn_at
         if _output.ended or _output.live and not _output.passing and age_s < after_s:

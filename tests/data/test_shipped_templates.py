@@ -168,7 +168,7 @@ def test_a_tokenizer_without_the_tokens_of_the_family_is_refused_and_bytes_write
 
 # ---- the remedy ------------------------------------------------------------------------------------------------------
 
-REMEDY = '(e.g. "{}", which is shipped and writes the same with the reasoning of all turns)'
+REMEDY = '(e.g. the shipped "{}", which writes the same text and keeps the reasoning of all turns)'
 
 
 def test_a_template_that_drops_reasoning_is_told_with_the_shipped_one_of_its_format(tmp_path):

@@ -59,9 +59,10 @@ class TeacherCost:
     kept_bytes: float
 
     def add(self, held: dict, memory_bytes: dict[str, int] | None = None, with_batch: bool = False) -> dict:
-        """Return the memory of a step with that of the teacher: the weights, the predictions, and what the temporaries
-        of the forward take beyond those of the step. memory_bytes: of the compiled forward. with_batch: whether the
-        total of `held` has the step's arguments, and so the predictions."""
+        """Return the memory of a step and its teacher, by kind. The teacher adds its weights, its predictions, and the
+        part of its temporaries that is larger than those of the step. held: the memory of the step. memory_bytes: that
+        of the compiled forward; None: by the formulas. with_batch: the total of `held` includes the predictions,
+        which are arguments of the step."""
         own = memory_bytes or self.memory_bytes
         beyond = max(0, own["temporaries"] - (held["activations"] or 0) - (held["grads"] or 0))
         of_teacher = own["weights"] + own["predictions"] + beyond
@@ -75,8 +76,8 @@ class TeacherCost:
                 "temporaries": int(self._temporaries())}
 
     def _temporaries(self) -> float:
-        """Copies of the weights that all microbatches read; and the larger of two: a layer's arrays, with the gathered
-        weights of two layers, and a chunk's logits with the groups of the largest ones, beside the gathered head."""
+        """The copies of weights that all microbatches read, and the larger of: the arrays of a layer with the gathered
+        weights of two layers; the logits of a chunk, the candidates among them, and the gathered head."""
         placed, size, tokens = self.placed, self.placed.itemsize, self.placed.tokens(self.options)
         h, n, stream = placed.cfg.embed_dim, placed.head.n, placed.cfg.embed_dim / placed.stream_shards
         mixer = placed.mean(lambda mixer: mixer.inward + mixer.outputs)

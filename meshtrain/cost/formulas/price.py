@@ -32,9 +32,9 @@ class Price:
     """The price of a step: step_s = compute_s + exposed (by label) + bubble_s + update_s + host_s.
 
     collectives: all collectives of a step. traffic_bytes: bytes that a GPU sends, by mesh axes ("data+fsdp"). links_s:
-    seconds of collectives by mesh axes, hidden or not. parts: compute_s by kind, that of a teacher with its
-    collectives. mfu: model FLOPs utilization, which
-    counts the causal half of attention and no recomputation.
+    seconds of collectives by mesh axes, hidden or not. parts: compute_s by kind; the part "teacher" is the
+    forward of a teacher, with its collectives. mfu: model FLOPs utilization, which counts the causal half of attention
+    and no recomputation.
     """
     memory_bytes: Mapping[str, int]
     collectives: tuple[Sent, ...]

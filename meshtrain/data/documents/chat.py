@@ -135,7 +135,8 @@ class Template:
         wanted = write(self.text)
         known = {} if self.text in texts or None in wanted else texts
         name = next((name for text, name in known.items() if "</think>" in text and write(text) == wanted), "")
-        return f' (e.g. "{name}", which is shipped and writes the same with the reasoning of all turns)' if name else ""
+        return (f' (e.g. the shipped "{name}", which writes the same text and keeps the reasoning of all turns)'
+                if name else "")
 
     def check(self) -> None:
         """Check the template. Raises: ValueError if it is malformed, or needs an undefined token."""
