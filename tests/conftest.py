@@ -105,6 +105,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
+def pytest_collection_finish():
+    """What is there by now stays: no collection of garbage goes through it again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_teardown(item, nextitem):
     if nextitem is not None and nextitem.path != item.path and "jax" in sys.modules and resident_bytes() > MOST_BYTES:
         sys.modules["jax"].clear_caches()

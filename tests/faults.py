@@ -9,6 +9,7 @@ test that stays green there claims what it does not check; a fault that no test 
 import argparse
 import ast
 import concurrent.futures
+import functools
 import os
 import re
 import shutil
@@ -53,6 +54,7 @@ class Fault(NamedTuple):
         return text[:start] + changed + text[end:], count
 
 
+@functools.lru_cache(maxsize=None)
 def functions(text: str) -> dict[str, tuple[int, int]]:
     """Class.function -> (start, end) of its characters in a file's text, with functions within functions."""
     starts, found = [0], {}
@@ -104,6 +106,7 @@ def problems(fault: Fault) -> list[str]:
     return found
 
 
+@functools.lru_cache(maxsize=None)
 def _tests(path: Path) -> set[str]:
     """The tests of a file that are not of tier long as a whole."""
     if not path.is_file():
