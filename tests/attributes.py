@@ -11,6 +11,8 @@ import types
 import typing
 from pathlib import Path
 
+import sources
+
 OURS = ("meshtrain", "benchmarks", "launch")
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -21,7 +23,7 @@ class Instance(typing.NamedTuple):
 
 def faults(path: Path) -> list[str]:
     """One line for each attribute or parameter that is not there."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = sources.parse(path.read_text(encoding="utf-8"))
     found = []
     known = _imported(tree, found)
     known |= {name: value for node in tree.body if isinstance(node, (ast.Assign, ast.With))

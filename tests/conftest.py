@@ -36,6 +36,7 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 import pytest  # noqa: E402
 import sampling  # noqa: E402
+import sources  # noqa: E402
 import tiers  # noqa: E402
 import workers  # noqa: E402
 from kept_programs import GPU_PROGRAMS, PROGRAMS, PROGRAMS_BYTES, gpu_programs_in, programs_in, trim  # noqa: E402
@@ -112,6 +113,8 @@ def pytest_collection_finish():
 
 
 def pytest_runtest_teardown(item, nextitem):
+    if nextitem is not None and nextitem.path.parent != item.path.parent:
+        sources.forget()
     if nextitem is not None and nextitem.path != item.path and "jax" in sys.modules and resident_bytes() > MOST_BYTES:
         sys.modules["jax"].clear_caches()
         gc.collect()

@@ -22,6 +22,8 @@ import xml.etree.ElementTree
 from pathlib import Path
 from typing import NamedTuple
 
+import sources
+
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("meshtrain", "tests", "benchmarks", "chat_templates", "configs", "sharding_rules", "launch", "docs", "pyproject.toml", "README.md")
 TIMEOUT_S = 600
@@ -69,7 +71,7 @@ def functions(text: str) -> dict[str, tuple[int, int]]:
                 first = min([child.lineno, *(mark.lineno for mark in child.decorator_list)])
                 found[".".join(inner)] = starts[first - 1], starts[child.end_lineno]
             visit(child, inner)
-    visit(ast.parse(text), ())
+    visit(sources.parse(text), ())
     return found
 
 
@@ -115,7 +117,7 @@ def _tests(path: Path) -> set[str]:
     def long(node) -> bool:
         return any("mark.long" in ast.unparse(mark) and "param" not in ast.unparse(mark) for mark in node.decorator_list)
 
-    tree = ast.parse(path.read_text()).body
+    tree = sources.parse(path.read_text()).body
     named = {target.id for node in tree if isinstance(node, ast.Assign)
              for target in node.targets if isinstance(target, ast.Name)}
     return named | {node.name for node in tree if isinstance(node, ast.FunctionDef) and not long(node)}

@@ -9,8 +9,9 @@ from pathlib import Path, PurePath
 import pytest
 import tiers
 
-# The steps of tests/gpu/gpu_programs.py.
-TOGETHER = {"test_gpu_formulas.py": "gpu_programs", "test_gpu_programs.py": "gpu_programs"}
+# The steps of tests/gpu/gpu_programs.py; files that read the syntax of all files (sources.py).
+TOGETHER = {"test_gpu_formulas.py": "gpu_programs", "test_gpu_programs.py": "gpu_programs"} | {
+    f"test_{name}.py": "sources" for name in ("house", "docs", "docs_tables", "packaging", "rooms", "touched", "faults")}
 
 
 def group_of(nodeid: str) -> str:

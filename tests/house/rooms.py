@@ -12,6 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+import sources  # noqa: E402
+
 PICTURE = ROOT / "docs" / "rooms.svg"
 
 PAGE = ROOT / "docs" / "code.md"
@@ -32,7 +35,7 @@ def read_modules(root: Path = ROOT) -> dict[str, set[str]]:
 
 
 def _imports(path: Path, files: Mapping[str, Path]) -> Iterable[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in sources.nodes_of(path.read_text(encoding="utf-8")):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in files)
         elif isinstance(node, ast.ImportFrom) and node.module in files:

@@ -1,5 +1,4 @@
 """The pages say what is so: their commands parse, their links and files exist, their keys are keys."""
-import ast
 import builtins
 import fnmatch
 import json
@@ -12,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import sources
 from safetensors.numpy import save_file
 
 from meshtrain.launch import elastic, local, pod, restart, samplers
@@ -211,7 +211,7 @@ def test_names_on_the_page_of_the_code_are_names_of_the_code():
     """Of files, folders, functions, classes, constants, arguments and words that are values."""
     known, homes = set(dir(builtins)), (ROOT, ROOT / "meshtrain", ROOT / "tests", *(ROOT / "tests").iterdir())
     for path in (ROOT / "meshtrain").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in sources.nodes_of(path.read_text()):
             known |= {getattr(node, field, None) for field in ("name", "attr", "id", "arg", "value")
                       if isinstance(getattr(node, field, None), str)}
     text = re.sub(r"^```.*?^```", "", CODE.read_text(), flags=re.DOTALL | re.MULTILINE)

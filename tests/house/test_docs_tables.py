@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import sources
 
 from meshtrain import run_files
 from meshtrain.config import elsewhere
@@ -47,7 +48,7 @@ def string(node: ast.expr) -> str | None:
 def messages() -> list[str]:
     """The strings of the program that may be messages, each as one line."""
     files = [path for folder in ("meshtrain", "launch") for path in (ROOT / folder).rglob("*.py")]
-    found = {string(node) for path in files for node in ast.walk(ast.parse(path.read_text()))
+    found = {string(node) for path in files for node in sources.nodes_of(path.read_text())
              if isinstance(node, ast.Constant | ast.JoinedStr)}
     return [text.replace("\n", " ") for text in found if text and len(text) >= 15]
 

@@ -1,16 +1,15 @@
 """The house keeps its floors: rooms import downward only, and what a reader must hold in mind is counted."""
 import ast
 import collections
-import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
 import rooms
 from meshtrain import config, units
 from meshtrain.config import messages
 from meshtrain.training import objective
+from sources import nodes_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -73,18 +72,6 @@ def room(name: str) -> str:
     data."""
     parts = name.split(".")[1:]
     return next((there for i in (2, 1) if (there := "/".join(parts[:i])) in {*OPEN_TO, *UNBOUND, *EVERYONE}), parts[0])
-
-
-@functools.cache
-def nodes_of(text: str) -> tuple[ast.AST, ...]:
-    """All nodes of a file, which a dozen tests read."""
-    return tuple(ast.walk(ast.parse(text)))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forgotten_after_this_file():
-    yield
-    nodes_of.cache_clear()
 
 
 def imported(path: Path) -> set[str]:
