@@ -71,6 +71,14 @@ def check_sums_of_answers(directory: Path, batches: int) -> None:
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
+def shared_folder(tmp_path_factory, name: str) -> Path:
+    """A folder of this run of the suite, the same for all of its processes."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / name
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A directory with a text, a rule file and the compiled programs that the runs share."""
@@ -78,8 +86,11 @@ def home(tmp_path_factory):
     (home / "corpus.txt").write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(600)))
     (home / "empty.txt").write_text("")
     (home / "my rules.toml").write_text(RULES)
-    # Without source lines in the names of entries: the same run is trained from many tests.
-    with programs_in(str(home / "cache"), jax_compilation_cache_include_metadata_in_key=False):
+    # All files share it; its path is part of the names of entries, source lines are not: the same run is trained from many
+    # tests.
+    (home / "cache").symlink_to(shared_folder(tmp_path_factory, "programs"))
+    with programs_in(str((home / "cache").resolve()), jax_compilation_cache_include_metadata_in_key=False,
+                     jax_persistent_cache_min_compile_time_secs=0):
         yield home
 
 
@@ -97,7 +108,7 @@ def tiny(home) -> tuple[str, ...]:
         "model.vocab_size": 257, "model.embed_dim": 32, "model.num_layers": 1, "model.num_heads": 2,
         "model.num_kv_heads": 1, "model.mlp_dim": 64, "data.source": "text",
         "data.paths": json.dumps([str(home / "corpus.txt")]),
-        "data.seq_len": 32, "data.global_batch": 8, "run.sample_tokens": 8, "run.compilation_cache": home / "cache",
+        "data.seq_len": 32, "data.global_batch": 8, "run.sample_tokens": 8, "run.compilation_cache": (home / "cache").resolve(),
         "run.name": "tiny", "optimizer.name": "adamw", "validation.batches": 2, "optimizer.warmup_steps": 2, "optimizer.learning_rate": 2e-3,
         "optimizer.schedule": "constant"}    # so that more training.steps only lengthen the run
     return tuple(word for key, value in values.items() for word in (f"--{key}", str(value)))

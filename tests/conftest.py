@@ -53,8 +53,10 @@ LONG = [f"test_{name}.py" for name in (
     "launchers", "chat", "export", "recurrence_pallas", "fuzz", "recurrence_context", "search",
     "first_light", "dpo_runs", "fault_table", "float8")]
 MOST_WORKERS = 8
-# Of a worker, beyond which it forgets the programs of the files before: they take gigabytes by the end of the suite.
+# Of a worker, beyond which it forgets the programs of the files before: they take gigabytes by the end of the suite. What is
+# left then is the process's own, and it forgets again when it has grown by half as much.
 MOST_BYTES = 2 << 30
+most_bytes = MOST_BYTES
 
 
 def pytest_addoption(parser):
@@ -115,9 +117,11 @@ def pytest_collection_finish():
 def pytest_runtest_teardown(item, nextitem):
     if nextitem is not None and nextitem.path.parent != item.path.parent:
         sources.forget()
-    if nextitem is not None and nextitem.path != item.path and "jax" in sys.modules and resident_bytes() > MOST_BYTES:
+    global most_bytes
+    if nextitem is not None and nextitem.path != item.path and "jax" in sys.modules and resident_bytes() > most_bytes:
         sys.modules["jax"].clear_caches()
         gc.collect()
+        most_bytes = max(MOST_BYTES, resident_bytes() + MOST_BYTES // 2)
 
 
 def resident_bytes() -> int:
