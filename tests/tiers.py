@@ -5,12 +5,14 @@ full    `pytest.mark.full`, or full by tests/tiers.toml: the other tests that en
 long    `pytest.mark.long`: minutes, or one of very many cells (`pytest.mark.cell`, too). `pytest --long`
 
 `--part I/N` takes every N-th test of what is chosen, by its position in the list sorted by name: N parts are all of it,
-each test once. `--landing N` takes such parts of all tests but the core's, LANDINGS of which are all. A test file that is
-named runs its core and full tests; a test that is named by `::` runs in any case.
+each test once. `--landing N` takes such parts of all tests but the core's, LANDINGS of which are all, in BLOCKS of neighbours
+of one file: these share runs, references and compiled programs. A test file that is named runs its core and full tests; a
+test that is named by `::` runs in any case.
 """
 import argparse
 import collections
 import dataclasses
+import itertools
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +24,7 @@ TIERS = ("core", "full", "long")
 TABLE = Path(__file__).with_suffix(".toml")
 OPTIONS = {"core": "pytest", "full": "pytest --full", "long": "pytest --long"}
 LANDINGS = {"full": 16, "cell": 16, "long": 60}      # parts of the full tests, of cells, of the other long tests
+BLOCKS = {"full": 8, "cell": 8, "long": 1}           # tests at most
 
 
 def add_options(parser) -> None:
@@ -47,8 +50,15 @@ def take_part(names: Sequence[str], number: int, count: int) -> set[str]:
 
 def take_landing(groups: Mapping[str, str], number: int) -> set[str]:
     """The tests that a landing runs. groups: name of a test -> its key of LANDINGS."""
-    return set().union(*(take_part([name for name, of in groups.items() if of == group], number % count, count)
-                         for group, count in LANDINGS.items()))
+    return {name for group, count in LANDINGS.items()
+            for block in cut_blocks([name for name, of in groups.items() if of == group], BLOCKS[group])[number % count::count]
+            for name in block}
+
+
+def cut_blocks(names: Iterable[str], size: int) -> list[list[str]]:
+    """The names, sorted, cut into blocks of at most `size` of one file each."""
+    files = itertools.groupby(sorted(names), key=lambda name: name.partition("::")[0])
+    return [block[first:first + size] for _, found in files for block in [list(found)] for first in range(0, len(block), size)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -233,6 +233,14 @@ def test_a_folder_whose_checkpoint_the_list_lacks_is_not_removed(unlisted, place
         assert set(before) < set(names(place))
 
 
+def test_what_a_start_sends_before_a_commit_is_there_before_the_marker(place):
+    there = []
+    with Checkpoints(BucketStore(place, start="a", before_commit=lambda: there.append("1" in names(place)))) as checkpoints:
+        checkpoints.save(1, make_state(mesh(1, 1), P()), {})
+        checkpoints.settle()
+    assert there == [False] and "1" in names(place)
+
+
 def test_a_save_without_its_marker_is_no_checkpoint_and_a_second_marker_is_refused(place, monkeypatch):
     state, told = make_state(mesh(1, 1), P()), []
     one = Checkpoints(BucketStore(place, start="a"), tell=told.append)

@@ -87,6 +87,15 @@ def test_landings_run_each_test_as_often_as_their_count_says(sizes):
     assert runs == {name: 240 // tiers.LANDINGS[group] for name, group in groups.items()}
 
 
+@given(st.sets(st.tuples(st.sampled_from("abc"), st.integers(0, 99))), st.integers(1, 9))
+def test_blocks_hold_each_test_once_and_neighbours_of_one_file(tests, size):
+    names = [f"{file}.py::{number}" for file, number in tests]
+    blocks = tiers.cut_blocks(names, size)
+    assert [name for block in blocks for name in block] == sorted(names)
+    assert all(len(block) <= size and len({name[0] for name in block}) == 1 for block in blocks)
+    assert len(blocks) == sum(-(-sum(name[0] == file for name in names) // size) for file in "abc")
+
+
 def test_a_landing_takes_its_parts_and_says_so(tmp_path):
     (tmp_path / "test_a.py").write_text(TESTS)
     (tmp_path / "test_d.py").write_text("def test_e(): pass\n\ndef test_f(): pass\n")
@@ -103,12 +112,14 @@ def test_a_test_of_the_table_that_is_not_there_is_told(tmp_path):
 
 @pytest.mark.full
 def test_files_that_read_the_same_programs_go_to_one_worker(tmp_path):
-    """Four workers would take a file each."""
+    """More workers than files would take a file each."""
     files = (*workers.TOGETHER, "test_other.py", "test_another.py")
     for name in files:
         (tmp_path / name).write_text("import os, pathlib\n"
                                      "def test_a(): pathlib.Path(__file__ + '.pid').write_text(str(os.getpid()))\n")
     done = run_tests(tmp_path, "-n", "4", "--dist", "loadfile", conftest="pytest_plugins = ['workers']\n")
-    together = {(tmp_path / f"{name}.pid").read_text() for name in workers.TOGETHER}
-    apart = {(tmp_path / f"{name}.pid").read_text() for name in files} - together
-    assert "4 passed" in done and len(together) == 1 and len(apart) == 2
+    process = {name: (tmp_path / f"{name}.pid").read_text() for name in files}
+    groups = {group: {process[name] for name in workers.TOGETHER if workers.TOGETHER[name] == group}
+              for group in workers.TOGETHER.values()}
+    assert f"{len(files)} passed" in done and all(len(one) == 1 for one in groups.values())
+    assert len(set(process.values())) == len(groups) + 2

@@ -1,10 +1,13 @@
 """training.ema: the average of the weights is that of the formula in numpy, on every layout, with anything trained."""
+import types
+
 import jax
 import numpy as np
 import parity
 import pytest
 
 from meshtrain import config
+from meshtrain.model import params
 from meshtrain.run import trees
 from meshtrain.training import average
 from meshtrain.training.state import State
@@ -79,6 +82,18 @@ def check(run, bad=()):
         assert mean.dtype == np.float32
         np.testing.assert_allclose(mean, expected[name], rtol=2e-6, atol=1e-7, err_msg=name)
     return weights, state, got
+
+
+@pytest.mark.parametrize("count, decay", [(2, 3 / 12), (500, DECAY)])
+def test_a_skipped_step_leaves_the_average_and_its_count(count, decay):
+    info = params.ParamInfo(("w",), (2,), np.dtype("float32"), ("embed",), "norm", 1)
+    model = types.SimpleNamespace(parameters=lambda: [info])
+    mean, w = np.array([1, 2], np.float32), np.array([3, -5], np.float32)
+    before = average.Average(np.int32(count), {"w": mean})
+    skipped, taken = (average.update(model, before, {"w": w}, DECAY, np.bool_(applied)) for applied in (False, True))
+    assert int(skipped.count) == count and int(taken.count) == count + 1
+    np.testing.assert_array_equal(skipped.params["w"], mean)
+    np.testing.assert_allclose(taken.params["w"], decay * mean + (1 - decay) * w, rtol=1e-6)
 
 
 def test_the_average_is_that_of_the_formula_and_skipped_steps_are_none():

@@ -8,6 +8,7 @@ import pytest
 import meshtrain as mt
 from meshtrain import config, scratch
 from meshtrain.parity import compare
+from meshtrain.names import AXES
 from meshtrain.sharding import reduced, rules
 from meshtrain.shipped import locate_shipped
 
@@ -48,6 +49,12 @@ def test_a_wrong_dtype_in_a_dict_is_refused_like_one_in_a_file():
 def test_vectors_are_reduced_in_float32(axes, dtype):
     layout = rules.Layout(rules.parse(NARROW), {"data": 2})
     assert reduced.dtype_once(layout, axes) == dtype
+
+
+@pytest.mark.parametrize("sizes, dtype", [({"data": 2}, "bfloat16"), ({"fsdp": 2, "tensor": 2}, "bfloat16"),
+                                          ({"tensor": 2}, "float32"), ({"stage": 2}, "float32")])
+def test_a_microbatchs_gradient_is_narrow_where_devices_split_its_tokens(sizes, dtype):
+    assert reduced.dtype_of(rules.Layout(rules.parse(NARROW), dict.fromkeys(AXES, 1) | sizes)) == dtype
 
 
 def test_summands_are_rounded_once_and_a_sum_on_one_device_not_at_all():

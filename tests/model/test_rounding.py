@@ -9,11 +9,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import meshtrain as mt
+from meshtrain import config, design
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.checkpoint.local import LocalCheckpoints
 from meshtrain.model.params import ParamInfo
 from meshtrain.names import MATMUL_ROLES
+from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.training import rounding
 
 BF16 = ml_dtypes.bfloat16
@@ -77,6 +79,15 @@ def test_every_layout_rounds_by_the_same_bits(spec):
         assert np.array_equal(np.asarray(shard.data).view(np.uint16), plain[shard.index].view(np.uint16))
     for other in (of("v", 3, x), of("w", 4, x)):
         assert 0.3 < np.mean(np.asarray(other) != plain) < 0.7
+
+
+def test_matrices_and_tables_alone_are_stored_in_bfloat16():
+    run = config.Run(model=dict(num_layers=1, embed_dim=32, mlp_dim=64, num_experts=4, experts_per_token=1, expert_mlp_dim=32,
+                                norm="layernorm", attention_bias="qkv", param_dtype="bfloat16"), experts=dict(bias_rate=1e-3))
+    dtypes = {info.role: info.dtype for info in design.make(run, MeshSpec({}), "cpu", None).model.parameters()}
+    small = {"norm", "bias", "router", "balance"}
+    assert dtypes.keys() > small and {dtypes[role] for role in small} == {np.dtype("float32")}
+    assert {dtype for role, dtype in dtypes.items() if role not in small} == {np.dtype(BF16)}
 
 
 @pytest.fixture(scope="module")

@@ -66,16 +66,14 @@ def test_a_run_that_is_finished_is_told_with_all_its_starts_and_nothing_is_touch
     assert files(trained) == before
 
 
-def test_the_load_of_experts_is_drawn_over_layers_and_steps(run_dir):
-    path, by_layer = run_dir / "metrics.jsonl", ("expert_load_max_by_layer", "expert_load_min_by_layer",
-                                                 "expert_load_entropy_by_layer")
-    steps, rows = range(1, 131), metrics.read(path)
-    assert measured.of(run_dir)["experts"] is None and "experts" not in call(report.main, run_dir).out
-    load = lambda step: dict(zip(by_layer, ([None, 1.5, 4.0 if step == 7 else 1.25],
-                                            [None, 0.5, 0.0 if step == 130 else 0.75],
-                                            [None, 0.9, 0.95])))
-    path.write_text("".join(json.dumps(rows[0] | {"step": step} | load(step)) + "\n" for step in steps))
-    found = measured.of(run_dir)["experts"]
+def test_the_load_of_experts_is_drawn_over_layers_and_steps(tmp_path):
+    steps = range(1, 131)
+    assert written(tmp_path / "dense", [2.5] * 130)["experts"] is None
+    assert "experts" not in call(report.main, tmp_path / "dense").out
+    run_dir = tmp_path / "run"
+    found = written(run_dir, [2.5] * 130, expert_load_max_by_layer=[[None, 1.5, 4.0 if k == 7 else 1.25] for k in steps],
+                    expert_load_min_by_layer=[[None, 0.5, 0.0 if k == 130 else 0.75] for k in steps],
+                    expert_load_entropy_by_layer=[[None, 0.9, 0.95]] * 130)["experts"]
     assert found["layers"] == [1, 2] and found["steps"][-1] == 130 and len(found["steps"]) <= measured.MOST_STRETCHES
     # the worst of a stretch is not lost
     assert max(map(max, found["max"])) == 4.0 and found["max"][-1] == [1.5, 1.25]
