@@ -16,7 +16,7 @@ from folders import GOLDENS
 
 from meshtrain import config, trained
 from meshtrain.commands import generate
-from meshtrain.inference import placement
+from meshtrain.inference import passes, placement
 from meshtrain.inference.generate import GenerationLimits
 from meshtrain.inference.sampling import Picking
 from meshtrain.kernels import decode, rotation
@@ -158,6 +158,14 @@ def test_the_command_tells_how_many_tokens_a_pass_gives(run_dir):
     ("x", "is not a whole number")], ids=["more", "no number"])
 def test_drafts_of_depths_that_a_run_has_not_are_refused(run_dir, drafts, told):
     refused(call(generate.main, run_dir, "--prompt=a", f"--draft={drafts}"), told.format(run=run_dir))
+
+
+def test_what_stays_of_a_pass_are_the_states_up_to_its_last_token_that_was_right():
+    """Two slots with states 0 to 3 of earlier passes, and 4 to 6 of the last one, of which three and one stay."""
+    recent, after = np.arange(4.0)[None, None, :, None], np.arange(4.0, 7)[None, :, None]
+    both = lambda a, axis: jnp.asarray(np.concatenate([a, 10 + a], axis))
+    cache, ((kept,),) = passes.keep(["others", ((both(recent, 1),),)], both(after, 0), jnp.array([3, 1]))
+    assert cache == "others" and kept[0, :, :, 0].tolist() == [[3, 4, 5, 6], [11, 12, 13, 14]]
 
 
 def test_folders_without_depths_cannot_draft():

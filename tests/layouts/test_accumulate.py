@@ -24,7 +24,7 @@ def model_with_aux(monkeypatch, **model):
 @pytest.mark.parametrize("remat, model", [
     ("selective", None), pytest.param("none", dict(tie_embeddings=True), marks=sampling.GRID),
     pytest.param("full", dict(residual_dropout=0.2), marks=sampling.GRID),
-    pytest.param("offload", dict(), marks=sampling.GRID),
+    ("offload", dict()),
 ], ids=["two groups", "tied", "dropout", "offload"])  # fmt: skip
 def test_gradients_added_layer_by_layer_are_those_of_autodiff(remat, model, monkeypatch):
     model = model_of(*LEADING) if model is None else model_with_aux(monkeypatch, **model)
