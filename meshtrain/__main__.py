@@ -45,7 +45,7 @@ LAUNCHERS = {
 SHELLS = ("bash", "zsh")
 BESIDE = ("launch", "completion", "--help", "--version")       # words beside the commands
 
-# Completion script. {cases} lists the words of each command, from its table of options.
+# Completion script. {cases} lists the options of each command, from its table. A word without a dash is a file.
 BASH = """_meshtrain() {{
     local now="${{COMP_WORDS[COMP_CWORD]}}" command="${{COMP_WORDS[1]}}" words
     [ "$command" = launch ] && command="launch ${{COMP_WORDS[2]}}"
@@ -53,12 +53,18 @@ BASH = """_meshtrain() {{
 {cases}
         *) words="" ;;
     esac
+    [[ "$now" = -* ]] || words=""
+    [ "$command" = completion ] && words="{shells}"
     [ "$COMP_CWORD" = 1 ] && words="{commands}"
     [ "$COMP_CWORD" = 2 ] && [ "${{COMP_WORDS[1]}}" = launch ] && words="{launchers}"
     COMPREPLY=($(compgen -W "$words" -- "$now"))
     [ ${{#COMPREPLY[@]}} = 0 ] && COMPREPLY=($(compgen -f -- "$now"))
 }}
 complete -o filenames -F _meshtrain meshtrain
+"""
+# zsh runs bash's script on top of its own completion, which a shell without a .zshrc has not started.
+ZSH = """(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }
+autoload -U +X bashcompinit && bashcompinit
 """
 
 
@@ -126,8 +132,8 @@ def completion(words: Sequence[str]) -> str:
     words_of |= {f"launch {name}": _words_of(f"meshtrain.launch.{name}") for name in LAUNCHERS}
     cases = "\n".join(f'        "{name}") words="{" ".join(some)}" ;;' for name, some in words_of.items())
     script = BASH.format(cases=cases, commands=" ".join([*COMMANDS, "launch", "completion"]),
-                         launchers=" ".join(LAUNCHERS))
-    return script if words[0] == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{script}"
+                         launchers=" ".join(LAUNCHERS), shells=" ".join(SHELLS))
+    return script if words[0] == "bash" else ZSH + script
 
 
 def _module_of(name: str) -> str:

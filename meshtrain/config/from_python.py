@@ -4,9 +4,7 @@ from __future__ import annotations
 import os
 import typing
 
-from pydantic.fields import FieldInfo
-
-from meshtrain.config.messages import SECTIONS, ConfigError, join, keys_of, kind_of, toml, type_of
+from meshtrain.config.messages import SECTIONS, ConfigError, join, keys_of, kind_of, toml
 from meshtrain.units import shorten
 
 EXAMPLE = '{"model.num_layers": 2} or {"model": {"num_layers": 2}}'
@@ -15,8 +13,8 @@ EXAMPLE = '{"model.num_layers": 2} or {"model": {"num_layers": 2}}'
 def words(settings: typing.Mapping[str, object]) -> list[str]:
     """Return the settings as `--section.key=value`, for `load`.
 
-    settings: keys of a run file, "section.key", or a dict for each section. A list of strings may be given as one
-    string. Raises: ConfigError with every fault of the Python values. `load` finds the faults of the run file.
+    settings: keys of a run file, "section.key", or a dict for each section. Raises: ConfigError with every fault of the
+    Python values. `load` finds the faults of the run file.
     """
     if not isinstance(settings, typing.Mapping):
         raise ConfigError(f"settings={shorten(settings)} is not a dict; write e.g. {EXAMPLE}")
@@ -61,16 +59,8 @@ def _text(name: str, value: object, faults: list[str]) -> str:
     value = _plain(value)
     if value is None:
         faults.append(f"{name}=None is not a value; leave the key out to use its default")
-    if isinstance(value, str):
-        if field is None or kind_of(field) in ("string", "choice"):
-            return value
-        return toml([value] if _is_list_of_strings(field) else value)
-    return toml(value)
-
-
-def _is_list_of_strings(field: FieldInfo) -> bool:
-    of = typing.get_args(type_of(field))
-    return typing.get_origin(type_of(field)) is tuple and (typing.get_args(of[0]) or of)[0] is str
+    is_text = isinstance(value, str) and (field is None or kind_of(field) in ("string", "choice"))
+    return value if is_text else toml(value)
 
 
 def _plain(value: object) -> object:

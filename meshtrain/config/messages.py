@@ -119,7 +119,6 @@ def wrong_value(section: str, cls, error) -> str:
         if limit in limits and error["type"] in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
             return (f"{name}={toml(value)} is out of range; use {words.format(limits[limit])}, e.g. "
                     f"{toml(example)}")
-    strings = [value] if isinstance(value, str) else ["first", "second"]
     rule, remedy = {
         "boolean": ("true or false", "write true or false, without quotes"),
         "integer": ("a whole number",
@@ -128,7 +127,7 @@ def wrong_value(section: str, cls, error) -> str:
         "string": ("a string", "write it in quotes"),
         "choice": ("a string", f"use {join(map(toml, choices(field)), 'or')}"),
         "list": (("a list of whole numbers", "write it as TOML, e.g. [1, 2]") if numbers else
-                 ("a list of strings", f"write it as TOML, e.g. {toml(strings)}")),
+                 ("a list of strings", 'write it as TOML, e.g. ["first", "second"]')),
         "components": ("a list of tables", 'write it as TOML, e.g. [{source="jsonl", paths=["a.jsonl"], weight=0.7}]'),
         "component": ("a table", 'write e.g. {source="jsonl", paths=["a.jsonl"], weight=0.7}'),
         "table": ("a table", f"write it as TOML, e.g. {(field.description or '').partition('e.g. ')[2] or '{…}'}"),

@@ -12,7 +12,7 @@ import os
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_serializer, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
 from meshtrain import custom
@@ -43,6 +43,11 @@ def at_home(path: str) -> str:
         return path
 
 
+def listed(given):
+    """Return one string as a list of one. Text that begins as a list stays text: it is a list with a mistake."""
+    return (given,) if isinstance(given, str) and given and not given.startswith("[") else given
+
+
 # The keys of model.rope_scaling that each type reads. ROPE_OPTIONS: further keys that a type reads; they are written
 # only if they differ from their defaults. EVERY_ROPE: the same, for all types.
 ROPE_TYPES = {"default": (), "linear": ("factor",),
@@ -55,6 +60,8 @@ ROPE_OPTIONS = {"yarn": ("truncate", "attention_factor", "mscale", "mscale_all_d
                 "proportional": ("factor",)}
 # Path of a file or directory. ~ is expanded here, because a shell does not expand it in `--run.dir=~/…`.
 PathKey = Annotated[str, AfterValidator(at_home)]
+Strings = Annotated[tuple[str, ...], BeforeValidator(listed)]
+Paths = Annotated[tuple[PathKey, ...], BeforeValidator(listed)]
 # Keys whose value may be code of the run's own. docs/extend.md describes what each is called with.
 ACTIVATION = "a function of (gate, up), or of (up), that returns an array of their shape and dtype"
 OPTIMIZER = ("a function of (cfg, roles) that returns an optax.GradientTransformation: the direction of the update, "
@@ -413,11 +420,11 @@ class Component(Section):
     """One source of data.mixture."""
 
     source: ComponentSource = key("", "as data.source")
-    paths: tuple[PathKey, ...] = key((), "as data.paths", strict=False)
+    paths: Paths = key((), "as data.paths", strict=False)
     field: str = key("text", "as data.field")
     weight: float = key(1.0, "share of the tokens, relative to the other weights", gt=0)
     name: str = key("", "name of its loss in the metrics, val_loss/NAME; empty = its position in data.mixture, from 0")
-    validation_paths: tuple[PathKey, ...] = key((), "as data.validation_paths", strict=False)
+    validation_paths: Paths = key((), "as data.validation_paths", strict=False)
 
     @model_validator(mode="after")
     def _fill_in(self):
@@ -432,7 +439,7 @@ class Data(Section):
         "stdlib: the sources of Python's library; mixture: data.mixture; else the format of data.paths (chat: "
         "conversations as lines of JSON); empty = by the suffix of data.paths"
     )
-    paths: tuple[PathKey, ...] = key(
+    paths: Paths = key(
         (), "files or globs, also at s3://, gs://, hf:// and https://; text and jsonl may end in .gz or .zst; tokens: "
         "X.tokens.npy with X.ends.npy, or X.bin, also as X",
         strict=False
@@ -466,7 +473,7 @@ class Data(Section):
     seq_len: int = key(256, "target tokens per sequence", ge=1)
     global_batch: int = key(16, "sequences per step, over all devices and microbatches", ge=1)
     validation_fraction: float = key(0.02, "share of the data held out for validation; 0 = none", ge=0, lt=1)
-    validation_paths: tuple[PathKey, ...] = key((), "files to validate on, instead of a held-out share", strict=False)
+    validation_paths: Paths = key((), "files to validate on, instead of a held-out share", strict=False)
     validation_sources: tuple[Component, ...] = key(
         (),
         'sources to validate on, each with its own curve, instead of a held-out share: tables as in '
@@ -592,11 +599,11 @@ class Lora(Section):
 
     rank: int = key(0, "inner width of the adapters; 0 = none, the whole model is trained", ge=0, le=2**20)
     alpha: float = key(16.0, "an adapter's output is multiplied by alpha / rank", gt=0)
-    targets: tuple[str, ...] = key(
+    targets: Strings = key(
         (), f"projections with an adapter: any of {', '.join((*LORA_TARGETS, *LORA_EXPERTS))}; empty = all but "
         "those of routed experts", strict=False
     )
-    also: tuple[str, ...] = key((), f"what is trained whole besides the adapters: any of {', '.join(LORA_ALSO)}",
+    also: Strings = key((), f"what is trained whole besides the adapters: any of {', '.join(LORA_ALSO)}",
                                 strict=False)
     init_from: PathKey = key("", "folder of adapters in PEFT's format that a new run starts from; decides rank, alpha, "
                              "targets and also")
@@ -660,7 +667,7 @@ class Rl(Section):
     lag: int = key(0, "sample batch n with the weights of batch n - lag; above 0, separate processes sample", ge=0)
     max_tokens: int = key(512, "maximum tokens of an answer", ge=1)
     temperature: float = key(1.0, "temperature of sampling and of the trained log-probabilities", ge=1e-6)
-    stop: tuple[str, ...] = key((), "strings that end an answer, in addition to the end tokens", strict=False)
+    stop: Strings = key((), "strings that end an answer, in addition to the end tokens", strict=False)
     slots: int = key(
         0, "answers that are generated together on all devices; 0 = prompts × samples, or as many as fit", ge=0)
     rules: PathKey = key("", "rule file of the weights during sampling; empty = only tensor splits them")

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshtrain import config, run_files
-from meshtrain.config import elsewhere, sections
+from meshtrain.config import elsewhere, from_python, sections
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RUN_FILES = sorted((ROOT / "configs").glob("*.toml"))
@@ -83,6 +83,16 @@ def test_dump_keeps_every_bit_of_a_number(learning_rate, steps):
     text = config.dump(config.Run(optimizer={"learning_rate": learning_rate}, training={"steps": steps}))
     assert tomllib.loads(text)["optimizer"]["learning_rate"] == learning_rate
     assert tomllib.loads(text)["training"]["steps"] == steps
+
+
+@pytest.mark.parametrize("words", [
+    ["--data.paths", "data/*.txt"], ["--data.paths", '"data/*.txt"'], ["--data.paths", '["data/*.txt"]'], ["mine.toml"],
+    from_python.words({"data.paths": "data/*.txt"}), from_python.words({"data": {"paths": ["data/*.txt"]}})])
+def test_one_string_is_a_list_of_one(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text('[data]\npaths = "data/*.txt"\n')
+    data = run_files.load(words).data
+    assert (data.paths, data.source) == (("data/*.txt",), "text")
 
 
 def test_overrides_take_every_type_in_both_spellings():
@@ -267,7 +277,8 @@ MISTAKES = [
     ("--optimizer.b1 1", "optimizer.b1=1", "use less than 1"),
     ("--data.document_mask True", 'data.document_mask="True"', "write true or false"),
     ("--data.document_mask 1", "data.document_mask=1", "write true or false"),
-    ("--data.paths a.txt", 'data.paths="a.txt"', 'write it as TOML, e.g. ["a.txt"]'),
+    ('--data.paths ["a.txt"', 'data.paths=', 'is not a list of strings; write it as TOML'),
+    ("--data.paths 3", "data.paths=3", 'write it as TOML, e.g. ["first", "second"]'),
     ("--data.paths [1]", "data.paths[0]=1", "in quotes"),
     ("--optimizer.name adam", 'optimizer.name="adam"', 'did you mean "adamw"?'),
     ("--model.compute_dtype float16", 'model.compute_dtype="float16"', '"bfloat16"'),
@@ -307,7 +318,7 @@ MISTAKES = [
     (f'{MIXTURE}="stdlib",weight=0}}]', "data.mixture[0].weight=0", "more than 0"),
     (f'{MIXTURE}="stdlib",weight="1"}}]', 'data.mixture[0].weight="1"', "without quotes"),
     (f'{MIXTURE}="text",path=["a"]}}]', 'data.mixture[0].path=["a"]', "did you mean data.mixture[0].paths?"),
-    (f'{MIXTURE}="text",paths="a"}}]', 'data.mixture[0].paths="a"', 'write it as TOML, e.g. ["a"]'),
+    (f'{MIXTURE}="text",paths=3}}]', 'data.mixture[0].paths=3', 'write it as TOML, e.g. ["first", "second"]'),
     (f'{MIXTURE}="text",paths=[1]}}]', "data.mixture[0].paths[0]=1", "in quotes"),
     ("--data.source mixture --data.mixture 5", "data.mixture=5 is not a list of tables", '[{source="jsonl"'),
     ("--data.source mixture --data.mixture [5]", "data.mixture[0]=5 is not a table", '{source="jsonl"'),

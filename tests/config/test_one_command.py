@@ -1,5 +1,6 @@
 """`meshtrain COMMAND` is `python -m meshtrain.COMMAND`, for every command and launcher, with completion."""
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,9 +75,25 @@ def test_a_shell_that_is_not_known_is_refused(words):
     ("meshtrain plan --", 2, [f"--{name}" for name in plan.COMMAND.options]),
     ("meshtrain train --optimizer.le", 2, ["--optimizer.learning_rate"]),
     ("meshtrain train a.toml --model.num_l", 3, ["--model.num_layers"]),
+    ("meshtrain completion ", 2, list(one.SHELLS)),
     ("meshtrain launch ", 2, list(one.LAUNCHERS)), ("meshtrain launch local --proc", 3, ["--processes"])])
 def test_bash_completes_commands_options_and_keys(typed, at, words, completes):
     assert set(completes(typed, at)) >= set(words)
+
+
+def test_a_word_without_a_dash_is_a_file(completes, tmp_path, monkeypatch):
+    (tmp_path / "mine.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    assert completes("meshtrain plan ", 2) == completes("meshtrain train mi", 2) == ["mine.toml"]
+
+
+def test_zsh_loads_the_script_and_completes_without_a_zshrc(tmp_path):
+    if not shutil.which("zsh"):
+        pytest.skip("zsh is not installed")
+    (tmp_path / "meshtrain").write_text(one.completion(["zsh"]))
+    code = f"source {tmp_path}/meshtrain && echo $_comps[meshtrain]"
+    ran = subprocess.run(["zsh", "-f", "-c", code], capture_output=True, text=True, timeout=60)
+    assert "_meshtrain" in ran.stdout and not ran.stderr, ran
 
 
 @pytest.fixture(scope="module")
