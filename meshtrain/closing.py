@@ -2,8 +2,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
+import os
 import shlex
+import shutil
+import sys
 
 import jax
 
@@ -25,6 +29,8 @@ from meshtrain.training import objective
 from meshtrain.training.state import State
 from meshtrain.training_data import Opened
 from meshtrain.units import amount
+
+TEMPERATURE = 0.8       # of the sample of text
 
 
 def end_finished(made: Assembly, start: resume.Start, places: Places, exporting: exports.Exports) -> int:
@@ -77,7 +83,7 @@ def _show_sample(made: Assembly, opened: Opened, state: State) -> None:
         with phases.phase("drawing a sample"):
             generator = trained.wrap(made, state.params).generator()
             prompt = training_data.sample_prompt(run, tokenizer)
-            (answer,) = generator.complete([prompt], limits, Picking(temperature=0.8), run.run.seed)
+            (answer,) = generator.complete([prompt], limits, Picking(temperature=TEMPERATURE), run.run.seed)
     except Exception as error:
         if jax.process_count() > 1:     # the other processes would wait for this one
             raise
@@ -85,6 +91,15 @@ def _show_sample(made: Assembly, opened: Opened, state: State) -> None:
         return
     begins = f"after {run.run.sample_prompt!r}" if run.run.sample_prompt else "no prompt"
     say.out(f"a sample ({len(answer.tokens)} tokens, {begins}):\n{run.run.sample_prompt}{words.text(answer.tokens)}\n")
+
+
+def _python() -> str:
+    """Return how a shell calls this Python: `python` if PATH finds it under that name, else its path."""
+    found, own = shutil.which("python"), sys.executable
+    if not own or found and os.path.dirname(os.path.abspath(found)) == os.path.dirname(own):
+        return "python"
+    near = os.path.relpath(own)
+    return shlex.quote(own if near.startswith(os.pardir) else near)
 
 
 def summarize(opened: Opened, val_loss: float | None, goodput_line: str, cost_file: str) -> str:
@@ -107,10 +122,11 @@ def summarize(opened: Opened, val_loss: float | None, goodput_line: str, cost_fi
     names = [contents.CONFIG, contents.RULES, contents.METRICS, contents.HISTORY, cost_file,
              f"{contents.CHECKPOINTS}/", *[f"{contents.TENSORBOARD}/"] * run.metrics.tensorboard]
     prompt = ("--prompt-ids '[[0]]'" if isinstance(opened.corpus.tokenizer, tokenizers.Ids) else
-              f"--prompt {shlex.quote(run.run.sample_prompt or 'The ')}")
-    then = [f"python -m meshtrain.report {place}", f"python -m meshtrain.generate {place} {prompt}"]
+              f"--prompt {shlex.quote(run.run.sample_prompt or 'The ')}") + f" --temperature {TEMPERATURE}"
+    then = [f"{_python()} -m meshtrain.report {place}", f"{_python()} -m meshtrain.generate {place} {prompt}"]
     if run.metrics.tensorboard and not addresses.is_remote(run.run.dir):
-        then += [f"tensorboard --logdir {place}"]
+        missing = not importlib.util.find_spec("tensorboard")
+        then += [f"tensorboard --logdir {place}" + "      # pip install tensorboard" * missing]
     return "\n".join([*lines, *filter(None, [goodput_line]),
                       f"written: {run.run.dir}/ with {', '.join(names[:-1])} and {names[-1]}",
                       "next:", *(f"  {words}" for words in then)])

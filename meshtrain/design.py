@@ -1,4 +1,4 @@
-"""Makes the choices that a run leaves open, on a mesh and before anything is compiled; refuses runs that cannot be."""
+"""Makes the choices that a run leaves open, on a mesh and before anything is compiled; rejects invalid runs."""
 from __future__ import annotations
 
 import dataclasses
@@ -84,7 +84,7 @@ def make(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | None,
 
 
 def describe_groups(run: Run, model: transformer.Transformer) -> list[str]:
-    """Return a line for each group of optimizer.groups. Raises: ValueError for groups that cannot be."""
+    """Return a line for each group of optimizer.groups. Raises: ValueError for invalid groups."""
     return groups.describe(run.optimizer, [info for info in model.parameters() if info.trainable], run.model)
 
 

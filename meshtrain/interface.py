@@ -90,7 +90,7 @@ def Rules(text: str | Mapping[str, object]) -> rule_files.Rules:
     ('fsdp',)
     """
     with config.user_errors():
-        return rule_files.load(scratch.rule_file(text))
+        return rule_files.load(scratch.rule_file(text), "rules")
 
 
 class Experiment:

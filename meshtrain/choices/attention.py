@@ -131,7 +131,7 @@ def build(name: str, need: Need, place: Place) -> RunAttention:
 
 
 def engine(setting: Setting) -> Choice[str]:
-    """Choose the name of the engine. Without a window no line tells the choice of "auto" on CPUs.
+    """Choose the name of the engine. On CPUs, a run without windows prints no line about "auto".
 
     Raises: Refusal if model.attention names an engine that cannot serve the run.
     """

@@ -18,7 +18,8 @@ def problems(run: Run, layout: Layout) -> list[str]:
 
 
 def choose(setting: Setting) -> Choice[RoutedExperts | None]:
-    """Choose how the experts are computed; None if the model has none. A line tells it if an axis splits the experts.
+    """Choose how the experts are computed; None if the model has none. If an axis splits the experts, a line
+    reports the choice.
     """
     run, layout, gpu = setting.run, setting.layout, setting.gpu
     if not run.model.num_experts:

@@ -33,7 +33,7 @@ def problems(run: Run, layout: Layout) -> list[str]:
 
 
 def choose(setting: Setting) -> Choice[LinearAttention | None]:
-    """Choose the functions of recurrent mixers; None without them. No line tells the choice on CPUs."""
+    """Choose the functions of recurrent mixers; None without them. On CPUs no line reports the choice."""
     run = setting.run
     # mixers of other families may call the functions, with widths of their own
     own = any(pattern.mixer(letter).family not in KNOWN for letter in pattern.present(run.model))

@@ -257,8 +257,8 @@ def _run_dir(run: Run, directory: Path) -> Finding:
     checkpoints = resume.checkpoints_of(str(directory)) if saved.is_dir() else None
     steps = checkpoints.steps() if checkpoints else []
     if run.checkpoint.step and run.checkpoint.step not in steps and not run.checkpoint.init_from:
-        raise ConfigError(f"checkpoint.step={run.checkpoint.step}: {directory} has no checkpoint of this step; use one "
-                          f"of {', '.join(map(str, steps)) or 'a run that has checkpoints'}")
+        raise ConfigError(f"checkpoint.step={run.checkpoint.step}: {directory} has no checkpoint of this step; it "
+                          f"has {', '.join(map(str, steps)) or 'none'}; leave checkpoint.step out for the newest")
     if not checkpoints or not steps:
         return Finding("run.dir", OK, f"{directory}: free")
     step = run.checkpoint.step if run.checkpoint.step in steps else steps[-1]

@@ -44,7 +44,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
 
 
 def train(joined: Joined, account: goodput.Account) -> int:
-    """Train a run to its last step, from wherever it stands. Return the exit code."""
+    """Train a run to its last step, from its newest checkpoint if it has one. Return the exit code."""
     run = joined.run
     agree.same_everywhere("the run", config.dump(run))
     made = agree.everywhere(lambda: assembly.assemble(run, joined.devices))     # mesh, layout, model

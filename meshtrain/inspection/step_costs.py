@@ -14,7 +14,7 @@ from meshtrain.inspection import measured, memory, report, taught
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.journal.journal import Flops
 from meshtrain.run import phases, say
-from meshtrain.units import size
+from meshtrain.units import amount, size
 
 
 def check_memory(made: Assembly) -> None:
@@ -27,7 +27,7 @@ def check_memory(made: Assembly) -> None:
     state_bytes = len(local) * (held["params"] + held["optimizer"] + teacher)
     if state_bytes > (has := devices.memory_bytes(local)):
         raise ConfigError(f"the weights and the optimizer's state take {size(state_bytes)}"
-                          f"{', with the teacher,' * bool(teacher)} on {len(local)} simulated devices of this machine, "
+                          f"{', with the teacher,' * bool(teacher)} on {amount(len(local), 'simulated device')} of this machine, "
                           f"which has {size(has)}; use a smaller model, or train it on GPUs (inspect and plan work "
                           f"without GPUs)")
 

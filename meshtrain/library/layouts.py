@@ -305,12 +305,7 @@ def load_rules(given: Rules | Mapping[str, object] | str | Path) -> Rules:
             return rule_files.parse(rule_files.text_of(given), "rules")
         if isinstance(given, str) and ("\n" in given or "=" in given):
             return rule_files.parse(given, "rules")
-        path = shipped.rule_file(given)
-        if not Path(path).is_file() and "/" not in str(given) and not str(given).endswith(".toml"):
-            known = shipped.names("sharding_rules")
-            raise ConfigError(f"rules={given!r} is not a file{nearest(str(given), known)}; shipped are "
-                              f"{', '.join(known)}")
-        return rule_files.load(path, "rules")
+        return rule_files.load(shipped.rule_file(given), "rules")
 
 
 def _size_mesh(mesh: Mapping[str, int], devices: Sequence[jax.Device] | None) -> MeshSpec:

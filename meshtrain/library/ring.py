@@ -124,7 +124,8 @@ def _is_permuted(axes: rules.Layout, method: str) -> bool:
 
 
 def check_layout(layout: object, name: str) -> None:
-    """Raises: ConfigError if this is not a layout, e.g. a mesh of one's own. name: of the function, for the message."""
+    """Check that the argument is a layout and not, for example, a mesh. name: of the function, for the message. Raises:
+    ConfigError."""
     if not isinstance(layout, Layout):
         axes = f" with the axes {', '.join(layout.axis_names)}" if isinstance(layout, jax.sharding.Mesh) else ""
         raise ConfigError(f"{name}: layout is a {type(layout).__name__}{axes}; pipelines and rings take a layout, "

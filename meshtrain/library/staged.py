@@ -128,7 +128,8 @@ def is_table(schedule: str) -> bool:
 
 
 def make_schedule(given: GivenSchedule, stages: int, microbatches: int | None, chunks: int | None) -> Schedule:
-    """Return the schedule for this number of stages. A name needs `microbatches`. Raises: ConfigError."""
+    """Return the schedule for this number of stages. If it is given by name, `microbatches` is required. Raises:
+    ConfigError."""
     if isinstance(given, DrawnSchedule):
         given = given.of
     try:

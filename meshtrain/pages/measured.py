@@ -107,7 +107,7 @@ def _judge_trend(data: dict) -> tuple[str, str]:
     change = ends - begins
     if abs(change) <= LEVEL * max(abs(begins), abs(ends)):
         return "steady", f"{name} level at {ends:.4g}"
-    words = f"{name} {'rose' if change > 0 else 'fell'} from {begins:.4g} to {ends:.4g}"
+    words = f"{name} {'rose' if change > 0 else 'fell'} from {begins:.4g} (first tenth) to {ends:.4g} (last tenth)"
     return "healthy" if (change > 0) == (name == "reward") else "getting worse", words
 
 

@@ -86,7 +86,7 @@ def tiles(data: dict) -> list[Tile]:
     speed, held = plan["tokens_per_s_per_gpu"], plan["memory_bytes"]["total"]
     rows = [Tile("a step", seconds(plan["step_time_s"]), "by formulas"),
             Tile("tokens/s a GPU", f"{speed:,.0f}", f"{speed * data['gpus']:,.0f} in all"),
-            Tile("MFU", f"{plan['mfu']:.1%}", "nothing recomputed counted"),
+            Tile("MFU", f"{plan['mfu']:.1%}", "without recomputation"),
             Tile("memory of a GPU", size(held), plan["reason"] or f"of {size(data['usable_bytes'])} usable",
                  "warn" if plan["reason"] else "")]
     if "days" in plan:

@@ -21,10 +21,9 @@ from pathlib import Path
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P, get_abstract_mesh
 
-from meshtrain import files
+from meshtrain import files, shipped
 from meshtrain.sharding import logical as logical_axes
 from meshtrain.sharding.logical import LOGICAL, NAMES, REDUCE, REDUCE_DTYPES, nearest
-from meshtrain.shipped import locate_shipped
 
 TABLES = ("params", "grads", "optimizer", "activations")
 GATHERED = "gathered"       # the state of a weight in a matmul, see `Layout`
@@ -129,7 +128,9 @@ def _read(path: Path, prefix: str) -> str:
         raise ValueError(f"{prefix}cannot read {path}: byte {error.start} is not UTF-8; a rule file is TOML in "
                          f"UTF-8") from None
     except (OSError, ValueError) as error:      # ValueError: a null character in the name
-        raise ValueError(f"{prefix}cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+        known = shipped.names("sharding_rules") if isinstance(error, FileNotFoundError) else ()
+        remedy = f"{nearest(path.stem, known)}; shipped are {', '.join(known)}" if known else ""
+        raise ValueError(f"{prefix}cannot read {path}: {getattr(error, 'strerror', None) or error}{remedy}") from None
 
 
 def _read_tables(text: str, path: Path, extending: tuple[Path, ...]
@@ -184,14 +185,14 @@ def _find_base(name, path: Path, extending: Sequence[Path]) -> Path:
     if not isinstance(name, str) or not name:
         raise ValueError(f'{path}: {EXTENDS} = {name!r}: must name one rule file, e.g. {EXTENDS} = "ddp"')
     file = name if name.endswith(".toml") else f"{name}.toml"
-    candidates = [path.parent / file, locate_shipped("sharding_rules") / file]
+    candidates = [path.parent / file, shipped.locate_shipped("sharding_rules") / file]
     present = [place for place in candidates if files.is_file(place)]
     for place in present:
         if not any(place.exists() and file.exists() and place.samefile(file) for file in extending):
             return place
     if present:
         raise ValueError(f"{path}: {EXTENDS} = {name!r} leads back to {present[0]}; a rule file cannot extend itself")
-    known = sorted(file.stem for file in locate_shipped("sharding_rules").glob("*.toml"))
+    known = shipped.names("sharding_rules")
     raise ValueError(f"{path}: {EXTENDS} = {name!r}: no such rule file{nearest(name, known)}; name a file in the same "
                      f"directory, or one of {', '.join(known)}")
 

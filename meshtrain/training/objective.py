@@ -64,7 +64,7 @@ class Objective:
 
     @property
     def extra_fields(self) -> tuple[str, ...]:
-        """The fields that `extend` makes."""
+        """The names of the fields that `extend` adds to a batch."""
         return ()
 
     def extend(self, rows: dict) -> dict:

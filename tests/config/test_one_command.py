@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshtrain import __main__ as one
-from meshtrain import __version__, config
+from meshtrain import __version__, closing, config
 from meshtrain.commands import plan
 from meshtrain.config import ConfigError
 
@@ -94,6 +94,22 @@ def test_zsh_loads_the_script_and_completes_without_a_zshrc(tmp_path):
     code = f"source {tmp_path}/meshtrain && echo $_comps[meshtrain]"
     ran = subprocess.run(["zsh", "-f", "-c", code], capture_output=True, text=True, timeout=60)
     assert "_meshtrain" in ran.stdout and not ran.stderr, ran
+
+
+def test_a_run_ends_with_commands_that_the_shell_finds(tmp_path, monkeypatch):
+    own = tmp_path / ".venv" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    own.touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(own))
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.chdir(tmp_path)
+    assert closing._python() == ".venv/bin/python"
+    monkeypatch.chdir(own.parent.parent.parent.parent)
+    assert closing._python() == f"{tmp_path.name}/.venv/bin/python"
+    monkeypatch.chdir("/usr")
+    assert closing._python() == str(own)
+    monkeypatch.setenv("PATH", str(own.parent))
+    assert closing._python() == "python"
 
 
 @pytest.fixture(scope="module")

@@ -167,7 +167,7 @@ MISTAKES = {
     "mesh of another size": (lambda: Layout("ddp", {"data": 3, "fsdp": -1}), ["data 3 × fsdp 2 is 6 devices, and there are 8"]),
     "devices": (lambda: Layout("ddp", {"data": 2}, jax.devices()[:3]), ["is 2 devices, and there are 3"]),
     "no mesh": (lambda: Layout("ddp", 8), ["mesh=8 is not a dict"]),
-    "no rules": (lambda: Layout("zero4", {}), ["rules='zero4' is not a file (did you mean 'zero"]),
+    "no rules": (lambda: Layout("zero4", {}), ["rules: cannot read zero4: No such file or directory (did you mean 'zero"]),
     "rules of another type": (lambda: Layout(3, {}), ["rules=3 has the wrong type"]),
     "a table": (lambda: Layout("ddp", {}).shardings(W, AXES, "activations"), ["table='activations'", "use params, grads, optimizer"]),
 }

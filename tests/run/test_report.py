@@ -187,7 +187,7 @@ FALLING = [6.0 - 0.03 * k for k in range(100)]
 
 
 @pytest.mark.parametrize("losses, more, said", [
-    (FALLING, {}, r"Healthy: loss fell from 5.865 to 3.165, 40% of 100.0 s in steps that count, compile took 50%\."),
+    (FALLING, {}, r"Healthy: loss fell from 5.865 \(first tenth\) to 3.165 \(last tenth\), 40% of 100.0 s in steps that count, compile took 50%\."),
     ([*FALLING[:50]], {"how": "stopped on request"}, r"Stopped on request after step 50 of 100, healthy: loss fell"),
     ([*FALLING[:50]], {"how": "RuntimeError: no"}, r"Failed after step 50 of 100, healthy until then: loss fell"),
     ([*FALLING[:50]], {"how": ""}, r"Ended without a word after step 50 of 100, healthy until then"),
@@ -200,9 +200,9 @@ FALLING = [6.0 - 0.03 * k for k in range(100)]
     (FALLING, {"val_loss": [None] * 98 + [3.0, 4.0]}, r"To be looked at: .* validation at 4.000, above its best of 3.000"),
     (FALLING, {"starts": 10}, r"Healthy: .*, 10 starts, 18 steps taken again\."),
     ([0.1] * 100, {"objective": "rl", "reward": [k / 100 for k in range(100)]},
-     r"Healthy: reward rose from 0.045 to 0.945"),
+     r"Healthy: reward rose from 0.045 \(first tenth\) to 0.945"),
     ([0.1] * 100, {"objective": "rl", "reward": [1 - k / 100 for k in range(100)]}, r"Getting worse: reward fell"),
-    ([0.693 - 0.005 * k for k in range(100)], {"objective": "dpo"}, r"Healthy: loss fell from 0.6705 to 0.2205"),
+    ([0.693 - 0.005 * k for k in range(100)], {"objective": "dpo"}, r"Healthy: loss fell from 0.6705 \(first tenth\) to 0.2205"),
     ([], {"how": "ValueError: no data"}, r"No step is finished yet: ValueError: no data\."),
 ])
 def test_the_verdict_of_a_run_is_one_sentence_that_is_right(losses, more, said, tmp_path):

@@ -136,7 +136,7 @@ class MixerCost(abc.ABC):
         """Return what `backward_width` returns, where sequences are split over `num_shards` devices."""
 
     def waiting_width(self, itemsize: int, options: Options) -> float:
-        """Return the width of what XLA keeps of it during the backward of another layer in its period."""
+        """Return the width of what XLA keeps of this mixer during the backward of another layer in its period."""
         return 0.0
 
     # ---- collectives and seconds -------------------------------------------------------------------------------------

@@ -95,8 +95,8 @@ def using(name: str, what: str = "encode the text") -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenizerFile:
-    """A tokenizer.json of the `tokenizers` library. notes: lines for the user about settings that are not used as the
-    file has them."""
+    """A tokenizer.json of the `tokenizers` library. notes: lines for the user about settings of the file
+    that are ignored or changed."""
     path: str
     library: Any    # tokenizers.Tokenizer
     vocab_size: int

@@ -82,7 +82,7 @@ class LatentMethod(NamedTuple):
 
 
 def _expand(c_BSC, r_BSR, key_CNH, value_CNV) -> tuple[jax.Array, jax.Array]:
-    """Return keys, which end with r, and values of all heads of the weights."""
+    """Return the keys and values of all heads that the weights have. Every key ends with the shared rotated part r."""
     k_BSNH = products.einsum("BSC,CNH->BSNH", c_BSC, key_CNH)
     r_BSNR = jnp.broadcast_to(r_BSR[:, :, None], (*k_BSNH.shape[:3], r_BSR.shape[2]))
     return jnp.concatenate([k_BSNH, r_BSNR], -1), products.einsum("BSC,CNV->BSNV", c_BSC, value_CNV)
