@@ -168,13 +168,13 @@ def memory_table(step: Inspected) -> str:
                   "training.remat or more devices would cost less time"]
     if made.choice:
         lines += [f"the pipeline's loop holds all weights of a stage in {made.run.model.compute_dtype}, "
-                  f"{size(ruled['loop_weights'])}, and their float32 gradients, {size(ruled['loop_grads'])}. The row "
-                  "gradients has, by formulas, those outside the loop, which the total does not include; compiled, "
-                  "those of the loop"]
+                  f"{size(ruled['loop_weights'])}, and their float32 gradients, {size(ruled['loop_grads'])}. In the "
+                  "row of gradients, the formulas count those outside the loop, which the total leaves out, and the "
+                  "compiled program those of the loop"]
     elif memory.read_bytes(made):
-        lines += [f"the row weights has the stored weights, by [optimizer]. The activations include "
-                  f"{size(memory.read_bytes(made))} of weights that the microbatch loop reads, by [params], "
-                  f"in {made.run.model.compute_dtype}, gathered once per step"]
+        lines += [f"weights are counted as stored, placed by [optimizer]; the activations include the "
+                  f"{size(memory.read_bytes(made))} that microbatches read, placed by [params]: gathered once per step, "
+                  f"in {made.run.model.compute_dtype}"]
     return "\n".join(lines)
 
 

@@ -95,6 +95,17 @@ def test_one_string_is_a_list_of_one(words, tmp_path, monkeypatch):
     assert (data.paths, data.source) == (("data/*.txt",), "text")
 
 
+def test_default_rules_that_shard_nothing_over_fsdp_are_told(tmp_path):
+    (tmp_path / "mine.toml").write_text(STDLIB)
+
+    def told(*words):
+        return [line for line in config.notes(run_files.load([str(tmp_path / "mine.toml"), *words])) if "rules" in line]
+    lines = told("--mesh.fsdp", "4")
+    assert len(lines) == 1 and "ddp splits only the batch over mesh.fsdp" in lines[0]
+    assert 'sharding.rules="zero3" also shards' in lines[0] and told("--mesh.fsdp", "-1") == lines
+    assert told("--mesh.fsdp", "4", "--sharding.rules", "ddp") == told("--mesh.data", "4") == told() == []
+
+
 def test_overrides_take_every_type_in_both_spellings():
     run = run_files.load(
         "--run.name=8 --mesh.fsdp -1 --data.document_mask false --optimizer.learning_rate=1e-3 --training.grad_clip 1 "

@@ -104,6 +104,9 @@ def test_a_run_ends_with_commands_that_the_shell_finds(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.chdir(tmp_path)
     assert closing._python() == ".venv/bin/python"
+    (tmp_path / "python").touch(0o755)      # of another environment
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert closing._python() == ".venv/bin/python"
     monkeypatch.chdir(own.parent.parent.parent.parent)
     assert closing._python() == f"{tmp_path.name}/.venv/bin/python"
     monkeypatch.chdir("/usr")
