@@ -59,8 +59,9 @@ def _text(name: str, value: object, faults: list[str]) -> str:
     value = _plain(value)
     if value is None:
         faults.append(f"{name}=None is not a value; leave the key out to use its default")
-    is_text = isinstance(value, str) and (field is None or kind_of(field) in ("string", "choice"))
-    return value if is_text else toml(value)
+    if isinstance(value, str) and (field is None or kind_of(field) in ("string", "choice")):
+        return value
+    return toml(value)
 
 
 def _plain(value: object) -> object:

@@ -43,7 +43,7 @@ def at_home(path: str) -> str:
         return path
 
 
-def listed(given):
+def wrap_string(given):
     """Return one string as a list of one. Text that begins as a list stays text: it is a list with a mistake."""
     return (given,) if isinstance(given, str) and given and not given.startswith("[") else given
 
@@ -60,8 +60,8 @@ ROPE_OPTIONS = {"yarn": ("truncate", "attention_factor", "mscale", "mscale_all_d
                 "proportional": ("factor",)}
 # Path of a file or directory. ~ is expanded here, because a shell does not expand it in `--run.dir=~/…`.
 PathKey = Annotated[str, AfterValidator(at_home)]
-Strings = Annotated[tuple[str, ...], BeforeValidator(listed)]
-Paths = Annotated[tuple[PathKey, ...], BeforeValidator(listed)]
+Strings = Annotated[tuple[str, ...], BeforeValidator(wrap_string)]
+Paths = Annotated[tuple[PathKey, ...], BeforeValidator(wrap_string)]
 # Keys whose value may be code of the run's own. docs/extend.md describes what each is called with.
 ACTIVATION = "a function of (gate, up), or of (up), that returns an array of their shape and dtype"
 OPTIMIZER = ("a function of (cfg, roles) that returns an optax.GradientTransformation: the direction of the update, "

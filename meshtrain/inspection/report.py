@@ -173,8 +173,8 @@ def memory_table(step: Inspected) -> str:
                   "compiled program those of the loop"]
     elif memory.read_bytes(made):
         lines += [f"weights are counted as stored, placed by [optimizer]; the activations include the "
-                  f"{size(memory.read_bytes(made))} that microbatches read, placed by [params]: gathered once per step, "
-                  f"in {made.run.model.compute_dtype}"]
+                  f"{size(memory.read_bytes(made))} that microbatches read, placed by [params]: gathered once per "
+                  f"step, in {made.run.model.compute_dtype}"]
     return "\n".join(lines)
 
 
