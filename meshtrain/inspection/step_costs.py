@@ -26,10 +26,10 @@ def check_memory(made: Assembly) -> None:
     teacher = taught.Taught(made, None, {}).memory_bytes["weights"] if made.run.distill.teacher else 0
     state_bytes = len(local) * (held["params"] + held["optimizer"] + teacher)
     if state_bytes > (has := devices.memory_bytes(local)):
-        where = f"{amount(len(local), 'simulated device')} of this machine, which has {size(has)}"
+        simulated = amount(len(local), "simulated device")
         raise ConfigError(f"the weights and the optimizer's state take {size(state_bytes)}"
-                          f"{', with the teacher,' * bool(teacher)} on {where}; use a smaller model, or train it on "
-                          f"GPUs (inspect and plan work without GPUs)")
+                          f"{', with the teacher,' * bool(teacher)} on {simulated} of this machine, which has "
+                          f"{size(has)}; use a smaller model, or train it on GPUs (inspect and plan work without GPUs)")
 
 
 def write_cost(made: Assembly, step: Callable, directory: Path) -> None:
