@@ -32,11 +32,13 @@ def on_devices(run: Run, num_devices: int) -> Run:
 def notes(run: Run) -> list[str]:
     """Return the line that reports the choice of `on_devices`, or default rules that shard nothing over fsdp; empty
     without either."""
-    if run.mesh.fsdp == 1 or names_axis(run) and "rules" in run.sharding.model_fields_set:
-        return []
     if names_axis(run):
+        if run.mesh.fsdp == 1 or "rules" in run.sharding.model_fields_set:
+            return []
         return [f"no sharding.rules are given: {Path(run.sharding.rules).stem} splits only the batch over mesh.fsdp; "
                 f'sharding.rules="{RULES}" also shards weights, gradients and optimizer state']
+    if run.mesh.fsdp <= 1:
+        return []
     if "rules" in run.sharding.model_fields_set:
         return [f"no axis of [mesh] is given: mesh.fsdp={run.mesh.fsdp}"]
     return [f"no axis of [mesh] and no sharding.rules are given: mesh.fsdp={run.mesh.fsdp}, "
