@@ -65,18 +65,38 @@ def declare(rngs: nnx.Rngs, dtype, shape, axes, role: str, *, std: float | None 
     return nnx.Param(array, logical_axes=tuple(axes), role=role, fan_in_dims=fan_in_dims)
 
 
+class Keys(nnx.RngStream):
+    """nnx's stream, with its bits, whose count is a Python number. The count of nnx is an array: each key asks a tracer
+    for its sharding, and jax prints the traced program into an error that nnx catches, half the time to build a model.
+    """
+
+    def __init__(self, key: jax.Array | int):
+        super().__init__(key, tag="params")
+        self.drawn = 0
+
+    def __call__(self) -> jax.Array:
+        self.drawn += 1
+        return jax.random.fold_in(self.key[...], self.drawn - 1)
+
+
+def make_rngs(key: jax.Array | int) -> nnx.Rngs:
+    rngs = nnx.Rngs(params=key)
+    rngs.params = Keys(key)
+    return rngs
+
+
 class Module:
     """An NNX module class with its config. It is traced once without arrays, then merged with arrays when needed."""
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):
         self.make = make
-        abstract = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
+        abstract = nnx.eval_shape(lambda: make(make_rngs(0)))
         self.graphdef, self.state = nnx.split(abstract, nnx.Param)
         self.infos = {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(self.state)}
 
     def init(self, key: jax.Array):
         """Return new parameters as a nested dict. They depend on the key alone, not on the layout."""
-        return nnx.to_pure_dict(nnx.state(self.make(nnx.Rngs(params=key)), nnx.Param))
+        return nnx.to_pure_dict(nnx.state(self.make(make_rngs(key)), nnx.Param))
 
     def bind(self, params) -> nnx.Module:
         """Return the module with these arrays. It is valid inside any trace."""
