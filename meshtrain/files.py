@@ -191,8 +191,9 @@ class Waiting:
                       f"minutes")
 
 
-def regular_files(place: Path) -> list[Path]:
-    return [path for path in place.rglob("*") if path.is_file()]
+def refuse(error: OSError) -> None:
+    """Raise the error of a directory that cannot be read, which os.walk passes over without this `onerror`."""
+    raise error
 
 
 def checksums(place: Path, paths: Iterable[Path], *, sync: bool = False, missing: bool = False) -> dict[str, list]:

@@ -135,11 +135,6 @@ def dtype_name(dtype: str) -> str:
     return _DTYPES.get(dtype, dtype)
 
 
-def is_float8(dtype: str) -> bool:
-    """Return whether matmuls in this dtype have the peak of float8: e4m3 and e5m2, with any kind of scales."""
-    return dtype_name(dtype) == "float8"
-
-
 _A100 = {"float32": 19.5 * _T, "bfloat16": 312 * _T, "float16": 312 * _T}
 _H100 = {"float32": 66.9 * _T, "bfloat16": 989.4 * _T, "float16": 989.4 * _T, "float8": 1978.9 * _T}
 _H100_PCIE = {"float32": 51.2 * _T, "bfloat16": 756 * _T, "float16": 756 * _T, "float8": 1513 * _T}

@@ -142,14 +142,9 @@ def merge_all(leaves: Mapping[str, jax.Array], scale: float | None, dtype: DType
     out = {}
     for path, kernel in leaves.items():
         if adapter_path(path, "a") in leaves:
-            kernel = _merge_program(kernel.sharding, dtype or kernel.dtype)(
-                kernel, *(leaves[adapter_path(path, matrix)] for matrix in "ab"), scale)
+            merge = jax.jit(lambda *given: lora.merge(*given).astype(dtype or given[0].dtype),
+                            out_shardings=kernel.sharding)
+            kernel = merge(kernel, {matrix: leaves[adapter_path(path, matrix)] for matrix in "ab"}, scale)
         if f"/{LORA}/" not in path:
             out[path] = kernel
     return out
-
-
-def _merge_program(sharding: NamedSharding, dtype: DTypeLike) -> Callable[..., jax.Array]:
-    """Return a jitted function (kernel, A, B, scale) -> the kernel with the adapter merged."""
-    return jax.jit(lambda kernel, a, b, scale: lora.merge(kernel, {"a": a, "b": b}, scale).astype(dtype),
-                   out_shardings=sharding)

@@ -26,7 +26,7 @@ def hand_over(place: Path, index: int) -> None:
     """Sync the files that this process has written into FOLDERS and write a record of their checksums. Every process
     calls it after orbax has finished. place: the directory of the save. index: number of this process."""
     own = [folder for name in FOLDERS if (folder := place / name / f"ocdbt.process_{index}").exists()]
-    mine = [path for folder in own for path in files.regular_files(folder)]
+    mine = [path for folder in own for path in folder.rglob("*") if path.is_file()]
     described = [path for name in FOLDERS if (path := place / name / "array_metadatas" / f"process_{index}").exists()]
     sums = files.checksums(place, mine + described, sync=True)
     for directory in {path.parent for path in mine} | set(own):
@@ -54,7 +54,7 @@ def commit(place: Path, count: int, document: str, merge: Callable[[Path], None]
     owned = {os.path.join(place, name, f"ocdbt.process_{index}") for name in FOLDERS for index in range(count)}
     known = {os.path.join(place, name) for name in checksums}
     directories, others = [], []
-    for directory, below, names in os.walk(place, onerror=_refuse):
+    for directory, below, names in os.walk(place, onerror=files.refuse):
         below[:] = [name for name in below if os.path.join(directory, name) not in owned]
         directories.append(directory)
         others += [Path(path) for name in names if (path := os.path.join(directory, name)) not in known]
@@ -92,7 +92,3 @@ def collect(count: int, read: Callable[[int], dict | None], reason: Callable[[in
         more = f"; and {len(missing) - 8} more processes" if len(missing) > 8 else ""
         raise NotHandedOver("; ".join(causes) + more)
     return records
-
-
-def _refuse(error: OSError) -> None:
-    raise error

@@ -52,18 +52,14 @@ def _addresses(local_devices: Sequence[int] | None, environ: Mapping[str, str], 
         if not all(index < len(names) for index in local_devices):
             return []
         names = [names[index] for index in local_devices]
-    # CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER is set; GPUs of one model are numbered by address.
+    # CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER is set; GPUs of one model are numbered by address. It
+    # accepts the begin of a UUID. Parts of a GPU (MIG-…) have other UUIDs, which are unknown here.
     counted = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({model for _, model, _ in there}) == 1
     addresses = [[address for index, (address, _, uuid) in enumerate(there)
-                  if (counted and index == int(name) if name.isdecimal() else _is_prefix(name, uuid))]
+                  if (counted and index == int(name) if name.isdecimal()
+                      else name.startswith("GPU-") and uuid.startswith(name))]
                  for name in names]
     return [own for own, in addresses] if all(len(own) == 1 for own in addresses) else []
-
-
-def _is_prefix(name: str, uuid: str) -> bool:
-    """Return whether `name` begins a GPU's UUID: CUDA accepts such a prefix. Parts of a GPU (MIG-…) have other UUIDs,
-    which are unknown here."""
-    return name.startswith("GPU-") and uuid.startswith(name)
 
 
 def _find_gpus(root: Path) -> list[tuple[str, str, str]]:

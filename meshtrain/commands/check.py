@@ -182,7 +182,9 @@ def _data(run: Run, offline: bool) -> Iterator[Finding]:
     """Check the tokenizer and the files of the data; read the begin of each source."""
     data, vocab = run.data, run.model.vocab_size
     training_data.check_source(run)
-    if offline and (asked := [name for name in _names(data) if addresses.is_remote(name) and not _on_hub(name)]):
+    # with HF_HUB_OFFLINE the hub is not contacted
+    if offline and (asked := [name for name in _names(data) if addresses.is_remote(name)
+                              and addresses.parse(name).scheme != addresses.HUB]):
         yield Finding("data", LEFT, f"{asked[0]}: --offline")
         return
     folders = [] if offline and addresses.is_remote(run.run.dir) else model_folder.companion_folders(
@@ -215,11 +217,6 @@ def _names(data: config.Data) -> list[str]:
     paths = [path for section in sections for key in ("paths", "validation_paths")
              for path in getattr(section, key, ())]
     return [*paths, data.tokenizer, data.chat_template]
-
-
-def _on_hub(name: str) -> bool:
-    """Return whether a name is an address on the Hugging Face hub. With HF_HUB_OFFLINE the hub is not contacted."""
-    return addresses.parse(name).scheme == addresses.HUB
 
 
 def _tokenizer(reader, vocab_size: int) -> Iterator[Finding]:

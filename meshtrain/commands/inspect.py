@@ -19,7 +19,7 @@ from meshtrain import assembly, config, design, elastic, run_files, teacher
 from meshtrain import devices as local_devices
 from meshtrain import hardware
 from meshtrain.config import ConfigError
-from meshtrain.cost.formulas import assumptions, simulate
+from meshtrain.cost.formulas import assumptions
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.cost.program import roofline
 from meshtrain.inspection import chart, expect, fitting, report, summary, topologies
@@ -91,14 +91,15 @@ def inspect_step(made: assembly.Assembly, given: Mapping[str, float] = MappingPr
     """Compile the step of a run and, with [rl], the programs of its sampler, or the forward of its teacher. given:
     values that replace assumptions of the roofline, by name.
 
-    Raises: gpu_compile.NotCompiledError, assembly.BrokenProgramError.
+    Raises: gpu_compile.NotCompiledError, assembly.BrokenProgramError; ConfigError for faults of rl.rules.
     """
     logged: list[str] = []
     with say.without_noise(logged), gpu_compile.naming_faults(f"the programs of {made.run.run.name}"):
         with assembly.blame_own_code(made.run):
             lowered = made.program.lower_step()
         executable = assembly.compile_step(made, lowered, refuse_broken=False)  # a broken program is shown, not refused
-        sampling = _sampling(made) if made.program.step.objective.samples else None
+        sampler = samplers.make(made) if made.program.step.objective.samples else None
+        sampling = sampler and (sampler.costs, sampler.programs())
     return Inspected(made, executable, given, logged, sampling, teacher.compile_alone(made))
 
 
@@ -117,13 +118,6 @@ def _tell(step: Inspected, own: config.Arguments) -> None:
         say.out(report.text(step))
     if own["html"]:
         say.err(f"written: {own['html']}")
-
-
-def _sampling(made: assembly.Assembly):
-    """Return the field `sampling` of `Inspected`. Raises: ConfigError for faults of rl.rules,
-    assembly.BrokenProgramError."""
-    sampler = samplers.make(made)
-    return sampler.costs, sampler.programs()
 
 
 def _read_assumptions(own: config.Arguments) -> dict[str, float]:
@@ -201,8 +195,9 @@ def _devices(run: config.Run, topology: str | None):
 
 
 def _show_schedule(run: config.Run, topology: str | None) -> None:
-    """Print the run's pipeline schedule and write its picture. Compiles nothing. Raises: ConfigError."""
-    choice = _schedule(run, topology)
+    """Print the pipeline schedule that `train` would choose on these GPUs (None: on this machine's devices), and write
+    its picture. Compiles nothing. Raises: ConfigError."""
+    choice = design.make(*topologies.resolve_layout(run, topology)).choice
     if choice is None:      # no mistake: a run file that `plan` wrote may have stages or not
         say.out("mesh.stage=1: the run has no pipeline, so there is no schedule to draw; a pipeline has e.g. "
                 "--mesh.stage 4")
@@ -216,10 +211,3 @@ def _show_schedule(run: config.Run, topology: str | None) -> None:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}; run the command in a writable "
                           f"directory") from None
     say.out(f"written: {path}")
-
-
-def _schedule(run: config.Run, topology: str | None) -> simulate.ChosenSchedule | None:
-    """Return the schedule that `train` would choose on these GPUs (None: on this machine's devices); None without
-    stages."""
-    run, spec, platform, gpu = topologies.resolve_layout(run, topology)
-    return design.make(run, spec, platform, gpu).choice

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from meshtrain import hardware
@@ -40,8 +41,7 @@ def remedy(made: Design, gpu: Gpu, total_bytes: int) -> str:
     does. total_bytes: of the compiled step on one GPU; the formulas' bytes are scaled up to them."""
     rated, usable = rates_of(gpu), hardware.usable_bytes(gpu)
     by_formula = footprint.memory(made.placed, options_of(made, gpu, rated))["total"]
-    for keys, changed in _changes(made, gpu):
-        held = footprint.memory(changed.placed, options_of(changed, gpu, rated))["total"]
+    for keys, held in _changes(made, gpu, rated):
         if (needed := held * max(1.0, total_bytes / by_formula)) <= usable:
             return f"{' with '.join(f'{key}={value}' for key, value in keys.items())} fits: {size(needed)}, by formulas"
     return ""
@@ -53,8 +53,8 @@ def _cost(tried: tuple[str, tuple[int, str], tuple[int, int]]) -> tuple:
     return bool(rules) + bool(level) + bool(doublings), not rules, level, doublings
 
 
-def _changes(made: Design, gpu: Gpu) -> Iterator[tuple[dict[str, object], Design]]:
-    """Yield (changed keys, the design with them) in the order of `_cost`."""
+def _changes(made: Design, gpu: Gpu, rated: Rates) -> Iterator[tuple[dict[str, object], int]]:
+    """Yield (changed keys, the step's bytes with them by the formulas) in the order of `_cost`."""
     run = made.run
     rule_files = {"": made}
     if Path(run.sharding.rules).stem in REPLICATING:
@@ -65,6 +65,7 @@ def _changes(made: Design, gpu: Gpu) -> Iterator[tuple[dict[str, object], Design
             pass        # the mesh or the model does not allow zero3
     remats = ["", *REMAT[REMAT.index(run.training.remat) + 1:]] if run.training.remat in REMAT else [""]
     counts = [run.training.microbatches * 2**k for k in range(MOST_DOUBLINGS + 1 if not made.choice else 1)]
+    options = {rules: options_of(design, gpu, rated) for rules, design in rule_files.items()}
     tried = itertools.product(rule_files, enumerate(remats), enumerate(counts))
     for rules, (level, remat), (doublings, count) in sorted(tried, key=_cost):
         design = rule_files[rules]
@@ -72,13 +73,5 @@ def _changes(made: Design, gpu: Gpu) -> Iterator[tuple[dict[str, object], Design
         keys = ({"sharding.rules": rules} if rules else {}) | ({"training.remat": remat} if level else {}) | (
             {"training.microbatches": count} if doublings else {})
         if keys and run.data.global_batch % (count * shards) == 0:
-            training = {"remat": remat or run.training.remat, "microbatches": count}
-            yield keys, _with(design, training)
-
-
-def _with(made: Design, training: dict[str, object]) -> Design:
-    """Return the design with other values of [training], which must not change the layout."""
-    changed = Design(**{name: getattr(made, name) for name in Design.__dataclass_fields__} | {
-        "run": made.run.replace(training=training)})
-    vars(changed)["placed"] = made.placed
-    return changed
+            changed = replace(options[rules], remat=remat or run.training.remat, microbatches=count)
+            yield keys, footprint.memory(design.placed, changed)["total"]

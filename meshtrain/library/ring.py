@@ -108,15 +108,11 @@ def _reorder(axes: rules.Layout, dims: tuple[str | None, ...], into: bool, x_BT)
                          axis_names=set(automatic_axes()), check_vma=False)(x_BT)
 
 
-def _reorder_forward(axes, dims, into, x_BT):
-    return _reorder(axes, dims, into, x_BT), None
-
-
 def _reorder_backward(axes, dims, into, _, dx_BT):
     return (None if dx_BT.dtype == jax.dtypes.float0 else _reorder(axes, dims, not into, dx_BT),)
 
 
-_reorder.defvjp(_reorder_forward, _reorder_backward)
+_reorder.defvjp(lambda *given: (_reorder(*given), None), _reorder_backward)
 
 
 def _is_permuted(axes: rules.Layout, method: str) -> bool:

@@ -66,15 +66,8 @@ def distillation_sums(ex: Execution, spec: DivergenceSpec, x_BTD, w, targets_BT,
     return _sums(ex, spec, x_BTD, w, targets_BT, ids_BTK, logp_BTK, with_grads=False)[0]
 
 
-def _sums_forward(ex: Execution, spec: DivergenceSpec, *args):
-    return _sums(ex, spec, *args, with_grads=True)
-
-
 def _sums_backward(ex: Execution, spec: DivergenceSpec, saved, cotangents):
     return *scale_grads(saved, cotangents[0]), None, None, None
-
-
-distillation_sums.defvjp(_sums_forward, _sums_backward)
 
 
 def _sums(ex: Execution, spec: DivergenceSpec, x_BTD, w, targets_BT, ids_BTK, logp_BTK, *, with_grads: bool):
@@ -107,6 +100,9 @@ def _sums(ex: Execution, spec: DivergenceSpec, x_BTD, w, targets_BT, ids_BTK, lo
     nll, divergence = nll.sum(), divergence.sum()
     objective = by_divergence * divergence + by_nll * nll
     return (objective, nll, divergence), chunks.finish(grads) if with_grads else None
+
+
+distillation_sums.defvjp(partial(_sums, with_grads=True), _sums_backward)
 
 
 def top_tokens(ex: Execution, spec: LossSpec, k: int, x_BTD, w, targets_BT):

@@ -50,10 +50,6 @@ def loss_sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
     return _sums(ex, spec, x_BTD, w, targets_BT, with_grads=False)[0]
 
 
-def _loss_forward(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
-    return _sums(ex, spec, x_BTD, w, targets_BT, with_grads=True)
-
-
 def _loss_backward(ex: Execution, spec: LossSpec, saved, cotangents):
     return *scale_grads(saved, cotangents[0]), None
 
@@ -62,9 +58,6 @@ def scale_grads(grads, scale):
     """Return (dx_BTD, dw) times the objective's cotangent; dw is None if the weight is frozen."""
     dx_BTD, dw = grads
     return (dx_BTD * scale).astype(dx_BTD.dtype), None if dw is None else dw * scale
-
-
-loss_sums.defvjp(_loss_forward, _loss_backward)
 
 
 def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool):
@@ -92,6 +85,9 @@ def _sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT, with_grads: bool)
     return (objective.sum(), nll.sum(-1)), chunks.finish(grads) if with_grads else None
 
 
+loss_sums.defvjp(partial(_sums, with_grads=True), _loss_backward)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def token_nll(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
     """Return the nll of each token [B, T], float32, 0 without a target.
@@ -110,10 +106,6 @@ def token_nll(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
     return chunks.tokens.join(jax.lax.scan(visit, zeros, jnp.arange(chunks.tokens.count))[0])
 
 
-def _nll_forward(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
-    return token_nll(ex, spec, x_BTD, w, targets_BT), (x_BTD, w, targets_BT)
-
-
 def _nll_backward(ex: Execution, spec: LossSpec, saved, d_BT):
     chunks = Chunks(ex, spec, *saved)
     d_nrs = chunks.tokens.cut(d_BT)
@@ -127,7 +119,7 @@ def _nll_backward(ex: Execution, spec: LossSpec, saved, d_BT):
     return *chunks.finish(grads), None
 
 
-token_nll.defvjp(_nll_forward, _nll_backward)
+token_nll.defvjp(lambda ex, spec, *given: (token_nll(ex, spec, *given), given), _nll_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -142,15 +134,8 @@ def token_losses(ex: Execution, spec: LossSpec, of_token, x_BTD, w, targets_BT, 
     return _token_losses(ex, spec, of_token, x_BTD, w, targets_BT, given, with_grads=False)[0]
 
 
-def _token_losses_forward(ex: Execution, spec: LossSpec, of_token, x_BTD, w, targets_BT, given):
-    return _token_losses(ex, spec, of_token, x_BTD, w, targets_BT, given, with_grads=True)
-
-
 def _token_losses_backward(ex: Execution, spec: LossSpec, of_token, saved, cotangents):
     return *_loss_backward(ex, spec, saved, cotangents), None
-
-
-token_losses.defvjp(_token_losses_forward, _token_losses_backward)
 
 
 def _token_losses(ex: Execution, spec: LossSpec, of_token, x_BTD, w, targets_BT, given, with_grads: bool):
@@ -184,6 +169,9 @@ def _token_losses(ex: Execution, spec: LossSpec, of_token, x_BTD, w, targets_BT,
     (total, logps, entropies, grads), _ = jax.lax.scan(visit, start, jnp.arange(chunks.tokens.count))
     outputs = total.sum(), chunks.tokens.join(logps), chunks.tokens.join(entropies)
     return outputs, chunks.finish(grads) if with_grads else None
+
+
+token_losses.defvjp(partial(_token_losses, with_grads=True), _token_losses_backward)
 
 
 def largest_and_sum(x):

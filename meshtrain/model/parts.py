@@ -130,12 +130,4 @@ def share(ex: Execution, info: ParamInfo, w):
     return gather_weight(ex, w, info.axes).astype(reduced.dtype_of(ex.layout))
 
 
-def _share_forward(ex: Execution, info, w):
-    return share(ex, info, w), None
-
-
-def _share_backward(ex: Execution, info, _, dw):
-    return (reduced.place(ex.layout, dw, info.axes),)
-
-
-share.defvjp(_share_forward, _share_backward)
+share.defvjp(lambda *given: (share(*given), None), lambda ex, info, _, dw: (reduced.place(ex.layout, dw, info.axes),))

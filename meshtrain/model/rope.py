@@ -162,10 +162,6 @@ def norm_and_rotate(layout: Layout, heads: str, eps: float, x_BTNH, scale_H, cos
     return on_shards(local, (of_x, P(None), of_tables, of_tables), of_x)(x_BTNH, scale_H, cos_BTR, sin_BTR)
 
 
-def _norm_and_rotate_forward(layout: Layout, heads, eps, *given):
-    return norm_and_rotate(layout, heads, eps, *given), given
-
-
 def _norm_and_rotate_backward(layout: Layout, heads, eps, given, dy_BTNH):
     of_x, of_tables, split = _specs(layout, heads)
 
@@ -184,4 +180,5 @@ def _specs(layout: Layout, heads: str) -> tuple[P, P, tuple[str, ...]]:
     return of_x, layout.spec("activations", ("batch", "seq", None)), split
 
 
-norm_and_rotate.defvjp(_norm_and_rotate_forward, _norm_and_rotate_backward)
+norm_and_rotate.defvjp(lambda layout, heads, eps, *given: (norm_and_rotate(layout, heads, eps, *given), given),
+                       _norm_and_rotate_backward)

@@ -61,7 +61,7 @@ def fetch(source: Address, target: Path, wanted: Callable[[str], bool], within: 
     there = {entry.address.path.removeprefix(f"{source.path.rstrip('/')}/"): entry for entry in listed}
     with copies.writing(target), concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         target.mkdir(parents=True, exist_ok=True)
-        here = set(filter(wanted, _names(target, _refuse)))
+        here = set(filter(wanted, _names(target, files.refuse)))
         # a listing may lack existing objects
         unlisted = [name for name in (here | set(needed)) - there.keys() if name.isprintable()]
         looked_up = pool.map(buckets.look_up, map(source.below, unlisted))
@@ -152,10 +152,6 @@ def _names(directory: Path, refused: Callable[[OSError], None]) -> Iterator[str]
     for at, _, names in os.walk(directory, onerror=refused):
         inside = os.path.relpath(at, directory)
         yield from (os.path.normpath(os.path.join(inside, name)) for name in names if not TEMPORARY.fullmatch(name))
-
-
-def _refuse(error: OSError) -> None:
-    raise error
 
 
 class LostClaimError(files.FileSystemError):

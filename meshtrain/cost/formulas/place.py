@@ -191,11 +191,7 @@ class _Local:
 
     def __init__(self, layout: Layout):
         self.layout = layout
-        self.axes_of = functools.cache(self._axes_of)
-
-    def _axes_of(self, table: str, axis: str | None) -> frozenset[str]:
-        """Return the mesh axes that shard this logical axis in a rule table."""
-        return frozenset(self.layout.mesh_axes(table, axis))
+        self.axes_of = functools.cache(lambda table, axis: frozenset(layout.mesh_axes(table, axis)))
 
     def axes_in_use(self, axis: str | None) -> frozenset[str]:
         """Return the mesh axes that shard this logical axis of a matrix as it is multiplied."""

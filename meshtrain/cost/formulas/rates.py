@@ -108,7 +108,7 @@ class Rates:
     def narrow_share(self, dtype: str) -> float:
         """Return the fraction of its own peak that a narrow dtype reaches, divided by the fraction that bfloat16
         reaches of its peak."""
-        return self.assumed["matmul.float8"] if hardware.is_float8(dtype) else 1.0
+        return self.assumed["matmul.float8"] if hardware.dtype_name(dtype) == "float8" else 1.0
 
     def matmul_groups_s(self, grouped: GroupedMatmul) -> float:
         a = self.assumed

@@ -127,10 +127,6 @@ def _convolve_shard(runs, xs, ws, segments_BT):
     return tuple(ys)
 
 
-def _convolve_forward(runs, layout: Layout, axes, xs, ws, segments_BT):
-    return _convolve(runs, layout, axes, xs, ws, segments_BT), (xs, ws, segments_BT)
-
-
 def _convolve_backward(runs, layout: Layout, axes, saved, dys):
     tokens, weights, rows = _convolution_specs(layout, axes)
     over = (*layout.mesh_axes("activations", "batch"), *layout.mesh_axes("activations", "seq"))
@@ -142,7 +138,7 @@ def _convolve_backward(runs, layout: Layout, axes, saved, dys):
     return *on_shards(local, (tokens, weights, rows, tokens), (tokens, weights))(*saved, dys), None
 
 
-_convolve.defvjp(_convolve_forward, _convolve_backward)
+_convolve.defvjp(lambda runs, layout, axes, *given: (_convolve(runs, layout, axes, *given), given), _convolve_backward)
 
 
 def _convolution_specs(layout: Layout, axes):
