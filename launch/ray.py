@@ -25,7 +25,7 @@ from typing import Any
 
 from meshtrain.launch import elastic, restart, samplers, supervise
 from meshtrain import config
-from meshtrain.cluster import find
+from meshtrain.cluster import find, monitor
 from meshtrain.config import ConfigError, Run
 from meshtrain.run import command, contents, say, stops
 from meshtrain.storage import mirror
@@ -94,7 +94,7 @@ class Process:
 
     def about(self) -> tuple[int, bool]:
         """Return (pid, whether the process is stopped (SIGSTOP))."""
-        return (self.child.pid, supervise.is_stopped(self.child.pid)) if self.child else (0, False)
+        return (self.child.pid, monitor.is_stopped(self.child.pid)) if self.child else (0, False)
 
     def send(self, number: int) -> None:
         if self.child is not None and self.child.poll() is None:

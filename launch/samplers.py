@@ -109,8 +109,9 @@ def _run(argv: Sequence[str], environs: Sequence[Mapping[str, str]], first: int)
             failures[index] = 1 if time.monotonic() - began[index] > LASTED_S else failures[index] + 1
             wait_s = restart.pause_s(failures[index])
             begins[index] = time.monotonic() + wait_s
-            say.err(f"sampler {first + index} (pid {pid}) {_ending(code)}; it is started again in {wait_s:g} s, and "
-                    f"meanwhile the other samplers generate its unfinished answers")
+            how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+            say.err(f"sampler {first + index} (pid {pid}) {how}; it is started again in {wait_s:g} s, and meanwhile "
+                    f"the other samplers generate its unfinished answers")
         time.sleep(LOOK_S)
     end(running.values(), ENDS_S)
     return stops.STOPPED if asked_by else max(codes.values(), default=stops.DONE)
@@ -128,10 +129,6 @@ def end(processes: Collection[subprocess.Popen], limit_s: float) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _ending(code: int) -> str:
-    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 if __name__ == "__main__":

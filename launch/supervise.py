@@ -201,14 +201,6 @@ def die_with(parent: int) -> Callable[[], None]:
     return apply
 
 
-def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped now (SIGSTOP, a debugger), according to the kernel."""
-    with contextlib.suppress(OSError):
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-        return re.search(r"^State:\s+[Tt] ", status, re.MULTILINE) is not None
-    return False
-
-
 def wait(children: Sequence[Child], poll: Callable[[float], Iterable[Child]], start: float, grace_s: float,
          longest_still_s: float = math.inf, killed_s: float = math.inf) -> list[Child]:
     """Wait until all children have ended; return them in the order of their ends.

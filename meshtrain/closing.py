@@ -70,17 +70,13 @@ def finish_saves(places: Places, exporting: exports.Exports, account: goodput.Ac
 
 def show_sample(made: Assembly, opened: Opened, state: State) -> None:
     """Print the sample of text that run.sample_tokens asks for. In a run of one process, a failure is printed, too."""
-    if made.run.run.sample_tokens:
-        with watch.phase("sample of text", "compile"):
-            _show_sample(made, opened, state)
-
-
-def _show_sample(made: Assembly, opened: Opened, state: State) -> None:
     run, tokenizer = made.run, opened.corpus.tokenizer
+    if not run.run.sample_tokens:
+        return
     words = Words(tokenizer.decode, opened.ends.stops, opened.ends.ids)
     limits = GenerationLimits(run.run.sample_tokens, words.stop_ids, run.data.seq_len, words.at_string)
     try:
-        with phases.phase("drawing a sample"):
+        with watch.phase("sample of text", "compile"), phases.phase("drawing a sample"):
             generator = trained.wrap(made, state.params).generator()
             prompt = training_data.sample_prompt(run, tokenizer)
             (answer,) = generator.complete([prompt], limits, Picking(temperature=TEMPERATURE), run.run.seed)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import jax
 
 from meshtrain import config, hardware, own_code
-from meshtrain.choices import attention, engines, experts, float8, mixers, recurrence, stages
+from meshtrain.choices import attention, engines, experts, recurrence, stages
 from meshtrain.choices.setting import Choice, Refusal, Setting
 from meshtrain.config import ConfigError, Run
 from meshtrain.config.sections import Distill, Experts, Lora, Model, Optimizer
@@ -60,7 +60,7 @@ def make(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | None,
     with config.user_errors():
         loaded = rules.load(run.sharding.rules)
         setting = Setting(run, Layout(loaded, sizes), platform, gpu, device)
-        if faults := float8.problems(setting):
+        if faults := engines.find_float8_faults(setting):
             raise ConfigError(*faults)
         model = transformer.of_run(run)
         own_code.check(run, model, loaded)
@@ -122,7 +122,7 @@ def lay_out(run: Run, sizes: Mapping[str, int], loaded: Rules, model: transforme
     layout = Layout(fitted, sizes)
     # Checks of context parallelism come first: a length that follows only the rules' remedy might be refused again.
     # Stages have their own checks, so the rules are checked with stage 1.
-    faults = mixers.problems(run, layout)
+    faults = engines.find_mixer_faults(run, layout)
     faults += attention.problems(run, layout) + recurrence.problems(run, layout) + experts.problems(run, layout)
     faults = faults or stages.problems(run, loaded, sizes) + rules.problems(
         fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS)
@@ -216,10 +216,10 @@ def price_teacher(run: Run, assumed: assumptions.Assumptions) -> forward.PricedT
     rows = [dataclasses.replace(info, trainable=False) for info in model.parameters()]
 
     @functools.lru_cache(8)     # one layout is priced with several numbers of microbatches
-    def place_on(layout: Layout, method: str) -> tuple[forward.Forward, Attended]:
+    def place_on(layout: Layout, method: str) -> tuple[Placed, Attended]:
         loaded = rules.load(taught.sharding.rules if run.distill.rules else rule_file(layout.rules.path))
         own = Layout(model.fit(loaded, layout.sizes)[0], layout.sizes)
-        return (forward.Forward.of(place(rows, taught.model, own, MeshSpec(layout.sizes))),
+        return (place(rows, taught.model, own, MeshSpec(layout.sizes)),
                 attention_pairs.count(taught.replace(context={"method": method}), own, assumed))
     return forward.PricedTeacher(place_on, run.distill.top_tokens,
                            flops.model_flops_per_token(model.parameters(), taught.model, run.data.seq_len) / 3)

@@ -216,6 +216,12 @@ def period(cfg: Model) -> int:
     return _leading_and_period(cfg.mixers, cfg.mlps, cfg.num_layers)[1]
 
 
+def count_padded(cfg: Model, virtual_stages: int) -> int:
+    """Return the number of layers in stages, including the identity layers that fill equal stages of whole periods."""
+    together = max(1, period(cfg)) * virtual_stages
+    return -(-count_staged(cfg) // together) * together
+
+
 def kv_heads_of(cfg: Model) -> dict[str, int]:
     """Return the number of key and value heads of each kind of mixer that the model has."""
     heads = {}

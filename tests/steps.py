@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import parity
 import pytest
 
+from meshtrain import pattern
 from meshtrain.cost.program import audit, hlo
 from meshtrain.inspection import memory
 from meshtrain.model import transformer
-from meshtrain.parallel.pipeline import schedules, stages
+from meshtrain.parallel.pipeline import schedules
 
 SMALL = 4096  # bytes: loss and norm scalars, token ids
 # Of float32 parameters: 4 bytes, accumulators 4, AdamW's states 8, parameters stored as its moments. ZeRO-1 and ZeRO-2
@@ -154,7 +155,7 @@ def check_flops(case: parity.Compiled) -> None:
         backward += forward - linear["down"] - product
         scores_again = product
     places = schedule.num_stages * schedule.num_chunks
-    depth = stages.count_padded(cfg, places) // places
+    depth = pattern.count_padded(cfg, places) // places
     executed = schedule.executed
     head = 3 * 2 * sequences * T * cfg.embed_dim * transformer.pad_vocab(cfg) // schedule.num_stages
     # The loss of some runs is in a branch that is taken where the schedule says, the same on all devices.

@@ -107,8 +107,8 @@ def check_fit(name: str, stored: Mapping[str, ArrayForm], wanted: Any, part: boo
     ranked = sorted(names, key=lambda array: (_is_optimizer(array), array))
     other = [array for array in ranked if stored.get(array) != needed.get(array)]
     wider = [array for array in other if widens(stored.get(array), needed.get(array))]
-    differences = [f"  {array}: {_format(stored.get(array))} in the checkpoint, "
-                   f"{_format(needed.get(array))} in this run" for array in other if array not in wider]
+    differences = [f"  {array}: {format_form(stored.get(array))} in the checkpoint, "
+                   f"{format_form(needed.get(array))} in this run" for array in other if array not in wider]
     if differences:
         what = "optimizer" if all(map(_is_optimizer, other)) else "model or optimizer"
         more = len(differences) - MOST_DIFFERENCES
@@ -126,7 +126,7 @@ def _is_optimizer(array: str) -> bool:
     return array.startswith("opt_state/")
 
 
-def _format(form: ArrayForm | None) -> str:
+def format_form(form: ArrayForm | None) -> str:
     return "absent" if form is None else f"{form[1]}{list(form[0])}"
 
 

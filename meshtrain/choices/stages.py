@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from meshtrain.choices.setting import Choice
 from meshtrain.config.sections import Run
-from meshtrain.parallel.pipeline import schedules, stages
-from meshtrain.pattern import LONGEST_PERIOD, count_staged, leading, period
+from meshtrain.parallel.pipeline import schedules
+from meshtrain.pattern import LONGEST_PERIOD, count_padded, count_staged, leading, period
 from meshtrain.sharding.rules import Rules
 
 
@@ -23,7 +23,9 @@ def problems(run: Run, loaded: Rules, sizes: Mapping[str, int]) -> list[str]:
                 f'set mesh.stage to 1']
     num_layers, layers = count_staged(run.model), f"model.num_layers={run.model.num_layers}"
     layers += f", of which the first {first} are in no stage," if first else ""
-    faults = schedules.problems(stages.schedule_name(run), num_stages, run.training.microbatches, chunks)
+    # "auto" can always choose these two
+    name = ("1f1b" if chunks == 1 else "interleaved") if run.pipeline.schedule == "auto" else run.pipeline.schedule
+    faults = schedules.problems(name, num_stages, run.training.microbatches, chunks)
     together = period(run.model)
     most = max(1, -(-num_layers // (num_stages * together)))
     if chunks > most:
@@ -78,7 +80,7 @@ def choose(run: Run, loaded: Rules, sizes: Mapping[str, int], vocab: int) -> Cho
 def costs(run: Run, schedule: schedules.Schedule) -> tuple[str, ...]:
     """Return lines for the user on the costs of this schedule besides its bubble."""
     num_stages, chunks, num_layers = schedule.num_stages, schedule.num_chunks, count_staged(run.model)
-    lines, extra = [], stages.count_padded(run.model, num_stages * chunks) - num_layers
+    lines, extra = [], count_padded(run.model, num_stages * chunks) - num_layers
     if first := leading(run.model):
         idle = -schedule.num_microbatches % num_stages
         lines.append(f"pipeline: the {first} layers before the stages: every stage holds all of their weights and "

@@ -175,13 +175,14 @@ def main(parent: int, source: int, stacks: int, ending: int, head: int) -> None:
             *lines, received = (received + data).split(b"\n")
             if lines:
                 left_s, words, path, thread = json.loads(lines[-1])
-        elif not _is_stopped(parent):
+        elif not is_stopped(parent):
             left_s -= clock.look() - began
             if left_s <= 0:
                 end(parent, _stacks_of(parent, thread, stacks), words, path, ending, head)
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped now (SIGSTOP, a debugger), according to the kernel."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()[0] in "Tt"
     return False

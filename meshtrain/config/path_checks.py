@@ -95,17 +95,14 @@ def check_init_from(run: Run) -> Iterator[str]:
         elif not model_folder.is_at(source):
             yield (f"checkpoint.init_from={toml(source)} has neither config.json nor config.toml: it is neither a "
                    f"model folder nor a run directory; give one of them")
-        elif run.checkpoint.init_optimizer:
-            yield (f"checkpoint.init_optimizer=true: checkpoint.init_from={toml(source)} is a model folder, which has "
-                   f"no optimizer's state; leave init_optimizer out")
     elif not os.path.isdir(source):
         if Path(source).parts[:1] == ("runs",):     # may not exist yet; train looks for its checkpoint
             return
         yield (f"checkpoint.init_from={toml(source)} is not a directory; give the run.dir or the model folder to "
                f"start from")
-    elif run.checkpoint.init_optimizer and model_folder.is_at(source):
-        yield (f"checkpoint.init_optimizer=true: checkpoint.init_from={toml(source)} is a model folder, which has no "
-               f"optimizer's state; leave init_optimizer out")
     elif Path(source).resolve() == Path(run.run.dir).resolve():
         yield (f"checkpoint.init_from={toml(source)} is this run's own run.dir={toml(run.run.dir)}; "
                "give the new run another run.name, or leave init_from out to resume the old run")
+    if run.checkpoint.init_optimizer and model_folder.is_at(source):
+        yield (f"checkpoint.init_optimizer=true: checkpoint.init_from={toml(source)} is a model folder, which has no "
+               f"optimizer's state; leave init_optimizer out")

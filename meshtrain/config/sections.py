@@ -138,7 +138,19 @@ class Sharding(Section):
     rules: PathKey = key("sharding_rules/ddp.toml", "rule file: a path, or the name of a shipped one, e.g. zero3")
 
 
-class RopeScaling(Section):
+class Table(Section):
+    """A key whose value is a table. Only keys that differ from their defaults are written."""
+
+    def __iter__(self):
+        yield from ((name, value) for name, field in type(self).model_fields.items()
+                    if (value := getattr(self, name)) != field.default)
+
+    @model_serializer
+    def _serialize(self) -> dict:
+        return dict(self)
+
+
+class RopeScaling(Table):
     """model.rope_scaling, with the keys of Hugging Face's config.json.
 
     Keys that the type does not read keep their defaults.
@@ -177,22 +189,6 @@ class RopeScaling(Section):
         fields = type(self).model_fields
         yield from ((name, getattr(self, name)) for name in fields
                     if name in fixed or name in options and getattr(self, name) != fields[name].default)
-
-    @model_serializer
-    def _serialize(self) -> dict:
-        return dict(self)
-
-
-class Table(Section):
-    """A key whose value is a table. Only keys that differ from their defaults are written."""
-
-    def __iter__(self):
-        yield from ((name, value) for name, field in type(self).model_fields.items()
-                    if (value := getattr(self, name)) != field.default)
-
-    @model_serializer
-    def _serialize(self) -> dict:
-        return dict(self)
 
 
 class MixerKeys(Table):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from meshtrain import files, pattern
 from meshtrain.config.sections import Model
 from meshtrain.huggingface import safetensors, spellings
 from meshtrain.huggingface.families import FAMILIES, HARMLESS, LACKING, MULTIMODAL, Family
-from meshtrain.huggingface.spellings import EVERY_KEYS, IDLE_ROPE_KEYS, LAYER_NAMES
+from meshtrain.huggingface.spellings import EVERY_KEYS, IDLE_ROPE_KEYS, LAYER_NAMES, quote
 from meshtrain.storage.model_folder import CONFIG
 
 GENERATION = "generation_config.json"
@@ -91,7 +90,7 @@ def scale_block(config: Mapping) -> tuple[int, int] | None:
     block = [2**31, 2**31] if block is None and given.get("activation_scheme") == "static" else block
     if method != "fp8" or given.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn") or not isinstance(block, list) \
             or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-        raise ValueError(f"{CONFIG}: quantization_config={_format(given)} cannot be read; the only quantized weights "
+        raise ValueError(f"{CONFIG}: quantization_config={quote(given)} cannot be read; the only quantized weights "
                          f'that can are float8 with scales by block (quant_method="fp8" with weight_block_size) and '
                          f'mxfp4')
     return block[0], block[1]
@@ -110,7 +109,7 @@ def eos_ids(directory: Path, name: str) -> tuple[int, ...]:
         return ()
     ids = eos if isinstance(eos, list) else [eos]
     if not all(type(id) is int and 0 <= id < 2**31 for id in ids):
-        raise ValueError(f"{directory / name}: eos_token_id={_format(eos)} is not a token id or a list of them")
+        raise ValueError(f"{directory / name}: eos_token_id={quote(eos)} is not a token id or a list of them")
     return tuple(ids)
 
 
@@ -124,7 +123,7 @@ def family_of(config: Mapping) -> Family:
     """Return the family of the text model. Raises: ValueError if it is not supported."""
     whole, kind = config.get("model_type"), text_of(config).get("model_type")
     if not isinstance(kind, str):
-        raise ValueError(f"{CONFIG}: model_type={_format(kind)} is not a family that can be read; known: {_KNOWN}")
+        raise ValueError(f"{CONFIG}: model_type={quote(kind)} is not a family that can be read; known: {_KNOWN}")
     inside = f' in text_config of model_type="{whole}"' if kind != whole else ""
     if kind in LACKING:
         raise ValueError(f'{CONFIG}: model_type="{kind}"{inside} needs {LACKING[kind]}, which [model] does not have; '
@@ -222,8 +221,8 @@ def model_keys(config: Mapping, family: Family) -> dict:
         value = get(key)
         if value is not None and allowed and not any(
                 type(value) is type(choice) and value == choice for choice in allowed):
-            faults.append(f"{CONFIG}: {key}={_format(value)} cannot be computed; only "
-                          f"{' or '.join(map(_format, allowed))} can")
+            faults.append(f"{CONFIG}: {key}={quote(value)} cannot be computed; only "
+                          f"{' or '.join(map(quote, allowed))} can")
     wrong: list[str] = []
     if not faults:
         flat |= {word.path: word.ours(value, flat) for word, value in last}
@@ -237,7 +236,7 @@ def model_keys(config: Mapping, family: Family) -> dict:
         faults.append(str(error))
     for key in sorted(set(given) - _readable_keys(family)):
         if given[key] not in (None, False, [], {}) and not key.startswith("_"):
-            faults.append(f"{CONFIG}: {key}={_format(given[key])}: this key is unknown, and may change what is "
+            faults.append(f"{CONFIG}: {key}={quote(given[key])}: this key is unknown, and may change what is "
                           f"computed; if it does not, remove it from a copy of the file")
     if not faults + wrong:
         heads, width = flat["num_heads"], flat["embed_dim"]
@@ -408,9 +407,9 @@ def family_for(model: Model) -> Family:
         if _near(_deciding_values(back), _deciding_values(model)):
             return family
     asked = dict.fromkeys([*FAMILIES["llama"].fixed, *(FAMILIES["mixtral"].fixed if model.num_experts else ())])
-    given = ", ".join(f"model.{key}={_format(getattr(model, key))}" for key in asked)
-    raise ValueError(f"no Hugging Face family computes this model ({given}, model.mixers={_format(model.mixers)}, "
-                     f"model.mlps={_format(model.mlps)}); known: {_KNOWN}")
+    given = ", ".join(f"model.{key}={quote(getattr(model, key))}" for key in asked)
+    raise ValueError(f"no Hugging Face family computes this model ({given}, model.mixers={quote(model.mixers)}, "
+                     f"model.mlps={quote(model.mlps)}); known: {_KNOWN}")
 
 
 def _deciding_values(model: Model) -> dict:
@@ -455,7 +454,7 @@ def _layers(config: Mapping, get: Get, family: Family, flat: dict) -> tuple[dict
     if not any(mixer in "WV" for mixer in mixers):
         keys["window"] = 0
     elif not flat.get("window"):
-        faults = [f"{CONFIG}: some layers have a window, but sliding_window={_format(get('sliding_window'))}"]
+        faults = [f"{CONFIG}: some layers have a window, but sliding_window={quote(get('sliding_window'))}"]
     return keys | {"mixers": shortest(mixers), "mlps": shortest(mlps)}, faults
 
 
@@ -470,13 +469,13 @@ def _mixers(get: Get, family: Family, flat: dict) -> tuple[list[str], list[str]]
         if "W" in family.layers.values() and not window:
             names = ["full_attention"] * count
     if not isinstance(names, list) or len(names) != count:
-        return [], [f"{CONFIG}: layer_types={_format(names)} does not name each of {count} layers"]
+        return [], [f"{CONFIG}: layer_types={quote(names)} does not name each of {count} layers"]
     names = [LAYER_NAMES.get(str(name), str(name)) for name in names]
     letters = dict(family.layers)
     if len(letters) == 1:       # one kind for all layers
         letters = {"full_attention": "W" if window else "F", "sliding_attention": "W"}
         if len(set(names)) > 1 and set(names) <= set(letters):
-            return [], [f"{CONFIG}: layer_types={_format(names)}: this family has one window for all layers"]
+            return [], [f"{CONFIG}: layer_types={quote(names)}: this family has one window for all layers"]
     elif letters.get("full_attention") == "N" and "sliding_attention" in letters and not window:
         letters["full_attention"] = "F"     # rope only if no layer has a window
     theta = (get("rope_parameters") or {"rope_theta": get("rope_theta")}).get("rope_theta", 0)
@@ -484,14 +483,14 @@ def _mixers(get: Get, family: Family, flat: dict) -> tuple[list[str], list[str]]
             "linear_attention" in letters and theta is None:
         letters["full_attention"] = "N"
     if strange := sorted(set(names) - set(letters)):
-        return [], [f"{CONFIG}: layer_types: {_format(strange[0])} cannot be computed in this family; only "
+        return [], [f"{CONFIG}: layer_types: {quote(strange[0])} cannot be computed in this family; only "
                     f"{' and '.join(letters)} can"]
     mixers = [letters[name] for name in names]
     if "no_rope_layers" in family.defaults:
         every = get("no_rope_layer_interval") or 4
         rotated = get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]
         if not isinstance(rotated, list) or len(rotated) != len(mixers):
-            return [], [f"{CONFIG}: no_rope_layers={_format(rotated)} does not name each of {count} layers"]
+            return [], [f"{CONFIG}: no_rope_layers={quote(rotated)} does not name each of {count} layers"]
         mixers = [mixer if turned else "N" for mixer, turned in zip(mixers, rotated)]
     return mixers, []
 
@@ -512,7 +511,7 @@ def _mlps(get: Get, family: Family, flat: dict) -> tuple[list[str], list[str]]:
     if isinstance(dense := get("mlp_only_layers") or [], list) and type(step) is int and step > 0:
         return ["d" if i in dense or (i + 1) % step else "e" for i in range(count)], []
     return [], [f"{CONFIG}: these keys do not say which layers have experts: " + ", ".join(
-        f"{key}={_format(get(key))}" for key in MLP_KEYS if key in family.defaults)]
+        f"{key}={quote(get(key))}" for key in MLP_KEYS if key in family.defaults)]
 
 
 def _pairs(names: Any, family: Family) -> tuple[list[str], list[str], list[str]]:
@@ -524,7 +523,7 @@ def _pairs(names: Any, family: Family) -> tuple[list[str], list[str], list[str]]
     for name in names if isinstance(names, list) and names else [None]:
         side, letter = letters.get(LAYER_NAMES.get(str(name), str(name)), (2, ""))
         if side == 2:
-            return [], [], [f"{CONFIG}: layers_block_type={_format(names)}: only {', '.join(letters)} can be computed"]
+            return [], [], [f"{CONFIG}: layers_block_type={quote(names)}: only {', '.join(letters)} can be computed"]
         if side == 0 or not mlps or mlps[-1] != ".":
             mixers.append(".")
             mlps.append(".")
@@ -564,7 +563,7 @@ def _rope(config: Mapping, get: Get, family: Family, flat: Mapping) -> tuple[dic
     if isinstance(given, dict) and ("full_attention" in given or "sliding_attention" in given):
         given, local = given.get("full_attention") or {}, given.get("sliding_attention") or {}
     if not isinstance(given, dict) or not isinstance(local or {}, dict):
-        return {}, [f"{CONFIG}: rope_parameters={_format(given)} is no JSON object"]
+        return {}, [f"{CONFIG}: rope_parameters={quote(given)} is no JSON object"]
     keys, faults = _one_rope(given, config, get, family)
     if local is None and "rope_local_base_freq" in family.defaults:
         local = {"rope_theta": base or keys.get("rope_theta")}
@@ -585,9 +584,9 @@ def _one_rope(given: Mapping, config: Mapping, get: Get, family: Family) -> tupl
     theta = given.pop("rope_theta", config.get("rope_theta") or family.defaults["rope_theta"])
     kind, original = spellings.kind_of(given), spellings.original_length(given, config)
     given = {key: value for key, value in given.items() if key not in ("type", "rope_type")}
-    faults = [] if _is_number(theta) else [f"{CONFIG}: rope_theta={_format(theta)} is not a number larger than 0"]
+    faults = [] if _is_number(theta) else [f"{CONFIG}: rope_theta={quote(theta)} is not a number larger than 0"]
     if not isinstance(kind, str) or kind not in SCALED:
-        return {}, [*faults, f"{CONFIG}: rope_type={_format(kind)} cannot be computed; only {' or '.join(SCALED)} can"]
+        return {}, [*faults, f"{CONFIG}: rope_type={quote(kind)} cannot be computed; only {' or '.join(SCALED)} can"]
     if kind == "longrope":
         longest = get("max_position_embeddings")
         if original is not None:
@@ -602,13 +601,13 @@ def _one_rope(given: Mapping, config: Mapping, get: Get, family: Family) -> tupl
             continue
         if not _is_number(value) or key in ("short_factor", "long_factor") or (
                 key in WHOLE and type(value) is not int):
-            faults.append(f"{CONFIG}: {key}={_format(value)} of the rope, {kind}, is not a number larger than 0")
+            faults.append(f"{CONFIG}: {key}={quote(value)} of the rope, {kind}, is not a number larger than 0")
         scaling[key] = value if key in WHOLE or not _is_number(value) else float(value)
     turned = given.pop("partial_rotary_factor", get("partial_rotary_factor"))
     if turned not in (None, 1.0):
         if not _is_number(turned) or turned > 1 or kind != "proportional" and "partial_rotary_factor" not in \
                 family.defaults:
-            faults.append(f"{CONFIG}: partial_rotary_factor={_format(turned)} of the rope cannot be computed")
+            faults.append(f"{CONFIG}: partial_rotary_factor={quote(turned)} of the rope cannot be computed")
         scaling["partial_rotary_factor"] = turned
     for key in (*OF_YARN, "llama_4_scaling_beta"):
         value = given.get(key)
@@ -619,7 +618,7 @@ def _one_rope(given: Mapping, config: Mapping, get: Get, family: Family) -> tupl
     if kind == "yarn" and not faults and math.isclose(
             scaling.get("attention_factor", 0.0), 0.1 * math.log(scaling["factor"]) + 1, rel_tol=1e-6):
         del scaling["attention_factor"]     # it equals the computed one
-    faults += [f"{CONFIG}: {key}={_format(value)} of the rope cannot be computed" for key, value in given.items()]
+    faults += [f"{CONFIG}: {key}={quote(value)} of the rope cannot be computed" for key, value in given.items()]
     return {"rope_theta": float(theta), "rope_scaling": scaling} if not faults else {}, faults
 
 
@@ -654,21 +653,17 @@ def _fault(theirs: str, value: Any, word: Word) -> list[str]:
     if value is None:
         return [f"{CONFIG}: {theirs} is missing; every family needs it"]
     if word.path in FLAGS or word.choice:
-        return [] if type(value) is bool else [f"{CONFIG}: {theirs}={_format(value)} is not true or false"]
+        return [] if type(value) is bool else [f"{CONFIG}: {theirs}={quote(value)} is not true or false"]
     if word.is_number:
         least = 0 if word.path in ("linear.step_min", "linear.step_max") else math.ulp(0)
         return [] if type(value) in (int, float) and least <= value < math.inf else [
-            f"{CONFIG}: {theirs}={_format(value)} is not a number larger than 0"]
+            f"{CONFIG}: {theirs}={quote(value)} is not a number larger than 0"]
     least = 2 if word.path == "vocab_size" else 0 if word.path in ("num_experts", "shared_expert_dim") else 1
     most = MOST_LAYERS if word.path == "num_layers" else 2**31 - 1
     if type(value) is not int or not least <= value <= most:
-        return [f"{CONFIG}: {theirs}={_format(value)} is not a whole number from {least} to {most}"]
+        return [f"{CONFIG}: {theirs}={quote(value)} is not a whole number from {least} to {most}"]
     return []
 
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < float("inf")
-
-
-def _format(value: object) -> str:
-    return json.dumps(value)[:80]

@@ -38,7 +38,7 @@ def compare(config: Mapping, family: Family) -> tuple[list[str], list[str]]:
     pairs = [_pairs_of(given, names) for names in (*NAMES, *((key, alias) for alias, key in family.aliases.items()))]
     pairs += [*_pairs_inside(given), _pairs_of(given, EVERY_KEYS, _interval), _rotary(given, family), _blocks(given)]
     faults = [_differ(spellings) for spellings in pairs if len({_comparable(value) for _, value in spellings}) > 1]
-    faults += [f"{CONFIG}: {key}={_format(given[key])} is not L…LG; only a pattern in which just the last layer has "
+    faults += [f"{CONFIG}: {key}={quote(given[key])} is not L…LG; only a pattern in which just the last layer has "
                f"full attention can be computed" for key in EVERY_KEYS if isinstance(given.get(key), str)
                and not re.fullmatch("L*G", given[key])]
     notes = [*_layers(given, family), *_epsilons(given, family)]
@@ -55,14 +55,14 @@ def rope(config: Mapping, family: Family) -> tuple[Mapping, list[str], list[str]
     given = new or old or family.defaults.get("rope_parameters") or {}
     if old and not new and isinstance(given, dict) and family.defaults.get("rope_parameters") and not any(
             key in given for key in BY_LAYER):
-        return given, [f"{CONFIG}: rope_scaling={_format(old)} does not say for which layers it is; give "
+        return given, [f"{CONFIG}: rope_scaling={quote(old)} does not say for which layers it is; give "
                        f"rope_parameters with an object for each kind of layer"], []
     if not all(isinstance(spelling, dict) for spelling in (new or {}, old or {})):
         return given, [], []        # `settings` reports the fault
     if new and old:
         theta = config.get("rope_theta") or family.defaults.get("rope_theta")
         ours, theirs = (_comparable_rope(spelling, theta) for spelling in (new, old))
-        both = f"{CONFIG}: rope_parameters={_format(new)} and rope_scaling={_format(old)} describe different ropes"
+        both = f"{CONFIG}: rope_parameters={quote(new)} and rope_scaling={quote(old)} describe different ropes"
         if any(key in spelling for key in BY_LAYER for spelling in (new, old)) and ours != theirs:
             return given, [f"{both} for several kinds of layers; remove one of them"], []
         if ours.get("rope_theta") != theirs.get("rope_theta"):
@@ -97,16 +97,16 @@ def _within(given: Mapping, config: Mapping, family: Family) -> list[str]:
         keys.append(("partial_rotary_factor", whole, "partial_rotary_factor"))
     if isinstance(local, dict):
         keys.append(("rope_theta", local, "rope_local_base_freq"))
-    notes = [f"{CONFIG}: {outside}={_format(config[outside])} and {inside}={_format(part[inside])} inside the rope; "
+    notes = [f"{CONFIG}: {outside}={quote(config[outside])} and {inside}={quote(part[inside])} inside the rope; "
              f"the second is taken, as transformers does" for inside, part, outside in keys
              if config.get(outside) is not None and part.get(inside) is not None and config[outside] != part[inside]]
     name = "original_max_position_embeddings"
     if config.get(name) is not None and whole.get(name) is not None and config[name] != whole[name]:
-        notes.append(f"{CONFIG}: {name}={_format(config[name])} and {_format(whole[name])} inside the rope; "
-                     f"{_format(original_length(whole, config))} is taken, as transformers does")
+        notes.append(f"{CONFIG}: {name}={quote(config[name])} and {quote(whole[name])} inside the rope; "
+                     f"{quote(original_length(whole, config))} is taken, as transformers does")
     if "rope_type" in whole and "type" in whole and whole["type"] != "mrope" and kind_of(
             {**whole, "rope_type": whole["type"]}) != kind_of(whole):
-        kinds = f"rope_type={_format(whole['rope_type'])} and type={_format(whole['type'])}"
+        kinds = f"rope_type={quote(whole['rope_type'])} and type={quote(whole['type'])}"
         notes.append(f"{CONFIG}: {kinds} of the rope; the first is taken, as transformers does")
     return notes
 
@@ -183,7 +183,7 @@ def _layers(given: Mapping, family: Family) -> Iterator[str]:
         if len(family.layers) > 1 and isinstance(names, list) and type(every) is int and every > 0 and [
                 LAYER_NAMES.get(str(name), name) for name in names] != [
                 other if (i + 1) % every == 0 else usual for i in range(len(names))]:
-            yield (f"{CONFIG}: layer_types names other layers than {key}={_format(given[key])}; layer_types is taken, "
+            yield (f"{CONFIG}: layer_types names other layers than {key}={quote(given[key])}; layer_types is taken, "
                    f"as transformers does")
     rotated, every = given.get("no_rope_layers"), given.get("no_rope_layer_interval")
     if isinstance(rotated, list) and rotated and type(every) is int and every > 0 and rotated != [
@@ -196,12 +196,12 @@ def _epsilons(given: Mapping, family: Family) -> Iterator[str]:
     read = next((key for key in EPSILONS if key in family.keys), "")
     for key in EPSILONS:
         if key != read and key in family.only and {key, read} <= given.keys() and given[key] != given[read]:
-            yield (f"{CONFIG}: {read}={_format(given[read])} and {key}={_format(given[key])}; the first is taken, as "
+            yield (f"{CONFIG}: {read}={quote(given[read])} and {key}={quote(given[key])}; the first is taken, as "
                    f"transformers does")
 
 
 def _differ(pairs: list[tuple[str, object]]) -> str:
-    said = " and ".join(f"{key}={_format(value)}" for key, value in pairs)
+    said = " and ".join(f"{key}={quote(value)}" for key, value in pairs)
     return f"{CONFIG}: {said} are the same setting with different values; remove the wrong ones"
 
 
@@ -212,5 +212,6 @@ def _comparable(value: Any) -> object:
     return value if isinstance(value, (bool, str)) else json.dumps(value, sort_keys=True)
 
 
-def _format(value: object) -> str:
+def quote(value: object) -> str:
+    """Return the begin of a value as JSON, for messages."""
     return json.dumps(value)[:80]

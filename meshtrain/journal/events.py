@@ -25,8 +25,9 @@ def start(step: int) -> bytes:
 
 
 def scalars(step: int, numbers: Mapping[str, float]) -> bytes:
-    """Return an event with one number per tag. Numbers are stored as float32."""
-    values = (_bytes(1, tag) + _key(2, 5) + _float32(value) for tag, value in numbers.items())
+    """Return an event with one number per tag. Numbers are stored as float32, beyond its range as infinity."""
+    values = (_bytes(1, tag) + _key(2, 5) + struct.pack("<f", ctypes.c_float(value).value)
+              for tag, value in numbers.items())
     return _event(step, _bytes(5, b"".join(_bytes(1, value) for value in values)))
 
 
@@ -64,11 +65,6 @@ def _key(field: int, wire: int) -> bytes:
 
 def _integer(field: int, value: int) -> bytes:
     return _key(field, 0) + _varint(value)
-
-
-def _float32(value: float) -> bytes:
-    """Return four bytes. A number beyond the range of float32 becomes infinity."""
-    return struct.pack("<f", ctypes.c_float(value).value)
 
 
 def _bytes(field: int, value: bytes | str) -> bytes:

@@ -48,16 +48,13 @@ class Progress(contextlib.AbstractContextManager):
         now = self.clock()
         if self.began is None:
             self.began = now
-        if self._is_due(now) or row["step"] == self.last:
+        interval = next(interval for until, interval in INTERVALS_S if now - self.began < until)
+        if self.lines < FIRST_LINES or now - self.said >= interval or row["step"] == self.last:
             self.lines, self.said, self.shown = self.lines + 1, now, now
             say.out("  ".join(self._parts(row)))
         elif self.live and now - self.shown >= LIVE_INTERVAL_S:
             self.shown = now
             say.live(fit_width(self._parts(row), say.width()))
-
-    def _is_due(self, now: float) -> bool:
-        interval = next(interval for until, interval in INTERVALS_S if now - self.began < until)
-        return self.lines < FIRST_LINES or now - self.said >= interval
 
     def _parts(self, row: Mapping) -> list[str]:
         left, held = int((self.last - row["step"]) * self.step_time_s), self.memory() or 0

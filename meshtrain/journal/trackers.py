@@ -227,7 +227,8 @@ class MLflow(contextlib.AbstractContextManager):
                     self._send(some[:max(1, bisect.bisect_right(ends, MLFLOW_NUMBERS))])
                 self._failing = False
             except BaseException as error:      # libraries in Rust raise errors that are no Exception
-                self._why = _without_secrets(error)
+                why = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+                self._why = re.sub(r"//[^/\s]*@", "//…@", why)     # a URL may have a password
                 if not self._failing:
                     say.err(f"MLflow accepts no rows: {self._why}; they wait, and metrics.jsonl has every row")
                 self._failing = True
@@ -284,10 +285,6 @@ class MLflow(contextlib.AbstractContextManager):
         elif self._id:
             with contextlib.suppress(Exception):
                 self._client.set_terminated(self._id, "FAILED" if _ends_run(kind) else "FINISHED")
-
-
-def _without_secrets(error: BaseException) -> str:
-    return re.sub(r"//[^/\s]*@", "//…@", f"{type(error).__name__}: {error}").partition("\n")[0][:300]
 
 
 class Prometheus(contextlib.AbstractContextManager):

@@ -102,7 +102,8 @@ def _core(launch, across, q, k, v, decay, beta, segments, S0, kept):
     """
     u, w = (v, None) if beta is None else _inside(launch, k, v, decay, beta, segments)
     if across is not None and kept is None:
-        S0 = across(*_summary(launch, k, u, w, decay, segments), False)[:, :, 0]
+        _, _, X = _forward(launch, None, k, u, w, decay, segments, None, None)
+        S0 = across(_multiplier(launch, k, w, decay, segments), X[:, :, None], False)[:, :, 0]
     return _forward(launch, q, k, u, w, decay, segments, S0, kept)
 
 
@@ -131,12 +132,6 @@ def _core_backward(launch, across, saved, cotangents):
 
 
 _core.defvjp(_core_forward, _core_backward)
-
-
-def _summary(launch, k, u, w, decay, segments):
-    """Return (M, X) of each row for `across`, with dims [B, N, 1, …] instead of [B, K, G, …]."""
-    _, _, X = _forward(launch, None, k, u, w, decay, segments, None, None)
-    return _multiplier(launch, k, w, decay, segments), X[:, :, None]
 
 
 def _multiplier(launch, k, w, decay, segments):

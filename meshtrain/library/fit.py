@@ -23,6 +23,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import given
+from meshtrain.checkpoint.saved import format_form
 from meshtrain.config import ConfigError
 from meshtrain.config.sections import Run
 from meshtrain.inspection import function_report, functions
@@ -191,8 +192,8 @@ class _Feed:
                  for name, leaf in list_leaves(rows).items()}
         if forms != self.forms:
             name = next(name for name in {**self.forms, **forms} if forms.get(name) != self.forms.get(name))
-            raise ConfigError(f"data({done}) has {name} {_format(forms.get(name))}, and data(0) had "
-                              f"{_format(self.forms.get(name))}; give rows of one shape and dtype in every step")
+            raise ConfigError(f"data({done}) has {name} {format_form(forms.get(name))}, and data(0) had "
+                              f"{format_form(self.forms.get(name))}; give rows of one shape and dtype in every step")
         return StepBatch(self.layout.batch(rows), self.tokens(1))
 
     def tokens(self, steps: int) -> int:
@@ -200,10 +201,6 @@ class _Feed:
 
     def close(self) -> None:
         pass
-
-
-def _format(form: tuple[tuple[int, ...], Any] | None) -> str:
-    return "absent" if form is None else f"{form[1]}{list(form[0])}"
 
 
 def _make_step(layout: TreeLayout, gradients: Callable, optimizer: optax.GradientTransformation, asked: _Asked,
@@ -310,7 +307,7 @@ def _describe_run(asked: _Asked, feed: _Feed) -> Run:
 def _list_facts(layout: TreeLayout, loss: Callable, named: Any, asked: _Asked, feed: _Feed) -> dict[str, str | int]:
     """Return what the numbers of a run depend on. A change is reported when a run resumes."""
     written = (loss.embed, loss.layer, loss.head) if isinstance(loss, Stack) else (loss,)
-    named_rows = ", ".join(f"{name} {_format(form)}" for name, form in sorted(feed.forms.items()))
+    named_rows = ", ".join(f"{name} {format_form(form)}" for name, form in sorted(feed.forms.items()))
     facts: dict[str, str | int] = {
         "loss": _digest(*map(_read_source, written)), "axes": _digest(str(named)),
         "rules": f"{Path(layout.rules.path).stem} {_digest(layout.rules.text)}", "mesh": str(layout.spec),

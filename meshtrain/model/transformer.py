@@ -109,7 +109,7 @@ class Transformer:
 
     @property
     def period(self) -> tuple[params.Module, ...]:
-        """The period of all staged layers. The last may be incomplete. `pipeline.stages` refuses models without."""
+        """The period of all staged layers. The last may be incomplete. `choices.stages` refuses models without."""
         return self.staged[0].period
 
     def first(self, layers):

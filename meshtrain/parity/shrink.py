@@ -25,6 +25,7 @@ def shrunk(run: Run, num_devices: int) -> tuple[Run, list[str]]:
     goal = objective.of_run(run)
     decays = {"decay_steps": 3} if optimizer.schedule == "wsd" else {"decay_steps": 0}
     mesh = _mesh(run, num_devices)
+    by_muon = optimizer.name == "muon" or any(row.rule == "muon" for row in optimizer.groups.rows.values())
     clips = min(optimizer.qk_clip, 1.0)     # small weights give small scores, some of which exceed 1
     sections = dict(
         run=config.Identity(name=run.run.name, seed=run.run.seed),
@@ -37,7 +38,7 @@ def shrunk(run: Run, num_devices: int) -> tuple[Run, list[str]]:
             mtp_weight=training.mtp_weight),
         optimizer=optimizer.model_copy(update=dict(
             learning_rate=1e-3, warmup_steps=min(optimizer.warmup_steps, 2), qk_clip=clips, moments_dtype="float32",
-            groups=config.WeightGroups(), name="muon" if _uses_muon(optimizer) else optimizer.name, **decays)),
+            groups=config.WeightGroups(), name="muon" if by_muon else optimizer.name, **decays)),
         lora=lora.model_copy(update=dict(rank=2, alpha=2 * lora.alpha / lora.rank, init_from=""))
         if lora.rank else config.Lora(),
         pipeline=run.pipeline.model_copy(update=dict(chunks=min(run.pipeline.chunks, 2))),
@@ -49,10 +50,6 @@ def shrunk(run: Run, num_devices: int) -> tuple[Run, list[str]]:
         checkpoint=config.Checkpoint(init_from="runs/start" if rl.kl else ""),
     )  # fmt: skip
     return Run(**sections), _list_changes(run, sections["optimizer"])
-
-
-def _uses_muon(optimizer: config.Optimizer) -> bool:
-    return optimizer.name == "muon" or any(row.rule == "muon" for row in optimizer.groups.rows.values())
 
 
 def _list_changes(run: Run, optimizer: config.Optimizer) -> list[str]:

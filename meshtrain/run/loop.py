@@ -198,15 +198,11 @@ def train(limit: Callable[[float], Sequence[jax.Array]], step: Callable, state: 
             ended = clock.observe(metrics)
             journal.add_step(done, feed.tokens(done), tokens, metrics, ended)
             journal.add({"data_wait_s": data_wait_s})
-            stop.must_stop(None if paused else _late_s(before, came))
+            idle_s = max(0.0, came - before.result().seen) if before.done() else 0.0    # between the two steps
+            stop.must_stop(None if paused else idle_s)
             journal.add_lateness(stop.agreement.late)
             paused = act(lambda hook: hook.due(done, done == last or stop.agreed))
             # Collects while the device runs the step. The pause is noted, so a long collection names no straggler.
             paused |= collect(done, paused)
         journal.settle()
     return state, done
-
-
-def _late_s(before: concurrent.futures.Future, came: float) -> float:
-    """Return for how many seconds the device was idle between the step before and the dispatch of this one."""
-    return max(0.0, came - before.result().seen) if before.done() else 0.0

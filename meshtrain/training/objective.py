@@ -74,7 +74,7 @@ class Objective:
 
     def count(self, batch: dict):
         """Return the number of tokens or pairs by which the sums of the batch are divided."""
-        raise NotImplementedError
+        return jnp.sum(batch["targets"] != NO_TARGET)
 
     def head(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict):
         """Return (objective, loss, stats), sums over the microbatch. The objective is differentiated.
@@ -114,9 +114,6 @@ class NextToken(Objective):
 
     def extend(self, rows: dict) -> dict:
         return rows | mtp.shift(rows, self.depths)
-
-    def count(self, batch: dict):
-        return jnp.sum(batch["targets"] != NO_TARGET)
 
     def head(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict):
         objective, nll = model.head_loss(ex, p, x_BTD, batch["targets"], z_loss=self.z_loss, chunk=self.chunk)
@@ -205,9 +202,6 @@ class Distillation(Objective):
     def device_fields(self):
         return {TEACHER_IDS: (1, jnp.int32, self.top_tokens), TEACHER_LOGP: (1, jnp.float32, self.top_tokens)}
 
-    def count(self, batch: dict):
-        return jnp.sum(batch["targets"] != NO_TARGET)
-
     def head(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict):
         if TEACHER_IDS not in batch:
             return *model.head_loss(ex, p, x_BTD, batch["targets"], chunk=self.chunk), LayerStats()
@@ -244,9 +238,6 @@ class PolicyGradient(Objective):
     @property
     def fields(self):
         return Objective.fields | {name: (1, jnp.float32) for name in self.policy.reads}
-
-    def count(self, batch: dict):
-        return jnp.sum(batch["targets"] != NO_TARGET)
 
     def head(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict):
         targets_BT = batch["targets"]

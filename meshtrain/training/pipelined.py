@@ -15,12 +15,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from meshtrain import pattern
 from meshtrain.model import block, params
 from meshtrain.model.loss import with_balance_loss
 from meshtrain.model.stats import LayerStats, Normalizers
 from meshtrain.model.transformer import without_layers
 from meshtrain.names import LAYERS
-from meshtrain.parallel.pipeline import stages
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import GATHERED
 from meshtrain.training import executor, objective
@@ -94,7 +94,7 @@ def _functions(step: StepSpec, virtual_stages: int) -> tuple[ModelFunctions, Mod
     If their number does not divide over the stages, the last stages are padded with identity layers.
     """
     model, ex, num_layers = step.model, step.ex, step.model.cfg.num_layers
-    uneven = stages.count_padded(step.run.model, virtual_stages) > stages.count_staged(step.run.model)
+    uneven = pattern.count_padded(step.run.model, virtual_stages) > pattern.count_staged(step.run.model)
     leading = model.leading
     before = leading.num_layers if leading else 0
     goal = step.objective
@@ -146,7 +146,7 @@ def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
     The loop holds the layers of a whole stage, and all leading layers.
     """
     layout, model = step.layout, step.model
-    periods = stages.count_padded(step.run.model, num_stages * num_chunks) // len(model.period)
+    periods = pattern.count_padded(step.run.model, num_stages * num_chunks) // len(model.period)
 
     p = model.as_read(layout, p, step.ex.numerics.dtype)
     ends = _map_axes(lambda axes, w: layout.constrain(GATHERED, w, axes), without_layers(step.state.axes),

@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_context import laid_out, with_gradients
 
-from meshtrain import config, run_files
+from meshtrain import config, pattern, run_files
 from meshtrain.cost.program import audit
 from meshtrain.kernels import blockwise
 from meshtrain.kernels.engine import CAUSAL, Mask
 from meshtrain.model import transformer
 from meshtrain.parallel.context import attention, band
-from meshtrain.parallel.pipeline import stages as parallel_stages
 
 slow = partial(pytest.param, marks=sampling.GRID)
 near = lambda window: CAUSAL._replace(window=window)
@@ -112,7 +111,7 @@ def test_places_name_every_stack_once():
                          [(4, 2, 1, 4), (5, 2, 1, 8), (3, 2, 2, 8), (1, 2, 1, 2), (9, 4, 1, 16)])
 def test_stages_hold_whole_periods(num_layers, stages, chunks, padded):
     model = dict(window=4, mixers="WF", num_layers=num_layers)
-    assert parallel_stages.count_padded(config.Model(**model), stages * chunks) == padded
+    assert pattern.count_padded(config.Model(**model), stages * chunks) == padded
 
 
 RING, ULYSSES = (dict(context=dict(method=method)) for method in ("ring", "ulysses"))

@@ -17,7 +17,7 @@ from meshtrain.cost.formulas import calibrations
 from meshtrain.cost.formulas.options import Options
 from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.formulas.sizes import GATHER, SCATTER
-from meshtrain.parallel.pipeline import schedules, stages
+from meshtrain.parallel.pipeline import schedules
 from meshtrain.training import accumulators
 
 
@@ -47,7 +47,9 @@ def memory(placed: Placed, options: Options) -> dict[str, int]:
             "optimizer": options.optimizer_bytes * placed.held.stored}
     if placed.mesh.sizes["stage"] > 1:
         # The loop's accumulators are those of a full stage.
-        held |= {"grads": accumulators.ITEMSIZE * placed.held.trained, "activations": _in_stages(placed, options)}
+        weights, temporaries = _beside_slots(placed, options)
+        held |= {"grads": accumulators.ITEMSIZE * placed.held.trained,
+                 "activations": weights + slot_bytes(placed, options) + temporaries}
     else:
         held["activations"] = _weights_and_grads(placed, options) + _in_layers(placed, options)
     whole = {name: int(count) for name, count in held.items()}
@@ -282,12 +284,6 @@ def _part_grads_bytes(placed: Placed, options: Options) -> float:
 # ---- pipelines -------------------------------------------------------------------------------------------------------
 
 
-def _in_stages(placed: Placed, options: Options) -> float:
-    """Return the bytes of a stage's weights, the schedule's slots, and the temporaries."""
-    weights, temporaries = _beside_slots(placed, options)
-    return weights + slot_bytes(placed, options) + temporaries
-
-
 @_keep
 def _beside_slots(placed: Placed, options: Options) -> Widths:
     """Return (the bytes of a stage's weights, the larger of two temporaries: those of the loss and those of a layer).
@@ -356,7 +352,7 @@ def slot_bytes(placed: Placed, options: Options, schedule: str = "", chunks: int
     for_backward, for_weights = slot_widths(placed, options)
     p = placed.mesh.sizes["stage"]
     _, slots = schedules.counts(schedule, p, options.microbatches, chunks)
-    depth = stages.count_padded(placed.cfg, p * chunks) // (p * chunks)
+    depth = pattern.count_padded(placed.cfg, p * chunks) // (p * chunks)
     elements = depth * (slots["Q"] * for_backward + slots.get("Z", 0) * for_weights)
     stream = placed.cfg.embed_dim / placed.stream_shards
     elements += (slots["X"] + slots["D"]) * stream

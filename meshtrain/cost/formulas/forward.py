@@ -17,22 +17,11 @@ from meshtrain.model.divergence import GROUP
 from meshtrain.sharding.rules import Layout
 
 
-class Forward(Placed):
-    """A frozen model under a layout, whose microbatches have no backward."""
-
-    def visits(self, options: Options) -> tuple[float, float, float]:
-        return options.microbatches * self.layers(options), 0.0, 0.0
-
-    @classmethod
-    def of(cls, placed: Placed) -> Forward:
-        return cls(**{field.name: getattr(placed, field.name) for field in dataclasses.fields(placed)})
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class PricedTeacher:
     """The teacher of a run, without a layout. place: maps (layout of the run, context method) to its own layout.
     flops_per_token: of its forward."""
-    place: Callable[[Layout, str], tuple[Forward, Attended]]
+    place: Callable[[Layout, str], tuple[Placed, Attended]]
     top_tokens: int
     flops_per_token: float
 
@@ -45,16 +34,11 @@ class PricedTeacher:
         return TeacherCost(self, placed, dataclasses.replace(options, attended=attended, remat=remat), kept)
 
 
-class _Times(price.LayerTimes):
-    def scan_bytes(self) -> tuple[float, float, float]:
-        return 0.0 if self.placed.by_layer else 2 * self.placed.itemsize * self.placed.layer.used, 0.0, 0.0
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class TeacherCost:
     """The costs of a teacher's forward on one device. kept_bytes: of the predictions of a step."""
     teacher: PricedTeacher
-    placed: Forward
+    placed: Placed
     options: Options
     kept_bytes: float
 
@@ -108,7 +92,7 @@ class TeacherCost:
     def seconds(self, rated: Rates) -> float:
         """Return the seconds of the forward."""
         placed, options, head = self.placed, self.options, self.placed.head
-        work, tokens = _Times(placed, rated, options), placed.tokens(options)
+        work, tokens = price.LayerTimes(placed, rated, options), placed.tokens(options)
         waits = price.Waits(placed, rated, options, work, self.collectives)
         head_s = rated.product_s(tokens, head.n, head.k, placed.cfg.compute_dtype, placed.itemsize) + rated.stream_s(
             calibrations.CHOSEN_LOGIT.value * tokens * head.n)

@@ -19,7 +19,6 @@ from meshtrain.cost.formulas.sizes import (EXCHANGE, GATHER, SCATTER, SUM, Axes,
 from meshtrain.model import layers
 from meshtrain.model.params import ParamInfo
 from meshtrain.names import LAYERS, LEADING, LORA, MATMUL_ROLES
-from meshtrain.parallel.pipeline import stages
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import GATHERED, Layout
 
@@ -76,7 +75,7 @@ def _place(rows: Sequence[ParamInfo], cfg: Model, layout: Layout, mesh: MeshSpec
     local, tokens = _Local(layout), frozenset(layout.token_axes) | ({"stage"} if is_leading else frozenset())
     num_stages, head, matrices = layout.sizes["stage"], Product(0, 0), _Matrices(cfg, rows, local)
     in_stages = num_stages > 1 and not is_leading and not is_depths
-    stage_layers = stages.count_padded(cfg, num_stages) // num_stages if in_stages else cfg.num_layers
+    stage_layers = pattern.count_padded(cfg, num_stages) // num_stages if in_stages else cfg.num_layers
     deferred = tokens if num_stages > 1 else frozenset(layout.find_deferred_axes(info.axes for info in rows))
     held: dict[str, float] = defaultdict(float)
     moves: list[WeightMove] = []
@@ -90,8 +89,9 @@ def _place(rows: Sequence[ParamInfo], cfg: Model, layout: Layout, mesh: MeshSpec
         if depth:
             used += weight.layer
             largest = max(largest, weight.layer * cfg.num_layers / info.shape[0])
-        if num_stages > 1:
-            weight = weight.in_a_loop()
+        if num_stages > 1:      # in the loop weights and gradients are gathered, and exchanged once a step
+            weight = dataclasses.replace(weight, tables={**weight.tables, "params": weight.in_use,
+                                                         "grads": weight.in_use})
         moves += weight.moves(tokens, deferred, cfg.tie_embeddings)
         if info.role in ("matrix", "router") and "expert" not in info.axes or info.path[-1] == OUTPUT_BIASES:
             matrices.add(info)
@@ -129,10 +129,6 @@ class _Weight:
     def layer(self) -> float:
         """Return the elements of one layer."""
         return self.whole / self.depth
-
-    def in_a_loop(self) -> _Weight:
-        """Return this weight in a pipeline's loop: weights and gradients are gathered, and exchanged once a step."""
-        return dataclasses.replace(self, tables={**self.tables, "params": self.in_use, "grads": self.in_use})
 
     def count_held(self, cfg: Model) -> dict[str, float]:
         """Return what this weight adds to the fields of `Held`."""

@@ -18,7 +18,7 @@ from meshtrain.cost.formulas.sizes import GATHER, Axes, Held, LayerSizes, Produc
 from meshtrain.model import parts
 from meshtrain.model.params import ParamInfo
 from meshtrain.names import LAYERS, LEADING
-from meshtrain.parallel.pipeline import schedules, stages
+from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout
 from meshtrain.training import accumulators
@@ -130,7 +130,12 @@ class Placed:
         if num_stages == 1 or self.is_depths:
             return float(self.cfg.num_layers)
         # Stages are padded with layers that cost the same and do nothing.
-        return stages.count_padded(self.cfg, num_stages * options.chunks) // num_stages
+        return pattern.count_padded(self.cfg, num_stages * options.chunks) // num_stages
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a step trains the model. A teacher has only a forward."""
+        return self.is_leading or self.is_depths or self.held.trained > 0
 
     def visits(self, options: Options) -> tuple[float, float, float]:
         """Return the passes through a layer in a step: (forward, backward for inputs, backward for weights).
@@ -138,6 +143,8 @@ class Placed:
         In a pipeline an idle stage computes on masked data. The numbers include these passes.
         """
         layers = self.layers(options)
+        if not self.has_backward:
+            return options.microbatches * layers, 0.0, 0.0
         if not self.runs_masked(options) or self.is_leading or self.is_depths:
             return (options.microbatches * layers,) * 3
         num_stages, depth = self.layout.sizes["stage"], layers / options.chunks

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from meshtrain import pattern
 from meshtrain.config.sections import Run
-from meshtrain.parallel.pipeline import schedules, stages
+from meshtrain.parallel.pipeline import schedules
 from meshtrain.parallel.pipeline.schedules import Schedule
 
 # The schedules from which "auto" chooses. Of equally fast ones the first is preferred.
@@ -216,7 +217,7 @@ def of_run(run: Run, costs: Costs | Callable[[Schedule], Costs], p: int,
     """
     name, m, v = run.pipeline.schedule, run.training.microbatches, run.pipeline.chunks
     if name == "auto":
-        counts = chunk_counts(-(-stages.count_staged(run.model) // stages.period(run.model)), p) if v == 1 else (v,)
+        counts = chunk_counts(-(-pattern.count_staged(run.model) // pattern.period(run.model)), p) if v == 1 else (v,)
         return choose(p, m, costs, memory, usable_bytes, counts)
     only = _try(schedules.make(name, p, m, v), costs, memory, usable_bytes)
     why = f"{_what(only)}, as requested"

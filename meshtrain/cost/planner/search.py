@@ -14,6 +14,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from meshtrain import pattern
 from meshtrain.config.sections import Model
 from meshtrain.cost.formulas import footprint, simulate
 from meshtrain.cost.formulas import price as prices
@@ -23,7 +24,7 @@ from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.formulas.price import Price
 from meshtrain.cost.formulas.rates import Rates
 from meshtrain.names import AXES, OFFLOAD, PLACEMENT, REMAT
-from meshtrain.parallel.pipeline import schedules, stages
+from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import AS_OTHERS, Layout, Rules
 from meshtrain.units import amount
@@ -228,8 +229,9 @@ def _meshes(question: Question) -> Iterator[dict[str, int]]:
     n, cfg, domain = question.num_gpus, question.cfg, question.rated.gpu.domain_gpus(question.num_gpus)
     allowed = {
         "tensor": lambda k: k <= min(domain, cfg.num_heads),
-        "stage": lambda k: k <= min(MOST_STAGES, stages.count_staged(cfg))
-        and stages.count_padded(cfg, k) <= PADDED * stages.count_staged(cfg) and (k == 1 or bool(stages.period(cfg))),
+        "stage": lambda k: k <= min(MOST_STAGES, pattern.count_staged(cfg))
+        and pattern.count_padded(cfg, k) <= PADDED * pattern.count_staged(cfg)
+        and (k == 1 or bool(pattern.period(cfg))),
         "context": lambda k: k == 1 or k <= MOST_CONTEXT and question.options.seq_len // k >= SHORTEST}
     choices = [[question.fixed[axis]] if axis in question.fixed else [k for k in divisors(n) if allows(k)]
                for axis, allows in allowed.items()]
@@ -275,7 +277,8 @@ def _schedules(question: Question, p: int, m: int) -> list[tuple[str, int]]:
     same."""
     if p == 1:
         return [("", 1)]
-    counts = simulate.chunk_counts(-(-stages.count_staged(question.cfg) // stages.period(question.cfg)), p, MOST_CHUNKS)
+    cfg = question.cfg
+    counts = simulate.chunk_counts(-(-pattern.count_staged(cfg) // pattern.period(cfg)), p, MOST_CHUNKS)
     names = [question.fixed["schedule"]] if "schedule" in question.fixed else simulate.AUTOMATIC
     choices = [(name, v) for name in names for v in counts
                if (v > 1) == (name in schedules.INTERLEAVED) and question.fixed.get("chunks", v) == v

@@ -6,10 +6,10 @@ import math
 import jax
 import numpy as np
 
+from meshtrain import pattern
 from meshtrain.config.sections import Run
 from meshtrain.cost.program import carried
 from meshtrain.names import LAYERS, LEADING, MATMUL_ROLES
-from meshtrain.parallel.pipeline import stages
 from meshtrain.sharding.rules import GATHERED
 from meshtrain.training import accumulators
 
@@ -48,7 +48,7 @@ def in_loop(model, layout, num_chunks: int = 1) -> list[tuple]:
     A stage's layers are one stack per layer of a period. The stack has all chunks and the padding layers.
     """
     num_stages, whole = layout.sizes["stage"], model.staged[0]
-    periods = stages.count_padded(model.cfg, num_stages * num_chunks) // len(whole.period) // num_stages
+    periods = pattern.count_padded(model.cfg, num_stages * num_chunks) // len(whole.period) // num_stages
 
     def num_shards(axis: str | None) -> int:
         return layout.num_shards(layout.mesh_axes(GATHERED, axis))

@@ -42,14 +42,11 @@ class Exports:
         self.failed: dict[int, str] = {}     # step -> why its export failed; made ones are removed
         with user_errors("run.dir: "):
             agree.on_first(self._clean)
-        checkpoints.is_needed = self._is_still_needed
+        # a checkpoint that is still to be exported
+        checkpoints.is_needed = lambda step: run.checkpoint.export == "every" and not self._exists(step)
         if run.checkpoint.export != "off":
             with user_errors("checkpoint.export: "):
                 agree.on_first(self._check)
-
-    def _is_still_needed(self, step: int) -> bool:
-        """Return whether a checkpoint is still to be exported."""
-        return self.run.checkpoint.export == "every" and not self._exists(step)
 
     def due(self, step: int, ending: bool) -> bool:
         """Return whether to export a step. ending: training ends with this step, perhaps early."""
