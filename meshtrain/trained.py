@@ -109,10 +109,6 @@ class Trained:
             say.err(f"note: {stop_tokens.note}")
         return stop_tokens
 
-    def stop_ids(self) -> tuple[int, ...]:
-        """Return the token ids that end an answer. Raises: ConfigError."""
-        return self.ends.ids
-
     def separator(self) -> int | None:
         """Return the token id of the separator before documents, from the folder's tokenizer, else its config.json;
         None if they name none. Raises: ConfigError."""

@@ -46,7 +46,8 @@ from meshtrain.checkpoint.directory import DirectoryStore  # noqa: E402
 from meshtrain.commands import train  # noqa: E402
 from meshtrain.huggingface.weights import export
 from meshtrain.inspection import step_costs  # noqa: E402
-from meshtrain.journal import metrics, spikes
+from meshtrain.journal import spikes
+from meshtrain.journal.rows import MetricRows
 from meshtrain.run import dpo_reference, say, stops
 from meshtrain.training.state import State  # noqa: E402
 from meshtrain.training.step import Program  # noqa: E402
@@ -443,7 +444,7 @@ def saved(home: pathlib.Path, name: str) -> int:
 
 def outcome(home: pathlib.Path) -> dict:
     """What must be the same of a run that is through, whatever met it."""
-    rows = [{key: row.get(key) for key in EXACT} for row in metrics.read(home / "run/metrics.jsonl")]
+    rows = [{key: row.get(key) for key in EXACT} for row in [*MetricRows(home / "run/metrics.jsonl")]]
     exports = {str(path.relative_to(home)): hashlib.md5(path.read_bytes()).hexdigest()
                for path in (home / "run/export").rglob("*") if path.is_file() and ".aside" not in str(path)}
     left = sorted(str(path.relative_to(home)) for path in (*(home / "run").rglob("*"), *(home / "local").rglob("*")))

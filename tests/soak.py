@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from meshtrain.checkpoint import resume
-from meshtrain.journal import metrics
+from meshtrain.journal.rows import MetricRows
 from meshtrain.launch import supervise
 from meshtrain.run import contents, stops
 from meshtrain.storage import addresses, buckets
@@ -607,7 +607,7 @@ def rows(place: str | pathlib.Path) -> list[dict]:
         text = buckets.read(addresses.parse(f"{place}/metrics.jsonl")).decode()
         found = [json.loads(line) for line in text.splitlines()]
     else:
-        found = metrics.read(pathlib.Path(place) / "metrics.jsonl")
+        found = [*MetricRows(pathlib.Path(place) / "metrics.jsonl")]
     return [{key: row.get(key) for key in EXACT} for row in found]
 
 

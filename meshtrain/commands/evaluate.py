@@ -224,7 +224,7 @@ def _open_tasks(source: trained.Trained, options: config.Arguments):
     with config.user_errors():
         tokenizer.import_extra("lm_eval", "--tasks", "eval")
     from meshtrain.inference import harness     # here: it imports lm_eval, which is an extra
-    text, stop_ids = source.text(), source.stop_ids()
+    text, stop_ids = source.text(), source.ends.ids
     if text is None:
         raise ConfigError(f"--tasks needs a tokenizer, but {source.directory} has none; set --data.tokenizer to the "
                           f"path of a tokenizer.json")

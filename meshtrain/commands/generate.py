@@ -112,7 +112,7 @@ def main(options: config.Arguments) -> None:
     words = _words(source, options, talking)
     _tell(source, plain=bool(options["prompt"] or options["prompts"]) and not talking)
     prompts = _prompts(source, options, talking)
-    limits = GenerationLimits(options["max-tokens"], words.stop_ids if words else source.stop_ids(),
+    limits = GenerationLimits(options["max-tokens"], words.stop_ids if words else source.ends.ids,
                               source.longest(), words.at_string if words else None)
     _check(prompts, source, limits)
     with config.user_errors():
@@ -267,7 +267,7 @@ def _chat_reader(source: trained.Trained, text: trained.Text) -> tokenizer.Token
     """Return the tokenizer as data with a chat template is read with it. Raises: ValueError."""
     if not isinstance(text.of, tokenizer.Published):
         return text.of
-    ids = [token for token in (source.separator(), *source.stop_ids()) if token is not None]
+    ids = [token for token in (source.separator(), *source.ends.ids) if token is not None]
     name = next(filter(None, tokenizer.names_of(text.of.path, *ids)), "")
     return tokenizer.open_file(text.of.path, name)
 

@@ -71,7 +71,7 @@ def _answer_orders(queue: work_queue.WorkQueue, sampler: separate.OrderSampler, 
             try:
                 answers, on = sampler.answers(order, part)
             except CheckpointError:     # the weights were removed, because all their orders are answered
-                if queue.is_wanted(order) and place.checksum_of(order.version) == order.weights:
+                if place.has(order) and place.checksum_of(order.version) == order.weights:
                     raise
                 queue.release()
                 continue

@@ -82,11 +82,6 @@ def peak_bytes(devices: Sequence[jax.Device]) -> int:
     return max(((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices), default=0)
 
 
-def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
-    """Return all rows of a metrics file as one list; for files known to be short."""
-    return list(rows.MetricRows(path))
-
-
 def _number_by_tag(row: dict[str, Any]) -> dict[str, float]:
     """Return tag -> number of a row. True becomes 1. Step and wall clock are left out: trackers have their own."""
     plain = {key: _plain(value) for key, value in row.items() if key not in ("step", "time")}

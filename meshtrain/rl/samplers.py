@@ -91,6 +91,7 @@ class LocalSampler:
     slots: int
     room: int
     saves = False
+    _programs: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @functools.cached_property
     def compile(self) -> Compiler:
@@ -101,10 +102,6 @@ class LocalSampler:
         made = self.made
         return sync.WeightSync(made.model, made.mesh, made.layout, self.ex.layout, self.ex.numerics.dtype,
                                self.compile)
-
-    @functools.cached_property
-    def _programs(self) -> dict:
-        return {}
 
     def weights(self, params: dict) -> dict:
         """Return the weights of a step's state in the sampler's layout. Raises: assembly.BrokenProgramError."""

@@ -53,6 +53,7 @@ class WeightSync:
     dtype: jnp.dtype
     compiled: Callable
     _frozen: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _programs: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, params: dict) -> dict:
         """Return the sampler's weights. Frozen weights are moved at the first call, and kept. Raises: as `compiled`."""
@@ -111,7 +112,3 @@ class WeightSync:
         if name not in self._programs:
             self._programs[name] = self.compiled(name, self.program(infos), arrays)
         return dict(zip(infos, self._programs[name](arrays), strict=True))
-
-    @functools.cached_property
-    def _programs(self) -> dict:
-        return {}

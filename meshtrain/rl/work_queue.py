@@ -137,10 +137,6 @@ class WorkQueue:
         if path is not None:
             path.unlink(missing_ok=True)
 
-    def is_wanted(self, order: Order) -> bool:
-        """Return whether the order is still on disk unchanged."""
-        return self.place.has(order)
-
     def deliver(self, order: Order, part: int, answers: Sequence[Completion], on: str) -> None:
         """Write the answers to a part and release its claim. on: the sampler's mesh and devices, as text.
 
@@ -154,7 +150,7 @@ class WorkQueue:
             now = groups.unpack_arrays(io.BytesIO(content))
             assert now is not None
             _compare(path, before, now)
-        elif self.is_wanted(order):
+        elif self.place.has(order):
             files.patiently(lambda: files.replace(path, content, shared=True))
         self.release()
 

@@ -16,7 +16,8 @@ from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.checkpoint.saved import Saved
 from meshtrain.config import ConfigError
 from meshtrain.data.documents import tokenizer
-from meshtrain.journal import metrics, rows
+from meshtrain.journal import rows
+from meshtrain.journal.rows import MetricRows
 from meshtrain.run import rundir
 from checkpoints import flip
 import documents
@@ -322,7 +323,7 @@ def test_a_directory_that_cannot_be_written_before_the_first_step_is_one_message
             resume.begin(run, resume.find(run, checkpoints), checkpoints, None, "# rules")
     assert len(tries) == (2 if raised is files.FileSystemError else 1)
     assert [row["step"]
-            for row in metrics.read(two / "metrics.jsonl")] == list(range(1,
+            for row in [*MetricRows(two / "metrics.jsonl")]] == list(range(1,
                                                                           7)), "nothing is dropped before all is written"
 
 
@@ -338,7 +339,7 @@ def test_the_way_back_loses_nothing_and_is_recorded_once(two, capfd):
     assert "from step 3 on: optimizer.learning_rate=0.0001 (was 0.01)\n" in told
     assert "from step 3 on: data.skip_batches=7 (was 0)\n" in told
     assert sorted(path.name for path in (two / "checkpoints").iterdir()) == ["2", "4.aside"]
-    assert [row["step"] for row in metrics.read(two / "metrics.aside.jsonl")] == [3, 4, 5, 6]
+    assert [row["step"] for row in [*MetricRows(two / "metrics.aside.jsonl")]] == [3, 4, 5, 6]
     recorded = [json.loads(line) for line in (two / "changes.jsonl").read_text().splitlines()]
     assert [(row["step"], row["key"], row["from"], row["to"]) for row in recorded] == [
         (2, "optimizer.learning_rate", 0.01, 1e-4), (2, "data.skip_batches", 0, 7), (2, "checkpoint.step", None, 2)]

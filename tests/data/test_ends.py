@@ -266,7 +266,7 @@ def test_a_run_from_rewards_ends_answers_as_the_template_does_and_its_export_say
     for found in (place / "rl", export):        # without a template on the way
         asked = call(generate.main, found, "--prompt-ids", "[[5]]", "--max-tokens=1", "--json")
         assert asked.code == 0, asked
-        assert trained.describe(str(found), 0, [], "generate").stop_ids() == (TURN, EOS)
+        assert trained.describe(str(found), 0, [], "generate").ends.ids == (TURN, EOS)
     shape = {f"model__{key}": value for key, value in resume.checkpoints_of(str(place / "rl")).open(1).run["model"].items()
              if key in SHAPE}
     said = ran(*words(place, "cut", "prompts", str(place / "prompts.jsonl"), rl__max_tokens=2,

@@ -411,6 +411,6 @@ def test_stop_ids_are_those_of_the_generation_config_then_of_the_config(files, w
     for name, change in files.items():
         path = tmp_path / "folder" / name
         path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | change))
-    assert trained.describe(str(tmp_path / "folder"), 0, [], "generate").stop_ids() == wanted
+    assert trained.describe(str(tmp_path / "folder"), 0, [], "generate").ends.ids == wanted
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": "two"}))
     refused(call(generate.main, tmp_path / "folder", *FIVE), 'eos_token_id="two" is not a token id')

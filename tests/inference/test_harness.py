@@ -114,7 +114,7 @@ def test_answers_to_a_task_are_the_likeliest_tokens_up_to_its_stop_string(run_di
     placed = plain.placed
     with jax.set_mesh(placed.mesh):
         model = harness.HarnessModel(placed.scorer(), placed.generator(), text.encode,
-                                     Words(text.decode, stop_ids=found.stop_ids()), 256, 32)
+                                     Words(text.decode, stop_ids=found.ends.ids), 256, 32)
         requests = [Instance("generate_until", {}, (question, {"until": ["\n"], "max_gen_toks": 9}), 0)
                     for question in ("line 3: 9 is", "", "a")]
         answers = model.generate_until(requests)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from kept_programs import PROGRAMS
 
-from meshtrain.journal import metrics
+from meshtrain.journal.rows import MetricRows
 from tests import tiny_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -49,7 +49,7 @@ def train(home: Path, processes: int, directory: str, *more: str) -> str:
 
 
 def losses(home: Path, directory: str) -> list[float]:
-    rows = metrics.read(home / directory / "metrics.jsonl")
+    rows = [*MetricRows(home / directory / "metrics.jsonl")]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return [row["loss"] for row in rows] + [rows[-1]["val_loss"]]
 
@@ -149,6 +149,6 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(trained):
     os.kill(last, signal.SIGTERM)
     said, _ = launched.communicate(timeout=120)
     assert launched.returncode == 75, said
-    rows = metrics.read(written)
+    rows = [*MetricRows(written)]
     assert f"stopped after step {rows[-1]['step']}, saved in" in said
     assert [path.name for path in (trained / "stopped" / "checkpoints").iterdir()] == [str(rows[-1]["step"])]

@@ -17,7 +17,7 @@ from test_layouts import run_of
 from meshtrain import assembly
 from meshtrain.commands import train
 from meshtrain.inspection import measured
-from meshtrain.journal import metrics
+from meshtrain.journal.rows import MetricRows
 from meshtrain.run import hooks, replicas
 
 
@@ -175,7 +175,7 @@ def test_a_run_with_a_flipped_bit_ends_with_1_and_goes_on_from_the_last_good_che
     assert "replicas" in measured.of(tmp_path / "run")["state"]
     again = call(train.main, *words)
     assert again.code == 0 and "resuming after step 3" in again.out, again
-    assert [row["step"] for row in metrics.read(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 10))
+    assert [row["step"] for row in [*MetricRows(tmp_path / "run" / "metrics.jsonl")]] == list(range(1, 10))
 
 
 def test_where_nothing_is_replicated_that_is_said_and_nothing_is_checked(capsys):

@@ -20,6 +20,7 @@ from meshtrain.cluster.stacks import ProcessState
 from meshtrain.config import ConfigError
 from meshtrain.inspection import measured
 from meshtrain.journal import goodput, history, journal, metrics, step_times
+from meshtrain.journal.rows import MetricRows
 from meshtrain.journal import rows as rows_of
 
 EXACT = 1e-6    # of sums of floats near 1e9, where a wall clock's last digits lie
@@ -158,7 +159,7 @@ def test_all_seconds_of_three_tries_are_told_apart(life):
 def test_every_row_has_the_wall_clock_and_the_share_until_then(life):
     began = life.clocks.wall
     three_tries(life)
-    rows = {row["step"]: row for row in metrics.read(life.directory / "metrics.jsonl")}
+    rows = {row["step"]: row for row in [*MetricRows(life.directory / "metrics.jsonl")]}
     assert [rows[1]["time"] - began, rows[1]["elapsed_s"]] == pytest.approx([37, 37], abs=EXACT)
     assert rows[1]["goodput"] == pytest.approx(1.5 / 37)
     # Killed after 52 s; 70 s later the second try begins, whose first step ends 37 s after that. Of the steps 5 to 7

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from meshtrain import run_files
 from meshtrain.journal import goodput, metrics, rows
+from meshtrain.journal.rows import MetricRows
 
 
 def run_file(directory, *overrides):
@@ -27,10 +28,10 @@ def test_rows_are_readable_while_the_run_goes_on(tmp_path):
     writer = metrics.MetricsWriter(tmp_path / "m.jsonl")
     writer.write({"step": 1, "loss": np.float32(0.1), "grad_norm": jnp.float32(2.5),
                   "skipped": np.bool_(False), "mfu": None, "tokens": 2**40})
-    assert metrics.read(writer.path) == [{"step": 1, "loss": float(np.float32(0.1)),
+    assert [*MetricRows(writer.path)] == [{"step": 1, "loss": float(np.float32(0.1)),
                                           "grad_norm": 2.5, "skipped": False, "mfu": None, "tokens": 2**40}]
     writer.write({"step": 2, "loss": float("nan"), "grad_norm": jnp.inf})
-    assert metrics.read(writer.path)[1] == {"step": 2, "loss": None, "grad_norm": None}
+    assert [*MetricRows(writer.path)][1] == {"step": 2, "loss": None, "grad_norm": None}
     assert writer.path.read_text().count("\n") == 2
     writer.close()
 
@@ -40,7 +41,7 @@ def test_floats_are_not_rounded(tmp_path_factory, value):
     writer = metrics.MetricsWriter(tmp_path_factory.mktemp("m") / "m.jsonl")
     writer.write({"step": 1, "loss": value})
     rows.cut_after(writer.path, 1)
-    assert metrics.read(writer.path) == [{"step": 1, "loss": value}]
+    assert [*MetricRows(writer.path)] == [{"step": 1, "loss": value}]
     writer.close()
 
 
@@ -61,7 +62,7 @@ def test_a_fresh_start_empties_what_an_unsaved_run_left(tmp_path):
     writer = metrics.MetricsWriter(tmp_path / "m.jsonl")
     rows.cut_after(writer.path, 0)
     writer.close()
-    assert metrics.read(writer.path) == []
+    assert [*MetricRows(writer.path)] == []
 
 
 NO_ROWS = ["{}", '{"loss": 2.0}', "[]", "7", "null", '"step"', '{"step": null}', '{"step": "3"}',
@@ -76,9 +77,9 @@ def test_a_line_that_is_no_row_never_forbids_to_go_on(tmp_path, line, capsys):
     rows.cut_after(path, 3)
     with metrics.open_writers(run_file(tmp_path, "--metrics.tensorboard", "false"), tmp_path, 3) as writers:
         writers.write({"step": 4})
-    assert [row["step"] for row in metrics.read(path)] == [1, 3, 4] and path.read_text().startswith(
+    assert [row["step"] for row in [*MetricRows(path)]] == [1, 3, 4] and path.read_text().startswith(
         f'{{"step": 1}}\n{line}\n')
-    assert list(reversed(metrics.read(path))) == list(reversed(rows.MetricRows(path)))
+    assert list(reversed([*MetricRows(path)])) == list(reversed(rows.MetricRows(path)))
     assert capsys.readouterr().err == ""
 
 
@@ -152,9 +153,9 @@ def test_a_descriptor_that_went_stale_is_opened_anew(tmp_path, number, capsys):
         writer.write({"step": 1})
         writer._file = Stale(writer._file, number)
         writer.write({"step": 2})       # waits
-        assert [row["step"] for row in metrics.read(writer.path)] == [1]
+        assert [row["step"] for row in [*MetricRows(writer.path)]] == [1]
         writer.write({"step": 3})
-        assert [row["step"] for row in metrics.read(writer.path)] == [1, 2, 3]
+        assert [row["step"] for row in [*MetricRows(writer.path)]] == [1, 2, 3]
     told = capsys.readouterr().err
     assert told.count("cannot be written") == 1 and "is incomplete" not in told
 
@@ -168,7 +169,7 @@ def test_what_a_server_lost_is_told_and_the_next_row_stands_by_itself(tmp_path, 
         writer._file = Stale(writer._file, errno.ESTALE)
         for step in (3, 4):
             writer.write({"step": step})
-    assert [row["step"] for row in metrics.read(writer.path)] == [1] * (left >= 12) + [3, 4]
+    assert [row["step"] for row in [*MetricRows(writer.path)]] == [1] * (left >= 12) + [3, 4]
     assert f"has lost {24 - left} bytes" in capsys.readouterr().err
 
 
@@ -208,9 +209,9 @@ def test_a_full_disk_is_told_once_and_loses_no_row_when_there_is_room_again(tmp_
             for step in (2, 3, 4):
                 writer.write({"step": step})
             assert writer.path.stat().st_size == 20
-            assert metrics.read(writer.path) == [{"step": 1}], "the torn line is no row yet"
+            assert [*MetricRows(writer.path)] == [{"step": 1}], "the torn line is no row yet"
         writer.write({"step": 5})
-        assert metrics.read(writer.path) == [{"step": step} for step in range(1, 6)]
+        assert [*MetricRows(writer.path)] == [{"step": step} for step in range(1, 6)]
     told = capsys.readouterr().err
     assert told.count("cannot be written") == 1 and "m.jsonl" in told and "training continues" in told
     assert "is incomplete" not in told

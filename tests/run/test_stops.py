@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.journal import metrics
+from meshtrain.journal.rows import MetricRows
 from meshtrain.run import stops
 from tests import injected, tiny_run
 
@@ -102,7 +102,7 @@ def test_a_signal_at_any_moment_ends_the_run_with_75_and_its_state_saved(moment,
             again = started(home, directory, "--training.steps", 3, "--validation.batches", 1)
             assert again.wait(PATIENCE_S) == 0 and rows(directory) == 3, said(directory)
         return
-    written = metrics.read(directory / "metrics.jsonl")
+    written = [*MetricRows(directory / "metrics.jsonl")]
     assert f"stopped after step {written[-1]['step']}, saved in {directory}" in text
     saved = [path.name for path in (directory / "checkpoints").iterdir()]
     assert str(written[-1]["step"]) in saved and not [name for name in saved if name.startswith(".")]
@@ -136,7 +136,7 @@ def test_a_signal_to_the_launcher_ends_all_processes_with_75(moment, name, home,
         child.kill()
     assert code == 75 and "Traceback" not in said(directory), said(directory)
     if rows(directory):
-        last = metrics.read(directory / "metrics.jsonl")[-1]["step"]
+        last = [*MetricRows(directory / "metrics.jsonl")][-1]["step"]
         assert f"stopped after step {last}" in said(directory) and (directory / "checkpoints" / str(last)).is_dir()
 
 
@@ -202,7 +202,7 @@ def test_a_run_whose_reader_died_is_still_stopped_in_order(home, tmp_path):
     meet(child, lambda _: rows(directory) > 3, directory)
     child.send_signal(signal.SIGINT)
     assert child.wait(60) == 75
-    assert (directory / "checkpoints" / str(metrics.read(directory / "metrics.jsonl")[-1]["step"])).is_dir()
+    assert (directory / "checkpoints" / str([*MetricRows(directory / "metrics.jsonl")][-1]["step"])).is_dir()
 
 
 # ---- the listener alone ----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import io
 import injected
 import pytest
 
-from meshtrain.journal import metrics
+from meshtrain.journal.rows import MetricRows
 from meshtrain.journal.guards import MOSTLY, WINDOW, Stragglers
 
 
@@ -65,7 +65,7 @@ def test_a_process_that_is_a_second_slower_a_step_is_named(is_slow, tmp_path, mo
                             8, "--validation.every", 10,
                             "--data.validation_fraction", 0.2)
     assert run.wait(600) == 0, (tmp_path / "run.log").read_text()
-    said, rows = (tmp_path / "run.log").read_text(), metrics.read(tmp_path / "run" / "metrics.jsonl")
+    said, rows = (tmp_path / "run.log").read_text(), [*MetricRows(tmp_path / "run" / "metrics.jsonl")]
     named = {row["step"]: (row["straggler"], row["straggler_s"]) for row in rows if "straggler" in row}
     assert ("process 1 on " in said and "delays the others" in said) == is_slow, said
     assert {index for index, _ in named.values()} == ({1} if is_slow else set()) and all(

@@ -22,6 +22,7 @@ from test_metrics import disk_of, run_file
 from meshtrain import config
 from meshtrain.commands import train
 from meshtrain.journal import metrics, trackers
+from meshtrain.journal.rows import MetricRows
 from meshtrain.journal.spikes import LossSpike
 from meshtrain.run import hooks
 
@@ -85,7 +86,7 @@ def test_a_row_has_the_peak_memory_where_the_backend_counts_it(tmp_path):
     for step, devices in enumerate(([device(None)], [device({})], counting, jax.local_devices()), 1):
         with metrics.open_writers(run_file(tmp_path), tmp_path, step - 1, devices=devices) as writers:
             writers.write({"step": step, "loss": 2.0})
-    assert [row.get("memory_bytes", "none") for row in metrics.read(tmp_path / "metrics.jsonl")] == [
+    assert [row.get("memory_bytes", "none") for row in [*MetricRows(tmp_path / "metrics.jsonl")]] == [
         "none", "none", 800, "none"]
     assert curves(tmp_path / "tensorboard")["memory_bytes"] == [(3, 800)]
 
@@ -118,7 +119,7 @@ def test_tensorboard_that_cannot_be_written_stops_no_run(tmp_path, capsys):
     (tmp_path / "tensorboard").write_text("a file\n")
     with metrics.open_writers(run_file(tmp_path), tmp_path, 0) as writers:
         writers.write({"step": 1, "loss": 2.0})
-    assert [row["step"] for row in metrics.read(tmp_path / "metrics.jsonl")] == [1]
+    assert [row["step"] for row in [*MetricRows(tmp_path / "metrics.jsonl")]] == [1]
     assert "tensorboard/events.out.tfevents.000001 cannot be written: Not a directory" in capsys.readouterr().err
 
 
@@ -292,7 +293,7 @@ def test_wandb_that_fails_in_the_middle_is_told_once_and_every_row_is_kept(tmp_p
         for step in (1, 2, 3):
             writers.write({"step": step, "loss": 2.0})
     assert capfd.readouterr().err.count("W&B failed at step 1: the network is down") == 1
-    assert [row["step"] for row in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [row["step"] for row in [*MetricRows(tmp_path / "metrics.jsonl")]] == [1, 2, 3]
     assert len(curves(tmp_path / "tensorboard")["loss"]) == 3
 
 
@@ -442,7 +443,7 @@ def test_mlflow_that_is_not_there_holds_nothing_up(mlflow, tmp_path, monkeypatch
         while "MLflow accepts no rows" not in (said := capfd.readouterr().err):
             time.sleep(0.05)
     assert "127.0.0.1" in said and "did not get the rows from step 1 on" in capfd.readouterr().err
-    assert [row["step"] for row in metrics.read(tmp_path / "metrics.jsonl")] == [1]
+    assert [row["step"] for row in [*MetricRows(tmp_path / "metrics.jsonl")]] == [1]
 
 
 def test_only_the_newest_rows_wait(mlflow, tmp_path, monkeypatch, capfd):

@@ -19,6 +19,7 @@ from meshtrain.checkpoint import checkpoint
 from meshtrain.data.batches import packing
 from meshtrain.data.documents import contracts
 from meshtrain.journal import metrics
+from meshtrain.journal.rows import MetricRows
 from meshtrain.run import hooks
 from test_trackers import curves
 
@@ -44,7 +45,7 @@ def tiny(tmp_path_factory):
 
 def trained(tiny, directory, *overrides) -> list[dict]:
     assert train.main([*tiny, "--run.dir", str(directory), *overrides]) == 0
-    return metrics.read(directory / "metrics.jsonl")
+    return [*MetricRows(directory / "metrics.jsonl")]
 
 
 def slow_data(monkeypatch, seconds: float):
@@ -149,7 +150,7 @@ def test_a_profile_holds_the_steps_asked_for_and_a_resume_in_the_middle_takes_th
     assert profiles(directory)[1:] == [[7, 8]]
     assert hooks.Trace([3, 5], directory, after=5).first == 0, "they lie behind: nothing to profile"
     assert curves(directory / "tensorboard")["loss"] == [
-        (row["step"], np.float32(row["loss"])) for row in metrics.read(directory / "metrics.jsonl")]
+        (row["step"], np.float32(row["loss"])) for row in [*MetricRows(directory / "metrics.jsonl")]]
 
 
 def test_a_run_that_is_stopped_while_it_profiles_keeps_the_profile(tmp_path, tiny, monkeypatch):

@@ -20,6 +20,7 @@ from commands import (  # noqa: F401
 from meshtrain import devices, process as joining
 from meshtrain.commands import inspect, train
 from meshtrain.journal import metrics
+from meshtrain.journal.rows import MetricRows
 from meshtrain.run import rundir
 
 TIMES = ("step_time_s", "tokens_per_s", "mfu", "data_wait_s", "checkpoint_wait_s", "time", "elapsed_s", "goodput")
@@ -43,7 +44,7 @@ def copied(finished, tmp_path) -> Path:
 
 
 def rows(directory: Path) -> list[dict]:
-    return metrics.read(directory / "metrics.jsonl")
+    return [*MetricRows(directory / "metrics.jsonl")]
 
 
 def lasting(directory: Path) -> list[dict]:

@@ -40,6 +40,7 @@ class Sampling:
     slots: int
     room: int
     places: Callable[[int], int]
+    _moves_by_path: dict[tuple[str, ...], moves.Moves] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @property
     def rows(self) -> float:
@@ -113,10 +114,6 @@ class Sampling:
         if info.path not in self._moves_by_path:
             self._moves_by_path[info.path] = moves.of_weight(info.shape, info.axes, self.stored, self.placed.layout)
         return self._moves_by_path[info.path]
-
-    @functools.cached_property
-    def _moves_by_path(self) -> dict[tuple[str, ...], moves.Moves]:
-        return {}
 
     # ---- a token of every slot ---------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ rings run it. They know neither a program nor a mesh; `roofline` applies them to
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import NamedTuple
 
@@ -80,6 +79,8 @@ class DeviceGroup(NamedTuple):
 class Rates:
     gpu: hardware.Gpu
     assumed: Assumptions
+    _product_s: dict[tuple[float, float, float, str, int], float] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False)
 
     def peak(self, dtype: str) -> float:
         """Return the dense FLOP/s of matmuls in this dtype, or those of bfloat16 if the GPU has no rate for it."""
@@ -100,10 +101,6 @@ class Rates:
             self._product_s[key] = max(self.matmul_s(Matmul(m, n, k, 1, dtype)),
                                        self.stream_s(itemsize * (m * n + n * k + m * k)))
         return self._product_s[key]
-
-    @functools.cached_property
-    def _product_s(self) -> dict[tuple[float, float, float, str, int], float]:
-        return {}
 
     def narrow_share(self, dtype: str) -> float:
         """Return the fraction of its own peak that a narrow dtype reaches, divided by the fraction that bfloat16
