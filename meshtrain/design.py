@@ -206,7 +206,7 @@ def check_teacher(run: Run, platform: str, gpu: hardware.Gpu | None, model: tran
             ] if run.distill.teacher else []
 
 
-def price_teacher(run: Run, assumed: assumptions.Assumptions) -> forward.PricedTeacher | None:
+def price_teacher(run: Run, assumed: assumptions.Assumptions) -> forward.TeacherModel | None:
     """Return the teacher of a run as input of the formulas; None without one. Raises: ConfigError."""
     if not run.distill.teacher:
         return None
@@ -221,7 +221,7 @@ def price_teacher(run: Run, assumed: assumptions.Assumptions) -> forward.PricedT
         own = Layout(model.fit(loaded, layout.sizes)[0], layout.sizes)
         return (place(rows, taught.model, own, MeshSpec(layout.sizes)),
                 attention_pairs.count(taught.replace(context={"method": method}), own, assumed))
-    return forward.PricedTeacher(place_on, run.distill.top_tokens,
+    return forward.TeacherModel(place_on, run.distill.top_tokens,
                            flops.model_flops_per_token(model.parameters(), taught.model, run.data.seq_len) / 3)
 
 

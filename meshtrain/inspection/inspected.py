@@ -13,7 +13,7 @@ from meshtrain.cost.program.compiled import CompiledProgram
 from meshtrain.inspection import formula_vs_compiled, memory, unexpected
 from meshtrain.inspection.formula_vs_compiled import Formulas
 from meshtrain.inspection.sampling import SamplingCosts
-from meshtrain.inspection.taught import Taught
+from meshtrain.inspection.teacher_forward import TeacherForward
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,19 +37,19 @@ class Inspected:
     @cached_property
     def memory_bytes(self) -> dict[str, int | None]:
         """Bytes that one device holds, by kind; None where the program does not tell."""
-        held = memory.measure(self.made, self.executable, self.program.text)
-        return self.taught.cost.add(held, self.taught.memory_bytes, with_batch=True) if self.taught else held
+        held, forward = memory.measure(self.made, self.executable, self.program.text), self.teacher_forward
+        return forward.cost.add(held, forward.memory_bytes, with_batch=True) if forward else held
 
     @cached_property
-    def taught(self) -> Taught | None:
+    def teacher_forward(self) -> TeacherForward | None:
         """The teacher of the run; None without one."""
-        return Taught(self.made, self.teacher, self.assumed) if self.made.run.distill.teacher else None
+        return TeacherForward(self.made, self.teacher, self.assumed) if self.made.run.distill.teacher else None
 
     @property
     def step_s(self) -> float | None:
         """The time of a step by the roofline, with that of a teacher; None without a GPU of known speed."""
         line = self.program.roofline
-        both = self.taught and self.taught.with_step(line)
+        both = self.teacher_forward and self.teacher_forward.with_step(line)
         return both["step_time_s"] if both else line.step_s if line else None
 
     @property
@@ -61,9 +61,9 @@ class Inspected:
     def formulas(self) -> Formulas | None:
         """The costs by the formulas; None if they do not cover the model."""
         formulas = formula_vs_compiled.of(self.made, memory.formula(self.made))
-        if formulas is None or not self.taught:
+        if formulas is None or not self.teacher_forward:
             return formulas
-        return dataclasses.replace(formulas, memory_bytes=self.taught.cost.add(dict(formulas.memory_bytes)))
+        return dataclasses.replace(formulas, memory_bytes=self.teacher_forward.cost.add(dict(formulas.memory_bytes)))
 
     @cached_property
     def sampling_costs(self) -> dict | None:

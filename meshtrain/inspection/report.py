@@ -11,7 +11,7 @@ from meshtrain.assembly import Assembly
 from meshtrain import hardware
 from meshtrain.cost.formulas import flops
 from meshtrain.cost.program import audit, roofline
-from meshtrain.inspection import formula_vs_compiled, memory, summary, taught
+from meshtrain.inspection import formula_vs_compiled, memory, summary, teacher_forward
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.sharding.mesh import AnyMesh
 from meshtrain.units import amount, operations, seconds, size
@@ -32,7 +32,8 @@ def text(step: Inspected) -> str:
         *([f"rl.lag={lag}: this is the cost of sampling for validation; separate processes sample the answers for "
            f"training, and `plan` prints the cost of one such process"] if (lag := step.made.run.rl.lag) else []),
         *([roofline_table(step.program.roofline, step.made.mesh)] if step.program.roofline else []),
-        *([teacher_table(step.taught, step.taught.as_json(step.program.roofline))] if step.taught else [])])
+        *([teacher_table(forward, forward.as_json(step.program.roofline))] if (forward := step.teacher_forward)
+          else [])])
 
 
 def before(made: Assembly) -> str:
@@ -40,7 +41,7 @@ def before(made: Assembly) -> str:
     run, table = made.run, made.model.parameters()
     count = sum(info.size for info in table)
     tokens = run.training.steps * run.data.global_batch * run.data.seq_len
-    per_token = taught.flops_per_token(made)
+    per_token = teacher_forward.flops_per_token(made)
     kind = made.mesh.devices.flat[0].device_kind
     simulated = " (simulated)" if run.mesh.simulated_devices else ""
     used = sum(flops.active(info, run.model) for info in table)
@@ -69,7 +70,7 @@ def as_json(step: Inspected) -> dict:
             "matmul_flops": {"formula": formulas and formulas.matmul_flops,
                              "compiled": formula_vs_compiled.matmul_flops(program)},
             "differences": step.differences, "roofline": line and line.as_json(),
-            "sampling": step.sampling_costs, "teacher": step.taught and step.taught.as_json(line),
+            "sampling": step.sampling_costs, "teacher": step.teacher_forward and step.teacher_forward.as_json(line),
             "warnings": step.warnings, **summary.of_run(step.made)}
 
 
@@ -212,8 +213,8 @@ def sampling_table(data: dict) -> str:
     return "\n".join(lines)
 
 
-def teacher_table(teacher: taught.Taught, data: dict) -> str:
-    """Return the costs of a teacher as text. data: from `Taught.as_json`."""
+def teacher_table(teacher: teacher_forward.TeacherForward, data: dict) -> str:
+    """Return the costs of a teacher as text. data: from `TeacherForward.as_json`."""
     held, times = (data[key] for key in ("memory_bytes", "time_s"))
     compiled, program = held["compiled"] or {}, teacher.program
     lines = [f"teacher: {data['folder']}, {data['num_params']:,} weights, {data['rules']}; a forward before each step",

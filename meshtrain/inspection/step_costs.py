@@ -10,7 +10,7 @@ import jax
 from meshtrain import devices, files, hardware
 from meshtrain.assembly import Assembly
 from meshtrain.config import ConfigError
-from meshtrain.inspection import measured, memory, report, taught
+from meshtrain.inspection import measured, memory, report, teacher_forward
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.journal.journal import Flops
 from meshtrain.run import phases, say
@@ -23,7 +23,7 @@ def check_memory(made: Assembly) -> None:
     if local[0].platform != "cpu":
         return
     held = memory.formula(made)
-    teacher = taught.Taught(made, None, {}).memory_bytes["weights"] if made.run.distill.teacher else 0
+    teacher = teacher_forward.TeacherForward(made, None, {}).memory_bytes["weights"] if made.run.distill.teacher else 0
     state_bytes = len(local) * (held["params"] + held["optimizer"] + teacher)
     if state_bytes > (has := devices.memory_bytes(local)):
         simulated = amount(len(local), "simulated device")
@@ -69,4 +69,4 @@ def flops_of_step(made: Assembly) -> Flops:
     tokens = run.data.global_batch * run.data.seq_len
     gpu = hardware.from_device_kind(made.mesh.devices.flat[0].device_kind)
     peak = gpu and gpu.peak(run.model.compute_dtype)
-    return Flops(tokens * taught.flops_per_token(made), peak * made.mesh_spec.num_devices if peak else None)
+    return Flops(tokens * teacher_forward.flops_per_token(made), peak * made.mesh_spec.num_devices if peak else None)

@@ -93,11 +93,11 @@ def test_a_teachers_forward_for_gpus_sends_and_holds_what_formulas_say(tmp_path,
     assert abs(cost.memory_bytes["temporaries"] - temporaries) < 0.1 * temporaries
     sent = {(row["kind"], *row["axes"], row["dtype"]): row["bytes"] for row in audit.summarize(found.collectives)}
     step = Inspected(made, program, teacher=program)
-    by_formulas = {(row["kind"], *row["axes"], row["dtype"]): row["bytes"] for row in step.taught.formulas.collectives}
+    by_formulas = {(row["kind"], *row["axes"], row["dtype"]): row["bytes"] for row in step.teacher_forward.formulas.collectives}
     for key in kinds:
         assert abs(by_formulas[key] - sent[key]) < 0.04 * sent[key], key      # norms and statistics have no formula
     # Formulas leave out copies between the parts of a microbatch: 9% to 26% of the forward in seven layouts.
-    seconds, compiled = cost.seconds(Rates(hardware.get("h100"), Assumptions("h100"))), step.taught.program.roofline.step_s
+    seconds, compiled = cost.seconds(Rates(hardware.get("h100"), Assumptions("h100"))), step.teacher_forward.program.roofline.step_s
     assert 0.7 * compiled < seconds < compiled
 
 

@@ -18,7 +18,7 @@ from meshtrain.sharding.rules import Layout
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PricedTeacher:
+class TeacherModel:
     """The teacher of a run, without a layout. place: maps (layout of the run, context method) to its own layout.
     flops_per_token: of its forward."""
     place: Callable[[Layout, str], tuple[Placed, Attended]]
@@ -37,7 +37,7 @@ class PricedTeacher:
 @dataclasses.dataclass(frozen=True, eq=False)
 class TeacherCost:
     """The costs of a teacher's forward on one device. kept_bytes: of the predictions of a step."""
-    teacher: PricedTeacher
+    teacher: TeacherModel
     placed: Placed
     options: Options
     kept_bytes: float

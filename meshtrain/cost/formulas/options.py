@@ -11,7 +11,7 @@ from meshtrain.choices.setting import GPU_PLATFORMS
 from meshtrain.config.sections import Run
 
 if TYPE_CHECKING:
-    from meshtrain.cost.formulas.forward import PricedTeacher
+    from meshtrain.cost.formulas.forward import TeacherModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Options:
     recurrence: str = "xla"     # engine of recurrences: xla, pallas
 
     @property
-    def teacher(self) -> PricedTeacher | None:
+    def teacher(self) -> TeacherModel | None:
         """The model whose forward comes before each step; None without one."""
         return None
 
@@ -60,6 +60,6 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class TaughtOptions(Options):
+class DistillationOptions(Options):
     """The settings of a step with a teacher."""
-    teacher: PricedTeacher | None = None
+    teacher: TeacherModel | None = None

@@ -24,7 +24,7 @@ def flops_per_token(made: Assembly) -> float:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Taught:
+class TeacherForward:
     """The teacher of a run. executable: its compiled forward; None if only formulas give its costs. assumed: see
     `CompiledProgram`."""
     made: Assembly
