@@ -227,8 +227,8 @@ class MLflow(contextlib.AbstractContextManager):
                     self._send(some[:max(1, bisect.bisect_right(ends, MLFLOW_NUMBERS))])
                 self._failing = False
             except BaseException as error:      # libraries in Rust raise errors that are no Exception
-                why = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-                self._why = re.sub(r"//[^/\s]*@", "//…@", why)     # a URL may have a password
+                why = re.sub(r"//[^/\s]*@", "//…@", f"{type(error).__name__}: {error}")    # without passwords of URLs
+                self._why = why.partition("\n")[0][:300]
                 if not self._failing:
                     say.err(f"MLflow accepts no rows: {self._why}; they wait, and metrics.jsonl has every row")
                 self._failing = True
