@@ -58,13 +58,9 @@ class TextPiece(NamedTuple):
 def read(format: str, path: str, field: str) -> Iterator[TextPiece]:
     """Yield the documents of a file. format: text, jsonl, parquet or arrow. field: the key or column of the text.
     Raises: ValueError for a faulty file."""
+    reader: Any = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet, "arrow": read_arrow}[format]
     with reading(path):
-        if format == "text":
-            yield from read_text(path)
-        elif format == "jsonl":
-            yield from read_jsonl(path, field)
-        else:
-            yield from _read_texts(path, field, _parquet_batches if format == "parquet" else _arrow_batches)
+        yield from reader(path) if format == "text" else reader(path, field)
 
 
 @contextlib.contextmanager
@@ -153,6 +149,16 @@ def read_rows(path: str, example: str, columns: Sequence[str] = (),
                     yield _row(row - 1), found, position(row)
 
 
+def read_parquet(path: str, field: str) -> Iterator[TextPiece]:
+    """Yield one document per row. A null is an error, as in JSON lines, because it must not be dropped silently."""
+    return _read_texts(path, field, _parquet_batches)
+
+
+def read_arrow(path: str, field: str) -> Iterator[TextPiece]:
+    """As `read_parquet`, for Arrow's IPC, as a stream (as the datasets library saves it) or as a file (Feather)."""
+    return _read_texts(path, field, _arrow_batches)
+
+
 def _parquet_batches(path: str, choose: Callable) -> Iterator[tuple]:
     """Yield (record batch with the columns that choose(schema) returns, a function from rows to the position in the
     file)."""
@@ -206,8 +212,7 @@ def _not_whole(path: str, what: str, pyarrow) -> Iterator[None]:
 
 
 def _read_texts(path: str, field: str, batches: Callable) -> Iterator[TextPiece]:
-    """Yield the texts of a column, or of a struct's field, e.g. "meta.text". A null is an error, as in JSON lines,
-    because it must not be dropped silently."""
+    """Yield the texts of a column, or of a struct's field, e.g. "meta.text"."""
     names: list[str] = []
 
     def choose(schema) -> list[str]:
