@@ -19,7 +19,6 @@ from test_pages import Read, embedded, standing_alone
 from meshtrain.commands import report, train
 from meshtrain.inspection import compared, measured
 from meshtrain.journal import goodput, history, metrics, rows
-from meshtrain.journal.rows import MetricRows
 from meshtrain.pages import compared as compared_pages
 from meshtrain.pages import measured as pages
 from meshtrain.run import rundir, say
