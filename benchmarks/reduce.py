@@ -89,7 +89,7 @@ def table(losses: Mapping[str, Sequence[float]]) -> str:
         begin, end = end, end + len(tenth[0])
         means = [part.mean() for part in tenth]
         lines.append([f"{begin + 1} to {end}", *(f"{mean:.4f}" for mean in means),
-                      *(f"{mean - means[0]:+.4f}" for mean in means[1:])])
+                      *(f"{mean - means[0]:+.5f}" for mean in means[1:])])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -99,7 +99,7 @@ def inspect_step(made: assembly.Assembly, given: Mapping[str, float] = MappingPr
             lowered = made.program.lower_step()
         executable = assembly.compile_step(made, lowered, refuse_broken=False)  # a broken program is shown, not refused
         sampler = samplers.make(made) if made.program.step.objective.samples else None
-        sampling = sampler and (sampler.costs, sampler.programs())
+        sampling = (sampler.costs, sampler.programs()) if sampler else None
     return Inspected(made, executable, given, logged, sampling, teacher.compile_alone(made))
 
 

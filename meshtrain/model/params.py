@@ -65,7 +65,7 @@ def declare(rngs: nnx.Rngs, dtype, shape, axes, role: str, *, std: float | None 
     return nnx.Param(array, logical_axes=tuple(axes), role=role, fan_in_dims=fan_in_dims)
 
 
-class Keys(nnx.RngStream):
+class KeyStream(nnx.RngStream):
     """nnx's stream, with its bits, whose count is a Python number. The count of nnx is an array: each key asks a tracer
     for its sharding, and jax prints the traced program into an error that nnx catches, half the time to build a model.
     """
@@ -81,7 +81,7 @@ class Keys(nnx.RngStream):
 
 def make_rngs(key: jax.Array | int) -> nnx.Rngs:
     rngs = nnx.Rngs(params=key)
-    rngs.params = Keys(key)
+    rngs.params = KeyStream(key)
     return rngs
 
 

@@ -146,6 +146,10 @@ class Pricing:
                 parts[name] = parts.get(name, 0.0) + depths.cfg.num_layers * seconds
         return parts
 
+    def stage_s(self) -> float:
+        """Return the seconds of a stage's layers for one microbatch, with their exposed collectives."""
+        return self.layers * (self.work.forward_s + self.work.backward_s + self.waits_s())
+
     def stage(self) -> Costs:
         """Return the costs of a stage's ops, with half of the exposed seconds in the forward."""
         work, waits_s = self.work, self.waits_s()
@@ -184,8 +188,7 @@ class Pricing:
         leading, leading_s = self.leading()
         idle_s = self.idle_s() + (placed.rounds(options) * self.num_stages / m - 1) * leading_s
         update_s = self.update_s()
-        stage_s = self.layers * (work.forward_s + work.backward_s + self.waits_s())     # with exposed collectives
-        busy_s = m * (stage_s + self.head_s()) + leading_s + idle_s + waits.other_s + update_s
+        busy_s = m * (self.stage_s() + self.head_s()) + leading_s + idle_s + waits.other_s + update_s
         step_s = busy_s * (1 + self.rated.assumed["step.overhead"])
         host_s, flops_per_token = step_s - busy_s, self.flops_per_token
         parts = {name: m * self.layers * seconds for name, seconds in work.parts.items()}

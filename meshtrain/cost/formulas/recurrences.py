@@ -194,10 +194,14 @@ class RecurrenceCost(MixerCost):
         """States are saved before each chunk."""
         return self.state / self._chunk(options.recurrence)
 
-    def waiting_width(self, itemsize: int, options: Options, *_: int) -> float:
+    def backward_width(self, itemsize: int, options: Options, times: int) -> float:
         return self._live_width(itemsize, options.recurrence)
 
-    backward_width = split_backward_width = waiting_width
+    def split_backward_width(self, itemsize: int, options: Options, num_shards: int) -> float:
+        return self._live_width(itemsize, options.recurrence)
+
+    def waiting_width(self, itemsize: int, options: Options) -> float:
+        return self._live_width(itemsize, options.recurrence)
 
     def exchanges(self, placed: Placed, options: Options) -> Iterator[Sent]:
         """All devices gather the effect of each device's tokens on a state, forward and backward, and the last tokens
