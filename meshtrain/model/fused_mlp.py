@@ -49,5 +49,5 @@ def _rows(a):
 
 def _specs(layout: Layout):
     """PartitionSpecs of x, of the hidden activations, and of the gate and up weights."""
-    x, hidden = (layout.spec("activations", ("batch", "seq", last)) for last in (None, "mlp"))
+    x, hidden = (layout.spec("activations", layout.in_order("batch", "seq", last)) for last in (None, "mlp"))
     return x, hidden, layout.spec(GATHERED, ("embed", "mlp"))

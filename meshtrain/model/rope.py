@@ -175,9 +175,10 @@ def _norm_and_rotate_backward(layout: Layout, heads, eps, given, dy_BTNH):
 
 def _specs(layout: Layout, heads: str) -> tuple[P, P, tuple[str, ...]]:
     """Return (the spec of x, the spec of cos and sin, the mesh axes that shard x)."""
-    of_x = layout.spec("activations", ("batch", "seq", heads, "head_dim"))
+    of_x, of_tables = (layout.spec("activations", layout.in_order("batch", "seq", *axes))
+                       for axes in ((heads, "head_dim"), (None,)))
     split = tuple(axis for dim in of_x if dim for axis in ((dim,) if isinstance(dim, str) else dim))
-    return of_x, layout.spec("activations", ("batch", "seq", None)), split
+    return of_x, of_tables, split
 
 
 norm_and_rotate.defvjp(lambda layout, heads, eps, *given: (norm_and_rotate(layout, heads, eps, *given), given),

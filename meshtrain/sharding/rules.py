@@ -390,17 +390,18 @@ class Layout:
         return P(*(_entry([a for a in self.mesh_axes(table, logical) if a not in drop]) for logical in axes))
 
     def constrain(self, table: str, x: jax.Array, axes: Sequence[str | None], drop: Sequence[str] = ()) -> jax.Array:
-        """Constrain `x` to its `spec`.
-
-        For GATHERED this is an all-gather of a weight in [params]. Needs a mesh in context.
-        """
+        """Constrain `x` to its `spec`; GATHERED: all-gather a weight in [params]. Needs a mesh in context."""
         if all(n == 1 for n in self.sizes.values()):
             return x
         return jax.lax.with_sharding_constraint(x, self.spec(table, axes, drop))
 
     def act(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Constrain an activation: `layout.act(q_BTNH, "batch", "seq", "heads", "head_dim")`."""
-        return self.constrain("activations", x, (axes[1], axes[0], *axes[2:]) if self.tokens_first else axes)
+        return self.constrain("activations", x, self.in_order(*axes))
+
+    def in_order(self, *axes: str | None) -> tuple[str | None, ...]:
+        """Return the logical axes of an activation, given batch and seq first, in the order of its dims."""
+        return (axes[1], axes[0], *axes[2:]) if self.tokens_first else axes
 
     @property
     def sequence_parallel(self) -> bool:
@@ -429,7 +430,7 @@ class Layout:
 
     def num_shards(self, mesh_axes: Iterable[str]) -> int:
         """Return the number of shards of a dim that these mesh axes split."""
-        return math.prod(self.sizes[a] for a in mesh_axes)
+        return math.prod([self.sizes[axis] for axis in mesh_axes])      # a generator takes twice as long
 
 
 def _entry(names: Sequence[str]):
@@ -443,8 +444,5 @@ def shardings(layout: Layout, mesh: Mesh | AbstractMesh, table: str, axes_tree):
 
 
 def is_axes(x) -> bool:
-    """Return whether x is a leaf of a logical-axes tree: a plain tuple of names.
-
-    optax's empty states are named tuples, which are no leaves.
-    """
+    """Return whether x is a leaf of a logical-axes tree: a plain tuple of names, unlike optax's empty states."""
     return type(x) is tuple and all(a is None or isinstance(a, str) for a in x)

@@ -81,7 +81,8 @@ INWARD = Model(dict(vocab_size=2048, embed_dim=1024, num_layers=2, num_heads=8, 
 RECURRENT = INWARD.but(linear=dict(key_heads=8, value_heads=8, key_dim=64, value_dim=64))
 SHARED = INWARD.but(num_experts=8, experts_per_token=2, expert_mlp_dim=512, shared_expert_dim=1024)
 MODELS = {
-    "gates": INWARD.but(attention_gate=True), "gated_delta": RECURRENT.but(mixers="G"), "kda": RECURRENT.but(mixers="K"),
+    "gates": INWARD.but(attention_gate=True), "normed": INWARD.but(qk_norm="head"),
+    "gated_delta": RECURRENT.but(mixers="G"), "kda": RECURRENT.but(mixers="K"),
     "mamba": RECURRENT.but(mixers="M"), "shared": SHARED, "shared_gated": SHARED.but(shared_expert_gate=True),
     "whole_latents": INWARD.but(latent=dict(kv_dim=256, query_dim=256, rope_dim=32, value_dim=64)),
     "latents_of_keys": INWARD.but(latent=dict(kv_dim=256, rope_dim=32, value_dim=64)),

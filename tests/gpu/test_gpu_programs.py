@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from meshtrain import assembly, hardware, run_files
 from meshtrain.cost.program import audit, compile, hlo, memory
 from meshtrain.cost.program.compiled import CompiledProgram
-from meshtrain.kernels import mosaic, pallas, tiles
+from meshtrain.kernels import mosaic, pallas, rotation, tiles
 from meshtrain.sharding.mesh import MeshSpec, pmax, psum
 from meshtrain.training import backward
 
@@ -70,6 +70,15 @@ def test_a_stream_gathered_from_several_rows_is_not_copied(name):
     # What matmuls as small as these share XLA joins to one of them: no copy.
     assert [kernel.name for kernel in kernels if "sharding_constraint" in kernel.source and "concatenate" not in kernel.name
             and kernel.hbm_bytes > kernel.runs * stream_bytes] == []
+
+
+@rows("normed zero3 fsdp4 tensor2 none 1x2")
+def test_heads_that_are_normed_tokens_first_stay_on_the_devices_of_their_rows(name):
+    made = step(name).made
+    evaluation = made.program.lower(made.program.evaluate, made.state_shapes.params, made.program.step.batch).compile()
+    for text in (step(name).text, evaluation.as_text()):
+        assert rotation.NAME in text
+        assert not [row for row in audit.collectives(text, made.mesh) if row.kind == "all-to-all"]
 
 
 @pytest.mark.long
