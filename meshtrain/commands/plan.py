@@ -307,17 +307,19 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
         raise ConfigError(*(f"{mixer} has no price: formulas cannot compare layouts; give its class an attribute "
                             f"`price`, a MixerCost, or compile one layout by inspect" for mixer in named))
 
-    apart = {loaded.path: config.problems(run.replace(sharding={"rules": str(rule_file(loaded.path))}),
-                                          config.APART_FROM_LAYOUT) for loaded in rule_files}
+    files = {loaded.path: str(rule_file(loaded.path)) for loaded in rule_files}
+    apart = {path: config.problems(run.replace(sharding={"rules": file}), config.APART_FROM_LAYOUT)
+             for path, file in files.items()}
 
     def check(asked: Run, sizes, loaded: rules.Rules):
-        faults = config.problems(asked.replace(sharding={"rules": str(rule_file(loaded.path))}), config.OF_LAYOUT)
+        faults = config.problems(asked.replace(sharding={"rules": files[loaded.path]}), config.OF_LAYOUT)
         faults += apart[loaded.path]
         laid = design.lay_out(asked, sizes, loaded, model)
         if not faults + laid.faults:
             faults = design.engine_faults(Setting(asked, laid.layout, "gpu", gpu, installed=False), model)
-            faults = faults or design.check_teacher(
-                asked.replace(mesh=sizes, sharding={"rules": str(rule_file(loaded.path))}), "gpu", gpu, taught)
+            if taught and not faults:
+                faults = design.check_teacher(asked.replace(mesh=sizes, sharding={"rules": files[loaded.path]}),
+                                              "gpu", gpu, taught)
         return laid.layout, faults or laid.faults
 
     def lay(sizes, loaded: rules.Rules, method: str):

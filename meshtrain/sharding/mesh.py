@@ -33,6 +33,16 @@ class AnyMesh(Protocol):
 def _in_domain(sizes: tuple[int, ...], placement: tuple[str, ...], axes: tuple[str, ...],
                domain: int) -> tuple[int, int]:
     """Return `MeshSpec.in_domain`, cached. sizes: in the placement's order."""
+    stride, group, within = math.prod(sizes), 1, 1
+    for axis, size in zip(placement, sizes):
+        stride //= size
+        inside = min(size, max(1, domain // stride))
+        if size % inside or domain % (stride * inside) and stride % domain:
+            break       # domains begin in different places of the axis
+        if axis in axes:
+            group, within = group * size, within * inside
+    else:
+        return group, within
     spanned = [placement.index(axis) for axis in axes]
     others = [i for i in range(len(sizes)) if i not in spanned]
     ids = np.arange(math.prod(sizes)).reshape(sizes).transpose(others + spanned)

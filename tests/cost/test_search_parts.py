@@ -8,9 +8,8 @@ import types
 import pytest
 
 from meshtrain.commands import plan
-from meshtrain.cost.formulas import footprint, simulate
+from meshtrain.cost.formulas import footprint, price, simulate
 from meshtrain.cost.formulas.place import place
-from meshtrain.cost.formulas.price import Links
 from meshtrain.cost.planner import gap, search
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding.mesh import MeshSpec
@@ -89,6 +88,18 @@ def test_a_pipeline_takes_the_first_schedule_that_fits():
     assert found and all(n <= least for _, n in found)
 
 
+def test_most_options_of_a_layout_are_dismissed_before_their_collectives_are_listed(monkeypatch):
+    asked, placed, rules, listed = question(), placed_on("zero3", fsdp=4, stage=4), file_of("zero3"), []
+    fits = [one for m in (1, 2, 4, 8, 16) for one, _ in search._fitting(asked, placed, m, "ring")]
+    pricings = [price.Pricing(placed, asked.rated, one) for one in fits]
+    seconds = [one.step_s() for one in pricings]
+    assert all(one.least_s() < step_s == one.price().step_s for one, step_s in zip(pricings, seconds))
+    list_collectives = price.Pricing.list_collectives
+    monkeypatch.setattr(price.Pricing, "list_collectives", lambda one: listed.append(one) or list_collectives(one))
+    assert search._find_fastest(asked, placed, rules, fits).options == fits[seconds.index(min(seconds))]
+    assert 0 < len(listed) < len(fits) / 2
+
+
 def test_near_misses_are_the_smallest_that_training_takes_fastest_first():
     misses = []
     for rules, sizes in (("zero3", dict(fsdp=16)), ("zero2", dict(fsdp=16)), ("zero1", dict(fsdp=8, tensor=2)),
@@ -113,7 +124,7 @@ def test_near_misses_are_the_smallest_that_training_takes_fastest_first():
 def test_a_layers_weights_are_gathered_in_its_dtype_and_its_gradients_reduced_in_float32(dtype, size):
     placed = placed_on("zero3", data=2, fsdp=8)
     asked = dataclasses.replace(question(), cfg=question().cfg.model_copy(update={"compute_dtype": dtype}))
-    links = Links(asked.rated, placed.mesh)
+    links = price.Links(asked.rated, placed.mesh)
     for kind, itemsize in (("all-gather", size), ("reduce-scatter", 4)):
         parts = [asked.rated.collective_s(kind, n * itemsize, links.group(axes))
                  for axes, n in ((("fsdp",), 3e8), (("data", "fsdp"), 1e8))]

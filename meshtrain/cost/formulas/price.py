@@ -94,14 +94,19 @@ def stage_costs(placed: Placed, rated: Rates, options: Options) -> Costs:
 class Pricing:
     """Adds up the seconds of one step. work: of one layer; waits: exposed seconds of collectives.
 
-    A subclass prices steps that differ in time_layers, list_collectives, head_s, idle_s or update_s.
+    A subclass prices steps that differ in time_layers, list_collectives, head_s, idle_s or update_s. A search compares
+    step_s, and needs the whole price of its best step alone.
     """
 
     def __init__(self, placed: Placed, rated: Rates, options: Options):
         self.placed, self.rated, self.options = placed, rated, options
         self.layers, self.num_stages = placed.layers(options), placed.mesh.sizes["stage"]
         self.work = self.time_layers(placed, options)
-        self.waits = Waits(placed, rated, options, self.work, self.list_collectives())
+
+    @functools.cached_property
+    def waits(self) -> Waits:
+        """The exposed seconds of collectives."""
+        return Waits(self.placed, self.rated, self.options, self.work, self.list_collectives())
 
     def time_layers(self, placed: Placed, options: Options) -> LayerTimes:
         """Return the seconds of one layer and of the head."""
@@ -181,15 +186,30 @@ class Pricing:
         each = {name: share * seconds for name, seconds in work.parts.items()}
         return each, self.options.microbatches * share * (work.forward_s + work.backward_s)
 
+    def _seconds(self) -> tuple[float, float, float, float]:
+        """Return (idle_s, update_s, seconds without those of the host, all seconds), without a teacher."""
+        m, (_, leading_s), update_s = self.options.microbatches, self.leading(), self.update_s()
+        idle_s = self.idle_s() + (self.placed.rounds(self.options) * self.num_stages / m - 1) * leading_s
+        busy_s = m * (self.stage_s() + self.head_s()) + leading_s + idle_s + self.waits.other_s + update_s
+        return idle_s, update_s, busy_s, busy_s * (1 + self.rated.assumed["step.overhead"])
+
+    def step_s(self) -> float:
+        """Return the seconds of `price`."""
+        teacher = self.options.teacher
+        step_s = self._seconds()[-1]
+        return step_s + teacher.beside(self.placed, self.options).seconds(self.rated) if teacher else step_s
+
+    def least_s(self) -> float:
+        """Return a lower bound of `step_s`: the seconds of a step without collectives and without a teacher."""
+        alone = copy.copy(self)
+        alone.waits = Waits(self.placed, self.rated, self.options, self.work, [])
+        return (1 - 1e-9) * alone._seconds()[-1]        # rounding differs by less
+
     def price(self) -> Price:
         """Return the price of the step."""
         placed, options, work, waits = self.placed, self.options, self.work, self.waits
         m, sizes = options.microbatches, placed.mesh.sizes
-        leading, leading_s = self.leading()
-        idle_s = self.idle_s() + (placed.rounds(options) * self.num_stages / m - 1) * leading_s
-        update_s = self.update_s()
-        busy_s = m * (self.stage_s() + self.head_s()) + leading_s + idle_s + waits.other_s + update_s
-        step_s = busy_s * (1 + self.rated.assumed["step.overhead"])
+        (leading, _), (idle_s, update_s, busy_s, step_s) = self.leading(), self._seconds()
         host_s, flops_per_token = step_s - busy_s, self.flops_per_token
         parts = {name: m * self.layers * seconds for name, seconds in work.parts.items()}
         for name, seconds in (*self.head_parts().items(), *leading.items()):

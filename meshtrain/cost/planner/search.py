@@ -12,7 +12,8 @@ import dataclasses
 import functools
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from meshtrain import pattern
 from meshtrain.config.sections import Model
@@ -118,8 +119,7 @@ class Answer:
 def search(question: Question, tell: Callable[[int, int], None] | None = None) -> Answer:
     """Price every allowed layout, then vary the placement and context method of the fastest plans. tell: called with
     (number of combinations of mesh and rule file that are done, number of all of them)."""
-    fastest: dict[tuple, Plan] = {}
-    priced: dict[tuple, list[tuple[float, Options]]] = {}       # plans by the thousand would keep the collector busy
+    fastest: list[tuple[Plan, list[Options]]] = []
     misses, tried, candidates = [], 0, list(_candidates(question))
     faults: collections.Counter[str] = collections.Counter()
     for done, (mesh, rules) in enumerate(candidates):
@@ -138,41 +138,42 @@ def search(question: Question, tell: Callable[[int, int], None] | None = None) -
                       if isinstance(count := question.fixed.get("microbatches"), int) else "")] += 1
             continue
         placed = place(question.rows, question.cfg, layout, mesh)
+        fitting: list[Options] = []
+        tried += len(counts)
         for m in counts:
-            tried += 1
             for options, needed in _fitting(question, placed, m, method):
                 if needed > question.usable_bytes:
                     misses.append((needed, placed, rules, options))
-                    continue
-                key = tuple(placed.mesh.sizes.values()), rules.path
-                plan = _price(question, placed, rules, options)
-                priced.setdefault(key, []).append((plan.price.step_s, options))
-                if key not in fastest or plan.price.step_s < fastest[key].price.step_s:
-                    fastest[key] = plan
-    plans = _accept(question, [(plan, priced[key]) for key, plan in fastest.items()], faults)
+                else:
+                    fitting.append(options)
+        if fitting:
+            fastest.append((_find_fastest(question, placed, rules, fitting), fitting))
+    plans = _accept(question, fastest, faults)
     near = [miss for miss in misses if miss[0] <= NEAR * question.usable_bytes or not plans]
     return Answer(plans, _near(question, near, faults), tried, len(candidates), faults)
 
 
-def _accept(question: Question, candidates: Iterable[tuple[Plan, list[tuple[float, Options]]]],
+def _accept(question: Question, candidates: Iterable[tuple[Plan, list[Options]]],
             faults: collections.Counter[str]) -> list[Plan]:
     """Return the plans that training accepts, fastest first. The first `REFINED` of them are refined.
 
     Plans beyond `REFINED` are not checked again, because their mesh and rules have passed the check. candidates: pairs
-    of the best plan of a layout and (step time, options) of all its plans.
+    of the best plan of a layout and the options of all its plans.
     """
-    waiting = [(*_order(plan), n, plan, 0, priced) for n, (plan, priced) in enumerate(candidates)]
+    waiting = [(*_order(plan), n, plan, 0, fitting) for n, (plan, fitting) in enumerate(candidates)]
     heapq.heapify(waiting)
     taken: list[Plan] = []
     while waiting and len(taken) < REFINED:
-        *_, n, first, place_of, priced = heapq.heappop(waiting)
+        *_, n, first, place_of, fitting = heapq.heappop(waiting)
         plan, after = _refine(question, first), place_of + 1
         if not (wrong := question.refused(plan)):
             taken.append(plan)
-        elif after < len(priced):
-            options = sorted(priced, key=lambda pair: pair[0])[after][1]
-            other = _price(question, first.placed, first.rules, options)
-            heapq.heappush(waiting, (*_order(other), n, other, after, priced))
+        elif after < len(fitting):
+            if after == 1:
+                fitting = sorted(fitting, key=lambda options: prices.Pricing(
+                    first.placed, question.rated, options).step_s())
+            other = _price(question, first.placed, first.rules, fitting[after])
+            heapq.heappush(waiting, (*_order(other), n, other, after, fitting))
         else:
             faults[wrong[0]] += 1
     return sorted(taken, key=_order) + [plan for *_, plan, _, _ in sorted(waiting, key=lambda entry: entry[:3])]
@@ -294,6 +295,8 @@ def _fitting(question: Question, placed: Placed, m: int, method: str) -> Iterato
     "selective" is tried even if "none" fits.
     """
     p, attended = placed.mesh.sizes["stage"], _describe_attention(question, placed.layout, method)
+    any_remat = dataclasses.replace(question.options, microbatches=m, method=method, attended=attended)
+    without_slots: dict[str, float] = {}    # by remat; schedules differ in their slots alone
     policies = [question.fixed["remat"]] if "remat" in question.fixed else REMAT if p > 1 else (*REMAT, OFFLOAD)
     order, least, any_fits = _schedules(question, p, m), None, False
     if placed.held.stored_bytes + question.options.optimizer_bytes * placed.held.stored > question.usable_bytes:
@@ -301,28 +304,24 @@ def _fitting(question: Question, placed: Placed, m: int, method: str) -> Iterato
     for kind in (True, False):
         family = [pair for pair in order if (pair[0] in schedules.SPLIT) == kind]
         for remat in policies if family else ():
-            fits_first, without_slots = False, None
-            first = dataclasses.replace(question.options, microbatches=m, remat=remat, schedule=family[0][0],
-                                        chunks=family[0][1], method=method, attended=attended)
+            fits_first, first = False, dataclasses.replace(any_remat, remat=remat, schedule=family[0][0],
+                                                           chunks=family[0][1])
             for name, chunks in family:
                 slots = footprint.slot_bytes(placed, first, name, chunks) if p > 1 else 0
-                if without_slots is None:    # schedules differ in their slots alone
-                    without_slots = footprint.memory(placed, first)["total"] - slots
-                needed = int(without_slots + slots)
-                fits = needed <= question.usable_bytes
-                if not fits and least is not None and needed >= least[1]:
-                    continue
-                options = dataclasses.replace(first, schedule=name, chunks=chunks)
-                if least is None or needed < least[1]:
-                    least = options, needed
-                if fits:
+                if remat not in without_slots:
+                    without_slots[remat] = footprint.memory(placed, first)["total"] - slots
+                needed = int(without_slots[remat] + slots)
+                if needed <= question.usable_bytes:
                     any_fits, fits_first = True, (name, chunks) == family[0]
-                    yield options, needed
+                    yield dataclasses.replace(first, schedule=name, chunks=chunks), needed
                     break
+                if least is None or needed < least[-1]:
+                    least = first, name, chunks, needed
             if fits_first and (p == 1 or remat != REMAT[0]):
                 break
     if not any_fits and least:
-        yield least
+        first, name, chunks, needed = least
+        yield dataclasses.replace(first, schedule=name, chunks=chunks), needed
 
 
 @functools.lru_cache(8)     # one layout is tried with several numbers of microbatches
@@ -345,6 +344,18 @@ def _plan(question: Question, pricing: prices.Pricing, rules: Rules) -> Plan:
     return Plan(placed, rules, options, one, held <= usable, "; ".join(unsure))
 
 
+def _find_fastest(question: Question, placed: Placed, rules: Rules, fitting: Sequence[Options]) -> Plan:
+    """Return the fastest plan of a layout, the first of equally fast ones. Options whose step without collectives takes
+    longer are not priced in full."""
+    pricings = [prices.Pricing(placed, question.rated, options) for options in fitting]
+    best = math.inf, len(fitting)
+    for least_s, n in sorted((pricing.least_s(), n) for n, pricing in enumerate(pricings)):
+        if least_s > best[0]:
+            break
+        best = min(best, (pricings[n].step_s(), n))
+    return _plan(question, pricings[best[1]], rules)
+
+
 def _refine(question: Question, plan: Plan) -> Plan:
     """Return the fastest variant of a plan over the placements and context methods."""
     best = plan
@@ -355,11 +366,19 @@ def _refine(question: Question, plan: Plan) -> Plan:
         attended = _describe_attention(question, plan.placed.layout, method)
         options = dataclasses.replace(plan.options, method=method, attended=attended)
         pricing = prices.Pricing(plan.placed, question.rated, options)
-        for placement in PLACEMENTS:
-            other = _plan(question, pricing.on(MeshSpec(plan.sizes, placement)), plan.rules)
-            if other.fits and other.price.step_s < 0.999 * best.price.step_s:
+        for placement in _list_placements(plan.sizes):
+            placed = pricing.on(MeshSpec(plan.sizes, placement))
+            if placed.step_s() < 0.999 * best.price.step_s and (other := _plan(question, placed, plan.rules)).fits:
                 best = other
     return best
+
+
+def _list_placements(sizes: Mapping[str, int]) -> list[Sequence[str]]:
+    """List the placements that differ in the order of the axes larger than 1."""
+    by_order: dict[tuple[str, ...], Sequence[str]] = {}
+    for placement in PLACEMENTS:
+        by_order.setdefault(tuple(axis for axis in placement if sizes[axis] > 1), placement)
+    return list(by_order.values())
 
 
 def _near(question: Question, misses: list, faults: collections.Counter[str]) -> list[Plan]:
