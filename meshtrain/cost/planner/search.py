@@ -296,7 +296,7 @@ def _fitting(question: Question, placed: Placed, m: int, method: str) -> Iterato
     """
     p, attended = placed.mesh.sizes["stage"], _describe_attention(question, placed.layout, method)
     any_remat = dataclasses.replace(question.options, microbatches=m, method=method, attended=attended)
-    without_slots: dict[str, float] = {}    # by remat; schedules differ in their slots alone
+    without_slots: dict[object, float] = {}    # by remat; schedules differ in their slots alone
     policies = [question.fixed["remat"]] if "remat" in question.fixed else REMAT if p > 1 else (*REMAT, OFFLOAD)
     order, least, any_fits = _schedules(question, p, m), None, False
     if placed.held.stored_bytes + question.options.optimizer_bytes * placed.held.stored > question.usable_bytes:
