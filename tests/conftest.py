@@ -53,8 +53,8 @@ LONG = [f"test_{name}.py" for name in (
     "launchers", "chat", "export", "recurrence_pallas", "fuzz", "recurrence_context", "search",
     "first_light", "dpo_runs", "fault_table", "float8")]
 MOST_WORKERS = 8
-# Of a worker, beyond which it forgets the programs of the files before: they take gigabytes by the end of the suite. What is
-# left then is the process's own, and it forgets again when it has grown by half as much.
+# A worker that is larger forgets the programs of the files before, which take gigabytes by the end of the suite. It forgets
+# again when it has grown by half of this: what is left after the first time does not shrink.
 MOST_BYTES = 2 << 30
 most_bytes = MOST_BYTES
 

@@ -345,8 +345,8 @@ def _plan(question: Question, pricing: prices.Pricing, rules: Rules) -> Plan:
 
 
 def _find_fastest(question: Question, placed: Placed, rules: Rules, fitting: Sequence[Options]) -> Plan:
-    """Return the fastest plan of a layout, the first of equally fast ones. Options whose step without collectives takes
-    longer are not priced in full."""
+    """Return the fastest plan of a layout; of equally fast ones the first. Options are skipped if their step is slower
+    than the best one even without collectives."""
     pricings = [prices.Pricing(placed, question.rated, options) for options in fitting]
     best = math.inf, len(fitting)
     for least_s, n in sorted((pricing.least_s(), n) for n, pricing in enumerate(pricings)):
