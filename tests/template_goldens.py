@@ -1,9 +1,9 @@
 """Conversations as the chat templates of model families write them, for the shipped templates of the same families.
 
-`python tests/template_goldens.py FOLDER`, where transformers is installed, writes tests/goldens/chat/families.txt anew.
-FOLDER has the families' own templates, NAME.jinja, of which the file keeps the digests alone: for each of COUNT
-conversations a hash of the text, one of the spans of its answers, and one of the prompts of its answers. Made with
-transformers 5.17; the tests need neither it nor the templates.
+`python tests/template_goldens.py FOLDER`, where transformers is installed, writes lines of tests/goldens/chat/families.txt
+anew. FOLDER has families' own templates, NAME.jinja, of which the file keeps the digests alone: for each of COUNT
+conversations a hash of the text, one of the spans of its answers, and one of the prompts of its answers. Lines of other
+families stay. Made with transformers 5.17; the tests need neither it nor the templates.
 
 A family's template may write an answer otherwise once others follow: Qwen3's leaves out its reasoning, and
 DeepSeek-R1-Distill's leaves it out always. So the texts come from pieces: each answer is what the family's template
@@ -23,6 +23,7 @@ DATE = {"date_string": "26 Jul 2024"}       # that of training
 TOOLS = [{"type": "function", "function": {"name": name, "description": "naïve <b>", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}}}}} for name in ("weather", "time_of")]
 QUESTION = {"role": "user", "content": "why?"}
+LLAMA = ("llama3.1", "llama3.2")
 EMPTY = "<think>\n\n</think>\n\n"
 
 
@@ -37,10 +38,10 @@ def _answer(rng: random.Random, family: str, calls: bool) -> dict:
     elif family in ("qwen3", "deepseek-r1-distill") and rng.random() < 0.5:
         message["content"] = f"{rng.choice(['<think>', '<think>', ''])}{_text(rng)}</think>{_text(rng)}"
     if calls:
-        count = 1 if family == "llama3.2" else rng.randint(1, 3)
+        count = 1 if family in LLAMA else rng.randint(1, 3)
         message["tool_calls"] = [{"id": "c1", "type": "function", "function": {
             "name": "weather", "arguments": {"city": _text(rng), "n": [1, None, {"é": 2.5}]}}} for _ in range(count)]
-        if family == "llama3.2":
+        if family in LLAMA:
             message["content"] = ""
     return message
 
@@ -48,7 +49,7 @@ def _answer(rng: random.Random, family: str, calls: bool) -> dict:
 def draw(family: str, number: int) -> tuple[list[dict], list | None]:
     """(messages, tools) of a conversation."""
     rng = random.Random(f"{family} {number}")
-    tools = TOOLS[:rng.randint(1, 2)] if family in ("qwen3", "llama3.2") and rng.random() < 0.4 else None
+    tools = TOOLS[:rng.randint(1, 2)] if family in ("qwen2.5", "qwen3", *LLAMA) and rng.random() < 0.4 else None
     messages = [{"role": "system", "content": _text(rng)}] if rng.random() < 0.3 else []
     for turn in range(rng.randint(1, 4)):
         messages.append({"role": "user", "content": _text(rng)})
@@ -97,7 +98,7 @@ def _pieces(family: str, own, messages: list[dict], tools) -> list[tuple[str, st
 def by_family(family: str, own, messages: list[dict], tools) -> tuple[str, list, list, bool]:
     """(text, spans of answers, their prompts, whether `own` writes the same text)."""
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if family in ("chatml", "llama3.2"):        # they write a turn as it is, whatever follows
+    if family in ("chatml", "qwen2.5", *LLAMA):     # they write a turn as it is, whatever follows
         prompts = [own(messages[:number], tools, True) for number in answers]
         text = own(messages, tools)
         spans = [(len(prompt), len(own(messages[:number + 1], tools))) for number, prompt in zip(answers, prompts)]
@@ -122,7 +123,7 @@ def by_family(family: str, own, messages: list[dict], tools) -> tuple[str, list,
 def main(folder: Path, count: int = COUNT) -> None:
     import transformers
     from transformers.utils.chat_template_utils import render_jinja_template
-    lines = [f"# transformers {transformers.__version__}"]
+    kept, lines = FILE.read_text().splitlines()[1:], []
     for path in sorted(folder.glob("*.jinja")):
         template, name = path.read_text(), path.stem
 
@@ -137,8 +138,9 @@ def main(folder: Path, count: int = COUNT) -> None:
             text, spans, prompts, same = by_family(name, own, *draw(name, number))
             lines.append(f"{name} {number} {golden(text, spans, prompts)}")
             alike += same
+        kept = [line for line in kept if not line.removeprefix("# ").startswith((f"{name} ", f"{name}:"))]
         print(f"{name}: its own template writes {alike} of {count} texts")
-    FILE.write_text("\n".join(lines) + "\n")
+    FILE.write_text("\n".join([f"# transformers {transformers.__version__}", *kept, *lines]) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 """Shipped chat templates write what the families' own write, keep every turn whole, and are chosen by name."""
 import json
+import re
 from pathlib import Path
 
 import conversations as drawn
+import jinja2
 import pytest
 import template_goldens as goldens
 import tokenizers
 from commands import call, in_a_directory_of_its_own, refused  # noqa: F401
 from corpora import fault
-from test_messages import ANSWER, ASK, SCHEMA, chats
-from test_messages import call as calling
+from test_messages import ANSWER, ASK, CALLED as CALLING, SCHEMA, chats
 
 from meshtrain import run_files, shipped, trained
 from meshtrain.commands import check, generate, train
@@ -99,25 +100,27 @@ def test_without_thinking_an_answer_is_asked_behind_the_empty_block_that_it_has(
 
 
 @pytest.mark.parametrize("name, messages, tools, part", [
-    ("chatml", [ASK], [SCHEMA], "ChatML has no form for tools"),
-    ("chatml", [ASK, calling({}) | {"content": ""}], None, "no form for tool calls"),
+    ("chatml", [ASK, CALLING], None, "no form for tool calls"),
     ("chatml", [ASK, {"role": "tool", "content": "x"}], None, "ChatML has the roles system, user and assistant"),
+    ("qwen2.5", [{"role": "developer", "content": "x"}, ASK], None, "Qwen2.5 has the roles system, user, assistant"),
     ("qwen3", [{"role": "developer", "content": "x"}, ASK], None, "Qwen3 has the roles system, user, assistant and tool"),
-    ("llama3.2", [ASK, calling({})], None, "a text or one tool call"),
-    ("llama3.2", [ANSWER, ASK], [SCHEMA], "so the user's message must be first"),
-    ("llama3.2", [ASK, calling({}) | {"tool_calls": calling({})["tool_calls"] * 2}], None, "not several calls"),
+    *[case for name in goldens.LLAMA for case in (
+        (name, [ASK, CALLING | {"content": "so"}], None, "a text or one tool call"),
+        (name, [ANSWER, ASK], [SCHEMA], "so the user's message must be first"),
+        (name, [ASK, CALLING | {"tool_calls": CALLING["tool_calls"] * 2}], None, "not several calls"))],
     ("deepseek-r1-distill", [ASK, THOUGHT], None, "an answer of DeepSeek-R1-Distill is one text"),
     ("deepseek-r1-distill", [ASK], [SCHEMA], "no form for tools"),
     ("deepseek-r1-distill", [{"role": "system", "content": "x"}] * 2 + [ASK], None, "has one system message"),
     ("deepseek-r1-distill", [ASK, {"role": "ipython", "content": "x"}], None, "the roles system, user and assistant")])
-def test_what_a_family_has_no_form_for_is_refused(name, messages, tools, part, tmp_path):
-    template = chat.open_template(reader_with(tmp_path, *written_by(name)), given=name)
-    messages = [message | {"content": "so"} if name == "llama3.2" and message.get("content") is None and tools is None
-                and len(message["tool_calls"]) == 1 else message | {"content": message["content"] or ""}
-                for message in messages]
-    with pytest.raises(chat.Fault, match="the chat template refuses it: ") as caught:
-        chat.encode(template, [chat.Conversation(messages, [True] * len(messages), tools)])
-    assert part in str(caught.value)
+def test_what_a_family_has_no_form_for_is_refused(name, messages, tools, part):
+    with pytest.raises(jinja2.TemplateError, match=re.escape(part)):
+        renderer(name).whole(messages, tools, False)
+
+
+def test_what_a_template_refuses_is_told_with_its_reason(tmp_path):
+    template = chat.open_template(reader_with(tmp_path, *written_by("chatml")), given="chatml")
+    with pytest.raises(chat.Fault, match="the chat template refuses it: ChatML has no form for tools"):
+        chat.encode(template, [chat.Conversation([ASK], [True], [SCHEMA])])
 
 
 # ---- by name ---------------------------------------------------------------------------------------------------------
