@@ -78,6 +78,42 @@ def test_reasoning_of_every_turn_is_written_and_learned():
     assert not written.elsewhere and len(written.begins) == 2
 
 
+THINK = "<think>hm, a mat</think>"
+
+
+@pytest.mark.parametrize("name, first, second", [
+    ("glm4.5", f"\n{THINK}\nthe cat sat<|user|>", "\n<think></think>\nthe cat sat<|user|>"),
+    ("glm4.7", f"{THINK}the cat sat<|user|>", "</think>the cat sat<|user|>"),
+    ("deepseek-v3.1", f"{THINK}the cat sat<｜end▁of▁sentence｜>", "</think>the cat sat<｜end▁of▁sentence｜>"),
+    ("gpt-oss", "<|channel|>analysis<|message|>hm, a mat<|end|><|start|>assistant<|channel|>final<|message|>the cat sat",
+     "<|channel|>final<|message|>the cat sat<|return|>"),
+    ("mistral", "[THINK]hm, a mat[/THINK]the cat sat</s>", "the cat sat</s>")])
+def test_reasoning_of_an_earlier_answer_is_learned(name, first, second):
+    written = renderer(name).spans([ASK, THOUGHT, ASK, ANSWER], None, [True] * 4)
+    assert [written.text[begin:end] for begin, end in written.spans] == [first, second]
+    assert not renderer(name).leaves_reasoning_out([ASK, THOUGHT, ASK, ANSWER], None, written)
+
+
+def test_glm_ends_an_answer_with_the_token_of_what_follows_and_stops_at_it(tmp_path):
+    called = renderer("glm4.7").spans([ASK, CALLING, {"role": "tool", "content": "x"}, ANSWER], None, [True] * 4)
+    assert [called.text[:end].rpartition("<")[2] for _, end in called.spans] == ["|observation|>", "|user|>"]
+    template = chat.open_template(reader_with(tmp_path, *written_by("glm4.5")), given="glm4.5")
+    found = ends.of_template(template)
+    assert template.tokenizer.library.token_to_id("<|user|>") == found.turn and not ends._is_not_learned(template, found.turn)
+
+
+def test_arguments_of_a_template_change_what_it_writes():
+    asked = {name: renderer(name).using(arguments).whole([ASK], None, True).text for name, arguments in (
+        ("glm4.5", '{"enable_thinking": false}'), ("glm4.7", '{"enable_thinking": false}'),
+        ("deepseek-v3.1", '{"thinking": true}'),
+        ("gpt-oss", '{"reasoning_effort": "low", "model_identity": "You are X."}'), ("llama3.1", '{"date_string": "today"}'))}
+    assert asked["glm4.5"] == "[gMASK]<sop><|user|>\nwhy?/nothink<|assistant|>\n<think></think>"
+    assert asked["glm4.7"] == "[gMASK]<sop><|user|>why?<|assistant|></think>"
+    assert asked["deepseek-v3.1"] == "<s><｜User｜>why?<｜Assistant｜><think>"
+    assert "<|message|>You are X.\n" in asked["gpt-oss"] and "\n\nReasoning: low\n\n#" in asked["gpt-oss"]
+    assert "\nToday Date: today\n\n" in asked["llama3.1"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_turn_is_the_same_whatever_follows(name):
     """What a prompt of a conversation is, the conversation goes on with: RL and generate ask what was learned."""
@@ -87,8 +123,9 @@ def test_a_turn_is_the_same_whatever_follows(name):
         whole = one.render(messages, tools, False)
         for at, message in enumerate(messages):
             if message["role"] == "assistant":
-                asked = one.render(messages[:at], tools, True).removesuffix("<think>\n")
-                assert whole.startswith(asked) and whole.startswith(one.render(messages[:at + 1], tools, False))
+                asked = re.sub(r"(<think>\n?|</think>)$", "", one.render(messages[:at], tools, True))
+                answered = one.render(messages[:at + 1], tools, False).removesuffix("<|return|>")
+                assert whole.startswith(asked) and whole.startswith(answered)
 
 
 def test_without_thinking_an_answer_is_asked_behind_the_empty_block_that_it_has():
@@ -111,7 +148,24 @@ def test_without_thinking_an_answer_is_asked_behind_the_empty_block_that_it_has(
     ("deepseek-r1-distill", [ASK, THOUGHT], None, "an answer of DeepSeek-R1-Distill is one text"),
     ("deepseek-r1-distill", [ASK], [SCHEMA], "no form for tools"),
     ("deepseek-r1-distill", [{"role": "system", "content": "x"}] * 2 + [ASK], None, "has one system message"),
-    ("deepseek-r1-distill", [ASK, {"role": "ipython", "content": "x"}], None, "the roles system, user and assistant")])
+    ("deepseek-r1-distill", [ASK, {"role": "ipython", "content": "x"}], None, "the roles system, user and assistant"),
+    ("deepseek-v3.1", [ASK], [SCHEMA], "no form for tools; describe them in the system message"),
+    ("deepseek-v3.1", [ASK, {"role": "system", "content": "x"}], None, "has one system message, the first one"),
+    ("deepseek-v3.1", [ASK, CALLING | {"reasoning_content": "x"}], None, "reasons in answers to the user alone"),
+    ("deepseek-v3.1", [ASK, CALLING, {"role": "tool", "content": "x"}, THOUGHT], None, "and not before tool calls"),
+    ("deepseek-v3.1", [{"role": "developer", "content": "x"}], None, "DeepSeek-V3.1 has the roles"),
+    *[case for name in goldens.GLM for case in (
+        (name, [ASK, ANSWER, ANSWER], None, "an answer of GLM is followed by a user message"),
+        (name, [ASK, CALLING, ASK], None, "one with tool calls by results"),
+        (name, [{"role": "developer", "content": "x"}], None, "GLM has the roles"))],
+    ("gpt-oss", [ASK], [SCHEMA], "no form for tools; it has one for tool calls"),
+    ("gpt-oss", [ASK, CALLING | {"tool_calls": CALLING["tool_calls"] * 2}], None, "has no other call"),
+    ("gpt-oss", [ASK, CALLING | {"content": "x", "thinking": "y"}], None, "either reasoning or content"),
+    ("gpt-oss", [ASK, ANSWER, {"role": "tool", "content": "x"}], None, "a result of a tool must follow its call"),
+    ("gpt-oss", [ASK, {"role": "system", "content": "x"}], None, "system or developer in front"),
+    ("mistral", [ASK, ASK], None, "must alternate in Mistral"),
+    ("mistral", [ASK, ANSWER | {"content": ""}], None, "an answer of Mistral has a text or tool calls"),
+    ("mistral", [ASK, ANSWER, {"role": "system", "content": "x"}], None, "and system for the first message")])
 def test_what_a_family_has_no_form_for_is_refused(name, messages, tools, part):
     with pytest.raises(jinja2.TemplateError, match=re.escape(part)):
         renderer(name).whole(messages, tools, False)
@@ -161,6 +215,8 @@ def test_a_tokenizer_without_the_tokens_of_the_family_is_refused_and_bytes_write
     with pytest.raises(ValueError, match="chat template .*llama3.2.jinja writes <.end_header_id.>, <.eot_id.>, "
                                          "but data.tokenizer has no such token; name the template of its family"):
         chat.open_template(reader, given="llama3.2")
+    with pytest.raises(ValueError, match=re.escape("mistral.jinja writes [SYSTEM_PROMPT], [/SYSTEM_PROMPT], [AVAILABLE_TOOLS]")):
+        chat.open_template(reader, given="mistral")
     mine = tmp_path / "mine.jinja"          # of one's own nothing is asked
     mine.write_text("{% for m in messages %}<|eot_id|>{{ m.content }}{% endfor %}")
     assert chat.open_template(reader, given=str(mine)).text

@@ -32,7 +32,7 @@ from meshtrain import environment, shipped
 from meshtrain.data.documents import beside, chat_tokens
 from meshtrain.data.documents.tokenizer import Bytes, Tokenizer, TokenizerFile, import_extra, using
 
-TOKEN = re.compile(r"<[|｜][^<>|｜\s]+[|｜]>")
+TOKEN = re.compile(r"<[|｜][^<>|｜\s]+[|｜]>|\[/?[A-Z_]{4,}\]")
 PROBE = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "zebra"}]
 SET_HERE = ("messages", "tools", "add_generation_prompt", *beside.NAMES)   # variables that are no arguments
 LIMIT_S = 10.0          # CPU time per conversation
@@ -134,7 +134,7 @@ class Template:
         texts = {path.read_text(encoding="utf-8"): name for name, path in shipped.names("chat_templates").items()}
         wanted = write(self.text)
         known = {} if self.text in texts or None in wanted else texts
-        name = next((name for text, name in known.items() if "</think>" in text and write(text) == wanted), "")
+        name = next((name for text, name in known.items() if "reasoning" in text and write(text) == wanted), "")
         return (f' (e.g. the shipped "{name}", which writes the same text and keeps the reasoning of all turns)'
                 if name else "")
 
