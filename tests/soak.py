@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -612,14 +613,15 @@ def rows(place: str | pathlib.Path) -> list[dict]:
 
 
 def state(place: str | pathlib.Path) -> dict[str, tuple]:
-    """Name -> (dtype, shape, bytes) of every array of the last checkpoint: params, optimizer and step."""
+    """Name -> (dtype, shape, digest of the bytes) of every array of the last checkpoint: params, optimizer and step."""
     checkpoints = resume.checkpoints_of(str(place))
     last = checkpoints.newest().step
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=here), checkpoints.arrays(last))
     arrays = checkpoints.restore(last, wanted)
     named = jax.tree.leaves_with_path(jax.tree.map(np.asarray, arrays))
-    return {"last": (last,)} | {jax.tree_util.keystr(path): (x.dtype, x.shape, x.tobytes()) for path, x in named}
+    return {"last": (last,)} | {jax.tree_util.keystr(path): (x.dtype, x.shape, hashlib.md5(x.tobytes()).hexdigest())
+                                for path, x in named}
 
 
 def exports(place: str) -> dict[str, tuple]:

@@ -111,9 +111,9 @@ def test_a_run_in_a_store_of_ones_own_is_killed_and_goes_on_bit_for_bit(tiny, tm
     shutil.rmtree(copies.home())        # another machine
     done = ran(*tiny, *six, "--run.dir", THERE)
     assert "resuming after step 2" in done.out and contents.steps(THERE) == [4, 6]
-    assert soak.state(THERE) == soak.state("here")
     there = rows(mirror.directory(THERE))
     assert [(row["step"], row["loss"]) for row in there] == [(row["step"], row["loss"]) for row in rows(tmp_path / "here")]
+    assert soak.state(THERE) == soak.state("here")
 
 
 @pytest.mark.full
