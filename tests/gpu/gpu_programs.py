@@ -95,6 +95,8 @@ MODELS = {
                                     training=dict()),
     "biases": ROLES.but(norm="layernorm", activation="gelu", position="learned", attention_bias="all", mlp_bias=True),
     "router": ROLES.but(num_experts=8, experts_per_token=2, expert_mlp_dim=128, qk_norm="head"),
+    "adapted_experts": dataclasses.replace(EXPERTS, more=dict(lora=dict(rank=32, targets=[
+        "query", "value", "expert_gate", "expert_up", "expert_down"]))),
     "adapters": dataclasses.replace(ROLES.but(qk_norm="all_heads"), more=dict(lora=dict(rank=8))),
     "pallas": KERNELS, "mosaic": KERNELS.but(attention="mosaic", head_dim=128),
     "windows_of_100": KERNELS.but(window=100, mixers="WF"),

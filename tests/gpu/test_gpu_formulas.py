@@ -385,6 +385,7 @@ latents zero3_experts_tensor fsdp4 tensor2 full ±.15      # 337 MB: 2.5 chunks 
 latents zero3 fsdp2 context4 full ring 4x1 T16384 ±.1
 latents_5 zero3_experts_fsdp data2 fsdp2 stage2 selective 8x1 1f1b ±.1
 sinks zero3_experts_fsdp fsdp8 selective ±.1
+adapted_experts zero3_experts_fsdp fsdp8 selective ±.13     # tokens and rows that XLA does not keep for adapters' gradients
 wide zero3 data2 fsdp8 tensor4 full 4x1 ±.12    # a few hundred MiB, of which no formula knows XLA's workspaces
 wide hsdp data128 fsdp8 full
 wide zero3 fsdp128 tensor8 selective 4x1 ±.12
@@ -403,8 +404,8 @@ def test_the_compiled_step_is_what_the_formulas_say(name):
         grads = priced["loop_grads" if it.made.choice else "grads"]
         assert grads == pytest.approx(held["grads"], rel=1e-3)                      # beside them loops carry scalars
     assert priced["total"] == pytest.approx(held["total"], rel=TOLERANCES[name])
-    # Sums of experts' biases are products of XLA's, 0.01% of all.
-    flops = 1e-3 if name.startswith("sinks") else 1e-6
+    # Sums of experts' biases are products of XLA's, 0.01% of all; experts' adapters are 0.2% of all beside its count.
+    flops = {"sinks": 1e-3, "adapted_experts": 3e-3}.get(name.split()[0], 1e-6)
     assert formula_vs_compiled.matmul_flops(it.program) == pytest.approx(it.formulas.matmul_flops, rel=flops)
     # kinds and axes of collectives, bytes within 2%; the total above, where it is known to be off by more
     known = {"total": None} if TOLERANCES[name] > .12 else {}
