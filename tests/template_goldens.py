@@ -27,6 +27,19 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 DATE = {"date_string": "26 Jul 2024", "strftime_now": datetime.datetime(2024, 7, 26).strftime}      # that of training
 TOOLS = [{"type": "function", "function": {"name": name, "description": "naïve <b>", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}}}}} for name in ("weather", "time_of")]
+# Schemas of every form that gpt-oss writes as a type.
+SCHEMAS = [
+    {"type": "string"}, {"type": "string", "nullable": True, "description": "a <b>"}, {"type": "integer", "default": 3},
+    {"type": "string", "enum": ["é", "b"], "default": "b"}, {"type": "boolean"}, {"type": ["string", "null"]}, {},
+    {"type": ["number"]}, {"type": "object"}, {"type": "array"}, {"type": "array", "nullable": True}, {"type": "null"},
+    *({"type": "array", "items": {"type": kind}} for kind in ("string", "integer", "number", "boolean", "object")),
+    {"type": "array", "items": {"type": "string", "enum": ["a"]}, "nullable": True, "default": ["x"]},
+    {"type": "array", "items": {"type": "array", "items": {"type": ["object", "object"]}}},
+    {"type": "array", "items": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}},
+    {"type": "array", "items": {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "number"}}}},
+    {"oneOf": [{"type": "string", "description": "x", "default": "é"}, {"type": "object"}], "default": "q"},
+    {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"type": "array"}}}, "c": {}},
+     "required": ["c"]}]
 QUESTION = {"role": "user", "content": "why?"}
 LLAMA = ("llama3.1", "llama3.2")
 GLM, ONE_CALL = ("glm4.5", "glm4.7"), (*LLAMA, "gpt-oss")
@@ -66,6 +79,10 @@ def draw(family: str, number: int) -> tuple[list[dict], list | None]:
     rng = random.Random(f"{family} {number}")
     calls = family in ("qwen2.5", "qwen3", *LLAMA, *OTHERS)
     tools = TOOLS[:rng.randint(1, 2)] if calls and rng.random() < 0.4 else None
+    if tools and family == "gpt-oss":
+        schemas = {f"p{n}": schema for n, schema in enumerate(rng.sample(SCHEMAS, rng.randint(0, 6)))}
+        tools = [*tools, {"type": "function", "function": {"name": "any_of", "description": _text(rng), "parameters": {
+            "type": "object", "properties": schemas, "required": rng.sample(sorted(schemas), len(schemas) // 2)}}}]
     messages = [{"role": "system", "content": _text(rng)}] if rng.random() < 0.3 else []
     for turn in range(rng.randint(1, 4)):
         messages.append({"role": "user", "content": _text(rng)})
@@ -75,7 +92,7 @@ def draw(family: str, number: int) -> tuple[list[dict], list | None]:
             messages.append(_answer(rng, family, True, messages[-1]["role"] == "user"))
             messages += [{"role": "tool", "content": _text(rng)} for _ in range(rng.randint(1, 2))]
         messages.append(_answer(rng, family, False, messages[-1]["role"] == "user"))
-    return messages, None if family in ("deepseek-v3.1", "gpt-oss") else tools
+    return messages, None if family == "deepseek-v3.1" else tools
 
 
 def _as_own(family: str, message: dict) -> dict:
