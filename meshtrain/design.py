@@ -93,7 +93,7 @@ def refusals(run: Run, platform: str, gpu: hardware.Gpu | None, model: transform
     """Return the reasons why the program refuses this run; empty if it accepts the run. No mesh axis may be -1.
 
     Runs the checks of loading a run file, then those of `make`, but not of installed packages. Raises: ConfigError for
-    files that cannot be read. model: that of the run, if it is made already.
+    files that cannot be read. model: the run's, if it has been built.
     """
     if faults := config.problems(run):
         return faults

@@ -169,7 +169,7 @@ def _read(path: Path) -> tuple[dict, list[str]]:
     try:
         data = files.patiently(lambda: files.read_start(path, MOST_BYTES))
         if len(data) > MOST_BYTES:
-            return {}, [f"{path} is larger than {MOST_BYTES:,} bytes: it is no run file; name one"]
+            return {}, [f"{path} is larger than {MOST_BYTES:,} bytes: it is not a run file; name one"]
         # some editors on Windows write a byte order mark before the text
         return tomllib.loads(data.decode("utf-8-sig")), []
     except FileNotFoundError:
@@ -437,7 +437,7 @@ def check_teacher(run: Run) -> Iterator[str]:
         yield from (f"distill.teacher: {fault}" for fault in error.messages)
         return
     if not there:
-        yield (f"distill.teacher={toml(source)} is no model folder: it has no config.json; give a folder of Hugging "
+        yield (f"distill.teacher={toml(source)} is not a model folder: it has no config.json; give a folder of Hugging "
                f"Face's, e.g. one that a run exported")
     elif size != run.model.vocab_size:
         yield (f"distill.teacher={toml(source)} has a vocabulary of {size}, but model.vocab_size="

@@ -38,7 +38,7 @@ def initial_state(run: Run, model: transformer.Transformer, layout: Layout, mesh
                            only_params=not asks_state)
     with config.user_errors("checkpoint.init_from: "):
         if (trained := source.run["model"]["vocab_size"]) != run.model.vocab_size:
-            raise ValueError(f"{where} has model.vocab_size={trained}, but this run {run.model.vocab_size}; use "
+            raise ValueError(f"{where} has model.vocab_size={trained}, but this run has {run.model.vocab_size}; use "
                              f"{trained}. To add ids, export the model with python -m meshtrain.convert and start "
                              f"from that folder, which gives new ids their rows")
         source_lora = adapters.section(source)

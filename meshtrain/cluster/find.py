@@ -182,7 +182,7 @@ def _torch(environ: Mapping[str, str], address: str, launched: bool) -> Cluster 
         return Cluster(address, count, index, own)
     host, port = environ["MASTER_ADDR"], _whole(environ, "MASTER_PORT")
     if not 0 < port < 65536:
-        raise ConfigError(f"MASTER_PORT={port} is no port; use one from 1 to 65535 that is free on {host}")
+        raise ConfigError(f"MASTER_PORT={port} is not a port; use one from 1 to 65535 that is free on {host}")
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":   # torchrun itself listens there
         port = _port(f"{host}:{port} {environ.get('TORCHELASTIC_RUN_ID')} {environ.get('TORCHELASTIC_RESTART_COUNT')}")
     return Cluster(join_address(host, port), count, index, own)
@@ -232,7 +232,7 @@ def _place(environ: Mapping[str, str], count_name: str, index_name: str) -> tupl
 
 def _whole(environ: Mapping[str, str], name: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", environ.get(name, "").strip()):
-        raise ConfigError(f"{name}={environ.get(name, '')} is no whole number; correct it, or unset it if no "
+        raise ConfigError(f"{name}={environ.get(name, '')} is not a whole number; correct it, or unset it if no "
                           f"launcher has set it")
     return int(environ[name])
 

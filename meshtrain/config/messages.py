@@ -107,7 +107,7 @@ def wrong_value(section: str, cls, error) -> str:
     if isinstance(type_of(field), type) and issubclass(type_of(field), BaseModel):
         kind = "table"
     if error["type"] == "base_type":
-        return f'{name}={toml(value)} is no model; use a preset, e.g. "llama3.2-1b", a run file, or a table of [model]'
+        return f'{name}={toml(value)} is not a model; use a preset such as "llama3.2-1b", a run file or a [model] table'
     example = type_of(field)(1) if field.default is None and kind in ("integer", "number") else field.default
     if error["type"] == "literal_error" and isinstance(value, str):
         own = 'code of your own, "file.py:name"'

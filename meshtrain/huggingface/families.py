@@ -146,9 +146,9 @@ SHARED = _mlp(LAYER + "mlp.shared_experts.", "layers/moe/shared", "S")
 
 def _with_depth(tensors: dict, where: str, layer: str, embedding_norm: str, hidden_norm: str, merge: str,
                 norm: str) -> dict:
-    """Return the table with the tensors of a depth of MTP, whose layer has the names of the model's layers.
+    """Return the table and the tensors of one MTP depth. Its layer has the tensor names of the model's layers.
 
-    where, layer: the prefixes of its tensors and of its layer's. The merge multiplies [embedding, state] in this order.
+    where, layer: prefixes of the depth's own tensors and of those in its layer. merge multiplies [embedding, state].
     """
     norms = {embedding_norm: "embedding_norm", hidden_norm: "hidden_norm", norm: "norm"}
     halves = (f"{DEPTH}from_embedding/kernel: M *D -> D M", f"{DEPTH}from_hidden/kernel: M *D -> D M")

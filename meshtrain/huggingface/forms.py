@@ -123,8 +123,8 @@ def parse(text: str) -> Form:
     known = all(word in LETTERS or word in DERIVED or word.isdecimal() for word in words)
     if not arrow or not theirs or not ours or not theirs.dims or not known or len(set(words)) != len(words) \
             or sorted(words) != sorted(ours.words):
-        raise ValueError(f'"{text}" is no form; write e.g. "(N H) D -> D N H", each of '
-                         f'{", ".join([*LETTERS, *DERIVED])} at most once a side')
+        raise ValueError(f'"{text}" is not a form; write e.g. "(N H) D -> D N H", each of '
+                         f'{", ".join([*LETTERS, *DERIVED])} at most once per side')
     return Form(theirs, ours)
 
 

@@ -54,7 +54,7 @@ def _cost(tried: tuple[str, tuple[int, str], tuple[int, int]]) -> tuple:
 
 
 def _changes(made: Design, gpu: Gpu, rated: Rates) -> Iterator[tuple[dict[str, object], int]]:
-    """Yield (changed keys, the step's bytes with them by the formulas) in the order of `_cost`."""
+    """Yield (keys to change, bytes of a step with them by the formulas), the cheapest change (`_cost`) first."""
     run = made.run
     rule_files = {"": made}
     if Path(run.sharding.rules).stem in REPLICATING:

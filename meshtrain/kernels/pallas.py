@@ -97,10 +97,7 @@ def _visible(q_segments, k_segments, q_at, k_at, mask: Mask):
 
 
 def compute_scores(product, scale: float, softcap: float):
-    """Return (scores in base 2, their derivative without scale and LOG2E) of query-key products.
-
-    A derivative of None is 1.
-    """
+    """Return (scores × LOG2E, derivative of the softcap) of query-key products; without a softcap, None for 1."""
     if not softcap:
         return product * (scale * LOG2E), None
     capped = jnp.tanh(product * (scale / softcap))

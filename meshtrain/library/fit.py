@@ -272,7 +272,7 @@ def _check(data: object, steps: object, options: Mapping[str, Any]) -> _Asked:
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             faults.append(f"fit has no option {name!r}{hint}; its options are {', '.join(known)}")
     if not callable(data):
-        faults.append(f"data={str(data)[:60]!r} is no function; give data(n) -> rows of the step after n steps, so "
+        faults.append(f"data={str(data)[:60]!r} is not a function; give data(n) -> rows of the step after n steps, so "
                       f"that a resumed run sees the same rows")
     for name, value, least in (("steps", steps, 1), ("microbatches", options.get("microbatches", 1), 1),
                                ("every", options.get("every", 0), 0), ("keep", options.get("keep", 2), 1),

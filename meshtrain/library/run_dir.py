@@ -60,7 +60,7 @@ class RowList:
 def open_directory(run: Run, facts: Facts, rules_text: str) -> Iterator[FitDirectory]:
     """Context: hold run.dir for this run alone. All processes enter it. Raises: ConfigError, FileSystemError."""
     if addresses.is_remote(run.run.dir):
-        raise ConfigError(f"dir={run.run.dir} is no directory of this host; give a directory that all processes share")
+        raise ConfigError(f"dir={run.run.dir} is not a directory of this host; give one that all processes share")
     with contextlib.ExitStack() as stack:
         try:
             claim = stack.enter_context(rundir.claim(run))

@@ -31,11 +31,11 @@ def find_name_faults(declared: Mapping[str, object], inherited: Mapping[str, str
     for name, kind in declared.items():
         if kind not in KINDS:
             near = nearest(kind, KINDS) if isinstance(kind, str) else ""
-            faults.append(f"{name} = {kind!r}: is no kind{near}; write {name} = \"weight\" for a dim of weights alone, "
-                          f"\"activation\" for one of activations alone, \"both\" for one that weights and their "
+            faults.append(f"{name} = {kind!r} is not a kind{near}; write {name} = \"weight\" for a dim of weights, "
+                          f"\"activation\" for one of activations, \"both\" for one that weights and their "
                           f"outputs have")
         elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            faults.append(f"{name!r}: is no name for a dim; use letters, digits and _, e.g. state_dim")
+            faults.append(f"{name!r} is not a name for a dim; use letters, digits and _, e.g. state_dim")
         elif name in LOGICAL or name == REDUCE:
             kind = LOGICAL.get(name, "a line of [grads]")
             faults.append(f"{name}: every rule file has this name already ({kind}); remove the line")
@@ -66,7 +66,7 @@ def find_dtype_fault(dtype: object) -> str:
     """Return the fault of the line `reduce` in [grads], or ""."""
     if dtype in REDUCE_DTYPES:
         return ""
-    return (f"{REDUCE} = {dtype!r}: is no dtype in which gradients are sent; write "
+    return (f"{REDUCE} = {dtype!r} is not a dtype in which gradients are sent; write "
             + " or ".join(f'{REDUCE} = "{known}"' for known in REDUCE_DTYPES))
 
 

@@ -308,7 +308,7 @@ def of_run(run: Run) -> Objective:
         return OBJECTIVES[name](run)
     given = custom.load(name)
     if not (isinstance(given, type) and issubclass(given, Objective)):
-        raise custom.refuse("training.objective", name, OBJECTIVE, "is no objective")
+        raise custom.refuse("training.objective", name, OBJECTIVE, "is not an objective")
     try:
         made = given.of(run)
     except Exception as error:

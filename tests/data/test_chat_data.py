@@ -100,12 +100,12 @@ def test_what_is_given_is_not_learned():
 # (line, what the one message must contain)
 WRONG = [
     ("{", "broken JSON"), ("[1]", 'is not an object; write one a line, e.g. {"messages": […]}'),
-    ({"text": "x"}, "is no conversation (its keys: 'text'); give it messages, conversations, prompt and completion, "
+    ({"text": "x"}, "is not a conversation (its keys: 'text'); give it messages, conversations, prompt and completion, "
      "or instruction and output"),
-    ({"prompt": "x"}, "is no conversation (its keys: 'prompt')"), ({}, "its keys: none"),
+    ({"prompt": "x"}, "is not a conversation (its keys: 'prompt')"), ({}, "its keys: none"),
     ({"messages": []}, "has no messages in 'messages', but []"),
     ({"messages": "hi"}, "has no messages in 'messages', but \"hi\""),
-    ({"messages": [ASK, "hi"]}, 'messages[1] is no message, but "hi"'),
+    ({"messages": [ASK, "hi"]}, 'messages[1] is not a message: "hi"'),
     ({"messages": [ASK, {"role": "asistant", "content": "x"}]},
      "messages[1] has the role \"asistant\"; did you mean 'assistant'?"),
     ({"messages": [ASK, {"content": "x"}]}, "messages[1] has the role null"),
@@ -117,7 +117,7 @@ WRONG = [
     ({"messages": [ASK, ANSWER | {"weight": 0}]}, "has no answer of the assistant to learn"),
     ({"messages": [ASK, ANSWER | {"weight": 2}]}, "message 1 (from 0) has the weight 2"),
     ({"prompt": "a", "completion": 3}, "has no messages in 'completion', but 3"),
-    ({"messages": [ASK, ANSWER], "tools": "f"}, 'has tools that are no list, but "f"'),
+    ({"messages": [ASK, ANSWER], "tools": "f"}, 'has tools that are not a list: "f"'),
     ('{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]}',
      "a lone surrogate"),
     ({"messages": [{"role": "user", "content": "<|im_end|>"}, ANSWER]},

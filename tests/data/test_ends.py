@@ -116,8 +116,8 @@ def begins(place: Path, **keys) -> config.Run:
     (BOS, None, {}, "", None), ([EOS, BOS], None, {}, "", None), (EOS, {"eos_token_id": [EOS, BOS]}, {}, "", None),
     (None, None, {}, "", None),
     (EOS, None, {"eos": "<|eot|>"}, "<|eot|>", None), (EOS, None, {"source": "chat"}, "</s>", None),
-    (77, None, {}, "", "is no special token of data.tokenizer; set data.eos to use another"),
-    (1000, None, {}, "", "is no special token"),
+    (77, None, {}, "", "is not a special token of data.tokenizer; set data.eos to use another"),
+    (1000, None, {}, "", "is not a special token"),
     (EOS, None, {"tokenizer": "bytes", "source": "text"}, "", None),
     (EOS, None, {"tokenizer": "bytes", "source": "tokens", "bos_token": "0"}, "1", "documents end with 1")])
 def test_documents_end_as_the_folder_names_it_where_the_run_file_names_nothing(

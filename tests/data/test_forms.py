@@ -42,7 +42,7 @@ WRONG = [
     ("chat", ROW | {"input": ["1"]}, "has no text in 'input', but [\"1\"]"),
     ("chat", ROW | {"instruction": "", "input": ""}, "has neither an instruction nor an input; remove it"),
     ("chat", ROW | {"history": [["a", "b"]]}, "has earlier turns in 'history', [[\"a\", \"b\"]], which are not read"),
-    ("chat", {"instruction": "Add.", "response": "3"}, "is no conversation (its keys: 'instruction', 'response')"),
+    ("chat", {"instruction": "Add.", "response": "3"}, "is not a conversation (its keys: 'instruction', 'response')"),
     ("chat", {"prompt": "a", "completion": "b", "label": True}, "has the label true, as rows for KTO have"),
     ("chat", {"prompt": "a", "completion": "b", "label": 0}, "has the label 0, as rows for KTO have"),
     ("chat", ROW | {"kto_tag": False}, "keep the rows whose kto_tag is true, without this key, or make pairs"),

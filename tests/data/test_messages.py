@@ -82,12 +82,12 @@ BROKEN = [
     ({"messages": [ASK, call("Oslo")]}, 'messages[1].tool_calls[0] arguments: "Oslo" is not a JSON object'),
     ({"messages": [ASK, call('"{}"')]}, "is not a JSON object; give an object, or a string that contains one as JSON"),
     ({"messages": [ASK, call(["Oslo"])]}, 'arguments: ["Oslo"] is not a JSON object'),
-    ({"messages": [ASK, ANSWER | {"tool_calls": {"name": "f"}}]}, "messages[1].tool_calls is no list"),
+    ({"messages": [ASK, ANSWER | {"tool_calls": {"name": "f"}}]}, "messages[1].tool_calls is not a list"),
     ({"messages": [ASK, ANSWER | {"tool_calls": ["f"]}]}, 'messages[1].tool_calls[0]: "f" is not a JSON object'),
     ({"messages": [ASK, ANSWER], "tools": '[{"name": '}, "tools: the string"),
     ({"messages": [ASK, ANSWER], "tools": ["weather"]}, 'tools[0]: "weather" is not a JSON object'),
     ({"messages": "[{"}, "messages: the string \"[{\" is broken JSON"),
-    ({"messages": None, "text": "x"}, "is no conversation (its keys: 'text')"),
+    ({"messages": None, "text": "x"}, "is not a conversation (its keys: 'text')"),
     ({"messages": [ASK, ANSWER | {"train": "no"}]}, 'message 1 (from 0) has the train "no"; give true to learn it, or false'),
     ({"messages": [ASK, ANSWER | {"train": False}]}, "has no answer of the assistant to learn"),
 ]
@@ -257,7 +257,7 @@ def test_a_wrong_row_is_one_message_with_its_number(name, tmp_path):
     assert f"{name}, row 2 (from 0): messages: the string" in told(
         {"messages": [json.dumps(good), json.dumps(good), "[{"]})
     assert "has none of the columns messages, conversations" in told({"text": ["x"]})
-    assert "row 0 (from 0): is no pair of answers" in told({"messages": [good]}, source="preferences")
+    assert "row 0 (from 0): is not a pair of answers" in told({"messages": [good]}, source="preferences")
     path = put({"prompt": ["a"], "image": [b"\xff"]})
     with pytest.raises(ValueError, match="row 0 .*'image' is bytes, which JSON does not have; write such a column as"):
         read_prompts(path, tmp_path / "t.jinja")

@@ -108,7 +108,7 @@ WRONG = {
     "yield b'text'": "is a bytes; yield a str, or token ids",
     "yield None": "is a NoneType; yield a str, or token ids",
     "yield {'text': 'a'}": "is a dict; yield a str, or token ids",
-    "yield [[1, 2], [3]]": "is no list of ids",
+    "yield [[1, 2], [3]]": "is not a list of ids",
     "yield [[1, 2], [3, 4]]": "has int64[2, 2]; yield a str, or token ids",
     "yield [0.5]": "has float64[1]; yield a str, or token ids",
     "yield [True]": "has bool[1]; yield a str, or token ids",

@@ -133,7 +133,7 @@ def test_tokens_that_only_files_beside_a_tokenizer_add_have_the_ids_of_transform
 @pytest.mark.parametrize("contents, told", [
     (dict(tokenizer_config=dict(added_tokens_decoder={"900": token("<|x|>")})), "adds '<|x|>' with the id 900"),
     (dict(added_tokens={"<|x|>": 900}), "added_tokens.json next to it adds '<|x|>' with the id 900"),
-    (dict(added_tokens={"<|x|>": "9"}), "has the id \"9\", which is no whole number"),
+    (dict(added_tokens={"<|x|>": "9"}), "has the id \"9\", which is not a whole number"),
     (dict(tokenizer_config=["a"]), "is not a JSON object")])
 def test_tokens_beside_a_tokenizer_that_cannot_be_had_are_refused(contents, told, tmp_path):
     with pytest.raises(ValueError, match=re.escape(told)):

@@ -48,7 +48,7 @@ def test_a_name_of_both_splits_a_matmul_and_a_weights_name_does_not():
 
 @pytest.mark.parametrize("text, said", [
     ('[names]\nfoo = "weights"', ["[names] foo = 'weights'", "did you mean 'weight'?", '"activation"']),
-    ("[names]\nfoo = 3", ["foo = 3", "is no kind"]), ('[names]\nembed = "weight"', ["embed", "already", "remove"]),
+    ("[names]\nfoo = 3", ["foo = 3", "is not a kind"]), ('[names]\nembed = "weight"', ["embed", "already", "remove"]),
     ('[names]\n"state dim" = "both"', ["'state dim'", "e.g. state_dim"]),
     ('names = "foo"', ["names must be a table", "[names]"]),
     (OWN + '[params]\nstate_dmi = "tensor"', ["[params] state_dmi", "did you mean 'state_dim'?"]),
@@ -63,7 +63,7 @@ def test_a_mistake_with_names_is_told_with_value_and_remedy(tmp_path, text, said
     with pytest.raises(ValueError) as error:
         rules.load(tmp_path / "mine.toml")
     assert str(error.value).count("\n") == 0 and [part for part in said if part not in str(error.value)] == []
-    with pytest.raises(ValueError, match="names. d_ff = 3: is no kind"):
+    with pytest.raises(ValueError, match="names. d_ff = 3 is not a kind"):
         rules.text_of({"names": {"d_ff": 3}})
 
 

@@ -206,7 +206,7 @@ MISTAKES = {
     "an option": (dict(microbatch=2), "fit has no option 'microbatch' .did you mean 'microbatches'"),
     "no microbatches": (dict(microbatches=0), "microbatches=0 is not a whole number of at least 1"),
     "every without dir": (dict(every=5), "every=5: without dir nothing is saved"),
-    "a list of rows": (dict(data=[ROWS]), "is no function; give data.n."),
+    "a list of rows": (dict(data=[ROWS]), "is not a function; give data.n."),
     "rows of other forms": (dict(data=lambda n: np.ones(4 + n, np.float32)), r"data.1. has .*float32.5., and data.0. had .*float32.4."),
     "no rows": (dict(data=lambda n: {}), "data.0. has no arrays"),
     "rows that do not divide": (dict(data=lambda n: np.ones(5, np.float32)), "batch=5 does not divide over data 2"),
@@ -218,7 +218,7 @@ MISTAKES = {
     "a schedule without stages": (dict(schedule="1f1b"), "schedule='1f1b', but mesh.stage=1: .*leave schedule out"),
     "chunks without stages": (dict(chunks=2), "chunks=2, but mesh.stage=1"),
     "no chunks": (dict(chunks=-1), "chunks=-1 is not a whole number of at least 1"),
-    "a bucket": (dict(dir="s3://bucket/run"), "dir=s3://bucket/run is no directory of this host"),
+    "a bucket": (dict(dir="s3://bucket/run"), "dir=s3://bucket/run is not a directory of this host"),
 }
 
 

@@ -146,7 +146,7 @@ def test_each_group_is_told_with_its_weights():
     ('{preset = "mup"}', 'preset="mup" divides the learning rate by how much wider the model is than a base'),
     ('{base = "llama3-8b"}', "base has no effect without a preset"),
     ('{preset = "mup", base = "none.toml"}', 'optimizer.groups.base="none.toml": none.toml: there is no such run file'),
-    ('{preset = "mup", base = 3}', "optimizer.groups.base=3 is no model; use a preset"),
+    ('{preset = "mup", base = 3}', "optimizer.groups.base=3 is not a model; use a preset"),
     ('{preset = "mup", base = {embed_dm = 3}}', "did you mean optimizer.groups.base.embed_dim?"),
     ('{preset = "mup", base = {embed_dim = 7, num_heads = 2}}', "optimizer.groups.base: model.embed_dim=7 cannot be split"),
     ('{preset = "mup", base = {mixers = "FX"}}', 'optimizer.groups.base: model.mixers="FX" has layers of X without a class'),

@@ -113,7 +113,7 @@ def test_pairs_are_told_apart_by_their_keys():
                  {"prompt": "why?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}):
         found = parse_pair(json.loads(json.dumps(line)))
         assert [one.messages for one in found] == expected and [one.trained for one in found] == [[False, True]] * 2
-    for line, told in (({"prompt": "a", "completion": "b"}, "is no pair of answers"),
+    for line, told in (({"prompt": "a", "completion": "b"}, "is not a pair of answers"),
                        ({"chosen": "a", "rejected": "b"}, "has no prompt"),
                        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the same answer"),
                        ({"prompt": "b", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "do not begin with its prompt"),

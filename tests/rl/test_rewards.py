@@ -390,7 +390,7 @@ def test_a_file_may_import_what_lies_beside_it_and_finds_no_module_of_ours(tmp_p
 
 @pytest.mark.parametrize("text, told", [
     ("def score(prompt, answer, line)\n", "SyntaxError"), ("import nowhere\n", "No module named 'nowhere'"),
-    ("scores = 1\n", "has no attribute 'score'"), ("score = 1\n", "score is no function, but 1"),
+    ("scores = 1\n", "has no attribute 'score'"), ("score = 1\n", "score is not a function: 1"),
     ("def score(answer):\n    return 1\n", "too many positional arguments"), ("raise SystemExit(3)\n", "SystemExit: 3"),
     ("import os\nos._exit(3)\n", "its process ended, with exit code 3")])
 def test_a_file_that_cannot_be_loaded_is_told_before_the_run(tmp_path, text, told):
@@ -440,5 +440,5 @@ def test_a_file_of_any_suffix_and_names_of_any_characters_are_taken(tmp_path):
 
 def test_a_pattern_that_is_none_is_told_with_its_line_before_anything_is_drawn():
     lines = {"a.jsonl, line 1": {"pattern": "yes"}, "a.jsonl, line 2": {"pattern": "(["}, "a.jsonl, line 3": {"pattern": 3}}
-    with pytest.raises(ValueError, match=r'a.jsonl, line 2: "pattern" is no regular expression: .*2 of 3 lines.*fix it'):
+    with pytest.raises(ValueError, match=r'a.jsonl, line 2: "pattern" is not a regular expression: .*2 of 3 lines.*fix it'):
         workers.check("regex", lines)

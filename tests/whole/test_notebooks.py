@@ -14,7 +14,7 @@ nbformat = pytest.importorskip("nbformat", reason="notebooks need pip install -e
 from notebooks import DOTS, NO_ANSWER, NOTEBOOKS, SOLUTIONS, executed, saved_form, shown, turns  # noqa: E402
 
 # What a reader's own notebook may import: the interface, and what everybody knows.
-IMPORTS = {"meshtrain", "jax", "numpy", "IPython", "benchmarks", "tests"} | sys.stdlib_module_names
+IMPORTS = {"meshtrain", "jax", "numpy", "IPython"} | sys.stdlib_module_names
 
 
 def code(notebook):
@@ -57,6 +57,7 @@ def test_notebook_uses_the_interface_alone_and_asks_its_reader(path):
     notebook = nbformat.read(path, as_version=4)
     sources = [cell.source for cell in code(notebook)]
     assert "find_spec(\"meshtrain\") is None" in sources[0] and "%pip install" in sources[0]
+    assert "[Colab](https://colab" in notebook.cells[0].source
     assert "import meshtrain as mt" in sources[1] and ("mt.simulate(8)" in sources[1] or path.stem == "9_failures")
     trees = [ast.parse(re.sub(r"^ *%.*", "    pass", source, flags=re.MULTILINE)) for source in sources]
     nodes = [node for tree in trees for node in ast.walk(tree)]

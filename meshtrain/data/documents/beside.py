@@ -68,8 +68,8 @@ def read(folder: Path) -> Said:
     plain = added.keys() - {_content(given) for given, _ in special}
     for content, number in added.items():
         if type(number) is not int:
-            raise ValueError(f"{folder / ADDED}: {content!r} has the id {json.dumps(number)[:40]}, which is no whole "
-                             f"number; fix it, or remove the file")
+            raise ValueError(f"{folder / ADDED}: {content!r} has the id {json.dumps(number)[:40]}, which is not a "
+                             f"whole number; fix it, or remove the file")
         tokens.append(NamedToken(content, ADDED, number, {"special": content not in plain,
                                                           "normalized": content in plain}))
     tokens.sort(key=lambda token: token.id)

@@ -152,7 +152,7 @@ def parse(line: dict, learn_all: bool = False) -> Conversation:
                          '"preferences", or give it messages')
     else:
         keys = ", ".join(map(repr, list(line)[:8])) or "none"
-        raise ValueError(f"is no conversation (its keys: {keys}); give it messages, conversations, prompt and "
+        raise ValueError(f"is not a conversation (its keys: {keys}); give it messages, conversations, prompt and "
                          f"completion, or instruction and output")
     # for each message, whether to learn it
     trained = [_weight(message, i, learn_all) for i, message in enumerate(messages)]
@@ -176,7 +176,7 @@ def parse_pair(line: dict) -> list[Conversation]:
     if not {"chosen", "rejected"} <= line.keys():
         _check_unlabelled(line)
         keys = ", ".join(map(repr, list(line)[:8])) or "none"
-        raise ValueError(f"is no pair of answers (its keys: {keys}); give it prompt, chosen and rejected")
+        raise ValueError(f"is not a pair of answers (its keys: {keys}); give it prompt, chosen and rejected")
     prompt = _turns(line, "prompt", USER) if "prompt" in line else []
     answers = [_turns(line, key, ASSISTANT) for key in ("chosen", "rejected")]
     learned = [[_weight(message, i) for i, message in enumerate(one)] for one in (prompt, *answers)][1:]
@@ -221,7 +221,7 @@ def _check_unlabelled(line: dict) -> None:
     for key in LABELS:
         value = line.get(key)
         if isinstance(value, (bool, int, float)) and value in (0, 1):
-            raise ValueError(f"has the {key} {_short(value)}, as rows for KTO have, which is no objective here: bad "
+            raise ValueError(f"has the {key} {_short(value)}, as rows for KTO have; KTO is not an objective here: bad "
                              f"answers would be learned as good ones; keep the rows whose {key} is true, without this "
                              f"key, or make pairs of them as chosen and rejected")
 
@@ -239,7 +239,7 @@ def read_tools(line: dict) -> list | None:
     if isinstance(tools, str):
         tools = _of_json(tools, "tools", "[") if tools.strip() not in ("", "null") else None
     if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"has tools that are no list, but {_short(tools)}; give a list of schemas, or no tools")
+        raise ValueError(f"has tools that are not a list: {_short(tools)}; give a list of schemas, or no tools")
     return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())] or None
 
 
@@ -285,7 +285,7 @@ def _turns(line: dict, key: str, role: str) -> list[dict]:
 def _message(value, place: str) -> dict:
     value = _of_json(value, place, "{") if isinstance(value, str) else value
     if not isinstance(value, dict):
-        raise ValueError(f'{place} is no message, but {_short(value)}; write e.g. {{"role": "user", "content": "…"}}')
+        raise ValueError(f'{place} is not a message: {_short(value)}; write e.g. {{"role": "user", "content": "…"}}')
     value = _without_nulls(value)
     names = ("from", "value") if "from" in value and "role" not in value else ("role", "content")
     role = value.get(names[0])
@@ -311,7 +311,7 @@ def _calls(value, place: str) -> list[dict]:
     if isinstance(value, str):
         value = _of_json(value, place, "[") if value.strip() not in ("", "null") else []
     if not isinstance(value, list):
-        raise ValueError(f'{place} is no list, but {_short(value)}; give e.g. [{{"type": "function", "function": '
+        raise ValueError(f'{place} is not a list: {_short(value)}; give e.g. [{{"type": "function", "function": '
                          f'{{"name": "…", "arguments": {{}}}}}}]')
     calls = []
     for i, one in enumerate(value):

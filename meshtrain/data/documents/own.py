@@ -54,7 +54,7 @@ def _check_ids(path: str, place: str, document: object, vocab_size: int) -> np.n
     try:
         ids = np.asarray(document)
     except ValueError as error:     # lists of unequal lengths
-        raise formats.fault(path, place, f"is no list of ids ({error})", "yield a str, or token ids") from None
+        raise formats.fault(path, place, f"is not a list of ids ({error})", "yield a str, or token ids") from None
     if not ids.size and ids.ndim == 1:
         return ids.astype(np.int64)
     if ids.dtype.kind not in "iu" or ids.ndim != 1:

@@ -113,7 +113,7 @@ class Renderer:
             return Written(text, marked, *self._begins(messages, tools, text, marked))
         if len(marked) != len(answers):
             raise ValueError(f"the chat template marks {len(marked)} passages, but there are {len(answers)} answers, "
-                             f"so the answers that are no loss targets cannot be found")
+                             f"so the answers that are not loss targets cannot be found")
         return Written(text, [span for span, want in zip(marked, wanted) if want],
                        *self._begins(messages, tools, text, marked))
 

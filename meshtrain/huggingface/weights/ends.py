@@ -211,7 +211,7 @@ def _default(run: Run, origin: Saved | None) -> tuple[str, str]:
         name = token.content if token and token.special else ""
     if not name or id >= vocab_size:
         return "", (f"note: documents end with the separator {format_token(reader, separator)}, since the eos_token_id "
-                    f"{id} of {source} is no special token of data.tokenizer; set data.eos to use another")
+                    f"{id} of {source} is not a special token of data.tokenizer; set data.eos to use another")
     token_text = format_token(reader, id)
     return name, f"documents end with {token_text}, the eos_token_id of {source}; set data.eos to use another"
 

@@ -118,7 +118,7 @@ def open_folder(place: str, base: str, model: Model) -> PeftFolder:
         name = _name_in_family(family, module, named)
         if name is None or name in modules:
             faults.append(f"{module} is named twice" if name else
-                          f"{module} is no projection that can have an adapter here "
+                          f"{module} is not a projection that can have an adapter here "
                           f"({', '.join((*LORA_TARGETS, *LORA_EXPERTS))})")
             continue
         modules[name] = AdaptedModule(*pair, *alphas.of(module))
@@ -261,7 +261,7 @@ class _Alphas:
         for key, kind, default, patterns in (("r", int, self.rank, self.ranks),
                                              ("lora_alpha", (int, float), self.alpha, self.alphas)):
             if not isinstance(patterns, dict):
-                raise ValueError(f"{peft.CONFIG}: the patterns of {key} are no table, but {json.dumps(patterns)}")
+                raise ValueError(f"{peft.CONFIG}: the patterns of {key} are not a table: {json.dumps(patterns)}")
             for name, value in {key: default, **patterns}.items():
                 if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value <= 2**20:
                     raise ValueError(f"{peft.CONFIG}: {name}={json.dumps(value)} must be a number above 0"
@@ -270,7 +270,7 @@ class _Alphas:
                 try:
                     re.compile(pattern)
                 except re.error as error:
-                    raise ValueError(f"{peft.CONFIG}: the pattern {pattern!r} of {key} is no regular expression: "
+                    raise ValueError(f"{peft.CONFIG}: the pattern {pattern!r} of {key} is not a regular expression: "
                                      f"{error}") from None
 
     def of(self, module: str) -> tuple[int, float]:

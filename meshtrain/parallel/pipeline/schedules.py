@@ -278,7 +278,7 @@ def parse(text: str, name: str = "table") -> Schedule:
             for cell in () if word in IDLE else word.split("+"):
                 match = CELL.fullmatch(cell)
                 if not match:
-                    faults.append(f"stage {s}, tick {t}: {cell!r} is no op; write e.g. F0, B12, W3, F0b, or · where "
+                    faults.append(f"stage {s}, tick {t}: {cell!r} is not an op; write F0, B12, W3, F0b, or · where "
                                   f"the stage is idle")
                     continue
                 kind, i, chunk = KINDS.index(match[1]), int(match[2]), ord(match[3] or "a") - ord("a")

@@ -90,7 +90,7 @@ def fault(reward: str, line: dict) -> str:
         try:
             re.compile(line["pattern"])
         except (re.error, TypeError) as error:
-            return f"is no regular expression: {error}"
+            return f"is not a regular expression: {error}"
     return ""
 
 

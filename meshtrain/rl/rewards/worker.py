@@ -39,7 +39,7 @@ def load(reward: str):
     sys.path[0] = os.path.dirname(path)
     function = getattr(_module("rewards", path), name)
     if not callable(function):
-        raise TypeError(f"{name} is no function, but {function!r}")
+        raise TypeError(f"{name} is not a function: {function!r}")
     with contextlib.suppress(ValueError):       # some functions that are written in C have no signature
         inspect.signature(function).bind("prompt", "answer", {})
     return function
