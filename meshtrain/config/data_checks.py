@@ -50,8 +50,8 @@ def check_data(run: Run) -> Iterator[str]:
         if not table.source:
             yield from [_say_unknown(where, table)] * bool(table.paths or table is not data)
         elif table.source == "stdlib" and table.paths:
-            yield (f'{where}.paths={toml(table.paths)} is not read by {where}.source="stdlib"; leave {where}.source '
-                   f'out, or the paths')
+            yield (f'{where}.paths={toml(table.paths)} is not read by {where}.source="stdlib"; set {where}.source="" '
+                   f'to read files by their suffix, or leave the paths out')
         elif custom.is_path(table.source) and _reads_files(table.source) is False:
             for key in ("paths", "validation_paths"):
                 if value := getattr(table, key):

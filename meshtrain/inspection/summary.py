@@ -31,7 +31,7 @@ def note_unopened(run: Run) -> str:
     data = run.data
     keys = ["data.paths"] * any(one.paths for one in (data, *data.mixture)) + [
         "data.tokenizer"] * (data.tokenizer != "bytes")
-    return f"the files of {' and '.join(keys)} are not opened; `meshtrain check` opens them" if keys else ""
+    return f"the files of {' and '.join(keys)} are not opened; python -m meshtrain.check opens them" if keys else ""
 
 
 def _run(made: Assembly) -> dict:

@@ -23,7 +23,7 @@ def test_inspect_prints_tables_and_reads_no_data(tiny, tmp_path):
     for part in ("logical axes", "[params] spec", "total per device", "optimizer state per device",
                  "planned: 61,440 tokens, ", "memory per device", "gradients", "formulas", "compiled",
                  "all-reduce", "data", "f32", "matmul FLOPs",
-                 "note: the files of data.paths are not opened; `meshtrain check` opens them"):
+                 "note: the files of data.paths are not opened; python -m meshtrain.check opens them"):
         assert part in ran.out
     assert list(tmp_path.iterdir()) == [], "inspect writes nothing"
 

@@ -62,7 +62,7 @@ def test_a_run_that_is_meant_for_more_devices_is_planned_for_those_that_are_aske
     given.write_text("[mesh]\ndata = -1\nfull_devices = 64\n[model]\npreset = 'llama3.2-1b'\n[data]\nsource = "
                      "'stdlib'\nglobal_batch = 64\ntokenizer = 'nowhere.json'\n")
     code, said, error = call(given, "--gpus", 16, "--gpu", "h100", "--write", planned)
-    assert said.endswith("note: the files of data.tokenizer are not opened; `meshtrain check` opens them\n")
+    assert said.endswith("note: the files of data.tokenizer are not opened; python -m meshtrain.check opens them\n")
     assert code == 0 and config.mesh_sizes(run_files.load([str(planned)]), 16), error
 
 
