@@ -65,7 +65,7 @@ def _check_rules(run: Run) -> Iterator[str]:
         if given and not os.path.isfile(rule_file(given)):      # False also for a name that no file system allows
             known = names("sharding_rules")
             near = difflib.get_close_matches(Path(given).stem, known, n=1)
-            remedy = f"did you mean sharding_rules/{near[0]}.toml?" if near else f"shipped are {join(known, 'and')}"
+            remedy = f"did you mean {toml(near[0])}?" if near else f"shipped are {join(known, 'and')}"
             yield f"{key}={toml(given)} is not a file; {remedy}"
 
 

@@ -302,7 +302,7 @@ MISTAKES = [
     ("--mesh.data -2", "mesh.data=-2", "use at least -1"),
     ('--mesh.placement ["stage","data"]', 'mesh.placement=["stage", "data"]', '"context", "tensor"]'),
     ('--mesh.placement ["stage","data","fsdp","context","context"]', "mesh.placement=", "each axis once"),
-    ("--sharding.rules sharding_rules/zero33.toml", "zero33.toml", "did you mean sharding_rules/zero3.toml?"),
+    ("--sharding.rules sharding_rules/zero33.toml", "zero33.toml", 'did you mean "zero3"?'),
     ("--sharding.rules sharding_rules", 'sharding.rules="sharding_rules" is not a file', "zero3"),
     ("--model.num_heads 8 --model.num_kv_heads 3", "model.num_kv_heads=3", "model.num_heads=8; use 1, 2, 4 or 8"),
     ("--model.embed_dim 255", "model.embed_dim=255", "e.g. 256"),
