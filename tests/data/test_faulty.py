@@ -20,7 +20,7 @@ from meshtrain.data.documents.faulty import FIRST, LeftOut
 GOOD = {"messages": [ASK, ANSWER]}
 # A faulty line -> a part of its reason.
 FAULTY = {
-    "{": "broken JSON", "[1]": "is not an object", '{"text": "x"}': "is no conversation",
+    "{": "broken JSON", "[1]": "is not an object", '{"text": "x"}': "is not a conversation",
     json.dumps({"messages": [ASK, {**ANSWER, "content": "<|im_end|>"}]}): "which is a special token",
     json.dumps({"messages": [ASK]}): "has no answer of the assistant to learn",
     json.dumps({"messages": [ASK, ANSWER], "chat_template_kwargs": {"x": 1}}): "never reads",

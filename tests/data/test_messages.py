@@ -253,7 +253,7 @@ def test_a_wrong_row_is_one_message_with_its_number(name, tmp_path):
     told = lambda rows, **keys: fault(chats(tmp_path, path=put(rows), **keys), tmp_path)
     good = [ASK, ANSWER]
     assert f"{name}, row 2 (from 0): has no answer of the assistant" in told({"messages": [good, good, [ASK]]})
-    assert f"{name}, row 1 (from 0): is no conversation" in told({"messages": [good, None]})
+    assert f"{name}, row 1 (from 0): is not a conversation" in told({"messages": [good, None]})
     assert f"{name}, row 2 (from 0): messages: the string" in told(
         {"messages": [json.dumps(good), json.dumps(good), "[{"]})
     assert "has none of the columns messages, conversations" in told({"text": ["x"]})
