@@ -282,7 +282,7 @@ def starts(data: dict) -> str:
                for row in data["changes"]]
     saved = ", ".join(f"{step:,}" for step in data["checkpoints"])
     return skin.table(columns, rows, "attempts") + skin.bullets(changed) + skin.paragraph(
-        f"Checkpoints of steps {saved}." if saved else "No checkpoint is saved.", "small")
+        f"Saved steps: {saved}." if saved else "No checkpoint is saved.", "small")
 
 
 def experts(data: dict) -> str:
