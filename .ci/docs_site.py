@@ -16,7 +16,7 @@ def on_config(config):
     """A section of the navigation for each heading of docs/README.md that has pages below it."""
     text, config.nav, seen = (ROOT / "docs" / "README.md").read_text(encoding="utf-8"), ["README.md"], set()
     for title, body in re.findall(r"^## (.*)\n((?:(?!## ).*\n?)*)", text, re.MULTILINE):
-        links = [site(f"docs/{link}") for _, _, link, _ in LINK.findall(body)]
+        links = dict.fromkeys(site(f"docs/{link}") for _, _, link, _ in LINK.findall(body))
         pages = [link for link in links if link and link.endswith(".md") and link not in seen]
         seen.update(pages)
         config.nav += [{title: pages}] if pages else []
