@@ -264,3 +264,8 @@ def test_every_line_of_trust_names_tests_that_exist():
     for file, name in named:
         (path,) = (ROOT / "tests").rglob(file)
         assert not name or f"def {name}(" in path.read_text(), name
+
+
+def test_the_project_has_at_most_15_words_of_its_own():
+    ours = (ROOT / "docs" / "glossary.md").read_text().partition("## Terms of the field")[0]
+    assert 1 < len(re.findall(r"^\| (?!word |---)", ours, re.MULTILINE)) <= 15
