@@ -117,7 +117,8 @@ def summarize(opened: Opened, val_loss: float | None, goodput_line: str, cost_fi
         lines += [f"validation {column} {val_loss:.4f}{unit}{bits}"]
     names = [contents.CONFIG, contents.RULES, contents.METRICS, contents.HISTORY, cost_file,
              f"{contents.CHECKPOINTS}/", *[f"{contents.TENSORBOARD}/"] * run.metrics.tensorboard]
-    prompt = ("--prompt-ids '[[0]]'" if isinstance(opened.corpus.tokenizer, tokenizers.Ids) else
+    prompt = ("--chat" if run.data.source == "chat" else
+              "--prompt-ids '[[0]]'" if isinstance(opened.corpus.tokenizer, tokenizers.Ids) else
               f"--prompt {shlex.quote(run.run.sample_prompt or 'The ')}") + f" --temperature {TEMPERATURE}"
     then = [f"{_python()} -m meshtrain.report {place}", f"{_python()} -m meshtrain.generate {place} {prompt}"]
     if run.metrics.tensorboard and not addresses.is_remote(run.run.dir):

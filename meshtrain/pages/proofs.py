@@ -12,9 +12,9 @@ from meshtrain.units import amount, duration, plural
 LEAST = 1e-8            # smaller than any relative difference of float32: the palest colour of the picture
 LABEL, ROW, HEAD, NAME = 54, 16, 18, 15
 SHOWN = (
-    "The compiled training step of each layout runs for three steps from the same weights and batches as on one "
-    "device. Compared are the loss, the gradient norm, the gradient of every parameter (in the optimizer state), and "
-    "the losses of all three steps.",
+    "The command runs the compiled training step of each layout for three steps, from the same weights and batches as "
+    "on one device. It compares the loss, the gradient norm, the gradient of every parameter (in the optimizer state), "
+    "and the losses of all three steps.",
     "The model is small and has the run's features. Sizes that do not divide, and faults that only large sizes show, "
     "are not tested; python -m meshtrain.inspect checks the run itself.",
     "An error that one device makes, too, is not found. Whether the model is the one that you intended is not tested.",
@@ -94,8 +94,8 @@ def table(data: dict) -> str:
 
 def heat(data: dict) -> str:
     key = skin.key([(0, "tolerated", f"up to {data['tolerance']['state']:.0e}"), (4, "differs", "beyond")])
-    caption = ("The largest difference of each gradient, divided by its largest element. Darker is larger. The numbers "
-               "of the layouts are those of the table below.")
+    caption = ("The largest difference of each gradient, divided by its largest element. The stronger the "
+               "colour, the larger. The layouts have the numbers of the table below.")
     return skin.figure(functools.partial(heat_drawing, data), caption, key) if _names(data) else ""
 
 

@@ -359,7 +359,7 @@ def test_the_run_file_for_fine_tuning_trains_on_conversations_and_goes_on(tmp_pa
     for steps in (2, 3):
         ran = call(train.main, ROOT / "configs/llama3.2-1b-sft.toml", *argv, "--training.steps", steps)
         assert ran.code == 0, ran
-    assert "resuming after step 2" in ran.out
+    assert "resuming after step 2" in ran.out and "generate runs/llama3.2-1b-sft --chat" in ran.out
     rows = [json.loads(line) for line in (tmp_path / "runs/llama3.2-1b-sft/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3] and all(0 < row["val_loss"] < 10 for row in rows[1:])
     assert (tmp_path / "runs/llama3.2-1b-sft/export/3/model.safetensors").is_file()
