@@ -58,7 +58,8 @@ def describe(row: Mapping, names: Mapping[str, str]) -> str:
                 return f"attention, {words}"
     if not source:
         return ""
-    last = re.sub(r"[.\d]+$|(\.\d+)?\.remat\d*$", "", source.split(" (+")[0].split("/")[-1])
+    last = source.split(" (+")[0].split("/")[-1].rstrip(")" if source.startswith("(") else "")     # "(one/op:other/op)"
+    last = re.sub(r"[.\d]+$|(\.\d+)?\.remat\d*$", "", last)
     return f"{when}{OPERATIONS.get(last, last)}{_place(line, row)}"
 
 

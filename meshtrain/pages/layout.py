@@ -231,7 +231,7 @@ def _collectives(data: dict) -> str:
         return of_bytes(rows[key]["bytes"] if key in rows else None)
     columns = [Column("collective", "keep"), Column("axes", "keep"), Column("dtype"), Column("count", "n"),
                Column("sent by a device", "n"), *([Column("by formulas", "n")] if formula else []),
-               Column("over", "keep"), Column("line", "keep"), Column("from", "some")]
+               Column("over", "some"), Column("line", "keep"), Column("from", "some")]
 
     def source(row: dict | None) -> Cell | str:
         return Cell(kernels.describe(row, named), title=row["source"]) if row and row["source"] else ""
@@ -302,7 +302,7 @@ def time_drawing(line: dict, legend: bool = False, width: int = skin.WIDTH) -> s
 
 def _draw_exposed(line: dict) -> str:
     columns = [Column("collective", "keep"), Column("axes", "keep"), Column("runs", "n"), Column("sent", "n"),
-               Column("time", "n"), Column("exposed", "n"), Column("hidden under")]
+               Column("time", "n"), Column("exposed", "n"), Column("hidden under", "long")]
 
     def hidden_under(row: dict) -> str:
         longest = sorted(row["hidden_under"].items(), key=lambda pair: -pair[1])

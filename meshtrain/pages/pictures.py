@@ -289,10 +289,12 @@ class Plot:
 
     @staticmethod
     def _ticks(axis: PlotAxis, within: tuple[float, float], most: int) -> list[float]:
-        """Return ticks whose texts differ."""
+        """Return ticks whose texts differ, fewer than `most` if the texts of so many would not."""
         found = log_ticks(*within, most) if axis.log else [
             axis.unit * tick for tick in ticks(within[0] / axis.unit, within[1] / axis.unit, most)]
-        return list({axis.show(tick): tick for tick in reversed(found)}.values())[::-1]
+        texts = {axis.show(tick): tick for tick in reversed(found)}
+        return (Plot._ticks(axis, within, most - 1) if len(texts) < len(found) and most > 1 else
+                list(texts.values())[::-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,9 +375,7 @@ def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
     for of in ((1, 2, 5), (1, 3), (1,)):
         if 2 <= len(found := within(of)) <= most + 1:
             return found
-    if len(found) > most:
-        return within((1,), -(-len(found) // most))
-    return ticks(low, high, most)
+    return within((1,), -(-len(found) // most)) if len(found) > most else ticks(low, high, most)
 
 
 # ---- heat ------------------------------------------------------------------------------------------------------------

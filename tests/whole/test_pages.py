@@ -252,6 +252,7 @@ WEIGHTS = [("embedding/table", ["vocab", "embed"]), ("head/kernel", ["embed", "v
     ("jvp(xyz,zw->xyw)/dot_general", "model/mine.py:3", "forward, xyz × zw -> xyw, model"),
     ("dynamic_update_slice", "training/backward.py:327", "write of a slice, pipeline"),
     ("transpose(jvp(jvp()))/remat/mul", "kernels/activations.py:18", "recomputed, product, activation function"),
+    ("(jvp()/sharding_constraint:transpose(jvp())/sharding_constraint)", "", "backward, change of sharding"),
     ("copy.506", "", "copy"), ("", "", ""), (pages_samples.HOSTILE, "", None)])
 def test_a_kernel_is_named_by_what_it_computes(source, line, said):
     names = kernels.weights([{"name": name, "axes": axes} for name, axes in WEIGHTS])
@@ -346,6 +347,11 @@ def test_logarithmic_ticks_are_few_and_lie_within(low, high):
 def test_ticks_are_round_and_lie_within(low, high):
     found = pictures.ticks(low, high)
     assert 2 <= len(found) <= 12 and all(low - 1e-12 <= tick <= high * (1 + 1e-9) for tick in found)
+
+
+def test_ticks_of_a_few_steps_stand_at_their_steps():
+    axis = pictures.PlotAxis("step", "{:,.0f}".format)
+    assert pictures.Plot._ticks(axis, (199, 201), 6) == [199, 200, 201]
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
