@@ -142,5 +142,5 @@ class Trainer:
             state, batches = agree.everywhere(lambda: (starts.start_state(made, new, None),
                                                        training_data.batches_from(made.run, self.opened.corpus, new)))
             self.exporting.set_aside_after(new.step)
-            places.begin(made.run, new, made.layout.rules.text)
+            resume.begin(made.run, new, places.checkpoints, places.local, made.layout.rules.text)
         return new, state, BatchFeed(made.run, self.compiled.made.program, batches, new.step)

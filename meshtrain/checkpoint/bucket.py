@@ -76,7 +76,8 @@ class BucketStore:
             buckets.write(folder.below(name), b"".join(index.add(name, own[numbers.start:numbers.stop])))
 
         def write() -> None:
-            _all_at_once(send, pieces.batch_ranges([data.nbytes for *_, data in own]))
+            with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+                list(pool.map(send, pieces.batch_ranges([data.nbytes for *_, data in own])))
             buckets.write(folder.below(f"{me}.json"), json.dumps(index.as_json()).encode())
         return write
 
@@ -181,16 +182,16 @@ class BucketStep:
                     difference = index.fault(name, content, entries[name])
                     return difference and f"{folder}/{name}{difference}"
                 own = names[jax.process_index()::jax.process_count()]
-                return next(filter(None, _all_at_once(check, own)), "")
+                with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+                    return next(filter(None, list(pool.map(check, own))), "")
             except (*_BROKEN, AttributeError) as error:
                 return files.describe(error)
             except addresses.Missing:
                 return "it does not exist"
 
-        def look_twice() -> str:
-            with _judge_errors(f"{self.address} cannot be read"):
-                return look() and look()        # the transfer may have damaged what was read first
-        return next(filter(None, agree.exchange(agree.everywhere(look_twice))), "")
+        with agree.on_errors(), _judge_errors(f"{self.address} cannot be read"):
+            fault = look() and look()       # the transfer may have damaged what was read first
+        return next(filter(None, agree.exchange(fault)), "")
 
     def restore(self, wanted: Any, *, part: bool) -> Any:
         marker = self._marker()
@@ -216,14 +217,6 @@ _BROKEN = (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError)
 
 def _read(address: Address) -> dict:
     return json.loads(buckets.read(address))
-
-
-def _all_at_once(act: Callable, values: Sequence) -> list:
-    pool = concurrent.futures.ThreadPoolExecutor(AT_ONCE)
-    try:
-        return list(pool.map(act, values))
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 @contextlib.contextmanager

@@ -26,10 +26,6 @@ class Places:
     def directory(self) -> Path:
         return self.claim.directory
 
-    def begin(self, run: Run, start: resume.Start, rules_text: str) -> None:
-        """Bring run.dir to the state of `start`, see `resume.begin`."""
-        resume.begin(run, start, self.checkpoints, self.local, rules_text)
-
 
 @contextlib.contextmanager
 def claim(run: Run, watchdog: Watchdog) -> Iterator[Places]:

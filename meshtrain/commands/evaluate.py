@@ -115,7 +115,7 @@ def _with_tokenizer(source: trained.Trained) -> trained.Trained:
     if not source.of_folder:
         return source
     changes: dict[str, object] = {}
-    path = source.directory / trained.TOKENIZER
+    path, data = source.directory / trained.TOKENIZER, source.run.data
     if "data.seq_len" not in source.given:
         changes["seq_len"] = min(filter(None, (SEQ_LEN, source.longest())))
     if "data.tokenizer" not in source.given and os.path.isfile(path):
@@ -127,16 +127,11 @@ def _with_tokenizer(source: trained.Trained) -> trained.Trained:
                 names[0] = ""       # opening the tokenizer finds it again, and reports if files disagree on it
         changes |= {key: name for key, name in zip(("bos_token", "eos"), names) if name
                     and f"data.{key}" not in source.given}
-    elif "data.tokenizer" not in source.given and _reads_text(source.run.data) and any(
-            key in source.given for key in GIVEN):
+    elif "data.tokenizer" not in source.given and any(key in source.given for key in GIVEN) and any(
+            part.source != "tokens" for part in (*(data.mixture or [data]), *data.validation_sources)):
         raise ConfigError(f"{source.directory} has no {trained.TOKENIZER}, which the texts need; set "
                           f"--data.tokenizer to the path of its tokenizer.json, or to bytes")
     return dataclasses.replace(source, run=source.run.replace(data=changes))
-
-
-def _reads_text(data: config.Data) -> bool:
-    parts = data.mixture if data.source == "mixture" else [data]
-    return any(part.source != "tokens" for part in (*parts, *data.validation_sources))
 
 
 def _open_data(source: trained.Trained, may_be_none: bool, scratch: Path) -> tuple[

@@ -56,7 +56,7 @@ def main(own: config.Arguments) -> int:
 def _write_smallest(proof: parity.Proof, run: config.Run, devices) -> str | None:
     """Write the smallest run file that shows the first difference. Return its path; None if nothing differs, or if the
     run file is already the smallest."""
-    if (cell := proof.first_wrong) is None:
+    if (cell := next((cell for cell in proof.cells if cell.differs), None)) is None:
         return None
     say.out("searching for the smallest run file that shows the first difference …")
     counterexample = smallest.of(cell, devices, say.out)

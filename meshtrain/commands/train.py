@@ -12,7 +12,7 @@ import jax
 
 from meshtrain import assembly, closing, config, process, run_files, starts, trainer, training_data
 from meshtrain.assembly import Assembly
-from meshtrain.checkpoint import places
+from meshtrain.checkpoint import places, resume
 from meshtrain.checkpoint.places import Places
 from meshtrain.cluster import agree, watch
 from meshtrain.huggingface.weights import exports, pretrained
@@ -32,15 +32,16 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     """Run the command. Return its exit code. began: time.perf_counter when its process began; None: now."""
     account = goodput.Account(began)
     command.print_notices()
-    with exits.code_of() as ending:
+
+    def load_and_train() -> int:
         try:
             run = run_files.load(argv)
         finally:
             phases.end()
         trackers.check(run)
         with process.join(run, argv) as joined:     # which process of how many; signals, watchdog, devices
-            ending.code = train(joined, account)
-    return ending.code
+            return train(joined, account)
+    return exits.code_of(load_and_train)
 
 
 def train(joined: Joined, account: goodput.Account) -> int:
@@ -81,7 +82,7 @@ def _train_from(beginning: Beginning, here: Places, exporting: Exports, attempt:
             step = assembly.compile_step(made, made.program.lower_step())       # refuses programs known to be wrong
         compiled = CompiledRun(made, step, replicas.of_run(run, made.state_shapes, made.mesh), later)
     exporting.set_aside_after(start.step)                           # the first change in the run directory
-    here.begin(run, start, made.layout.rules.text)
+    resume.begin(run, start, here.checkpoints, here.local, made.layout.rules.text)
     if start.saved is None:
         pretrained.keep_companions(run, here.directory)
     # Process 0 prices the step, and all wait: before the loop a stop signal ends a process at once, within it a stop is

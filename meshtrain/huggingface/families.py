@@ -49,11 +49,8 @@ class Family:
 def _rows(where: str, **rows: str | tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """Return the tensors of one module: name -> forms. `.weight` is added to a name unless it ends with _, and a __ in
     it becomes a dot."""
-    def full_name(name: str) -> str:
-        return name[:-1] if name.endswith("_") else f"{name}.weight"
-
-    return {where + full_name(name).replace("__", "."): (texts,) if isinstance(texts, str) else texts
-            for name, texts in rows.items()}
+    return {where + (name[:-1] if name.endswith("_") else f"{name}.weight").replace("__", "."):
+            (texts,) if isinstance(texts, str) else texts for name, texts in rows.items()}
 
 
 def _mlp(where: str, ours: str, width: str = "F", names: tuple = ("gate_proj", "up_proj", "down_proj")) -> dict:

@@ -7,7 +7,6 @@ jaxlib, because another version of XLA may compile another program. Knows no com
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import tomllib
 from collections import defaultdict
@@ -16,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from meshtrain.assembly import Assembly
+from meshtrain.config.messages import toml
 from meshtrain.cost.program import audit
 from meshtrain.names import LAYERS, LEADING
 from meshtrain.sharding.rules import GATHERED
@@ -112,12 +112,14 @@ def dumps(expected: Expected, command: str) -> str:
     """Return the text of the file. command: the command that checks it, printed in its first line."""
     lines = [f"# Collectives and memory of one device in a step. Checked by: {command}",
              "# The same command with --update writes this file.", "",
-             "[run]", *(f"{_word(key)} = {_toml(value)}" for key, value in expected.run.items()), "", "[compiler]",
-             *(f"{key} = {_toml(value)}" for key, value in expected.compiler.items()), "", "[memory_bytes]",
+             "[run]", *(f"{key if key.isidentifier() else toml(key)} = {toml(value)}"
+                        for key, value in expected.run.items()),
+             "", "[compiler]", *(f"{key} = {toml(value)}" for key, value in expected.compiler.items()),
+             "", "[memory_bytes]",
              *(f"{key} = {value}" for key, value in expected.memory_bytes.items()), "", "[step]", "collectives = ["]
     for (kind, axes, array), row in sorted(expected.collectives.items()):
-        lines.append("  " + _toml({"kind": kind, "axes": list(axes), "array": array,
-                                   "count": row.count, "bytes": row.bytes, "of": row.of}) + ",")
+        lines.append("  " + toml({"kind": kind, "axes": list(axes), "array": array,
+                                  "count": row.count, "bytes": row.bytes, "of": row.of}) + ",")
     return "\n".join([*lines, "]"]) + "\n"
 
 
@@ -130,19 +132,6 @@ def loads(text: str) -> Expected:
         return Expected(tables["run"], tables["compiler"], tables["memory_bytes"], rows)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{error} is missing or has another type") from None
-
-
-def _word(key: str) -> str:
-    return key if key.isidentifier() else json.dumps(key)
-
-
-def _toml(value) -> str:
-    """Return a value as TOML. Strings, numbers and lists are written as in JSON, which is valid TOML."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_word(key)} = {_toml(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 # ---- what differs ----------------------------------------------------------------------------------------------------
@@ -173,8 +162,8 @@ def causes(expected: Expected, found: Expected) -> list[str]:
     lines = []
     for key in sorted({*expected.run, *found.run}):
         before, after = (side.run.get(key, "default") for side in (expected, found))
-        if _toml(before) != _toml(after):
-            lines.append(f"the run differs: {key} {_toml(before)} → {_toml(after)}")
+        if toml(before) != toml(after):
+            lines.append(f"the run differs: {key} {toml(before)} → {toml(after)}")
     versions = [" and ".join(f"{name} {value}" for name, value in side.compiler.items()) for side in (expected, found)]
     if versions[0] != versions[1]:
         lines.append(f"the compiler differs: written with {versions[0]}, compiled here with {versions[1]}")

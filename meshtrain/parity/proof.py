@@ -70,10 +70,6 @@ class Proof:
     def failed(self) -> bool:
         return bool(self.findings) or any(cell.differs for cell in self.cells)
 
-    @property
-    def first_wrong(self) -> CellResult | None:
-        return next((cell for cell in self.cells if cell.differs), None)
-
     def as_json(self) -> dict:
         return {"name": self.name, "devices": self.devices, "failed": self.failed,
                 "tolerance": TOLERANCE._asdict(), "cells": [cell.as_json() for cell in self.cells],

@@ -38,14 +38,9 @@ TEMPORARY = re.compile(r"(.+?)(\.\d+)?\.tmp")               # NAME.tmp or NAME.P
 
 def are_left_by_starts(names: set[str], has_checkpoints: bool) -> bool:
     """Return whether a directory without config.toml holds only files of starts that ended before their first step."""
-    left = {_final_name(name) for name in names if not name.startswith(".nfs")}      # .nfs*: deleted, but still open
+    # Temporary files count by their final names. .nfs*: deleted, but still open.
+    left = {match[1] if (match := TEMPORARY.fullmatch(name)) else name for name in names if not name.startswith(".nfs")}
     return left <= BEFORE_THE_CLAIM or (LOCK in left and left <= BEFORE_THE_FIRST_STEP and not has_checkpoints)
-
-
-def _final_name(name: str) -> str:
-    """Return the final name of a temporary file; any other name unchanged."""
-    match = TEMPORARY.fullmatch(name)
-    return match[1] if match else name
 
 
 def is_sent(name: str) -> bool:

@@ -1,11 +1,9 @@
 """The exit code of a command of several processes: every failure becomes one message and a code."""
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import jax
 
@@ -16,7 +14,7 @@ from meshtrain.config import ConfigError
 from meshtrain.files import FileSystemError
 from meshtrain.journal.guards import Halt
 from meshtrain.run import say
-from meshtrain.run.stops import DONE, FAILED, USER_ERROR
+from meshtrain.run.stops import FAILED, USER_ERROR
 
 PEERS_STOP_S = 3.0      # a stop signal for a run reaches all its processes within this time
 
@@ -25,43 +23,33 @@ class RunError(RuntimeError):
     """A failure of a run whose message is for users: it ends the command with exit code 1."""
 
 
-@dataclasses.dataclass
-class Ending:
-    """code: the exit code of a command."""
-    code: int = DONE
-
-
-@contextlib.contextmanager
-def code_of() -> Iterator[Ending]:
-    """Context of a command: an exception that leaves it becomes a message and the code of the ending.
+def code_of(act: Callable[[], int]) -> int:
+    """Return act(), the exit code of a command. An exception becomes a message and a code.
 
     One process prints the message of an exception that all raise. Raises: any exception without a message for users,
     for its traceback.
     """
-    ending = Ending()
     try:
-        yield ending
+        return act()
     except ConfigError as error:
-        ending.code = _fail(USER_ERROR, f"error: {error}", error)
+        return _fail(USER_ERROR, f"error: {error}", error)
     except Halt as error:
         if jax.process_index() == 0:
             say.err(f"stopped: {error}")
-        ending.code = FAILED
+        return FAILED
     except (PeerError, FileSystemError, RunError) as error:
-        ending.code = _fail(FAILED, f"error: {error}", error)
+        return _fail(FAILED, f"error: {error}", error)
     except Exception as error:
         if files.is_moment(error):      # a failure of the file system outside the places that handle it
             where = traceback.extract_tb(error.__traceback__)[-1]
-            ending.code = _fail(FAILED,
-                                f"error: {files.describe(error)}, in {where.name} of {where.filename}; check the file "
-                                "system (free space, mounts, server) and start again", error)
-        elif told := custom.find_misuse(error):
-            ending.code = _fail(USER_ERROR, f"error: {told}", error)
-        elif agree.first_reports(error):      # process 0 prints the traceback
-            ending.code = _fail(FAILED, "", error)
-        else:
-            _wait_for_stop(error)
-            raise
+            return _fail(FAILED, f"error: {files.describe(error)}, in {where.name} of {where.filename}; check the file "
+                                 "system (free space, mounts, server) and start again", error)
+        if told := custom.find_misuse(error):
+            return _fail(USER_ERROR, f"error: {told}", error)
+        if agree.first_reports(error):      # process 0 prints the traceback
+            return _fail(FAILED, "", error)
+        _wait_for_stop(error)
+        raise
     finally:
         say.format_lines("plain")
 

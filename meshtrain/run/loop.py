@@ -109,7 +109,7 @@ class Stop:
         return self.agreed
 
 
-class StepClock:
+class StepClock(contextlib.AbstractContextManager):
     """Observes when the device ends its steps, from two threads: one waits for the step, the other one looks at it
     every few milliseconds. Both wake late if the host is busy: a library that saves or logs holds the interpreter's
     lock. The last look that found the step running then bounds how late its end was seen."""
@@ -117,9 +117,6 @@ class StepClock:
     def __init__(self):
         self._waiting, self._looking = (concurrent.futures.ThreadPoolExecutor(1) for _ in range(2))
         self._seen, self._every_s = time.perf_counter(), LOOK_S[0]
-
-    def __enter__(self) -> "StepClock":
-        return self
 
     def __exit__(self, *_) -> None:
         self._waiting.shutdown()

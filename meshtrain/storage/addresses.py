@@ -130,11 +130,6 @@ def _of_hub(text: str, rest: str) -> Address:
                    urllib.parse.unquote(match[3] or ""))
 
 
-def folder_of(path: str) -> str:
-    """Return the folder before a glob's first wildcard. It must be listed to find the files of the glob."""
-    return MAGIC.split(path)[0].rpartition("/")[0]
-
-
 def is_match(path: str, pattern: str) -> bool:
     """Return whether glob.glob(pattern, recursive=True) would find the path. * and ? match within a name, ** matches
     any folders. A name that begins with a dot matches only if its part of the pattern begins with a dot, too."""

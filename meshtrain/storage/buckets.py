@@ -102,22 +102,15 @@ def read_into(remote: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -
     total = remote.size
     assert total is not None, "a bucket reports the size of every object"
 
-    def read(start: int) -> int:
-        stop = min(start + RANGE_BYTES, total)
-        data = memoryview(_range(remote, start, stop))
+    def read(start: int) -> None:
+        data = memoryview(_range(remote, start, min(start + RANGE_BYTES, total)))
+        grew(len(data))
         while data:     # a write may be short
             written = os.pwrite(file.fileno(), data, start)
             data, start = data[written:], start + written
-        return stop
 
-    pool = concurrent.futures.ThreadPoolExecutor(RANGES)
-    try:
-        reached = 0
-        for stop in pool.map(read, range(0, total, RANGE_BYTES)):
-            grew(stop - reached)
-            reached = stop
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with concurrent.futures.ThreadPoolExecutor(RANGES) as pool:
+        list(pool.map(read, range(0, total, RANGE_BYTES)))
 
 
 def read_range(remote: RemoteFile, start: int, stop: int) -> bytes:

@@ -91,7 +91,7 @@ def match(pattern: str) -> list[str]:
     if wanted.scheme in WEB or not MAGIC.search(wanted.path) and wanted.scheme != HUB:
         matching = [entry] if (entry := _file(wanted)) else []
     else:
-        there = _listing(wanted.at(addresses.folder_of(wanted.path)))
+        there = _listing(wanted.at(MAGIC.split(wanted.path)[0].rpartition("/")[0]))     # before the first wildcard
         literal = [entry for entry in there if entry.address.path == wanted.path]
         matching = literal or [entry for entry in there if addresses.is_match(entry.address.path, wanted.path)]
     if not matching:
@@ -292,11 +292,8 @@ def _fetch(wanted: dict[Path, RemoteFile], copying: Copying) -> None:
             finally:
                 temporary.unlink(missing_ok=True)
 
-    pool = concurrent.futures.ThreadPoolExecutor(AT_ONCE)
-    try:
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(fetch, wanted))
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _read_into(entry: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -> None:
