@@ -49,7 +49,11 @@ def main(given: config.Arguments) -> int:
     outcome = supervise.supervise([train], [environ], called=f"process {index}",
                                   still_s=run.distributed.heartbeat_timeout_s)
     if outcome.code not in (stops.DONE, stops.USER_ERROR):
-        _leave_words(run, attempt, index, outcome)
+        left = {"code": outcome.code, "victim": outcome.secondary, "time": time.time(), "words": outcome.words}
+        try:
+            messages.write(run.run.dir, f"{LAST_WORDS}/{attempt}-{index}", json.dumps(left))
+        except (OSError, ValueError) as error:
+            say.err(f"{run.run.dir}/{LAST_WORDS} cannot be written: {files.describe(error)}")
     return outcome.code
 
 
@@ -87,14 +91,6 @@ def _remove(run: Run, is_old: Callable[[str], bool], *more: str) -> None:
     with config.user_errors("run.dir: "):
         for name in [*more, *filter(is_old, messages.names(run.run.dir, LAST_WORDS))]:
             messages.remove(run.run.dir, name)
-
-
-def _leave_words(run: Run, attempt: int, index: int, outcome: supervise.LaunchOutcome) -> None:
-    left = {"code": outcome.code, "victim": outcome.secondary, "time": time.time(), "words": outcome.words}
-    try:
-        messages.write(run.run.dir, f"{LAST_WORDS}/{attempt}-{index}", json.dumps(left))
-    except (OSError, ValueError) as error:
-        say.err(f"{run.run.dir}/{LAST_WORDS} cannot be written: {files.describe(error)}")
 
 
 def _last_words(run: Run, attempt: int) -> tuple[int, str]:

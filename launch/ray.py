@@ -265,7 +265,9 @@ class Room:
         most, least = self.options["processes"], self.options["min-processes"] or self.options["processes"]
         limit_s, begun, count = self.run.distributed.timeout_s, time.monotonic(), most
         while not self.asked:
-            self._ask_for(count)
+            if count != self.count:     # else the bundles stay reserved between two starts
+                self.leave()
+                self.group, self.count = placement_group([self.bundle] * count, strategy="PACK"), count
             if self._comes(min(ROOM_S, limit_s) if least < most else limit_s):
                 if count < most:
                     say.err(f"the cluster has no room for all {most} processes: this start has {count}")
@@ -281,11 +283,6 @@ class Room:
         if self.group is not None:
             remove_placement_group(self.group)
         self.group, self.count = None, 0
-
-    def _ask_for(self, count: int) -> None:
-        if count != self.count:     # else the bundles stay reserved between two starts
-            self.leave()
-            self.group, self.count = placement_group([self.bundle] * count, strategy="PACK"), count
 
     def _comes(self, limit_s: float) -> bool:
         begun = time.monotonic()

@@ -134,10 +134,9 @@ def check_program(mesh: jax.sharding.Mesh, name: str, executable: jax.stages.Com
     Raises: BrokenProgramError if a collective-permute would leave devices with zeros, a fault of XLA on GPUs
     (openxla/xla 45218, 47083) that does not occur on CPUs.
     """
-    if may_refuse(mesh):
-        if broken := audit.broken_permutes(executable.as_text(), mesh):
-            raise BrokenProgramError(
-                f"XLA compiled {name} to {amount(len(broken), 'collective permute')} that leave devices with "
-                f"zeros, which gives wrong numbers: {'; '.join(broken[:3])}; nothing was computed. Use another mesh "
-                f"or rule file, or another version of jax")
+    if may_refuse(mesh) and (broken := audit.broken_permutes(executable.as_text(), mesh)):
+        raise BrokenProgramError(
+            f"XLA compiled {name} to {amount(len(broken), 'collective permute')} that leave devices with zeros, which "
+            f"gives wrong numbers: {'; '.join(broken[:3])}; nothing was computed. Use another mesh or rule file, or "
+            f"another version of jax")
     return executable

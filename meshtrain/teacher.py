@@ -50,7 +50,9 @@ def load(made: Assembly, reader: Tokenizer) -> Teacher:
         opened = pretrained.open_folder(taught.run, taught.model)
     assert opened
     shapes = taught.state_shapes.params
-    params = pretrained.load(*opened, taught.model.places(), _zeros(shapes))
+    zeros = jax.jit(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
+                    out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))
+    params = pretrained.load(*opened, taught.model.places(), zeros())
     held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
                for leaf in jax.tree.leaves(shapes))
     count = sum(info.size for info in taught.model.parameters())
@@ -90,12 +92,6 @@ def _compare_order(made: Assembly, taught: Assembly) -> None:
     if (ours is None) != (theirs is None) or ours is not None and not np.array_equal(ours, theirs):
         raise ValueError("its attention takes the tokens of a sequence in another order than that of the model; use "
                          "another context.method, or mesh.context=1")
-
-
-def _zeros(shapes: dict) -> dict:
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
-    return jax.jit(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
-                   out_shardings=shardings)()
 
 
 def compile_alone(made: Assembly) -> jax.stages.Compiled | None:

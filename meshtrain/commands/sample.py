@@ -27,9 +27,8 @@ COMMAND = config.Command("meshtrain.sample", {}, "RUN_DIR", (1, 1))
 def main(given: config.Arguments) -> int:
     directory = Path(given.names[0])
     run_files.resolve({}, given.keys, trained.KEYS, separate.COMMAND)      # reports mistakes before the run has begun
-    with watch.on(watch.PhaseLimits(), 0, 1, say.err):
-        with watch.phase("waiting for orders", watch.UNLIMITED):
-            return serve(directory, given.keys)
+    with watch.on(watch.PhaseLimits(), 0, 1, say.err), watch.phase("waiting for orders", watch.UNLIMITED):
+        return serve(directory, given.keys)
 
 
 def serve(run_dir: Path, words: Sequence[str]) -> int:

@@ -39,10 +39,6 @@ def _caches_tokens(run: Run) -> bool:
             or any(path.endswith((".gz", ".zst", "*", "?", "]")) or addresses.is_remote(path) for path in paths))
 
 
-def _reads_texts(run: Run) -> bool:
-    return any(source.source in TEXTS for source in [*(run.data.mixture or [run.data]), *run.data.validation_sources])
-
-
 EFFECTS = (
     Effect("optimizer.decay_steps", lambda run: run.optimizer.schedule == "wsd",
            'optimizer.schedule="wsd" ends with such a decay'),
@@ -54,7 +50,9 @@ EFFECTS = (
            'training.loss_spike="warn", "skip" or "rollback"'),
     Effect("data.cache", _caches_tokens, "a data.tokenizer other than bytes, or files that are not plain text or are "
            "at addresses"),
-    Effect("data.split_at", _reads_texts, f"data.source={join(map(toml, TEXTS), 'or')}"),
+    Effect("data.split_at", lambda run: any(source.source in TEXTS for source in [
+           *(run.data.mixture or [run.data]), *run.data.validation_sources]),
+           f"data.source={join(map(toml, TEXTS), 'or')}"),
     Effect("experts.balance", lambda run: run.model.num_experts > 0 and run.experts.aux_loss > 0,
            "model.num_experts and experts.aux_loss above 0"),
     Effect("lora.export", lambda run: run.checkpoint.export != "off", 'checkpoint.export="last" or "every"'),

@@ -158,10 +158,6 @@ class MetricRows(Log):
     def __init__(self, path: str | os.PathLike):
         super().__init__(path, _is_of_step)
 
-    def end_of(self, step: int) -> int:
-        """Return the offset after the last row whose step is at most `step`; 0 if there is none."""
-        return next((line.end for line in self.lines_reversed() if line.row and line.row["step"] <= step), 0)
-
 
 def _is_of_step(row: Row) -> bool:
     return type(row.get("step")) is int and 0 <= row["step"] < 1 << 63 and all(
@@ -202,7 +198,10 @@ def set_aside_after(path: Path, step: int) -> str:
     no later rows. Raises: OSError."""
     rows = MetricRows(path)
     last = next(reversed(rows), None)
-    return _copy_aside(path, rows.end_of(step)) if last and last["step"] > step else ""
+    if last is None or last["step"] <= step:
+        return ""
+    return _copy_aside(path, next((line.end for line in rows.lines_reversed()
+                                   if line.row and line.row["step"] <= step), 0))
 
 
 def _copy_aside(path: Path, start: int) -> str:

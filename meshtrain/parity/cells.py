@@ -41,7 +41,7 @@ def factors(run: Run, rule_files: Sequence[str], num_devices: int) -> dict[str, 
     """Return the values that each factor may have in cells of this shrunk run. The first value of every factor but
     `rules` has no effect."""
     pipelined = objective.of_run(run).pipelined and not run.optimizer.qk_clip
-    values = {
+    return {
         "rules": tuple(rule_files),
         "data": (OFF, "data"), "fsdp": (OFF, "fsdp"), "tensor": (OFF, "tensor"),
         "schedule": (OFF, *schedules.NAMES) if pipelined else (OFF,),
@@ -51,7 +51,6 @@ def factors(run: Run, rule_files: Sequence[str], num_devices: int) -> dict[str, 
         "dispatch": ("auto", "gather", "all_to_all") if run.model.num_experts else ("auto",),
         "longest": (OFF, *AXES) if num_devices >= 4 else (OFF,),        # the axis with four devices instead of two
     }  # fmt: skip
-    return values
 
 
 def run_of(run: Run, cell: Cell) -> Run:

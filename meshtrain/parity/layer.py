@@ -74,7 +74,8 @@ def prove_layer(function: Callable, parameters: Declared, rules: Sequence[str] =
     one = MeshSpec({})
     with config.user_errors():
         loaded = [rules_of.load(find_file(path)) for path in dict.fromkeys(rules or cells_of.list_shipped_rules())]
-    layer = _draw(function, parameters, {name for file in loaded for name in file.weight_names})
+    of_weights = {name for file in loaded for name, kind in file.names.items() if kind != "activation"}
+    layer = _draw(function, parameters, of_weights)
     loaded = cells_of.distinct(loaded, [tuple(axes) for _, axes in parameters.values()])
     chosen = choose_layouts(layer.tensors(), loaded, len(devices))[:cells]
     if not chosen:

@@ -127,8 +127,9 @@ class Orders:
         [batch, version]. lost: whether weights of an older version no longer exist. saved: the checksum of the saved
         weights of version `number`, or None.
         """
-        if begins:
-            self._remove_weights_after(number)
+        for name in os.listdir(self.place.weights) if begins else ():
+            if name.isdecimal() and int(name) > number:
+                _remove(self.place.weights / name)
         versions, lost = [], False
         for batch in wanted:
             version = self._versions.get(batch, max(batch - self.rl.lag, 0))
@@ -200,11 +201,6 @@ class Orders:
             rows = order.rows(part)
             files.replace(self.place.answers(order.batch, part), pack_answers(
                 order, part, every[rows.start * samples:rows.stop * samples], "the trainer", ""))
-
-    def _remove_weights_after(self, number: int) -> None:
-        for name in os.listdir(self.place.weights):
-            if name.isdecimal() and int(name) > number:
-                _remove(self.place.weights / name)
 
     def _drop_before(self, number: int) -> None:
         """Remove orders and answers of old batches that no resume needs. Batches that the queue of a checkpoint may

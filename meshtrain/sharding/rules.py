@@ -52,11 +52,6 @@ class Rules:
         return tuple(name for name, kind in self.names.items() if kind == "both")
 
     @property
-    def weight_names(self) -> tuple[str, ...]:
-        """The dims that weights may have."""
-        return tuple(name for name, kind in self.names.items() if kind != "activation")
-
-    @property
     def declared(self) -> dict[str, str]:
         """The names of [names] and their kinds, with those of the extended files."""
         return {name: kind for name, kind in self.names.items() if name not in LOGICAL}

@@ -264,7 +264,7 @@ class Waits:
             self.layer_s += exposed_s if layer else 0.0
         if options.remat == "offload":      # each layer's input is copied to the host and back
             copy_bytes = placed.itemsize * placed.tokens(options) * placed.cfg.embed_dim / placed.stream_shards
-            copy_s = copy_bytes / rated.host_bytes_per_s
+            copy_s = copy_bytes / (1e9 * assumed["offload.gb_per_s"])
             self.exposed["offload"] = m * layers * sum(
                 max(0.0, copy_s - assumed["overlap.fsdp"] * work.compute_s[kind])
                 for kind in (FORWARD, BACKWARD))

@@ -162,11 +162,6 @@ class Rates:
         return start_s + 2 * min(round_s, max(inside, between) / TREE_SHARE + depth_s)
 
     @property
-    def host_bytes_per_s(self) -> float:
-        """Return the bandwidth of copies between the GPU and the host's memory."""
-        return 1e9 * self.assumed["offload.gb_per_s"]
-
-    @property
     def launch_s(self) -> float:
         return self.assumed["kernel.launch_us"] * US
 

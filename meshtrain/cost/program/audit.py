@@ -224,7 +224,8 @@ def collective_rows(module: hlo.HloModule, visit: hlo.Visit, mesh_shape: dict[st
     ins, kind = visit.instruction, _kind(visit.instruction)
     assert kind is not None
     if kind == "collective-permute":
-        axes = permute_axes(source_target_pairs(ins.attrs), mesh_shape)
+        pairs = np.stack(np.unravel_index(source_target_pairs(ins.attrs), tuple(mesh_shape.values())), -1)
+        axes = tuple(a for i, a in enumerate(mesh_shape) if (pairs[:, 0, i] != pairs[:, 1, i]).any())
         n = math.prod(mesh_shape[a] for a in axes)
     else:
         groups = replica_groups(ins.attrs, math.prod(mesh_shape.values()))
@@ -331,12 +332,6 @@ def source_target_pairs(attrs: str) -> np.ndarray:
     if not match:
         raise ValueError(f"a collective-permute without source_target_pairs: {attrs[:200]}")
     return np.array(_ints(match.group(1)), dtype=int).reshape(-1, 2)
-
-
-def permute_axes(pairs: np.ndarray, mesh_shape: dict[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes along which a permute moves data."""
-    coordinates = np.stack(np.unravel_index(pairs, tuple(mesh_shape.values())), -1)  # [pairs, 2, axes]
-    return tuple(a for i, a in enumerate(mesh_shape) if (coordinates[:, 0, i] != coordinates[:, 1, i]).any())
 
 
 # Operations for which XLA's partitioner makes permutes, where an array's pieces differ in size or place.
