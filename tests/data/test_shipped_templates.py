@@ -97,9 +97,10 @@ def test_reasoning_of_an_earlier_answer_is_learned(name, first, second):
 def test_glm_ends_an_answer_with_the_token_of_what_follows_and_stops_at_it(tmp_path):
     called = renderer("glm4.7").spans([ASK, CALLING, {"role": "tool", "content": "x"}, ANSWER], None, [True] * 4)
     assert [called.text[:end].rpartition("<")[2] for _, end in called.spans] == ["|observation|>", "|user|>"]
-    template = chat.open_template(reader_with(tmp_path, *written_by("glm4.5")), given="glm4.5")
+    reader = reader_with(tmp_path, *written_by("glm4.5"))
+    template = chat.open_template(reader, given="glm4.5")
     found = ends.of_template(template)
-    assert template.tokenizer.library.token_to_id("<|user|>") == found.turn and not ends._is_not_learned(template, found.turn)
+    assert reader.library.token_to_id("<|user|>") == found.turn and not ends._is_not_learned(template, found.turn)
 
 
 def test_arguments_of_a_template_change_what_it_writes():
