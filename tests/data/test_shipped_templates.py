@@ -32,7 +32,7 @@ def renderer(name: str) -> Renderer:
     return Renderer((HOME / f"{name}.jinja").read_text(), goldens.TOKENS, False)
 
 
-def reader_with(directory: Path, *names: str) -> tokenizer.Tokenizer:
+def reader_with(directory: Path, *names: str) -> tokenizer.TokenizerFile:
     """A tokenizer whose special tokens are these."""
     library = tokenizers.Tokenizer.from_file(str(drawn.HOME / "bytes.json"))
     library.add_special_tokens(list(names))
