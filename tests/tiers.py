@@ -5,9 +5,9 @@ full    `pytest.mark.full`, or full by tests/tiers.toml: the other tests that en
 long    `pytest.mark.long`: minutes, or one of very many cells (`pytest.mark.cell`, too). `pytest --long`
 
 `--part I/N` takes every N-th test of what is chosen, by its position in the list sorted by name: N parts are all of it,
-each test once. `--landing N` takes such parts of all tests but the core's, LANDINGS of which are all, in BLOCKS of neighbours
-of one file: these share runs, references and compiled programs. A test file that is named runs its core and full tests; a
-test that is named by `::` runs in any case.
+each test once. `--landing N` takes parts of all tests but the core's, LANDINGS of which are all: every LANDINGS-th block of a
+file, in BLOCKS of neighbours, which share runs, references and compiled programs. A test file that is named runs its core
+and full tests; a test that is named by `::` runs in any case.
 """
 import argparse
 import collections
@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import re
 import tomllib
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -49,15 +50,25 @@ def take_part(names: Sequence[str], number: int, count: int) -> set[str]:
 
 
 def take_landing(groups: Mapping[str, str], number: int) -> set[str]:
-    """The tests that a landing runs. groups: name of a test -> its key of LANDINGS."""
-    return {name for group, count in LANDINGS.items()
-            for block in cut_blocks([name for name, of in groups.items() if of == group], BLOCKS[group])[number % count::count]
-            for name in block}
+    """The tests that a landing runs. groups: name of a test -> its key of LANDINGS. The turn of a block follows from its
+    file and its place in it: a test that comes or goes changes no other file's turns, and a failed landing that is
+    mended runs what failed."""
+    taken = set()
+    for group, count in LANDINGS.items():
+        blocks = cut_blocks([name for name, of in groups.items() if of == group], BLOCKS[group])
+        for file, of_file in itertools.groupby(blocks, key=lambda block: file_of(block[0])):
+            first = zlib.crc32(f"{group} {file}".encode())
+            taken.update(name for n, block in enumerate(of_file) if (first + n - number) % count == 0 for name in block)
+    return taken
+
+
+def file_of(name: str) -> str:
+    return name.partition("::")[0]
 
 
 def cut_blocks(names: Iterable[str], size: int) -> list[list[str]]:
     """The names, sorted, cut into blocks of at most `size` of one file each."""
-    files = itertools.groupby(sorted(names), key=lambda name: name.partition("::")[0])
+    files = itertools.groupby(sorted(names), key=file_of)
     return [block[first:first + size] for _, found in files for block in [list(found)] for first in range(0, len(block), size)]
 
 

@@ -87,6 +87,13 @@ def test_landings_run_each_test_as_often_as_their_count_says(sizes):
     assert runs == {name: 240 // tiers.LANDINGS[group] for name, group in groups.items()}
 
 
+def test_a_test_that_comes_changes_the_turns_of_no_other_file():
+    groups = {f"{file}.py::{number}": "full" for file in "ac" for number in range(40)}
+    for number in range(16):
+        before, after = (tiers.take_landing(more | groups, number) for more in ({}, {"b.py::0": "full"}))
+        assert after - {"b.py::0"} == before
+
+
 @given(st.sets(st.tuples(st.sampled_from("abc"), st.integers(0, 99))), st.integers(1, 9))
 def test_blocks_hold_each_test_once_and_neighbours_of_one_file(tests, size):
     names = [f"{file}.py::{number}" for file, number in tests]
@@ -99,8 +106,8 @@ def test_blocks_hold_each_test_once_and_neighbours_of_one_file(tests, size):
 def test_a_landing_takes_its_parts_and_says_so(tmp_path):
     (tmp_path / "test_a.py").write_text(TESTS)
     (tmp_path / "test_d.py").write_text("def test_e(): pass\n\ndef test_f(): pass\n")
-    for number, line in ((240, "2 passed"), (241, "1 passed"), (241, "landing 241: full 1/16, cell 1/16, long 1/60"),
-                         (241, "not run: 2 tests of other parts")):
+    for number, line in ((22, "2 passed"), (244, "1 passed"), (244, "landing 244: full 4/16, cell 4/16, long 4/60"),
+                         (244, "not run: 2 tests of other parts")):
         assert line in (said := run_tests(tmp_path, "--landing", str(number))), said
     assert "--landing chooses the tiers" in run_tests(tmp_path, "--landing", "1", "--full")
 
