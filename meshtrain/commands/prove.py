@@ -23,6 +23,7 @@ COMMAND = config.Command("meshtrain.prove", {
     "devices": config.Option("number of simulated devices", "N", "8", config.whole(2, MOST_DEVICES), 8),
     "cells": config.Option("test at most this many layouts, those that cover the most pairs of choices; default: "
                            "layouts that cover all pairs", "N", "10", config.whole(1)),
+    "no-shrink": config.Option("do not search for the smallest run file that shows a difference"),
     "json": config.Option("print only JSON"),
     "html": config.Option("also write an HTML page: one file without external resources", "FILE", "proof.html"),
 }, "[RUN.toml]", (0, 1))
@@ -38,7 +39,7 @@ def main(own: config.Arguments) -> int:
     with say.without_noise([]):     # XLA's warnings about programs for CPUs do not matter here
         begun = say.live if say.on_terminal() and not own["json"] else lambda line: None
         proof = parity.prove(run, own["rules"], devices, own["cells"], say.out, begun)
-        file = _write_smallest(proof, run, devices)
+        file = None if own["no-shrink"] else _write_smallest(proof, run, devices)
     data = proof.as_json() | {"smallest": file}
     if own["html"]:
         with config.user_errors():

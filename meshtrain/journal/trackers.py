@@ -112,7 +112,8 @@ class WandB(contextlib.AbstractContextManager):
         self._kept, self._group = directory / "wandb" / "run-id", directory / "wandb" / "group"
         self._run, self._first = None, 0
         if not (identity := _read_id(self._kept)):
-            files.replace(self._kept, identity := secrets.token_hex(4))
+            identity = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)       # a sweep has named it
+            files.replace(self._kept, identity)
             back = None
         for mode in dict.fromkeys((os.environ.get("WANDB_MODE", "online"), "offline")):
             try:

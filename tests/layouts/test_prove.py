@@ -135,6 +135,8 @@ def test_a_layout_that_differs_is_shrunk_to_a_run_file_that_shows_it_again(avera
     assert tables in ({"mesh": {"data": 2}}, {"mesh": {"fsdp": 2}}) and "python -m meshtrain.prove quickstart-differs.toml" in written.read_text()
     again = call(prove.main, written, *QUICK)
     assert again.code == 1 and "is the smallest that shows" in again.out and len(list(tmp_path.iterdir())) == 1, again
+    without = call(prove.main, written, *QUICK, "--no-shrink")
+    assert without.code == 1 and "smallest" not in without.out and "DIFFERS" in without.out, without
 
 
 def test_a_gradient_that_is_not_finite_differs():

@@ -283,6 +283,15 @@ def test_an_empty_wandb_identity_is_made_anew(tmp_path, monkeypatch):
     assert asked[0] == asked[1] != "" and os.listdir(tmp_path / "wandb") == ["run-id"]
 
 
+def test_a_run_of_a_sweep_has_the_identity_that_wandb_gave_it(tmp_path, monkeypatch):
+    wandb, asked = pytest.importorskip("wandb"), []
+    monkeypatch.setenv("WANDB_RUN_ID", "of-a-sweep")
+    monkeypatch.setattr(wandb, "init", lambda **settings: asked.append(settings["id"])
+                        or types.SimpleNamespace(step=0, finish=lambda exit_code: 0))
+    with metrics.open_writers(run_file(tmp_path, "--metrics.wandb", "theirs"), tmp_path, 0):
+        assert asked == ["of-a-sweep"]
+
+
 def test_wandb_that_fails_in_the_middle_is_told_once_and_every_row_is_kept(tmp_path, monkeypatch, capfd):
     wandb = pytest.importorskip("wandb")
 
