@@ -129,7 +129,7 @@ def may_refuse(mesh: jax.sharding.Mesh) -> bool:
 
 
 def check_program(mesh: jax.sharding.Mesh, name: str, executable: jax.stages.Compiled) -> jax.stages.Compiled:
-    """Return the executable, unless it is known to compute wrong numbers. name: of the program, for the message.
+    """Return the executable, unless it is known to compute wrong numbers. name: the program's name, for the message.
 
     Raises: BrokenProgramError if a collective-permute would leave devices with zeros, a fault of XLA on GPUs
     (openxla/xla 45218, 47083) that does not occur on CPUs.

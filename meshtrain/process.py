@@ -18,7 +18,7 @@ from meshtrain.run import phases, say, stops
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """run: adapted to the devices. devices: of all processes."""
+    """What a process knows once it has joined. run: adapted to the devices. devices: those of all processes."""
     run: Run
     devices: Sequence[jax.Device]
     watchdog: Watchdog

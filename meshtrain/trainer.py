@@ -63,7 +63,7 @@ class End(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trainer:
-    """Trains a run. named: see `starts.Beginning`. flops: of a step. read_memory: returns the bytes in use on a
+    """Trains a run. named: see `starts.Beginning`. flops: FLOPs of a step. read_memory: returns the bytes in use on a
     device."""
     compiled: CompiledRun
     opened: Opened

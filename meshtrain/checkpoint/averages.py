@@ -38,7 +38,7 @@ def shares_of(shape: str | Sequence[float], count: int) -> tuple[float, ...]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CheckpointMean:
-    """The mean of checkpoints of one run. saved: oldest first. shares: of each, with a sum of 1."""
+    """The mean of checkpoints of one run. saved: oldest first. shares: the share of each checkpoint; the sum is 1."""
     saved: tuple[Saved, ...]
     shares: tuple[float, ...]
 

@@ -17,7 +17,7 @@ from meshtrain.storage import addresses, copies, mirror
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Places:
-    """claim: of run.dir. checkpoints: in run.dir. local: on the hosts of the processes."""
+    """Where a run saves. claim: the claim on run.dir. checkpoints: those in run.dir. local: those on hosts' disks."""
     claim: rundir.Claim
     checkpoints: Checkpoints
     local: LocalCheckpoints

@@ -117,13 +117,16 @@ def rule(key: str) -> str:
 
 def find(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = None, wanted: object = None,
          named: Mapping[str, str] | None = None) -> Start:
-    """Return the start after the newest complete checkpoint, or after that of checkpoint.step. All processes call it.
+    """Find the checkpoint that the run resumes from: checkpoint.step if it is set, otherwise the newest complete one.
+    All processes call this function.
 
     local: may have a newer checkpoint than the shared `checkpoints`. wanted: the state to restore, as a pytree of
-    jax.ShapeDtypeStruct with shardings. named: key that names a file -> the file's content, like `files` in the
-    metadata. `checkpoint.step` and `data.skip_batches` take effect once: the run resumes from a later checkpoint that
-    was saved with the same two values, so the command can be repeated. If a setting in RETRIED changes, the run goes
-    back again. Raises: ConfigError if the checkpoint of checkpoint.step is missing, or if a fixed setting has changed.
+    jax.ShapeDtypeStruct with shardings. named: the contents of files, by the key that names the file.
+
+    `checkpoint.step` and `data.skip_batches` take effect once. If a later checkpoint was saved with the same two
+    values, the run resumes from that checkpoint, so that the command can be repeated. If a setting in RETRIED changes,
+    the run goes back to checkpoint.step again. Raises: ConfigError if the requested checkpoint is missing, or if a
+    setting that must not change has changed.
     """
     requested, saved, newest = run.checkpoint.step, None, None
     try:

@@ -51,7 +51,7 @@ class BackgroundSaves(abc.ABC):
 
     @abc.abstractmethod
     def forms(self, step: int, *, only_params: bool = False) -> dict[str, ArrayForm]:
-        """Return array -> (shape, dtype) of a saved step, of all arrays or of its params."""
+        """Return (shape, dtype) by array name for a saved step. only_params: leave out all arrays but the params."""
 
     def arrays(self, step: int, *, only_params: bool = False) -> dict:
         """Return shapes and dtypes of a saved step, or of its params: nested dicts of jax.ShapeDtypeStruct without
@@ -99,7 +99,7 @@ class Saved:
 def check_fit(name: str, stored: Mapping[str, ArrayForm], wanted: Any, part: bool) -> list[str]:
     """Compare stored arrays with those of `wanted`; return those that are read with another dtype, see `widens`.
 
-    name: of the checkpoint, in messages. stored: array -> (shape, dtype). part: `wanted` may lack arrays; it may always
+    name: the checkpoint in messages. stored: array -> (shape, dtype). part: `wanted` may lack arrays; it may always
     lack optional parts. Raises: ValueError that lists the first differences, those of parameters before those of the
     optimizer."""
     needed = forms_of(wanted)

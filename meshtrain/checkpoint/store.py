@@ -25,8 +25,8 @@ class CheckpointError(files.FileSystemError):
 
 @dataclasses.dataclass(frozen=True)
 class Save:
-    """One save of a step. All processes have the same. number: of the saves of this start, from 1. after_failure: the
-    save before it failed, and its threads may still write."""
+    """One save of a step. All processes have equal values. number: counts the saves since this start, from 1.
+    after_failure: whether the previous save failed; its threads may still write."""
     step: int
     number: int
     after_failure: bool

@@ -29,7 +29,7 @@ AUTO = ("cudnn", "mosaic", "pallas", "blockwise")
 
 
 class Heads(NamedTuple):
-    """The heads of one kind of layer. value_dim: width of values; head_dim: of queries and keys."""
+    """The heads of one kind of layer. value_dim: width of values; head_dim: width of queries and keys."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -40,8 +40,8 @@ class Heads(NamedTuple):
 class Need:
     """What attention is needed for, in a run or for arrays of one's own.
 
-    dtype: of queries, keys and values. heads: of each kind of layer. method: one of METHODS. window: number of tokens
-    that a token attends to; 0 if that is the whole sequence. documents: whether a row can have several documents.
+    dtype: that of queries, keys and values. heads: one per kind of layer. method: one of METHODS. window: number of
+    tokens that a token attends to; 0: the whole sequence. documents: whether a row can have several documents.
     latents: whether keys and values are computed from latents. asked: an engine's name, or "auto".
     """
     dtype: str

@@ -304,8 +304,9 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
         unpriced = mixers.find_unpriced(run.model)
     if unpriced:
         named = [f'model.custom.{letter}="{getattr(run.model.custom, letter)}"' for letter in unpriced]
-        raise ConfigError(*(f"{mixer} has no price: formulas cannot compare layouts; give its class an attribute "
-                            f"`price`, a MixerCost, or compile one layout by inspect" for mixer in named))
+        raise ConfigError(*(f"{mixer} has no price, so the formulas cannot predict memory and time; give its class "
+                            f"an attribute `price`, a MixerCost, or compile one layout with meshtrain.inspect"
+                          for mixer in named))
 
     files = {loaded.path: str(rule_file(loaded.path)) for loaded in rule_files}
     apart = {path: config.problems(run.replace(sharding={"rules": file}), config.APART_FROM_LAYOUT)

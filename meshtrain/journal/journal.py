@@ -43,8 +43,8 @@ class Flops(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A dispatched step. tokens: of the run so far. own: of the step. ended: its end on the device. paused_s: pauses
-    between the step before and this one."""
+    """A dispatched step. tokens: those of the run so far. own: those of this step. ended: the time at which the device
+    finishes the step. paused_s: pauses between the previous step and this one."""
     number: int
     tokens: int
     own: int
@@ -79,8 +79,8 @@ class Journal:
     def add_step(self, number: int, tokens: int, own: int, metrics: dict, ended: Future[StepEnd]) -> None:
         """Add a dispatched step, and write the row of the step before while this one runs.
 
-        tokens: of the run up to this step. own: tokens of the step alone. metrics: still being computed. ended: the
-        time at which the device finishes the step. Raises: as `settle`.
+        tokens: those of the run up to this step. own: those of the step alone. metrics: still being computed. ended:
+        the time at which the device finishes the step. Raises: as `settle`.
         """
         paused_s = self.times.take_paused_s()
         self.settle()

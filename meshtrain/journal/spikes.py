@@ -68,7 +68,8 @@ class Spikes:
         return {"spike_limit": limit} if loss > limit else {}
 
     def see(self, row: Row) -> None:
-        """Print a spike that was applied, or roll the run back if it says so. Raises: LossSpike."""
+        """Print the row's spike if its update was applied. Raises: LossSpike if the policy is "rollback" and the row
+        has a spike or a skipped update."""
         is_spike, limit = "spike_limit" in row, row.get("spike_limit", math.inf)
         if is_spike and not row["skipped"]:
             say.out(f"step {row['step']}: a loss spike, {describe(row['loss'], limit)}")

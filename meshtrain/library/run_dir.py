@@ -81,7 +81,7 @@ def _check_kind(directory: Path) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FitDirectory:
-    """A claimed directory. facts: what the numbers depend on. rules_text: of the rule file."""
+    """A claimed directory. facts: what the numbers depend on. rules_text: the text of the rule file."""
     run: Run
     facts: Facts
     rules_text: str

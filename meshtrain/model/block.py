@@ -75,9 +75,9 @@ class LayerGroup:
         return first + len(self.period) * jnp.arange(self.repeats)
 
     def apply(self, ex: Execution, weights: tuple, x_BTD, inputs: Inputs, number):
-        """Return (output, stats) of one repeat.
+        """Run one repeat of the period. Return (output, stats).
 
-        weights: of each layer of the period. number: of the repeat's first layer.
+        weights: one tree per layer of the period. number: the number of the repeat's first layer in the model.
         """
         # XLA delays weight gradients to the end of a period's backward. Tried and left out: a barrier that makes the
         # cotangent wait for the weight gradients of the layer after it (all of them, or the MLP's; also one layer
@@ -94,7 +94,7 @@ class LayerGroup:
 def build_block(ex: Execution, layer: params.Module, shape: tuple[int, ...], drops: bool) -> Callable:
     """Return a layer's function: (weights, x_BTD, inputs, its number) -> (output, stats).
 
-    shape: of x_BTD. drops: whether the inputs have a key of dropout. ex.numerics.remat decides what is saved.
+    shape: the shape of x_BTD. drops: whether the inputs have a dropout key. ex.numerics.remat decides what is saved.
     """
     infos = params.infos(layer)
     has_experts = any("expert" in info.axes for info in infos)

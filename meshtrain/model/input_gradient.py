@@ -41,7 +41,7 @@ def place_cotangents(layout: Layout, forms: Forms, over: Sequence[Axes], dys: Se
 
 
 def add(sums: Sums, over: Axes, product: jax.Array) -> Sums:
-    """Return the sums with one more term. over: of its form, from `list_sum_axes`."""
+    """Add a product to the sums. over: the axes to sum it over, from `list_sum_axes`."""
     # new matmul first, so that cuBLAS accumulates into it
     return sums | {over: product + sums[over] if over in sums else product}
 

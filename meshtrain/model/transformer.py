@@ -137,7 +137,7 @@ class Transformer:
         return first.subtree(tuple(jax.tree.map(stack, *trees) for trees in stacks_of))
 
     def from_period(self, tree, before):
-        """Return a tree like LAYERS: the inverse of `by_period` and `before`."""
+        """Return the tree of all layers from the results of `by_period` (tree) and `before`; undo the padding."""
         first, *left = self.staged
 
         def entries(start, stop, place):

@@ -70,8 +70,9 @@ class NotFiniteError(AssertionError):
 class Differences:
     """Relative differences of three steps from those on one device; inf for values that are not finite.
 
-    loss, norm: of the first step. leaves: of the optimizer state after the first step, by path. losses: of each step.
-    metrics: of the first step, without loss and norm, by name; inf if only one side has the metric or an entry of it.
+    loss, norm: those of the first step. leaves: leaves of the optimizer state after the first step, by path. losses:
+    one per step. metrics: other metrics of the first step, by name; inf if only one side has the metric or an entry of
+    it.
     """
     loss: float
     norm: float

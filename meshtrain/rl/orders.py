@@ -137,8 +137,8 @@ class Orders:
                 version == number and part == 0 or self.place.checksum_of(version) == self.checksums[version]
                 or self._is_answered(self._order(batch, version, first + (batch - number) * self.rl.prompts)))
             if not exists:      # the run resumed from before the saved versions, or rl.lag was raised
-                say.err(f"batch {batch} is sampled with the weights of version {number}: those of version "
-                        f"{version} and their answers no longer exist")
+                say.err(f"batch {batch} is sampled with the weights of version {number}: the weights of "
+                        f"version {version} and the answers sampled with them no longer exist")
             versions.append([batch, version if exists else number])
             lost = lost or not exists
         return {"versions": versions, "lost": lost, "saved": self.place.checksum_of(number)}

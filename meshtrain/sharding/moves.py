@@ -20,7 +20,7 @@ Split = tuple[tuple[str, ...], ...]      # for each dim, the mesh axes that spli
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """The splits of an array before, between and after the two moves. sizes: of the mesh."""
+    """The splits of an array before, between and after the two moves. sizes: devices by mesh axis."""
     before: Split
     between: Split
     after: Split

@@ -39,7 +39,7 @@ class Treatment:
 
 
 def assign(cfg: Optimizer, infos: Sequence[ParamInfo], model: Model) -> list[Treatment]:
-    """Return the treatment of each weight. infos: of the trained weights. model: the run's section, for muP.
+    """Return the treatment of each weight. infos: one per trained weight. model: the run's section, for muP.
 
     Raises: ValueError with a line for each fault.
     """

@@ -26,7 +26,7 @@ TAG, MOMENTS = 0x726F756E, 0x6D6F6D65
 def round_weights(infos: Sequence[ParamInfo], new: dict, seed: int, step) -> dict:
     """Return float32 weights in the dtypes in which they are stored.
 
-    infos: of the leaves. step: number of steps taken before this one.
+    infos: one per leaf. step: number of steps taken before this one.
     """
     def round_leaf(info: ParamInfo, w):
         if info.dtype != jnp.bfloat16:

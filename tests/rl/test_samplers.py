@@ -202,7 +202,8 @@ def test_batches_whose_weights_are_gone_are_drawn_with_newer_ones_and_that_is_to
         for path in (directory / "samplers" / "answers").iterdir():
             path.unlink()
         done = ran(*more)
-    assert "batch 2 is sampled with the weights of version 2: those of version 0 and their answers no longer exist" in done.err
+    assert ("batch 2 is sampled with the weights of version 2: the weights of version 0 and the answers sampled with "
+            "them no longer exist") in done.err
     assert versions(directory)[-3:] == [2, 2, 2] and rows(directory)[2]["mismatch_max"] < 1e-4
 
 

@@ -20,7 +20,7 @@ from meshtrain.sharding.rules import Layout
 @dataclasses.dataclass(frozen=True, eq=False)
 class TeacherModel:
     """The teacher of a run, without a layout. place: maps (layout of the run, context method) to its own layout.
-    flops_per_token: of its forward."""
+    flops_per_token: FLOPs of its forward."""
     place: Callable[[Layout, str], tuple[Placed, Attended]]
     top_tokens: int
     flops_per_token: float
@@ -36,7 +36,7 @@ class TeacherModel:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TeacherCost:
-    """The costs of a teacher's forward on one device. kept_bytes: of the predictions of a step."""
+    """The costs of a teacher's forward on one device. kept_bytes: bytes of a step's predictions."""
     teacher: TeacherModel
     placed: Placed
     options: Options

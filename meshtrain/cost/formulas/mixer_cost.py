@@ -117,7 +117,8 @@ class MixerCost(abc.ABC):
 
     @property
     def ring_width(self) -> float:
-        """Return the width of what a ring's backward holds beside that of experts."""
+        """Return the width of the arrays of ring attention's backward that are live during the experts' backward. It
+        is used only if a ring splits the sequences."""
         return 0.0
 
     @property

@@ -92,7 +92,7 @@ def stage_costs(placed: Placed, rated: Rates, options: Options) -> Costs:
 
 
 class Pricing:
-    """Adds up the seconds of one step. work: of one layer; waits: exposed seconds of collectives.
+    """Adds up the seconds of one step. work: seconds of one layer and the head; waits: exposed seconds of collectives.
 
     A subclass prices steps that differ in time_layers, list_collectives, head_s, idle_s or update_s. A search
     compares step_s and asks for the price of its best step only.

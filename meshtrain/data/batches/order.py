@@ -146,8 +146,8 @@ class _Table(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class TokenStream:
-    """A part of a source, epoch after epoch, shuffled by `seed`; None: in the source's own order. Positions count
-    separators."""
+    """The endless sequence of a source part's tokens, epoch after epoch. `seed` shuffles it; None keeps the source's
+    order. A position is the number of tokens before it, separators included."""
     part: SourcePart
     seed: int | None
     number: int             # of the source in its mixture, part of the seed
