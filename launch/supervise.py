@@ -43,9 +43,9 @@ FIRST_PORT, LAST_PORT = 10_000, 29_999
 
 @dataclasses.dataclass(frozen=True)
 class LaunchOutcome:
-    """How a start ended. code: exit code of the whole. culprit: the process that failed first, or None. words: the
-    cause in one line. secondary: the process ended because an unknown peer failed. asked: a signal requested the end.
-    """
+    """How a start ended. code: exit code of the start. culprit: the process that failed first, or None. words: the
+    cause in one line. secondary: the process ended because an unknown peer failed. asked: whether a signal requested
+    the end."""
     code: int
     culprit: int | None = None
     words: str = ""

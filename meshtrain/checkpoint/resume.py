@@ -121,7 +121,8 @@ def find(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = No
     All processes call this function.
 
     local: may have a newer checkpoint than the shared `checkpoints`. wanted: the state to restore, as a pytree of
-    jax.ShapeDtypeStruct with shardings. named: the contents of files, by the key that names the file.
+    jax.ShapeDtypeStruct with shardings. named: file contents by the key that names the
+    file, like `files` in the metadata.
 
     `checkpoint.step` and `data.skip_batches` take effect once. If a later checkpoint was saved with the same two
     values, the run resumes from that checkpoint, so that the command can be repeated. If a setting in RETRIED changes,

@@ -111,7 +111,7 @@ def _check(asked: config.Arguments) -> None:
         raise ConfigError(f"--average last:{count} is of a run's checkpoints; give RUN_DIR and OUT")
     if "weights" in asked and (count or len(asked.names) == 1):
         raise ConfigError(f"--weights {asked['weights']}: " + (
-            "a mean of checkpoints is one of their last weights; give --weights or --average" if count else
+            "--average takes the last weights of each checkpoint; give --weights or --average" if count else
             "a model folder has one set of weights; leave it out"))
     if count and not isinstance(shares, str) and len(shares) != count:
         raise ConfigError(f"--shares has {len(shares)} numbers for the {count} checkpoints of --average last:{count}; "

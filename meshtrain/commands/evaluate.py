@@ -59,8 +59,7 @@ SEQ_LEN = 1024      # default data.seq_len for a model folder, if the model supp
 @dataclasses.dataclass
 class Sums:
     """Sums over the scored targets. nats: their summed loss. tokens: their number. num_bytes: bytes of their text;
-    None if it
-    cannot be derived from the tokenizer."""
+    None if it cannot be derived from the tokenizer."""
     nats: float = 0.0
     tokens: int = 0
     num_bytes: int | None = 0

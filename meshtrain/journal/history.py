@@ -162,10 +162,10 @@ def record_attempt(directory: Path, step: int, account: goodput.Account, more: M
 
 
 def find_ending(directory: Path, began: float) -> tuple[str, bool]:
-    """Return (how an attempt ended that recorded no end, whether it hung).
+    """Return (how an attempt ended, whether it hung), for an attempt that recorded no end.
 
-    Both come from the stack traces that a watchdog wrote, if there are any. This start has already moved them into
-    stacks/try-*. began: when that attempt started (time.time).
+    Both values come from the stack traces that the attempt's watchdog wrote, if it wrote any. The present start
+    has already moved these files to stacks/try-*. began: when the attempt started (time.time).
     """
     places = (directory / STACKS, *(directory / STACKS).glob("try-*"))
     culprits = filter(None, (stacks.culprit(place, began) for place in places))

@@ -38,7 +38,7 @@ def pipeline(stack: Stack, schedule: GivenSchedule, layout: Layout, microbatches
     their gradients.
 
     schedule: a name of `pipeline.schedule`, the text of a schedule table, or a result of `mt.schedule`. microbatches,
-    chunks: of a name; default: 8 and 1.
+    chunks: options of a schedule that is given by name; default: 8 and 1.
 
     `jax.grad` and `jax.jvp` take f, once and in weights and ends only. Raises: ConfigError for a schedule, layers or
     weights that do not fit, for second derivatives and for jax.vmap; ValueError for rows that do not divide, and for
@@ -110,8 +110,8 @@ def _refuse_vmap(compute: Callable) -> Callable:
 
     @whole.def_vmap
     def refuse(axis_size, in_batched, *args):
-        raise ConfigError("pipeline: jax.vmap cannot take it, because its microbatches are the batch; give all rows at "
-                          "once")
+        raise ConfigError("a pipeline does not work under jax.vmap, because its microbatches are parts of the batch; "
+                          "call it once with all rows")
     return whole
 
 

@@ -45,7 +45,7 @@ def loss_sums(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
     """Return (objective, nll), float32 sums over all tokens with a target, where objective = nll + z_loss · Σ lse².
 
     x_BTD: normed output of the last layer, sharded like the residual stream. w: [D, V] or, if tied, [V, D]. nll is a
-    metric: only the objective's gradient is defined. With spec.counts_hits it is [nll, number of hits].
+    metric: only the objective's gradient is defined. With spec.counts_hits, nll is the array [nll, number of hits].
     """
     return _sums(ex, spec, x_BTD, w, targets_BT, with_grads=False)[0]
 

@@ -53,7 +53,7 @@ def declare(rngs: nnx.Rngs, dtype, shape, axes, role: str, *, std: float | None 
             value: float | None = None) -> nnx.Param:
     """Return a parameter: constant `value`, or normal with `std` (default 1/sqrt(fan-in)), truncated at 3 deviations.
 
-    dtype: of matrices and tables. All other parameters (norms, biases, routers and their balance) are float32. They
+    dtype: that of matrices and tables. All others (norms, biases, routers and their balance) are float32. They
     start at 0 or 1 and change by less than bfloat16 can represent, and they take few bytes.
     """
     dtype = dtype if role in MATMUL_ROLES else jnp.dtype("float32")

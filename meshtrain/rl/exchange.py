@@ -55,7 +55,7 @@ def versions() -> str:
 class Order:
     """A request for one batch of answers. The answers are a function of these fields.
 
-    version: of the weights to sample with. weights: their checksum. draws: seed, temperature, max_tokens, samples,
+    version: that of the weights to sample with. weights: their checksum. draws: seed, temperature, max_tokens, samples,
     stop, stop_ids. room: largest number of tokens of a prompt with its answer. part: number of prompts in each part.
     prompts: token ids. made_by: the software that wrote the order, see `versions`.
     """

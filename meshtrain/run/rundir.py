@@ -156,7 +156,7 @@ def _claim_directory(run: Run) -> Iterator[str]:
 def check_contents(run: Run, name: str, names: set[str], *, has_checkpoints: bool) -> str:
     """Check that a run may start or resume in run.dir.
 
-    names: of the files in run.dir. Return the run file saved in the newest checkpoint if config.toml is missing, so
+    names: file names in run.dir. Return the run file saved in the newest checkpoint if config.toml is missing, so
     that it can be restored; else "". Raises: ConfigError if run.dir has other files, or holds a run and
     checkpoint.resume is "never".
     """

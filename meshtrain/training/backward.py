@@ -269,7 +269,7 @@ class LayerStack:
     def forward(self, weights: Weights, x, inputs, buffers: Residuals | None = None):
         """Return y, stats, residuals.
 
-        buffers: of an earlier call, which are overwritten. Without them XLA zero-fills new buffers, and copies one if
+        buffers: those of an earlier call, overwritten. Without them XLA zero-fills new buffers, and copies one if
         two are alike.
         """
         if self.in_place and buffers is not None and self.layer.writes_in_place:

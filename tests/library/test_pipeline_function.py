@@ -140,7 +140,8 @@ def test_other_transformations_are_refused_by_name():
         with pytest.raises(ConfigError, match=said):
             jax.eval_shape(compute, weights)
     refuse(lambda w: jax.grad(lambda w: jax.grad(lambda w: f(w, ends, rows))(w)["up"].sum())(w), "no second ones")
-    refuse(lambda w: jax.vmap(lambda x: f(w, ends, {**rows, "x": x}))(jnp.stack([rows["x"]] * 2)), "jax.vmap cannot take it")
+    refuse(lambda w: jax.vmap(lambda x: f(w, ends, {**rows, "x": x}))(jnp.stack([rows["x"]] * 2)),
+           "does not work under jax.vmap")
     refuse(lambda w: jax.grad(lambda x: f(w, ends, {**rows, "x": x}))(rows["x"]), "rows have none")
 
 

@@ -167,8 +167,8 @@ class Routed:
                     + self.sizes.matrix) + self.weight_grad_bytes + self.sizes.itemsize * self.sizes.weights
 
     def hbm_bytes(self, outer: bool) -> float:
-        """Return the HBM bytes of the rows times one matrix of each expert. outer: whether the product is
-        the matrices' gradient, which is float32."""
+        """Return the HBM bytes of the rows times one matrix of each expert. outer: whether the product
+        is the matrices' gradient, which is float32."""
         sizes = self.sizes
         itemsize = 4 if outer else sizes.itemsize
         return sizes.itemsize * self.rows.executed * (sizes.embed_dim + sizes.width) + itemsize * sizes.matrix

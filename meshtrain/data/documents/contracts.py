@@ -43,7 +43,8 @@ class Source(Protocol):
 
     @property
     def totals(self) -> np.ndarray:
-        """The tokens of each run of run_length(num_documents) neighbours, int64 [runs]; the last run may be shorter."""
+        """The number of tokens in each run of neighbouring documents, int64 [runs]. A run has
+        run_length(num_documents) documents; the last may have fewer."""
 
     def ends(self, documents: np.ndarray) -> np.ndarray:
         """Return the end of each document, int64, shaped as documents: in tokens from the start of the source, without
