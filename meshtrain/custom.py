@@ -142,8 +142,8 @@ def _find_remedy(path: Path) -> str:
 
 
 def call(key: str, value: str, contract: str, *arguments: object) -> Any:
-    """Load what the value names, and call it. key: of the run file; contract: what it takes; both for messages. Raises:
-    ValueError, also for the errors of the called code."""
+    """Load what the value names, and call it. key: the key of the run file; contract: what it takes; both for messages.
+    Raises: ValueError, also for the errors of the called code."""
     called = load(value)
     try:
         return called(*arguments)

@@ -54,7 +54,7 @@ def make(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | None,
          device: jax.Device | None = None) -> Design:
     """Check the layout and make the choices that the run leaves open. They are the same in all processes and restarts.
 
-    platform, gpu, device: of `Setting`. Raises: ConfigError with every fault of mesh and rules.
+    platform, gpu, device: as in `Setting`. Raises: ConfigError with every fault of mesh and rules.
     """
     sizes = mesh_spec.sizes
     with config.user_errors():

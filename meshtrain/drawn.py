@@ -48,7 +48,8 @@ def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x: str = "", y: s
     """Draw curves in one frame: {name: [(x, y), …]}. x, y: names of the axes.
 
     dots: names of the curves whose points are marked and not joined. marks: label -> value of x with a vertical line.
-    unit: of y, see `bars`. log: both axes are logarithmic. hover: name of a curve of dots -> a tooltip for each point.
+    unit: the unit of y, see `bars`. log: both axes are logarithmic. hover: name of a curve of dots -> a tooltip for
+    each point.
 
     >>> mt.curves({"loss": [(1, 6.5), (2, 6.1)]}, "step", "loss")
     loss: 2 points, the last (2, 6.1)

@@ -365,10 +365,11 @@ def inspect(step: Experiment | str | Path | Callable, *args, topology: str | Non
     """Return memory, traffic and time of a compiled step. step: an experiment, a run file, your own jitted function, or
     `make(mesh) -> (jitted, args)` for a function that names its mesh.
 
-    args: of the function: arrays, or ShapeDtypeStructs with a sharding. topology: GPUs to compile for, "h100:8";
-    default: the devices of this process. The others are for functions only. mesh: sizes of axes, or a mesh; default:
-    that of the arguments. options: XLA options, or "meshtrain" for those that it gives each of its programs; default:
-    none. tokens: of a step, on all devices. assume: assumptions of the roofline, by name. Raises: ConfigError.
+    args: the function's arguments: arrays, or ShapeDtypeStructs with a sharding. topology: GPUs to compile for,
+    "h100:8"; default: the devices of this process. The others are for functions only. mesh: sizes of axes, or a mesh;
+    default: that of the arguments. options: XLA options, or "meshtrain" for those that it gives each of its programs;
+    default: none. tokens: tokens of a step on all devices. assume: assumptions of the roofline, by name. Raises:
+    ConfigError.
 
     >>> mt.inspect(run).sent_bytes["all-gather"] > 0
     True

@@ -158,8 +158,8 @@ def with_weights(made: assembly.Assembly, given: FolderWeights | None, state: St
 
 
 def copy_first_params(made: assembly.Assembly, start: resume.Start, state: State, step: int) -> dict:
-    """Return a copy of the weights that the run started from. state: the state at `start`. step: of the checkpoint in
-    checkpoint.init_from that has these weights; 0: the newest."""
+    """Return a copy of the weights that the run started from. state: the state at `start`. step: the step of the
+    checkpoint in checkpoint.init_from that has these weights; 0: the newest."""
     if start.saved is None:
         return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=jax.tree.map(
             lambda leaf: leaf.sharding, state.params))(state.params)

@@ -238,8 +238,8 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
              weights: str = names.LAST, merge: str = "", drafts: int = 0) -> Trained:
     """Return the model in a directory, with settings of the command line, before its weights are loaded.
 
-    directory: a run directory or a model folder, or its address. step: of a run's checkpoint; 0: the newest. words:
-    keys of the command line. command: for messages. keys: keys that the command accepts besides KEYS, see
+    directory: a run directory or a model folder, or its address. step: the step of a run's checkpoint; 0: the newest.
+    words: keys of the command line. command: for messages. keys: keys that the command accepts besides KEYS, see
     `run_files.resolve`. weights: see `resume.source_of`. merge: PEFT folder whose adapters are merged into the weights;
     "": none. drafts: number of depths of MTP that the model has here. Raises: ConfigError.
     """

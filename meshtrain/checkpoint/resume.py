@@ -294,9 +294,9 @@ def source_of(run_dir: str, step: int, weights: str) -> Saved:
 
 def source(run_dir: str, step: int, name: str, option: str = "checkpoint.step=", *,
            only_params: bool = True) -> Saved:
-    """Return the checkpoint of a run that provides weights: that of `step`, or the newest if `step` is 0. name: of the
-    run, in messages. option: the option that gives the step, in messages. only_params: read and verify only the
-    parameters. Raises: ConfigError if there is none."""
+    """Return the checkpoint of a run that provides weights: that of `step`, or the newest if `step` is 0. name: the
+    name of the run, in messages. option: the option that gives the step, in messages. only_params: read and verify only
+    the parameters. Raises: ConfigError if there is none."""
     checkpoints = checkpoints_there(run_dir)
     if checkpoints and step:
         return _open_verified(checkpoints, step, option, only_params=only_params)

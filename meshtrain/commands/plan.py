@@ -377,7 +377,8 @@ def verify(run: Run, question: search.Question, plan: search.Plan) -> dict:
 
 def price_sampler(run: Run, question: search.Question) -> dict:
     """Return the costs of a separate sampler (rl.lag) on the GPUs of one host, with the keys of `price_sampling` and
-    others. weights_bytes: per GPU. file_bytes: of each version of the weights, which goes through the file system."""
+    others. weights_bytes: bytes per GPU. file_bytes: bytes of each version of the weights, which goes through the file
+    system."""
     rl, model, gpus = run.rl, transformer.of_run(run), question.rated.gpu.gpus_per_host
     for tensor in (n for n in range(gpus, 0, -1) if gpus % n == 0):
         sizes = {axis: {"tensor": tensor, "data": gpus // tensor}.get(axis, 1) for axis in AXES}

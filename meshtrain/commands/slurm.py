@@ -79,7 +79,8 @@ def main(own: config.Arguments) -> None:
 
 
 def job(own: config.Arguments, name: str, here: Path) -> str:
-    """Return the text of the job. name: of the run. here: the directory in which the job runs. Raises: ConfigError."""
+    """Return the text of the job. name: the run's name. here: the directory in which the job runs. Raises:
+    ConfigError."""
     python = Path(sys.executable).parent
     if not (python / "python").exists():
         raise ConfigError(f"the job calls the program `python` next to {sys.executable}, but there is none; create an "

@@ -38,7 +38,7 @@ def options_of(made: Design, gpu: Gpu | None, rated: Rates) -> Options:
 
 def remedy(made: Design, gpu: Gpu, total_bytes: int) -> str:
     """Return a text that names the smallest change of rules, remat and microbatches with which a step fits; "" if none
-    does. total_bytes: of the compiled step on one GPU; the formulas' bytes are scaled up to them."""
+    does. total_bytes: memory of the compiled step on one GPU; the formulas' bytes are scaled up to them."""
     rated, usable = rates_of(gpu), hardware.usable_bytes(gpu)
     by_formula = footprint.memory(made.placed, options_of(made, gpu, rated))["total"]
     for keys, held in _changes(made, gpu, rated):

@@ -47,8 +47,8 @@ GivenOptions: TypeAlias = Mapping[str, bool | int | str] | str | None
 @dataclasses.dataclass(frozen=True)
 class Target:
     """What to compile for. topology: absent GPUs, "h100:8"; None: devices of this process. mesh: sizes of axes, or a
-    mesh; None: that of the arguments. options: XLA options, or OURS; None: none. tokens: of a step, on all devices.
-    assume: values that replace assumptions of the roofline, by name."""
+    mesh; None: that of the arguments. options: XLA options, or OURS; None: none. tokens: tokens of a step on all
+    devices. assume: values that replace assumptions of the roofline, by name."""
     topology: str | None = None
     mesh: GivenMesh = None
     options: GivenOptions = None

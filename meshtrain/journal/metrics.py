@@ -50,7 +50,7 @@ def open_writers(run: Run, directory: pathlib.Path, after: int, back: bool = Fal
     """Context: the writers that the run file configures. They are closed on exit.
 
     after: the step that the run resumes after; 0: a new run. Later rows have already been dropped (`rows.cut_after`).
-    back: see `trackers.open_trackers`. devices: of this process.
+    back: see `trackers.open_trackers`. devices: this process's devices.
     """
     if jax.process_index():
         yield Writers()

@@ -23,7 +23,8 @@ def precision(dtype) -> lax.Precision | None:
 
 
 def einsum(eq: str, a, b, dtype=None):
-    """Einsum of two arrays in the precision of the wider one. dtype: of sums and result; None: the wider dtype.
+    """Einsum of two arrays in the precision of the wider one. dtype: the dtype of sums and result; None: the wider
+    dtype.
 
     bfloat16 × float32: the float32 array is split into three bfloat16 parts, so that products are exact and only the
     float32 sums are rounded. float32 × float32 with a bfloat16 result: each array is split into two parts, with 16 bits

@@ -48,10 +48,10 @@ MOST_SKIPPED = 10       # steps in a row
 
 
 class FitOptions(TypedDict, total=False):
-    """Options of `fit`. microbatches: of a step; default: 1. dir: the directory of the run; default: nothing is saved.
-    every: steps between checkpoints; 0: only after the last step. keep: number of checkpoints; default: 2. keys:
-    whether the loss gets a key for each row, for dropout. seed: of these keys. compute: the dtype in which weights are
-    read. schedule, chunks: of a `Stack` on a mesh with stages, see `pipeline`."""
+    """Options of `fit`. microbatches: microbatches of a step; default: 1. dir: the directory of the run; default:
+    nothing is saved. every: steps between checkpoints; 0: only after the last step. keep: number of checkpoints;
+    default: 2. keys: whether the loss gets a key for each row, for dropout. seed: the seed of these keys. compute: the
+    dtype in which weights are read. schedule, chunks: the pipeline schedule of a `Stack`, see `pipeline`."""
     microbatches: int
     dir: str | Path | None
     every: int
@@ -96,9 +96,9 @@ def fit(loss: Callable, params: Any, axes: Any = None, *, layout: TreeLayout,
         **options: Unpack[FitOptions]) -> Fit:
     """Train until `steps` steps are taken. Return the state and the metrics.
 
-    loss(params, rows) -> (sum, count), or a `Stack`; params, axes: see `Layout.gradients`. optimizer: of optax;
-    clipping and schedules belong to it. It updates the shards of [optimizer]. data(n) -> rows, arrays [B, …], of the
-    step after n steps: a function of n alone, called in every process. options: see `FitOptions`.
+    loss(params, rows) -> (sum, count), or a `Stack`; params, axes: see `Layout.gradients`. optimizer: an optax
+    optimizer; clipping and schedules belong to it. It updates the shards of [optimizer]. data(n) -> rows, arrays [B,
+    …], of the step after n steps: a function of n alone, called in every process. options: see `FitOptions`.
 
     A mesh axis by which the step divides none of its matmuls is refused; lines whose matmuls are repeated are told in
     one warning. A step whose loss or gradients are not finite changes only the count of steps; ten in a row end the

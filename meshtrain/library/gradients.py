@@ -48,7 +48,7 @@ def gradients(layout: TreeLayout, loss: Callable, axes: Any, microbatches: int =
     axes: a tree like params of tuples of logical names. microbatches: must divide the rows of a device. compute: dtype
     to which floating params are cast when they are read; None: no cast.
 
-    schedule: of a `Stack` on a mesh with stages, from `choose_schedule`. Weights are then gathered once a step, so a
+    schedule: the pipeline schedule of a `Stack`, from `choose_schedule`. Weights are then gathered once a step, so a
     stage holds its layers whole, and gradients are reduced once a step, whatever [grads] says.
 
     Raises: ValueError outside jax.jit, if the loss returns something else than (sum, count), or if the rows or the
@@ -112,7 +112,8 @@ def choose_schedule(stages: int, loss: Callable, microbatches: int, schedule: Gi
 
 def _run_stages(tree_layout: TreeLayout, stack: Stack, schedule: Schedule, axes: Any, params: Any,
                 rows: Any) -> tuple[jax.Array, Any]:
-    """Return (mean, gradients placed as in [optimizer]) by the schedule. axes: of params, which are read already."""
+    """Return (mean, gradients placed as in [optimizer]) by the schedule. axes: the axes of params, which are read
+    already."""
     layout, map_axes = tree_layout.inner, partial(jax.tree.map, is_leaf=rules.is_axes)
     (ends, blocks), (ends_axes, blocks_axes) = stack.divide(params), stack.divide(axes)
     layer_axes = map_axes(lambda names: names[1:], blocks_axes)

@@ -30,7 +30,7 @@ def find_lookups(layout: rules.Layout, manual_axes: Sequence[str], function: Cal
 
 
 def _list_lines(jaxpr: Jaxpr, outside: str) -> Iterator[str]:
-    """Yield the line of each such gather. outside: of the equation that has this jaxpr."""
+    """Yield the line of each such gather. outside: the line of the equation that has this jaxpr."""
     for eqn in jaxpr.eqns:
         line = traced.line_in_python(eqn) or outside
         if eqn.primitive.name == "gather" and eqn.params["dimension_numbers"].operand_batching_dims:

@@ -120,8 +120,8 @@ def _is_permuted(axes: rules.Layout, method: str) -> bool:
 
 
 def check_layout(layout: object, name: str) -> None:
-    """Check that the argument is a layout and not, for example, a mesh. name: of the function, for the message. Raises:
-    ConfigError."""
+    """Check that the argument is a layout and not, for example, a mesh. name: the function's name, for the message.
+    Raises: ConfigError."""
     if not isinstance(layout, Layout):
         axes = f" with the axes {', '.join(layout.axis_names)}" if isinstance(layout, jax.sharding.Mesh) else ""
         raise ConfigError(f"{name}: layout is a {type(layout).__name__}{axes}; pipelines and rings take a layout, "

@@ -115,7 +115,7 @@ class Stack:
 
 
 def check_sums(result: Any, name: str) -> tuple[jax.Array, jax.Array]:
-    """Return (sum, count) in float32. name: of the function that returned them. Raises: ValueError."""
+    """Return (sum, count) in float32. name: the name of the function that returned them. Raises: ValueError."""
     if not isinstance(result, tuple) or len(result) != 2 or any(jnp.shape(x) != () for x in result):
         returned = jax.tree.map(jnp.shape, result)
         returned = "a scalar" if returned == () else returned

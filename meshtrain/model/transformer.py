@@ -166,8 +166,8 @@ class Transformer:
     def as_read(self, layout: Layout, p, dtype=None):
         """Reshard parameters from [optimizer] to [params], for the microbatch loop.
 
-        dtype: of matmul weights; None: the stored dtype. All-gathers over the axes that only [optimizer] has move
-        (N-1)/N of the bytes.
+        dtype: the dtype of matmul weights; None: the stored dtype. All-gathers over the axes that only [optimizer] has
+        move (N-1)/N of the bytes.
         """
         def read(info: params.ParamInfo):
             w = functools.reduce(dict.__getitem__, info.path, p)
@@ -253,7 +253,7 @@ class Transformer:
 
     def depth_state(self, ex: Execution, p, k: int, h_BTD, batch: dict, inputs: Inputs, num_tokens=None):
         """Return (state [B, T, D] of depth k of MTP after its norm, stats of its layer) from that of depth k - 1.
-        batch: "tokens" are those k places ahead. num_tokens: of `with_balance_loss`; None: without it."""
+        batch: "tokens" are those k places ahead. num_tokens: as in `with_balance_loss`; None: without it."""
         p = self._read_after(ex, p, h_BTD)
         depth, tokens_BT = getattr(self._ends(p), mtp.name(k)), ex.after(batch["tokens"], h_BTD)
         e_BTD = self.embed(ex, p, batch | {"tokens": jnp.maximum(tokens_BT, 0)})
@@ -377,7 +377,7 @@ def of_run(run: Run) -> Transformer:
 def build(cfg: Model, adapters=None, trains_depths: bool = True) -> Transformer:
     """Return the model of a [model] section, in the groups of `pattern.stretches`.
 
-    adapters: the section [lora]. trains_depths: of `Transformer`. Raises: ValueError as `lora.check`.
+    adapters: the section [lora]. trains_depths: as in `Transformer`. Raises: ValueError as `lora.check`.
     """
     adapters = adapters if adapters is not None and adapters.rank else None
 

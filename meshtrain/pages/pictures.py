@@ -223,8 +223,8 @@ def curves(rows: Sequence[PlotCurve], x_axis: PlotAxis, y_axis: PlotAxis, label:
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """Curves in one frame. verticals, levels: (value, name) of vertical and horizontal lines. height: of the wide
-    layout. title: (curve, point) → tooltip."""
+    """Curves in one frame. verticals, levels: (value, name) of vertical and horizontal lines. height: the height of the
+    wide layout. title: (curve, point) → tooltip."""
     rows: Sequence[PlotCurve]
     x_axis: PlotAxis
     y_axis: PlotAxis
@@ -416,7 +416,7 @@ def kinds(data: dict) -> dict[str, tuple[int, str]]:
 
 def schedule(data: dict, heading: str = "", width: int = WIDTH) -> str:
     """Return a drawing with a row for each stage over simulated time; later chunks are lighter. data: from
-    `inspection.chart.as_json`. heading: of a drawing outside a page, which also has a legend."""
+    `inspection.chart.as_json`. heading: the heading of a drawing outside a page, which also has a legend."""
     left, named, tall = (74, "stage ", 22 if data["num_stages"] <= 16 else 13) if width == WIDTH else (
         36, "", 18 if data["num_stages"] <= 16 else 13)
     longest = max(part["end"] - part["begin"] for part in data["lines"])

@@ -82,7 +82,7 @@ def esc(value) -> str:
 
 
 class Head(NamedTuple):
-    """The top of a page. kind: of the page, shown above the title. verdict: the result in one sentence. lead: the
+    """The top of a page. kind: the kind of page, shown above the title. verdict: the result in one sentence. lead: the
     subject of the page. top: HTML below the lead."""
     kind: str
     title: str

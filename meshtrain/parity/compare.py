@@ -41,10 +41,10 @@ class Compiled:
 class Tolerance(NamedTuple):
     """Largest allowed relative differences.
 
-    state: of a leaf of the optimizer state after the first step, relative to the leaf's largest element, or to `floor`
-    times the largest element of all leaves if that is larger. The floor serves leaves whose true value is zero (the
-    bias of keys) and that hold only rounding errors. metrics: of the other metrics of the first step, relative to the
-    metric, or to SMALL_METRIC if that is larger.
+    state: the tolerance of a leaf of the optimizer state after the first step, relative to the leaf's largest element,
+    or to `floor` times the largest element of all leaves if that is larger. The floor serves leaves whose true value is
+    zero (the bias of keys) and that hold only rounding errors. metrics: the tolerance of the other metrics of the first
+    step, relative to the metric, or to SMALL_METRIC if that is larger.
     """
     loss: float
     norm: float

@@ -27,8 +27,8 @@ class CellResult:
     """Relative differences between one layout and one device.
 
     settings: the keys of a run file that choose the layout. leaves: by parameter, of its gradient, as seen in the
-    optimizer state after one step. losses: of each step. wrong: numbers beyond the tolerance, or why there are none.
-    run: the run with this layout.
+    optimizer state after one step. losses: the loss of each step. wrong: numbers beyond the tolerance, or why there are
+    none. run: the run with this layout.
     """
     title: str
     settings: dict[str, object]

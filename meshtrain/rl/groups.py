@@ -70,8 +70,9 @@ class AnswerBatch:
     """A batch of answers.
 
     drawn: number of prompts that the run has drawn up to this batch. equal: share of groups with equal rewards, among
-    the groups that were sampled for the batch. version: of the weights that sampled it (the number of batches that they
-    were trained on). scores: name -> log-probabilities from the trainer's forward pass, float32 [updates, rows, T].
+    the groups that were sampled for the batch. version: the version of the weights that sampled it (the number of
+    batches that they were trained on). scores: name -> log-probabilities from the trainer's forward pass, float32
+    [updates, rows, T].
     """
     groups: list[Group]
     drawn: int

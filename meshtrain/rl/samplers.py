@@ -42,8 +42,8 @@ class SamplingWeights(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pause:
-    """The time between two steps in which a batch is sampled. journal: of the run. stopping: returns whether to stop;
-    all processes call it together."""
+    """The time between two steps in which a batch is sampled. journal: the run's journal. stopping: returns whether to
+    stop; all processes call it together."""
     journal: Journal
     stopping: Callable[[], bool]
 

@@ -86,7 +86,7 @@ class NoBatch(Exception):
 
 
 class StopRequest(Protocol):
-    """number: of the signal that requested a stop; None before one has. See `stops.Listener`."""
+    """number: the number of the signal that requested a stop; None before one has. See `stops.Listener`."""
     number: int | None
 
 

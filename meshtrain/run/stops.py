@@ -32,7 +32,7 @@ def stop_signals() -> tuple[int, ...]:
 
 class Listener:
     """Receives stop signals of this process from its creation on. words: printed when a signal ends the process.
-    number: of the signal that requested a stop; None before one has."""
+    number: the number of the signal that requested a stop; None before one has."""
 
     def __init__(self, words: str = BEFORE_THE_LOOP):
         self.words = words

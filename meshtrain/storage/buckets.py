@@ -65,7 +65,8 @@ class Objects(Protocol):
     def put(self, path: str, file: bytes | Path, *, mode: Any = "overwrite", attributes: Any = None,
             **options: Any) -> Mapping[str, Any]:
         """Write an object as a whole; return its "e_tag", which changes with each write, and "version" (or None). mode:
-        "create" if the object must not exist, or the "e_tag" and "version" that it must have. options: of uploads."""
+        "create" if the object must not exist, or the "e_tag" and "version" that it must have. options: obstore's
+        options of an upload."""
 
     def copy(self, source: str, target: str) -> None: ...
 

@@ -102,7 +102,8 @@ def step_spec(run: Run, model: Transformer, layout: Layout, mesh: Mesh, engines:
 
 
 class LayerInputs(NamedTuple):
-    """What all layers get besides the residual stream. tokens: of the step, by which the balance loss is divided."""
+    """What all layers get besides the residual stream. tokens: the step's tokens, by which the balance loss is
+    divided."""
     inputs: Inputs
     tokens: jax.Array
 
@@ -110,7 +111,7 @@ class LayerInputs(NamedTuple):
 def gradients(step: StepSpec, p, batch: dict, key, shares_LE=None):
     """Return (gradients of the trained parameters, sharded as in [optimizer]; loss; count; metrics of layers).
 
-    p: parameters. key: of dropout, or None. shares_LE: see `Inputs`. metrics: the numbers that layers and
+    p: parameters. key: the key of dropout, or None. shares_LE: see `Inputs`. metrics: the numbers that layers and
     the objective report, by name.
     """
     weights = step.model.divide(_read(step, p))

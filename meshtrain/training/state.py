@@ -70,7 +70,8 @@ def describe_params(model: Transformer, layout: Layout, mesh: Mesh | AbstractMes
 def state_spec(model: Transformer, optimizer_cfg: Optimizer, steps: int, layout: Layout,
                mesh: Mesh | AbstractMesh, experts: Experts = Experts(), seed: int = 0,
                averages: bool = False) -> StateSpec:
-    """Return the StateSpec of a run. experts: its section, which moves the balance biases. seed: of rounded moments.
+    """Return the StateSpec of a run. experts: its section, which moves the balance biases. seed: the seed of rounded
+    moments.
 
     Parameters and optimizer state are stored as in [optimizer]. A step reads the parameters as in [params], see
     `Transformer.as_read`. averages: whether the state has an average of the weights.

@@ -304,8 +304,8 @@ class _Renderer:
         return reply
 
     def ask(self, requests: Sequence[dict], numbers: Sequence[int], go_on: bool = False) -> list[dict]:
-        """Return a reply to each request. numbers: of the conversations. go_on: a reply may be {"fault": its message}.
-        Raises: Fault for the first one, without go_on."""
+        """Return a reply to each request. numbers: the conversations' numbers. go_on: a reply may be {"fault": its
+        message}. Raises: Fault for the first one, without go_on."""
         with self._lock:
             replies: list[dict] = []
             while len(replies) < len(requests):

@@ -380,7 +380,7 @@ def _content(value, name: str, place: str, others: dict):
 
 def _weight(message: dict, number: int, learn_all: bool = False) -> bool:
     """Return whether to learn a message, if it is the assistant's: by "weight", or by "train" as in axolotl's data.
-    Removes these keys. number: of the message. Raises: ValueError, also if a key asks for what is not done."""
+    Removes these keys. number: the message's number. Raises: ValueError, also if a key asks for what is not done."""
     place = f"message {number} (from 0)"
     if "train_detail" in message:
         raise ValueError(f"{place} has train_detail, spans of characters to learn, which are not read; remove it, and "

@@ -101,7 +101,7 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
 def name_rows(family: Family, model: Model, transformer: Transformer,
               prefixes: tuple[str, str] | None = None) -> list[folder.WeightRow]:
     """Return the rows of a model, as transformers has it in memory: one tensor for all experts, if the family has that
-    name. prefixes: of `folder.rows`. Raises: ValueError."""
+    name. prefixes: as in `folder.rows`. Raises: ValueError."""
     whole = [name.removesuffix(ALL).replace("{l}", "0") for name in family.tensors if name.endswith(ALL)]
     return folder.rows(family, model, parameter_paths(transformer), prefixes, whole)
 

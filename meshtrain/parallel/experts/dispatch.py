@@ -159,7 +159,8 @@ def _find_trained(weights: Mapping) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMatrices:
-    """The matrices of this device's experts by name. axes: the order of their dims. scale: of adapters."""
+    """The matrices of this device's experts by name. axes: the order of their dims. scale: the adapters' alpha /
+    rank."""
     engine: grouped.GroupedEngine
     arrays: dict
     axes: dict
