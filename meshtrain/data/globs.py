@@ -29,8 +29,8 @@ NOT_STDLIB_PREFIXES = ("config-", "_sysconfigdata")
 
 
 def list_paths(name: str, paths: Sequence[str], where: str) -> dict[str, str]:
-    """Return the files of the source `name`, in document order: path -> searched directory. For code of the run's own
-    that reads no files it is the code's file."""
+    """Return the files of the source `name`, in document order: path -> searched directory. If the run's own code reads
+    no files, the only path is the file of the code."""
     if custom.is_path(name) and not custom.count_arguments(name):
         file, _ = custom.split(name)
         return {str(file): ""}
@@ -41,7 +41,7 @@ def list_paths(name: str, paths: Sequence[str], where: str) -> dict[str, str]:
 
 
 def file_sizes(paths: Sequence[str], where: str) -> np.ndarray:
-    """Return int64 [files], the bytes of each. Raises: ValueError that lists every unreadable file."""
+    """Return int64 [files], the size of each file in bytes. Raises: ValueError that lists every unreadable file."""
     faults, sizes = [], []
     for path in paths:
         try:
@@ -65,7 +65,7 @@ def _readable_size(path: str) -> int:
 def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data", key: str = "paths") -> dict[str, str]:
     """Return the files that globs match: path -> the directory before the glob's first wildcard, each file once,
     sorted. The name of an existing file is taken literally, brackets included. An address stays an address. name: the
-    source. where, key: section and key of the run file that has the globs."""
+    name of the source. where, key: section and key of the run file that has the globs."""
     if not patterns:
         raise ValueError(f"{where}.source={name!r} has no {where}.paths; give at least one file or glob, "
                          f'e.g. ["{EXAMPLES.get(name, OWN)}"]')
@@ -107,8 +107,8 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
 
 
 def resolver() -> Callable[[str], str | None]:
-    """Return a function like os.path.realpath for many files: None for a directory; an address is returned as it is. It
-    resolves each directory once, and then makes one system call per file."""
+    """Return a function like os.path.realpath for many files: None for a directory; an address is returned as it is.
+    The function resolves each directory once, and then makes one system call per file."""
     directory = functools.cache(os.path.realpath)
 
     def resolve(path: str) -> str | None:

@@ -122,8 +122,8 @@ class Description:
     def open(self, cache_dir: Path, job: parts.Job) -> tuple[Source | None, ...]:
         """Open the sources. Missing parts of the token cache are built, which may take long the first time.
 
-        None for a source with missing parts of another share of the job (parts.Job). Raises: ValueError that lists
-        every fault of the sources, a line each; parts.Stopped.
+        A result is None for a source with missing parts of another share of the job (parts.Job). Raises: ValueError
+        that lists every fault of the sources, a line each; parts.Stopped.
         """
         for note in notes(self.tokenizer, self.vocab_size):
             job.tell(f"note: {note}")
@@ -141,11 +141,11 @@ class Description:
 
 
 def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Description:
-    """List the files that the run file's [data] names. It is fast, so that a run is compared with its directory before
-    hours of tokenizing.
+    """List the files that the run file's [data] names. This is fast, so that a run is compared with its directory
+    before hours of tokenizing.
 
-    vocab_size: the model's. folders: model folders that may have a chat template, if the tokenizer's folder has none.
-    Raises: ValueError that lists every fault of the tokenizer or the files, a line each.
+    vocab_size: the vocabulary size of the model. folders: model folders that may have a chat template, if the
+    tokenizer's folder has none. Raises: ValueError that lists every fault of the tokenizer or the files, a line each.
     """
     if data.source == "prompts":
         raise ValueError('data.source="prompts" has no documents to tokenize: training.objective="rl" reads prompts as '
@@ -175,7 +175,7 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
         real = globs.resolver()
 
         def identify(component: NamedFiles) -> Iterator[tuple[str, tuple]]:
-            """Yield each path with what it is: two functions may yield other documents of the same file."""
+            """Yield each path with its identity: two functions may yield different documents of a file."""
             code = component.source if custom.is_path(component.source) else ""
             return ((path, (real(path), code)) for path in component.paths)
 
@@ -208,7 +208,7 @@ def reader_of(data, *, vocab_size: int) -> tuple[Tokenizer, int]:
 
 
 def notes(reader: Tokenizer, vocab_size: int) -> list[str]:
-    """Return lines for the user about a tokenizer: settings that are not used as its file has them, and ids beyond the
+    """Return lines for the user about a tokenizer: settings of its file that are ignored or changed, and ids beyond the
     vocabulary."""
     lines = list(getattr(reader, "notes", ()))
     if reader.vocab_size > vocab_size:
@@ -256,7 +256,8 @@ def open_corpus(data, *, vocab_size: int, cache_dir: Path, tell: Callable[[str],
     """Return the corpus of the run file's [data], by `describe` and `Description.open`.
 
     cache_dir: for caches that cannot be next to their files. tell: receives lines about long work and warnings.
-    should_stop: polled between batches of work. folders: as in `describe`. Raises: as those two.
+    should_stop: polled between batches of work. folders: as in `describe`. Raises: as `describe` and
+    `Description.open`.
     """
     described = describe(data, vocab_size=vocab_size, folders=folders)
     return corpus_of(described, described.open(cache_dir, parts.Job(tell, should_stop)))
@@ -375,11 +376,11 @@ SAMPLED, SAMPLED_TEXTS = 1 << 20, 64        # sample of a source: ids of a token
 
 
 def sample(described: Description, component: NamedFiles) -> np.ndarray:
-    """Return ids from the beginning of a source: of its first texts or conversations, or the first SAMPLED ids of a
-    token file.
+    """Return ids from the beginning of a source: the ids of its first texts or conversations, or the first SAMPLED ids
+    of a token file.
 
-    Reads little and builds no cache. Of files at addresses it reads nothing and returns no ids. Raises: ValueError,
-    also for an id beyond the vocabulary.
+    Reads little and builds no cache. For files at addresses, reads nothing and returns no ids. Raises: ValueError, also
+    for an id beyond the vocabulary.
     """
     paths, reader, kind = list(component.paths), described.tokenizer, component.source
     if any(map(addresses.is_remote, paths)):

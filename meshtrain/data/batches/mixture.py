@@ -24,8 +24,8 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def shares(weights: Sequence[int], tokens: int, quantum: int = 1) -> list[int]:
-    """Return the tokens of each source among the first `tokens` (a multiple of quantum) of a mixture. They never fall
-    when `tokens` grows.
+    """Return the number of tokens of each source among the first `tokens` (a multiple of quantum) tokens of a mixture.
+    No number falls when `tokens` grows.
 
     The computation uses exact integers. The heaviest source and the rest are apportioned by weight, rounded to the
     quantum; then the next heaviest and the remaining ones, and so on.
@@ -60,11 +60,11 @@ def _heaviest_first(weights: Sequence[int]) -> list[int]:
 
 def lay_rows(seq_len: int, grids: Sequence[tuple[Grid, ...]], before: Sequence[int],
              after: Sequence[int]) -> list[Runs]:
-    """Return where the tokens before[i]..after[i]-1 of each source i are placed in the rows of a batch. grids[i]: how
-    the source is cut into sequences.
+    """Return where the tokens before[i]..after[i]-1 of each source i are placed in the rows of a batch. grids[i]: the
+    grids that cut source i into sequences.
 
     Whole sequences take whole rows. Rows of the sources alternate evenly, so that every host and microbatch gets all
-    sources. Parts of sequences that are split across batches follow, concatenated.
+    sources. The parts of sequences that are split across batches follow, concatenated.
     """
     whole = [np.arange(-(-(max(a, last.base) - last.base) // seq_len), max(b - last.base, 0) // seq_len)
              for (*_, last), a, b in zip(grids, before, after)]

@@ -27,7 +27,8 @@ EPOCHS_HELD, WINDOWS_HELD = 3, 64
 
 
 def lengths(source: Source, documents: np.ndarray | None = None) -> np.ndarray:
-    """Return int64 [documents]: the tokens of each document, without separators. documents: their numbers; None: all.
+    """Return int64 [documents]: the tokens of each document, without separators. documents: the numbers of the
+    documents; None: all.
     """
     documents = np.arange(source.num_documents) if documents is None else documents
     if not len(documents):
@@ -36,7 +37,7 @@ def lengths(source: Source, documents: np.ndarray | None = None) -> np.ndarray:
 
 
 def permutation(count: int, *key: int) -> np.ndarray:
-    """Return a permutation of 0..count-1, int64 [count]. key: numbers that determine it."""
+    """Return a permutation of 0..count-1, int64 [count]. key: the numbers that determine the permutation."""
     bits = np.uint64(max(count - 1, 1).bit_length())
     random = np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
     # All are distinct, so every sorting algorithm gives the same order.
@@ -47,7 +48,8 @@ def permutation(count: int, *key: int) -> np.ndarray:
 
 def bijection(indices: np.ndarray, count: int, *key: int) -> np.ndarray:
     """Return the images of `indices` (0 <= i < count, int64) under a pseudorandom permutation, which is never
-    materialized. It is a Feistel network over the next power of 4, repeated until the result is below count."""
+    materialized. The permutation is a Feistel network over the next power of 4, repeated until the result is below
+    count."""
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     keys = np.random.PCG64(np.random.SeedSequence(key)).random_raw(ROUNDS)
     mask, down = (np.uint64(1) << half) - np.uint64(1), np.uint64(64) - half
@@ -94,7 +96,8 @@ class SourcePart:
 
 
 def whole(source: Source, runs: np.ndarray | None = None) -> SourcePart:
-    """Return a part of a source that has these runs, with whole documents. runs: their numbers; None: all runs."""
+    """Return a part of a source that has these runs, with whole documents. runs: the numbers of the runs; None: all
+    runs."""
     run, num_runs = run_length(source.num_documents), len(source.totals)
     runs = np.arange(num_runs, dtype=np.int32) if runs is None else runs.astype(np.int32)
     documents = np.where(runs == num_runs - 1, source.num_documents - run * (num_runs - 1), run)
@@ -147,7 +150,7 @@ class _Table(NamedTuple):
 @dataclasses.dataclass(eq=False)
 class TokenStream:
     """The endless sequence of a source part's tokens, epoch after epoch. `seed` shuffles it; None keeps the source's
-    order. A position is the number of tokens before it, separators included."""
+    order. A position is a number of preceding tokens, separators included."""
     part: SourcePart
     seed: int | None
     number: int             # of the source in its mixture, part of the seed

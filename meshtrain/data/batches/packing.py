@@ -110,12 +110,12 @@ class PackedValidation:
 
     @property
     def text_bytes(self) -> int | None:
-        """Bytes of its documents' text before tokenizing; None: unknown."""
+        """Bytes of the documents' text before tokenizing; None: unknown."""
         return self.stream.part.text_bytes
 
     @property
     def begins(self) -> bool:
-        """Whether it has the first tokens of its documents."""
+        """Whether this validation set has the first tokens of its documents."""
         return self.stream.part.side != "tail"
 
     @property
@@ -142,8 +142,8 @@ def open_batches(data, corpus: sources.Corpus, seed: int, position: dict | None 
 
 
 def open_whole(data, corpus: sources.Corpus, seed: int) -> tuple[PackedValidation, ...]:
-    """Return validation sets of all documents of the run file's [data]: its own sets if it has any, else one per
-    source.
+    """Return validation sets of all documents of the run file's [data]: the sets that [data] names, or else one set for
+    each source.
 
     Unlike in `open_batches`, nothing is trained on, so a source may be shorter than one sequence. Raises: ValueError if
     a source has no target.
@@ -180,13 +180,14 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, val
     """Return the batches of sources that are mixed in the proportions of `weights` (shares of tokens; positive, any
     sum).
 
-    validation: a validation source for each source, which replaces holding out. curves: validation sets that replace
-    both. names: the sources' names. position: `Packed.position(n)` of the previous run. With equal settings all batches
-    are bit-identical. Weights, seq_len and global_batch may differ: every source then continues after its last token,
-    and the sequences of its current chunk (order.CHUNK_TOKENS) keep their order, but are cut at the new row ends.
+    validation: a validation source for each source, used instead of held-out documents. curves: validation sets that
+    are used instead of both. names: the names of the sources. position: `Packed.position(n)` of the previous run. With
+    equal settings all batches are bit-identical. Weights, seq_len and global_batch may differ: every source then
+    continues after its last token, and the sequences of its current chunk (order.CHUNK_TOKENS) keep their order, but
+    are cut at the new row ends.
 
-    Raises: ValueError if a source is too short for its share of one batch, its held-out part is too short for one
-    sequence, or the position belongs to other data.
+    Raises: ValueError if a source is too short for its share of one batch, if its held-out part is too short for one
+    sequence, or if the position belongs to other data.
     """
     if curves:
         shape = dataclasses.replace(shape, validation_fraction=0.0)
@@ -266,9 +267,10 @@ def _read(stream: TokenStream | WholeStream, pieces: Pieces, tokens: np.ndarray,
     """Read the texts of pieces into `tokens`, int32 [concatenated rows]. Return the target after each piece, int32
     [pieces].
 
-    learn: bool, shaped as tokens; set to false for tokens that are no targets. The target after a document is eos.
-    There is none if the rest of the document is held out, its last token is no target, or it is empty (the model must
-    not learn an end before the beginning). A complete document (contracts.py) contains its end.
+    learn: bool array, shaped as tokens; set to false for tokens that are no targets. The target after a document is
+    eos. A piece has no target after it if the rest of the document is held out, if the document's last token is no
+    target, or if the document is empty (the model must not learn an end before the beginning). A complete document
+    (contracts.py) contains its end.
     """
     source, complete = stream.part.source, getattr(stream.part.source, "complete", False)
     has_separator = pieces.begins & (not complete)

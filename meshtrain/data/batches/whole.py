@@ -3,8 +3,9 @@
 The documents of a window (order.py: about 8,192) are packed best fit decreasing, in the same way in every epoch; the
 order of windows and of their sequences is shuffled. A document longer than a sequence is split, and each piece but the
 last fills a sequence. A conversation or a masked document is truncated instead, because an answer without its question
-teaches nothing. Memory holds a number per window and the last windows. Any sequence is found from (seed, its number),
-by counting the sequences before it in the first epoch, which takes 1 us a document.
+teaches nothing. Memory holds a number per window and the last windows. The location of a sequence follows from (seed,
+number of the sequence). To find this location, the sequences before it in the first epoch are counted, which takes 1 us
+a document.
 
 Source: Johnson 1973 (best fit decreasing); arXiv:2404.10830 (for packing).
 """
@@ -26,8 +27,9 @@ WINDOWS_HELD = 8                # windows kept in memory
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return (bin, offset in it, number of bins); the first two are int64 [documents]. lengths: 1 to capacity. Open
-    bins are indexed by free space; the bits of one integer say which free spaces occur."""
+    """Return (bin, offset in it, number of bins); the first two are int64 [documents]. lengths: the length of each
+    document, 1 to capacity. Open bins are indexed by free space; the bits of one integer say which free spaces occur.
+    """
     bins, places, count = [0] * len(lengths), [0] * len(lengths), 0
     bins_by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
     spaces = 0
@@ -58,8 +60,8 @@ class _PackedWindow(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class WholeStream:
-    """A stream like `order.TokenStream`, but of whole-document sequences. Positions include padding. seed: None: the
-    source's own order."""
+    """A stream like `order.TokenStream`, but of whole-document sequences. Positions include padding. seed: the seed of
+    the shuffle; None: the source's own order."""
     part: SourcePart
     seed: int | None
     number: int             # of the source in its mixture
@@ -91,7 +93,7 @@ class WholeStream:
         return self.num_sequences * self.seq_len
 
     def has(self, sequences: int) -> bool:
-        """Return whether an epoch has this many sequences. It counts no further than needed."""
+        """Return whether an epoch has this many sequences. Counts no further than needed."""
         with self._lock:
             while self._counts[self._counted] < sequences and self._counted < self._order.num_windows:
                 before, count = self._counts[self._counted], len(self._window(self._counted).firsts) - 1
@@ -151,8 +153,8 @@ class WholeStream:
         return self._windows.get(window, make)
 
     def _split_long(self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Pieces:
-        """Split documents into pieces that fit a sequence. lengths: with separators. `line` of the result is not set
-        yet."""
+        """Split documents into pieces that fit a sequence. lengths: the lengths of the documents, separators included.
+        `line` of the result is not set yet."""
         T = self.seq_len
         num = np.ones_like(lengths) if ends_with_sequence(self.part.source) else -(-lengths // T)
         which = np.repeat(np.arange(len(documents)), num)
@@ -179,7 +181,7 @@ def measure_filling(source: Source, seq_len: int) -> tuple[float, int]:
 
 
 def too_long(source: Source, seq_len: int) -> tuple[int, int]:
-    """Return (documents longer than a sequence, tokens truncated). It reads all lengths if documents are truncated."""
+    """Return (documents longer than a sequence, tokens truncated). Reads all lengths if documents are truncated."""
     separators = 1      # or the first token of complete documents
     documents = tokens = 0
     for first in range(0, source.num_documents, PASS_DOCUMENTS) if ends_with_sequence(source) else ():

@@ -28,10 +28,11 @@ VERSION = 1
 
 def open_given(files: Sequence[tuple[str, Sequence[Path]]], separator: int, job: Job) -> list[
         token_files.IndexedTokens | None]:
-    """Return an indexed file for each file, with its largest id; None as in `parts.open_all`.
+    """Return an indexed file, with its largest id, for each file; None for a missing part of another share
+    (`parts.open_all`).
 
-    files: (path, candidate directories of its note). separator: id. Raises: ValueError that lists every faulty file; as
-    `parts.open_all`.
+    files: (path, candidate directories of its note). separator: the id of the separator. Raises: ValueError that lists
+    every faulty file; as `parts.open_all`.
     """
     key = hashlib.blake2b(json.dumps([VERSION, separator]).encode(), digest_size=8).hexdigest()
     choices, faults = [], []
@@ -81,8 +82,8 @@ class Given(parts.Part):
         return (pair, "") if checksums[1] == wanted[1] else (None, "its documents' ends are damaged (wrong checksum)")
 
     def _recognize(self, job: Job) -> token_files.IndexedTokens | None:
-        """Return the indexed file if its note is from a host with other inode numbers. This checks the bytes, and adds
-        this host's stamps to the note."""
+        """Return the indexed file if its note is from a host with other inode numbers. Checks the bytes, and adds this
+        host's stamps to the note."""
         note = self.note()
         stamps = self._stamps(note["derived"])
         if [stamp[1:] for stamp in stamps] != [stamp[1:] for stamp in note["stamps"]]:

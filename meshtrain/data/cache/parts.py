@@ -97,8 +97,8 @@ class Part:
         raise NotImplementedError
 
     def check(self, job: Job) -> tuple[IndexedTokens | None, str]:
-        """Return (the result, "") after a verification by content, and record what was verified. Else return (None,
-        why); the reason is "" if there never was a result."""
+        """Verify the part by content and record what was verified. Return (result, ""), or (None, reason) if the part
+        is not valid; the reason is "" if there never was a result."""
         raise NotImplementedError
 
     def build(self, job: Job, progress: progress.FileProgress) -> IndexedTokens:
@@ -110,8 +110,8 @@ def open_all(choices: Sequence[Sequence[Part]], job: Job) -> list[IndexedTokens 
     """Return one result for each choice. A choice is the same part in several directories: the first directory that has
     it or is writable is used.
 
-    None only for missing parts of another share. Raises: ValueError for a faulty file, or if no directory is writable;
-    Stopped.
+    A result is None only for a missing part of another share. Raises: ValueError for a faulty file, or if no directory
+    is writable; Stopped.
     """
     # With --verify, existing parts are checked again. Parts of another share are skipped.
     mine = [k % job.share[1] == job.share[0] for k in range(len(choices))]
@@ -231,7 +231,7 @@ class _Building:
 
 def read_entry(home: Path, look: Callable[[], Value]) -> Value | None:
     """Return look() at a cache file, with retries; None if the file is missing or invalid. Raises: FileSystemError,
-    because after a transient error of the file system a part need not be rebuilt."""
+    because a part need not be rebuilt after a transient error of the file system."""
     try:
         return files.patiently(look)
     except (OSError, ValueError, KeyError, TypeError) as error:

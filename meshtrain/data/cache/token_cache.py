@@ -1,10 +1,10 @@
 """Tokenizes files once into token files, part by part.
 
-A part is one input file, or several neighbouring small text files. Its manifest is written last. It identifies the
-inputs by content and the token files by checksum, and has size, mtime and inode of all of them at the last
-verification. While these are unchanged nothing is read again; only `meshtrain.tokenize --verify` finds silent bit
-flips. The directory of parts is named after the tokenizer's content. This module uses only `encode` of a tokenizer, and
-knows no sources.
+A part is one input file, or several neighbouring small text files. Its manifest is written last. The manifest
+identifies the inputs by content and the token files by checksum, and has size, mtime and inode of all these files at
+the last verification. While these are unchanged nothing is read again; only `meshtrain.tokenize --verify` finds silent
+bit flips. The directory of parts is named after the tokenizer's content. This module uses only `encode` of a tokenizer,
+and knows no sources.
 """
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def open_tokenized(format: str, groups: Sequence[tuple[tuple[str, ...], Sequence
                    job: Job, chats: Chats | None = None,
                    split_at: str = "") -> list[token_files.IndexedTokens | None]:
     """Return the tokens of the documents in text, jsonl, parquet, arrow or chat files, or of `own.OWN`, one result for
-    each group; None as in `parts.open_all`.
+    each group; None for a missing part of another share (`parts.open_all`).
 
-    groups: (paths, candidate cache directories) of each part, see `group`. field: of jsonl, parquet and arrow; the
-    value of data.source for `own.OWN`. chats: for chat files. split_at: the marker
-    at which documents of other files are divided. Raises: as `parts.open_all`.
+    groups: (paths, candidate cache directories) of each part, see `group`. field: the key or column of the text in
+    jsonl, parquet and arrow files; the value of data.source for `own.OWN`. chats: how chat files become tokens.
+    split_at: the marker at which documents of other files are divided. Raises: as `parts.open_all`.
     """
     field = chats.key if chats else "" if format == "text" else field
     content = own.identify(field) if format == own.OWN else field
@@ -98,8 +98,9 @@ class Tokenized(parts.Part):
     verb = "tokenizing"
 
     def files(self, manifest: dict | None = None) -> list[Path]:
-        """Return the paths of the tokens, the ends and, if some tokens are not learned, the mask; or the bytes of
-        documents if these are counted. manifest: the part's manifest; in an older one the bytes are not counted."""
+        """Return the paths of the part's files: the tokens, the ends, the mask if some tokens are not learned, and the
+        bytes of documents if bytes are counted. manifest: the part's manifest; an older manifest has no counted bytes.
+        """
         masked = self.chats and not self.chats.learn_all
         counted = self.counted and (manifest is None or len(manifest["crc32"]) > 2)
         names = (token_files.TOKENS, token_files.ENDS, *[token_files.MASK] * bool(masked),
@@ -116,8 +117,9 @@ class Tokenized(parts.Part):
         return self._open(manifest)
 
     def check(self, job: Job) -> tuple[token_files.IndexedTokens | None, str]:
-        """See `parts.Part`. Reads cache files that have changed since the note, or all of them with `verify`. Raises:
-        FileSystemError if they cannot be read, because hours of tokenizing are not repeated for that."""
+        """See `parts.Part`. Reads the cache files that have changed since the note, or with `verify` all of them.
+        Raises: FileSystemError if a cache file cannot be read: an unreadable file is no reason to repeat hours of
+        tokenizing."""
         return files.attempt(lambda: self._check(job), f"token cache: {self.home} cannot be read",
                              "set data.cache to another directory")
 
@@ -152,8 +154,8 @@ class Tokenized(parts.Part):
         return pair, ""
 
     def _open(self, manifest: dict) -> token_files.IndexedTokens:
-        """Return the token files of a part. Raises: OSError, ValueError, KeyError, TypeError if they do not match the
-        manifest."""
+        """Return the token files of a part. Raises: OSError, ValueError, KeyError, TypeError if the files do not match
+        the manifest."""
         tokens, _, *more = map(str, self.files(manifest))
         pair = token_files.open_pair(tokens)
         if (str(pair.ids.dtype), pair.ids.size, pair.num_documents) != (

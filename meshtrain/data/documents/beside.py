@@ -2,8 +2,8 @@
 
 Tokens that are only in tokenizer_config.json, added_tokens.json or special_tokens_map.json are added, in the order of
 transformers 5.24, with the properties in tokenizer_config.json. A contradiction that cannot be resolved is an error;
-one that is resolved gives a note. A named token (bos_token, …) is special, so that no text contains it. Chat templates
-are files of such folders, too, and found here. This module knows only the library's tokenizer, and no texts.
+one that is resolved gives a note. A named token (bos_token, …) is special, so that no text contains it. This module
+also finds the chat templates of such folders. This module knows only the library's tokenizer, and no texts.
 """
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class NamedToken:
 @dataclasses.dataclass(frozen=True)
 class Said:
     """The content of the files next to a tokenizer. tokens: in the order in which missing ones are added. names:
-    bos_token, … -> its token. begins: add_bos_token; None: not set. bos_id: bos_token_id of config.json. notes: about
-    files that contradict each other."""
+    bos_token, … -> its token. begins: the value of add_bos_token; None: not set. bos_id: bos_token_id of config.json.
+    notes: lines about files that contradict each other."""
     tokens: tuple[NamedToken, ...] = ()
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     begins: bool | None = None
@@ -85,10 +85,11 @@ def read(folder: Path) -> Said:
 
 
 def complete(library: Any, said: Said, named: str) -> tuple[list[str], list[str]]:
-    """Add the tokens of the files next to the tokenizer. library: tokenizers.Tokenizer, which is changed. named: its
-    name for messages.
+    """Add the tokens of the files next to the tokenizer. library: the tokenizers.Tokenizer to change. named: the
+    tokenizer's name in messages.
 
-    Returns (notes, the changes, by which two tokenizers differ). Raises: ValueError if a token does not get its id.
+    Return (notes, changes). The changes tell apart two tokenizers that have the same tokenizer.json. Raises: ValueError
+    if a token does not get its id.
     """
     from tokenizers import AddedToken       # imported here, because it belongs to an extra
     wanted, elsewhere = [], []
@@ -182,8 +183,8 @@ def _properties(given) -> dict[str, bool]:
 
 
 def _bos_id(path: Path) -> int | None:
-    """Return bos_token_id of a model's config.json next to the tokenizer; None if there is none. A file that is no
-    model's config is ignored."""
+    """Return bos_token_id of a model's config.json next to the tokenizer; None if the folder has no such file or key. A
+    file that is no model's config is ignored."""
     try:
         model = read_object(path)
     except ValueError:
@@ -224,7 +225,8 @@ def read_object(path: Path) -> dict:
 
 def local_template(given: str) -> Path:
     """Return the path of data.chat_template, or this host's copy for an address: a file if its name has a suffix, else
-    a folder. Raises: ValueError for a name of two things; StorageError (a ValueError); FileSystemError."""
+    a folder. Raises: ValueError if the name is both a shipped template and a local path; StorageError (a ValueError);
+    FileSystemError."""
     if not addresses.is_remote(given):
         if (path := shipped.path_of(given, "chat_templates")) in shipped.names("chat_templates"):
             raise ValueError(f"data.chat_template={given!r} is a shipped template, and there is also a file or folder "

@@ -3,9 +3,9 @@ ids to learn.
 
 The template writes everything, separators and ends of turns included; nothing is added. Text inside {% generation %}
 becomes a mask over ids, as in transformers; without the tag, an answer is the text that follows its generation prompt.
-The ids before an answer are those that `prompt` gives: if a token would cross from the prompt into the answer, the two
-are tokenized separately. Messages that contain names of special tokens are refused. This module knows no conversation
-files and no cache.
+The ids before an answer are the ids that `prompt` returns: if a token would cross from the prompt into the answer, the
+two are tokenized separately. Messages that contain names of special tokens are refused. This module knows no
+conversation files and no cache.
 """
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ UNWRITTEN, UNREASONED = "unwritten", "unreasoned"      # the template leaves too
 
 class Conversation(NamedTuple):
     """A conversation. messages: as templates take them, each with a role. trained: for each message, whether to learn
-    it if it is the assistant's. tools: as templates take them, or None. arguments: further variables of the template,
-    besides those of the Template; None: none."""
+    it if it is the assistant's. tools: the tools in the form that templates take, or None. arguments: further variables
+    of the template, besides those of the Template; None: none."""
     messages: list[dict]
     trained: list[bool]
     tools: list | None = None
@@ -63,7 +63,8 @@ class Encoded(NamedTuple):
 
 
 class Fault(ValueError):
-    """A conversation cannot be encoded. index: its number among the given ones. by_template: the template fails."""
+    """A conversation cannot be encoded. index: the conversation's number among the given conversations. by_template:
+    whether the template failed."""
 
     def __init__(self, index: int, message: str, by_template: bool = False):
         super().__init__(message)
@@ -82,7 +83,7 @@ class Template:
 
     @property
     def key(self) -> str:
-        """A hash that is equal for two templates exactly if they give the same ids."""
+        """A hash that is equal for two templates if and only if both give the same ids."""
         arguments = [self.arguments] if self.arguments else []      # without them it is that of earlier versions
         content = json.dumps([self.text, self.tokens, self.tokenizer.key, *arguments])
         return hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
@@ -123,8 +124,8 @@ class Template:
 
     @functools.cached_property
     def remedy(self) -> str:
-        """Text for messages: the shipped template that writes a question, its answer and a prompt as this one does, and
-        all reasoning; "" if there is none."""
+        """Text for messages that names a shipped template: the template that writes a question, its answer and a prompt
+        as this template does, and that writes all reasoning. "" if no shipped template does."""
         def write(text: str) -> list[str | None]:
             renderer = _Renderer(dataclasses.replace(self, text=text))
             asked = [(PROBE, False), (PROBE[:1], True)]
@@ -152,7 +153,8 @@ class Template:
         self.check_arguments("data.template_arguments", self.arguments)
 
     def check_arguments(self, place: str, arguments: Mapping[str, Any]) -> None:
-        """Check that the template reads these arguments. place: their key, for errors. Raises: ValueError."""
+        """Check that the template reads these arguments. place: the key of the arguments, for errors. Raises:
+        ValueError."""
         read = [name for name in self._renderer.names if name not in SET_HERE]
         for name in [name for name in arguments if name not in read]:
             if name in SET_HERE:
@@ -165,10 +167,11 @@ class Template:
 
 def open_template(tokenizer: Tokenizer, given: str = "", folders: Sequence[Path] = (), today: bool = False,
                   arguments: Mapping[str, Any] = types.MappingProxyType({})) -> Template:
-    """Open a chat template: `given` (its file, a model folder or a shipped name); else that of the tokenizer's folder,
-    or of the first of `folders` that has one. today: use the current date. arguments: data.template_arguments.
+    """Open a chat template: `given` (a template file, a model folder or a shipped name); else the template of the
+    tokenizer's folder, or of the first of `folders` that has one. today: whether templates see the current date.
+    arguments: data.template_arguments.
 
-    Raises: ValueError if there is none, if it is malformed, or if it does not read an argument.
+    Raises: ValueError if no template is found, or if the template is malformed or does not read an argument.
     """
     home = [Path(os.path.expanduser(tokenizer.path)).parent] if isinstance(tokenizer, TokenizerFile) else []
     places = [beside.local_template(given)] if given else [*home, *map(Path, folders)]
@@ -212,8 +215,8 @@ def encode(template: Template, conversations: Sequence[Conversation], learn_all:
 
 def encode_each(template: Template, conversations: Sequence[Conversation], learn_all: bool = False,
                 go_on: bool = True) -> list[Encoded | Fault]:
-    """Return the same as `encode`, with the fault of a conversation that cannot be encoded in its place. go_on: False:
-    raise the first fault."""
+    """Return the result of `encode` for each conversation, or the fault of a conversation that cannot be encoded.
+    go_on: False raises the first fault."""
     found: dict[int, Encoded | Fault] = {
         index: fault for index, conversation in enumerate(conversations)
         if (fault := _find_fault(template, index, conversation))}
@@ -244,7 +247,7 @@ def _request(template: Template, conversation: Conversation, trained: Sequence[b
 
 def _find_fault(template: Template, index: int, conversation: Conversation) -> Fault | None:
     """Return the fault of a conversation that contains a special token's name, or has an argument that the template
-    does not read. index: its number."""
+    does not read. index: the conversation's number."""
     pattern, respelled = template._special
     try:
         template.check_arguments(ARGUMENTS, conversation.arguments or {})
@@ -304,8 +307,8 @@ class _Renderer:
         return reply
 
     def ask(self, requests: Sequence[dict], numbers: Sequence[int], go_on: bool = False) -> list[dict]:
-        """Return a reply to each request. numbers: the conversations' numbers. go_on: a reply may be {"fault": its
-        message}. Raises: Fault for the first one, without go_on."""
+        """Return a reply to each request. numbers: the conversations' numbers. go_on: whether a reply may be {"fault":
+        message}. Raises: without go_on, the first Fault."""
         with self._lock:
             replies: list[dict] = []
             while len(replies) < len(requests):
@@ -341,8 +344,8 @@ class _Renderer:
             timer.cancel()
 
     def _read(self) -> dict | None:
-        """Return the next reply; None if the process has ended, or was killed because its time or the length of its
-        reply was exceeded."""
+        """Return the next reply; None if the process has ended, or was killed because it exceeded the limit of time or
+        of a reply's length."""
         waits, from_here = select.poll(), 0
         process, _, stdout = self._pipes()
         waits.register(stdout)

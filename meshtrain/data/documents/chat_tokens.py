@@ -1,8 +1,8 @@
 """Tokens of rendered conversations: finds the tokens of an answer, and separates prompts from answers.
 
-A model is prompted with the tokens of the text before an answer. If a token of the whole text would cross from there
-into the answer, the two are tokenized separately, so that the model learns with the tokens that it is prompted with.
-This module knows no templates and no conversations.
+A model is prompted with the tokens of the text before an answer. If a token of the whole text would cross from the
+prompt into the answer, the two are tokenized separately, so that the model learns with the tokens that it is prompted
+with. This module knows no templates and no conversations.
 """
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ APART, CROSSED, ELSEWHERE = "apart", "crossed", "elsewhere"
 
 
 class Tokens(NamedTuple):
-    """The tokens of a text. ids: int32 [T]. of: (begin, end) of characters -> the tokens that have one of them.
-    parting: "" or one of the constants above."""
+    """The tokens of a text. ids: int32 [T]. of: range (begin, end) of characters -> the tokens that contain a character
+    of this range. parting: "" or one of the constants above."""
     ids: np.ndarray
     of: Callable[[int, int], slice]
     parting: str
@@ -69,8 +69,8 @@ class _Offsets(NamedTuple):
 
 
 class Parted:
-    """Tokenizes texts so that a token ends between a prompt and its answer. library: tokenizers.Tokenizer. path: its
-    file."""
+    """Tokenizes texts so that a token ends between a prompt and its answer. library: a tokenizers.Tokenizer. path: the
+    file of the tokenizer."""
 
     def __init__(self, library: Any, path: str):
         self.library, self.path = library, path
@@ -90,8 +90,8 @@ class Parted:
             return [_Offsets.read(encoding) for encoding in library.encode_batch(list(texts), add_special_tokens=False)]
 
     def _crossings(self, replies: Sequence[dict], found: Sequence[_Offsets]) -> list[list[int]]:
-        """Return, for each text, the beginnings of answers before which its tokens differ from those of the text that
-        ends there."""
+        """Return, for each text, the beginnings of answers at which the tokens before the answer differ from the tokens
+        of the text cut at the beginning of the answer."""
         places = [(number, begin) for number, reply in enumerate(replies) for begin in reply["begins"]]
         before = self._encode(self.library, [replies[number]["text"][max(0, begin - WINDOW):begin]
                                              for number, begin in places])
@@ -105,8 +105,8 @@ class Parted:
         return crossings
 
     def _part(self, text: str, begins: Sequence[int], whole: _Offsets) -> _Offsets:
-        """Return the tokens of a text in which no token crosses `begins` (ascending). Return `whole` if the tokenizer
-        would then write another text, e.g. with a space before each part."""
+        """Return the tokens of a text in which no token crosses `begins` (ascending). Return `whole` if the separate
+        parts would decode to another text, e.g. with a space before each part."""
         mark, library = self._dividing
         pieces = [text[begin:end] for begin, end in zip([0, *begins], [*begins, len(text)])]
         (marked,) = self._encode(library, [mark.join(pieces)])

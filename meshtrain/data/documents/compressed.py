@@ -15,7 +15,7 @@ SUFFIXES = (".gz", ".zst")
 
 @contextlib.contextmanager
 def reporting(path: str, place: str = "") -> Iterator[None]:
-    """Report damage of a compressed file that the context reads. place: where in the file, for the message. Raises:
+    """Report damage of a compressed file that the context reads. place: the place in the file, for the message. Raises:
     ValueError."""
     try:
         yield

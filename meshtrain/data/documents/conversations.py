@@ -61,15 +61,15 @@ class Chats:
 
     @property
     def key(self) -> str:
-        """A key that is equal for two objects exactly if they give the same tokens and masks."""
+        """A key that is equal for two objects if and only if both give the same tokens and masks."""
         return (f"{self.template.key}-{VERSION}-{'pairs' if self.pairs else 'all' if self.learn_all else 'assistant'}"
                 f"{'-leave out' * self.leave_out}")
 
     def read(self, path: str, tell: Callable[[str], None] = print,
              left_out: LeftOut | None = None) -> Iterator[tuple[list[Encoded], int]]:
         """Yield (a batch of encoded conversations, bytes read so far) of a file of JSON lines, Parquet or Arrow. tell:
-        receives notes on what is learned otherwise than it was written. left_out: receives the faulty lines, if these
-        are left out. Raises: ValueError."""
+        receives notes on conversations that are not learned exactly as written. left_out: receives the faulty lines, if
+        faulty lines are left out. Raises: ValueError."""
         batch: list[Conversation] = []
         places: list[str] = []
         notes: dict[str, list[str]] = {}
@@ -133,7 +133,8 @@ def _with_targets(index: int, one: Encoded | chat.Fault) -> Encoded | chat.Fault
 
 
 def parse(line: dict, learn_all: bool = False) -> Conversation:
-    """Return the conversation in a JSON object. learn_all: learn all of it; no answer is required. Raises: ValueError.
+    """Return the conversation in a JSON object. learn_all: whether the whole conversation is learned; then no answer is
+    required. Raises: ValueError.
     """
     line = _without_nulls(line)
     _check_unlabelled(line)
@@ -169,8 +170,8 @@ def parse(line: dict, learn_all: bool = False) -> Conversation:
 def parse_pair(line: dict) -> list[Conversation]:
     """Return the chosen and the rejected conversation of a line. Raises: ValueError.
 
-    Answers are texts or messages that follow a prompt. Or both are whole conversations: then their common prefix is the
-    prompt, which may also be given separately.
+    Answers are texts or messages that follow a prompt. Alternatively, both are whole conversations. Then their common
+    prefix is the prompt, which may also be given separately.
     """
     line = _without_nulls(line)
     if not {"chosen", "rejected"} <= line.keys():
@@ -234,7 +235,7 @@ def _system(line: dict, messages: list[dict]) -> list[dict]:
 
 
 def read_tools(line: dict) -> list | None:
-    """Return the tools of a line, as templates take them. Raises: ValueError."""
+    """Return the tools of a line, in the form that templates take. Raises: ValueError."""
     tools = line.get("tools")
     if isinstance(tools, str):
         tools = _of_json(tools, "tools", "[") if tools.strip() not in ("", "null") else None
@@ -260,8 +261,8 @@ def _tool(value, place: str) -> dict:
 
 
 def read_messages(value, key: str) -> list[dict]:
-    """Return a list of messages as templates take them, from a list or a string of JSON. key: the key that has the
-    list, for errors. Raises: ValueError."""
+    """Return messages in the form that templates take, from a list or a string of JSON. key: the key that has the list,
+    for errors. Raises: ValueError."""
     if isinstance(value, str):
         value = _of_json(value, key, "[")
     if not isinstance(value, list) or not value:
@@ -379,8 +380,8 @@ def _content(value, name: str, place: str, others: dict):
 
 
 def _weight(message: dict, number: int, learn_all: bool = False) -> bool:
-    """Return whether to learn a message, if it is the assistant's: by "weight", or by "train" as in axolotl's data.
-    Removes these keys. number: the message's number. Raises: ValueError, also if a key asks for what is not done."""
+    """Return whether an assistant's message is learned, by its key "weight", or "train" (as in axolotl's data). Removes
+    these keys. number: the message's number. Raises: ValueError, also if a key asks for something unsupported."""
     place = f"message {number} (from 0)"
     if "train_detail" in message:
         raise ValueError(f"{place} has train_detail, spans of characters to learn, which are not read; remove it, and "

@@ -16,8 +16,9 @@ EARLY = 1000            # lines after which a template that fails for half of th
 
 @dataclasses.dataclass(eq=False)
 class LeftOut:
-    """The faulty lines of a file. kept: number of other lines. count: number of faulty ones; by_template: of these,
-    those for which the chat template fails. first: (place, reason) of the first ones, in file order."""
+    """The faulty lines of a file. kept: number of lines that are not faulty. count: number of faulty lines.
+    by_template: number of faulty lines for which the chat template fails. first: (place, reason) of the first faulty
+    lines, in file order."""
     path: str
     kept: int = 0
     count: int = 0
@@ -29,15 +30,16 @@ class LeftOut:
         return self.kept + self.count
 
     def add(self, place: str, fault: str, by_template: bool = False) -> None:
-        """Leave out a line. place: "line 3" or "row 3 (from 0)". fault: its message."""
+        """Leave out a line. place: "line 3" or "row 3 (from 0)". fault: the message of the fault."""
         self.count += 1
         self.by_template += by_template
         self.first = sorted([*self.first, (place, fault.removeprefix(f"{self.path}, {place}: "))],
                             key=lambda line: int(re.findall(r"\d+", line[0])[0]))[:FIRST]
 
     def check(self, template: str, ended: bool) -> None:
-        """Check that the faults are those of lines. template: its file. ended: whether these are all lines of the file.
-        Raises: ValueError if the template fails for too many lines, or if no line is left."""
+        """Check that the faults come from the lines, not from the template. template: the template's file. ended:
+        whether all lines of the file have been read. Raises: ValueError if the template fails for too many lines, or if
+        no line is left."""
         too_many = self.by_template * MOST_BY_TEMPLATE > self.lines if ended else \
             self.lines >= EARLY and self.by_template * 2 > self.lines
         if too_many:
@@ -58,7 +60,8 @@ class LeftOut:
 
 
 def describe(where: str, files: Sequence[LeftOut]) -> list[str]:
-    """Return lines about the faulty lines of a source's files; none if there are none. where: its section."""
+    """Return messages about the faulty lines of a source's files; no message if no line is faulty. where: the source's
+    section."""
     count, lines = sum(file.count for file in files), sum(file.lines for file in files)
     first = [line for file in files for line in file.describe()][:FIRST]
     head = f'{where}.paths: {count:,} of {lines:,} lines are faulty and left out (data.faulty="leave out")'

@@ -96,7 +96,7 @@ def read_jsonl(path: str, field: str) -> Iterator[TextPiece]:
 
 def read_objects(path: str, example: str, leave_out: LeaveOut | None = None) -> Iterator[tuple[int, dict, int]]:
     """Yield (line number, object, bytes of the file read so far) of JSON lines. example: an object, for error messages.
-    leave_out: receives lines that are no objects, which are passed over; None: they are errors."""
+    leave_out: receives each line that is no object, and the line is skipped; None: such a line is an error."""
     with open(path, "rb") as raw, compressed.decompress(path, raw) as lines:
         number = 0
         while True:
@@ -123,8 +123,8 @@ def read_rows(path: str, example: str, columns: Sequence[str] = (),
     """Yield (place, object, bytes of the file read so far) of a file's rows: JSON lines, or a table in Parquet or
     Arrow. The first bytes or the name of the file decide which it is.
 
-    A table has no absent keys, so a null in a struct or a column is left out of the object. columns: to read of a
-    table; (): all. example, leave_out: as in `read_objects`. Raises: ValueError for a faulty file.
+    A table has no absent keys, so a null in a struct or a column is left out of the object. columns: the columns to
+    read from a table; (): all. example, leave_out: as in `read_objects`. Raises: ValueError for a faulty file.
     """
     with open(path, "rb") as file:
         kind = TABLE_BEGINS.get(file.read(4)) or TABLE_NAMES.get(os.path.splitext(path)[1])
@@ -155,7 +155,8 @@ def read_parquet(path: str, field: str) -> Iterator[TextPiece]:
 
 
 def read_arrow(path: str, field: str) -> Iterator[TextPiece]:
-    """As `read_parquet`, for Arrow's IPC, as a stream (as the datasets library saves it) or as a file (Feather)."""
+    """Yield one document per row of Arrow's IPC format, a stream (as saved by the datasets library) or a file
+    (Feather). Else as `read_parquet`."""
     return _read_texts(path, field, _arrow_batches)
 
 
@@ -244,7 +245,8 @@ def _row(number: int) -> str:
 
 
 def _find_column(path: str, schema, field: str) -> list[str]:
-    """Return the names that lead to a column of strings: of a column, then of fields of structs. Raises: ValueError."""
+    """Return the names that lead to a column of strings: the name of a column, then the names of fields of structs.
+    Raises: ValueError."""
     types = import_extra("pyarrow", f"the file {path}").types
     strings: dict[str, list[str]] = {}
     every: dict[str, tuple[list[str], Any]] = {}
@@ -310,12 +312,12 @@ def _plain(value, name: str):
 
 
 def fault(path: str, place: str, what: str, remedy: str = "") -> ValueError:
-    """Return the error for a place in a file ("": the whole file)."""
+    """Return the error for a place ("": the whole file) in a file."""
     return ValueError(f"{f'{path}, {place}:' if place else path} {what}{remedy and '; '}{remedy}")
 
 
 def _check_kind(path: str, expected: str = "") -> None:
-    """Check the first bytes of a file. Raises: ValueError if they are those of a file that is neither text nor
+    """Check the first bytes of a file. Raises: ValueError if the bytes belong to a file that is neither text nor
     `expected`."""
     with open(path, "rb") as file:
         begin = file.read(32)
@@ -371,7 +373,7 @@ def _check_characters(path: str, place: str, text: str, where: str = "") -> None
 
 
 def pieces_of(path: str, place: str, text: str) -> Iterator[TextPiece]:
-    """Yield a document that is in memory. Its position in the file is unknown, and 0. Raises: ValueError."""
+    """Yield a document that is in memory. The position in the file is unknown and given as 0. Raises: ValueError."""
     _check_characters(path, place, text)
     for part, last in _cut_text(text):
         yield TextPiece(part, last, 0)

@@ -1,8 +1,9 @@
 """Reads the documents that code of the run's own yields, "file.py:name" in data.source: texts, or token ids.
 
 The function takes the path of a file, or no argument, and yields each document once, in the same order at every call.
-The token cache calls it once for each file and each content of the code. So batches, a resume, several hosts and
-mixtures need nothing of it. Every fault is a ValueError with file, document and remedy. This module knows no cache.
+The token cache calls it once for each file and each content of the code. So the function needs no code for batches,
+resumes, several hosts or mixtures. Every fault is a ValueError with file, document and remedy. This module knows no
+cache.
 """
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ OWN = "own"
 
 
 def identify(source: str) -> str:
-    """Return what the documents depend on besides their files: the digest of the code, and the name in it."""
+    """Return what the documents depend on besides their files: the digest of the code, and the name of the function."""
     path, name = custom.split(source)
     return f"{custom.digest(path)}:{name}"
 

@@ -57,8 +57,8 @@ class Generation(jinja2.ext.Extension):
 
 
 class Written(NamedTuple):
-    """A rendered text. spans: characters to learn. begins: where answers begin (where their generation prompts end), as
-    far as this is known. elsewhere: whether an answer that {% generation %} marks does not begin there."""
+    """A rendered text. spans: characters to learn. begins: the known positions where answers begin (where their
+    generation prompts end). elsewhere: whether an answer that {% generation %} marks begins elsewhere."""
     text: str
     spans: list[tuple[int, int]]
     begins: list[int]
@@ -70,8 +70,8 @@ def _answers(messages: Sequence[dict]) -> list[int]:
 
 
 class Renderer:
-    """A template, rendered as in transformers. today: use the current date, else a fixed one. most_chars: limit of a
-    text."""
+    """A template, rendered as in transformers. today: whether the template sees the current date, or else a fixed date.
+    most_chars: the largest length of a text."""
 
     def __init__(self, template: str, tokens: dict[str, str], today: bool, most_chars: int = sys.maxsize):
         env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
@@ -86,8 +86,8 @@ class Renderer:
 
     @functools.lru_cache(SETS)
     def using(self, arguments: str) -> Renderer:
-        """Return the renderer with the variables of this JSON object, which has probed nothing yet: what a template
-        writes before an answer may depend on them."""
+        """Return a renderer with the variables of this JSON object. The new renderer has probed nothing yet, because
+        the text that a template writes before an answer may depend on the variables."""
         other = copy.copy(self)
         other.__dict__.pop("opening", None), other.__dict__.pop("arguments_as_text", None)
         other.variables = self.variables | json.loads(arguments)
@@ -118,7 +118,7 @@ class Renderer:
                        *self._begins(messages, tools, text, marked))
 
     def whole(self, messages: Sequence[dict], tools, wants_answer: bool) -> Written:
-        """Return the text of messages, without spans. wants_answer: with the generation prompt at its end."""
+        """Return the text of messages, without spans. wants_answer: whether the generation prompt ends the text."""
         if self.env.generation_seen:
             text, marked = self._mark(messages, tools, wants_answer)
             return Written(text, [], *self._begins(messages, tools, text, marked))
@@ -127,9 +127,9 @@ class Renderer:
 
     @functools.cached_property
     def opening(self) -> tuple[str, str] | None:
-        """(the part of the generation prompt that is inside {% generation %}, mostly "": an answer begins after it; the
-        end of the text before an answer). None: answers do not begin with the generation prompt, or the tag begins
-        after it."""
+        """A pair: the part of the generation prompt inside {% generation %} (mostly ""), after which an answer begins;
+        and the end of the text before an answer. None: answers do not begin with the generation prompt, or the tag
+        begins after the generation prompt."""
         try:
             text, marked = self._mark(PROBE, None, False)
             asked, plain = (self.render(PROBE[:1], None, wants_answer) for wants_answer in (True, False))
@@ -262,12 +262,12 @@ class Renderer:
         return lengths
 
     def _resume(self, messages, tools, wants_answer: bool, counts: Sequence[int], text: str) -> dict[int, int]:
-        """Return the same as `_prefixes` for the counts that it finds, in time linear in the messages instead of
-        quadratic.
+        """Return count -> length, as `_prefixes`, for the counts that it finds. The time is linear in the messages
+        instead of quadratic.
 
         The text of a prefix is the full text up to its last message, followed by what the template writes if its loop
         begins there. This holds if the template loops over the messages once, keeps no state between turns, and looks
-        at most one message ahead. Raises: Exception if it does anything else.
+        at most one message ahead. Raises: Exception if the template does anything else.
         """
         if self.resumable is None:
             return {}
@@ -311,7 +311,7 @@ class Reading:
         return "".join(pieces)
 
     def look(self, index: int) -> bool:
-        """Record an access to a message; return whether there is this message."""
+        """Record an access to a message; return whether the message exists."""
         if not self.begins:
             self.seen_before = max(self.seen_before, index + 1)
         elif index > self.first + len(self.begins):
@@ -370,7 +370,7 @@ KEPT = {"namespace", "cycler", "joiner"}    # objects that keep state between tu
 
 class Resumable(jinja2.visitor.NodeTransformer):
     """Changes a template's outermost loops so that they can begin at any turn, for Reading. known: whether this is
-    possible: loops keep no state. Nested loops, macros and blocks are not changed: they get no Turns."""
+    possible, since loops keep no state. Nested loops, macros and blocks are not changed: they get no Turns."""
 
     def __init__(self):
         self.number, self.inside, self.known = 0, False, True

@@ -20,17 +20,17 @@ CUTS = ("Digits", "UnicodeScripts", "FixedLength")      # pre-tokenizers that on
 
 
 class Lengths(NamedTuple):
-    """Bytes of text per token. bytes_V: the bytes of each id, or UNKNOWN. prefix: bytes (a space) that the tokenizer
-    puts before a document; None: it depends on the text. exact: for every text, the bytes of its tokens add up to its
-    own bytes."""
+    """Bytes of text per token. bytes_V: the number of bytes of each id, or UNKNOWN. prefix: bytes (a space) that the
+    tokenizer puts before a document; None: it depends on the text. exact: for every text, the bytes of its tokens add
+    up to its own bytes."""
     bytes_V: np.ndarray
     prefix: int | None
     exact: bool
 
 
 def lengths(reader: Tokenizer) -> Lengths | None:
-    """Return the bytes per token; None if tokens do not determine them: there is no tokenizer, or it changes or drops
-    text."""
+    """Return the bytes per token; None if tokens do not determine the bytes: there is no tokenizer, or the tokenizer
+    changes or drops text."""
     if isinstance(reader, Bytes):
         return Lengths(np.where(np.arange(reader.vocab_size) < reader.bos, 1, 0), 0, True)
     if not isinstance(reader, TokenizerFile):
@@ -70,8 +70,8 @@ def are_counted(reader: Tokenizer) -> bool:
 
 
 class _Written(NamedTuple):
-    """How the steps before the model write a text. as_bytes: bytes as characters. spaces: spaces as SPACE. prefix: as
-    in Lengths."""
+    """How the steps before the model write a text. as_bytes: whether bytes become characters. spaces: whether spaces
+    become SPACE. prefix: as in Lengths."""
     as_bytes: bool
     spaces: bool
     prefix: int | None

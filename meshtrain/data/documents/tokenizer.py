@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
 
     @property
     def key(self) -> str:
-        """Equal for two tokenizers exactly if they give the same ids."""
+        """A text that is equal for two tokenizers if and only if both give the same ids."""
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text, integers [tokens], without separators. Raises: ValueError for an unsupported
@@ -83,8 +83,9 @@ class Ids:
 
 @contextlib.contextmanager
 def using(name: str, what: str = "encode the text") -> Iterator[None]:
-    """Convert exceptions of the tokenizers library in the block. It has no exceptions of its own, and panics if a
-    pattern backtracks for too long. name, what: for the message. Raises: ValueError."""
+    """Convert exceptions of the tokenizers library in the block. The library has no exceptions of its own, and panics
+    if a pattern backtracks for too long. name, what: the tokenizer and the action, for the message. Raises: ValueError.
+    """
     try:
         with panics.caught():
             yield
@@ -230,8 +231,8 @@ def _text_with(library: Any, bos: int) -> str:
 
 
 class _Opened(NamedTuple):
-    """An opened tokenizer.json. key: equal for two exactly if they give the same ids. completed: whether files next to
-    it change its tokens."""
+    """An opened tokenizer.json. key: equal for two tokenizers if and only if both give the same ids. completed: whether
+    files next to tokenizer.json change its tokens."""
     library: Any
     key: str
     said: beside.Said
@@ -241,7 +242,7 @@ class _Opened(NamedTuple):
 
 def _library(path: str | os.PathLike, name: str) -> _Opened:
     """Open a tokenizer.json with the tokens that the files next to it add: without truncation and padding, and with ids
-    that are a function of the text alone. name: for errors."""
+    that are a function of the text alone. name: the tokenizer's name in errors."""
     tokenizers = import_extra("tokenizers", name)
     content = files.attempt(Path(path).read_bytes, f"{name} cannot be read",
                             'name a tokenizer.json of the tokenizers library, or "bytes"')
@@ -266,8 +267,8 @@ def _library(path: str | os.PathLike, name: str) -> _Opened:
 
 
 def import_extra(module: str, wanted_by: str, extra: str = "data") -> Any:
-    """Import a module of an optional dependency. wanted_by: what needs it, for the message. extra: its name in
-    pyproject. Raises: ValueError with the command that installs it."""
+    """Import a module of an optional dependency. wanted_by: the feature that needs the module, for the message. extra:
+    the name of the dependency's extra in pyproject. Raises: ValueError with the command that installs it."""
     import importlib
     try:
         return importlib.import_module(module)

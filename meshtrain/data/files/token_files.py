@@ -1,6 +1,6 @@
-"""Token files. X.tokens.npy is an array of uint16, uint32 or int32 ids. X.ends.npy (int64) has the document ends in it.
-X.mask.npy (uint8 or bool, optional) says which ids are to be learned; without it all are. The token cache may add
-X.bytes.npy (int64): the ends in bytes of the text.
+"""Token files. X.tokens.npy is an array of uint16, uint32 or int32 ids. X.ends.npy (int64) has the document ends in
+this array. X.mask.npy (uint8 or bool, optional) says which ids are learned; without a mask, all ids are learned. The
+token cache may add X.bytes.npy (int64): the ends in bytes of the text.
 
 Any program with numpy can write them; the token cache consists of them. Other formats (binary_files.py) become the same
 `IndexedTokens`, so that there is one reader. Files are memory-mapped, within the system's limit of maps. Nothing is
@@ -170,8 +170,8 @@ class TokenFiles:
         return contracts.totals(self.num_documents, lambda documents: self._gather(documents, before, ends))
 
     def _gather(self, documents: np.ndarray, before: Sequence[int], numbers: Sequence[Numbers]) -> np.ndarray:
-        """Return the ends of documents, int64, shaped as `documents`. numbers: the ends in each pair. before: sum over
-        the pairs before each."""
+        """Return the ends of documents, int64, shaped as `documents`. numbers: the ends in each pair. before: for each
+        pair, the sum over the pairs before it."""
         if len(self.pairs) == 1:
             return numbers[0].array[documents]
         which = np.searchsorted(np.array(self._firsts), documents, side="right") - 1
@@ -196,14 +196,14 @@ class TokenFiles:
 
 
 def largest(pair: IndexedTokens) -> int:
-    """Return the largest id of a file, which is read if the id is unknown; -1 without tokens."""
+    """Return the largest id of a file; -1 without tokens. The file is read if its largest id is unknown."""
     if pair.largest >= 0:
         return pair.largest
     return max((int(chunk.max()) for _, chunk in chunks(pair.ids.map()) if len(chunk)), default=-1)
 
 
 def first_beyond(pair: IndexedTokens, vocab_size: int) -> tuple[int, int]:
-    """Return (document, id) of the first id beyond a vocabulary of this size. There must be one."""
+    """Return (document, id) of the first id beyond a vocabulary of this size. The file must have such an id."""
     for first, chunk in chunks(pair.ids.map()):
         beyond = (chunk >= vocab_size) | (chunk < 0)
         if beyond.any():
@@ -378,7 +378,7 @@ def chunks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def checksum(array: np.ndarray, check_stop: Callable[[], None] = lambda: None) -> int:
-    """Return the crc32 of an array's bytes. It reads 3 to 4 GB/s a core, without the GIL."""
+    """Return the crc32 of an array's bytes. The speed is 3 to 4 GB/s a core, without the GIL."""
     crc = 0
     for _, chunk in chunks(array):
         check_stop()
