@@ -1,8 +1,8 @@
 """A layer from the outside in: groups of layers, one layer with its remat, its residual block, and its attention.
 
-A group is a scan over a repeating period of layers, for example leading dense layers, then the others, or five layers
-with a window and one without. A layer is a residual block of a mixer and an MLP. Other mixers are in `latent` and
-`linear`, MLPs in `mlp` and `moe`.
+A group is a scan over a repeating period of layers. Examples: one group of leading dense layers and one of the other
+layers; a period of five layers with a window and one layer without. A layer is a residual block of a mixer and an MLP.
+Other mixers are in `latent` and `linear`, MLPs in `mlp` and `moe`.
 """
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LayerGroup:
     """Consecutive layers: the layers of `period` in turn, `repeats` times.
 
     The weights of each layer of the period are stacked, [repeats, …]. A period of one layer has no level of its own in
-    the parameter tree. leading: the layers run before the stages of a pipeline and are in none of them.
+    the parameter tree. leading: whether the layers run before the stages of a pipeline, outside all stages.
     """
     name: str
     period: tuple[params.Module, ...]
@@ -52,7 +52,7 @@ class LayerGroup:
         return len(self.period) * self.repeats
 
     def parameters(self, path: tuple[str, ...]) -> list[params.ParamInfo]:
-        """Return the group's parameters. path: that of the group's subtree."""
+        """Return the group's parameters. path: the path of the group's subtree."""
         axis, several = LEADING if self.leading else LAYERS, len(self.period) > 1
         paths = [(*path, str(i)) for i in range(len(self.period))] if several else [path]
         return [info for layer, path in zip(self.period, paths)
@@ -128,18 +128,18 @@ def build_block(ex: Execution, layer: params.Module, shape: tuple[int, ...], dro
 def _can_share(ex: Execution, infos) -> bool:
     """Return whether parts of a microbatch can share a layer's weights.
 
-    They cannot in float8, whose scales are of the whole microbatch. They also cannot if every projection's backward
-    gathers its weight again (ZeRO-3 without remat).
+    Parts cannot share weights in float8, because a scale belongs to the whole microbatch. Parts also cannot share
+    weights if every projection's backward gathers its weight again (ZeRO-3 without remat).
     """
     kept = all(ex.layout.spec(GATHERED, info.axes) == ex.layout.spec("params", info.axes) for info in infos)
     return not ex.numerics.float8 and (kept or ex.numerics.remat != "none")
 
 
 def _matmul_output(primitive, *operands, **params) -> bool:
-    """A remat policy: return whether this is the output of a matmul with weights.
+    """Return whether this equation is a matmul with weights. This function is a remat policy.
 
-    Dots with a batch dim are attention scores. A float32 result of bfloat16 operands is one of several parts of a
-    matmul (`products.einsum`). Gathers of weights are no dots.
+    A dot with a batch dim computes attention scores. A dot of bfloat16 operands with a float32 result is one of several
+    parts of a matmul (`products.einsum`). A gather of weights is not a dot.
     """
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params) and (
         operands[0].dtype, params["preferred_element_type"]) != (jnp.bfloat16, jnp.float32)
@@ -148,12 +148,13 @@ def _matmul_output(primitive, *operands, **params) -> bool:
 def rematerialize(layer: Callable, ex: Execution) -> Callable:
     """Return the layer with the remat of `ex.numerics.remat`.
 
-    none saves the inputs of matmuls, norms and attention. selective saves matmul outputs, queries and keys as attention
-    reads them, and its o and lse. full saves only the layer's input. offload saves only the input, on the host (B·T·D
-    each way, overlapped with a layer's matmuls).
+    "none" saves the inputs of matmuls, norms and attention. "selective" saves matmul outputs, the queries and keys that
+    attention reads, and the o and lse of attention. "full" saves only the layer's input. "offload" saves only the
+    layer's input, on the host (B·T·D each way, overlapped with a layer's matmuls).
 
-    If sequences are split over devices, full and offload also save o and lse (B·T·N·H), so that the backward repeats no
-    ring. All save the float8 scales of the forward, because each costs a pass over a tensor and an all-reduce.
+    If sequences are split over devices, "full" and "offload" also save o and lse (B·T·N·H), so that the backward
+    repeats no ring. Every policy saves the float8 scales of the forward, because each scale costs a pass over a tensor
+    and an all-reduce.
     """
     policies = jax.checkpoint_policies
     if ex.numerics.remat == "none":
@@ -175,10 +176,12 @@ def rematerialize(layer: Callable, ex: Execution) -> Callable:
 
 
 class Layer(nnx.Module):
-    """Residual block of a mixer and an MLP, either of which may be absent. Norms are before them, after them, or both.
+    """Residual block of a mixer and an MLP, either of which may be absent. Norms come before the two, after them, or
+    both.
 
-    mixer, mlp: (name, (cfg, rngs) -> module), or None. The name is that in the parameter tree: attention, linear or
-    custom, mlp or moe. The norms around any mixer are named attention_norm and attention_post_norm.
+    mixer, mlp: (name, (cfg, rngs) -> module), or None. The name is the key in the parameter tree: attention, linear or
+    custom for a mixer, mlp or moe for an MLP. The norms around any mixer are named attention_norm and
+    attention_post_norm.
 
     Returns (x_BTD, `LayerStats` of the microbatch).
     """
@@ -255,8 +258,8 @@ class Layer(nnx.Module):
     def _full(ex: Execution, h_BTD):
         """Constrain h to the sequence shard, then to the whole sequence.
 
-        The gather (B·T·D bytes × 2) is then in bf16, not float32. Inputs of float8 projections stay split. They are
-        gathered when they are quantized.
+        The gather (B·T·D bytes × 2) is then in bf16, not float32. Inputs of float8 projections stay split here and are
+        gathered after they are quantized.
         """
         h_BTD = ex.layout.act(h_BTD, "batch", "residual_seq", None)
         return h_BTD if ex.numerics.float8 else ex.layout.act(h_BTD, "batch", "seq", None)
@@ -267,9 +270,10 @@ def wait_for_gradient(x, w):
     """Return x and w unchanged. In the backward, the gradient of x waits for the reduced gradient of w.
 
     Otherwise XLA delays a layer's weight gradients to the end of its backward, where the last reduce-scatter overlaps
-    with nothing, and copies the stream's cotangent for them. If the gradient of the MLP's outward projection is
-    computed early, the others are early as well, and the last one is small. By the roofline a step of llama3-8b on 8
-    H100 takes 6.47 s instead of 6.50; with remat full it takes 7.60 s instead of 7.64.
+    with nothing, and copies the residual stream's cotangent for these gradients. If the gradient of the MLP's outward
+    projection is computed early, the other weight gradients are early as well, and the last one is small. By the
+    roofline a step of llama3-8b on 8 H100 takes 6.47 s instead of 6.50; with remat full it takes 7.60 s instead of
+    7.64.
     """
     return x, w
 

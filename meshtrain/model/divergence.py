@@ -1,14 +1,16 @@
 """Divergence of a model's next-token distribution from a teacher's, over a sharded vocabulary, chunk by chunk.
 
-Of each token the teacher gives its k most likely next tokens with their log-probabilities. All other tokens are one
-class. With this class the divergence is at most that of whole distributions, grows with k, and is least where the model
-predicts as the teacher does. If the k probabilities were renormalized instead, it would be least elsewhere.
+For each token, the teacher gives the k most likely next tokens and their log-probabilities. All other tokens are one
+class. With this class the divergence is at most the divergence of whole distributions, grows with k, and has its
+minimum where the model predicts the same as the teacher. If the k probabilities were renormalized instead, the minimum
+would be elsewhere.
 
     forward  KL(P‖Q) = Σ P (ln P − ln Q)         its gradient by the logits: Q − P
     reverse  KL(Q‖P) = Σ Q (ln Q − ln P)         Q (ln Q − ln P − KL)
 
-P: the teacher's k + 1 probabilities, Q: the model's. Inside the class of the rest its gradient is split like the
-model's probabilities. Logits are never held whole, as in `loss`.
+P: the teacher's k + 1 probabilities. Q: the model's k + 1 probabilities. The gradient of the class of other tokens is
+divided among these tokens in proportion to the model's probabilities. As in `loss`, the whole logits are never in
+memory.
 """
 from __future__ import annotations
 
@@ -47,8 +49,9 @@ def compare(reverse: bool, logp_K, logq_K):
 class DivergenceSpec:
     """What is minimized: weight · temperature² · divergence + (1 - weight) · nll of the targets.
 
-    The divergence compares distributions whose logits are divided by the temperature, which makes its gradient about
-    1 / temperature² as large (arXiv:1503.02531, section 2). The nll has no temperature. head: with the temperature.
+    The divergence compares distributions whose logits are divided by the temperature, which makes its gradient about 1
+    / temperature² as large (arXiv:1503.02531, section 2). The nll has no temperature. head: the `LossSpec` of the head,
+    with the temperature.
     """
     head: LossSpec
     reverse: bool
@@ -59,9 +62,9 @@ class DivergenceSpec:
 def distillation_sums(ex: Execution, spec: DivergenceSpec, x_BTD, w, targets_BT, ids_BTK, logp_BTK):
     """Return (objective, nll, divergence), float32 sums over the tokens with a target, in nats.
 
-    The arguments before `ids` are those of `loss.loss_sums`. ids: the teacher's k most likely tokens, int32, all
-    different. logp: their log-probabilities at the temperature, float32. nll and divergence are metrics: only the
-    objective's gradient by x and w is defined. It takes 3 head matmuls.
+    The arguments before `ids` have the same meaning as in `loss.loss_sums`. ids: the teacher's k most likely tokens,
+    int32, all different. logp: their log-probabilities at the temperature, float32. nll and divergence are metrics:
+    only the objective's gradient with respect to x and w is defined. The computation takes 3 head matmuls.
     """
     return _sums(ex, spec, x_BTD, w, targets_BT, ids_BTK, logp_BTK, with_grads=False)[0]
 
@@ -108,8 +111,7 @@ distillation_sums.defvjp(partial(_sums, with_grads=True), _sums_backward)
 def top_tokens(ex: Execution, spec: LossSpec, k: int, x_BTD, w, targets_BT):
     """Return the k most likely next tokens [B, T, k], int32, and their log-probabilities, float32, most likely first.
 
-    The arguments are those of `loss.loss_sums`. It is not differentiable.
-    """
+    The other arguments have the same meaning as in `loss.loss_sums`. The function is not differentiable."""
     chunks = Chunks(ex, spec, x_BTD, w, targets_BT)
 
     def visit(found, c):
@@ -137,7 +139,7 @@ def pick(chunks: Chunks, logits_nrsV, ids_nrsK):
 
 
 def spread(chunks: Chunks, logits_nrsV, ids_nrsK, values_nrsK):
-    """Return zeros like the logits with these values at these tokens, which differ."""
+    """Return an array like the logits: the given values at these tokens (all different), zeros elsewhere."""
     def local(logits, ids, values):
         here, held = _own(chunks, logits, ids)
         into, values = jnp.zeros_like(logits), jnp.where(held, values, 0.0)
@@ -146,7 +148,7 @@ def spread(chunks: Chunks, logits_nrsV, ids_nrsK, values_nrsK):
 
 
 def take_top(chunks: Chunks, logits_nrsV, k: int):
-    """Return the k largest logits [n, r, s, k] and their tokens, int32: first of each shard, then of these."""
+    """Return the k largest logits [n, r, s, k] and their tokens, int32. Each shard selects its own k largest first."""
     def local(logits):
         top, ids = _select(logits, min(k, logits.shape[-1]))
         if not chunks.vocab_axes:
@@ -159,8 +161,9 @@ def take_top(chunks: Chunks, logits_nrsV, k: int):
 
 
 def _select(x, k: int):
-    """Return what jax.lax.top_k returns, in another order of equal values. On GPUs XLA sorts for it, with three arrays
-    of that size. So the groups with the k largest maxima are found first: the k largest values are in these."""
+    """Return the result of jax.lax.top_k, but equal values may be in another order. On GPUs XLA implements top_k as a
+    sort with three arrays of the size of x. So this function first finds the groups with the k largest maxima, which
+    contain the k largest values."""
     if x.shape[-1] % GROUP or 2 * k * GROUP > x.shape[-1]:
         return jax.lax.top_k(x, k)
     groups = x.reshape(*x.shape[:-1], -1, GROUP)

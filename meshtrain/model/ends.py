@@ -15,8 +15,8 @@ VOCAB_MULTIPLE = 256
 class EmbeddingAndHead(nnx.Module):
     """Token and position embeddings, final norm, output head and depths of MTP: the parameters outside the layers.
 
-    layer: makes the layer of each MTP depth. Depths are initialized last, so that a seed gives
-    the same other parameters with and without depths.
+    layer: the function that makes the layer of each MTP depth. Depths are initialized last, so that a seed gives the
+    same other parameters with and without depths.
     """
 
     def __init__(self, cfg: Model, rngs: nnx.Rngs, layer: Callable[[nnx.Rngs], nnx.Module]):

@@ -1,7 +1,6 @@
-"""How layers are computed: in which numerics, by which engines, on which layout, and what they save for the backward.
+"""How layers are computed: their numerics, their engines, their layout, and what they save for the backward.
 
-Layers read an `Execution`; it changes nothing in their formulas. This module knows no layer.
-"""
+Layers read an `Execution`. An `Execution` does not change their formulas. This module knows no layer."""
 from __future__ import annotations
 
 import dataclasses
@@ -20,7 +19,7 @@ from meshtrain.sharding.rules import Layout
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Numerics:
-    """In which dtypes layers compute, and what they save for the backward.
+    """The dtypes in which layers compute, and what layers save for the backward.
 
     float8: the precision of float8 projections; None: projections use `dtype`.
     """
@@ -30,7 +29,7 @@ class Numerics:
 
 
 class ExpertEngine(Protocol):
-    """Computes the experts of tokens, wherever they are. `parallel.experts.dispatch` has them.
+    """A function that computes the experts of tokens, on any devices. `parallel.experts.dispatch` has the engines.
 
     aux_loss, z_loss: weights of the router's losses.
     """
@@ -45,7 +44,7 @@ class ExpertEngine(Protocol):
 
 
 class RecurrenceEngine(Protocol):
-    """What recurrent mixers call. `parallel.context.recurrence.LinearAttention` is one."""
+    """The function that recurrent mixers call, for example `parallel.context.recurrence.LinearAttention`."""
     @property
     def convolve(self) -> Callable: ...
 
@@ -60,8 +59,8 @@ class Engines:
     """The functions that depend on devices and on how sequences and experts are split.
 
     attention: (layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask=, scores=, sinks_N=, bounded=) -> (o_BTNV, an upper
-    bound of each head's scores [N] if bounded, else None). by_kernels: queries and keys are normed and rotated by
-    `kernels.rotation`, and attend to their cache by `kernels.decode`.
+    bound of each head's scores [N] if bounded, else None). by_kernels: whether `kernels.rotation` norms and rotates
+    queries and keys, and `kernels.decode` attends to the cache.
     """
     attention: Callable
     experts: ExpertEngine | None = None          # None: no experts
@@ -85,25 +84,23 @@ class Execution:
     def early(self) -> bool:
         """Return whether the MLP's down projection gets its gradient before the mixer's backward.
 
-        See `block.wait_for_gradient`. Pipelines may run all W later.
-        """
+        See `block.wait_for_gradient`. It is false in a pipeline, which may run all weight gradients (W) later."""
         return self.layout.sizes["stage"] == 1
 
     def after(self, values, done):
-        """Return `values`; if the order matters, they are made to depend on `done`. Both are pytrees."""
+        """Return `values`, which depend on `done` if the order of collectives matters. Both are pytrees."""
         return order.after(values, done) if self.in_order else values
 
 
 def with_numerics(ex: Execution, **changed) -> Execution:
-    """Return `ex` with other fields of its numerics."""
+    """Return `ex` with the fields `changed` of its numerics replaced."""
     return dataclasses.replace(ex, numerics=dataclasses.replace(ex.numerics, **changed))
 
 
 def recompute(ex: Execution, f: Callable) -> Callable:
-    """Return f with only its inputs saved for the backward, which recomputes casts and elementwise ops, but no matmul.
+    """Return f with only its inputs saved. The backward recomputes casts and elementwise ops of f, but no matmul.
 
-    Under remat f is unchanged: the policy decides what is saved.
-    """
+    Under remat, f is returned unchanged, because the remat policy decides what is saved."""
     keep = jax.checkpoint_policies.save_only_these_names(float8.SCALE)
     # CSE cannot merge across a scan
     return jax.checkpoint(f, policy=keep, prevent_cse=False) if ex.numerics.remat == "none" else f

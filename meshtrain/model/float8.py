@@ -1,11 +1,11 @@
 """Float8 matmuls for projections: e4m3 for x and w, e5m2 for dy, each with a power-of-two scale from its current amax.
 
 A product is a dot of float8 operands, scaled afterwards. GPUs run it as one float8 matmul, whereas XLA silently removes
-quantize-dequantize pairs around a bfloat16 dot. Current scaling needs no state and clips nothing, and amax is of the
-whole tensor on every layout. Projections of the same x are one function: x is quantized and gathered over the sequence
-once. Their weights share a scale, and so do their cotangents, whose products are summed before scaling. Sources:
-arXiv:2209.05433 (formats); tensorwise scaling as in torchao and in Transformer Engine's current scaling, which do not
-round the scale.
+quantize-dequantize pairs around a bfloat16 dot. Current scaling needs no state and clips nothing. On every layout, amax
+is the maximum of the whole tensor. Projections of the same x are one function, which quantizes x and gathers it over
+the sequence once. The weights of these projections share a scale. Their cotangents share a scale as well, and the
+products of the cotangents are summed before scaling. Sources: arXiv:2209.05433 (formats); tensorwise scaling as in
+torchao and in Transformer Engine's current scaling, which do not round the scale.
 """
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ BY_CUBLAS = lax.Precision.HIGHEST  # cuBLASLt accumulates in float32; the progra
 
 
 def precision(platform: str) -> lax.DotAlgorithmPreset | lax.Precision:
-    """Return how to request a float8 dot. platform: jax's name.
+    """Return the `precision` argument that requests a float8 dot. platform: jax's name of the platform.
 
-    On GPUs it selects cuBLASLt, with float32 accumulation. The default would be a Triton kernel. On a GPU without
-    float8 it would silently be a 16-bit matmul, whereas ALGORITHM does not compile there. CPUs have one choice, which
-    is exact.
+    On GPUs this precision selects cuBLASLt, with float32 accumulation. The default precision would select a Triton
+    kernel. On a GPU without float8, the default would silently become a 16-bit matmul, whereas ALGORITHM does not
+    compile. CPUs have only one choice, which is exact.
     """
     if platform == "cpu":
         return lax.DotAlgorithmPreset.DEFAULT
@@ -86,13 +86,13 @@ def quantize(x, scale, dtype):
 
 
 def largest(arrays):
-    """Return amax over all arrays. It takes an all-reduce of one number over the devices that shard them."""
+    """Return amax over all arrays. This takes an all-reduce of one number over the devices that shard the arrays."""
     return functools.reduce(jnp.maximum, [jnp.max(jnp.abs(a)) for a in arrays])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def project(ex: Execution, forms, out_axes, frozen, x, ws):
-    """Return the products of x with each of ws, in the compute dtype. Gradients are those of `layers.project`.
+    """Return the products of x with each of ws, in the compute dtype. Gradients are as in `layers.project`.
 
     forms: ((eq, logical axes of w), …). out_axes, frozen: as in `layers.project`. Without out_axes, x is part of the
     residual stream and sharded over the sequence.

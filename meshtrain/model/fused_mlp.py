@@ -21,7 +21,7 @@ class FusedMLP(NamedTuple):
     interpret: object = False
 
     def fits(self, num_hidden: int) -> bool:
-        """Whether the kernels support this mlp_dim; `choices.mlp` has checked the other sizes."""
+        """Return whether the kernels support this mlp_dim. `choices.mlp` has already checked the other sizes."""
         return num_hidden % mosaic_mlp.COLUMNS == 0
 
     def forward(self, layout: Layout, x_BTD, gate_DF, up_DF):

@@ -1,8 +1,9 @@
-"""The gradient of an input that several projections multiply: one sum for each way in which their weights are split.
+"""The gradient of an input that several projections share: one sum for each way in which the weights are split.
 
-The terms of weights that are split by output dims are partial sums over the mesh axes that split them; those of whole
-weights are complete. In one sum of both, XLA all-reduces every partial term by itself. So the partial terms are added
-on each device and reduced once, and the complete terms are added to the result.
+Each projection contributes one term. If output dims of its weight are split, the term is a partial sum over the mesh
+axes that split these dims; otherwise the term is complete. In one sum of both kinds, XLA all-reduces each partial term
+separately. So each device adds the partial terms first, the result is reduced once, and the complete terms are added
+last.
 """
 from __future__ import annotations
 
@@ -22,17 +23,16 @@ Sums = dict[Axes, jax.Array]     # by the mesh axes over which an array is a par
 def list_sum_axes(layout: Layout, forms: Forms) -> list[Axes]:
     """Return, for each form, the mesh axes over which its term of the gradient is a partial sum.
 
-    They split an output dim of its weight. forms: as in `layers.project`.
-    """
+    These axes split an output dim of the form's weight. forms: as in `layers.project`."""
     return [tuple(axis for _, logical in _outputs(eq, axes) for axis in layout.mesh_axes(GATHERED, logical))
             for eq, axes in forms]
 
 
 def place_cotangents(layout: Layout, forms: Forms, over: Sequence[Axes], dys: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return the outputs' cotangents, those of whole weights whole if there are split weights beside them.
+    """Return the outputs' cotangents. Beside split weights, the cotangents of whole weights are made whole.
 
-    Otherwise XLA would split them as their term of the gradient, over tokens, and with them what computes them. That
-    moves small arrays many times. over: from `list_sum_axes`.
+    Otherwise XLA would split these cotangents over tokens, like their term of the gradient, and would split the ops
+    that compute the cotangents as well. Small arrays would then move many times. over: from `list_sum_axes`.
     """
     if len(set(over)) == 1:
         return list(dys)
@@ -56,7 +56,8 @@ def total(layout: Layout, sums: Sums) -> jax.Array:
     """Return the gradient.
 
     Several sums [B, T, D] are reduced to the shards of the residual stream, in B·T·D bytes: by a reduce-scatter with
-    sequence parallelism, otherwise by an all-reduce. A single sum is returned as it is: a later constraint reduces it.
+    sequence parallelism, otherwise by an all-reduce. A single sum is returned unreduced, because a later constraint
+    reduces it.
     """
     if len(sums) == 1:
         return next(iter(sums.values()))
@@ -67,8 +68,7 @@ def total(layout: Layout, sums: Sums) -> jax.Array:
 def branch(layout: Layout, x_BTD: jax.Array) -> jax.Array:
     """Return x for one of several functions of it, whose gradients autodiff adds.
 
-    The gradient of each is reduced before the addition, as those of `total`.
-    """
+    The gradient of each function is reduced before the addition, as in `total`."""
     return x_BTD
 
 

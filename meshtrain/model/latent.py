@@ -1,10 +1,9 @@
 """Attention by latents (MLA): queries, keys and values are products of narrow, normed latents.
 
 Only the latent c [B, T, C] and the rotated keys r [B, T, R], which all heads share, are passed to
-`ex.engines.attention`. It expands them into heads on the devices that need them (`parallel.context.latents`). A cache
-holds only c and r. In training the scores are those of expanded keys. Latents are not sharded over tensor. Their
-products are sharded by heads.
-Source: arXiv:2405.04434.
+`ex.engines.attention`. This engine expands c and r into heads on the devices that need the heads
+(`parallel.context.latents`). A cache holds only c and r. Training computes scores from expanded keys. Latents are not
+sharded over tensor. The products of latents are sharded by heads. Source: arXiv:2405.04434.
 """
 from __future__ import annotations
 

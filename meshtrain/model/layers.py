@@ -30,8 +30,8 @@ from meshtrain.sharding.rules import GATHERED, Layout
 def gather_weight(ex: Execution, w: jax.Array, axes) -> jax.Array:
     """Return the weight in the compute dtype, gathered over the axes that split tokens (ZeRO-3). Tensor sharding stays.
 
-    The gather moves (N-1)/N of the weight's bytes in the compute dtype. The weight is first constrained to its shards.
-    Otherwise XLA sometimes gathers the float32 master weight and casts afterwards.
+    The gather moves (N-1)/N of the weight's bytes in the compute dtype. The weight is first constrained to its shards,
+    because XLA otherwise sometimes gathers the float32 master weight and casts it afterwards.
     """
     if ex.in_parts:
         return w.astype(ex.numerics.dtype)       # `parts.share` gathers once for all parts
@@ -42,8 +42,7 @@ def gather_weight(ex: Execution, w: jax.Array, axes) -> jax.Array:
 def place_gradient(ex: Execution, dw, axes):
     """Return a weight's gradient sharded as in [grads].
 
-    With parts it is returned unchanged, because `parts.share` shards the sum.
-    """
+    If the microbatch is split into parts, the gradient is returned unchanged, because `parts.share` shards the sum."""
     return dw if ex.in_parts else reduced.place(ex.layout, dw, axes)
 
 
@@ -53,7 +52,7 @@ def project(ex: Execution, forms, out_axes, frozen: bool, x, ws):
 
     forms: ((eq, logical axes of w), …), e.g. "BTD,DNH->BTNH". out_axes: for a single projection back onto the residual
     stream, the output's logical axes before it is split over the sequence; None for other projections. GPUs reduce a
-    weight gradient in the dtype of its dot, so here the dot has a float32 result, sharded as in [grads]. Frozen weights
+    weight gradient in the dtype of its dot. So the dot here has a float32 result, sharded as in [grads]. Frozen weights
     get no gradient, and x is not saved for them.
     """
     return tuple(products.einsum(eq, x, gather_weight(ex, w, axes)) for (eq, axes), w in zip(forms, ws, strict=True))
@@ -123,8 +122,7 @@ class Linear(nnx.Module):
 
 
 def together(ex: Execution, x, *linears: tuple[Linear, int], out_axes=None) -> list:
-    """Return the outputs of all (Linear, its repeats) for one x. In float8, x is quantized and gathered once for all.
-    """
+    """Return the outputs for one x of all pairs (Linear, repeats). In float8, x is quantized and gathered only once."""
     weights = [repeat_heads(ex, linear.kernel[...], linear.axes, repeats) for linear, repeats in linears]
     forms = tuple((linear.eq, axes) for (linear, _), (_, axes) in zip(linears, weights))
     frozen = linears[0][0].frozen
@@ -140,12 +138,12 @@ def together(ex: Execution, x, *linears: tuple[Linear, int], out_axes=None) -> l
 
 
 def repeat_heads(ex: Execution, w, axes, repeats: int):
-    """Return (w with each kv head `repeats` times, its logical axes).
+    """Return (w with each kv head repeated `repeats` times, the logical axes of the result).
 
     Copies are adjacent, so that query groups stay together.
 
-    The copies are sharded like heads before the gather. Each tensor rank takes its head of the unsharded w, and nothing
-    moves. In the backward, the gradients of each head are summed over ranks, and all ranks get all heads, in float32.
+    The copies are sharded like heads before the gather: each tensor rank takes its head of the unsharded w, and no data
+    moves. In the backward, the gradients of each head are summed over ranks in float32, and each rank gets all heads.
     """
     if repeats == 1:
         return w, axes
@@ -178,7 +176,8 @@ def small(ex: Execution, vector, axes):
 
 
 class Norm(nnx.Module):
-    """RMSNorm or LayerNorm over the dims of its weights (the last ones), in float32. It returns the compute dtype.
+    """RMSNorm or LayerNorm over the last dims (the dims of its weights). Computes in float32, returns the compute
+    dtype.
 
     Tried and rejected: one kernel for the backward of the norm and the residual stream. By the roofline this kernel
     takes 53 ms of a step of llama3-8b on 8 H100, and XLA's two kernels take 93 ms: 26 ms of it read x and its cotangent
@@ -187,8 +186,7 @@ class Norm(nnx.Module):
     """
 
     def __init__(self, cfg: Model, rngs: nnx.Rngs, shape, axes, eps: float = 0.0):
-        """Declare the weights. eps: if not 0, this is a plain RMSNorm with this eps, whatever the config's norms are.
-        """
+        """Declare the weights. eps: if not 0, the eps of a plain RMSNorm that replaces the norm of the config."""
         dtype = jnp.dtype(cfg.param_dtype)
         self.eps, self.centred, self.axes, self.offset = (eps, False, tuple(axes), 0.0) if eps else (
             cfg.norm_eps, cfg.norm == "layernorm", tuple(axes), cfg.norm_offset)
@@ -198,8 +196,8 @@ class Norm(nnx.Module):
     def __call__(self, ex: Execution, x, repeats: int = 1):
         """Return the norm of x in the compute dtype.
 
-        repeats: copies of each kv head, as for `Linear`. They matter for a norm over all kv_heads, whose mean they
-        leave unchanged.
+        repeats: copies of each kv head, as for `Linear`. In a norm over all kv_heads, the copies leave the mean
+        unchanged.
         """
         dims = tuple(range(-len(self.axes), 0))
 
@@ -220,7 +218,7 @@ class Norm(nnx.Module):
         return plain and rotation.fits(self.scale[...].shape[-1], 2 * rope.cos.shape[-1])
 
     def norm_and_rotate(self, ex: Execution, heads: str, x_BTNH, rope: Rope):
-        """Return x after norm and rotary embedding in one kernel. heads: logical axis of x's heads."""
+        """Return x after norm and rotary embedding, computed by one kernel. heads: the logical axis of x's heads."""
         scale_H = small(ex, self.scale[...], self.axes).astype(jnp.float32) + self.offset
         return norm_and_rotate(ex.layout, heads, self.eps, x_BTNH, scale_H, rope.cos, rope.sin)
 
@@ -319,7 +317,7 @@ def _lookup_backward(ex: Execution, axes, saved, dx_BTD):
 
 
 def _by_shard(layout: Layout, axes, zeros, ids_BT, dx_BTD):
-    """Return the table's gradient [n, rows, D] in float32, with the summand of each of n token shards.
+    """Return the table's gradient [n, rows, D] in float32: one summand for each of the n token shards.
 
     XLA would reduce a sum over all tokens in the dtype of the sum, which must be float32.
     """
@@ -343,8 +341,9 @@ lookup.defvjp(_lookup_forward, _lookup_backward)
 def kv_heads(layout: Layout, num_kv_heads: int) -> int:
     """Return the number of key/value heads computed over all ranks, at least one per rank.
 
-    It is more than the model has if there are more tensor ranks than heads and the ranks share them evenly. Several
-    ranks then compute the same head, each for its own query heads, as in Megatron-LM. The parameters do not change.
+    The number is larger than num_kv_heads if there are more tensor ranks than kv heads and the ranks can share the
+    heads evenly. Several ranks then compute the same head, each for its own query heads, as in Megatron-LM. The
+    parameters do not change.
     """
     split = layout.mesh_axes("activations", "kv_heads")
     alike = split == layout.mesh_axes("activations", "heads") == layout.mesh_axes("params", "heads")

@@ -1,8 +1,8 @@
 """Recurrent mixers: gated delta rule (G), the same with a decay per channel (K, KDA) and Mamba-2 (M).
 
-All three project, convolve over a few tokens, run one recurrence S' = decay · S + … with a state per value head, and
-then norm and gate its output. They read earlier tokens only through `ex.engines.recurrence`, which keeps documents
-apart. A_log, decays and norms are float32.
+Each mixer projects its input, convolves over a few tokens, runs one recurrence S' = decay · S + … with a state per
+value head, and then norms and gates the output. A mixer reads earlier tokens only through `ex.engines.recurrence`,
+which keeps documents apart. A_log, decays and norms are float32.
 
 Dims besides those of `layers`: K key heads (Mamba-2's groups), H their width (Mamba-2's state), N value heads, V their
 width, W tokens of the convolution, R inner width of a narrow projection. Sources: arXiv:2412.06464 (gated delta rule),
@@ -140,7 +140,7 @@ class RecurrentMixer(nnx.Module):
 
 
 def _declare_bias(value, axes) -> nnx.Param:
-    """Return a bias with given values. It is float32 like all biases; bfloat16 would change decay rates by 1%."""
+    """Return a bias with the given values, in float32 like all biases. bfloat16 would change decay rates by 1%."""
     return nnx.Param(value.astype(jnp.float32), logical_axes=axes, role="bias", fan_in_dims=1)
 
 

@@ -1,9 +1,9 @@
 """LoRA: an adapted projection W computes x·W + alpha/rank · (x·A)·B. Only A and B are trained.
 
-Adapters are added to a finished layer, so the layer's paths and initialization do not change. A is random and B is
-zero, so the first step computes the base model. Both are float32, because Adam's steps are too small for bfloat16. The
-rank is never sharded. The other dims are sharded like those of the projection. Source: arXiv:2106.09685; the range of A
-is PEFT's.
+Adapters are added to a layer after its construction, so the layer's paths and initialization do not change. A is random
+and B is zero, so the first step computes the base model. Both are float32, because Adam's steps are too small for
+bfloat16. The rank is never sharded. The other dims are sharded like those of the projection. Source: arXiv:2106.09685;
+the range of A is PEFT's.
 """
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Adapter(nnx.Module):
         self.b = declare(rngs, jnp.float32, (rank, *shape[fan_in_dims:]), self.up_axes, "matrix", value=0.0)
 
     def __call__(self, ex: Execution, x, y, repeats: int, out_axes):
-        """Return y + alpha/rank · (x·A)·B. repeats, out_axes: those of the `Linear` that computed y."""
+        """Return y + alpha/rank · (x·A)·B. repeats, out_axes: the arguments of the `Linear` that computed y."""
         act = ex.layout.act
         h_BTR = project(ex, ((self.down_eq, self.down_axes),), out_axes, False, x, (self.a[...],))[0]
         # An output that goes to the residual stream is split here, before B, so that B·T·R is scattered, not B·T·D.
@@ -48,8 +48,8 @@ class Adapter(nnx.Module):
 
 
 class ExpertAdapters(nnx.Module):
-    """The LoRA matrices of routed experts: A [E, in, R] and B [E, R, out] of each of these matrices [E, in, out], which
-    `parallel.experts.dispatch` multiplies."""
+    """The LoRA matrices of routed experts: A [E, in, R] and B [E, R, out] for each adapted matrix [E, in, out].
+    `parallel.experts.dispatch` multiplies by them."""
 
     def __init__(self, rngs: nnx.Rngs, moe: MoE, names: Iterable[str], rank: int):
         for name in names:
@@ -81,8 +81,7 @@ def adapt(layer: nnx.Module, rngs: nnx.Rngs, lora) -> nnx.Module:
 def check(layers: Iterable[nnx.Module], lora) -> None:
     """Check that each name in lora.targets is a projection of some layer.
 
-    Raises: ValueError if a name is none.
-    """
+    Raises: ValueError if a name is not such a projection."""
     known = known_targets(layers)
     if missing := [name for name in lora.targets if name not in known]:
         raise ValueError(f"lora.targets names {', '.join(missing)}, but the layers of this model have only "
@@ -98,8 +97,8 @@ def known_targets(layers: Iterable[nnx.Module]) -> tuple[str, ...]:
 def projections(layer: nnx.Module) -> dict[str, Linear]:
     """Return a layer's projections by name, in the order of LORA_TARGETS.
 
-    They are the mixer's query, key, value and out, and the MLP's gate, up and down, as far as the layer has them. In a
-    layer with experts, these are those of the shared experts.
+    The names are query, key, value and out of the mixer, and gate, up and down of the MLP, if the layer has them. In a
+    layer with experts, gate, up and down are the projections of the shared experts.
     """
     mixers, mlps = (layer.mixer,), (layer.mlp, layer.moe and layer.moe.shared)
     linears = {name: getattr(part, name, None)
@@ -114,7 +113,7 @@ def experts(layer: nnx.Module) -> list[str]:
 
 
 def merge(kernel: jax.Array, adapter: Mapping[str, jax.Array], scale: float) -> jax.Array:
-    """Return kernel + scale · A·B of stacked layers [L, …], or of their experts [L, E, …], float32."""
+    """Return kernel + scale · A·B, float32, for stacked layers [L, …] or their experts [L, E, …]."""
     a, b = adapter["a"].astype(jnp.float32), adapter["b"].astype(jnp.float32)
     stack = kernel.shape[:a.ndim + b.ndim - 2 - kernel.ndim]
     change = jnp.einsum("...IR,...RO->...IO", a.reshape(*stack, -1, a.shape[-1]), b.reshape(*stack, a.shape[-1], -1),

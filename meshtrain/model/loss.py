@@ -55,7 +55,7 @@ def _loss_backward(ex: Execution, spec: LossSpec, saved, cotangents):
 
 
 def scale_grads(grads, scale):
-    """Return (dx_BTD, dw) times the objective's cotangent; dw is None if the weight is frozen."""
+    """Return (dx_BTD, dw), each times the objective's cotangent `scale`. dw is None if the weight is frozen."""
     dx_BTD, dw = grads
     return (dx_BTD * scale).astype(dx_BTD.dtype), None if dw is None else dw * scale
 
@@ -92,10 +92,10 @@ loss_sums.defvjp(partial(_sums, with_grads=True), _loss_backward)
 def token_nll(ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
     """Return the nll of each token [B, T], float32, 0 without a target.
 
-    It is differentiable in x and w like `loss_sums`.
+    Like `loss_sums`, the function is differentiable with respect to x and w.
 
-    It serves objectives that are not sums over tokens. The weight of a token's nll is known only after the forward, so
-    the backward recomputes the logits (4 head matmuls instead of 3).
+    Objectives that are not sums over tokens use this function. They know the weight of a token's nll only after the
+    forward, so the backward recomputes the logits (4 head matmuls instead of 3).
     """
     chunks = Chunks(ex, spec, x_BTD, w, targets_BT)
 
@@ -126,10 +126,10 @@ token_nll.defvjp(lambda ex, spec, *given: (token_nll(ex, spec, *given), given), 
 def token_losses(ex: Execution, spec: LossSpec, of_token, x_BTD, w, targets_BT, given):
     """Return (sum of the losses of the tokens with a target, log-probability [B, T], entropy [B, T]), float32.
 
-    The last two are 0 without a target. of_token: (log-probability, entropy, given) -> (loss, its derivative by the
-    log-probability, its derivative by the entropy, where None means 0), elementwise. given: arrays [B, T] by name;
-    places without a target are not read. Only the gradient of the sum by x and w is defined. It takes 3 head matmuls,
-    like `loss_sums`.
+    Log-probability and entropy are 0 where there is no target. of_token: an elementwise function (log-probability,
+    entropy, given) -> (loss, its derivative by the log-probability, its derivative by the entropy; None means 0).
+    given: arrays [B, T] by name; places without a target are not read. Only the sum's gradient with respect to x and w
+    is defined. Like `loss_sums`, the function takes 3 head matmuls.
     """
     return _token_losses(ex, spec, of_token, x_BTD, w, targets_BT, given, with_grads=False)[0]
 
@@ -177,7 +177,7 @@ token_losses.defvjp(partial(_token_losses, with_grads=True), _token_losses_backw
 def largest_and_sum(x):
     """Return (max of x, sum of exp(x - max)) over the last dim.
 
-    It takes one pass, except on CPUs, where XLA merges element by element and one pass is seven times slower.
+    The function takes one pass, except on CPUs, where XLA merges element by element and one pass is seven times slower.
     """
     return jax.lax.platform_dependent(x, cpu=in_two_passes, default=in_one_pass)
 
@@ -204,9 +204,9 @@ def cap(logits, softcap: float):
 
 
 class Chunks:
-    """The tokens in chunks, and the logits of each chunk, with the vocabulary V sharded.
+    """The tokens in chunks, and the logits of each chunk, sharded over the vocabulary V.
 
-    Automatic axes shard it by constraints. Manual axes (the stages of a pipeline) shard it by explicit collectives.
+    Automatic mesh axes shard V by constraints. Manual axes (the stages of a pipeline) shard V by explicit collectives.
     """
 
     def __init__(self, ex: Execution, spec: LossSpec, x_BTD, w, targets_BT):
@@ -225,8 +225,8 @@ class Chunks:
         """Return x, targets, logits, log-sum-exp, one-hot targets, the target's logit and the largest one, for chunk c.
 
         All but the first two are float32. Logits and one-hot targets are [n, r, s, V]; log-sum-exp, the target's and
-        the largest logit are [n, r, s]. With sequence parallelism each chunk is gathered over tensor here (s·D bf16).
-        Its dx is scattered when it is stored.
+        the largest logit are [n, r, s]. With sequence parallelism each chunk is gathered over tensor here (s·D bf16),
+        and its dx is scattered when it is stored.
         """
         x_c, t_c = self.tokens.take(self.x_nrsD, c), self.tokens.take(self.targets_nrs, c)
         logits = self._pin(products.einsum(f"nrsD,{self.letters}->nrsV", x_c, self.full, jnp.float32))
@@ -248,7 +248,7 @@ class Chunks:
             jnp.zeros((self.tokens.n,) + self.full.shape, jnp.float32))
 
     def add(self, grads, c, x_c, logits, dl):
-        """Return (dx, dw) with those of chunk c added. dl: the cotangent of its logits."""
+        """Return (dx, dw) with the gradients of chunk c added. dl: the cotangent of the chunk's logits."""
         dx, dw = grads
         if self.spec.softcap:        # at padding dl is 0, and the logit has no derivative
             bent = logits * self.spec.temperature / self.spec.softcap
@@ -314,7 +314,8 @@ class _TokenChunks:
     def take(self, x, c):
         """Return chunk c, gathered over the shards of the residual stream.
 
-        The inner pin slices before the gather. Without it every chunk gathers all of x and then slices it.
+        The inner sharding constraint makes XLA slice before the gather. Without this constraint, every chunk gathers
+        all of x and then slices it.
         """
         x_c = jax.lax.dynamic_slice_in_dim(x, c * self.chunk, self.chunk, 2)
         return self.pin(self.pin(x_c, self.shards, self.residual), self.shards)
@@ -325,7 +326,7 @@ class _TokenChunks:
 
 @jax.custom_vjp
 def with_loss(y, loss):
-    """Return y. In the backward give `loss` the cotangent 1, as if it were added to the objective."""
+    """Return y. In the backward, `loss` gets the cotangent 1, as if it were added to the objective."""
     del loss
     return y
 
@@ -334,6 +335,7 @@ with_loss.defvjp(lambda y, loss: (y, None), lambda _, dy: (dy, jnp.float32(1)))
 
 
 def with_balance_loss(y, stats: LayerStats, tokens):
-    """Return y. In the backward add the balance loss of `stats`, divided by the step's tokens, to the objective."""
+    """Return y. In the backward, the objective also contains the balance loss of `stats`, divided by the step's tokens.
+    """
     balance = stats.by_name.get(AUX_LOSS)
     return y if balance is None else with_loss(y, balance.value / tokens)

@@ -21,8 +21,7 @@ GATE_UP = "mlp_gate_up"         # name of the gate and up projections' outputs i
 def apply_kernels(ex: Execution, axes, x_BTD, ws):
     """Return the MLP's output [B, T, D], computed by the fused kernels of `ex.engines.mlp`.
 
-    ws: gate, up and down weights; axes: their logical axes. Gathers and gradients are placed as in `project`.
-    """
+    ws: the gate, up and down weights. axes: their logical axes. Gathers and gradients are placed as in `project`."""
     return _apply_kernels_forward(ex, axes, x_BTD, ws)[0]
 
 
@@ -52,7 +51,7 @@ apply_kernels.defvjp(_apply_kernels_forward, _apply_kernels_backward)
 
 
 class MLP(nnx.Module):
-    """The inward projections, the activation and the outward projection. width: replaces mlp_dim if it is not 0."""
+    """The inward projections, the activation and the outward projection. width: the hidden width; 0: mlp_dim."""
 
     def __init__(self, cfg: Model, rngs: nnx.Rngs, width: int = 0):
         D, F, bias = cfg.embed_dim, width or cfg.mlp_dim, cfg.mlp_bias

@@ -1,13 +1,13 @@
 """Mixture of experts: a float32 router, routed experts and shared experts instead of the MLP.
 
 Experts are parameters [E, D, F]. `ex.engines.experts` decides where they are computed (`parallel.experts.dispatch`).
-Both balance losses are sums over tokens and sequences, independent of layout and microbatches. That of whole batches
-(experts.balance = "batch", global-batch load balancing) takes the shares f of the step before. Those of its own step
-are known after the last microbatch, when the first has had its backward. Megatron-LM sums f up to the present
-microbatch instead, which depends on the number of microbatches. Padding (segment 0) goes
-to no expert and is not counted: its tokens are all equal, so they would fill the same K experts and dominate the
-balance.
-A softmax over only the chosen scores equals a softmax over all scores with `router_normalize`.
+Both balance losses are sums over tokens and sequences, independent of layout and microbatches. The balance loss of
+whole batches (experts.balance = "batch", global-batch load balancing) uses the shares f of the previous step. The
+shares of the present step are known only after the last microbatch, when the backward of the first microbatch has
+already run. Megatron-LM sums f up to the present microbatch instead, which depends on the number of microbatches.
+Padding (segment 0) goes to no expert and is not counted: all padding tokens are equal, so they would fill the same K
+experts and dominate the balance. A softmax over only the chosen scores equals a softmax over all scores with
+`router_normalize`.
 
 Sources: sequence-wise balance: arXiv:2412.19437 (eq. 17 to 20); of the batch: 2501.11873; z-loss: 2202.08906 (ST-MoE);
 the bias: 2408.15664.
@@ -43,7 +43,7 @@ TINY = 1e-20        # added to a sum of sigmoids, which may be zero; as in the p
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """How the router of `[model]` turns logits into choices and weights."""
+    """The settings by which the router of `[model]` turns logits into choices and weights."""
     num_experts: int
     experts_per_token: int
     score: str
@@ -63,8 +63,7 @@ class Routing:
     def select(self, scores, bias_E):
         """Return the chosen experts [..., K].
 
-        Of equal scores the lower index is chosen. The bias affects only the choice.
-        """
+        If scores are equal, the expert with the lower index is chosen. The bias affects only the choice."""
         scores = scores if bias_E is None else scores + bias_E
         if self.groups > 1:
             by_group = scores.reshape(*scores.shape[:-1], self.groups, -1)
@@ -85,10 +84,10 @@ class Routing:
 def route(layout: Layout, routing: Routing, logits_BTE, bias_E, real_BT):
     """Return (chosen experts [B, T, K] int32, their weights, choices of each expert per sequence [B, E]), float32.
 
-    logits and real_BT are sharded like the residual stream. Tokens that are not real (padding) choose -1: no expert.
-    The "gradient" of the bias is the number of tokens per expert. It is reduced over microbatches and devices like
-    other gradients, and is the input of the bias update. All axes are manual, because XLA would gather the scores of
-    all tokens for top_k.
+    logits and real_BT are sharded like the residual stream. Padding tokens (real_BT is false) choose -1: no expert. The
+    "gradient" of the bias is the number of tokens per expert, which is reduced over microbatches and devices like other
+    gradients and is the input of the bias update. All mesh axes are manual, because XLA would gather the scores of all
+    tokens for top_k.
     """
     axes = layout.all_axes("activations", "residual_seq")       # the axes that split a sequence
 
@@ -138,9 +137,10 @@ def _counts(routing: Routing, chosen, dims):
 def balance_loss(routing: Routing, aux_loss: float, z_loss: float, logits_BTE, counts_BE, real_BT, f_E=None):
     """Return aux_loss · Σ_sequences T·E·Σ_e f_e·P_e + z_loss · Σ_tokens lse².
 
-    Both are sums; the caller divides them by the tokens of the step. T: tokens of the sequence without padding. f:
-    share of the choices, not differentiated: of the sequence, or f_E for all. P: mean score. counts are those of whole
-    sequences. If manual axes split sequences, the result is this shard's part of the loss.
+    Both terms are sums; the caller divides them by the tokens of the step. T: tokens of the sequence without padding.
+    f: each expert's share of the sequence's choices, or f_E for all sequences; not differentiated. P: mean score.
+    counts_BE: the counts of whole sequences. If manual axes split sequences, the result is this shard's part of the
+    loss.
     """
     loss = jnp.float32(0)
     if aux_loss:
@@ -182,7 +182,7 @@ class MoE(nnx.Module):
 
     def __call__(self, ex: Execution, x_BTD, inputs: Inputs, number):
         """Return (y, stats). x and y are sharded like the residual stream. stats: the experts' load, and the router's
-        loss if it has a weight. number: the layer's number; depths of MTP follow the layers."""
+        loss if its weight is not 0. number: the layer's number; depths of MTP are numbered after the layers."""
         logits_BTE = self._logits(ex, x_BTD)
         bias_E = None if self.bias is None else self.bias[...]
         real_BT = inputs.segments_BT != PADDING if inputs.routed_BT is None else inputs.routed_BT
@@ -222,7 +222,7 @@ class MoE(nnx.Module):
         return ex.layout.act(y_BTD, "batch", "residual_seq", None)
 
     def _logits(self, ex: Execution, x_BTD):
-        """Return float32 logits of a float32 matmul. bfloat16 would change the choice of one token in a hundred."""
+        """Return float32 logits, from a float32 matmul. bfloat16 would change the choice of one token in a hundred."""
         wide = with_numerics(ex, dtype=jnp.dtype("float32"))
         (logits_BTE,) = project(wide, (("BTD,DE->BTE", ROUTER_AXES),), None, False, x_BTD, (self.router[...],))
         if self.router_bias is not None:
@@ -236,11 +236,11 @@ def shares(load_LE):
 
 
 def report_load(metrics: dict) -> dict:
-    """Return the numbers of a step's layers as they are reported.
+    """Return a step's metrics with the experts' load in the form that is reported.
 
-    The load of the experts becomes several metrics. Per layer [L] (NaN without experts): the largest and smallest load
-    relative to the mean, and the entropy relative to a uniform load. For the model: the largest load of any layer and
-    the mean entropy.
+    The load becomes several metrics. Per layer [L] (NaN without experts): the largest and the smallest load relative to
+    the mean, and the entropy relative to a uniform load. For the model: the largest load of any layer and the mean
+    entropy.
     """
     if EXPERT_LOAD not in metrics:
         return metrics

@@ -1,9 +1,9 @@
 """Multi-token prediction (MTP): depth k predicts the token k + 1 places ahead, with the model's embedding and head.
 
 Depth k merges the normed state of depth k - 1 with the normed embedding of the token k places ahead, and runs one more
-layer, like the model's last one. The state before depth 1 is that of the model after its final norm, and each depth
-passes on its state after its own norm. A place whose token k ahead is in another document computes something that no
-place with a loss reads.
+layer of the same kind as the model's last layer. Depth 1 reads the model's state after the final norm, and each depth
+passes on its state after its own norm. If the token k places ahead is in another document, no place with a loss reads
+the result at this place.
 
 Source: arXiv:2412.19437 (DeepSeek-V3), equations 21 to 25. The paper does not say whether depth 1 reads the state
 before or after the final norm; vLLM, SGLang, transformers and Megatron-Core use the state after it.
@@ -26,8 +26,7 @@ class Depth(nnx.Module):
     """The parameters of one depth. The published matrix [2D, D] of the merge is two matrices here, so that the states
     need not be concatenated.
 
-    layer: makes the decoder layer. norm: the norm before the shared head.
-    """
+    layer: the function that makes the decoder layer. norm: the norm before the shared head."""
 
     def __init__(self, cfg: Model, rngs: nnx.Rngs, layer: Callable[[nnx.Rngs], nnx.Module]):
         D = cfg.embed_dim
@@ -44,8 +43,8 @@ class Depth(nnx.Module):
     def merge(self, ex: Execution, e_BTD, h_BTD):
         """Return the layer's input, sharded like the residual stream.
 
-        e_BTD: embeddings of the tokens ahead. h_BTD: the state of the depth before. With sequence parallelism both are
-        gathered over tensor (B·T·D each), and an all-to-all exchanges columns of the result for its rows.
+        e_BTD: the embeddings of the tokens ahead. h_BTD: the state of the previous depth. With sequence parallelism
+        both are gathered over tensor (B·T·D each), and an all-to-all exchanges columns of the result for its rows.
         """
         def project(norm: Norm, linear: Linear, x_BTD):
             x_BTD = ex.layout.act(norm(ex, x_BTD), "batch", "residual_seq", None)
@@ -68,8 +67,9 @@ def of_depth(path: tuple[str, ...]) -> bool:
 def shift(rows: Mapping[str, np.ndarray], num_depths: int) -> dict[str, np.ndarray]:
     """Return tokens_k and targets_k [B, T], int32, of every depth k: the arrays `tokens` and `targets` k places ahead.
 
-    rows: whole sequences in their natural order. At places without such a token in the same document both are
-    NO_TARGET. The last target of a document belongs to its last token alone: depth k has k targets less.
+    rows: whole sequences in their natural order. At places without such a token in the same document, both arrays have
+    NO_TARGET. The last target of a document belongs only to its last token, so depth k has k targets fewer per
+    document.
     """
     segments, shifted = np.asarray(rows["segments"]), {}
     for k in range(1, num_depths + 1):
@@ -82,8 +82,8 @@ def shift(rows: Mapping[str, np.ndarray], num_depths: int) -> dict[str, np.ndarr
 
 
 def report(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return the metrics of a step with mtp_loss_k and mtp_accept_k per target of depth k; before, they are per target
-    of the model. mtp_accept_k: share of the targets that have the largest logit."""
+    """Return the metrics of a step with mtp_loss_k and mtp_accept_k converted from a mean per target of the model to a
+    mean per target of depth k. mtp_accept_k: share of the targets that have the largest logit."""
     by_depth = [key.removeprefix("mtp_targets_") for key in metrics if key.startswith("mtp_targets_")]
     counts = {f"mtp_{what}_{k}": metrics[f"mtp_targets_{k}"] for k in by_depth for what in ("loss", "accept")}
     return {key: value / counts[key] if key in counts else value for key, value in metrics.items()

@@ -51,10 +51,11 @@ class ParamInfo:
 
 def declare(rngs: nnx.Rngs, dtype, shape, axes, role: str, *, std: float | None = None, fan_in_dims: int = 1,
             value: float | None = None) -> nnx.Param:
-    """Return a parameter: constant `value`, or normal with `std` (default 1/sqrt(fan-in)), truncated at 3 deviations.
+    """Return a parameter: the constant `value`, or normal with `std` (default 1/sqrt(fan-in)), truncated at 3
+    deviations.
 
-    dtype: that of matrices and tables. All others (norms, biases, routers and their balance) are float32. They
-    start at 0 or 1 and change by less than bfloat16 can represent, and they take few bytes.
+    dtype: the dtype of matrices and tables. All other parameters (norms, biases, routers and their balance) are
+    float32: they start at 0 or 1, change by less than bfloat16 can represent, and take few bytes.
     """
     dtype = dtype if role in MATMUL_ROLES else jnp.dtype("float32")
     if value is not None:
@@ -68,8 +69,8 @@ def declare(rngs: nnx.Rngs, dtype, shape, axes, role: str, *, std: float | None 
 class KeyStream(nnx.RngStream):
     """Draws the same keys as nnx's stream, but counts them in a Python number.
 
-    nnx counts in an array. Under a trace, each increment raises an error with the printed program, which nnx catches.
-    This took a third of the time to build a model.
+    nnx counts in an array. Under a trace, each increment raises an error that contains the printed program, and nnx
+    catches this error. These errors took a third of the time to build a model.
     """
 
     def __init__(self, key: jax.Array | int):
@@ -82,14 +83,15 @@ class KeyStream(nnx.RngStream):
 
 
 def make_rngs(key: jax.Array | int) -> nnx.Rngs:
-    """Return nnx's random streams for a new module: "params" alone."""
+    """Return nnx's random streams for a new module: only the stream "params"."""
     rngs = nnx.Rngs(params=key)
     rngs.params = KeyStream(key)
     return rngs
 
 
 class Module:
-    """An NNX module class with its config. It is traced once without arrays, then merged with arrays when needed."""
+    """An NNX module class with its config. The module is traced once without arrays, then merged with arrays when
+    needed."""
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):
         self.make = make
@@ -98,11 +100,11 @@ class Module:
         self.infos = {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(self.state)}
 
     def init(self, key: jax.Array):
-        """Return new parameters as a nested dict. They depend on the key alone, not on the layout."""
+        """Return new parameters as a nested dict. The values depend only on the key, not on the layout."""
         return nnx.to_pure_dict(nnx.state(self.make(make_rngs(key)), nnx.Param))
 
     def bind(self, params) -> nnx.Module:
-        """Return the module with these arrays. It is valid inside any trace."""
+        """Return the module with these arrays. The module is valid inside any trace."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(jax.tree.structure(self.state), jax.tree.leaves(params)))
 
 
@@ -110,8 +112,7 @@ def infos(module: Module, prefix: tuple[str, ...] = (), num_layers: int | None =
           axis: str = LAYERS) -> list[ParamInfo]:
     """Return the parameters of a module.
 
-    With num_layers they are stacked by a leading dim with the logical axis `axis`.
-    """
+    With num_layers, the parameters are stacked along a leading dim with the logical axis `axis`."""
     lead, lead_axes = ((num_layers,), (axis,)) if num_layers else ((), ())
     rows = []
     for path, variable in module.infos.items():
@@ -141,8 +142,7 @@ def map_params(infos: Sequence[ParamInfo], f: Callable[[ParamInfo, object], obje
 class Divided(NamedTuple):
     """The parameters as two nested dicts.
 
-    Both have all inner dicts, even empty ones. frozen: parameters without gradients.
-    """
+    Both contain all inner dicts, even empty ones. frozen: the parameters without gradients."""
     trained: dict
     frozen: dict
 

@@ -1,9 +1,9 @@
 """Splits a microbatch's rows into parts, so that one part's collectives overlap with another's matmuls.
 
 With tensor parallelism a layer's matmuls wait for all-gathers of tokens, and later ops wait for reduce-scatters. Parts
-share only the weights, so XLA's scheduler can overlap them. Each device splits its own rows, so no data moves. `Inputs`
-are the inputs of a layer besides the residual stream. This module knows no model. Source: Domino, arXiv:2409.15241;
-here it is done by sharding constraints in one program.
+share only the weights, so XLA's scheduler can overlap the parts. Each device splits its own rows, so no data moves.
+`Inputs` are the inputs of a layer besides the residual stream. This module knows no model. Source: Domino,
+arXiv:2409.15241; the implementation here uses sharding constraints in one program.
 """
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def of_rows(layout: Layout, shape: tuple[int, ...], compute_dtype) -> tuple[int,
     """Return (shards of the rows of a residual stream [B, T, D], parts of each shard).
 
     There is one part if nothing would overlap: no axis splits a layer's matmuls, or a device has one row or too few
-    tokens. There is also one if gradients are reduced in a narrower dtype than matmuls have, see `share`.
+    tokens. There is also one part if gradients are reduced in a narrower dtype than the dtype of matmuls, see `share`.
     """
 
     def num_shards(logical):
@@ -68,7 +68,7 @@ def transpose(tree):
 
 
 class Inputs(NamedTuple):
-    """Inputs of every layer besides the residual stream. They are not differentiated."""
+    """Inputs of every layer besides the residual stream, not differentiated."""
     # document ids; attention stays within one; tokens with PADDING go to no expert
     segments_BT: jax.Array
     index_BT: jax.Array                          # index in the sequence, for dropout
@@ -97,8 +97,8 @@ class Inputs(NamedTuple):
 def tokens_first(ex: Execution) -> Execution:
     """Return `ex` for activations [T, B, D]. Attention and recurrences still take rows.
 
-    Collectives over tokens then act on the first dim. On the second dim, XLA copies all gathered activations. Queries,
-    keys and values are smaller by the size of the tensor axis.
+    Collectives over tokens then act on the first dim. For collectives on the second dim, XLA copies all gathered
+    activations. Queries, keys and values, which are transposed back, are smaller by the size of the tensor axis.
     """
     def attend(layout, q, k, v, segments_BT, **kind):
         o_BTNV, bound_N = ex.engines.attention(ex.layout, *transpose((q, k, v)), segments_BT, **kind)
@@ -122,8 +122,8 @@ def share(ex: Execution, info: ParamInfo, w):
 
     Otherwise every part would gather the weight and reduce its gradient. The result has dtype float32, but a matrix is
     rounded to the compute dtype. Gradients are summed in float32, and XLA drops both casts. If [grads] reduces in
-    bfloat16, a matrix and its gradient have that dtype, in which the parts' gradients are added, too: XLA can add them
-    before it reduces them only without a cast between.
+    bfloat16, a matrix and its gradient are bfloat16, and the parts' gradients are also added in bfloat16: only without
+    a cast between the two can XLA add the gradients before the reduction.
     """
     if info.role != "matrix":
         return w.astype(jnp.float32)

@@ -43,8 +43,8 @@ def of(cfg: Model, positions_BT, length_BT=None) -> dict[str, Rope]:
 def turns(cfg: Model) -> tuple[int, ...]:
     """Return the lengths beyond which a sequence has other frequencies.
 
-    Only longrope has such lengths, and only in a model without a fixed length (max_seq_len 0), as a model folder
-    describes it. A run has a fixed length, data.seq_len.
+    Only longrope has such lengths, and only in a model without a fixed length (max_seq_len 0), for example a model from
+    a model folder. A run has a fixed length, data.seq_len.
     """
     return () if cfg.max_seq_len else tuple(sorted({
         section.rope_scaling.original_max_position_embeddings for section in pattern.rope_mixers(cfg).values()
@@ -65,10 +65,9 @@ def _build(cfg: Model, positions_BT, length_BT) -> Rope:
 
 
 def _frequencies(cfg: Model, longer: bool = False):
-    """Return (the angle per position of each pair of dims, the factor on cos and sin). A factor sharpens the softmax.
+    """Return (the angle per position of each pair of dims, the factor on cos and sin). The factor sharpens the softmax.
 
-    longer: for longrope, the frequencies beyond its original length.
-    """
+    longer: whether to return longrope's frequencies beyond its original length."""
     scaling, width = cfg.rope_scaling, pattern.rope_width(cfg)
     pairs, original = width // 2, scaling.original_max_position_embeddings
     freq = cfg.rope_theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
@@ -95,8 +94,8 @@ def _frequencies(cfg: Model, longer: bool = False):
 def _sharpness(scaling) -> float:
     """Return YaRN's factor on cos and sin.
 
-    With mscale and mscale_all_dim, the factor of mscale_all_dim is divided out, because model.multipliers.score
-    contains it.
+    With mscale and mscale_all_dim, the result does not contain the factor of mscale_all_dim, because
+    model.multipliers.score contains this factor.
     """
 
     def of(weight):
@@ -107,7 +106,7 @@ def _sharpness(scaling) -> float:
 def _slow_down(freq, fast, factor: float):
     """Return the scaled frequencies.
 
-    fast, per pair: 0 divides by factor, 1 leaves unchanged, values between interpolate.
+    fast: for each pair of dims, 0 divides the frequency by `factor`, 1 leaves it unchanged, values between interpolate.
     """
     return freq * (fast + (1 - fast) / factor)
 
@@ -120,7 +119,8 @@ def _by_turns(scaling, freq):
 
 
 def _by_dims(cfg: Model, width: int):
-    """Return a ramp over pair indices, between the indices of the two bounds. With truncate these are rounded outward.
+    """Return a ramp over pair indices, between the indices of the two bounds. With `truncate` the bounds are rounded
+    outward.
     """
     scaling = cfg.rope_scaling
     original = scaling.original_max_position_embeddings
@@ -135,8 +135,7 @@ def _by_dims(cfg: Model, width: int):
 
 
 def rotate(x_BTNH, rope: Rope):
-    """Apply rotary embedding to the two halves (Hugging Face's convention) of the first dims. Other dims are unchanged.
-    """
+    """Apply rotary embedding to the first dims, as two halves (Hugging Face's convention). Other dims are unchanged."""
     cos, sin = (a[:, :, None].astype(jnp.float32) for a in (rope.cos, rope.sin))
     width = 2 * cos.shape[-1]
     first, second = jnp.split(x_BTNH[..., :width].astype(jnp.float32), 2, -1)
@@ -147,8 +146,7 @@ def rotate(x_BTNH, rope: Rope):
 def scale_queries(q_BTNH, rope: Rope):
     """Return queries times the scale of their position.
 
-    It applies to the whole head, including dims that are not rotated.
-    """
+    The scale applies to the whole head, including dims that are not rotated."""
     if rope.query_scale_BT is None:
         return q_BTNH
     return (q_BTNH.astype(jnp.float32) * rope.query_scale_BT[:, :, None, None]).astype(q_BTNH.dtype)

@@ -19,8 +19,8 @@ SCORE_BOUND = "score_bound"
 class Stat:
     """One number or array, float32.
 
-    per: "token" and "target" are sums over a microbatch's tokens, which become means over the step's tokens without
-    padding or over the objective's count. "step" is a maximum, at least 0, and is not divided.
+    per: "token" or "target" for a sum over a microbatch's tokens: the metric is a mean over the step's tokens without
+    padding ("token") or over the objective's count ("target"). "step" for a maximum, at least 0, which is not divided.
     """
     value: jax.Array
     per: Literal["token", "target", "step"] = dataclasses.field(metadata=dict(static=True), default="target")
@@ -33,12 +33,12 @@ class Stat:
         return dataclasses.replace(self, value=jnp.where(on, self.value, 0))
 
     def combine(self) -> Stat:
-        """Return the values of the leading dim added, or the largest of them."""
+        """Return the sum over the leading dim, or the maximum for "step"."""
         return dataclasses.replace(self, value=self.value.max(0) if self.per == "step" else self.value.sum(0))
 
 
 class Normalizers(NamedTuple):
-    """What the sums of a step are divided by.
+    """The numbers by which the sums of a step are divided.
 
     targets: the objective's own count. tokens: tokens without padding. shares_LE: see `Inputs`.
     """
@@ -52,13 +52,12 @@ class Normalizers(NamedTuple):
 class LayerStats:
     """The numbers of layers, microbatches or replicas by name. A missing name counts as zero.
 
-    The names are open: whatever a layer or an objective reports becomes a column of the metrics.
-    """
+    The set of names is open: every number that a layer or an objective reports becomes a column of the metrics."""
     by_name: dict[str, Stat] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, per: Literal["token", "target", "step"], **values: jax.Array) -> LayerStats:
-        """Return the values with these names, all `per` the same."""
+        """Return the values with these names, all with the same `per`."""
         return cls({name: Stat(value, per) for name, value in values.items()})
 
     def __add__(self, other: LayerStats) -> LayerStats:
@@ -69,7 +68,7 @@ class LayerStats:
         return LayerStats(self.by_name | other.by_name)
 
     def add_if(self, on: jax.Array, other: LayerStats) -> LayerStats:
-        """Return the numbers with those of `other` added if `on`."""
+        """Return the numbers, with the numbers of `other` added if `on`."""
         return self | LayerStats({name: self.by_name[name] + stat.where(on) for name, stat in other.by_name.items()})
 
     def combine(self) -> LayerStats:
@@ -81,6 +80,6 @@ class LayerStats:
         return LayerStats({name: stat.where(on) for name, stat in self.by_name.items()})
 
     def metrics(self, normalizers: Normalizers) -> dict[str, jax.Array]:
-        """Return a step's metrics: each number divided by what it is a mean over."""
+        """Return a step's metrics: each number divided by the normalizer that its `per` names."""
         divisors = {"token": normalizers.tokens, "target": normalizers.targets, "step": 1}
         return {name: stat.value / divisors[stat.per] for name, stat in self.by_name.items()}

@@ -42,8 +42,8 @@ from meshtrain.sharding.rules import GATHERED, Layout, Rules, Tensor
 class Transformer:
     """The model of a `[model]` section: parameter table, initializer, loss and logits. Layers are numbered from 0.
 
-    depth: the layer of a depth of MTP, without adapters. lora: the section [lora] if layers have adapters; all other
-    parameters are then frozen, but for lora.also. trains_depths: whether steps compute depths, else these are frozen.
+    depth: the layer of an MTP depth, without adapters. lora: the section [lora] if layers have adapters; all other
+    parameters except lora.also are then frozen. trains_depths: whether steps compute depths; if not, depths are frozen.
     """
     cfg: Model
     ends: params.Module
@@ -72,7 +72,7 @@ class Transformer:
         return tuple(sorted(infos, key=lambda info: info.path))
 
     def divide(self, p: dict) -> params.Divided:
-        """Return the trained and the frozen parameters."""
+        """Return the trained parameters and the frozen parameters."""
         return params.divide(self.parameters(), p)
 
     def init(self, key: jax.Array):
@@ -83,7 +83,7 @@ class Transformer:
         return self.with_layers(self.ends.init(ends_key), groups)
 
     def number_groups(self) -> list[tuple[int, LayerGroup]]:
-        """Return [(number of its first layer, group)]."""
+        """Return [(number of the group's first layer, group)]."""
         firsts = itertools.accumulate((group.num_layers for group in self.groups), initial=0)
         return list(zip(firsts, self.groups))
 
@@ -100,7 +100,7 @@ class Transformer:
 
     @property
     def leading(self) -> LayerGroup | None:
-        """The layers before the stages."""
+        """The leading layers, which run before the stages."""
         return self.groups[0] if self.groups[0].leading else None
 
     @property
@@ -109,7 +109,8 @@ class Transformer:
 
     @property
     def period(self) -> tuple[params.Module, ...]:
-        """The period of all staged layers. The last may be incomplete. `choices.stages` refuses models without."""
+        """The period of all staged layers; the last may be incomplete. `choices.stages` refuses models without periods.
+        """
         return self.staged[0].period
 
     def first(self, layers):
@@ -121,8 +122,8 @@ class Transformer:
         return layers[self.leading.name] if self.leading else {}
 
     def by_period(self, layers, length: int):
-        """Stack the layers that have the same place in the period. Return the tree of one period, its arrays
-        zero-padded to [length, …]. layers: a tree like LAYERS."""
+        """Stack the layers at the same place in the period. Return the tree of one period, its arrays zero-padded to
+        [length, …]. layers: a tree like LAYERS."""
         first, *left = self.staged
         stacks_of = [[weights] for weights in self.weights({LAYERS: layers}, first)]
         for group in left:
@@ -155,8 +156,8 @@ class Transformer:
     def cast_before_loop(self, layout: Layout) -> bool:
         """Return whether matmul weights are cast to the compute dtype before the microbatch loop.
 
-        They are cast if they are gathered before the loop, or are never gathered. Weights that only layers gather
-        (ZeRO-3) are not cast, which saves a copy.
+        Weights are cast if they are gathered before the loop or never. Weights that only layers gather (ZeRO-3) are not
+        cast, which saves a copy.
         """
 
         def apart(table):
@@ -236,8 +237,8 @@ class Transformer:
         """Return ([(objective, [nll, number of hits]) of each depth of MTP, as `head_loss`, without dropout and
         z-loss], the stats of their layers). A hit is a target with the largest logit.
 
-        batch: has the arrays of `mtp.shift`, too, and the step's normalizers, which the balance of experts takes. At
-        places without a token no token goes to experts.
+        batch: also contains the arrays of `mtp.shift`, and the step's normalizers for the balance loss of experts. At
+        places without a token, no token goes to experts.
         """
         (spec, w), normalizers, sums, stats = self._loss_spec(p, 0.0, chunk), batch.get("normalizers"), [], LayerStats()
         inputs = self.inputs(batch, shares_LE=normalizers and normalizers.shares_LE)
@@ -253,7 +254,7 @@ class Transformer:
 
     def depth_state(self, ex: Execution, p, k: int, h_BTD, batch: dict, inputs: Inputs, num_tokens=None):
         """Return (state [B, T, D] of depth k of MTP after its norm, stats of its layer) from that of depth k - 1.
-        batch: "tokens" are those k places ahead. num_tokens: as in `with_balance_loss`; None: without it."""
+        batch: has "tokens" k places ahead. num_tokens: as in `with_balance_loss`; None: no balance loss."""
         p = self._read_after(ex, p, h_BTD)
         depth, tokens_BT = getattr(self._ends(p), mtp.name(k)), ex.after(batch["tokens"], h_BTD)
         e_BTD = self.embed(ex, p, batch | {"tokens": jnp.maximum(tokens_BT, 0)})
@@ -438,8 +439,8 @@ def _mixer(cfg: Model, letter: str):
 
 
 def find_lacking(cfg: Model, attribute: str) -> list[str]:
-    """Return the mixers of the model, as they are told to the user, whose class does not set an attribute to something
-    true. Raises: ValueError as `custom.load`."""
+    """Return the mixers of the model whose class does not set `attribute` to a true value, as named in messages to the
+    user. Raises: ValueError as `custom.load`."""
     letters = sorted({kind.mixer for kind in pattern.kinds(cfg) if pattern.mixer(kind.mixer).family})
     return [f'model.custom.{letter}="{value}"' if (value := getattr(cfg.custom, letter, "")) else
             f"the mixer {letter} ({pattern.mixer(letter).words})"

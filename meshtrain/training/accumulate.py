@@ -1,8 +1,8 @@
 """Gradients of a step and loss of an evaluation of the transformer (`pipelined`: through pipeline stages).
 
-`reduction` scans over microbatches and shards and sums gradients. Here is what it runs: the transformer's forward and
-backward of a microbatch, layer by layer. The loss is the sum over the step's tokens divided by their number, not a mean
-of means.
+`reduction` scans over microbatches, and shards and sums gradients. This module has the function that `reduction` scans:
+the transformer's forward and backward of a microbatch, layer by layer. The loss is the sum over the step's tokens
+divided by their number, not a mean of means.
 """
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from meshtrain.training.reduction import Backward, Reduction
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepSpec:
-    """Everything that the gradients of a step depend on, except their arguments.
+    """All settings on which the gradients of a step depend, without the arrays.
 
     deferred_axes: batch axes over which gradients are reduced once per step. The scan over microbatches is manual over
     them. batch: ShapeDtypeStructs with shardings, [microbatches, replicas, sequences, T], where replicas is sharded
@@ -73,8 +73,7 @@ def step_spec(run: Run, model: Transformer, layout: Layout, mesh: Mesh, engines:
               schedule: Schedule | None) -> StepSpec:
     """Build the StepSpec of a run.
 
-    A pipeline sums gradients after its loop, whatever [grads] says. [grads] then shards the sums.
-    """
+    A pipeline always sums gradients after its loop, for any [grads]. [grads] then shards only the sums."""
     training, data = run.training, run.data
     deferred = layout.batch_axes if schedule else layout.find_deferred_axes(info.axes for info in model.parameters())
     replicas = layout.num_shards(deferred)
@@ -102,7 +101,7 @@ def step_spec(run: Run, model: Transformer, layout: Layout, mesh: Mesh, engines:
 
 
 class LayerInputs(NamedTuple):
-    """What all layers get besides the residual stream. tokens: the step's tokens, by which the balance loss is
+    """The arguments of all layers besides the residual stream. tokens: the step's tokens, by which the balance loss is
     divided."""
     inputs: Inputs
     tokens: jax.Array
@@ -140,8 +139,8 @@ def evaluate(step: StepSpec, p, batch: dict):
 def scores(step: StepSpec, p, batch: dict):
     """Return the objective's `scores`, for DPO and RL.
 
-    They are [microbatches, replicas, sequences] for DPO and [microbatches, replicas, sequences, T] for RL, with 0 in
-    microbatches that are not computed.
+    Scores have shape [microbatches, replicas, sequences] for DPO and [microbatches, replicas, sequences, T] for RL,
+    with 0 in microbatches that are not computed.
     """
     goal, used = step.objective, _count_used(step, batch)
 
@@ -164,7 +163,7 @@ def scores(step: StepSpec, p, batch: dict):
 
 def top_tokens(step: StepSpec, k: int, temperature: float, p, batch: dict):
     """Return the model's k most likely next tokens [microbatches, replicas, sequences, T, k], int32, and their
-    log-probabilities, float32. Without a schedule."""
+    log-probabilities, float32. Not for a model with a pipeline schedule."""
     def find(batch, p):
         def find_in(_, microbatch: dict):
             x_BTD, _ = step.model.through_layers(step.ex, p, microbatch)
@@ -196,8 +195,8 @@ def _microbatch_gradients(step: StepSpec, weights: params.Divided, grads, microb
 
     Returns (grads with the microbatch's gradients added, nll, buffers, stats). Each layer's gradient is added to its
     accumulator as soon as it exists, so the gradients of a microbatch never exist beside their sums. This saves 4 bytes
-    per accumulated parameter compared with `jax.grad` of the whole model. Gradients are float32, whatever the dtype of
-    the weights. The buffers are overwritten.
+    per accumulated parameter compared with `jax.grad` of the whole model. Gradients are float32 for any dtype of the
+    weights. The buffers are overwritten.
     """
     model, ex = step.model, step.ex
     ends, frozen_ends = accumulators.widen(without_layers(weights.trained)), without_layers(weights.frozen)
@@ -244,8 +243,8 @@ def _microbatch_gradients(step: StepSpec, weights: params.Divided, grads, microb
 def _make_backward(step: StepSpec, weights: params.Divided, rows: dict, normalizers: Normalizers, key) -> Backward:
     """Return the forward and backward of the transformer for microbatches like `rows`.
 
-    Its buffers are the residuals of each group's `LayerStack`, None if residuals are offloaded to the host. If they
-    were allocated inside the loop, XLA would fill them with zeros, which takes 3% of a step of llama3-8b.
+    The buffers of the `Backward` are the residuals of each group's `LayerStack`; None if residuals are offloaded to the
+    host. If the loop allocated these buffers, XLA would fill them with zeros, which takes 3% of a step of llama3-8b.
     """
     model = step.model
     inputs = LayerInputs(jax.eval_shape(lambda: model.inputs(rows, key, normalizers.shares_LE)), normalizers.tokens)
@@ -269,7 +268,7 @@ def _apply_period(step: StepSpec, group: LayerGroup, weights: Weights, x_BTD, gi
 
 
 def _stack_weights(model: Transformer, weights: params.Divided) -> list[Weights]:
-    """Return the stacked weights of each group, as its `LayerStack` takes them."""
+    """Return the stacked weights of each group, in the form of the arguments of its `LayerStack`."""
     return [Weights(model.weights(weights.trained, group), group.numbers(first), model.weights(weights.frozen, group))
             for first, group in model.number_groups()]
 

@@ -1,7 +1,7 @@
 """The sums of gradients over microbatches: their dtype, their zeros, and how a gradient is added to one.
 
-All that makes, adds, counts or prices an accumulator reads its dtype here. bfloat16 accumulators would be rounded in
-every microbatch. This module knows no model and no mesh: `reduction` shards and sums them.
+All code that makes, adds, counts or prices an accumulator reads the dtype from here. bfloat16 accumulators would be
+rounded in every microbatch. This module knows no model and no mesh: `reduction` shards and sums them.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def zeros(tree):
 
 
 def widen(weights):
-    """Cast weights to the dtype of accumulators before differentiation, so that their gradients have it.
+    """Cast weights to the dtype of accumulators before differentiation, so that gradients have this dtype.
 
     Gradients of the dtype of the weights would be rounded in every microbatch. Layers cast the weights down again, and
     XLA removes both casts. weights: arrays or ShapeDtypeStructs.
@@ -31,7 +31,7 @@ def widen(weights):
 
 
 def add(totals, grads, on=None):
-    """Return `totals` with `grads` added, or only where `on` if it is given. on: a bool scalar array."""
+    """Return `totals` with `grads` added. on: a bool scalar array; if false, nothing is added; None: true."""
     def add_leaf(total, new):
         new = new.astype(DTYPE)
         return total + (new if on is None else jnp.where(on, new, 0))

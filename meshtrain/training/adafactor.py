@@ -25,9 +25,9 @@ CLIP_RMS = 1.0  # the paper's d: an update with a larger root mean square per ma
 
 
 class Dims(NamedTuple):
-    """The dims of one leaf that form its matrix. Dims in neither tuple are a batch of independent matrices.
+    """The dims of one leaf that form a matrix. Dims in neither tuple are a batch of independent matrices.
 
-    A leaf that is not a matrix (a norm's gain, a bias) has empty `inputs`. Its second moment is not factored, and its
+    For a leaf that is not a matrix (a norm's gain, a bias), `inputs` is empty, the second moment is not factored, and
     `outputs` are the dims that form one block for clipping.
     """
 
@@ -43,8 +43,8 @@ class AdafactorState(NamedTuple):
 def scale_by_factored_rms(dims_of: Callable[[Any], Any], max_decay: float) -> optax.GradientTransformation:
     """Return a transformation that divides each gradient by its factored root mean square.
 
-    It clips the result, matrix by matrix. dims_of: from a tree of arrays like params to a tree of their `Dims`.
-    max_decay: upper bound of β2.
+    The transformation clips the result, matrix by matrix. dims_of: function from a tree of arrays like params to the
+    tree of their `Dims`. max_decay: upper bound of β2.
     """
 
     def init(params):

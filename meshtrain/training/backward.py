@@ -1,10 +1,11 @@
 """The forward, the input gradient (B) and the weight gradient (W) of a layer as three functions.
 
-The backward of `jax.vjp` is traced once and its equations are split. B has the equations that the input gradient needs.
-W has the others that the weight gradient needs. B passes the values that both use to W. Nothing is computed twice, and
-both halves together equal the whole backward bit for bit. Residuals that depend only on the weights or on the
-microbatch's inputs (casts, masks, rotations) are recomputed, not stored. A stack of layers is split per layer, so it
-remains a scan. This module knows no model and no mesh. Source of B and W: zero bubble, arXiv:2401.10241.
+The backward of `jax.vjp` is traced once, and its equations are split. B has the equations that the input gradient
+needs. W has the other equations that the weight gradient needs. B passes values that both halves use to W. Nothing is
+computed twice, and the two halves together equal the whole backward bit for bit. Residuals that depend only on the
+weights or on the microbatch's inputs (casts, masks, rotations) are recomputed, not stored. A stack of layers is split
+per layer, so the stack remains a scan. This module knows no model and no mesh. Source of B and W: zero bubble,
+arXiv:2401.10241.
 """
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ IN_PLACE_SINCE = (0, 11)    # first jax with which XLA writes residuals in place
 
 
 class StackEntry(NamedTuple):
-    """A layer's index into stacked residuals, in three forms: equal at run time, but XLA compiles each differently."""
+    """A layer's index into stacked residuals, in three forms that are equal at run time but compiled differently by
+    XLA."""
     counter: jax.Array      # the loop counter: XLA lets a matmul or kernel write its output there in place
     again: jax.Array        # to read that output back: XLA would fold a read at `counter` into a temporary
     listed: jax.Array       # to write a residual that is not written in place: read from the list of layer numbers
 
 
 class Weights(NamedTuple):
-    """The weights of one layer, or of several, stacked [n, …]. Only `trained` get gradients.
+    """The weights of one layer, or stacked weights [n, …] of several layers. Only `trained` weights get gradients.
 
     numbers: the layer's number.
     """
@@ -50,8 +52,8 @@ class SplitLayer:
     """Forward, input gradient (B) and weight gradient (W) of one layer.
 
     The layer is y, stats = f(weights, x, inputs), differentiated by weights.trained and x. x is one array; y is like x.
-    Weight gradients have the dtype of `accumulators`. residuals, stats, passed: ShapeDtypeStructs of what the forward
-    saves and reports, and of the values that B passes to W.
+    Weight gradients have the dtype of `accumulators`. residuals, stats, passed: ShapeDtypeStructs of the values that
+    the forward saves, that it reports, and that B passes to W.
     """
 
     def __init__(self, f: Callable, weights: Weights, x, inputs):
@@ -86,7 +88,7 @@ class SplitLayer:
         return y, stats, self._split(filled)
 
     def input_gradient(self, weights: Weights, inputs, saved: Residuals, dy):
-        """Return dx, and the values that W needs."""
+        """Return dx, and the values that B passes to W."""
         return self._backward.input_half(_widen(weights), inputs, self._merge(saved), dy)
 
     def weight_gradient(self, weights: Weights, inputs, saved_for_weights: list, passed: list):
@@ -109,8 +111,8 @@ class SplitLayer:
 class _Forward:
     """The traced forward of a layer under `jax.vjp`: the equations of y, and which residuals are saved or recomputed.
 
-    closed: the traced function. outputs: the ShapeDtypeStructs that it returns (y, its VJP, stats). given: those of its
-    arguments (weights, x, inputs). A VJP is a pytree whose leaves are the residuals.
+    closed: the traced function. outputs: ShapeDtypeStructs of its results (y, the VJP, stats). given: ShapeDtypeStructs
+    of its arguments (weights, x, inputs). A VJP is a pytree whose leaves are the residuals.
     """
 
     def __init__(self, closed: ClosedJaxpr, outputs: tuple, given: tuple):
@@ -132,8 +134,7 @@ class _Forward:
     def apply(self, weights: Weights, x, inputs, keep: Callable | None = None):
         """Return y, stats and the saved residuals.
 
-        Later equations read keep(v, value) for the variable v instead of its value.
-        """
+        keep: later equations read keep(v, value) instead of the value of a variable v."""
         given = dict(zip(self.traced.jaxpr.invars, jax.tree.leaves((weights, x, inputs))))
         env = equations.constants(self.traced) | given
         env = equations.bind(self.eqns, env, keep=keep)
@@ -164,14 +165,14 @@ class _Forward:
     def _find_in_place(self) -> set:
         """Return the residuals that are written in place.
 
-        These are outputs of a matmul or kernel that are more than twice as large as the residual stream (an MLP's gate
-        and up). So are values that XLA computes in a fusion, if only kernels that read slices of a stack use them
-        (rotated queries and keys).
+        Two kinds of residuals are written in place: outputs of a matmul or kernel that are more than twice as large as
+        the residual stream (an MLP's gate and up), and values that XLA computes in a fusion, if they are used only by
+        kernels that read slices of a stack (rotated queries and keys).
 
-        Smaller outputs of matmuls and kernels do not pay: XLA's scheduler underestimates an in-place call and hides
-        less communication behind it. With queries that a kernel rotates, Qwen3-30B-A3B on 64 H100 took 2.58 s by the
-        roofline instead of 2.53. Residuals that a matmul reads are excluded, because XLA would then copy the residual
-        stream that the matmul accumulates into.
+        For smaller outputs of matmuls and kernels this does not pay: XLA's scheduler underestimates the time of an
+        in-place call and hides less communication behind the call. With queries that a kernel rotates, Qwen3-30B-A3B on
+        64 H100 took 2.58 s by the roofline instead of 2.53. Residuals that a matmul reads are excluded, because XLA
+        would then copy the residual stream that the matmul accumulates into.
         """
         maker = {v: eqn for eqn in self.eqns for v in eqn.outvars}
         readers: dict = {}
@@ -228,7 +229,7 @@ class _Backward:
         self.saved_for_w = [v in used_by_w for v in self.saved]
 
     def input_half(self, weights: Weights, inputs, saved: list, dy):
-        """Return dx and the values that are passed on to W."""
+        """Return dx and the values that B passes to W."""
         env = self._values(weights, inputs) | dict(zip(self.saved, saved)) | {self.dy: dy}
         env = equations.bind(self.eqns_b, env)
         return equations.value_of(env, self.dx), [env[v] for v in self.passed_on]
@@ -247,11 +248,11 @@ class _Backward:
 class LayerStack:
     """`depth` layers in sequence, all like `layer`: entries first … first + depth − 1 of the stacked weights [n, …].
 
-    It has the forward and the backward of `SplitLayer`, as scans. Residuals and their structs are stacked [depth, …];
-    stats are summed over the layers. All layers share `inputs`.
+    The forward and the backward are scans of `SplitLayer`'s. Residuals and their structs are stacked [depth, …]; stats
+    are summed over the layers. All layers share `inputs`.
 
-    in_place: matmuls and kernels write large residuals directly into the buffers. Set it only where XLA supports that
-    (NVIDIA GPUs, jax `IN_PLACE_SINCE` or later); elsewhere it adds a copy.
+    in_place: whether matmuls and kernels write large residuals directly into the buffers. XLA supports such writes on
+    NVIDIA GPUs with jax `IN_PLACE_SINCE` or later; elsewhere in_place adds a copy.
     """
     layer: SplitLayer
     depth: int
@@ -269,8 +270,8 @@ class LayerStack:
     def forward(self, weights: Weights, x, inputs, buffers: Residuals | None = None):
         """Return y, stats, residuals.
 
-        buffers: those of an earlier call, overwritten. Without them XLA zero-fills new buffers, and copies one if
-        two are alike.
+        buffers: the residual buffers of an earlier call, which are overwritten. Without `buffers`, XLA zero-fills new
+        buffers, and copies one if two are alike.
         """
         if self.in_place and buffers is not None and self.layer.writes_in_place:
             return self._forward_in_place(weights, x, inputs, buffers)
@@ -286,8 +287,7 @@ class LayerStack:
     def backward(self, weights: Weights, inputs, saved: Residuals, dy, total, on=True):
         """Return dx, and `total` [n, …] with the gradients of weights.trained added to it if `on`.
 
-        They are added in place, because the stacked gradients of one microbatch would be as large as the total.
-        """
+        Gradients are added in place, because the stacked gradients of one microbatch would be as large as the total."""
         def visit(carry, entry):
             (dy, total), (i, saved_i) = carry, entry
             dx, d_trained = self.layer.backward(self._entry(weights, i), inputs, saved_i, dy)

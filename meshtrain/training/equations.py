@@ -1,4 +1,5 @@
-"""Equations of a jaxpr: inline calls, evaluate equations, find those that an output depends on."""
+"""Tools for the equations of a jaxpr: inline calls, evaluate equations, find the equations on which an output depends.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -31,7 +32,8 @@ def constants(closed) -> dict:
 
 
 def bind(eqns, env: dict, inline: bool = False, keep: Callable | None = None) -> dict:
-    """Evaluate equations. Return values by variable: those of env, and the new ones. `keep` may replace a new value."""
+    """Evaluate equations. Return the values by variable: the values of env and the new values. `keep` may replace a new
+    value."""
     env = dict(env)
     for eqn in eqns:
         args = [value_of(env, v) for v in eqn.invars]
@@ -58,16 +60,14 @@ def is_matmul(eqn: JaxprEqn) -> bool:
 def writes_memory(eqn: JaxprEqn) -> bool:
     """Return whether XLA never fuses this equation, so that its output is in memory.
 
-    This holds for matmuls, kernels, loops and shard_maps.
-    """
+    True for matmuls, kernels, loops and shard_maps."""
     return is_matmul(eqn) or any(inner_jaxprs(eqn))
 
 
 def reads_slices(eqn: JaxprEqn) -> bool:
     """Return whether this equation reads a slice of a stacked array without a copy.
 
-    This holds for loops, and for kernels other than Triton's.
-    """
+    True for loops, and for kernels other than Triton's."""
     def by_triton(eqn: JaxprEqn):
         return eqn.primitive.name == "pallas_call" or any(by_triton(e) for inner in inner_jaxprs(eqn)
                                                           for e in inner.eqns)
@@ -95,7 +95,7 @@ def find_dependents(eqns, roots: set) -> set:
 
 
 def slice_for(eqns, outs, stop=frozenset()) -> list:
-    """Return the equations that `outs` depend on, in order. The values of variables in `stop` are known already."""
+    """Return the equations on which `outs` depend, in order. stop: variables whose values are already known."""
     need, kept = variables(outs) - stop, []
     for eqn in reversed(eqns):
         if not need.isdisjoint(eqn.outvars):
