@@ -109,8 +109,7 @@ class Transformer:
 
     @property
     def period(self) -> tuple[params.Module, ...]:
-        """The period of all staged layers; the last may be incomplete. `choices.stages` refuses models without periods.
-        """
+        """The period of all staged layers; the last may be incomplete. `choices.stages` requires a period."""
         return self.staged[0].period
 
     def first(self, layers):
