@@ -2,7 +2,7 @@
 
 `import meshtrain as mt` gives the Python interface (`meshtrain.interface`, docs/python.md): `mt.Experiment`,
 `mt.compare`, `mt.plan`, `mt.inspect` and the other names in `dir(mt)`. The import itself imports no other module of
-meshtrain and no jax; the first use of one of these names does.
+meshtrain and no jax; the first use of one of these names imports them.
 
 On a machine without a GPU, jax logs a traceback because its CUDA plugin (used to compile for GPUs) finds no CUDA. The
 import adds a filter that hides this log line.
@@ -43,8 +43,8 @@ logging.getLogger("jax._src.xla_bridge").addFilter(_is_news)
 
 
 class _Package(types.ModuleType):
-    """The class of this package. It keeps names of the interface: Python would bind `mt.plan` to the submodule on
-    `import meshtrain.plan`, but here `mt.plan` stays the function."""
+    """The class of this package, which keeps the names of the interface. By default, `import meshtrain.plan` would bind
+    `mt.plan` to the submodule. With this class, `mt.plan` stays the function."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in __all__ and isinstance(value, types.ModuleType)):

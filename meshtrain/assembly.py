@@ -50,11 +50,11 @@ class BrokenProgramError(RunError):
 
 
 def compile_step(made: Assembly, lowered: jax.stages.Lowered, refuse_broken: bool = True) -> jax.stages.Compiled:
-    """Return the compiled training step of the run. All processes call it together. lowered: by `Program.lower_step`.
-    Raises: as `check_program`, if refuse_broken.
+    """Return the compiled training step of the run. All processes call it together. lowered: the result of
+    `Program.lower_step`. Raises: as `check_program`, if refuse_broken.
 
-    If much of the step waits for communication, it is compiled again with a profile (see `cost.program.scheduling`),
-    and the better of the two programs is returned.
+    If much of the step waits for communication, the step is compiled again with a profile (see
+    `cost.program.scheduling`), and the better of the two programs is returned.
     """
     step = first = _compile(made, lowered)
     profile = agree.on_first(lambda: _profile(made, first))
@@ -82,8 +82,8 @@ def compile_evaluation(made: Assembly) -> Assembly:
 
 
 def compile_function(made: Assembly, name: str, function: jax.stages.Wrapped, *args) -> jax.stages.Compiled:
-    """Return a function compiled for these arguments (or ShapeDtypeStructs). name: for the message. Raises: as
-    `check_program`."""
+    """Return a function compiled for these arguments (or ShapeDtypeStructs). name: the program's name, for the message.
+    Raises: as `check_program`."""
     with blame_own_code(made.run):
         lowered = made.program.lower(function, *args)
     return check_program(made.mesh, name, _compile(made, lowered))
@@ -118,13 +118,14 @@ def initialize_params(made: Assembly) -> dict:
 
 
 def _run_once(made: Assembly, name: str, function: jax.stages.Wrapped):
-    """Compile and call a function of no arguments. name: for the message. Raises: as `check_program`."""
+    """Compile and call a function without arguments. name: the program's name, for the message. Raises: as
+    `check_program`."""
     options = made.program.compiler_options | flags.options_once(made.mesh.devices.flat[0].platform)
     return check_program(made.mesh, name, made.program.lower(function).compile(compiler_options=options))()
 
 
 def may_refuse(mesh: jax.sharding.Mesh) -> bool:
-    """Return whether programs for these devices may be known to be wrong, so that they are compiled before a run."""
+    """Return whether `check_program` may refuse programs for these devices. If so, they are compiled before a run."""
     return mesh.devices.flat[0].platform != "cpu"
 
 

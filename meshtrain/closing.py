@@ -90,7 +90,8 @@ def show_sample(made: Assembly, opened: Opened, state: State) -> None:
 
 
 def _python() -> str:
-    """Return how a shell calls this Python: `python` if PATH finds it under that name, else its path."""
+    """Return the command that starts this Python in a shell: `python` if PATH finds this Python by that name, else its
+    path."""
     found, own = shutil.which("python"), sys.executable
     if not own or found and os.path.dirname(os.path.abspath(found)) == os.path.dirname(own):
         return "python"
@@ -101,8 +102,8 @@ def _python() -> str:
 def summarize(opened: Opened, val_loss: float | None, goodput_line: str, cost_file: str) -> str:
     """Return the summary of a finished run: losses, goodput, its files, and further commands.
 
-    val_loss: the last one, if any. goodput_line: see `history.Attempt.describe`. cost_file: the name of the file with
-    the costs of the step.
+    val_loss: the last validation loss, if any. goodput_line: see `history.Attempt.describe`. cost_file: the name of the
+    file with the costs of the step.
     """
     run, first, last = opened.made.run, None, None
     goal, place = objective.of_run(run), shlex.quote(run.run.dir)

@@ -33,7 +33,7 @@ def is_path(value: object) -> bool:
 
 
 def split(value: str) -> tuple[Path, str]:
-    """Return (file, name in it)."""
+    """Return (file, name in the file)."""
     path, _, name = value.rpartition(":")
     return Path(path).expanduser(), name
 
@@ -42,7 +42,7 @@ def split(value: str) -> tuple[Path, str]:
 
 
 def find_faults(key: str, value: str) -> Iterator[str]:
-    """Yield the reasons why the file does not have the name, found without executing it."""
+    """Yield the reasons why the file cannot be read or does not define the name, without executing the file."""
     (path, name), said = split(value), f'{key}="{value}"'
     try:
         there = _names(path)
@@ -60,7 +60,7 @@ def find_faults(key: str, value: str) -> Iterator[str]:
 
 
 def count_arguments(value: str) -> int:
-    """Return the number of a function's arguments, found without executing its file. Raises: OSError, SyntaxError."""
+    """Return the number of a function's arguments, without executing its file. Raises: OSError, SyntaxError."""
     path, name = split(value)
     node = _names(path).get(name)
     return len(node.args.posonlyargs + node.args.args) if isinstance(node, ast.FunctionDef) else 1
@@ -85,7 +85,7 @@ def _names(path: Path) -> dict[str, ast.stmt]:
 
 def read_sources(path: Path) -> dict[str, bytes]:
     """Return name -> content of the file and of the files that it imports from its own folder. Names are relative to
-    the folder; the file's own is first. Raises: OSError, SyntaxError."""
+    the folder; the file's own name is first. Raises: OSError, SyntaxError."""
     contents: dict[str, bytes] = {}
 
     def visit(name: str) -> None:
@@ -111,7 +111,7 @@ def digest(path: Path) -> str:
 
 
 class Misuse(ValueError):
-    """Code of the run's own is not what its key calls, or raised an error."""
+    """Code of the run's own is not what its key requires, or raised an error."""
 
 
 def load(value: str) -> Any:
@@ -142,8 +142,8 @@ def _find_remedy(path: Path) -> str:
 
 
 def call(key: str, value: str, contract: str, *arguments: object) -> Any:
-    """Load what the value names, and call it. key: the key of the run file; contract: what it takes; both for messages.
-    Raises: ValueError, also for the errors of the called code."""
+    """Load what the value names, and call it. key: the key of the run file; contract: what the key requires; both for
+    messages. Raises: ValueError, also for the errors of the called code."""
     called = load(value)
     try:
         return called(*arguments)
@@ -153,7 +153,7 @@ def call(key: str, value: str, contract: str, *arguments: object) -> Any:
 
 
 def refuse(key: str, value: str, contract: str, what: str) -> Misuse:
-    """Return the error for code of the run's own that is not what its key calls. what: a verb and its object."""
+    """Return the error for code of the run's own that is not what its key requires. what: a verb and its object."""
     return Misuse(f'{key}="{value}" {what}; give {contract}')
 
 
@@ -173,7 +173,7 @@ def blame(parts: Iterable[tuple[str, str, str]]) -> Iterator[None]:
 
 
 def find_misuse(error: Exception) -> str:
-    """Return the message of an error that is a Misuse, or that code of the run's own raised; "" for any other."""
+    """Return the message of an error that is a Misuse, or that code of the run's own raised; "" for any other error."""
     return str(error) if isinstance(error, Misuse) else tell(error) if _find_frames(error) else ""
 
 
@@ -194,8 +194,8 @@ def _find_frames(error: BaseException) -> list[tuple[types.FrameType, int]]:
 
 @functools.cache
 def _execute(path: str, content: str) -> types.ModuleType:
-    """Return the executed file. content: its digest. Modules of its folder hide others of the same name, and are
-    hidden from all other code."""
+    """Return the executed file. content: the digest of the file. Modules in the file's folder hide other modules of the
+    same name, and are hidden from all other code."""
     own, *beside = read_sources(Path(path)).items()
     module = types.ModuleType(f"{MODULE}{content}")
     module.__file__ = path
@@ -222,7 +222,7 @@ def _execute(path: str, content: str) -> types.ModuleType:
 
 
 def describe(values: Iterable[str]) -> tuple[str, ...]:
-    """Return a line "FILE DIGEST" for each file that the values name. A file that cannot be read has none."""
+    """Return a line "FILE DIGEST" for each file that the values name. A file that cannot be read has no line."""
     lines = []
     for path in sorted({split(value)[0] for value in values}):
         try:
@@ -233,7 +233,8 @@ def describe(values: Iterable[str]) -> tuple[str, ...]:
 
 
 def keep(values: Iterable[str], directory: Path) -> None:
-    """Copy the files that the values name to directory/DIGEST/. Files that are there are not written again."""
+    """Copy the files that the values name to directory/DIGEST/. Files that already exist there are not written
+    again."""
     for path in {split(value)[0] for value in values}:
         for name, content in read_sources(path).items():
             place = directory / digest(path) / name
@@ -244,7 +245,7 @@ def keep(values: Iterable[str], directory: Path) -> None:
 
 def identify(value: object, lines: Sequence[str]) -> object:
     """Return the value of a key with the digests of files in place of their names, so that content is compared. lines:
-    what `describe` returned."""
+    the result of `describe`."""
     digests = dict(line.rpartition(" ")[::2] for line in lines)
     if isinstance(value, dict):
         return {key: identify(part, lines) for key, part in value.items()}
@@ -258,7 +259,7 @@ def identify(value: object, lines: Sequence[str]) -> object:
 
 def in_copy(value: Any, lines: Sequence[str], directory: Path) -> Any:
     """Return a value, or a section with all of its values, with files replaced by the copies that `keep` made. lines:
-    what `describe` returned then."""
+    the result of `describe` at that time."""
     if isinstance(value, dict):
         return {key: in_copy(part, lines, directory) for key, part in value.items()}
     if isinstance(value, (list, tuple)):

@@ -92,8 +92,8 @@ def refusals(run: Run, platform: str, gpu: hardware.Gpu | None, model: transform
              ) -> list[str]:
     """Return the reasons why the program refuses this run; empty if it accepts the run. No mesh axis may be -1.
 
-    Runs the checks of loading a run file, then those of `make`, but not of installed packages. Raises: ConfigError for
-    files that cannot be read. model: the run's, if it has been built.
+    Runs the checks of loading a run file, then the checks of `make` except those of installed packages. Raises:
+    ConfigError for files that cannot be read. model: the run's model, if it has been built.
     """
     if faults := config.problems(run):
         return faults
@@ -159,7 +159,7 @@ def choose_engines(setting: Setting, model: transformer.Transformer) -> Choice[E
 
 
 def engine_faults(setting: Setting, model: transformer.Transformer) -> list[str]:
-    """Return the reasons why `choose_engines` refuses this setting; empty if it does not."""
+    """Return the reasons why `choose_engines` refuses this setting; empty if it accepts the setting."""
     try:
         choose_engines(setting, model)
     except Refusal as refusal:
@@ -169,7 +169,7 @@ def engine_faults(setting: Setting, model: transformer.Transformer) -> list[str]
 
 def _sampler_faults(setting: Setting, model: transformer.Transformer) -> list[str]:
     """Return the reasons why the sampler on the run's own devices does not support the layout; empty if it does, or if
-    there is none."""
+    there is no sampler."""
     run = setting.run
     if not objective.of_run(run).samples or run.rl.lag:
         return []
@@ -200,8 +200,8 @@ def teacher_run(run: Run) -> Run:
 
 def check_teacher(run: Run, platform: str, gpu: hardware.Gpu | None, model: transformer.Transformer | None = None
                   ) -> list[str]:
-    """Return the reasons why the program refuses the teacher of this run; empty without one. The arguments are those of
-    `refusals`. Raises: as `teacher_run`."""
+    """Return the reasons why the program refuses the teacher of this run; empty without a teacher. The arguments are
+    those of `refusals`. Raises: as `teacher_run`."""
     return [f"distill.teacher: {fault}" for fault in refusals(teacher_run(run), platform, gpu, model)
             ] if run.distill.teacher else []
 

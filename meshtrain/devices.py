@@ -129,10 +129,10 @@ def machine_bytes() -> int:
 def start(run: Run, cluster: find.Cluster | None = None, cheaply: bool = False) -> Sequence[jax.Device]:
     """Start the jax backend. Return the devices of all processes of the run.
 
-    If mesh.simulated_devices > 0, these are that many CPU devices over all processes. cheaply: compile their programs
-    with COMPILED_CHEAPLY. Raises: ConfigError if a backend already runs with other devices, the simulated devices
-    cannot be divided evenly among the processes, jax's settings differ between processes, or an installed version is
-    known to compute wrong numbers; PeerError, which names the process, if a process does not join.
+    If mesh.simulated_devices > 0, the devices are that many CPU devices over all processes. cheaply: whether their
+    programs are compiled with COMPILED_CHEAPLY. Raises: ConfigError if a backend already runs with other devices, the
+    simulated devices cannot be divided evenly among the processes, jax's settings differ between processes, or an
+    installed version is known to compute wrong numbers; PeerError, which names the process, if a process does not join.
     """
     overruled = own_settings(os.environ)
     _keep_programs(run.run.compilation_cache, trims=cluster is None or cluster.index == 0)
@@ -192,7 +192,7 @@ def simulate(count: int) -> None:
 
 
 def num_simulated() -> int:
-    """Return the number of CPU devices that jax simulates in this process, or would by XLA_FLAGS; 8 if neither is set.
+    """Return the number of CPU devices that jax simulates in this process, or will simulate by XLA_FLAGS; otherwise 8.
     """
     if jax_private.backends_are_initialized() and jax.default_backend() == "cpu" and jax.device_count() > 1:
         return jax.device_count()
@@ -228,7 +228,8 @@ def _set_simulated(count: int, cheaply: bool) -> list[str]:
 
 
 def own_settings(environ: Mapping[str, str]) -> list[str]:
-    """Set jax's settings to those of OF_JAX. Return a line for each that the environment had set to another value.
+    """Set jax's settings to those of OF_JAX. Return a line for each setting that the environment had set to another
+    value.
 
     Raises: ConfigError with the settings that code of this process has changed, by jax.config.update or a context:
     that code may need them.
@@ -291,8 +292,9 @@ def _keep_programs(directory: str, trims: bool) -> None:
     """Set the directory of the compilation cache. trims: remove the least recently used programs beyond
     KEPT_PROGRAM_BYTES.
 
-    JAX_COMPILATION_CACHE_MAX_SIZE, if set, replaces this limit. It is not set by default: jax then takes a lock per
-    program, for which thousands of processes on one NFS would wait, and fails in a directory created without it.
+    JAX_COMPILATION_CACHE_MAX_SIZE, if set, replaces this limit. By default the variable is not set. If it is set, jax
+    takes a lock per program, for which thousands of processes on one NFS would wait, and jax fails in a directory that
+    was created without the limit.
     """
     place = Path(os.path.expanduser(directory))
     if not directory or str(place).startswith("~"):     # no home directory, e.g. a container user without a name
@@ -403,8 +405,8 @@ def gpus_expected() -> bool:
 
 
 def on_gpus(run: Run, num_gpus: int) -> Run:
-    """Return the quickstart's run on GPUs: fsdp with as many as divide the model's width and the batch. Raises:
-    ConfigError if several processes would have unused GPUs."""
+    """Return the quickstart's run on GPUs. The axis fsdp gets as many GPUs as divide the model's width and the batch.
+    Raises: ConfigError if several processes would have unused GPUs."""
     sequences = run.data.global_batch // run.training.microbatches
     n = max(n for n in range(1, num_gpus + 1) if run.model.embed_dim % n == 0 and sequences % n == 0)
     if n < num_gpus and jax.process_count() > 1:

@@ -42,9 +42,9 @@ Value = TypeVar("Value")
 class Notices:
     """Lines for the user about failures that may pass.
 
-    The process has one, `notices`: calls are retried in all threads and below functions that know no command, and the
-    lines go to the stderr of the process. `run.command.print_notices` sets `write`; without a command (notebook, test)
-    the lines are dropped.
+    The process has one instance, `notices`, because calls are retried in all threads and in functions that know no
+    command. The lines go to the stderr of the process. `run.command.print_notices` sets `write`; without a command
+    (notebook, test) the lines are dropped.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Notices:
             self.write(line)
 
     def tell_reason(self, reason: str, line: str) -> None:
-        """Tell a line, each reason once in TELL_AGAIN_S."""
+        """Write a line, at most once in TELL_AGAIN_S for each reason."""
         if time.monotonic() - self._written_at.get(reason, -float("inf")) >= TELL_AGAIN_S:
             self._written_at[reason] = time.monotonic()
             self.tell(line)
@@ -159,7 +159,7 @@ def attempt(act: Callable[[], Value], what: str, remedy: str, mistake: type[Exce
 
 
 def read_start(path: str | Path, limit: int) -> bytes:
-    """Return the first `limit` bytes of a file, and one more if it has more."""
+    """Return the first `limit` bytes of a file, and one more byte if the file is longer."""
     with open(path, "rb") as file:
         return file.read(limit + 1)
 
@@ -177,8 +177,9 @@ class Waiting:
         self._since = self._told_at = -float("inf")
 
     def go_on(self, owner: str, sign: object = None) -> None:
-        """Record an attempt that found the lock held, and report a long wait. owner: text that follows `what`. sign: a
-        value that changes while the owner works. Raises: FileSystemError after LOCK_WAIT_S without a change."""
+        """Record an attempt that found the lock held, and report a long wait. owner: a text about the owner that
+        follows `what`. sign: a value that changes while the owner works. Raises: FileSystemError after LOCK_WAIT_S
+        without a change."""
         now = time.monotonic()
         if self._since < 0 or sign != self._sign:
             self._sign, self._since = sign, now
@@ -192,7 +193,8 @@ class Waiting:
 
 
 def refuse(error: OSError) -> None:
-    """Raise the error of a directory that cannot be read, which os.walk passes over without this `onerror`."""
+    """Raise the error of a directory that cannot be read. This is the `onerror` of os.walk, which otherwise skips such
+    a directory."""
     raise error
 
 
@@ -220,7 +222,8 @@ def checksums(place: Path, paths: Iterable[Path], *, sync: bool = False, missing
 
 
 def difference(read: list, wanted: Any) -> str:
-    """Return how a file differs from what was written, as text; "" if it does not. read, wanted: from `checksums`."""
+    """Return how a file differs from what was written, as text; "" if it does not. read, wanted: entries of
+    `checksums`."""
     if read == wanted:
         return ""
     if isinstance(wanted, list) and read[0] != wanted[0]:
@@ -241,8 +244,8 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def remove(place: Path) -> OSError | None:
-    """Remove a directory, with retries, even while other processes remove it. Return the error if some of it remains;
-    this is harmless, because the caller has already removed its name or its index."""
+    """Remove a directory, with retries, even while other processes remove it. Return the error if a part of the
+    directory remains. The rest is harmless, because the caller has already removed the directory's name or index."""
     refused: list[OSError] = []
 
     def act():

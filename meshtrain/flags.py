@@ -17,8 +17,8 @@ from pathlib import Path
 
 JAXLIB = "libjax_common.so"
 # XLA silently recomputes values if a program needs more than this share of a GPU's memory; its flag is a percentage of
-# this share. Llama 3 8B without remat on 16 A100, which needs 68 of 73 GiB, by the roofline: 10.8 s a step, and 8.9 s
-# if the limit is the memory of the process.
+# this share. Example: Llama 3 8B without remat on 16 A100 needs 68 of 73 GiB. By the roofline a step takes 10.8 s, and
+# 8.9 s if the limit is the memory of the process.
 MEMORY_SHARE = 0.80
 # Conditions. SEVERAL: the run has stages or experts. CUBLAS: no axis splits a layer's matmuls or tokens, and there are
 # no experts; or a dot can request float8 by its algorithm (`float8.precision`). DECODING: the program samples tokens.
@@ -36,8 +36,9 @@ OPTIMIZATION = "xla_backend_optimization_level"
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag of XLA. value: for programs for which the condition `when` holds; if two rows apply, the later one wins.
-    default: XLA's value. since: the oldest tested jax that knows the flag (0.10 is the oldest tested)."""
+    """A flag of XLA. value: the flag's value for programs for which the condition `when` holds; if two rows apply, the
+    later row wins. default: XLA's value. since: the oldest tested jax that knows the flag (0.10 is the oldest
+    tested)."""
     name: str
     value: bool | int | str
     when: str
@@ -141,8 +142,8 @@ def options(platform: str, facts: Set[str] = frozenset(), memory_share: float = 
 def options_once(platform: str, environ: Mapping[str, str] = os.environ) -> dict[str, bool | int | str]:
     """Return further XLA options of a program that runs once, the initialization.
 
-    On CPUs LLVM's first level: the initialization of the quickstart compiles in two thirds of the CPU seconds, and its
-    numbers have the same bits. At level 0 they have not: LLVM then fuses no products with sums.
+    On CPUs, LLVM's optimization level is 1. The initialization of the quickstart then compiles in two thirds of the CPU
+    seconds, and its numbers have the same bits. At level 0 the bits differ, because LLVM fuses no products with sums.
     """
     given = re.search(rf"(?:^|\s)--{OPTIMIZATION}\b", environ.get("XLA_FLAGS", ""))
     return {OPTIMIZATION: 1} if platform == "cpu" and not given else {}
@@ -173,10 +174,10 @@ def _find_known_of_table(libraries: tuple[Path, ...]) -> set[str]:
 
 
 def find_known(names: Sequence[str], libraries: Sequence[Path] | None = None) -> set[str]:
-    """Return those of these flags that all XLA libraries know (jaxlib and the GPU plugin, which both read XLA_FLAGS).
+    """Return the given flags that all XLA libraries know (jaxlib and the GPU plugin, which both read XLA_FLAGS).
 
-    libraries: None for the installed ones. XLA has no interface that lists its flags, so the bytes of the libraries are
-    searched for the names, in 0.3 s.
+    libraries: their paths; None: the installed libraries. XLA has no interface that lists its flags, so the bytes of
+    the libraries are searched for the names, in 0.3 s.
     """
     libraries = xla_libraries() if libraries is None else libraries
     known = set(names) if libraries else set()

@@ -18,7 +18,8 @@ from meshtrain.units import shorten
 
 
 def check_count(name: str, value: object, least: int = 1) -> int:
-    """Return `value` if it is a whole number of at least `least`. name: for messages. Raises: ConfigError."""
+    """Return `value` if it is a whole number of at least `least`. name: the argument's name, for messages. Raises:
+    ConfigError."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise ConfigError(f"{name}={value!r} is not a whole number of at least {least}")
     return int(value)
@@ -58,7 +59,7 @@ def check_batch(batch: object, expected: Mapping[str, jax.ShapeDtypeStruct], voc
 
 
 def check_tokens(tokens: object, vocab_size: int, name: str = "tokens") -> np.ndarray:
-    """Return token ids as an int32 array [B, T]. name: for messages. Raises: ConfigError."""
+    """Return token ids as an int32 array [B, T]. name: the argument's name, for messages. Raises: ConfigError."""
     try:
         array = np.asarray(tokens)
     except ValueError:
@@ -81,7 +82,7 @@ def check_prompt(prompt: object, vocab_size: int) -> str | list[int]:
 
 
 def mesh_words(mesh: Mapping[str, int], words: Sequence[str]) -> list[str]:
-    """Return sizes of axes as words of a command line. words: those of settings. Raises: ConfigError."""
+    """Return sizes of axes as words of a command line. words: the words of the settings. Raises: ConfigError."""
     if not isinstance(mesh, Mapping):
         raise ConfigError(f'mesh={mesh!r} is not a dict; write e.g. mesh={{"fsdp": 8}}')
     if other := [name for name in mesh if name not in AXES]:
@@ -95,7 +96,8 @@ def mesh_words(mesh: Mapping[str, int], words: Sequence[str]) -> list[str]:
 
 
 def _outside(array: np.ndarray, vocab_size: int, targets: bool) -> str:
-    """Return a text about ids outside the vocabulary; "" if there are none. targets: NO_TARGET is allowed, too."""
+    """Return a text about ids outside the vocabulary; "" if there are none. targets: whether NO_TARGET is allowed,
+    too."""
     wrong = (array < 0) | (array >= vocab_size)
     wrong &= array != NO_TARGET if targets else True
     more = f", or {NO_TARGET} for no target" if targets else ""
@@ -108,7 +110,7 @@ def _describe(shape: Sequence[int], dtype: object) -> str:
 
 @contextlib.contextmanager
 def reword_for_python() -> Iterator[None]:
-    """Context: rewrite options in the messages of ConfigErrors as in Python: --seq-len becomes seq_len."""
+    """Context manager: rewrite options in the messages of ConfigErrors as Python names: --seq-len becomes seq_len."""
     try:
         yield
     except ConfigError as error:

@@ -57,7 +57,7 @@ class Gpu:
 
     @property
     def can_be_compiled_for(self) -> bool:
-        """Whether XLA can compile for this GPU without having one (`inspect --topology`)."""
+        """Whether XLA can compile for this GPU on a machine without one (`inspect --topology`)."""
         return self.chip is not None and None not in vars(self.chip).values()
 
     def peak(self, dtype: str) -> float | None:

@@ -99,8 +99,8 @@ class Experiment:
     run_file: a run file, whose keys settings and mesh override. Without one, the model is the quickstart's with adamw,
     on one device or on the given mesh. settings: keys of a run file, {"model.num_layers": 2} or {"model":
     {"num_layers": 2}}. rules: a shipped name, a path, the text of a rule file or a dict of its tables; default: those
-    of the run file. mesh: sizes of axes; without a run file, other axes are 1. simulated_devices: their number;
-    default: that of `simulate`, else 8.
+    of the run file. mesh: sizes of axes; without a run file, other axes are 1. simulated_devices: number of simulated
+    devices; default: that of `simulate`, else 8.
 
     Devices start with the first method that computes. All experiments of a process share them; each uses as many as its
     mesh has. Raises: ConfigError.
@@ -183,8 +183,8 @@ class Experiment:
 
     @property
     def state(self) -> State:
-        """Weights, optimizer state and number of steps; initially those that the run starts with. It may be set to the
-        state of an experiment with the same model and optimizer on any layout.
+        """Weights, optimizer state and number of steps; initially the state that the run starts with. The property may
+        be set to the state of an experiment with the same model and optimizer on any layout.
 
         >>> int(run.state.step)
         0
@@ -205,8 +205,8 @@ class Experiment:
         self._state = jax.tree.map(lambda x, leaf: jax.device_put(np.asarray(x), leaf.sharding), state, shapes)
 
     def batch(self, n: int | None = None) -> dict[str, np.ndarray]:
-        """Return batch n of the run's data: int32 arrays [B, T], see `data.documents.contracts`. n: default: the batch
-        of the next step.
+        """Return batch n of the run's data: int32 arrays [B, T], see `data.documents.contracts`. n: the batch's number;
+        default: that of the next step.
 
         >>> run.batch()["tokens"].shape == (run.run.data.global_batch, run.run.data.seq_len)
         True
@@ -367,9 +367,9 @@ def inspect(step: Experiment | str | Path | Callable, *args, topology: str | Non
 
     args: the function's arguments: arrays, or ShapeDtypeStructs with a sharding. topology: GPUs to compile for,
     "h100:8"; default: the devices of this process. The others are for functions only. mesh: sizes of axes, or a mesh;
-    default: that of the arguments. options: XLA options, or "meshtrain" for those that it gives each of its programs;
-    default: none. tokens: tokens of a step on all devices. assume: assumptions of the roofline, by name. Raises:
-    ConfigError.
+    default: that of the arguments. options: XLA options, or "meshtrain" for the options that meshtrain gives each of
+    its programs; default: none. tokens: tokens of a step on all devices. assume: assumptions of the roofline, by name.
+    Raises: ConfigError.
 
     >>> mt.inspect(run).sent_bytes["all-gather"] > 0
     True
@@ -390,9 +390,9 @@ def plan(model: str | Path, gpus: int | Sequence[int], gpu: str, settings: Mappi
          **options: Unpack[PlanOptions]) -> Rows:
     """Return the layouts of a model that fit, the fastest first.
 
-    model: a preset ("llama3-8b"), a run file, a model folder, or "hf://org/name" on the Hugging Face hub. gpus: their
-    number; for several numbers, the result has the best plan for each. gpu: their type. options: those of `python -m
-    meshtrain.plan`, with _ for -. Raises: ConfigError.
+    model: a preset ("llama3-8b"), a run file, a model folder, or "hf://org/name" on the Hugging Face hub. gpus: number
+    of GPUs; for several numbers, the result has the best plan for each. gpu: the type of GPU. options: those of `python
+    -m meshtrain.plan`, with _ for -. Raises: ConfigError.
 
     >>> mt.plan("llama3-8b", gpus=8, gpu="h100", stage=1, context=1)[0]["fits"]
     True

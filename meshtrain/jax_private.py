@@ -47,8 +47,8 @@ def coordinator_host() -> str:
 
 @contextlib.contextmanager
 def programs_kept_in(directory: Path) -> Iterator[None]:
-    """Context: use the directory as compilation cache of this process. By itself, jax writes only programs of process 0
-    to the cache; if this jax lacks the private name, other processes write nothing here, either."""
+    """Context manager: use the directory as compilation cache of this process. By default, jax writes only the programs
+    of process 0 to the cache. If this jax lacks the private name, other processes write nothing here, either."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = [getattr(jax.config, name) for name in names]
     try:

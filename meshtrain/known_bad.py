@@ -28,9 +28,9 @@ GPUS, PROCESSES, MOSAIC = "GPUs", "several processes", "Mosaic kernels"
 
 @dataclasses.dataclass(frozen=True)
 class KnownBad:
-    """A row of the table. component: a key of FINDERS. bad: its bad versions, in pip's syntax. facts: the row applies
-    if all of them hold; the result of `platform.machine` is a fact, too. wrong: it computes wrong numbers, so the run
-    is refused."""
+    """A row of the table. component: a key of FINDERS. bad: its bad versions, in pip's syntax. facts: the facts that
+    must all hold for the row to apply; the result of `platform.machine` is a fact, too. wrong: whether the component
+    computes wrong numbers, so that the run is refused."""
     component: str
     bad: str
     facts: frozenset[str]

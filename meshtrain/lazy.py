@@ -21,7 +21,7 @@ class LazyModule:
 
 
 def load(module: LazyModule) -> None:
-    """Import the module now. No method: a method would hide the module's own `load`."""
+    """Import the module now. This is not a method, because a method would hide the module's own `load`."""
     _load(module)
 
 

@@ -14,7 +14,8 @@ MATMUL_ROLES = ("matrix", "embedding", "head")
 
 LORA = "lora"          # key of a projection's adapter in the parameter tree; with adapters, other parameters are frozen
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")   # projections that can have an adapter
-# matrices of routed experts that can have one in each expert, if lora.targets names them -> their name in the tree
+# matrices of routed experts that can have an adapter in each expert, if lora.targets names them -> their name in the
+# tree
 LORA_EXPERTS = {"expert_gate": "gate", "expert_up": "up", "expert_down": "down"}
 LORA_ALSO = ("embedding", "head", "mtp")        # what LoRA can train whole; keys of the parameter tree, or all depths
 DEPTH = "mtp_"         # keys of the depths of multi-token prediction in the parameter tree: mtp_1, mtp_2, …

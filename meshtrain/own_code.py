@@ -35,7 +35,7 @@ class OwnPart:
         return custom.refuse(self.key, self.value, self.contract, what)
 
     def trace(self, function: Callable, *shapes: object) -> Any:
-        """Return what a function returns when it is traced. Of arrays in it, only shape and dtype may be read. Raises:
+        """Trace a function and return its result. Only shape and dtype of arrays in the result may be read. Raises:
         ValueError, whatever the function raises."""
         returned: list = []
         try:

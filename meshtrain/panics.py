@@ -12,7 +12,7 @@ class LibraryPanic(Exception):
 
 @contextlib.contextmanager
 def caught() -> Iterator[None]:
-    """Context: convert a panic to a LibraryPanic. Other exceptions pass unchanged."""
+    """Context manager: convert a panic to a LibraryPanic. Other exceptions pass unchanged."""
     try:
         yield
     except BaseException as error:

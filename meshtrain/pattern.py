@@ -15,8 +15,9 @@ if TYPE_CHECKING:       # the sections check patterns by this file
 
 @dataclasses.dataclass(frozen=True)
 class Mixer:
-    """What a letter of `model.mixers` means. words: for --help. family: ATTENTION, RECURRENT or CUSTOM (code of one's
-    own, in `model.custom`), "" without a mixer. windowed: has model.window. rotated: has rope."""
+    """What a letter of `model.mixers` means. words: the letter's description in --help. family: ATTENTION, RECURRENT or
+    CUSTOM (the user's code, in `model.custom`), "" without a mixer. windowed, rotated: whether the mixer has
+    model.window, rope."""
     words: str
     family: str
     windowed: bool = False

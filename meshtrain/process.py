@@ -26,7 +26,7 @@ class Joined:
 
 @contextlib.contextmanager
 def join(run: Run, argv: Sequence[str]) -> Iterator[Joined]:
-    """Context: join the processes of a run and start the devices. argv: the words of the command line.
+    """Context manager: join the processes of a run and start the devices. argv: the words of the command line.
 
     Raises: ConfigError, PeerError.
     """

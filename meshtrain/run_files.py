@@ -193,11 +193,11 @@ def _read(path: Path) -> tuple[dict, list[str]]:
 
 def _read_extended(file: str | Path, base: tuple[str, Path] | None, extending: tuple[str, ...] = ()
                    ) -> tuple[dict, dict[str, str], list[str]]:
-    """Return the tables of a run file, with the keys of the files that it extends where it has none.
+    """Return the tables of a run file. The files that it extends give the keys that it lacks.
 
-    Returns (tables, the other file that gives a key by the key's name, faults). base: (the file to extend instead of
-    its run.extends, the file relative to which this name is); None: use run.extends. extending: the files that extend
-    this one. Raises: ConfigError if an address cannot be read.
+    Returns (tables, {key: the other file that gives the key}, faults). base: (the file to extend instead of the file's
+    run.extends, the file to which the name is relative); None: use run.extends. extending: the files that extend this
+    one. Raises: ConfigError if an address cannot be read.
     """
     local = _local(file)
     tables, faults = _read(local)

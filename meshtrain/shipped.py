@@ -24,8 +24,8 @@ def find_file(path: str | Path) -> str | Path:
 
 
 def path_of(name: str, folder: str) -> str:
-    """Return the path of the shipped file in `folder` with this bare name: zero3, qwen3. Another name, and that of a
-    file or folder in the current directory, is returned as it is."""
+    """Return the path of the shipped file in `folder` with this bare name: zero3, qwen3. Any other name, and the name
+    of a file or folder in the current directory, is returned unchanged."""
     found = None if os.path.exists(name) else names(folder).get(name)
     return f"{folder}/{found.name}" if found else name
 

@@ -66,8 +66,8 @@ class Rows(Shown, list):
 
 
 class ProgramCosts(JsonTable):
-    """The costs of a compiled program. memory_bytes, collectives and roofline draw themselves; roofline is None without
-    a GPU of known speed.
+    """The costs of a compiled program. memory_bytes, collectives and roofline have pictures; roofline is None without a
+    GPU of known speed.
 
     >>> mt.Experiment(mesh={"data": 2}).inspect().collectives["compiled"][0]["axes"]
     ['data']
@@ -196,7 +196,7 @@ def comparison_row(name: str, layout: str, costs: StepCosts, steps: Sequence[Map
 
 def comparison(rows: Sequence[Mapping], costs: Mapping[str, StepCosts], steps: int) -> Rows:
     """Return a table of experiments. Its picture shows their memory and, below, the bytes that they send. rows: from
-    `compared`. steps: number of steps before the loss."""
+    `comparison_row`. steps: number of steps before the loss."""
     lines = [("", "layout", "memory", "sent", "step", f"loss after {amount(steps, 'step')}")]
     lines += [(row["name"], row["layout"], size(row["memory_bytes"]), size(row["sent_bytes"]),
                seconds(row["step_time_s"]), f"{row['loss']:.6f}") for row in rows]

@@ -47,7 +47,7 @@ class Beginning:
 
 
 def find(made: Assembly, here: Places) -> Beginning:
-    """Find the newest checkpoint of a run, or that of checkpoint.step. All processes call it. Raises: ConfigError if
+    """Find the newest checkpoint of a run, or the one of checkpoint.step. All processes call it. Raises: ConfigError if
     the run cannot continue from there."""
     with watch.phase("looking for a checkpoint", "restore"):
         named = _read_named_files(made)
@@ -57,8 +57,8 @@ def find(made: Assembly, here: Places) -> Beginning:
 
 
 def _resolve_eos(run: Run, start: resume.Start) -> tuple[Run, Saved | None]:
-    """Return (the run with data.eos, the checkpoint that it comes from, if any). That is the checkpoint that the run
-    resumes from, or the one whose weights it loads."""
+    """Return (the run with data.eos, the checkpoint that data.eos comes from, if any). The run resumes from this
+    checkpoint or loads its weights."""
     if start.saved:
         return resume.in_force(run, start), start.saved
     with watch.phase("opening the data", watch.UNLIMITED), config.user_errors():      # may copy remote files

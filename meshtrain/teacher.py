@@ -102,7 +102,7 @@ def compile_alone(made: Assembly) -> jax.stages.Compiled | None:
 
 
 def _compile(made: Assembly, taught: Assembly) -> jax.stages.Compiled:
-    """Return the compiled `Teacher.predict`, from shapes alone. Both programs may divide a batch over the devices in
+    """Return the compiled `Teacher.predict`, from shapes alone. The two programs may divide a batch over the devices in
     different ways."""
     step, own, given = taught.program.step, made.program.step, made.run.distill
     goal = own.objective

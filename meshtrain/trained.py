@@ -162,13 +162,13 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compiler:
-    """Compiles programs for the devices of a mesh, and refuses those that would compute wrong numbers. options: XLA's.
-    """
+    """Compiles programs for the devices of a mesh, and refuses those that would compute wrong numbers. options: XLA
+    options."""
     mesh: jax.sharding.Mesh
     options: dict
 
     def __call__(self, name: str, jitted, *args) -> jax.stages.Compiled:
-        """Return a jitted function compiled for these arguments. name: for messages. Raises:
+        """Return a jitted function compiled for these arguments. name: the program's name, for messages. Raises:
         assembly.BrokenProgramError."""
         return assembly.check_program(self.mesh, name, jitted.lower(*args).compile(compiler_options=self.options))
 
@@ -192,8 +192,8 @@ class LoadedModel:
         return self.compile("the reading of the weights", read, self.params)(self.params)
 
     def generator(self, drafts: int = 0) -> Generator:
-        """Return a generator of answers, for which `drafts` depths of MTP draft. Raises: assembly.BrokenProgramError;
-        ConfigError as `cache.check`."""
+        """Return a generator of answers. drafts: number of depths of MTP that draft tokens. Raises:
+        assembly.BrokenProgramError; ConfigError as `cache.check`."""
         with config.user_errors():
             cache.check(self.model.cfg)
         return Generator(self.model, self.ex, self.read, self.compile, drafts=drafts)
@@ -239,9 +239,9 @@ def describe(directory: str, step: int, words: Sequence[str], command: str, keys
     """Return the model in a directory, with settings of the command line, before its weights are loaded.
 
     directory: a run directory or a model folder, or its address. step: the step of a run's checkpoint; 0: the newest.
-    words: keys of the command line. command: for messages. keys: keys that the command accepts besides KEYS, see
-    `run_files.resolve`. weights: see `resume.source_of`. merge: PEFT folder whose adapters are merged into the weights;
-    "": none. drafts: number of depths of MTP that the model has here. Raises: ConfigError.
+    words: keys of the command line. command: the command's name, for messages. keys: keys that the command accepts
+    besides KEYS, see `run_files.resolve`. weights: see `resume.source_of`. merge: PEFT folder whose adapters are merged
+    into the weights; "": none. drafts: number of depths of MTP that the model has here. Raises: ConfigError.
     """
     found = _describe(directory, step, words, command, keys, weights, drafts)
     if drafts > (count := found.run.model.mtp_layers):

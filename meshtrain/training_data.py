@@ -53,7 +53,7 @@ class Opened:
 class DataKind:
     """A kind of data. open: (run, run.dir, start) -> (corpus, batches from `start` on, or prompts). feed: (opened data,
     start, state at `start`) -> the feed of the training loop. finish: (run, run.dir), called when the run has taken and
-    saved all its steps; None: nothing is to do. All processes call each together."""
+    saved all its steps; None: nothing to do. All processes call each together."""
     open: Callable[[Run, Path, resume.Start], tuple[sources.Corpus, Batches | Prompts]]
     feed: Callable[[Opened, resume.Start, State], Feed]
     finish: Callable[[Run, Path], None] | None = None
