@@ -1,1 +1,2 @@
-"""What a run file leaves open. `choose` of a module returns a value and why; `problems` are faults of a layout."""
+"""Makes the choices that a run file leaves open. `choose` returns a value and the reason, `problems` a layout's
+faults."""

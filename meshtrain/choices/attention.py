@@ -38,11 +38,11 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Need:
-    """What attention is needed for, in a run or for arrays of one's own.
+    """What attention must support, in a run or for a caller's own arrays.
 
-    dtype: that of queries, keys and values. heads: one per kind of layer. method: one of METHODS. window: number of
-    tokens that a token attends to; 0: the whole sequence. documents: whether a row can have several documents.
-    latents: whether keys and values are computed from latents. asked: an engine's name, or "auto".
+    dtype: the dtype of queries, keys and values. heads: one entry per kind of layer. method: one of METHODS. window:
+    number of tokens that a token attends to; 0: the whole sequence. documents: whether a row can have several
+    documents. latents: whether keys and values are computed from latents. asked: an engine's name, or "auto".
     """
     dtype: str
     heads: tuple[Heads, ...]
@@ -125,7 +125,7 @@ def choose(setting: Setting) -> Choice[RunAttention]:
 
 
 def build(name: str, need: Need, place: Place) -> RunAttention:
-    """Return the attention that computes this, in the engine of this name."""
+    """Return the attention that meets a need with the engine of this name."""
     method = METHODS[need.method] if place.layout.sizes[AXIS] > 1 else None
     return RunAttention(functools.cache(partial(_engine_of, name, need, place)), method, need.documents)
 

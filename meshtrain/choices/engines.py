@@ -1,5 +1,5 @@
-"""Chooses what computes a run's layers: one choice for each kind of layer, none of which looks at another. Refuses
-float8 and mixers that the devices or the layout do not allow."""
+"""Chooses what computes a run's layers: one independent choice for each kind of layer. Refuses float8 and mixers that
+the devices or the layout do not allow."""
 from __future__ import annotations
 
 from meshtrain import hardware
@@ -31,7 +31,7 @@ def choose(setting: Setting) -> Choice[Engines]:
 
 
 def find_float8_faults(setting: Setting) -> list[str]:
-    """Return the reasons why the devices have no float8 matmuls, if the run has some. The layout has no influence."""
+    """Return the reasons why the devices have no float8 matmuls, if the run uses them. The layout has no influence."""
     if setting.run.model.matmul_dtype != "float8" or setting.platform == "cpu":
         return []
     if not hardware.lacks_float8(setting.gpu, getattr(setting.device, "compute_capability", None)):

@@ -41,7 +41,7 @@ def choose(setting: Setting) -> Choice[RoutedExperts | None]:
 def dispatch(asked: str, K: int, layout: Layout) -> Choice[str]:
     """Choose "gather" or "all_to_all", with the reason.
 
-    They send (n-1)·T·D and CAPACITY_FACTOR·K·T·D·(n-1)/n elements each way.
+    Each way, gather sends (n-1)·T·D elements, and all_to_all sends CAPACITY_FACTOR·K·T·D·(n-1)/n elements.
     """
     if asked != "auto":
         return Choice(asked, (f"experts.dispatch={asked}",))
@@ -59,8 +59,8 @@ def dispatch(asked: str, K: int, layout: Layout) -> Choice[str]:
 def saves_inward(remat: str, stages: int) -> bool:
     """Return whether the outputs of gate and up are saved for the backward.
 
-    Saving avoids two of eleven matmuls, and takes memory for rows as wide as two experts. With remat `selective` they
-    would be most of the residuals. In pipelines they would fill every slot.
+    Saving avoids two of eleven matmuls, and takes memory for rows as wide as two experts. With remat `selective` these
+    outputs would be most of the residuals. In pipelines they would fill every slot.
     """
     return remat == "none" and stages == 1
 

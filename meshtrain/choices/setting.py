@@ -1,4 +1,4 @@
-"""What a choice may look at, what it returns and how it refuses a run."""
+"""The inputs of a choice, its result, and the error with which it refuses a run."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ T = TypeVar("T", covariant=True)
 class Place(NamedTuple):
     """Devices and the layout on them.
 
-    platform: jax's name. gpu: the devices' row in the hardware table; None if it has none. installed: whether choices
-    depend on the software that is installed here; False: current versions of all software are assumed, as by the
-    planner.
+    platform: jax's name of the platform. gpu: the devices' row in the hardware table; None if it has none. installed:
+    whether choices depend on the software that is installed here; False: the choices assume current versions of all
+    software, as the planner does.
     """
     layout: Layout
     platform: str

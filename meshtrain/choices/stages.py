@@ -1,4 +1,4 @@
-"""Chooses the rules of a pipeline's layout, checks that the layout can be one, and says what its stages cost."""
+"""Chooses the rules of a pipeline's layout, checks that the run can be pipelined, and describes the costs of stages."""
 from __future__ import annotations
 
 import dataclasses
@@ -52,7 +52,7 @@ def problems(run: Run, loaded: Rules, sizes: Mapping[str, int]) -> list[str]:
 
 
 def choose(run: Run, loaded: Rules, sizes: Mapping[str, int], vocab: int) -> Choice[Rules]:
-    """Choose the rules without `stage` where it does not divide a dim. vocab: its padded size.
+    """Choose the rules without `stage` where it does not divide a dim. vocab: the padded vocabulary size.
 
     Identity layers are added inside the step. Only the model's own layers are stored, in their order.
     """

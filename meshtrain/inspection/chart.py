@@ -76,8 +76,8 @@ def steady(schedule: Schedule) -> tuple[int, int, int]:
 
 
 def text(schedule: Schedule) -> str:
-    """Return the schedule as text: a row per stage, a column per slot. F3 is the forward of microbatch 3, with chunks
-    F3b that of its second chunk, · an idle slot. Lines are cut at TEXT_COLUMNS, with … for the rest."""
+    """Return the schedule as text: a row per stage, a column per slot. F3 is the forward of microbatch 3. With chunks,
+    F3b is the forward of the second chunk. · is an idle slot. Lines are cut at TEXT_COLUMNS, with … for the rest."""
     whole = _columns(schedule, Panel("", 0, schedule.num_ticks))
     if _width(whole) <= TEXT_COLUMNS:
         return _lines(whole)
@@ -121,8 +121,8 @@ def _cell(schedule: Schedule, t: int, s: int, kind: int) -> str:
 
 
 def as_json(choice: ChosenSchedule) -> dict:
-    """Return a run's schedule as JSON for its picture. Each of its lines has ops [stage, kind, microbatch, chunk,
-    begin, end]; times are in units of the shortest forward. Microbatch -1 is the head's loss, on all stages."""
+    """Return a run's schedule as JSON for its picture. Each line of the picture has ops [stage, kind, microbatch,
+    chunk, begin, end]; times are in units of the shortest forward. Microbatch -1 is the head's loss, on all stages."""
     schedule, outcome = choice.schedule, choice.outcome
     forward_s = np.nanmin((outcome.end_s - outcome.begin_s)[..., F])
     forwards = min(60, max(16, MOST_OPS // (6 * schedule.num_stages)))

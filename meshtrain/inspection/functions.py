@@ -2,7 +2,8 @@
 have, and reads its costs: `mt.inspect(step, *args)`.
 
 The function may have any mesh, also one that it closes over if `make(mesh)` builds it. It is compiled without XLA
-options of meshtrain, unless they are asked for. Formulas know nothing of it: all numbers are the program's.
+options of meshtrain, unless they are asked for. No formula covers such a function: all numbers come from the compiled
+program.
 """
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ GivenOptions: TypeAlias = Mapping[str, bool | int | str] | str | None
 @dataclasses.dataclass(frozen=True)
 class Target:
     """What to compile for. topology: absent GPUs, "h100:8"; None: devices of this process. mesh: sizes of axes, or a
-    mesh; None: that of the arguments. options: XLA options, or OURS; None: none. tokens: tokens of a step on all
+    mesh; None: the mesh of the arguments. options: XLA options, or OURS; None: none. tokens: tokens of a step on all
     devices. assume: values that replace assumptions of the roofline, by name."""
     topology: str | None = None
     mesh: GivenMesh = None
@@ -82,7 +83,7 @@ class Repeat:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InspectedFunction:
-    """A compiled function of another project, with lazily computed properties. options: those of XLA. logged: XLA's log
+    """A compiled function of another project, with lazily computed properties. options: XLA options. logged: XLA's log
     lines from the compilation."""
     name: str
     program: CompiledProgram
@@ -102,7 +103,7 @@ class InspectedFunction:
         return compiled / self.traced.total if self.traced.total else None
 
     def names_of(self, dims: tuple[int, ...]) -> list[str]:
-        """Return the arguments of floating-point numbers that have these dims on one device, whole or without their
+        """Return the names of the floating-point arguments that have these dims on one device, whole or without their
         first dimension (a layer of a stack). The order of dims is ignored, because XLA transposes."""
         def key(shape: tuple[int, ...]) -> list[int]:
             return sorted(n for n in shape if n > 1)
@@ -141,9 +142,9 @@ def inspect(function: Callable, args: tuple, target: Target) -> InspectedFunctio
     """Compile a jitted function for its arguments, arrays or ShapeDtypeStructs; or what `make(mesh) -> (jitted, args)`
     returns for target.mesh, if the function is not jitted and there are no arguments.
 
-    With a topology, or another mesh than theirs, the arguments keep their PartitionSpecs. Raises: ConfigError for what
-    cannot be compiled, and a mesh that is unknown or does not fit; gpu_compile.NotCompiledError if XLA cannot compile
-    the program.
+    On a topology or another mesh, the arguments keep their PartitionSpecs. Raises: ConfigError for what cannot be
+    compiled, and a mesh that is unknown or does not fit; gpu_compile.NotCompiledError if XLA cannot compile the
+    program.
     """
     if not isinstance(target.topology, str | None):
         raise ConfigError(f'topology={target.topology!r} is not a text; give a GPU and a number, e.g. "h100:8"')
@@ -176,7 +177,7 @@ def _inspect_jitted(function: Callable, args: tuple, target: Target) -> Inspecte
 
 
 def _compile(function: Callable, args: tuple, mesh: Mesh | None, target: Target) -> InspectedFunction:
-    """Compile a function whose arguments are in their place. mesh: None if it is not known before."""
+    """Compile a function whose arguments are already on the mesh. mesh: None if only the compiled program shows it."""
     logged: list[str] = []
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext(), say.without_noise(logged):
         try:
@@ -242,7 +243,7 @@ def _mesh_of(args: tuple) -> Mesh | AbstractMesh | None:
 
 def _build_mesh(given: GivenMesh | AbstractMesh, own: Mesh | AbstractMesh | None, topology: str | None) -> Mesh:
     """Return the mesh to compile for. given: sizes or a mesh, whose axes, kinds of axes and order of devices are kept.
-    own: the mesh of the arguments, whose kinds of axes are taken for sizes. Raises: ConfigError."""
+    own: the mesh of the arguments; sizes take the kinds of axes from it. Raises: ConfigError."""
     if given is None:
         if not str(topology).endswith(":1"):
             raise ConfigError(f"the arguments are on no mesh, so every device of {topology} would do the same work; "

@@ -83,9 +83,9 @@ def of(run_dir: str) -> dict:
 
 
 class _Metrics:
-    """The rows of a sample as one float64 column per key. drawn: which rows statistics take; the others are only shown.
-    last: the last row. skipped: number of skipped steps. loads: step and expert load by layer of the rows that have it.
-    no_rows: number of non-empty lines that are no rows."""
+    """The rows of a sample as one float64 column per key. drawn: the rows that statistics use; the other rows are only
+    shown. last: the last row. skipped: number of skipped steps. loads: step and expert load by layer of the rows that
+    have it. no_rows: number of non-empty lines that are not rows."""
 
     def __init__(self, read: sample.Sample):
         self.read, self.columns = read, {key: array.array("d") for key in (*CURVES, "checkpoint_wait_s")}

@@ -1,4 +1,4 @@
-"""What a run says of its own costs while it trains: memory, FLOPs and cost.json."""
+"""What a run reports about its own costs while it trains: memory, FLOPs and cost.json."""
 from __future__ import annotations
 
 import json

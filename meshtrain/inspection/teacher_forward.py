@@ -55,8 +55,8 @@ class TeacherForward:
         return self.cost.memory_bytes | {"temporaries": self.program.memory_bytes["temporaries"]}
 
     def with_step(self, line: Roofline | None) -> dict[str, float] | None:
-        """Return time, tokens/s and MFU of a step and the forward before it, by the rooflines. line: the step's
-        line."""
+        """Return time, tokens/s and MFU of a step and the forward before it, by the rooflines. line: the roofline of
+        the step."""
         own = self.program and self.program.roofline
         if not line or not own:
             return None

@@ -1,4 +1,4 @@
-"""The devices and the mesh of a run on GPUs that are named, `h100:64`, and that this machine need not have."""
+"""The devices and the mesh of a run on named GPUs (`h100:64`), which this machine need not have."""
 from __future__ import annotations
 
 import math

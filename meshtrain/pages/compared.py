@@ -31,8 +31,8 @@ def notes(data: dict) -> str:
 
 
 def overlaid(data: dict, key: str, name: str, show) -> str:
-    """Return a figure with the curves of all runs, over steps, or over tokens if their steps differ in tokens. key: of
-    the curve. show: formats a value."""
+    """Return a figure with the curves of all runs, over steps, or over tokens if their steps differ in tokens. key: the
+    key of the curve. show: formats a value."""
     by_tokens = len({run["tokens_per_step"] for run in data["runs"]}) > 1
     curves = []
     for k, run in enumerate(data["runs"]):

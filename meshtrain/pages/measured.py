@@ -13,7 +13,7 @@ from meshtrain.pages.skin import Cell, Column, PageSection, Tile, number, of_cou
 from meshtrain.units import amount, duration, many, seconds
 
 GOOD, BAD = ("finished", "at work", "stopped on request"), "warn"
-MOST_MARKS, MOST_TIMES = 40, 2.0      # attempts marked at most; speeds are drawn up to this multiple of the median
+MOST_MARKS, MOST_TIMES = 40, 2.0      # most marked attempts; speeds are drawn up to this multiple of the median
 LOSSES = {"dpo": "loss, a pair", "rl": "policy loss"}      # names of losses that are no likelihoods
 SPEED = {"step_time_s": ("a step", seconds), "tokens_per_s": ("tokens/s", "{:,.0f}".format),
          "mfu": ("MFU", "{:.1%}".format)}
@@ -156,7 +156,7 @@ def _points(data: dict, key: str) -> list[tuple[float, float]]:
 def _curve(data: dict, key: str, axis: PlotAxis, *, color: int = 0, levels: Sequence[tuple[float, str]] = (),
            height: int = 240, more: tuple[PlotCurve, ...] = (), most: float = math.inf) -> Plot:
     """Return a curve over steps, with lines where the run resumed, and the running mean if there are many rows. levels:
-    horizontal lines. more: further curves. most: larger values are drawn at this one."""
+    horizontal lines. more: further curves. most: the largest drawn value; larger values are drawn there."""
     def clip(values) -> list[tuple[float, float]]:
         return [(step, min(value, most)) for step, value in zip(data["rows"]["step"], values) if value is not None]
 

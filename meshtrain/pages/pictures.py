@@ -289,7 +289,7 @@ class Plot:
 
     @staticmethod
     def _ticks(axis: PlotAxis, within: tuple[float, float], most: int) -> list[float]:
-        """Return ticks whose texts differ, fewer than `most` if the texts of so many would not."""
+        """Return ticks whose texts differ; fewer than `most` if `most` ticks would have equal texts."""
         found = log_ticks(*within, most) if axis.log else [
             axis.unit * tick for tick in ticks(within[0] / axis.unit, within[1] / axis.unit, most)]
         texts = {axis.show(tick): tick for tick in reversed(found)}
@@ -357,7 +357,7 @@ def thin(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Return about `most` round numbers between two: 1, 2 or 5 times a power of ten apart."""
+    """Return about `most` round numbers from low to high, which are 1, 2 or 5 times a power of ten apart."""
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * k for k in (1, 2, 5, 10) if power * k >= rough)
@@ -366,7 +366,8 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Return round numbers between two positive ones: powers of ten, and 2 and 5 times them if these are few."""
+    """Return round numbers from low to high, both positive: powers of ten, and 2 and 5 times them if the powers are
+    few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     def within(of: Sequence[int], every: int = 1) -> list[float]:
         return [k * 10.0 ** power for power in powers if power % every == 0 for k in of

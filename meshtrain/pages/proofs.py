@@ -100,8 +100,8 @@ def heat(data: dict) -> str:
 
 
 def _names(data: dict) -> list[str]:
-    """Return the names of the compared leaves. Leaves of no parameter (a step count of the optimizer) are left out if
-    they are equal everywhere."""
+    """Return the names of the compared leaves. Leaves that belong to no parameter (a step count of the optimizer) are
+    left out if they are equal everywhere."""
     worst: dict[str, float] = {}
     for cell in data["cells"]:
         for name, off in cell["leaves"].items():

@@ -103,8 +103,8 @@ def title(run: Run) -> str:
 
 
 def differing_rules(run: Run) -> list[str]:
-    """Return the paths of the run's own rule file and of those shipped ones that shard its arrays differently from all
-    before them."""
+    """Return the paths of the run's own rule file and of the shipped rule files that shard the run's arrays differently
+    from all earlier files."""
     axes = [info.axes for info in transformer.of_run(run).parameters()]
     with config.user_errors():
         loaded = [rules.load(path) for path in dict.fromkeys([run.sharding.rules, *list_shipped_rules()])]
@@ -116,7 +116,7 @@ def list_shipped_rules() -> list[str]:
 
 
 def distinct(loaded: Sequence[rules.Rules], weights: Sequence[tuple[str | None, ...]]) -> list[rules.Rules]:
-    """Return the rule files that shard weights or activations differently from all before them. weights: the logical
+    """Return the rule files that shard weights or activations differently from all earlier files. weights: the logical
     axes of each weight."""
     sizes, kept = dict.fromkeys(AXES, 2), dict[tuple, rules.Rules]()
     for one in loaded:

@@ -104,10 +104,11 @@ class Differences:
 def allow_reduction(tolerance: Tolerance, layout: Layout) -> Tolerance:
     """Return the tolerance for a layout that may reduce gradients in bfloat16 over n devices.
 
-    Each summand and each partial sum is rounded, 2n - 1 roundings of numbers that are rarely larger than the largest
-    element of the leaf, and mostly of opposite signs: n roundings are allowed. They count twice, because the second
-    moment of the optimizer has the square of the gradient. The norm is that of what was reduced. Its error is less than
-    one rounding, because the errors of its terms are independent. The loss of the first step has no such error.
+    Each summand and each partial sum is rounded: 2n - 1 roundings of numbers that are rarely larger than the largest
+    element of the leaf. Rounding errors mostly have opposite signs, so n roundings are allowed. They count twice,
+    because the second moment of the optimizer has the square of the gradient. The norm is the norm of the reduced
+    gradients. Its error is less than one rounding, because the errors of its terms are independent. The loss of the
+    first step has no such error.
     """
     if layout.rules.reduce == "float32":
         return tolerance

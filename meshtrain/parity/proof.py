@@ -1,7 +1,7 @@
 """Compares a run on many layouts with one device. The layouts cover every pair of choices that the run allows.
 
 The run's model is made small first. For each layout, the loss, the gradient norm, every gradient leaf and the losses of
-three steps must equal those on one device, in float32. An error that one device makes, too, is not found.
+three steps must equal those on one device, in float32. An error that also occurs on one device is not found.
 """
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ TOLERANCE = compare.FLOAT32
 class CellResult:
     """Relative differences between one layout and one device.
 
-    settings: the keys of a run file that choose the layout. leaves: by parameter, of its gradient, as seen in the
-    optimizer state after one step. losses: the loss of each step. wrong: numbers beyond the tolerance, or why there are
-    none. run: the run with this layout.
+    settings: the keys of a run file that choose the layout. leaves: the difference of each parameter's gradient, as
+    seen in the optimizer state after one step. losses: the difference of each step's loss. wrong: numbers beyond the
+    tolerance and other faults; empty if there are none. run: the run with this layout.
     """
     title: str
     settings: dict[str, object]

@@ -39,8 +39,8 @@ def check(small: Run, path: str) -> tuple[list[str], list[str]]:
 
 
 def _find_unnamed(small: Run, loaded: rules.Rules, model, used: set[str]) -> list[str]:
-    """Return a line for each logical axis of the model that no table names although ddp shards it, which every shipped
-    rule file extends."""
+    """Return a line for each logical axis of the model that no table names although ddp shards it. Every shipped rule
+    file extends ddp."""
     usual = rules.load(locate_shipped("sharding_rules/ddp.toml"))
     tensors = design.tensors(small, model, rules.Layout(loaded, dict.fromkeys(AXES, 1)))
     lines = []

@@ -61,15 +61,15 @@ def row_share(length: int, mean: float, sigma: float, block: int = BLOCK, window
 
     Document lengths are log-normal. The row begins at a random token, so long documents hold a larger share of the
     tokens than of the documents. A block of queries visits the blocks of keys that begin at or after the start of its
-    first query's document. P(that start is more than a tokens back) = E[max(L − a, 0)] / mean, which for a log-normal L
-    is the Black–Scholes formula. window: tokens that a query attends to; 0: all.
+    first query's document. The probability that this start is more than a tokens back is E[max(L − a, 0)] / mean. For a
+    log-normal L, the expectation is the Black–Scholes formula. window: tokens that a query attends to; 0: all.
     """
     block, reach = min(block, length), window - 1 if window else length
     pairs, back, older = 0.0, 0.0, 1.0                # back: tokens between a query and the first one that it sees
     for start in range(0, length, block):
         rows = min(block, length - start)
-        # A start somewhere inside a block of keys, half a block in the mean; the row's own start is a block's, and
-        # where a window ends in its block is known.
+        # A document starts anywhere in a block of keys, on average in its middle. The row starts where a block starts.
+        # The place where a window ends in its block is known.
         ends = older * (-reach % block) if reach < start else 0.0
         pairs += rows * (back + rows + ends + (1 - older) * block / 2)
         if start < reach:

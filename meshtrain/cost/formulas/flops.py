@@ -3,8 +3,8 @@
 Mixers count by kind. Attention counts the causal half of its two products: N·(H + V)·S in the forward for keys of width
 H and values of width V (PaLM, arXiv:2204.02311, appendix B, halved for causality), less the pairs that windows exclude.
 A recurrence counts the products of one token with the state of each value head, k_t u_t^T and S_t^T q_t, and with the
-delta rule also S^T k_t. Each is 2·d·V FLOPs, however the program computes it in chunks. Convolutions, decays and norms
-count nothing.
+delta rule also S^T k_t. Each product is 2·d·V FLOPs, regardless of the chunks in which the program computes it.
+Convolutions, decays and norms count nothing.
 """
 from __future__ import annotations
 

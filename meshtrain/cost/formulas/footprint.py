@@ -30,7 +30,7 @@ _read_options = operator.attrgetter(*sorted({field.name for field in dataclasses
 
 
 def _keep(compute: Callable[[Placed, Options], Widths]) -> Callable[[Placed, Options], Widths]:
-    """Keep the values of a function in the layout, by the options but those of `NOT_READ`."""
+    """Cache the values of a function in the layout, by all options except those of `NOT_READ`."""
     @functools.wraps(compute)
     def read(placed: Placed, options: Options) -> Widths:
         key = (compute.__name__, *_read_options(options))
@@ -65,7 +65,7 @@ def _weights_and_grads(placed: Placed, options: Options) -> float:
     """
     alone = options.microbatches == 1
     if not placed.by_layer:          # a matrix's gradient and its sum live outside the accumulators
-        # Where gradients are reduce-scattered XLA keeps the initial zeros of the head's for all microbatches.
+        # Where gradients are reduce-scattered, XLA keeps the initial zeros of the head's gradient for all microbatches.
         zeros = accumulators.ITEMSIZE * placed.head.n * placed.head.k * bool(placed.moving(SCATTER, "ends"))
         return (placed.itemsize * placed.held.cast + 2 * accumulators.ITEMSIZE * placed.layer.largest + zeros
                 - accumulators.ITEMSIZE * placed.held.ends_grads * alone)
@@ -85,7 +85,7 @@ def _in_layers(placed: Placed, options: Options) -> float:
     loss = chunk * ((4 + size) * placed.head.n + size * cfg.embed_dim) + 3 * size * tokens * stream
     loss += size * head if placed.by_layer else 0
     loss += 4 * chunk * placed.head.n if options.teacher else 0     # the gradient at the teacher's tokens is added
-    # Of the head, added to the sum before the layers' backward.
+    # The head's gradient, which is added to the sum before the layers' backward.
     gradient = accumulators.ITEMSIZE * head * placed.head.trained
     layer = size * tokens * _working_width(placed, options) + _part_grads_bytes(placed, options)
     layer = max(layer, _of_experts(placed, options))
@@ -106,8 +106,8 @@ def _of_experts(placed: Placed, options: Options) -> float:
 
 
 def _depth_bytes(placed: Placed, options: Options) -> tuple[float, float]:
-    """Return (the bytes that the depths of MTP save for their backward, the temporaries of that backward). All of it is
-    in the loss, while the residuals of all layers are held."""
+    """Return (the bytes that the depths of MTP save for their backward, the temporaries of that backward). Both are in
+    memory during the loss, while the residuals of all layers are held."""
     if not (depths := placed.depths):
         return 0.0, 0.0
     each, stream = placed.itemsize * placed.tokens(options), placed.cfg.embed_dim / placed.stream_shards
@@ -121,8 +121,8 @@ def _depth_bytes(placed: Placed, options: Options) -> tuple[float, float]:
 
 def _early_zeros(placed: Placed) -> float:
     """Return the bytes of the zeros that initialize the embedding's gradient, if XLA allocates them before the layers'
-    backward. It does so where the table is gathered over context and its rows are not split; elsewhere it allocates
-    them later."""
+    backward. XLA does so where the table is gathered over context and its rows are not split; elsewhere XLA allocates
+    the zeros later."""
     layout = placed.layout
     whole = layout.num_shards(layout.mesh_axes("params", "vocab")) == 1
     if layout.sizes["context"] == 1 or "context" not in layout.mesh_axes("params", "embed") or not whole:
@@ -169,8 +169,8 @@ def _states_width(placed: Placed, options: Options) -> float:
 def _transpose_width(placed: Placed, options: Options) -> float:
     """Return the elements per token that XLA transposes before the backward, summed over all layers with experts.
 
-    This happens without remat, where residuals are gathered from a sharded residual stream of several rows: they have
-    the tokens first. Layers without experts use that order throughout (`parts.tokens_first`).
+    This happens without remat, where residuals are gathered from a sharded residual stream of several rows: these
+    residuals have the tokens first. Layers without experts use that order throughout (`parts.tokens_first`).
     """
     cfg, layout = placed.cfg, placed.layout
     rows = options.global_batch / options.microbatches / layout.num_shards(layout.batch_axes)
@@ -346,8 +346,8 @@ def slot_widths(placed: Placed, options: Options) -> Widths:
 
 
 def slot_bytes(placed: Placed, options: Options, schedule: str = "", chunks: int = 0) -> float:
-    """Return the bytes of a pipeline's slots, which hold the residuals of microbatches in a stage. schedule, chunks: in
-    place of those of the options."""
+    """Return the bytes of a pipeline's slots, which hold the residuals of microbatches in a stage. schedule, chunks:
+    values that replace those of the options."""
     schedule, chunks = schedule or options.schedule, chunks or options.chunks
     for_backward, for_weights = slot_widths(placed, options)
     p = placed.mesh.sizes["stage"]

@@ -1,7 +1,8 @@
-"""Prices a forward without a backward: that of a teacher before each step of a run with training.objective = "distill".
+"""Prices a forward without a backward: the forward of a teacher before each step of a run with training.objective =
+"distill".
 
 The formulas are those of a step whose layers have no backward. The teacher's weights lie beside the training state. Its
-temporaries are freed before the step begins, so they count only as far as they are larger than those of the step.
+temporaries are freed before the step begins, so only the bytes beyond the step's temporaries count.
 """
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from meshtrain.sharding.rules import Layout
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TeacherModel:
-    """The teacher of a run, without a layout. place: maps (layout of the run, context method) to its own layout.
+    """The teacher of a run, without a layout. place: maps (layout of the run, context method) to the teacher's layout.
     flops_per_token: FLOPs of its forward."""
     place: Callable[[Layout, str], tuple[Placed, Attended]]
     top_tokens: int
@@ -44,9 +45,9 @@ class TeacherCost:
 
     def add(self, held: dict, memory_bytes: dict[str, int] | None = None, with_batch: bool = False) -> dict:
         """Return the memory of a step and its teacher, by kind. The teacher adds its weights, its predictions, and the
-        part of its temporaries that is larger than those of the step. held: the memory of the step. memory_bytes: that
-        of the compiled forward; None: by the formulas. with_batch: the total of `held` includes the predictions,
-        which are arguments of the step."""
+        part of its temporaries that is larger than those of the step. held: the memory of the step. memory_bytes: the
+        memory of the compiled forward; None: the memory by the formulas. with_batch: the total of `held` includes the
+        predictions, which are arguments of the step."""
         own = memory_bytes or self.memory_bytes
         beyond = max(0, own["temporaries"] - (held["activations"] or 0) - (held["grads"] or 0))
         of_teacher = own["weights"] + own["predictions"] + beyond

@@ -1,4 +1,4 @@
-"""What the formulas ask of a mixer: `MixerCost`, the base of all kinds.
+"""The sizes and costs of a mixer that the formulas read: `MixerCost`, the base class of all kinds.
 
 `flops`, `footprint`, `traffic`, `price` and `decode` add up over the kinds of a model, weighted by their fractions of
 the layers; they know no kind. A width is a number of elements per token.
@@ -181,7 +181,7 @@ def num_shards(layout: Layout, axis: str) -> int:
 
 
 def key_heads(layout: Layout, count: int) -> float:
-    """Return the number of key heads that a device computes, of `count`."""
+    """Return the number of key heads that a device computes, out of `count`."""
     return layers.kv_heads(layout, count) / num_shards(layout, "kv_heads")
 
 
@@ -192,5 +192,5 @@ def exchange(placed: Placed, kind: str, elements: float, itemsize: int, runs: fl
 
 
 def pad(width: int) -> int:
-    """Return the next power of two."""
+    """Return the smallest power of two that is at least `width`."""
     return 1 << (width - 1).bit_length()

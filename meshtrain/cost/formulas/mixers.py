@@ -57,7 +57,7 @@ class AttentionCost(MixerCost):
 
     @property
     def stream_bytes(self) -> float:
-        """Rotations and gates."""
+        """Return the HBM bytes per token of rotations and gates."""
         return 4 * (self.queries + self.keys) + 6 * self.gates
 
     def residual_width(self, itemsize: int) -> float:
@@ -83,7 +83,7 @@ class AttentionCost(MixerCost):
         return options.method
 
     def exchanges(self, placed: Placed, options: Options) -> Iterator[Sent]:
-        """A ring overlaps attention; other methods overlap nothing."""
+        """Yield the collectives of the method. A ring overlaps attention; other methods overlap nothing."""
         tokens, size, c = placed.tokens(options), placed.itemsize, placed.num_shards("seq")
         forward, backward = (self.share * visits for visits in placed.visits(options)[:2])
         if options.method == "ring":
@@ -96,7 +96,7 @@ class AttentionCost(MixerCost):
             yield exchange(placed, "all-to-all", tokens * both, size, forward + 2 * backward)
 
     def _hops(self, placed: Placed, options: Options) -> Iterator[Sent]:
-        """Yield the hops of K and V around the ring, and those of the float32 sums of their gradients."""
+        """Yield the hops of K and V around the ring, and the hops of the float32 sums of their gradients."""
         c, size = placed.num_shards("seq"), placed.itemsize
         forward, backward = (self.share * visits for visits in placed.visits(options)[:2])
         elements = placed.tokens(options) * (self.keys + self.values)
@@ -125,7 +125,8 @@ class AttentionCost(MixerCost):
             kernels = (AttentionKernel(engine, direction, share * visited * width, keys, self.key_dim)
                        for share, keys in self._kernels(placed, options))
             return sum(map(rated.attention_s, kernels))
-        # One kernel recomputes the scores and has four products for two; our two kernels both recompute them.
+        # A backward in one kernel recomputes the scores and computes four products; our two kernels both recompute the
+        # scores.
         return attend_s("forward", H + V), attend_s("backward", 4 * H + 3 * V if ours else 3 * H + 2 * V)
 
     def _kernels(self, placed: Placed, options: Options) -> tuple[tuple[float, float], ...]:
@@ -178,7 +179,7 @@ class LatentCost(AttentionCost):
 
     @property
     def narrow(self) -> float:
-        """The latent of queries."""
+        """Return the width of the latent of queries."""
         return self.query_dim
 
     @property
@@ -190,11 +191,11 @@ class LatentCost(AttentionCost):
         return narrow + self.queries + self.outputs
 
     def method(self, options: Options) -> str:
-        """Latents are gathered in place of a ring."""
+        """Return the method; latents are gathered in place of a ring."""
         return "gather" if options.method == "ring" else options.method
 
     def exchanges(self, placed: Placed, options: Options) -> Iterator[Sent]:
-        """Latents are gathered with any method, and again in the backward; their gradients are float32."""
+        """Yield the gathers of latents in forward and backward, with any method. Gradients of latents are float32."""
         tokens, size, c = placed.tokens(options), placed.itemsize, placed.num_shards("seq")
         forward, backward = (self.share * visits for visits in placed.visits(options)[:2])
         yield exchange(placed, "all-gather", c * tokens * self.latents, size, forward + backward)
@@ -205,8 +206,8 @@ class LatentCost(AttentionCost):
 
 @dataclasses.dataclass(frozen=True)
 class UnpricedCost(MixerCost):
-    """A mixer of the run's own without a class in its attribute `price`. Its weight matrices are counted like all
-    others; what it computes and saves besides counts nothing. `plan` refuses it, and a training run says so."""
+    """A mixer of the run's own without a class in its attribute `price`. Its weight matrices count as in other mixers;
+    its other work and saved arrays count 0. `plan` refuses such a mixer, and a training run reports it."""
 
     part = ""
 
@@ -285,8 +286,8 @@ def flops(cfg: Model, letter: str, seq_len: int) -> float:
 
 
 def seconds(placed: Placed, rated: Rates, options: Options, part: str) -> tuple[float, float]:
-    """Return the seconds (forward, backward) of a layer's mixers of this part, ATTENTION or RECURRENCE, mean over
-    layers."""
+    """Return the seconds (forward, backward) of a layer's mixers, mean over layers. part: the part of a step that they
+    belong to, ATTENTION or RECURRENCE."""
     each = [mixer.seconds(placed, rated, options) for mixer in placed.mixers if mixer.part == part]
     expanded = _expansion_s(placed, rated, options) if part == ATTENTION else (0.0, 0.0)
     forward_s, backward_s = (sum(times[i] for times in each) + expanded[i] for i in (0, 1))

@@ -37,7 +37,7 @@ def place(rows: Sequence[ParamInfo], cfg: Model, layout: Layout, mesh: MeshSpec)
     if not of_depths:
         return placed
     further = _place(of_depths, depths.section(cfg), layout, mesh, is_depths=True)
-    # The head's backward gives their gradients, as it does those of the head.
+    # The head's backward gives the gradients of the depths, too.
     held = placed.held.with_leading(dataclasses.replace(further.held, ends_grads=further.held.grads))
     if not of_depths[0].trainable:
         return dataclasses.replace(placed, held=held)

@@ -47,8 +47,8 @@ class Placed:
     set, rows, cfg and layer describe only the other layers, while held and the moves of the update cover both. The
     stages share the microbatches of the leading layers. is_leading: whether this object is such a leading model.
 
-    depths: the depths of MTP that a step computes, as a model of their own; None without. held and the moves of the
-    update cover them, too. is_depths: whether this object is such a model.
+    depths: the depths of MTP that a step computes, as a model of their own; None without depths. held and the moves of
+    the update cover the depths, too. is_depths: whether this object is such a model.
     """
     cfg: Model                  # the [model] section
     rows: Sequence[ParamInfo]   # the parameter table

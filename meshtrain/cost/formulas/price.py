@@ -3,7 +3,8 @@
 `placed`, `traffic` and `footprint` give the sizes; `rates` gives the seconds of a matmul, a stream and a collective. A
 collective hides behind a fraction of the compute that it overlaps, and slows that compute by a fraction of its own
 time. The formulas were compared with 51 published runs of other frameworks, and with 166 of 2026
-(benchmarks/published_2026.py); benchmarks/other_frameworks.py has subclasses for what others do in another way.
+(benchmarks/published_2026.py); benchmarks/other_frameworks.py has subclasses for parts that other frameworks compute in
+another way.
 """
 from __future__ import annotations
 
@@ -234,7 +235,7 @@ class Waits:
         self.sents, self.layer_s = sents, 0.0
         self.links_s: dict[str, float] = defaultdict(float)
         self.exposed: dict[str, float] = defaultdict(float)
-        # seconds by label, overlapped compute and whether the collective is in a layer; of these, of layers' reductions
+        # seconds by (label, overlapped compute, whether in a layer); `reduced`: the seconds of layers' reductions
         together: dict[tuple[str, str, bool], float] = defaultdict(float)
         reduced: dict[tuple[str, str, bool], float] = defaultdict(float)
         for sent in sents:

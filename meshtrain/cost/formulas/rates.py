@@ -22,7 +22,7 @@ TREE, TREE_SHARE = (1.25 / 1.9, 8.5 / 4.0), .92
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """`batch` products [m, k] × [k, n] in one kernel. dtype: that of the wider operand, as HLO spells it."""
+    """`batch` products [m, k] × [k, n] in one kernel. dtype: the dtype of the wider operand, as HLO spells it."""
     m: float
     n: float
     k: float
@@ -38,9 +38,9 @@ class Matmul:
 class GroupedMatmul:
     """One kernel that multiplies the rows of each group by the group's matrix: [rows, k] × [groups, k, n].
 
-    kernel: its name in `assumptions`: rows, mosaic, or outer. outer computes the matrices' gradients, [k, rows] ×
-    [rows, n] for each group. rows: number of rows, including the padding of blocks. activation_bytes: HBM bytes of a
-    fused activation.
+    kernel: its name in `assumptions`: rows, mosaic, or outer. The kernel outer computes the matrices' gradients, [k,
+    rows] × [rows, n] for each group. rows: number of rows, including the padding of blocks. activation_bytes: HBM bytes
+    of a fused activation.
     """
     rows: float
     groups: float
@@ -132,7 +132,7 @@ class Rates:
         return kernel.flops / (self.peak("bfloat16") * share)
 
     def collective_s(self, kind: str, array_bytes: float, group: DeviceGroup) -> float:
-        """Return the seconds of a collective. array_bytes: those of the whole array for an all-gather, reduce-scatter
+        """Return the seconds of a collective. array_bytes: bytes of the whole array for an all-gather, reduce-scatter
         or all-reduce; for other kinds, the bytes that one GPU sends.
 
         Inside a domain each GPU sends (n−1)/n of the array to its neighbour. Data enters a domain through the NICs of

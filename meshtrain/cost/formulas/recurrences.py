@@ -66,10 +66,10 @@ class EngineBytes:
 
 @dataclasses.dataclass(frozen=True)
 class RecurrenceKind:
-    """What sets one recurrence apart from others.
+    """The properties in which recurrences differ.
 
     delta: with the delta rule, whose update reads the state. by_channel: decays differ per channel; decays and gates
-    then come from narrow projections. bytes: by engine.
+    then come from narrow projections. bytes: the HBM bytes by engine.
     """
     delta: bool
     by_channel: bool
@@ -104,10 +104,10 @@ KERNELS = {True: (("inside", "forward"), ("inside_again", "reverse", "gradients"
 OF_SUMMARY = "summary", "reverse_end"
 # HBM bytes of a channel in the convolution (forward, backward), and its kernels: small, of q, k and v
 CONVOLVED, CONVOLUTIONS = (2, 10), (2, 8)
-# Products in float32 in XLA: of the inverse of a chunk's pairs with values and keys; the backward makes them again, has
-# two for each, and two for the inverse.
+# Products in float32 in XLA: the inverse of a chunk's pairs times values and keys. The backward recomputes them, and
+# computes two products for each and two for the inverse.
 INVERTED = (1, 3)
-# Products in float32, in XLA, that sum decays per channel; the backward of Pallas kernels makes them again.
+# Products in float32, in XLA, that sum decays per channel; the backward of Pallas kernels recomputes them.
 SUMMED = (1, 2)
 # HBM bytes of an element of a state before a chunk, for the summary of a run (forward, backward), and kernels of a step
 SUMMARIZED, SUMMARY_STEP = (90, 62), 7
@@ -181,17 +181,18 @@ class RecurrenceCost(MixerCost):
 
     @property
     def stream_bytes(self) -> float:
-        """The convolution's activations and norms, and the output's gated norm."""
+        """Return the HBM bytes per token of the convolution's activations and norms, and of the output's gated norm."""
         return 8 * (self.queries + self.keys) + 4 * self.values + 6 * self.outputs
 
     def residual_width(self, itemsize: int) -> float:
-        """The convolution's inputs, its activated outputs and the recurrence's inputs are separate arrays."""
+        """Return the width of three separate arrays: the convolution's inputs, its activated outputs and the
+        recurrence's inputs."""
         delta, rates = self.kind.delta, self.rates * (1 + 4 / itemsize) + self.narrow
         return ((4 if delta else 3) * (self.queries + self.keys) + (3 if delta else 4) * self.values + rates
                 + self.gates + (1 if delta else 2) * self.outputs + self.outward)
 
     def states_width(self, options: Options) -> float:
-        """States are saved before each chunk."""
+        """Return the width of the states, which are saved before each chunk."""
         return self.state / self._chunk(options.recurrence)
 
     def backward_width(self, itemsize: int, options: Options, times: int) -> float:
@@ -204,8 +205,8 @@ class RecurrenceCost(MixerCost):
         return self._live_width(itemsize, options.recurrence)
 
     def exchanges(self, placed: Placed, options: Options) -> Iterator[Sent]:
-        """All devices gather the effect of each device's tokens on a state, forward and backward, and the last tokens
-        of each device for the convolution (`parallel.context.recurrence`)."""
+        """Yield the gathers. All devices gather the effect of each device's tokens on a state, forward and backward,
+        and the last tokens of each device for the convolution (`parallel.context.recurrence`)."""
         c, runs = placed.num_shards("seq"), 1 if options.method == "ulysses" else 2
         forward, backward = (self.share * visits for visits in placed.visits(options)[:2])
         rows = placed.tokens(options) * c / options.seq_len * runs
@@ -215,7 +216,8 @@ class RecurrenceCost(MixerCost):
         yield exchange(placed, "collective-permute", tails / runs, placed.itemsize, runs * (forward + 2 * backward))
 
     def seconds(self, placed: Placed, rated: Rates, options: Options) -> tuple[float, float]:
-        """If sequences are split, the scan over chunks runs a second time to summarize each device's tokens."""
+        """Return the seconds. If sequences are split, the scan over chunks runs a second time to summarize each
+        device's tokens."""
         split, runs_of_device = placed.num_shards("seq"), 1 if options.method == "ulysses" else 2
         experts = pattern.share(placed.cfg, mlps="e")       # their layers are not computed in parts
         parts = experts + (1 - experts) * placed.row_parts(options)

@@ -47,8 +47,8 @@ class ExpertSizes:
 
 @dataclasses.dataclass(frozen=True)
 class RowCounts:
-    """Row counts of a device's experts. even: expected if experts are balanced; held: size of the buffer; executed:
-    rows that the kernels multiply."""
+    """Row counts of a device's experts. even: rows expected if experts are balanced; held: rows of the buffer;
+    executed: rows that the kernels multiply."""
     even: float
     held: float
     executed: float
@@ -86,7 +86,7 @@ class Routed:
 
     @property
     def in_order(self) -> tuple[int, int, int]:
-        """Return how many of `products` read rows that are stored in order, and fuse no operation behind the
+        """Return how many of `products` read rows that are stored in order, and have no operation fused after the
         product."""
         return 1, self.sizes.inward, 0
 
@@ -122,8 +122,8 @@ class Routed:
 
     @property
     def staged_bytes(self) -> float:
-        """Return the peak bytes of a layer's B in a pipeline. They hold a further round with the operands of its weight
-        gradients, the sums of the earlier rounds, and the zeros that a masked tick adds instead."""
+        """Return the peak bytes of a layer's B in a pipeline. The memory holds a further round with the operands of its
+        weight gradients, the sums of the earlier rounds, and the zeros that a masked tick adds instead."""
         if not self.further:
             widths = self.temporary_width + (self.sizes.inward + 1) * self.sizes.width
             of_round = self.rows.held * widths + 3 * self.seen * self.sizes.embed_dim + self.sizes.weights
@@ -138,7 +138,8 @@ class Routed:
         """Return the peak bytes while input gradients are computed.
 
         With further rounds, memory holds the first round's operands of weight gradients, and the next round with its
-        tokens and the sum of their gradients. Without them, it holds the rows' gradient in place of the next round.
+        tokens and the sum of their gradients. Without further rounds, memory holds the rows' gradient in place of the
+        next round.
         """
         if not self.further:
             return self.weight_grad_bytes + self.sizes.itemsize * (
@@ -154,8 +155,8 @@ class Routed:
     def weights_bytes(self) -> float:
         """Return the peak bytes while weight gradients are computed.
 
-        With further rounds, memory holds the sums over rounds, one summand and the next round's operands. Without them,
-        it holds the operands of the remaining products.
+        With further rounds, memory holds the sums over rounds, one summand and the next round's operands. Without
+        further rounds, memory holds the operands of the remaining products.
         """
         if not self.sizes.trained:
             return 0.0

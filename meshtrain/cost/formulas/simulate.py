@@ -29,7 +29,7 @@ class Costs:
     forward_s: float = 1.0
     input_grad_s: float = 1.0     # with what it recomputes
     weight_grad_s: float = 1.0
-    loss_s: float = 0.0           # head and loss of one microbatch, both ways, as all stages share it
+    loss_s: float = 0.0           # head and loss of one microbatch, forward and backward, shared by all stages
     link_s: float = 0.0           # one stage's output to its neighbour
 
     @property
@@ -193,8 +193,7 @@ def _name(schedule: Schedule) -> str:
 
 
 def chunk_counts(num_layers: int, p: int, most: int = 4) -> tuple[int, ...]:
-    """Return the chunk counts that add no padding layers to those of one chunk, and that divide p or are multiples of
-    it.
+    """Return the chunk counts that need no more padding layers than one chunk, and that divide p or are multiples of p.
 
     num_layers: number of layers, or of periods of layers that stay together. With other counts each stage's weights are
     stored on many stages, and XLA moves them ten times (8 stages of 10 chunks: 112 GiB a step of a 70B model, a third

@@ -26,14 +26,13 @@ class Product:
 
     row: mesh axes that shard k; the result is summed over them. outward: the result is added to the residual stream.
     unread: fraction of these layers whose backward does not recompute the result, because it is not read, or is saved.
-    trained: the matrices have gradients.
-    share: fraction of the layers that have them. router: computed in float32, on tokens sharded as the residual stream.
-    expands: attention expands latents with these matrices, in the forward and again in the backward. whole_inputs: the
-    cotangent of the mixer's input is not sharded, because the mixer's inward matrices are not. on_shards: columns of n
-    whose input gradient each device computes for its shard of the residual stream alone: those of whole matrices beside
-    split ones, and of adapters. between: of an adapter's matrix, the mesh axes over which the array between its two
-    matrices is summed: in the forward if they are `row`, otherwise in the backward; of an outward one, those over which
-    its gradient is summed.
+    trained: the matrices have gradients. share: fraction of the layers that have these matrices. router: computed in
+    float32, on tokens sharded as the residual stream. expands: attention expands latents with these matrices, in the
+    forward and again in the backward. whole_inputs: the cotangent of the mixer's input is not sharded, because the
+    mixer's inward matrices are not. on_shards: columns of n whose input gradient each device computes for its shard of
+    the residual stream alone: the columns of unsharded matrices beside sharded matrices, and of adapters. between: for
+    an adapter's matrix, the mesh axes over which the array between its two matrices is summed: in the forward if they
+    are `row`, otherwise in the backward; for an outward adapter's matrix, the axes over which its gradient is summed.
     """
     k: float
     n: float
@@ -93,12 +92,12 @@ class Sent(NamedTuple):
 class Held:
     """Numbers of elements of parameters on one device, or of bytes where a field's name or text says so.
 
-    stored: sharded as [optimizer]; updated: the trained ones among them; layers_stored: those of layers. layers_read:
-    elements of layers, sharded as [params]. grads: gradient accumulators of all parameters; ends_grads: those of
-    embedding and head. transposed: bytes of weights that XLA transposes because they are not gathered along their first
-    dim. used: elements that the matmuls of a stage, embedding and head read; trained: the trained ones among them;
-    cast: those that microbatches read from a copy in the compute dtype. moved: bytes of the copy that [params] shards
-    differently from [optimizer].
+    stored: elements sharded as [optimizer]; updated: the trained elements among them; layers_stored: the elements of
+    layers among them. layers_read: elements of layers, sharded as [params]. grads: gradient accumulators of all
+    parameters; ends_grads: those of embedding and head. transposed: bytes of weights that XLA transposes because they
+    are not gathered along their first dim. used: elements that the matmuls of a stage, embedding and head read;
+    trained: the trained elements among them; cast: the elements that microbatches read from a copy in the compute
+    dtype. moved: bytes of the copy that [params] shards differently from [optimizer].
     """
     stored: float = 0.0
     stored_bytes: float = 0.0
@@ -114,8 +113,8 @@ class Held:
     moved: float = 0.0
 
     def with_leading(self, leading: Held) -> Held:
-        """Return the sum of these and the leading layers' numbers. layers_stored and layers_read remain those of the
-        stages."""
+        """Return the sum of these numbers and the leading layers' numbers. layers_stored and layers_read remain those
+        of the stages."""
         return Held(**{name: value + (0 if name.startswith("layers_") else getattr(leading, name))
                        for name, value in dataclasses.asdict(self).items()})
 

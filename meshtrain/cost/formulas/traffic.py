@@ -28,7 +28,7 @@ Part = Callable[[Placed, Options], Iterator[Sent]]
 
 
 def of(placed: Placed, options: Options, parts: Mapping[str, Part] | None = None) -> list[Sent]:
-    """Return the collectives of a step on one device. parts: functions that list them, `PARTS` if None."""
+    """Return the collectives of a step on one device. parts: the functions that list the collectives; None: `PARTS`."""
     parts = parts or PARTS
     sents = [sent for part in parts.values() for sent in part(placed, options)]
     if leading := placed.leading:
@@ -43,7 +43,7 @@ def of(placed: Placed, options: Options, parts: Mapping[str, Part] | None = None
 
 def summarize(sents: list[Sent], sizes: Mapping[str, int]) -> list[dict]:
     """Merge collectives by (kind, axes, dtype), largest first, in the form of `audit.summarize`. source: the label of
-    the largest one."""
+    the largest collective."""
     merged = defaultdict(list)
     for sent in sents:
         merged[sent.kind, sent.axes, sent.dtype].append(sent)
@@ -171,9 +171,10 @@ def tensor(placed: Placed, options: Options) -> Iterator[Sent]:
 
 
 def _adapter(placed: Placed, options: Options, product: Product) -> Iterator[Sent]:
-    """Yield the collectives of an adapter's matrix. The array between its two matrices, [tokens, rank], is a sum over a
-    split dim of its input; or its cotangent is one, over split columns. An outward matrix multiplies tokens that
-    sequence parallelism splits, and its gradient is summed over them."""
+    """Yield the collectives of an adapter's matrix. If the adapter's input dim is split, the array between its two
+    matrices, [tokens, rank], is summed over the shards. If its columns are split, the cotangent of that array is summed
+    over the shards. Sequence parallelism splits the tokens of an outward matrix, whose gradient is summed over the
+    shards."""
     forward, backward, weights = placed.visits(options)
     if product.outward:
         gradient_bytes = 4 * product.k * product.n * placed.stream_shards

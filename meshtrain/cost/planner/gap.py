@@ -39,7 +39,7 @@ class Gap:
 
 
 def of(question: Question, plan: Plan, free: Answer) -> Gap:
-    """Compare a plan with the best one and explain the difference.
+    """Compare a plan with the best plan and explain the difference.
 
     question: the question with fixed sizes or options; plan: its best plan; free: the answer to the question with
     nothing fixed.

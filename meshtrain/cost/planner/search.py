@@ -32,8 +32,8 @@ from meshtrain.units import amount
 
 METHODS = ("ring", "gather", "ulysses")
 FIXABLE = (*AXES, "schedule", "chunks", "microbatches", "remat")        # what a question can fix
-# Slowest link first. The second keeps neighbouring stages nearer than replicas, the third gathers weights inside a host
-# with context parallelism.
+# Orders of the axes, slowest link first. The second order keeps neighbouring stages nearer than replicas, the third
+# gathers weights inside a host with context parallelism.
 PLACEMENTS = (PLACEMENT, ("data", "stage", "fsdp", "context", "tensor"), ("stage", "data", "context", "fsdp", "tensor"),
               ("data", "fsdp", "stage", "context", "tensor"))
 # limits: sizes of two axes, sequences of a microbatch on one replica, chunks of a stage
@@ -195,7 +195,7 @@ def _candidates(question: Question) -> Iterator[tuple[MeshSpec, Rules]]:
     seen = set()
     for sizes in _meshes(question):
         rest = question.num_gpus // (sizes["tensor"] * sizes["stage"] * sizes["context"])
-        for rules in sorted(question.rule_files, key=_separate):       # of two that are equal here the simpler one
+        for rules in sorted(question.rule_files, key=_separate):       # the simpler one of two files equal on a mesh
             for data, fsdp in _replicas(question, rest, not _separate(rules), "expert" in rules.tables["params"]):
                 mesh = MeshSpec({**sizes, "data": data, "fsdp": fsdp})
                 split = {axis for axis, n in mesh.sizes.items() if n > 1}
@@ -206,8 +206,8 @@ def _candidates(question: Question) -> Iterator[tuple[MeshSpec, Rules]]:
 
 
 def _lay(question: Question, sizes: Mapping[str, int], rules: Rules) -> tuple[Layout, str, list[str]]:
-    """Return (layout, context method, reasons for a rejection). The method is the first that training accepts. If it
-    accepts none, the result is that of the first method."""
+    """Return (layout, context method, reasons for a rejection). The method is the first that training accepts. If
+    training accepts none, the result is that of the first method."""
     first, *others = question.methods
     layout, wrong = question.lay(sizes, rules, first)
     for method in others if wrong and sizes["context"] > 1 else ():
@@ -274,8 +274,8 @@ def _microbatches(question: Question, num_shards: int) -> list[int]:
 
 @functools.lru_cache(1024)      # many layouts have these stages and microbatches
 def _schedules(question: Question, p: int, m: int) -> list[tuple[str, int]]:
-    """List (schedule, chunks) that the stages allow. The one with the smallest bubble is first, if F, B and W cost the
-    same."""
+    """List the pairs (schedule, chunks) that the stages allow. The pair with the smallest bubble is first, if F, B and
+    W cost the same."""
     if p == 1:
         return [("", 1)]
     cfg = question.cfg
@@ -345,8 +345,8 @@ def _plan(question: Question, pricing: prices.Pricing, rules: Rules) -> Plan:
 
 
 def _find_fastest(question: Question, placed: Placed, rules: Rules, fitting: Sequence[Options]) -> Plan:
-    """Return the fastest plan of a layout; of equally fast ones the first. Options are skipped if their step is slower
-    than the best one even without collectives."""
+    """Return the fastest plan of a layout; of equally fast plans the first. Options are skipped if their step even
+    without collectives is slower than the best plan's step."""
     pricings = [prices.Pricing(placed, question.rated, options) for options in fitting]
     best = math.inf, len(fitting)
     for least_s, n in sorted((pricing.least_s(), n) for n, pricing in enumerate(pricings)):

@@ -188,8 +188,8 @@ _JIT = re.compile(r"jit\([^)]*\)")       # a part of a JAX path
 
 
 def _named(module: hlo.HloModule, visit: hlo.Visit) -> hlo.Instruction:
-    """Return the instruction whose metadata names the source of a visited one: itself, or if XLA dropped its metadata
-    (reduce-scatters on GPUs), an operand."""
+    """Return the instruction whose metadata names the source of a visited instruction: the visited instruction itself,
+    or an operand if XLA dropped its metadata (reduce-scatters on GPUs)."""
     scope, near = module.computations[visit.computation], [visit.instruction]
     for _ in range(4):  # a few hops: bitcasts and fusions stand between a matmul and its reduce-scatter
         for ins in near:

@@ -37,7 +37,7 @@ def all_bytes(text: str, expected: Iterable[tuple[int, ...]]) -> int | None:
 
 
 def find_arrays(text: str, trips: int | None = None) -> list[list[tuple[int, ...]]]:
-    """Return, for each outermost loop, the dims of the arrays with the dtype of accumulators that it carries and
+    """Return, for each outermost loop, the dims of the arrays with the dtype of accumulators that the loop carries and
     changes. trips: select only loops of this many iterations."""
     module = hlo.parse(text)
     return [[dims for dtype, dims in hlo.find_changed(module, ins.required("body")) if dtype == accumulators.HLO_DTYPE]

@@ -22,12 +22,12 @@ from meshtrain import jax_private
 from meshtrain import hardware
 
 TRIED = "0.10.2, 0.11.2 and 0.12"     # tests/run/test_versions.py
-FAULT_CHARACTERS = 300      # of XLA's message, which may have the whole instruction twice
+FAULT_CHARACTERS = 300      # most characters of XLA's message, which may repeat the whole instruction
 MAX_GPUS = 65536  # assumption: beyond what anyone inspects; 16,384 was compiled
 
 
 def targets() -> list[str]:
-    """Return the names of the GPUs that XLA can compile for here: those whose chip is in the hardware table."""
+    """Return the names of the GPUs that XLA can compile for here: the GPUs whose chip is in the hardware table."""
     return [name for name, gpu in hardware.GPUS.items() if gpu.can_be_compiled_for]
 
 

@@ -68,8 +68,8 @@ class Workload:
     """What a step computes, as far as its program does not show it.
 
     tokens, model_flops: those of a step on all GPUs, see `cost.formulas.flops`; tokens is 0 if unknown. mfu_dtype: the
-    dtype to whose peak the MFU refers; the compute dtype, also with float8 projections. packed: whether a row holds
-    several documents. context_method: the context parallelism method.
+    dtype whose peak is the reference of the MFU: the compute dtype, even with float8 projections. packed: whether a row
+    holds several documents. context_method: the context parallelism method.
     """
     tokens: int
     model_flops: float
@@ -259,8 +259,8 @@ class _Program:
         return part or (MATMUL if cost.matmuls or cost.grouped else ELEMENTWISE)
 
     def _origin(self, computation: str, ins: hlo.Instruction) -> hlo.Instruction:
-        """Return the instruction whose metadata names a kernel's source. It is a matmul inside a fusion, otherwise the
-        kernel itself. If that has no metadata, it is another fused instruction, an operand, or the enclosing loop."""
+        """Return the instruction whose metadata names a kernel's source: the first with metadata among the matmuls
+        inside a fusion, the kernel itself, other fused instructions, operands and the enclosing loop."""
         scope = self.module.computations[computation]
         fused = [i for name in ins.callees for i in reversed(self.module.computations[name].values())]
         around = *(scope[name] for name in ins.operands), self.callers.get(computation, ins)

@@ -48,10 +48,10 @@ class SourceFrame:
 
 
 def line_of(frames: Iterable[SourceFrame]) -> str:
-    """Return the line that frames, innermost first, name: the innermost of this project or outside installed packages,
-    for example 'model/layers.py:55', else the innermost outside jax; "" without one. Of a function that
-    `inspection.functions` traces, these are its own frames: without this, every line of an installed library would be
-    that of the call of `mt.inspect`."""
+    """Return the line of the innermost frame in this project or outside installed packages, for example
+    'model/layers.py:55'; else the line of the innermost frame outside jax; "" without such a frame. frames: innermost
+    first. If `inspection.functions` traces a function, only the function's own frames count; otherwise every line of an
+    installed library would be the line that calls `mt.inspect`."""
     frames = list(itertools.takewhile(lambda frame: not _TRACING_FILE.search(frame.file), frames))
     own = [frame for frame in frames if frame.ours or not _INSTALLED.search(frame.file)]
     installed = [frame for frame in frames if not _JAX_FILES.search(frame.file)]

@@ -1,7 +1,7 @@
-"""Counts the matmul FLOPs of a traced function before it is partitioned: those that the devices of a mesh share.
+"""Counts the matmul FLOPs of a traced function before it is partitioned: the FLOPs that the devices of a mesh share.
 
-A compiled program with more FLOPs on all devices together repeats work. This is the one sign of a mesh axis that splits
-nothing, because such a program computes right numbers. Knows no mesh and no model.
+A compiled program with more FLOPs on all devices together repeats work. Repeated work is the only sign of a mesh axis
+that splits nothing, because such a program computes correct numbers. Knows no mesh and no model.
 """
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from jax.extend.core import Jaxpr
 from meshtrain import jax_private, scopes
 from meshtrain.cost.program.sources import SourceFrame, line_of
 
-KERNELS = ("pallas_call",)      # whose matmuls the compiled program does not show, either
+KERNELS = ("pallas_call",)      # the compiled program does not show their matmuls, either
 OTHERS = {"conv_general_dilated": "convolutions", "ragged_dot": "ragged matmuls", "ragged_dot_general":
           "ragged matmuls"}     # products that are no dot_general
 
 
 @dataclasses.dataclass(frozen=True)
 class TracedFlops:
-    """The matmul FLOPs of a function, over all devices. products: by (line of Python, dtype of the operands). bounds:
-    why the count is only a bound: loops of unknown length and conditionals with matmuls. uncounted: other products."""
+    """The matmul FLOPs of a function, over all devices. products: FLOPs by (line of Python, dtype of the operands).
+    bounds: why the count is only a bound: loops of unknown length and conditionals with matmuls. uncounted: other
+    products, as texts."""
     products: Counter[tuple[str, str]]
     bounds: tuple[str, ...]
     uncounted: tuple[str, ...]
@@ -52,9 +53,9 @@ class TracedFlops:
 def count(jaxpr: Jaxpr) -> TracedFlops:
     """Count the matmul FLOPs of a jaxpr.
 
-    The body of a scan counts with its length, that of a shard_map with the sizes of its manual axes, a conditional with
-    its costliest branch, that of a while loop once. Where `scopes.TAKEN` says how often a condition holds, the count of
-    the conditional is exact.
+    The body of a scan counts once per iteration, the body of a shard_map once per position on its manual axes, the body
+    of a while loop once. A conditional counts as its costliest branch. Where `scopes.TAKEN` says how often a condition
+    holds, the count of the conditional is exact.
     """
     bounds: dict[str, None] = {}
     uncounted: dict[str, None] = {}
