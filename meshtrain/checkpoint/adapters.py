@@ -64,8 +64,8 @@ def restore(saved: Saved, wanted: dict, dtype: DTypeLike | None = None) -> dict:
 
 
 def _read(saved: Saved, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Return path -> parameter of a checkpoint, or its average, in float32, if `saved` asks for it and the parameter
-    has one."""
+    """Return path -> parameter of a checkpoint, or the parameter's average, in float32, if `saved` asks for averages
+    and the parameter has one."""
     averages = {}
     if saved.averaged:
         stored = saved.checkpoints.forms(saved.step)
@@ -79,8 +79,8 @@ def _read(saved: Saved, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str,
 
 
 def warn_left_out(saved: Saved, params: dict) -> None:
-    """Print a note that lists the parameters of a checkpoint that `params` lacks. Adapters are not listed: they are
-    merged. params: initialized from the checkpoint."""
+    """Print a note that lists the parameters of a checkpoint that `params` lacks. Adapters are not listed, because they
+    are merged. params: the parameters initialized from the checkpoint."""
     paths = {path for path in leaves_of(saved.param_shapes()) if f"/{LORA}/" not in path}
     if left := sorted(paths - {path for path in leaves_of(params)}):
         say.out(f"note: the checkpoint has parameters that this model lacks; they are not loaded: {', '.join(left)}")
@@ -88,7 +88,7 @@ def warn_left_out(saved: Saved, params: dict) -> None:
 
 def leaf(transformer: Transformer, leaves: Mapping[str, jax.Array]) -> Callable[[str], jax.Array]:
     """Return a function that maps a path to its parameter. An adapter is merged into the parameter in float32. leaves:
-    path -> parameter; each is read once."""
+    path -> parameter; each parameter is read once."""
     scale = transformer.lora and transformer.lora.alpha / transformer.lora.rank
 
     def of(path: str) -> jax.Array:
@@ -121,8 +121,8 @@ def target_of(path: str) -> str:
 
 
 def adapter_path(path: str, matrix: str) -> str:
-    """Return the path of a parameter's adapter, if it has one: of a projection's kernel, or of a matrix of experts.
-    matrix: a or b."""
+    """Return the path that a parameter's adapter would have. The parameter is a projection's kernel or a matrix of
+    experts. matrix: a or b."""
     home, _, name = path.rpartition("/")
     return f"{home}/{LORA}/{matrix if name == KERNEL else f'{name}_{matrix}'}"
 

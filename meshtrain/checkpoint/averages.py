@@ -1,9 +1,9 @@
-"""Averages the weights of several checkpoints of one run (convert --average), a parameter at a time.
+"""Averages the weights of several checkpoints of one run (convert --average), one parameter at a time.
 
 A parameter is read from one checkpoint after the other into a running mean in float32: two copies of it are in memory,
 whatever the number of checkpoints. A mean of checkpoints from steps with a constant learning rate acts as a decay of
-the rate: an update counts with the shares of all checkpoints after it. Integers, and biases of experts' balance, which
-are no weights but a controller's state, are those of the last checkpoint. Source: arXiv:2507.17634 (WSM).
+the rate: an update counts with the shares of all checkpoints after it. The last checkpoint gives the integers and the
+experts' load-balancing biases, which are no weights but a controller's state. Source: arXiv:2507.17634 (WSM).
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shares_of(shape: str | Sequence[float], count: int) -> tuple[float, ...]:
     """Return the share of each checkpoint, oldest first; their sum is 1.
 
     shape: LINEAR has equal shares, with which the updates between checkpoints count 1, 1 - 1/count, 1 - 2/count …; with
-    SQRT update number j of `count` counts 1 - √(j/count). Or `count` numbers, which are divided by their sum.
+    SQRT update number j of `count` counts 1 - √(j/count). A sequence of `count` numbers is divided by its sum.
     """
     if shape == SQRT:
         counts = [1 - math.sqrt(j / count) for j in range(count + 1)]
@@ -79,11 +79,11 @@ class CheckpointMean:
 
 
 def open_last(run_dir: str, count: int, step: int, shape: str | Sequence[float]) -> CheckpointMean:
-    """Return the mean of the last `count` checkpoints of a run, up to that of `step` (0: the newest). Their parameters
-    are verified. shape: as in `shares_of`. All processes call it.
+    """Return the mean of the last `count` checkpoints of a run, up to the checkpoint of `step` (0: the newest).
+    Verifies their parameters. shape: as in `shares_of`. All processes call it.
 
-    Raises: ConfigError if there are fewer, or one is damaged or of another model; CheckpointError if one cannot be
-    read.
+    Raises: ConfigError if the run has fewer checkpoints, or if one is damaged or belongs to another model;
+    CheckpointError if one cannot be read.
     """
     option, there = f"--average last:{count}", resume.checkpoints_there(run_dir)
     steps = there.steps() if there else []

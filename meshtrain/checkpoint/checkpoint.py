@@ -1,6 +1,6 @@
-"""The checkpoints that all processes of a run share. This module decides when they are saved, which one is the newest
-complete one, which ones are removed, and what happens after a failed save. A store reads and writes the bytes: see
-`store`, `directory` and `bucket`."""
+"""The checkpoints that all processes of a run share. This module decides when they are saved, which checkpoint is the
+newest complete one, which checkpoints are removed, and what happens after a failed save. A store reads and writes the
+bytes: see `store`, `directory` and `bucket`."""
 from __future__ import annotations
 
 import json
@@ -28,13 +28,13 @@ class Checkpoints(BackgroundSaves):
     """The checkpoints of a run in a store, named by step. All processes make the same calls. Use it in a `with`
     statement: an interpreter that exits during a save abandons the save.
 
-    store: a directory or a bucket. every: steps between regular checkpoints; 0: none. keep: number of newest
-    complete checkpoints kept; 0: all. The last one is deleted only when a newer one is complete. keep_every: a
-    checkpoint whose step is a multiple of it is never removed, nor is one whose step was a multiple of keep_every in
-    the start that saved it. 0: keep only the latter; None: keep neither. read_only: the place belongs to another run;
-    nothing in it is changed. tell: reports each failed save at once (from a background thread) and each damaged
-    checkpoint; None: stderr. check_claim: raises FileSystemError if another start has claimed the run's directory;
-    called before anything is written, renamed or removed.
+    store: a directory or a bucket. every: steps between regular checkpoints; 0: none. keep: number of newest complete
+    checkpoints kept; 0: all. The last checkpoint is deleted only when a newer checkpoint is complete. keep_every:
+    checkpoints whose step is a multiple of keep_every are never removed. The same holds if the step was a multiple of
+    keep_every in the start that saved the checkpoint. 0: keep only checkpoints of the second kind; None: keep neither
+    kind. read_only: the place belongs to another run; nothing in it is changed. tell: reports each failed save at once
+    (from a background thread) and each damaged checkpoint; None: stderr. check_claim: raises FileSystemError if another
+    start has claimed the run's directory; called before anything is written, renamed or removed.
 
     Raises: ConfigError if the place cannot be written, FileSystemError if its system fails.
     """
@@ -152,8 +152,8 @@ class Checkpoints(BackgroundSaves):
                 self._report_leftovers(refused)
 
     def removable(self) -> list[int]:
-        """Return the steps beyond `keep` that may be removed. Steps that exports still need stay: at most `keep` of
-        them, and none after a failed save, which may need their space."""
+        """Return the steps beyond `keep` that may be removed. Steps that exports still need stay, but at most `keep`
+        such steps, and none after a failed save, because the next save may need the space."""
         old = [step for step in self._steps()[: -self.keep] if not self._is_kept(step)] if self.keep else []
         held = [] if self._failed else [step for step in old if self.is_needed(step)][-self.keep:]
         return [step for step in old if step not in held]

@@ -1,6 +1,6 @@
 """Commits a checkpoint written by up to thousands of processes. Each process syncs and checksums its own files, then
-hands over one small record of them. Process 0 reads only the records, merges the array indexes and handles all other
-files. This module knows no step, no state and no run."""
+hands over one small record of these files. Process 0 reads only the records, merges the array indexes and handles all
+other files. This module knows no step, no state and no run."""
 from __future__ import annotations
 
 import concurrent.futures

@@ -65,7 +65,7 @@ class DirectoryStore:
 
     @functools.cached_property
     def arrays(self):
-        """Orbax's reader and writer of arrays. Made at its first use, because importing orbax takes half a second."""
+        """Orbax's reader and writer of arrays. Created at its first use: importing orbax takes half a second."""
         # Compression would save 8 % of the weights' size and take two to three times as long.
         return ocp.PyTreeCheckpointHandler(use_compression=False)
 
@@ -179,7 +179,7 @@ class DirectoryStep:
         return {name: form for forms in self._forms_of_folders(only_params).values() for name, form in forms.items()}
 
     def _forms_of_folders(self, only_params: bool) -> dict[str, dict[str, ArrayForm]]:
-        """Return folder -> array -> (shape, dtype). only_params: leave out the other arrays if they have a folder of
+        """Return folder -> array -> (shape, dtype). only_params: leave out all other arrays if these have a folder of
         their own."""
         if only_params not in self._forms:
             with _reading(self.place):
@@ -248,8 +248,8 @@ class DirectoryStep:
 
 @dataclasses.dataclass(frozen=True)
 class _Fault:
-    """What a process met in its share of the files. kind: REFUSED is an error of the file system, DAMAGED and MISSING
-    are faults of the checkpoint; empty: there is none. text: follows the name of the file."""
+    """The fault that a process met in its share of the files. kind: REFUSED is an error of the file system, DAMAGED and
+    MISSING are faults of the checkpoint; empty: no fault. text: follows the name of the file."""
     kind: str
     file: str
     text: str

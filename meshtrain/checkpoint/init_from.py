@@ -1,8 +1,8 @@
 """checkpoint.init_from: initializes a run from another run's checkpoint.
 
-Adapters are kept if both runs have the same [lora], else merged. A run with experts may start from a dense run: each
-expert is a copy of the layer's MLP, and the router is freshly initialized. With normalized weights and no noise the
-model initially equals the dense one. Source: arXiv:2212.05055.
+Adapters are kept if both runs have the same [lora], and merged otherwise. A run with experts may start from a dense
+run: each expert is a copy of the layer's MLP, and the router is freshly initialized. With normalized weights and no
+noise the model initially equals the dense one. Source: arXiv:2212.05055.
 """
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ DENSE = dict(num_experts=0, shared_expert_dim=0, mlps="d")
 
 def initial_state(run: Run, model: transformer.Transformer, layout: Layout, mesh: jax.sharding.Mesh, shapes: State,
                   fresh: State) -> State:
-    """Return the initial state of a run, with another run's weights. layout, mesh: those of the new run. shapes: its
-    state as jax.ShapeDtypeStruct with shardings. fresh: its initialized state.
+    """Return the initial state of a run, with another run's weights. layout, mesh: the layout and mesh of the new run.
+    shapes: the new run's state as jax.ShapeDtypeStruct with shardings. fresh: the new run's initialized state.
 
     Raises: ConfigError if the checkpoint is missing or does not fit; as `Checkpoints.restore`.
     """
@@ -76,8 +76,8 @@ def initial_state(run: Run, model: transformer.Transformer, layout: Layout, mesh
 
 
 def upcycle(run: Run, layout: Layout, mesh: jax.sharding.Mesh, source: Saved, fresh: dict) -> dict:
-    """Return the parameters of a run with experts, initialized from a dense run's checkpoint. layout, mesh: those of
-    the new run. fresh: its initialized parameters.
+    """Return the parameters of a run with experts, initialized from a dense run's checkpoint. layout, mesh: the layout
+    and mesh of the new run. fresh: the new run's initialized parameters.
 
     Raises: ValueError if the dense MLPs do not match the experts; as `Checkpoints.restore`.
     """

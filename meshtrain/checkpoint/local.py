@@ -4,10 +4,10 @@
     <local_dir>/<run>/process-<index>/.saving/  being written
 
 With several hosts, each host also keeps the files of another host (`partner`); a replaced host fetches its files from
-there. A local checkpoint is used if every process finds all the pieces that it needs on its host. They must be of one
-step and one start, newer than the shared checkpoint, and have matching checksums. Otherwise the shared checkpoint is
-used, and a line says why. run.dir/local.json names the start whose pieces are valid: pieces of other runs or of
-discarded steps are never used. Mesh and process count may change if the pieces are on the host. Source: Gemini's
+there. A local checkpoint is used if every process finds all the pieces that it needs on its host. These pieces must be
+of one step and one start, newer than the shared checkpoint, and have matching checksums. Otherwise the shared
+checkpoint is used, and a line says why. run.dir/local.json names the start whose pieces are valid: pieces of other runs
+or of discarded steps are never used. Mesh and process count may change if the pieces are on the host. Source: Gemini's
 in-memory checkpoints (SOSP 2023). This module knows no model.
 
 A run in a bucket also saves here while the bucket accepts no checkpoint (`Checkpoints.fallback`).
@@ -54,9 +54,9 @@ class _Part(NamedTuple):
 class LocalCheckpoints(BackgroundSaves):
     """The local checkpoints of one run. All processes make the same calls.
 
-    local_dir: a directory that every host has. every: steps between its saves. fallback: a directory of this run alone,
-    used if local_dir is empty; regular saves are not due there. Without either, nothing is saved or found. Raises:
-    ConfigError, in every process, if one cannot write to local_dir.
+    local_dir: a directory that every host has. every: steps between regular saves. fallback: a directory of this run
+    alone, used if local_dir is empty; regular saves are not due there. Without both directories, nothing is saved or
+    found. Raises: ConfigError, in every process, if one process cannot write to local_dir.
     """
 
     def __init__(self, local_dir: str, every: int, run_dir: Path, tell: Callable[[str], None] = say.err,
@@ -146,8 +146,9 @@ class LocalCheckpoints(BackgroundSaves):
                                         f"checksums have just matched; check the file system and start again") from None
 
     def begin(self, step: int, used: bool) -> None:
-        """Set which local checkpoints are valid, before training continues after `step`: those of this start and, if
-        `used`, the one of `step` that it resumed from. All others of this run are removed."""
+        """Set which local checkpoints are valid, before training continues after `step`: the checkpoints of this start
+        and, if `used`, the checkpoint of `step` from which this start resumed. All other local checkpoints of this run
+        are removed."""
         self._join()
         lineage = self._lineage
         if lineage is None and self._root is None:
@@ -253,7 +254,7 @@ class LocalCheckpoints(BackgroundSaves):
 
     def _read_lineage(self) -> dict | None:
         """Return the content of local.json, which identifies the run and its start; None if it is missing or invalid.
-        Process 0 calls it. A copied or moved run.dir counts as another run, a linked one as the same run."""
+        Process 0 calls it. A copied or moved run.dir counts as another run; a linked run.dir counts as the same run."""
         try:
             lineage = json.loads(files.patiently(lambda: self._lineage_file.read_text(encoding="utf-8")))
             here = Path(lineage["at"]).resolve() == self._lineage_file.parent.resolve()
@@ -300,7 +301,7 @@ class LocalCheckpoints(BackgroundSaves):
 
     def _fault(self, step: int, parts: list[_Part], wanted: Any) -> str:
         """Return why this process cannot restore from the pieces on its host; empty if it can. Reads the pieces that
-        its devices need: its own, then those of other processes."""
+        its devices need: its own pieces, then the pieces of other processes."""
         if not parts:
             return "its host has no files of this step"
         used, damaged, leaves = {}, "", trees.leaves_of(wanted)

@@ -2,7 +2,7 @@
 
 Each process has a partner: the process at the same position on the next host. It sends its files to the partner over
 TCP, in the background. A process whose host was replaced fetches its files from the process that holds them. A client
-sends a secret that only the processes of this start have. Source: Gemini's in-memory checkpoints (SOSP 2023). This
+sends a secret that only the processes of this start know. Source: Gemini's in-memory checkpoints (SOSP 2023). This
 module knows no array and no run.
 """
 from __future__ import annotations
@@ -38,8 +38,8 @@ class TransferError(OSError):
 
 
 def host_of(directory: Path) -> list:
-    """Return [host name, device, inode] of a directory. It is equal in processes that see the same directory on the
-    same host."""
+    """Return [host name, device, inode] of a directory. The list is equal in processes that see the same directory on
+    the same host."""
     status = os.stat(directory)
     return [socket.gethostname(), status.st_dev, status.st_ino]
 
@@ -59,7 +59,7 @@ def partner_of(hosts: Sequence[list], index: int) -> int | None:
 def own_addresses(first: str = "") -> list[str]:
     """Return addresses by which other hosts may reach this one, the likeliest first: the interface that leads to the
     host `first` (of process 0), the interface of the default route, then all others. Loopback addresses are returned
-    only if there are no others: Debian maps a host's own name to 127.0.1.1."""
+    only if the host has no other address: Debian maps a host's own name to 127.0.1.1."""
     all_addresses = [address for host in (first, "192.0.2.1", "2001:db8::1") if host for address in _towards(host)]
     all_addresses += _of_interfaces()
     # An IPv6 link-local address is of no use without the name of the other host's interface.
@@ -111,8 +111,8 @@ class Exchange:
     # ---- client ------------------------------------------------------------------------------------------------------
 
     def send(self, at: Sequence[list], process: int, step: int) -> None:
-        """Send the files of `process` on this host to another process, which keeps a copy. at: the addresses of that
-        process. Raises: TransferError."""
+        """Send the files of `process` on this host to another process, which keeps a copy. at: the addresses of the
+        other process. Raises: TransferError."""
         with self._ask(at, {"does": "keep", "process": process, "step": step}) as link:
             self._send(link, process, step)
             if _exactly(link, 1) != b"\1":

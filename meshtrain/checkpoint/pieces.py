@@ -34,7 +34,7 @@ Read = Callable[[str, int, int], bytes]     # (object, start, stop)
 
 
 class Piece(NamedTuple):
-    """The location of the bytes of a region. sum: their xxh3-64."""
+    """The location of the bytes of a region. sum: the xxh3-64 of the bytes."""
     region: Region
     object: str
     offset: int
@@ -49,8 +49,8 @@ class DamagedPiece(Exception):
 class Index:
     """The arrays of a checkpoint, and where the bytes of their pieces are. Buckets and hosts store it as JSON.
 
-    arrays: name -> [shape, dtype]. objects: name -> bytes. pieces: [array, region, object, offset, xxh3-64], those of
-    an object in the order of their offsets.
+    arrays: name -> [shape, dtype]. objects: name -> bytes. pieces: [array, region, object, offset, xxh3-64]; the pieces
+    of an object are in the order of their offsets.
     """
     arrays: dict[str, list]
     objects: dict[str, int]
@@ -63,7 +63,7 @@ class Index:
 
     @classmethod
     def read(cls, document: Mapping) -> Index:
-        """Return the index in a JSON object that has other entries, too. Raises: KeyError, TypeError."""
+        """Return the index in a JSON object, which may also have other entries. Raises: KeyError, TypeError."""
         return cls(document["arrays"], document["objects"], document["pieces"])
 
     @classmethod
@@ -76,7 +76,7 @@ class Index:
         return {"arrays": self.arrays, "objects": self.objects, "pieces": self.pieces}
 
     def add(self, name: str, some: Iterable[tuple[str, Region, np.ndarray]]) -> list[memoryview]:
-        """Add an object; return its bytes. some: its pieces, as from `own`. Threads may add to one index."""
+        """Add an object; return its bytes. some: the object's pieces, as from `own`. Threads may add to one index."""
         content: list[memoryview] = []
         offset = 0
         for array, region, data in some:
@@ -105,8 +105,8 @@ class Index:
         return by_name
 
     def fault(self, name: str, content: memoryview, entries: Sequence[list]) -> str:
-        """Return how the content of an object differs from what was written; empty if it does not. entries: its
-        pieces, from `by_object`."""
+        """Return how the content of an object differs from the written content; empty if both are equal. entries: the
+        object's pieces, from `by_object`."""
         size = self.objects[name]
         if len(content) != size:
             return f" has {len(content)} bytes, {size} were written"
@@ -192,8 +192,8 @@ def select_needed(some: Iterable[Piece], leaf: jax.ShapeDtypeStruct) -> list[Pie
 
 
 def fetch(piece: Piece, dtype: np.dtype, read: Read) -> np.ndarray:
-    """Read a piece, verify its checksum and return its data in the shape of its region. Raises: DamagedPiece; what
-    `read` raises."""
+    """Read a piece, verify its checksum and return its data in the shape of its region. Raises: DamagedPiece; any
+    exception of `read`."""
     size = volume(piece.region) * dtype.itemsize
     for _ in range(2):      # a second read if the transfer damaged the first
         data = read(piece.object, piece.offset, piece.offset + size)
@@ -206,7 +206,7 @@ def restore(wanted: Any, pieces: Mapping[str, Sequence[Piece]], forms: Mapping[s
             at_once: int) -> Any:
     """Return arrays with the shardings and dtypes of `wanted`, a pytree of jax.ShapeDtypeStruct. pieces: array -> its
     pieces. forms: array -> (shape, dtype), as stored. read: called in several threads. at_once: number of threads.
-    Raises: DamagedPiece; ValueError if elements are missing; what `read` raises."""
+    Raises: DamagedPiece; ValueError if elements are missing; any exception of `read`."""
     leaves = [(trees.name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)]
     arrays = []
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:

@@ -17,7 +17,8 @@ from meshtrain.storage import addresses, copies, mirror
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Places:
-    """Where a run saves. claim: the claim on run.dir. checkpoints: those in run.dir. local: those on hosts' disks."""
+    """Where a run saves. claim: the claim on run.dir. checkpoints: the checkpoints in run.dir. local: the checkpoints
+    on hosts' disks."""
     claim: rundir.Claim
     checkpoints: Checkpoints
     local: LocalCheckpoints
@@ -29,7 +30,8 @@ class Places:
 
 @contextlib.contextmanager
 def claim(run: Run, watchdog: Watchdog) -> Iterator[Places]:
-    """Context: this start alone writes to run.dir, where the watchdog keeps stacks. All processes call it.
+    """Context: claim run.dir, so that only this start writes there. The watchdog keeps its stacks in run.dir. All
+    processes call it.
 
     Raises: ConfigError if another start has claimed it.
     """

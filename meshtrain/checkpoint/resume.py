@@ -75,8 +75,8 @@ class Start:
     """Where a run begins: after the checkpoint `saved`, or from the beginning if it is None.
 
     changes: changed settings to record, as (key, old, new). skip_batches: number of batches to skip from here on. back:
-    whether the run goes back to a step before its newest one. rollbacks: how often the run has gone back before a loss
-    spike, including this start.
+    whether the run goes back to a step before its newest one. rollbacks: the number of times that the run has gone back
+    to a step before a loss spike, including this start.
     """
     saved: Saved | None = None
     changes: tuple[tuple[str, object, object], ...] = ()
@@ -93,12 +93,12 @@ class Start:
         return self.saved and self.saved.metadata.get(name)
 
     def is_of(self, checkpoints: BackgroundSaves) -> bool:
-        """Return whether the run resumes from one of these checkpoints."""
+        """Return whether the run resumes from a checkpoint in `checkpoints`."""
         return self.saved is not None and self.saved.checkpoints is checkpoints
 
     @property
     def leaves_the_course(self) -> bool:
-        """Whether the following steps may have other results than they had in an earlier start."""
+        """Whether the following steps may have other results than the same steps of an earlier start."""
         return self.back or self.skip_batches > 0 or any(
             fnmatch.fnmatchcase(key, pattern) for key, *_ in self.changes for pattern in RETRIED)
 
@@ -147,16 +147,16 @@ def find(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = No
 
 
 def in_force(run: Run, start: Start) -> Run:
-    """Return the run with data.eos of its checkpoint if the run file names none. The token that ends documents stays.
-    """
+    """Return the run with data.eos of its checkpoint if the run file names none. So the token that ends documents stays
+    the same."""
     eos = start.saved.run["data"].get("eos", "") if start.saved else ""
     return run if run.data.eos or not eos else run.replace(data={"eos": eos})
 
 
 def origin(run: Run) -> Saved | None:
-    """Return the checkpoint of another run that a new run takes its weights from; it is not verified yet. None if the
-    weights are those of a model folder or fresh, or if the checkpoint is missing, which is reported when the weights
-    are read. All processes call it."""
+    """Return the checkpoint of another run that a new run takes its weights from; the checkpoint is not verified yet.
+    None if the weights come from a model folder or are freshly initialized, or if the checkpoint is missing, which is
+    reported when the weights are read. All processes call it."""
     where = run.checkpoint.init_from
     with user_errors():
         if not where or model_folder.is_at(where):
@@ -182,8 +182,8 @@ def before_spike(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, 
 
 
 def check_tokenizer(run: Run, start: Start, tokenizer: Tokenizer) -> None:
-    """Check that the tokenizer is that of the run, before tokenizing, which may take hours. Raises: ConfigError if it
-    is not."""
+    """Check that the tokenizer is that of the run, before tokenizing, which may take hours. Raises: ConfigError if the
+    tokenizer differs."""
     if (data := start.value_of("data")) and data["tokenizer"] != [tokenizer.key, tokenizer.bos]:
         raise ConfigError(f"data.tokenizer={json.dumps(run.data.tokenizer)} is not the one that the run in "
                           f"{run.run.dir} was trained with (compared by its content); give that one, or another "
@@ -191,7 +191,7 @@ def check_tokenizer(run: Run, start: Start, tokenizer: Tokenizer) -> None:
 
 
 def check_data(run: Run, start: Start, fingerprint: str) -> None:
-    """Check that the documents are those of the run. Raises: ConfigError if they are not."""
+    """Check that the documents are those of the run. Raises: ConfigError if the documents differ."""
     if (data := start.value_of("data")) and data["fingerprint"] != fingerprint:
         raise ConfigError(f"the data are not those that the run in {run.run.dir} read up to step {start.step} "
                           f"(documents were added, removed or changed in length); restore the files or start another "
@@ -200,7 +200,7 @@ def check_data(run: Run, start: Start, fingerprint: str) -> None:
 
 def check_prompts(run: Run, start: Start, digest: str) -> None:
     """Check that the run trains on the same prompts as before. digest: hash of the prompts to train on. Raises:
-    ConfigError if they differ."""
+    ConfigError if the prompts differ."""
     if (data := start.value_of("data")) and data["position"].get("prompts", digest) != digest:
         raise ConfigError(f"data.validation_paths={json.dumps(list(run.data.validation_paths))} leaves other prompts "
                           f"to train on than the run in {run.run.dir} had up to step {start.step}: prompts that were "
@@ -209,8 +209,8 @@ def check_prompts(run: Run, start: Start, digest: str) -> None:
 
 
 def position(start: Start, pack: Callable[[dict | None], Batches]) -> Batches:
-    """Return the run's batches from `start` on. pack: makes batches from the data position of an earlier start, or from
-    None."""
+    """Return the run's batches from `start` on. pack: returns batches from the data position of an earlier start; None:
+    from the beginning."""
     data = pack(start.saved and start.saved.metadata["data"]["position"])
     if not start.skip_batches:
         return data
@@ -221,8 +221,8 @@ def position(start: Start, pack: Callable[[dict | None], Batches]) -> Batches:
 
 
 def data_metadata(corpus: Corpus, data: Batches, step: int, ends: Mapping[str, object]) -> dict:
-    """Return the entry "data" of a checkpoint's metadata. ends: the stop tokens to save, which this room does not read.
-    """
+    """Return the entry "data" of a checkpoint's metadata. ends: the stop tokens to save, which this package does not
+    read."""
     return {"fingerprint": corpus.fingerprint, "tokenizer": [corpus.tokenizer.key, corpus.tokenizer.bos],
             "position": data.position(step), "ends": dict(ends)}
 
@@ -282,8 +282,9 @@ def checkpoints_there(run_dir: str) -> Checkpoints | None:
 
 
 def source_of(run_dir: str, step: int, weights: str) -> Saved:
-    """Return the checkpoint whose weights a command reads: that of `step`, or the newest if `step` is 0. weights: LAST,
-    or EMA for their average. All processes call it. Raises: ConfigError if there is none, or it has no average."""
+    """Return the checkpoint whose weights a command reads: the checkpoint of `step`, or the newest if `step` is 0.
+    weights: LAST, or EMA for the average of the weights. All processes call it. Raises: ConfigError if the checkpoint
+    or its average is missing."""
     saved = source(run_dir, step, run_dir, "--step ", only_params=weights == LAST)
     if weights == EMA and not saved.has(AVERAGE):
         raise agree.mark_agreed(ConfigError(
@@ -294,9 +295,9 @@ def source_of(run_dir: str, step: int, weights: str) -> Saved:
 
 def source(run_dir: str, step: int, name: str, option: str = "checkpoint.step=", *,
            only_params: bool = True) -> Saved:
-    """Return the checkpoint of a run that provides weights: that of `step`, or the newest if `step` is 0. name: the
-    name of the run, in messages. option: the option that gives the step, in messages. only_params: read and verify only
-    the parameters. Raises: ConfigError if there is none."""
+    """Return the checkpoint of a run that provides weights: the checkpoint of `step`, or the newest if `step` is 0.
+    name: the name of the run, in messages. option: the option that gives the step, in messages. only_params: read and
+    verify only the parameters. Raises: ConfigError if the checkpoint is missing."""
     checkpoints = checkpoints_there(run_dir)
     if checkpoints and step:
         return _open_verified(checkpoints, step, option, only_params=only_params)
@@ -367,7 +368,7 @@ def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple
 
 def _rules_of(groups: Any) -> list[tuple[str, str]]:
     """Return the patterns of optimizer.groups with their rules, on which the optimizer's state depends; [] if no row
-    has one."""
+    has a rule."""
     chosen = [(pattern, row.get("rule", "")) for pattern, row in groups.items() if pattern not in ("preset", "base")]
     return chosen if any(rule_ for _, rule_ in chosen) else []
 

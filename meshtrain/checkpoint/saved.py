@@ -1,4 +1,4 @@
-"""A saved state of a run, and what saving has in common in the shared place and on the hosts."""
+"""A saved state of a run, and the common part of saving in the shared place and on the hosts."""
 from __future__ import annotations
 
 import abc
@@ -71,8 +71,8 @@ class BackgroundSaves(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Saved:
-    """A complete checkpoint. Process 0 has read `metadata` once, for all processes. averaged: readers of its weights
-    take their average (training.ema)."""
+    """A complete checkpoint. Process 0 has read `metadata` once, for all processes. averaged: whether readers of the
+    weights take the average of the weights (training.ema)."""
     checkpoints: BackgroundSaves
     step: int
     metadata: dict
@@ -80,16 +80,15 @@ class Saved:
 
     @property
     def run(self) -> dict:
-        """The settings of the run that saved it: section -> key -> value."""
+        """The settings of the run that saved the checkpoint: section -> key -> value."""
         return self.metadata["run"]
 
     def param_shapes(self) -> dict:
-        """Return shapes and dtypes of the parameters: nested dicts of jax.ShapeDtypeStruct without shardings.
-        """
+        """Return shapes and dtypes of the parameters: nested dicts of jax.ShapeDtypeStruct without shardings."""
         return self.checkpoints.arrays(self.step, only_params=True)[PARAMS]
 
     def has(self, part: str) -> bool:
-        """Return whether it has a part of the state: AVERAGE, SHARES. All processes call it."""
+        """Return whether the checkpoint has a part of the state: AVERAGE or SHARES. All processes call it."""
         return part in map(part_of, self.checkpoints.forms(self.step))
 
     def restore(self, wanted: Any, *, part: bool = False) -> Any:
@@ -97,7 +96,8 @@ class Saved:
 
 
 def check_fit(name: str, stored: Mapping[str, ArrayForm], wanted: Any, part: bool) -> list[str]:
-    """Compare stored arrays with those of `wanted`; return those that are read with another dtype, see `widens`.
+    """Compare stored arrays with those of `wanted`; return the names of arrays that are read with another dtype, see
+    `widens`.
 
     name: the checkpoint in messages. stored: array -> (shape, dtype). part: `wanted` may lack arrays; it may always
     lack optional parts. Raises: ValueError that lists the first differences, those of parameters before those of the
@@ -131,8 +131,8 @@ def format_form(form: ArrayForm | None) -> str:
 
 
 def widens(stored: ArrayForm | None, wanted: ArrayForm | None) -> bool:
-    """Return whether an array is read with another dtype than it is stored with: bfloat16 as float32, in the same
-    shape. None: absent."""
+    """Return whether an array is read with a wider dtype than the stored dtype: bfloat16 as float32, in the same shape.
+    None: absent."""
     return stored is not None and wanted is not None and stored[0] == wanted[0] and (
         str(stored[1]), str(wanted[1])) == ("bfloat16", "float32")
 

@@ -1,7 +1,7 @@
-"""What the checkpoints of a run need of the place that has them. A directory and a bucket are such places.
+"""The interface of a place that has the checkpoints of a run. A directory and a bucket are such places.
 
-A `Store` writes, commits, lists and removes checkpoints; a `StoredStep` is one of them, and reads it. `checkpoint`
-decides when a step is saved, which one is the newest and which ones are removed.
+A `Store` writes, commits, lists and removes checkpoints; a `StoredStep` is one checkpoint, and reads its content.
+`checkpoint` decides when a step is saved, which one is the newest and which ones are removed.
 """
 from __future__ import annotations
 
@@ -36,28 +36,29 @@ class StoredStep(Protocol):
     """A checkpoint in a store. Making it reads nothing."""
 
     def metadata(self) -> dict:
-        """Return the metadata that it was saved with. Raises: CheckpointError."""
+        """Return the metadata that was saved with the checkpoint. Raises: CheckpointError."""
 
     def forms(self, *, only_params: bool = False) -> dict[str, ArrayForm]:
-        """Return array -> (shape, dtype), of all arrays or of the params. Raises: CheckpointError."""
+        """Return array -> (shape, dtype), for all arrays or for the params. Raises: CheckpointError."""
 
     def fault(self, *, only_params: bool = False) -> str:
-        """Verify it (or its params, if they are stored separately) over all processes; return the damage, empty if
-        there is none. Raises: CheckpointError if it cannot be read."""
+        """Verify the checkpoint over all processes (or only the params, if stored separately); return the damage, or an
+        empty text. Raises: CheckpointError if the checkpoint cannot be read."""
 
     def restore(self, wanted: Any, *, part: bool) -> Any:
-        """Return its arrays with the shardings and dtypes of `wanted`, a pytree of jax.ShapeDtypeStruct, which fits
+        """Return the arrays with the shardings and dtypes of `wanted`, a pytree of jax.ShapeDtypeStruct that fits
         `forms`. part: `wanted` may lack arrays. Raises: CheckpointError."""
 
     def rename(self, name: str) -> None:
-        """Rename it, so that it is no step of the store. Process 0 calls it. Raises: OSError, ValueError."""
+        """Rename the checkpoint, so that the store no longer lists it as a step. Process 0 calls it. Raises: OSError,
+        ValueError."""
 
 
 class Store(Protocol):
     """The complete checkpoints in one place, named by step.
 
-    place: a directory, or an address. borne_s: training goes on for this long without a checkpoint if the server of the
-    place fails.
+    place: a directory, or an address. borne_s: the time in seconds that training goes on without a checkpoint while the
+    server of the place fails.
     """
     place: Any
     borne_s: float
@@ -75,8 +76,8 @@ class Store(Protocol):
 
     def commit(self, save: Save, document: str, reason: Callable[[int], str], check_claim: Callable[[], None]) -> None:
         """Make the step a complete checkpoint. Process 0 calls it when all processes have written. document: the
-        metadata, as JSON. reason: process -> why it has not written. check_claim: called before the last action, which
-        an exception of it prevents."""
+        metadata, as JSON. reason: process -> why it has not written. check_claim: called before the last action; an
+        exception from it prevents this action."""
 
     def remove(self, steps: Sequence[int], after: Save, report: Callable[[OSError], None], *, failed: bool) -> None:
         """Remove steps, and leftovers of saves and removals up to the step of `after`; other processes may be writing

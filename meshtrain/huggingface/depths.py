@@ -11,14 +11,15 @@ from meshtrain.names import DEPTH
 
 
 def of_row(row: folder.WeightRow) -> str:
-    """Return the depth of MTP that a row is of, as mtp_1; "" if it is of none."""
+    """Return the MTP depth that a row belongs to, e.g. mtp_1; "" if the row belongs to no depth."""
     key = row.paths[0].partition("/")[0]
     return key if key.startswith(DEPTH) else ""
 
 
 def take(opened: folder.Folder, model: Model, paths: folder.Paths) -> tuple[folder.Folder, folder.Paths]:
-    """Return the folder with its tensors of MTP among the entries that are read, and the paths that it has. Depths that
-    it lacks start from random weights, which a note says. Raises: ValueError if they cannot be computed."""
+    """Return (the folder, with its MTP tensors moved into `entries`; the paths, without the depths that the folder
+    lacks). Such depths start from random weights, and a note says so. Raises: ValueError if the folder's depths are
+    unsupported."""
     named: dict[str, set[str]] = {}
     for row in folder.rows(opened.family, model, paths, names=opened.carried):
         if depth := of_row(row):
@@ -45,8 +46,8 @@ def take(opened: folder.Folder, model: Model, paths: folder.Paths) -> tuple[fold
 
 def add_copies(rows: Sequence[folder.WeightRow], family: Family, model: Model,
                carried: Collection[str]) -> list[folder.WeightRow]:
-    """Return the rows with those of the copies of embedding and head that a depth has beside its own tensors. carried:
-    names of the tensors of the source; a depth that it has without a copy is written without."""
+    """Return the rows, with additional rows for a depth's copies of embedding and head. carried: names of the tensors
+    of the source. If the source has a depth without a copy, the depth is written without the copy."""
     written = {name: depth for row in rows if (depth := of_row(row)) for name in row.tensors(None)}
     names = [(copy, of) for k in range(1, 1 + model.mtp_layers) if f"{DEPTH}{k}" in written.values()
              for copy, of in _copies(family, model, k).items() if copy in carried or not any(
@@ -56,7 +57,8 @@ def add_copies(rows: Sequence[folder.WeightRow], family: Family, model: Model,
 
 
 def _copies(family: Family, model: Model, depth: int) -> dict[str, str]:
-    """Return the names of a depth's copies of embedding and head, with those of the tensors that they repeat."""
+    """Return the names of a depth's copies of embedding and head, each with the name of the tensor that the copy
+    repeats."""
     prefix = f"{family.prefix}layers.{model.num_layers + depth - 1}."
     table, head = folder.ends_of(family)
     return {f"{prefix}embed_tokens.weight": table, f"{prefix}shared_head.head.weight": head} if any(

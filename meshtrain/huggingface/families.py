@@ -25,12 +25,12 @@ class Family:
 
     prefix: prefix of tensor names in a model with a head; bare models lack it. keys: key of config.json -> the key of
     [model] that it sets, or several. `a.b` is key b of the table a; `a^p` sets a to the value to the power p; `a*b` and
-    `a+b` set a to the value times or plus our b; `a?x:y` sets a to x for true and y for false. They take precedence
-    over `fixed`. defaults: the class's values of absent keys (null is a value). multiples: key -> (other key, n): a
-    null or absent key is n times the other. fixed: keys of [model] that the architecture fixes. only: key -> supported
-    values, the first of which is written; empty: any value. layers: type of a layer -> letter of its mixer; without a
-    list of layers, every n-th layer has the last type (n = `every`; 0: none). aliases: other name -> key, if the class
-    reads both names.
+    `a+b` set a to the value times or plus our b; `a?x:y` sets a to x for true and y for false. Values from `keys` take
+    precedence over `fixed`. defaults: the class's values of absent keys (null is a value). multiples: key -> (other
+    key, n): a null or absent key is n times the other. fixed: keys of [model] that the architecture fixes. only: key ->
+    supported values, the first of which is written; empty: any value. layers: type of a layer -> letter of its mixer;
+    without a list of layers, every n-th layer has the last type (n = `every`; 0: none). aliases: other name -> key, if
+    the class reads both names.
     """
     model_type: str
     architecture: str
@@ -143,9 +143,9 @@ SHARED = _mlp(LAYER + "mlp.shared_experts.", "layers/moe/shared", "S")
 
 def _with_depth(tensors: dict, where: str, layer: str, embedding_norm: str, hidden_norm: str, merge: str,
                 norm: str) -> dict:
-    """Return the table and the tensors of one MTP depth. Its layer has the tensor names of the model's layers.
+    """Return the table and the tensors of one MTP depth. The depth's layer has the tensor names of the model's layers.
 
-    where, layer: prefixes of the depth's own tensors and of those in its layer. merge multiplies [embedding, state].
+    where, layer: prefixes of the depth's own tensors and of its layer's tensors. merge multiplies [embedding, state].
     """
     norms = {embedding_norm: "embedding_norm", hidden_norm: "hidden_norm", norm: "norm"}
     halves = (f"{DEPTH}from_embedding/kernel: M *D -> D M", f"{DEPTH}from_hidden/kernel: M *D -> D M")

@@ -28,8 +28,8 @@ BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(m
 
 
 class Paths(NamedTuple):
-    """The paths of our model's parameters. ends: those outside the layers. layers: those of each layer, as LAYERS/…
-    depths: those of each depth of MTP."""
+    """The paths of our model's parameters. ends: the paths outside the layers. layers: the paths of each layer, as
+    LAYERS/… depths: the paths of each MTP depth."""
     ends: frozenset[str]
     layers: tuple[frozenset[str], ...]
     depths: tuple[frozenset[str], ...] = ()
@@ -54,8 +54,8 @@ class Paths(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WeightPiece:
-    """A parameter of ours, or a part of it, within a Hugging Face tensor. first: its offset in the Hugging Face tensor,
-    along the star of the form. our_first: its offset in our parameter."""
+    """A parameter of ours, or a part of it, within a Hugging Face tensor. first: the piece's offset in the Hugging Face
+    tensor, along the star of the form. our_first: the piece's offset in our parameter."""
     path: str
     form: forms.Form
     first: int
@@ -67,9 +67,10 @@ class WeightRow:
     """A Hugging Face tensor (or one per layer) and our parameters that it holds. Each expert has a row, although our
     parameters stack the experts.
 
-    name: with {l}, {m} or {f} for a layer's number. layers: our layers that have it -> the number in the name; empty
-    outside the layers. shape: the tensor's shape, or that of one expert's part if a tensor has all experts. kind: equal
-    for the rows of all experts. expert: its number. sizes: letter -> size, as from `forms.sizes_of`.
+    name: the tensor's name, with {l}, {m} or {f} for a layer's number. layers: each of our layers that has the tensor
+    -> the number in the name; empty outside the layers. shape: the tensor's shape, or that of one expert's part if a
+    tensor has all experts. kind: equal for the rows of all experts. expert: the expert's number. sizes: letter -> size,
+    as from `forms.sizes_of`.
     """
     name: str
     pieces: tuple[WeightPiece, ...]
@@ -102,7 +103,7 @@ class WeightRow:
         return NUMBER.sub(str(self.layers[layer]), name) if self.layers else name
 
     def tensors(self, layer: int | None) -> dict[str, tuple[int, ...]]:
-        """Return name -> shape of the tensors of a layer. Mostly there is one."""
+        """Return name -> shape of the tensors of a layer, mostly of one tensor."""
         name = self.of_layer(layer)
         if "{qkv}" in name:
             return {name.replace("{qkv}", letter): piece.form.theirs.shape(self.sizes)
@@ -154,7 +155,7 @@ class Folder:
 
 
 def companions(directory: Path) -> list[Path]:
-    """Return the companion files of a folder's weights. Raises: ValueError if one is a link out of the folder, which
+    """Return the companion files of a folder's weights. Raises: ValueError if a file is a link out of the folder, which
     might expose e.g. a private key. Links to the blobs of the hub's cache are allowed."""
     real, paths, faults = directory.resolve(), [], []
     blobs = real.parent.parent / "blobs" if real.parent.name == "snapshots" else real
@@ -170,7 +171,7 @@ def companions(directory: Path) -> list[Path]:
 
 
 def settings_of(directory: Path) -> dict:
-    """Return `settings.model_keys` of a folder. If its weights can be read, tie_embeddings also depends on them.
+    """Return `settings.model_keys` of a folder. If the weights can be read, tie_embeddings also depends on the weights.
     Raises: ValueError."""
     try:
         model = settings.model_keys(config := settings.read(directory), family := settings.family_of(config))
@@ -283,8 +284,8 @@ def name_in_whole(family: Family, name: str, base: str, head: str) -> str:
 def rows(family: Family, model: Model, paths: Paths, prefixes: tuple[str, str] | None = None,
          names: Collection[str] = ()) -> list[WeightRow]:
     """Return the rows of a model under a family's names. model: the section [model]. paths: paths of our parameters.
-    prefixes: an entry of TEXT_PREFIXES, for the names in a multimodal folder. names: names of a folder's tensors; they
-    decide which name is used if a parameter has several. A depth of MTP without names has no rows.
+    prefixes: an entry of TEXT_PREFIXES, for the names in a multimodal folder. names: the names of a folder's tensors,
+    which decide the name to use if a parameter has several names. A depth of MTP without names has no rows.
 
     Raises: ValueError if the family has no name for a parameter.
     """
@@ -347,7 +348,7 @@ def _row(name: str, texts: tuple[str, ...], sizes: Mapping[str, int]) -> WeightR
 
 
 def entry_of(folder: Folder, row: WeightRow, layer: int | None) -> safetensors.Entry:
-    """Return the entry of what a row reads for a layer: one tensor, several that are joined, or one expert's part."""
+    """Return the entry that a row reads for a layer: one tensor, several joined tensors, or one expert's part."""
     names = list(row.tensors(layer))
     if len(names) > 1:
         return safetensors.join([folder.entries[name] for name in names])
@@ -356,7 +357,7 @@ def entry_of(folder: Folder, row: WeightRow, layer: int | None) -> safetensors.E
 
 
 def scales_of(folder: Folder, row: WeightRow, layer: int | None) -> safetensors.Entry | None:
-    """Return the scales of a quantized tensor, one for each block; None if it has none."""
+    """Return the scales of a quantized tensor, one for each block; None if the tensor has no scales."""
     (name, *_) = row.tensors(layer)
     if row.in_blocks:
         return folder.entries[name.removesuffix(BLOCKS) + SCALES].part(row.expert)

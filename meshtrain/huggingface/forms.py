@@ -46,8 +46,8 @@ def sizes_of(model: Model) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One side of a form. dims: the words of each dim. star: (dim, first word, end) of the starred part; None: there is
-    none."""
+    """One side of a form. dims: the words of each dim. star: (dim, first word, end) of the starred part; None: no part
+    is starred."""
     dims: tuple[tuple[str, ...], ...]
     star: tuple[int, int, int] | None
 
@@ -86,7 +86,7 @@ class Side:
         return x.reshape(self.around(sizes, whole))[at].reshape(self.shape(sizes))
 
     def join(self, parts, sizes: Mapping[str, int], concatenate):
-        """Return the whole of several parts; the inverse of `take`. sizes: those of the dims around the star."""
+        """Return the whole of several parts; the inverse of `take`. sizes: the sizes of the dims around the star."""
         if not self.star:
             (x,) = parts
             return x

@@ -84,7 +84,8 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def parse_json(text: bytes, what: str) -> dict:
-    """Return a JSON object. what: its name in messages. Raises: ValueError if it is broken or has a name twice."""
+    """Return a JSON object. what: the object's name in messages. Raises: ValueError if the text is malformed or has a
+    name twice."""
     def once(pairs: list[tuple[str, object]]) -> dict:
         made = dict(pairs)
         if len(made) != len(pairs):
@@ -135,7 +136,7 @@ def read(entry: Entry, start: int, stop: int) -> np.ndarray:
 
 
 def _bytes(path: Path, start: int, stop: int) -> bytearray | bytes:
-    """Return bytes [start, stop) of a file, or of one in a bucket. Raises: OSError, also if the file has become
+    """Return bytes [start, stop) of a local file or of a file in a bucket. Raises: OSError, also if the file has become
     shorter; StorageError."""
     if remote := copies.remote(path):
         return buckets.read_range(remote, start, stop)
@@ -151,7 +152,7 @@ def _bytes(path: Path, start: int, stop: int) -> bytearray | bytes:
 
 
 def copy(entries: Mapping[str, Entry], path: Path) -> None:
-    """Write a file with these tensors, of any dtype, byte for byte."""
+    """Write a file with these tensors of any dtype, copied byte for byte."""
     text, _ = _header({name: (entry.dtype, entry.shape, entry.stop - entry.start) for name, entry in entries.items()})
     with open(path, "wb") as file:
         file.write(text)
@@ -163,8 +164,8 @@ def copy(entries: Mapping[str, Entry], path: Path) -> None:
 
 
 def header(tensors: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[bytes, dict[str, int]]:
-    """Return (the first bytes of a file with these tensors, name -> offset of the tensor's first byte). dtype:
-    safetensors' name of it."""
+    """Return (the first bytes of a file with these tensors, name -> offset of the tensor's first byte). dtype: the
+    dtype's name in safetensors."""
     return _header({name: (dtype, shape, math.prod(shape) * DTYPES[dtype].itemsize) for name, shape in tensors.items()})
 
 

@@ -1,7 +1,7 @@
-"""Converts config.json to keys of [model] and back, by the tables of `families`.
+"""Converts config.json to keys of [model] and back, with the tables of `families`.
 
-Reads the form of transformers 5 (rope_parameters, dtype) and of 4 (rope_theta and rope_scaling, torch_dtype); writes
-the latter, which both read. Unknown keys, and keys that change the computation and are not supported, are errors.
+Reads the form of transformers 5 (rope_parameters, dtype) and 4 (rope_theta and rope_scaling, torch_dtype). Writes the
+latter, which both versions read. Unknown keys, and unsupported keys that change the computation, are errors.
 """
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def text_of(config: Mapping) -> Mapping:
 
 def scale_block(config: Mapping) -> tuple[int, int] | None:
     """Return (rows, columns) of the blocks of float8 weights that share a scale; None: no float8. If a matrix has a
-    single scale, the block is larger than any matrix. Raises: ValueError for quantization other than this and MXFP4."""
+    single scale, the block is larger than any matrix. Raises: ValueError for other quantization, except MXFP4."""
     given = text_of(config).get("quantization_config")
     if not given or isinstance(given, dict) and given.get("quant_method") == "mxfp4":
         return None
@@ -103,7 +103,7 @@ def stop_ids(directory: Path) -> tuple[int, ...]:
 
 
 def eos_ids(directory: Path, name: str) -> tuple[int, ...]:
-    """Return eos_token_id of one of a folder's files; none if it is missing. Raises: ValueError."""
+    """Return eos_token_id of the file `name` in a folder; () if the key or the file is missing. Raises: ValueError."""
     eos = text_of(read(directory, name)).get("eos_token_id") if files.is_file(directory / name) else None
     if eos is None:
         return ()
@@ -114,13 +114,13 @@ def eos_ids(directory: Path, name: str) -> tuple[int, ...]:
 
 
 def longest(directory: Path) -> int:
-    """Return max_position_embeddings, the longest sequence that the model was made for; 0 if it is not given."""
+    """Return max_position_embeddings, the longest sequence that the model was made for; 0 if the key is not given."""
     length = text_of(read(directory)).get("max_position_embeddings")
     return length if type(length) is int and length > 0 else 0
 
 
 def family_of(config: Mapping) -> Family:
-    """Return the family of the text model. Raises: ValueError if it is not supported."""
+    """Return the family of the text model. Raises: ValueError if the family is not supported."""
     whole, kind = config.get("model_type"), text_of(config).get("model_type")
     if not isinstance(kind, str):
         raise ValueError(f"{CONFIG}: model_type={quote(kind)} is not a family that can be read; known: {_KNOWN}")
@@ -185,8 +185,8 @@ class Word:
 
 
 def _value(model: Model, path: str) -> Any:
-    """Return a key of [model], of a table in it, or of a tuple. A key of a mixer has the layer's value unless it is
-    set."""
+    """Return the value of a key of [model], of a table in [model], or of a tuple. A key of a mixer that is not set has
+    the value of [model]."""
     first, _, rest = path.partition(".")
     if first == "kinds":
         letter, _, rest = rest.partition(".")
@@ -261,8 +261,7 @@ def _readable_keys(family: Family) -> set[str]:
 
 
 def _in_one_form(config: Mapping, family: Family):
-    """Return (config.json with other forms of the same settings translated, a look-up that falls back to the class's
-    defaults)."""
+    """Return (config.json with its settings in one form, a look-up that falls back to the class's defaults)."""
     config = dict(config)
     for alias, key in family.aliases.items():
         if alias in config:
@@ -359,8 +358,8 @@ def _layer_keys(model: Model, family: Family, get: Get) -> dict:
 
 
 def _rope_keys(model: Model, family: Family, source: Mapping) -> dict:
-    """Return the keys of config.json on the rope, in the form of transformers 4, which version 5 reads, too. A
-    rope_parameters of the source that has more keys is kept if it agrees with the model."""
+    """Return the keys of config.json that describe the rope, in the form of transformers 4, which transformers 5 also
+    reads. A rope_parameters of the source that has more keys is kept if it agrees with the model."""
     given = None if source.get("rope_scaling") else source.get("rope_parameters")
     scaling = dict(model.rope_scaling)
     mixers = "".join(mixer for mixer, _ in pattern.kinds(model))
@@ -390,15 +389,15 @@ def _rope_keys(model: Model, family: Family, source: Mapping) -> dict:
 
 
 def _of_window(local: Any, model: Model) -> dict:
-    """Return the keys of the rope of layers with a window; empty if they are those of the model. local: has the keys of
-    these layers."""
+    """Return the rope's keys in the layers with a window; empty if equal to the model's. local: an object with the keys
+    of these layers."""
     keys = {"rope_theta": local.rope_theta, "rope_scaling": dict(local.rope_scaling)}
     same = keys == {"rope_theta": model.rope_theta, "rope_scaling": dict(model.rope_scaling)}
     return {} if same else {f"kinds.W.{key}": value for key, value in keys.items()}
 
 
 def family_for(model: Model) -> Family:
-    """Return the first family whose config.json is read back as this model. Raises: ValueError if there is none."""
+    """Return the first family whose config.json is read back as this model. Raises: ValueError if no family fits."""
     for family in FAMILIES.values():
         try:
             back = type(model)(**model_keys(config_of(model, family, "float32", 0, {}), family))
@@ -532,7 +531,7 @@ def _pairs(names: Any, family: Family) -> tuple[list[str], list[str], list[str]]
 
 
 def shortest(letters: Sequence[str]) -> str:
-    """Return the shortest pattern of `model.mixers` or `model.mlps` for these letters."""
+    """Return the shortest pattern for `model.mixers` or `model.mlps` that gives these letters."""
     whole = "".join(letters)
     period = next(whole[:p] for p in range(1, len(whole) + 1) if (whole[:p] * len(whole))[:len(whole)] == whole)
     ended = whole.rstrip(whole[-1]) + whole[-1] + "*"
@@ -540,15 +539,15 @@ def shortest(letters: Sequence[str]) -> str:
 
 
 def sublayers(model: Model) -> tuple[list[int], list[int]]:
-    """Return (numbers of the layers' mixers, numbers of their MLPs), if each is a layer of its own; -1: the layer has
-    none."""
+    """Return (numbers of the layers' mixers, numbers of the layers' MLPs), for models whose mixers and MLPs are layers
+    of their own. -1: the layer has no mixer or no MLP."""
     numbers = itertools.count()
     pairs = [tuple(next(numbers) if letter != "." else -1 for letter in kind) for kind in pattern.kinds(model)]
     return [mixer for mixer, _ in pairs], [mlp for _, mlp in pairs]
 
 
 def further_layers(config: Mapping) -> int:
-    """Return the number of layers after the model's that predict further tokens (MTP)."""
+    """Return the number of layers that follow the model's layers and predict further tokens (MTP)."""
     text = text_of(config)
     count = text.get("num_nextn_predict_layers", text.get("num_mtp_layers"))
     return count if type(count) is int and count > 0 else 0

@@ -1,7 +1,8 @@
 """Compares keys of config.json that have the same meaning.
 
-If they differ and transformers 5.24 has a rule for them, its choice is taken and reported; else config.json is refused,
-and the message has both keys. `settings` and `families` decide which of the keys a family reads.
+If two such keys differ and transformers 5.24 has a rule for the keys, the choice of transformers is taken and reported;
+else config.json is refused, and the message has both keys. `settings` and `families` decide which of the keys a family
+reads.
 """
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ def compare(config: Mapping, family: Family) -> tuple[list[str], list[str]]:
 
 
 def rope(config: Mapping, family: Family) -> tuple[Mapping, list[str], list[str]]:
-    """Return (the object that describes the rope, faults, notes). Like in transformers, rope_scaling precedes
-    rope_parameters."""
+    """Return (the object that describes the rope, faults, notes). As in transformers, rope_scaling takes precedence
+    over rope_parameters."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     given = new or old or family.defaults.get("rope_parameters") or {}
     if old and not new and isinstance(given, dict) and family.defaults.get("rope_parameters") and not any(
@@ -82,8 +83,8 @@ def kind_of(given: Mapping) -> object:
 
 
 def original_length(given: Mapping, config: Mapping) -> object:
-    """Return original_max_position_embeddings of a rope. For longrope the key outside the object precedes, as in
-    transformers."""
+    """Return original_max_position_embeddings of a rope. For longrope the key outside the object takes precedence, as
+    in transformers."""
     name = "original_max_position_embeddings"
     return config[name] if kind_of(given) == "longrope" and config.get(name) is not None else given.get(name)
 
@@ -147,7 +148,7 @@ def _pairs_inside(given: Mapping) -> Iterator[list[tuple[str, object]]]:
 
 
 def of_linear(full: list, recurrent: list) -> list[str]:
-    """Return the types of the layers in linear_attn_config, whose numbers begin with 1."""
+    """Return the type of each layer by linear_attn_config, which numbers the layers from 1."""
     return [("linear_attention", "full_attention")[i + 1 in full] for i in range(len(full + recurrent))]
 
 
@@ -213,5 +214,5 @@ def _comparable(value: Any) -> object:
 
 
 def quote(value: object) -> str:
-    """Return the begin of a value as JSON, for messages."""
+    """Return the beginning of a value as JSON, for messages."""
     return json.dumps(value)[:80]

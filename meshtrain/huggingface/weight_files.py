@@ -82,8 +82,8 @@ def at_hand(directory: Path) -> bool:
 
 
 def are_equal(one: safetensors.Entry, other: safetensors.Entry) -> bool:
-    """Return whether two tensors hold the same numbers; False for quantized tensors, whose scales are separate. They
-    are read until they differ. Raises: ValueError if they cannot be read."""
+    """Return whether two tensors hold the same numbers; False for quantized tensors, whose scales are separate. Reading
+    stops at the first difference. Raises: ValueError if a tensor cannot be read."""
     if one.shape != other.shape or not {one.dtype, other.dtype} <= safetensors.DTYPES.keys():
         return False
     stamps = [0 if copies.remote(entry.path) else os.stat(entry.path).st_mtime_ns for entry in (one, other)]

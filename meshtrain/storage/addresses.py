@@ -21,8 +21,8 @@ class StorageError(ValueError):
 
 
 class Refused(StorageError):
-    """The credentials do not permit the request. Unlike a wrong name, this may pass: credentials expire and are
-    renewed."""
+    """The credentials do not permit the request. Unlike a wrong name, a refusal may be temporary: credentials expire
+    and are renewed."""
 
 
 class Missing(StorageError):
@@ -36,7 +36,7 @@ class Changed(StorageError):
 @dataclasses.dataclass(frozen=True)
 class Buckets:
     """The buckets of a scheme. opened_by: MODULE:CLASS of one bucket, see `buckets.Objects`. credentials: the variables
-    that the user sets, for messages. endpoint: variables that name another server begin with it."""
+    that the user sets, for messages. endpoint: the beginning of the names of variables that give another server."""
     opened_by: str
     credentials: str
     endpoint: str
@@ -52,7 +52,7 @@ BUCKETS = {
 @dataclasses.dataclass(frozen=True)
 class Address:
     """The parts of an address. home: the bucket, HOST[:PORT], or [datasets/]OWNER/NAME on the hub. path: the path
-    within it. revision: a revision on the hub, or ""."""
+    within `home`. revision: a revision on the hub, or ""."""
     scheme: str
     home: str
     path: str
@@ -75,8 +75,8 @@ class Address:
 @dataclasses.dataclass(frozen=True)
 class RemoteFile:
     """A file at an address. etag: changes with the content; "" if the server has none. size: bytes; None: unknown.
-    commit: the commit on the hub, or "". It has no URL: a URL from a file could name a host that must not get the
-    credentials."""
+    commit: the commit on the hub, or "". A RemoteFile has no URL: a URL from a file could name a host that must not get
+    the credentials."""
     address: Address
     size: int | None
     etag: str
@@ -98,7 +98,8 @@ def hide_secrets(text: str) -> str:
 
 
 def parse(text: str) -> Address:
-    """Return the address that a text names. Raises: StorageError if its form is unknown, or if it may hold a secret."""
+    """Return the address that a text names. Raises: StorageError if its form is unknown or if the text may hold a
+    secret."""
     scheme, _, rest = text.partition("://")
     home, _, path = rest.partition("/")
     if scheme not in (*BUCKETS, *WEB, HUB):

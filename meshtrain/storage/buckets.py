@@ -44,9 +44,9 @@ class Version:
 
 
 class Objects(Protocol):
-    """One bucket. These methods of obstore's stores are all that is used of a bucket; a class of another system has the
-    same. It is called with the bucket's name and with keyword arguments for HTTP, and used by several threads and
-    processes at once. Paths are those of objects in the bucket, and of folders without a slash at the end.
+    """One bucket. meshtrain uses only these methods of obstore's stores, and a class for another system has the same
+    methods. The class is called with the bucket's name and with keyword arguments for HTTP. Several threads and
+    processes use a bucket at once. Paths are those of objects in the bucket, and of folders without a slash at the end.
 
     Each method may raise FileNotFoundError, PermissionError, and FileExistsError if the condition of a request does not
     hold. After any other OSError the request is repeated. Source: developmentseed.org/obstore.
@@ -56,17 +56,18 @@ class Objects(Protocol):
         """Yield batches of the objects below a folder, or of all: "path", "size" (bytes) and "e_tag"."""
 
     def list_with_delimiter(self, prefix: str | None = None) -> Mapping[str, Any]:
-        """Return "objects" directly in a folder, as in `list`, and "common_prefixes", the paths of folders in it."""
+        """Return "objects" directly in a folder, as in `list`, and "common_prefixes", the paths of folders in this
+        folder."""
 
     def get(self, path: str, *, options: Any = None) -> Any:
         """Return an object: bytes(), its meta (as in `list`, and "version") and the attributes of its write. options:
-        "range" (start, stop); "if_match", the e_tag that it must have; "head": without its bytes."""
+        "range" (start, stop); "if_match", the e_tag that the object must have; "head": without the object's bytes."""
 
     def put(self, path: str, file: bytes | Path, *, mode: Any = "overwrite", attributes: Any = None,
             **options: Any) -> Mapping[str, Any]:
         """Write an object as a whole; return its "e_tag", which changes with each write, and "version" (or None). mode:
-        "create" if the object must not exist, or the "e_tag" and "version" that it must have. options: obstore's
-        options of an upload."""
+        "create" if the object must not exist, or the "e_tag" and "version" that the object must have. options:
+        obstore's options of an upload."""
 
     def copy(self, source: str, target: str) -> None: ...
 
@@ -86,7 +87,7 @@ def list_files(folder: Address) -> list[RemoteFile]:
 
 
 def look_up(address: Address) -> RemoteFile | None:
-    """Return a file; None if there is none. Raises: StorageError."""
+    """Return the file at an address; None if no file is there. Raises: StorageError."""
     try:
         return _of_bucket(address, _ask(address, lambda store: store.get(address.path, options={"head": True}).meta))
     except Missing:
@@ -115,7 +116,7 @@ def read_into(remote: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -
 
 
 def read_range(remote: RemoteFile, start: int, stop: int) -> bytes:
-    """Return bytes [start, stop) of a bucket's file. Raises: Changed if it has changed since it was listed;
+    """Return bytes [start, stop) of a bucket's file. Raises: Changed if the file has changed since it was listed;
     StorageError, FileSystemError."""
     with concurrent.futures.ThreadPoolExecutor(RANGES) as pool:
         return b"".join(pool.map(lambda begin: _range(remote, begin, min(begin + RANGE_BYTES, stop)),
@@ -129,13 +130,15 @@ def _range(remote: RemoteFile, start: int, stop: int) -> Any:
 
 
 def read(address: Address, start: int = 0, stop: int | None = None) -> bytes:
-    """Return an object of a bucket, or bytes [start, stop) of it. Raises: Missing if there is none; StorageError."""
+    """Return an object of a bucket, or bytes [start, stop) of it. Raises: Missing if the object does not exist;
+    StorageError."""
     options = None if stop is None else {"range": (start, stop)}
     return _ask(address, lambda store: bytes(store.get(address.path, options=options).bytes()))
 
 
 def read_versioned(address: Address) -> tuple[bytes, Version] | None:
-    """Return an object of a bucket and its version for `write_if`; None if there is none. Raises: StorageError."""
+    """Return an object of a bucket and its version for `write_if`; None if the object does not exist. Raises:
+    StorageError."""
     answer = _with_attributes(address)
     return answer and answer[:2]
 
@@ -172,8 +175,9 @@ def create(address: Address, path: Path) -> str:
 
 
 def write_if(address: Address, content: bytes, before: Version | None, *, patient: bool = False) -> Version | None:
-    """Write an object of a bucket if its version is still `before`; None: if it does not exist. Return its new version,
-    or None if another process has written it. patient: repeat a failed request for longer. Raises: StorageError."""
+    """Write an object of a bucket if its version is still `before` (None: if the object does not exist). Return the new
+    version, or None if another process has written the object. patient: repeat a failed request for longer. Raises:
+    StorageError."""
     named = {"e_tag": before.etag, "version": before.number} if before else {}
     mode = {key: value for key, value in named.items() if value is not None} or "create"
     nonce = uuid.uuid4().hex
@@ -237,8 +241,8 @@ def _check_environment(address: Address) -> None:
 
 
 def endpoints(address: Address) -> list[str]:
-    """Return the servers that the environment sets in place of the store's own. Without them, a bucket's name is
-    ambiguous."""
+    """Return the servers that the environment sets in place of the store's own. Without these servers, a bucket's name
+    is ambiguous."""
     return [value for key, value in _environment() if key.startswith(BUCKETS[address.scheme].endpoint)]
 
 
@@ -260,9 +264,9 @@ def _bucket(scheme: str, name: str, environment: tuple, silence_s: float) -> Obj
 
 def _ask(address: Address, act: Callable[[Objects], Value], verb: str = "read", *, patient: bool = False,
          silence_s: float | None = None) -> Value:
-    """Return act(store), with obstore's store of the address's bucket; repeat it if the server fails. verb: the action
-    in messages, e.g. "read". patient: repeat it for longer. silence_s: time limit of a request; None: the default.
-    Raises: StorageError, FileSystemError; _Silence if a write takes too long."""
+    """Return act(store), where store is obstore's store of the address's bucket. Repeat act if the server fails. verb:
+    the action in messages, e.g. "read". patient: repeat for longer. silence_s: time limit of a request; None: the
+    default. Raises: StorageError, FileSystemError; _Silence if a write takes too long."""
     try:
         exceptions = importlib.import_module("obstore").exceptions
     except ImportError:

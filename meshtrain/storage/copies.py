@@ -1,9 +1,9 @@
 """Copies files at addresses to this host. One process makes each copy, and renames it when it is complete.
 
-The directory of a copy is named after addresses, sizes and etags, of the file and of its companion files. A changed
-file gets another directory, and readers of the older copy can go on. So a directory is never stale, and a second run
-only requests a listing from the store. The files that this process found at addresses are remembered until `forget`, so
-that a run sees one state of them. The caller gives the directory of all copies, or `home` is used.
+The name of a copy's directory depends on addresses, sizes and etags of the file and its companion files. A changed file
+gets another directory, and readers of the older copy can go on. So a directory is never stale, and a second run only
+requests a listing from the store. The files that this process found at addresses are remembered until `forget`, so that
+a run sees one state of them. The caller gives the directory of all copies, or `home` is used.
 """
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MOST_INDEX_BYTES = 100_000_000
 
 @dataclasses.dataclass
 class _Seen:
-    """The files that this process found. files: address -> file; None: there is none. folders: completely listed
+    """The files that this process found. files: address -> file; None: no file is there. folders: completely listed
     folders. digests: name in the run file -> digest of its files. remote: files without a copy, by the path that a copy
     would have."""
     files: dict[str, RemoteFile | None] = dataclasses.field(default_factory=dict)
@@ -49,13 +49,13 @@ _seen = _Seen()
 
 
 def forget() -> None:
-    """Forget the files that this process found: a run begins."""
+    """Forget the files that this process found. Called when a run begins."""
     global _seen
     _seen = _Seen()
 
 
 def identities() -> str:
-    """Return a line for each address that this process has listed. It is equal in two processes that saw the same
+    """Return a line for each address that this process has listed. The text is equal in two processes that saw the same
     files."""
     return "\n".join(f"{name} {digest}" for name, digest in sorted(_seen.digests.items()))
 
@@ -76,7 +76,7 @@ def is_run(name: str) -> bool:
 
 
 def home_of(kind: str, address: Address) -> Path:
-    """Return a directory of this host for files of an address. kind: what they are for, a folder in `home`."""
+    """Return a directory of this host for files of an address. kind: the purpose of the files, a folder in `home`."""
     name = os.path.basename(address.path.rstrip("/") or address.home)[:60]
     return home() / kind / f"{_digest([str(address), *buckets.endpoints(address)])}-{name}"
 
@@ -171,7 +171,7 @@ Weights = Literal["", "copied", "ranges"]
 
 @dataclasses.dataclass(frozen=True)
 class Copying:
-    """Where copies are written, and callbacks during long work. tell: receives a line on the progress. check: called
+    """The directory of copies, and callbacks during long work. tell: receives a line on the progress. check: called
     between pieces of work; may raise."""
     directory: Path
     tell: Callable[[str], None] = lambda line: None
@@ -181,7 +181,7 @@ class Copying:
 def copy_files(names: Sequence[str], beside: Callable[[str], Sequence[str]], copying: Copying) -> list[Path]:
     """Copy files at addresses to this host; return the local files. beside: name -> names of its companion files. Those
     that exist are copied into the same directory, which no other file of `names` shares. Raises: StorageError,
-    ValueError, FileSystemError; what `check` raises."""
+    ValueError, FileSystemError; any exception of `check`."""
     groups = []
     for name in names:
         group = [_file(addresses.parse(other)) for other in (name, *beside(name))]

@@ -16,7 +16,7 @@ REMEDY = "check it, or give another run.dir"
 
 
 def read(run_dir: str, name: str) -> str | None:
-    """Return the text of a message; None if there is none."""
+    """Return the text of a message; None if the message does not exist."""
     path = Path(run_dir) / name
     try:
         if addresses.is_remote(run_dir):

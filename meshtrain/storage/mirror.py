@@ -1,7 +1,7 @@
 """Mirrors a bucket's directory in a local directory: files are fetched when a run begins and sent when they change.
 
-Writers and readers of a run use only directories. For an address this is `directory(address)` on this host. A `Lease`
-replaces the locks of a file system. This module knows no run.
+Writers and readers of a run use only directories. For an address, the directory is `directory(address)` on this host. A
+`Lease` replaces the locks of a file system. This module knows no run.
 """
 from __future__ import annotations
 
@@ -101,10 +101,12 @@ def fetch(source: Address, target: Path, wanted: Callable[[str], bool], within: 
 
 
 def _fetch_log(remote: addresses.RemoteFile, path: Path) -> None:
-    """Make a local file equal to a log in the bucket, in pieces, and from the second time on by its new end alone.
+    """Make a local file equal to a log in the bucket, in pieces. From the second time on, only the new end of the log
+    is fetched.
 
-    Every row of the log has its time, so a log that was cut and written again has other bytes: if the end of the local
-    file is equal to the same range in the bucket, all before it is equal, too. Raises: StorageError, OSError.
+    Every row of the log has its time, so a log that was cut and written again has other bytes. So if the end of the
+    local file is equal to the same range in the bucket, everything before the end is equal, too. Raises: StorageError,
+    OSError.
     """
     for _ in range(MOST_TRIES):
         with open(path, "ab+") as file:
@@ -178,7 +180,7 @@ def remove(path: Path) -> None:
 
 class Mirror(contextlib.AbstractContextManager):
     """Sends changed files of a local directory to a bucket, every few seconds and on request. One process of a run has
-    it.
+    a Mirror.
 
     It adds and replaces objects, and removes only those that `forget` names. The object of a file that is gone from the
     directory stays, and the file is not sent again: someone has emptied this host's cache, and later writes to the file
@@ -186,8 +188,8 @@ class Mirror(contextlib.AbstractContextManager):
     them.
 
     wanted: name within the directory -> whether the file is sent. needed: top-level names without which a checkpoint is
-    useless; the first one is sent before all others. tell: receives the name of each file that cannot be sent, which is
-    tried again. check_claim: called before anything is sent; raises LostClaimError if another start has claimed the
+    useless; the first one is sent before all others. tell: receives the name of each file that cannot be sent and will
+    be sent again. check_claim: called before anything is sent; raises LostClaimError if another start has claimed the
     run. `fetch` must have filled the directory.
     """
 
@@ -212,7 +214,7 @@ class Mirror(contextlib.AbstractContextManager):
                 raise error
 
     def forget(self, name: str) -> None:
-        """Have the next send remove this file from the bucket, if it is no longer in the directory."""
+        """Make the next `send` remove this file from the bucket, if the file is no longer in the directory."""
         self._forgotten.add(name)
 
     def _send(self, *, all_of_them: bool = True) -> dict[str, Exception]:
@@ -257,8 +259,8 @@ class Mirror(contextlib.AbstractContextManager):
         return name.split(os.sep)[0] in self.needed
 
     def _find(self, failed: dict[str, Exception]) -> dict[str, tuple]:
-        """Return name -> a value that changes when the file does. failed: receives the error of each file that is gone
-        or cannot be read; the name "." means the directory."""
+        """Return name -> a value that changes when the file changes. failed: receives the error of each file that is
+        gone or cannot be read; the name "." means the directory."""
         states = {}
 
         def note(error: OSError) -> None:
@@ -339,7 +341,8 @@ def _collect(failed: dict[str, Exception], name: str) -> Iterator[None]:
 
 
 class LeaseHeld(Exception):
-    """Another process has the lease. text: its content; sign: changes as long as the owner lives."""
+    """Another process has the lease. text: the content of the lease. sign: a value that changes as long as the owner
+    lives."""
 
     def __init__(self, text: str, sign: object):
         super().__init__()
@@ -347,11 +350,12 @@ class LeaseHeld(Exception):
 
 
 class Lease:
-    """A lock in a bucket: an object that one process owns. The owner rewrites it every BEAT_S, only if it is its own.
+    """A lock in a bucket: an object that one process owns. The owner rewrites the object every BEAT_S, only while the
+    object is still the owner's.
 
     If the object does not change for LEASE_S, another process may take it. The taker measures with its own clock,
-    because clocks of hosts differ. lost: called with the text of the process that has taken it. tell: receives the
-    reason if the object cannot be written.
+    because clocks of hosts differ. lost: called with the text of the process that has taken the lease. tell: receives
+    the reason if the object cannot be written.
     """
 
     def __init__(self, address: Address, *, lost: Callable[[str], None] = lambda text: None,

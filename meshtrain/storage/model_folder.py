@@ -1,6 +1,6 @@
-"""Where a Hugging Face model folder is, on this host or at an address, and which files in it accompany the weights.
+"""The place of a Hugging Face model folder, on this host or at an address, and the files that accompany its weights.
 
-`huggingface` reads what the files say. A run file and a checkpoint need only the place.
+`huggingface` reads the content of the files. A run file and a checkpoint need only the place.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPANIONS = (CONFIG, "generation_config.json", *OF_TOKENIZER, "preprocessor_con
 
 
 def is_at(place: str | Path) -> bool:
-    """Return whether a directory or an address is a model folder: it has a config.json, which our runs do not have.
+    """Return whether a directory or an address is a model folder, i.e. has a config.json. Our runs have no config.json.
     False for "". Raises: as `local_path`."""
     if place == "" or addresses.is_remote(place) and copies.is_run(str(place)):
         return False
@@ -35,7 +35,7 @@ def local_path(source: str | Path, *, weights: copies.Weights = "",
     """Return the directory of a model folder or a run: the path itself, or this host's copy for an address.
 
     weights: how weights of a model folder are read, see `copies.Weights`; "": only its companion files are copied.
-    tell: receives a line if copying takes long. Raises: StorageError, a ValueError, if it cannot be read;
+    tell: receives a line if copying takes long. Raises: StorageError (a ValueError) if the folder cannot be read;
     FileSystemError.
     """
     if not addresses.is_remote(source):

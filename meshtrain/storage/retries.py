@@ -22,11 +22,11 @@ class Moment(Exception):
 
 def patiently(address: Address, act: Callable[[], Value], done: Callable[[], int] = lambda: 0, *,
               verb: str = "read", patient: bool = False) -> Value:
-    """Return act(). If the server fails, repeat it after each pause; if done() has grown meanwhile, begin with the
-    first pause.
+    """Return act(). If the server fails, call act again after each pause. If done() has grown meanwhile, begin again
+    with the first pause.
 
-    Raises: FileSystemError if it still fails after all pauses, which is no mistake of the user's; a launcher starts
-    again. StorageError.
+    Raises: FileSystemError if the server still fails after all pauses: this is no mistake of the user's, and a launcher
+    starts again. StorageError.
     """
     tries, before, pauses_s = 0, done(), PATIENT_PAUSES_S if patient else PAUSES_S
     while True:

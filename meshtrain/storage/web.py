@@ -22,7 +22,7 @@ MOST_LISTING_BYTES = 1 << 28        # of the hub's answer
 
 
 def look_up(address: Address) -> RemoteFile | None:
-    """Return a file of the web; None if there is none. Raises: StorageError."""
+    """Return a file of the web; None if the file does not exist. Raises: StorageError."""
     def ask(method: str):
         with _send_request(address, _url(address), method=method) as reply:
             size = reply.headers.get("Content-Length", "")

@@ -1,8 +1,9 @@
-"""Finds the stop tokens of a run or a model folder. Sampling, generating, evaluating and exports use the same ones.
+"""Finds the stop tokens of a run or a model folder. Sampling, generation, evaluation and exports use the same stop
+tokens.
 
-The first are those that training writes: the chat template's end of turn after an answer, and data.eos or the separator
-after a document. Those of the initial weights follow: eos_token_id of a model folder, or the stop tokens of another
-run. A run's stop tokens are saved with its checkpoints.
+The first stop tokens are those that training writes: the chat template's end of turn after an answer, and data.eos or
+the separator after a document. The stop tokens of the initial weights follow: eos_token_id of a model folder, or the
+stop tokens of another run. A run's stop tokens are saved with its checkpoints.
 """
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ ANSWER = chat.PROBE[1]["content"]       # a template may change its case, but no
 class Ends:
     """The stop tokens and stop strings of a model.
 
-    ids: stop tokens; those of the training data come first. stops: stop strings, if a template writes no special token.
-    turn: the template's end of turn, the first of ids; None: there is none. bos: the token before a document; None:
-    unknown. note: a warning for the user.
+    ids: stop tokens; the stop tokens of the training data come first. stops: stop strings, if a template writes no
+    special token. turn: the template's end of turn, the first of ids; None: the template has no such token. bos: the
+    token before a document; None: unknown. note: a warning for the user.
     """
     ids: tuple[int, ...] = ()
     stops: tuple[str, ...] = ()
@@ -54,7 +55,7 @@ class Ends:
 
 
 def agree_on(find: Callable[[], Ends]) -> Ends:
-    """Call found() in process 0; return its value in every process. Raises: as found()."""
+    """Call find() in process 0; return its value in every process. Raises: as find()."""
     ends = agree.on_first(lambda: dataclasses.asdict(find()))
     return Ends(**(ends | {"ids": tuple(ends["ids"]), "stops": tuple(ends["stops"])}))
 
@@ -66,8 +67,9 @@ def format_token(reader: Tokenizer, id: int) -> str:
 
 def of_template(template: chat.Template) -> Ends:
     """Return the tokens that a chat template writes after an answer: its first special token, then the tokenizer's
-    eos_token. If it writes no special token, the text that it writes is a stop string; with a tokenizer.json, a text of
-    only white space is none. Raises: ValueError if the template refuses a question with an answer."""
+    eos_token. If the template writes no special token, the text that the template writes is a stop string; with a
+    tokenizer.json, a text of only white space is no stop string. Raises: ValueError if the template refuses a question
+    with an answer."""
     (whole,) = chat.encode(template, [chat.Conversation(chat.PROBE, [True, True])], learn_all=True)
     ids, library = [int(id) for id in whole.ids], template.library
     decode = template.tokenizer.decode if library is None else lambda some: library.decode(
@@ -87,7 +89,7 @@ def of_template(template: chat.Template) -> Ends:
 
 
 def of_folder(directory: Path | None) -> Ends:
-    """Return the stop tokens in a model folder's files; none if `directory` is None. Raises: ValueError."""
+    """Return the stop tokens in a model folder's files; no stop tokens if `directory` is None. Raises: ValueError."""
     return Ends(settings.stop_ids(directory) if directory and model_folder.is_at(directory) else ())
 
 
@@ -158,7 +160,7 @@ def of_saved(saved: Saved, companions: Path | None) -> Ends:
 
 def of_run(run: Run, saved: Saved | None) -> Ends:
     """Return the stop tokens of a run that begins or resumes. saved: the checkpoint that the run resumes from, or the
-    one that checkpoint.init_from names; None: neither. Raises: ValueError."""
+    checkpoint that checkpoint.init_from names; None: neither. Raises: ValueError."""
     folders = model_folder.companion_folders(run.run.dir, run.checkpoint.init_from)
     there = next(filter(model_folder.is_at, folders), None)
     return of_data(run.data, run.model.vocab_size, of_saved(saved, there) if saved else of_folder(there), folders)
@@ -169,14 +171,15 @@ def of_run(run: Run, saved: Saved | None) -> Ends:
 
 def of_documents(directory: Path, separator: int | None) -> int | None:
     """Return the token that ends documents according to a model folder's files: the first eos_token_id of config.json,
-    else of generation_config.json. None if there is none, or if the separator is among them."""
+    else of generation_config.json. None if the files name no such token, or if the separator is among the tokens of
+    eos_token_id."""
     ids = (*settings.eos_ids(directory, settings.CONFIG), *settings.eos_ids(directory, settings.GENERATION))
     return None if separator in ids else next(iter(ids), None)
 
 
 def default(run: Run, origin: Saved | None) -> tuple[str, str]:
     """Return (data.eos of a new run, a line to print). The value is data.eos of the run file, else the token that ends
-    documents in the initial weights. The line is empty if there is nothing to report or the data have no documents.
+    documents in the initial weights. The line is empty if nothing is to report or if the data have no documents.
 
     origin: the checkpoint that checkpoint.init_from names, if it names a run. Raises: ValueError.
     """
@@ -220,8 +223,8 @@ def _default(run: Run, origin: Saved | None) -> tuple[str, str]:
 
 
 def generation_of(source: Path, ends: Ends) -> dict | None:
-    """Return the content of an export's generation_config.json: the ids of `ends`, then those of `source`. None if
-    `source` already has these ids. Raises: ValueError."""
+    """Return the content of an export's generation_config.json: the ids of `ends`, then the ids of `source`. None if
+    `source` already has exactly these ids. Raises: ValueError."""
     before = settings.stop_ids(source)
     ids = tuple(dict.fromkeys((*ends.ids, *before)))
     if ids == before:

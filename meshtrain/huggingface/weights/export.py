@@ -1,8 +1,9 @@
 """Exports a run's weights as a Hugging Face model folder: atomically, one tensor in memory at a time, on any mesh.
 
 For each tensor a compiled program slices the layer, casts, converts and gathers it; the process that owns the file
-writes it in place. Sizes are known in advance, so the headers are written first. The index, the config and the
-tokenizer files are written after the weights are synced. The folder appears as a whole or not at all: see `new_folder`.
+writes it in place. The sizes of tensors are known in advance, so the headers are written first. The index, the config
+and the tokenizer files are written after the weights are synced. The folder appears as a whole or not at all: see
+`new_folder`.
 """
 from __future__ import annotations
 
@@ -41,10 +42,10 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
           shard_bytes: int, data: Mapping, ends: Ends, source: Path | None) -> int:
     """Write the folder; return the bytes of its weights. All processes make the same call.
 
-    leaf: path -> parameter; each is read once and not kept. data: the section [data] of the training. ends: the stop
-    tokens of the model. source: a folder whose other settings, tokenizer and templates are copied; None: they are made
-    from `data`. Raises: ConfigError if `target` is not free or the model has no family; CheckpointError if a file
-    cannot be written. After an error no files are left.
+    leaf: path -> parameter; each parameter is read once and not kept. data: the section [data] of the training. ends:
+    the stop tokens of the model. source: a folder whose other settings, tokenizer and templates are copied; None: these
+    files are made from `data`. Raises: ConfigError if `target` is not free or the model has no family; CheckpointError
+    if a file cannot be written. After an error no files are left.
     """
     model, places = transformer.cfg, transformer.places()
     with user_errors():
@@ -105,8 +106,7 @@ def write_row(row: folder.WeightRow, leaves: list[jax.Array], name: str, written
 
 
 def _put(row: folder.WeightRow, layer: int | None, array: jax.Array, written: Files) -> None:
-    """Write the tensor of a row. The row may be one of several parts of a stored tensor, or be stored as several
-    tensors."""
+    """Write the tensor of a row. The row may be a part of a stored tensor, or may be stored as several tensors."""
     begin, tensors = 0, row.tensors(layer)
     for name, shape in tensors.items():
         if len(tensors) == 1:
@@ -150,8 +150,8 @@ def layer_of(leaf: jax.Array, layer: jax.Array, num_shards: int, dtype: np.dtype
 
 
 class Files:
-    """The files of an export. Each process writes every N-th file, with N processes. `close` raises the errors: until
-    then the other processes need this one for every gather."""
+    """The files of an export. Each process writes every N-th file, with N processes. Only `close` raises errors,
+    because the other processes need this process for every gather until then."""
 
     def __init__(self, place: Path, parts: Mapping[str, Mapping[str, tuple[int, ...]]], kind: str):
         self.dtype, self.size, self.failed = safetensors.DTYPES[kind], 0, None
@@ -202,8 +202,8 @@ class Files:
 
 def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_bytes: int,
            whole: bool) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return file -> tensor -> shape. The order is: tensors before, in and after the layers; no tensor is split over
-    files. whole: the folder has no other weight files."""
+    """Return file -> tensor -> shape. The order is: tensors before, in and after the layers. No tensor is split over
+    files. whole: whether the folder has no other weight files."""
     first, *last = (row.tensors(None) for row in rows if not row.stacked)
     layers = (row.tensors(layer) for layer in range(num_layers) for row in rows if layer in row.layers)
     files, size = [{}], 0
@@ -219,15 +219,15 @@ def _files(rows: Sequence[folder.WeightRow], num_layers: int, kind: str, shard_b
 
 
 def is_grown(config: Mapping, family: Family, model: Model) -> bool:
-    """Return whether the model has a larger vocabulary than the config.json of the folder that it started from; {}:
-    there is none. Raises: ValueError."""
+    """Return whether the model has a larger vocabulary than the folder that it started from. config: the folder's
+    config.json; {}: no folder. Raises: ValueError."""
     return bool(config) and settings.model_keys(config, family)["vocab_size"] < model.vocab_size
 
 
 def write_companions(place: Path, source: Path | None, data: Mapping, names: Sequence[str], grown: bool) -> None:
     """Write the files of these names that `source` has, else the tokenizer of [data]; then the chat template that the
-    run was trained with. grown: the vocabulary is larger than that of `source`, so the tokenizer is that of [data].
-    Raises: ValueError."""
+    run was trained with. grown: whether the vocabulary is larger than that of `source`; then the tokenizer of [data] is
+    written. Raises: ValueError."""
     home, is_new = None, (grown or not source) and (path := tokenizer.local(data["tokenizer"])).is_file()
     if source:
         copy_companions(source, place, [name for name in names if not is_new or name not in model_folder.OF_VOCABULARY])

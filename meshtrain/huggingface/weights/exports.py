@@ -1,8 +1,8 @@
 """checkpoint.export: exports the weights of saved steps to run.dir/export/STEP.
 
-A failed export is reported and leaves no files; training continues. It is repeated from its checkpoint with the next
-export, at the end of the run, or when the finished run is started again. With "every", checkpoints that are still to be
-exported may be kept longer than checkpoint.keep says.
+A failed export is reported and leaves no files; training continues. The export is repeated from its checkpoint with the
+next export, at the end of the run, or when the finished run is started again. With "every", checkpoints that are still
+to be exported may be kept longer than checkpoint.keep says.
 """
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Exports:
 
     def make(self, step: int, params: dict, of: Ends) -> dict:
         """Export the parameters of a step, then missing exports of earlier steps; return an empty dict of metrics.
-        params: parameters of the run's state, adapters included. of: the run's stop tokens."""
+        params: parameters of the run's state, adapters included. of: the stop tokens of the run."""
         if not self._is_exported(step):
             leaves = leaves_of(params)
             leaf = leaves.get if self._of_adapters else adapters.leaf(self.transformer, leaves)
@@ -65,15 +65,15 @@ class Exports:
         return {}
 
     def set_aside_after(self, step: int) -> None:
-        """Rename the exports of steps later than `step`, after which the run goes on, and report their new names.
-        All processes call it. Raises: ConfigError, files.FileSystemError."""
+        """Rename the exports of steps later than `step`, after which the run goes on, and report the new names. All
+        processes call it. Raises: ConfigError, files.FileSystemError."""
         renamed = agree.on_first(lambda: set_aside_after(self.run.run.dir, step))
         if renamed and jax.process_index() == 0:
             say.out(f"exports of later steps are kept as {', '.join(f'{contents.EXPORT}/{name}' for name in renamed)}")
 
     def finish(self) -> str:
-        """Make missing exports of saved steps at the end of the run. Return why others could not be made; empty: none.
-        """
+        """Make missing exports of saved steps at the end of the run. Return why other exports could not be made; empty:
+        all were made."""
         if self.run.checkpoint.export == "off":
             return ""
         self._make_saved({*self.failed, *self._due()})

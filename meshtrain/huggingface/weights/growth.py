@@ -30,10 +30,11 @@ def is_grown(source: folder.Folder, run: Run) -> bool:
 
 
 def grow(source: folder.Folder, run: Run, weights: dict) -> dict:
-    """Return the weights with rows for the ids that the folder lacks, and say so. All processes call it.
+    """Return the weights, with new rows for the ids that the folder lacks, and print a line about the new rows. All
+    processes call it.
 
     weights: nested dicts of arrays, loaded from the folder; embedding and head are donated. Raises: ConfigError if
-    these are quantized; CheckpointError if a file cannot be read.
+    embedding or head is quantized; CheckpointError if a file cannot be read.
     """
     old, new, leaves = source.model["vocab_size"], run.model.vocab_size, trees.leaves_of(weights)
     ids, ends = np.arange(old, new), dict(zip(LORA_ALSO, folder.ends_of(source.family)))

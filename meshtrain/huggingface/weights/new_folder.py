@@ -31,8 +31,8 @@ Value = TypeVar("Value")
 
 @contextlib.contextmanager
 def writing(target: Target) -> Iterator[Path]:
-    """Yield a temporary directory. At the end of the block its files become those of `target`; after an exception, none
-    do.
+    """Yield a temporary directory. At the end of the block its files become the files of `target`; after an exception,
+    `target` gets no files.
 
     All processes enter the block together, and each writes files of its own. A second writer is refused: in a directory
     at once, in a bucket before the mark is written. Raises: ConfigError if `target` is not free; CheckpointError, in
@@ -194,8 +194,8 @@ def _lock_place(directory: Path, place: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock(directory: Path, path: Path) -> Iterator[None]:
-    """Hold a lock file until the block ends, then remove it. A file that a killed process has left is not locked. On a
-    file system without locks (Lustre without `-o flock`) a second writer is not detected."""
+    """Hold a lock file until the block ends, then remove the file. A file that a killed process has left is not locked.
+    On a file system without locks (Lustre without `-o flock`) a second writer is not detected."""
     while True:
         with open(path, "a", encoding="utf-8") as lock:
             try:

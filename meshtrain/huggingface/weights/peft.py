@@ -4,9 +4,9 @@ with the chat template that the adapters learned), atomically.
 The embedding and the head are written whole if they were trained, as PEFT's modules_to_save. If they are tied, both are
 written, because PEFT does not tie them. PEFT's lora_A is [rank, in] and lora_B [out, rank], named after the family's
 modules. A fused module (Phi-3's qkv_proj, GPT-2's c_attn) gets the concatenated A's and the block-diagonal B's: the
-product is the same, and its rank is the sum of the ranks. Adapters of routed experts are those of PEFT's
-target_parameters: of one tensor for all experts, lora_A [E·rank, in] and lora_B [out, rank·E]. The folder is written
-like that of a model, see `export`.
+product is the same, and its rank is the sum of the ranks. Adapters of routed experts are written as adapters of PEFT's
+target_parameters: for one tensor of all experts, lora_A [E·rank, in] and lora_B [out, rank·E]. The folder is written in
+the same way as a model folder, see `export`.
 """
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
 
     leaf: path of an adapter's A or B -> parameter; None if the projection has no adapter. base: name or path of the
     base model. data: the section [data] of the training. source: a folder that gives the model's family, and whose
-    tokenizer and templates are copied; None: they are made from `data`. ends: stop tokens of the model, written if the
+    tokenizer and templates are copied; None: both are made from `data`. ends: stop tokens of the model, written if the
     folder names others. Raises: as `export.write`.
     """
     model, places, of = transformer.cfg, transformer.places(), transformer.lora
@@ -100,15 +100,16 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
 
 def name_rows(family: Family, model: Model, transformer: Transformer,
               prefixes: tuple[str, str] | None = None) -> list[folder.WeightRow]:
-    """Return the rows of a model, as transformers has it in memory: one tensor for all experts, if the family has that
-    name. prefixes: as in `folder.rows`. Raises: ValueError."""
+    """Return the rows of a model with the names of transformers' modules in memory: one tensor for all experts, if the
+    family has such a name. prefixes: as in `folder.rows`. Raises: ValueError."""
     whole = [name.removesuffix(ALL).replace("{l}", "0") for name in family.tensors if name.endswith(ALL)]
     return folder.rows(family, model, parameter_paths(transformer), prefixes, whole)
 
 
 def _tensor_name(row: folder.WeightRow, layer: int, matrix: str, rows: Sequence[folder.WeightRow]) -> str:
-    """Return the name of a tensor of an adapter. matrix: A or B. rows: all that have adapters. In PEFT, the experts'
-    module has the adapter of its last tensor, and base_layer of it those of others."""
+    """Return the name of a tensor of an adapter. matrix: A or B. rows: all rows that have adapters. In PEFT, the
+    experts' module has the adapter of the module's last tensor, and its base_layer has the adapters of its other
+    tensors."""
     module, last = row.of_layer(layer).removesuffix(".weight"), [one.name for one in rows if one.expert == 0][-1:]
     if row.expert is not None:
         module = module.rpartition(".")[0] + ".base_layer" * ([row.name] != last)
@@ -136,7 +137,7 @@ def input_dim(row: folder.WeightRow) -> int:
 
 
 def of_rank(row: folder.WeightRow, rank: int) -> folder.WeightRow:
-    """Return the row of a matrix with `rank` inputs and the outputs of this row's matrix: that of B."""
+    """Return the row of B: a matrix with `rank` inputs and the outputs of this row's matrix."""
     first, *others = row.pieces[0].form.theirs.dims[input_dim(row)]
     return dataclasses.replace(row, sizes={**row.sizes, **dict.fromkeys(others, 1), first: rank})
 
@@ -176,7 +177,7 @@ def _program(row: folder.WeightRow, leaves, dtype: np.dtype):
 
 
 def _short(module: str, modules: list[str]) -> str:
-    """Return a module's short name, as PEFT's users write it; with one more component if the short name is ambiguous.
+    """Return a module's short name, as written by PEFT's users, with one more component if the short name is ambiguous.
     """
     last = module.rpartition(".")[2]
     return last if sum(other.rpartition(".")[2] == last for other in modules) == 1 else ".".join(module.split(".")[-2:])

@@ -2,9 +2,10 @@
 
 The tensors decide which projections of which layers have adapters; adapter_config.json gives their scales. Adapters of
 a run have one rank and one scale. So smaller ranks are padded with zeros, layers without tensors are zero, and the
-scale of the module with the largest rank is the run's; others are folded into B. The result is what PEFT computes. A
-fused module (Phi-3's qkv_proj) has one A for several projections: each gets a copy. If its B is block-diagonal, as
-`peft` writes it, each gets its block. An embedding and a head that were trained whole are those of lora.also.
+run's scale is the scale of the module with the largest rank; other scales are folded into B. The result is what PEFT
+computes. A fused module (Phi-3's qkv_proj) has one A for several projections: each gets a copy. If B is block-diagonal,
+as written by `peft`, each projection gets its block of the rank. An embedding and a head that were trained whole become
+lora.also.
 """
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ class PeftFolder:
     """An opened PEFT folder. rows: the rows of the base model whose modules may have adapters. modules: name of a
     tensor of the base model -> its adapter. blocks: kind of a row -> path of our parameter -> (block of the rank that
     the projection has, number of blocks). whole: the embedding and head that were trained whole. lora: the keys of
-    [lora] that the folder decides. base: name of the model that it was trained on."""
+    [lora] that the folder decides. base: the name of the model that the adapters were trained on."""
     directory: Path
     rows: Sequence[folder.WeightRow]
     modules: Mapping[str, AdaptedModule]
@@ -274,8 +275,8 @@ class _Alphas:
                                      f"{error}") from None
 
     def of(self, module: str) -> tuple[int, float]:
-        """Return (rank, alpha) of a module. The first pattern that matches applies, as in PEFT. alpha is such that the
-        scale is alpha / rank."""
+        """Return (rank, alpha) of a module. The first pattern that matches applies, as in PEFT. The scale of the module
+        is alpha / rank."""
         def of_patterns(patterns: Mapping, default):
             return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
         rank, alpha = of_patterns(self.ranks, self.rank), of_patterns(self.alphas, self.alpha)
@@ -296,9 +297,11 @@ def _pair(entries: Mapping[str, safetensors.Entry]) -> tuple[
 
 
 def _name_parameter(module: str, modules: Collection[str], given: Mapping) -> str:
-    """Return the name of the tensor of experts that an adapter of target_parameters is for; of other modules the name.
+    """Return the name of the experts' tensor that an adapter of target_parameters adapts; for any other module, the
+    module's name.
 
-    The module has the adapter of down_proj, and its base_layer that of gate_up_proj, if there are both.
+    If both tensors have adapters, the module has the adapter of down_proj, and its base_layer has the adapter of
+    gate_up_proj.
     """
     home = module.removesuffix(".base_layer")
     if not home.endswith(".experts"):
@@ -311,8 +314,8 @@ def _name_parameter(module: str, modules: Collection[str], given: Mapping) -> st
 
 
 def _name_in_family(family: Family, module: str, known: Collection[str]) -> str | None:
-    """Return the family's name of a module's weight; None if it is not in `known`. transformers has named the text
-    model of a multimodal one differently, and a model without head has no prefix."""
+    """Return the family's name of a module's weight; None if the name is not in `known`. transformers has had different
+    names for the text model in a multimodal model, and a model without a head has no prefix."""
     name = module if ".experts." in module else f"{module}.weight"
     return next((own for own in (name, folder.name_in_text(family, name), family.prefix + name) if own in known), None)
 
@@ -321,7 +324,8 @@ def _find_whole(family: Family, model: Model, others: Mapping[str, safetensors.E
                 given: Mapping) -> tuple[dict[str, safetensors.Entry], list[str], list[str]]:
     """Return (the family's name of the embedding or head -> its tensor, names of the other tensors, faults).
 
-    others: the tensors that are no adapters. PEFT saves a changed embedding also if modules_to_save does not name it.
+    others: the tensors that are no adapters. PEFT saves a changed embedding even if modules_to_save does not name the
+    embedding.
     """
     table, head = ends = folder.ends_of(family)
     whole: dict[str, safetensors.Entry] = {}

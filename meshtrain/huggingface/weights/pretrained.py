@@ -43,8 +43,8 @@ def parameter_paths(transformer: Transformer) -> folder.Paths:
 
 
 def open_folder(run: Run, transformer: Transformer) -> FolderWeights | None:
-    """Return the model folder of checkpoint.init_from and its rows; None if it is not a model folder. Raises:
-    ConfigError that lists every fault of the folder."""
+    """Return the model folder of checkpoint.init_from and its rows; None if checkpoint.init_from is not a model folder.
+    Raises: ConfigError that lists every fault of the folder."""
     source = run.checkpoint.init_from
     if not source or not model_folder.is_at(source):
         return None
@@ -91,7 +91,8 @@ def load(source: folder.Folder, rows: Sequence[folder.WeightRow], places: Sequen
 
 
 def paths_of(row: folder.WeightRow, stack: str) -> list[str]:
-    """Return the paths of a row's parameters. stack: path of the stack that has the layer, if the row is of layers."""
+    """Return the paths of a row's parameters. stack: the path of the stack that has the layer, if the row belongs to
+    layers."""
     return [stack + path.removeprefix(LAYERS) if row.stacked else path for path in row.paths]
 
 
@@ -105,7 +106,7 @@ def keep_companions(run: Run, directory: Path) -> None:
 
 
 def copy_companions(source: Path, target: Path, names: Sequence[str] = model_folder.COMPANIONS) -> None:
-    """Copy a folder's companion files of these names to `target`, made if needed. Raises: ValueError.
+    """Copy a folder's companion files of these names to `target`, which is created if needed. Raises: ValueError.
 
     Tensors of the folder that the text model does not use are copied to one more file, model_folder.CARRIED.
     """
