@@ -289,7 +289,7 @@ def _plain(value) -> str:
 
 
 def _keep_programs(directory: str, trims: bool) -> None:
-    """Set the directory of the compilation cache. trims: remove the least recently used programs beyond
+    """Set the directory of the compilation cache. trims: whether to remove the least recently used programs beyond
     KEPT_PROGRAM_BYTES.
 
     JAX_COMPILATION_CACHE_MAX_SIZE, if set, replaces this limit. By default the variable is not set. If it is set, jax

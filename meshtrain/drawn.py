@@ -48,8 +48,8 @@ def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x: str = "", y: s
     """Draw curves in one frame: {name: [(x, y), …]}. x, y: names of the axes.
 
     dots: names of the curves whose points are marked and not joined. marks: label -> value of x with a vertical line.
-    unit: the unit of y, see `bars`. log: both axes are logarithmic. hover: name of a curve of dots -> a tooltip for
-    each point.
+    unit: the unit of y, see `bars`. log: whether both axes are logarithmic. hover: name of a curve of dots -> a tooltip
+    for each point.
 
     >>> mt.curves({"loss": [(1, 6.5), (2, 6.1)]}, "step", "loss")
     loss: 2 points, the last (2, 6.1)
@@ -99,7 +99,7 @@ def shards(states: Mapping[str, Sequence[Sequence[int | str | None]]], ring: boo
     begins with "→" has an arrow before it.
 
     A piece is the number of the device that it came from (shown by its colour), a text such as "Σ" for a sum, or None
-    if the device holds nothing. ring: also draw the ring in which devices send to their neighbours.
+    if the device holds nothing. ring: whether to draw the ring in which devices send to their neighbours, too.
 
     >>> mt.shards({"before": [[0, None], [None, 1]], "→ all-gather": [[0, 1], [0, 1]]})
     before        device 0: 0 ·, device 1: · 1

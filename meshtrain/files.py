@@ -86,8 +86,8 @@ def is_moment(error: BaseException) -> bool:
 def patiently(act: Callable[[], Value], *, missing: bool = False) -> Value:
     """Return act(). After a temporary failure of the file system, retry after each of PAUSES_S.
 
-    missing: also retry if there is no such file: on a shared file system, another host's new file may not be visible
-    yet. Raises: the OSError of the last attempt, or at once if it is a mistake (see `is_mistake`).
+    missing: whether to retry if there is no such file: on a shared file system, another host's new file may not be
+    visible yet. Raises: the OSError of the last attempt, or at once if it is a mistake (see `is_mistake`).
     """
     for pause_s in PAUSES_S:
         try:
@@ -201,7 +201,7 @@ def refuse(error: OSError) -> None:
 def checksums(place: Path, paths: Iterable[Path], *, sync: bool = False, missing: bool = False) -> dict[str, list]:
     """Return path relative to `place` -> [bytes, xxh3-128] of each file.
 
-    sync: the files were just written; sync them to disk. If False, they are read with retries. missing: see
+    sync: True for files just written, which are synced to disk; False: files are read with retries. missing: see
     `patiently`.
     """
 
@@ -261,8 +261,8 @@ def remove(place: Path) -> OSError | None:
 def replace(path: Path, content: str | bytes, *, shared: bool = False) -> None:
     """Replace the content of a file atomically and sync it to disk.
 
-    shared: several processes may write the file at the same time; the directory is synced, too, and a failed write
-    leaves no temporary file.
+    shared: whether several processes may write the file at the same time; if so, the directory is synced, too, and a
+    failed write leaves no temporary file.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
     try:

@@ -100,7 +100,7 @@ class Experiment:
     on one device or on the given mesh. settings: keys of a run file, {"model.num_layers": 2} or {"model":
     {"num_layers": 2}}. rules: a shipped name, a path, the text of a rule file or a dict of its tables; default: those
     of the run file. mesh: sizes of axes; without a run file, other axes are 1. simulated_devices: number of simulated
-    devices; default: that of `simulate`, else 8.
+    devices; default: the number of `simulate`, else 8.
 
     Devices start with the first method that computes. All experiments of a process share them; each uses as many as its
     mesh has. Raises: ConfigError.

@@ -69,8 +69,8 @@ class Kind(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Consecutive layers: the layers of `period`, repeated `repeats` times. leading: they come before the stages of a
-    pipeline."""
+    """Consecutive layers: the layers of `period`, repeated `repeats` times. leading: whether they come before the
+    stages of a pipeline."""
     name: str
     period: tuple[Kind, ...]
     repeats: int

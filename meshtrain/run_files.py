@@ -248,7 +248,7 @@ def _drop_shape(tables: dict) -> None:
 def _override(tables: dict, overrides: Sequence[tuple[str, str]], default: bool) -> None:
     """Write the command line's values into the tables: as text for string keys, parsed as TOML for others.
 
-    default: no file was named, so the tables are those of the quickstart.
+    default: True if no file was named, so that the tables are the quickstart's.
     """
     given = dict(overrides)
     # A preset on the command line replaces the file's model shape; only keys on the command line are added to it. A

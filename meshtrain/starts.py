@@ -113,7 +113,7 @@ def start_state(made: assembly.Assembly, start: resume.Start, given: FolderWeigh
 
 
 def _complete(made: assembly.Assembly, start: resume.Start, state: State, absent: Sequence[str]) -> State:
-    """Return a restored state with the parts that the run has and the checkpoint lacks. absent: from OPTIONAL."""
+    """Return a restored state with the parts that the run has and the checkpoint lacks. absent: names from OPTIONAL."""
     wanted = made.state_shapes
     if wanted.ema is None and AVERAGE not in absent:
         say.out("training.ema=0: the average of the weights in the checkpoint is left out")

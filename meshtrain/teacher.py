@@ -35,7 +35,7 @@ class Teacher:
     reads: tuple[str, ...]
 
     def teach(self, batch: dict) -> dict:
-        """Return the batch with the teacher's predictions. batch: from `Program.place`."""
+        """Return the batch with the teacher's predictions. batch: the result of `Program.place`."""
         return batch | self.predict(self.params, {name: batch[name] for name in self.reads})
 
 

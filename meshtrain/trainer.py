@@ -78,7 +78,7 @@ class Trainer:
     def train(self, start: resume.Start, state: State, feed: Feed) -> End:
         """Train from `start` to the last step, or until a stop request. All processes call it together.
 
-        state, feed: at `start`. Raises: Halt, ReplicasDiffer, RolloutError.
+        state, feed: the state and the feed at `start`. Raises: Halt, ReplicasDiffer, RolloutError.
         """
         spikes = Spikes(self.opened.made.run, start.value_of("spikes"))
         while True:

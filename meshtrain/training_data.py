@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Opened:
-    """A run on its devices with its data. corpus, data: from `DataKind.open`. directory: run.dir. check_claim: raises
-    an error if another start has taken over run.dir."""
+    """A run on its devices with its data. corpus, data: the results of `DataKind.open`. directory: run.dir.
+    check_claim: a function that raises an error if another start has taken over run.dir."""
     made: assembly.Assembly
     corpus: sources.Corpus
     data: Batches | Prompts

@@ -146,7 +146,8 @@ def first(question: Question, answer: Answer, gap: Gap | None = None) -> dict | 
 
 
 def sampling(costs: dict) -> str:
-    """Return a text about the cost of sampling under the first plan. costs: from `commands.plan.price_sampling`."""
+    """Return a text about the cost of sampling under the first plan. costs: the result of
+    `commands.plan.price_sampling`."""
     if "file_bytes" in costs:
         fits = costs["slots_that_fit"]
         return (f"A separate sampler with the {costs['gpus']} GPUs of a host (tensor {costs['tensor']}): "
@@ -173,7 +174,7 @@ def _short(plan: Plan) -> str:
 
 
 def verification_table(question: Question, plans: list[Plan], compiled: list[dict]) -> str:
-    """Return a table that compares formulas with the compiled programs of the best plans. compiled: from
+    """Return a table that compares formulas with the compiled programs of the best plans. compiled: the result of
     `commands.plan.verify`."""
     rows = [("", "memory", "compiled", "step", "roofline", "sent per GPU, by formulas", "compiled")]
 

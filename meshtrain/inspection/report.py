@@ -180,7 +180,7 @@ def memory_table(step: Inspected) -> str:
 
 
 def sampling_table(data: dict) -> str:
-    """Return the costs of sampling as text. data: from `SamplingCosts.as_json`."""
+    """Return the costs of sampling as text. data: the result of `SamplingCosts.as_json`."""
     held, sync, decode = data["memory_bytes"], data["sync"], data["decode"]
 
     def show(value: int | None) -> str:
@@ -214,7 +214,7 @@ def sampling_table(data: dict) -> str:
 
 
 def teacher_table(teacher: teacher_forward.TeacherForward, data: dict) -> str:
-    """Return the costs of a teacher as text. data: from `TeacherForward.as_json`."""
+    """Return the costs of a teacher as text. data: the result of `TeacherForward.as_json`."""
     held, times = (data[key] for key in ("memory_bytes", "time_s"))
     compiled, program = held["compiled"] or {}, teacher.program
     lines = [f"teacher: {data['folder']}, {data['num_params']:,} weights, {data['rules']}; a forward before each step",

@@ -21,8 +21,9 @@ from meshtrain.inspection import memory
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SamplingCosts:
-    """Costs of sampling on the devices of the run. costs: by formulas. programs: the compiled programs "fill", "decode"
-    and, if weights move, "sync". training_bytes: per device, of the compiled step. assumed: see `Inspected`."""
+    """Costs of sampling on the devices of the run. costs: the costs by formulas. programs: the compiled programs
+    "fill", "decode" and, if weights move, "sync". training_bytes: bytes per device of the compiled step. assumed: see
+    `Inspected`."""
     made: Assembly
     costs: Sampling
     programs: Mapping[str, jax.stages.Compiled]

@@ -59,7 +59,7 @@ def mesh(device_mesh: AnyMesh, gpu: hardware.Gpu | None, device: str, simulated:
 
 def parameters(made: Assembly) -> list[dict]:
     """Return a row per parameter. axes: logical axes. read, stored, grads: for each dimension, the mesh axes that shard
-    it by [params], [optimizer] and [grads]. stored_bytes, grads_bytes: per device."""
+    it by [params], [optimizer] and [grads]. stored_bytes, grads_bytes: bytes per device."""
     rows = []
     for info in made.model.parameters():
         shards = {name: NamedSharding(made.mesh, made.layout.spec(name, info.axes)) for name in

@@ -12,7 +12,7 @@ LONG = 300      # most characters of a value in the table
 
 
 def page(data: dict, verdict: str, rows: Sequence[tuple[str, Sequence[tuple[str, float | None]]]]) -> str:
-    """Return the page as HTML. data: from `compared.of`. verdict: from `compared.verdict`. rows: from
+    """Return the page as HTML. data, verdict, rows: the results of `compared.of`, `compared.verdict` and
     `compared.numbers`."""
     sections = [PageSection("loss", "Loss", overlaid(data, "loss", "loss", "{:.3g}".format) + notes(data)),
                 PageSection("validation", "Validation loss",
@@ -32,7 +32,7 @@ def notes(data: dict) -> str:
 
 def overlaid(data: dict, key: str, name: str, show) -> str:
     """Return a figure with the curves of all runs, over steps, or over tokens if their steps differ in tokens. key: the
-    key of the curve. show: formats a value."""
+    key of the curve. show: a function that formats a value."""
     by_tokens = len({run["tokens_per_step"] for run in data["runs"]}) > 1
     curves = []
     for k, run in enumerate(data["runs"]):

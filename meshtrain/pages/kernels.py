@@ -35,7 +35,7 @@ PLACES = {"model/loss.py": "head and loss", "model/rope.py": "rotary embedding",
 
 def weights(parameters: Sequence[Mapping]) -> dict[str, str]:
     """Return letters of a weight -> its name; weights with the same letters share one entry. A dimension without a
-    logical axis is a dot. parameters: from the JSON of `inspect`, with name and axes."""
+    logical axis is a dot. parameters: rows of the JSON of `inspect`, with name and axes."""
     names_by_shape: dict[str, list[str]] = {}
     for row in parameters:
         letters = "".join(LETTERS.get(axis, ".") for axis in row["axes"] if axis != "layers")
@@ -46,7 +46,8 @@ def weights(parameters: Sequence[Mapping]) -> dict[str, str]:
 
 
 def describe(row: Mapping, names: Mapping[str, str]) -> str:
-    """Return the readable name of a kernel or collective. row: its JSON. names: see `weights`."""
+    """Return the readable name of a kernel or collective. row: the JSON of the kernel or collective. names: the result
+    of `weights`."""
     source, line = row["source"], row.get("line", "")
     backward, again = "transpose(" in source, "/remat/" in f"/{source}/"
     when = "recomputed, " if again else "backward, " if backward else ""

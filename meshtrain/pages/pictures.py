@@ -139,8 +139,8 @@ class Bar(NamedTuple):
 def bars(rows: Sequence[Bar], show: Callable[[float], str], label: str, marks: Sequence[tuple[float, str]] = (),
          most: float | None = None, legend: bool = False, width: int = WIDTH) -> str:
     """Return a drawing of stacked bars on one scale. show: formats a value. marks: (value, name) of lines across all
-    bars. most: largest value of the scale. legend: name the colours below the bars, for a drawing outside a page. In
-    the phone layout, labels are above the bars."""
+    bars. most: largest value of the scale. legend: whether to name the colours below the bars, for a drawing outside a
+    page. In the phone layout, labels are above the bars."""
     beside = width == WIDTH
     left, right, height = (max(max(110, 7.2 * len(row.label) + 14, 5.8 * len(row.note) + 14)
                                for row in rows), WIDTH - 92, 30) if beside else (1, width - 1, 22)
@@ -196,8 +196,8 @@ def _legend(names: Sequence[tuple[int, str]], y: float, x: float = 74) -> list[s
 
 
 class PlotCurve(NamedTuple):
-    """A curve. points: (x, y). dots: draw the points without joining them. names: labels of the first dots. pale: draw
-    a thin, faint line, behind the smoothed curve of the same numbers."""
+    """A curve. points: (x, y). dots: whether to draw the points without joining them. names: labels of the first dots.
+    pale: whether to draw a thin, faint line, behind the smoothed curve of the same numbers."""
     color: int
     name: str
     points: Sequence[tuple[float, float]]
@@ -207,8 +207,8 @@ class PlotCurve(NamedTuple):
 
 
 class PlotAxis(NamedTuple):
-    """An axis. name: written at its end. show: formats a value. zero: the axis begins at 0. unit: ticks are round
-    multiples of it. log: logarithmic, for positive values only."""
+    """An axis. name: text at the axis's end. show: a function that formats a value. zero: whether the axis begins at 0.
+    unit: ticks are round multiples of this number. log: whether the axis is logarithmic (positive values only)."""
     name: str
     show: Callable[[float], str]
     zero: bool = False
@@ -366,8 +366,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Return round numbers from low to high, both positive: powers of ten, and 2 and 5 times them if the powers are
-    few."""
+    """Return round numbers from low to high, both positive: powers of ten, and 2 and 5 times these if they are few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     def within(of: Sequence[int], every: int = 1) -> list[float]:
         return [k * 10.0 ** power for power in powers if power % every == 0 for k in of
@@ -416,7 +415,7 @@ def kinds(data: dict) -> dict[str, tuple[int, str]]:
 
 
 def schedule(data: dict, heading: str = "", width: int = WIDTH) -> str:
-    """Return a drawing with a row for each stage over simulated time; later chunks are lighter. data: from
+    """Return a drawing with a row for each stage over simulated time; later chunks are lighter. data: the result of
     `inspection.chart.as_json`. heading: the heading of a drawing outside a page, which also has a legend."""
     left, named, tall = (74, "stage ", 22 if data["num_stages"] <= 16 else 13) if width == WIDTH else (
         36, "", 18 if data["num_stages"] <= 16 else 13)

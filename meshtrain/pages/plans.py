@@ -194,8 +194,8 @@ def _points(data: dict, most: float) -> tuple[list[PlotCurve], list[PlotCurve]]:
 
 
 def trade_drawing(data: dict, legend: bool = False, width: int = skin.WIDTH, *, near: bool = False) -> str:
-    """Return a drawing of memory against step time. data: has a plan that fits. legend: add a legend, for a drawing
-    outside a page. near: draw only the best plans, with their numbers, on their own scale."""
+    """Return a drawing of memory against step time. data: has a plan that fits. legend: whether to add a legend, for a
+    drawing outside a page. near: whether to draw only the best plans, with their numbers, on their own scale."""
     rows, drawn = _points(data, NEAR if near else FAR)
     known = [data["others"], [plan for plan in data["plans"] if not plan["fits"]], _fitting(data)]
     said = [{place: f"{_mesh(plan)}, {_rules(plan)}" for place, plan in zip(row.points, of)}

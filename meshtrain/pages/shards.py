@@ -12,8 +12,8 @@ LEFT, TOP, PIECE, BETWEEN, RING = 70, 24, 22, 56, 220      # RING: the width of 
 
 def draw_shards(states: Mapping[str, Sequence[Sequence[int | str | None]]], ring: bool) -> str:
     """Return a drawing with one grid per state: a row for each device, a column for each piece. A number is the device
-    that a piece came from, and gives its colour. A state whose name begins with "→" has an arrow before it. ring: also
-    draw the ring of devices."""
+    that a piece came from, and gives its colour. A state whose name begins with "→" has an arrow before it. ring:
+    whether to draw the ring of devices, too."""
     devices = len(next(iter(states.values())))
     columns = [max(map(len, rows)) for rows in states.values()]
     room = WIDTH - LEFT - 20 - RING * ring - BETWEEN * (len(states) - 1)

@@ -42,8 +42,8 @@ class PageSection(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A cell of a table. text: as shown. exact: the number of the JSON, for sorting and as tooltip; None: not a number.
-    title: a tooltip in place of that number."""
+    """A cell of a table. text: the shown text. exact: the number of the JSON, for sorting and as tooltip; None if the
+    cell is no number. title: a tooltip in place of that number."""
     text: str
     exact: float | int | None = None
     title: str = ""
@@ -92,7 +92,7 @@ class Head(NamedTuple):
 
 
 def document(head: Head, sections: Sequence[PageSection], data: dict) -> str:
-    """Return a page as HTML. Sections without a body are left out. data: embedded as JSON."""
+    """Return a page as HTML. Sections without a body are left out. data: the JSON that is embedded."""
     sections = [section for section in sections if section.body]
     links = "".join(f'<a href="#{esc(s.name)}">{esc(s.heading)}</a>' for s in sections)
     bodies = "\n".join(f'<section id="{esc(s.name)}">\n<h2>{esc(s.heading)}</h2>\n{s.body}\n</section>'
@@ -186,7 +186,8 @@ def bullets(texts: Iterable[str], kind: str = "") -> str:
 
 
 def figure(draw: Callable[..., str], caption: str = "", key: str = "") -> str:
-    """Return a figure as HTML. draw: returns the drawing for a width, as HTML. caption: text. key: a legend as HTML."""
+    """Return a figure as HTML. draw: a function that returns the drawing for a width, as HTML. caption: the text below
+    the figure. key: a legend as HTML."""
     figcaption = f"<figcaption>{esc(caption)}</figcaption>" if caption else ""
     return (f'<figure><div class="wide">{draw(width=WIDTH)}</div><div class="phone">{draw(width=PHONE)}</div>'
             f"{key}{figcaption}</figure>")
@@ -216,8 +217,8 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell | str]], name:
           total: Sequence[Cell | str] = (), marks: Sequence[str] = (), brief: bool = False,
           groups: Mapping[int, str] = MappingProxyType({})) -> str:
     """Return a sortable table as HTML; "" without rows. name: its id. search: label of the filter field; "" for none.
-    marks: a class per row. brief: print only the first ON_PAPER rows on paper. groups: row number -> heading above it;
-    sorting drops the headings."""
+    marks: a class per row. brief: whether to print only the first ON_PAPER rows on paper. groups: row number -> heading
+    above it; sorting drops the headings."""
     if not rows:
         return ""
     marks = [*marks, *[""] * (len(rows) - len(marks))]
@@ -270,7 +271,8 @@ def check_free(option: str, path: str) -> None:
 
 
 def write(option: str, path: str, text: str) -> None:
-    """Write a new file. option: its option, for messages. Raises: ValueError if it exists or cannot be written."""
+    """Write a new file. option: the option that names the file, for messages. Raises: ValueError if it exists or cannot
+    be written."""
     try:
         with open(Path(path), "x", encoding="utf-8") as file:
             file.write(text)

@@ -70,9 +70,9 @@ class NotFiniteError(AssertionError):
 class Differences:
     """Relative differences of three steps from those on one device; inf for values that are not finite.
 
-    loss, norm: those of the first step. leaves: leaves of the optimizer state after the first step, by path. losses:
-    one per step. metrics: other metrics of the first step, by name; inf if only one side has the metric or an entry of
-    it.
+    loss, norm: differences in the first step. leaves: leaves of the optimizer state after the first step, by path.
+    losses: one difference per step. metrics: other metrics of the first step, by name; inf if only one side has the
+    metric or an entry of it.
     """
     loss: float
     norm: float
@@ -130,8 +130,8 @@ def differences(case: Compiled, seed: int = 0, floor: float = FLOAT32.floor) -> 
 
 @functools.lru_cache(8)
 def one_device(run: str, seed: int):
-    """Return (parameters, *the results of `train`) for a run on one device. run: as JSON, so that the results are
-    cached for all layouts of a run."""
+    """Return (parameters, *the results of `train`) for a run on one device. run: the run as JSON, so that the results
+    are cached for all layouts of a run."""
     one = _compile_on_one(run)
     params = draw_parameters(one.made, seed)
     return params, *train(one, params)

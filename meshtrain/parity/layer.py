@@ -141,8 +141,8 @@ def compare_layout(layout: rules_of.Layout, compute: Callable[[], Mapping[str, n
                    expected: Mapping[str, np.ndarray], first: str, how: str = "") -> proof.CellResult:
     """Compare what `compute` returns with what one device computes. An exception counts as a difference.
 
-    first: the key of the entry that is no gradient: "y", an output, or "loss". how: added to the title, e.g. a
-    schedule.
+    first: the key of the entry that is no gradient: "y", an output, or "loss". how: a text that is added to the title,
+    e.g. a schedule.
     """
     began, tolerance = time.monotonic(), proof.TOLERANCE
     loss: float | None = None

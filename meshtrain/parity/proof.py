@@ -91,9 +91,9 @@ def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | N
     """Compare a run on many layouts with the run on one device.
 
     rules: rule files to use instead of the run's and the shipped ones. devices: simulated or real; None: all. cells:
-    largest number of layouts. tell: gets a line after each layout. begun: gets a line before each layout, so that a
-    crash of XLA shows which layout caused it. gpu_program: also compile and check the GPU program of the run's own
-    layout. Raises: ConfigError if the run or a rule file has faults.
+    largest number of layouts. tell: a function that gets a line after each layout. begun: a function that gets a line
+    before each layout, so that a crash of XLA shows which layout caused it. gpu_program: whether to compile and check
+    the GPU program of the run's own layout, too. Raises: ConfigError if the run or a rule file has faults.
     """
     began = time.monotonic()
     devices = devices if devices is not None else jax.devices()

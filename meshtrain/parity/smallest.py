@@ -36,8 +36,8 @@ class Smallest:
 
 def of(cell: proof.CellResult, devices: Sequence[jax.Device], tell: Callable[[str], None] = lambda line: None
        ) -> Smallest:
-    """Return the smallest run file that shows a difference. cell: the layout that differs. tell: gets a line for each
-    comparison."""
+    """Return the smallest run file that shows a difference. cell: the layout that differs. tell: a function that gets a
+    line for each comparison."""
     assert cell.run is not None
     tried: dict[str, proof.CellResult | None] = {}
 

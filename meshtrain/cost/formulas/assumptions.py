@@ -195,7 +195,7 @@ class Assumptions:
         return {name: self.table[name].reason for name in self.as_dict(formula)}
 
     def as_dict(self, formula: bool = False) -> dict[str, float]:
-        """Return {name: value}. formula: include the values that only the closed formulas use."""
+        """Return {name: value}. formula: whether to include the values that only the closed formulas use."""
         return {name: self[name] for name, row in self.table.items() if formula or not row.formula}
 
 

@@ -46,8 +46,8 @@ class TeacherCost:
     def add(self, held: dict, memory_bytes: dict[str, int] | None = None, with_batch: bool = False) -> dict:
         """Return the memory of a step and its teacher, by kind. The teacher adds its weights, its predictions, and the
         part of its temporaries that is larger than those of the step. held: the memory of the step. memory_bytes: the
-        memory of the compiled forward; None: the memory by the formulas. with_batch: the total of `held` includes the
-        predictions, which are arguments of the step."""
+        memory of the compiled forward; None: the memory by the formulas. with_batch: whether the total of `held`
+        includes the predictions, which are arguments of the step."""
         own = memory_bytes or self.memory_bytes
         beyond = max(0, own["temporaries"] - (held["activations"] or 0) - (held["grads"] or 0))
         of_teacher = own["weights"] + own["predictions"] + beyond

@@ -70,8 +70,8 @@ def _cut(cfg: Model, part: slice) -> Model:
 
 def _place(rows: Sequence[ParamInfo], cfg: Model, layout: Layout, mesh: MeshSpec, is_leading: bool = False,
            is_depths: bool = False) -> Placed:
-    """Return the sizes and moves of layers of one kind of placement. is_leading: these layers run before the stages,
-    and their gradients are summed over the stages. is_depths: they are the depths of MTP."""
+    """Return the sizes and moves of layers of one kind of placement. is_leading: whether the layers run before the
+    stages, so that their gradients are summed over the stages. is_depths: whether the layers are the depths of MTP."""
     local, tokens = _Local(layout), frozenset(layout.token_axes) | ({"stage"} if is_leading else frozenset())
     num_stages, head, matrices = layout.sizes["stage"], Product(0, 0), _Matrices(cfg, rows, local)
     in_stages = num_stages > 1 and not is_leading and not is_depths

@@ -68,8 +68,8 @@ class EngineBytes:
 class RecurrenceKind:
     """The properties in which recurrences differ.
 
-    delta: with the delta rule, whose update reads the state. by_channel: decays differ per channel; decays and gates
-    then come from narrow projections. bytes: the HBM bytes by engine.
+    delta: whether it has the delta rule, whose update reads the state. by_channel: whether decays differ per channel;
+    decays and gates then come from narrow projections. bytes: the HBM bytes by engine.
     """
     delta: bool
     by_channel: bool

@@ -134,7 +134,7 @@ def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(),
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Try:
-    """A schedule that was simulated. bytes: those of a step; fits: whether they do. Each is None if unknown."""
+    """A schedule that was simulated. bytes: bytes of a step; fits: whether the step fits. Each is None if unknown."""
     schedule: Schedule
     outcome: Outcome
     bytes: StepBytes | None

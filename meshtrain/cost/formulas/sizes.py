@@ -24,15 +24,16 @@ class Product:
     """Matrices of one layer, or the head, that multiply the same input: [tokens, k] × [k, n], in sizes of one device.
     The products of experts are in `routed`.
 
-    row: mesh axes that shard k; the result is summed over them. outward: the result is added to the residual stream.
-    unread: fraction of these layers whose backward does not recompute the result, because it is not read, or is saved.
-    trained: the matrices have gradients. share: fraction of the layers that have these matrices. router: computed in
-    float32, on tokens sharded as the residual stream. expands: attention expands latents with these matrices, in the
-    forward and again in the backward. whole_inputs: the cotangent of the mixer's input is not sharded, because the
-    mixer's inward matrices are not. on_shards: columns of n whose input gradient each device computes for its shard of
-    the residual stream alone: the columns of unsharded matrices beside sharded matrices, and of adapters. between: for
-    an adapter's matrix, the mesh axes over which the array between its two matrices is summed: in the forward if they
-    are `row`, otherwise in the backward; for an outward adapter's matrix, the axes over which its gradient is summed.
+    row: mesh axes that shard k; the result is summed over them. outward: whether the result is added to the residual
+    stream. unread: fraction of these layers whose backward does not recompute the result, because it is not read, or is
+    saved. trained: whether the matrices have gradients. share: fraction of the layers that have these matrices. router:
+    whether the product is computed in float32, on tokens sharded as the residual stream. expands: whether attention
+    expands latents with these matrices, in the forward and again in the backward. whole_inputs: whether the cotangent
+    of the mixer's input is not sharded, because the mixer's inward matrices are not. on_shards: columns of n whose
+    input gradient each device computes for its shard of the residual stream alone: the columns of unsharded matrices
+    beside sharded matrices, and of adapters. between: for an adapter's matrix, the mesh axes over which the array
+    between its two matrices is summed: in the forward if they are `row`, otherwise in the backward; for an outward
+    adapter's matrix, the axes over which its gradient is summed.
     """
     k: float
     n: float

@@ -86,9 +86,9 @@ def measure(executable, text: str, state_abstract, microbatches: int, shapes: li
             loop=None) -> dict:
     """Return the keys of `formula` for a compiled step.
 
-    shapes: those of the gradient accumulators on one device. loop: the result of `in_loop` for a pipeline;
-    grads is None unless the pipeline's loops carry an accumulator for each of these parameters. activations:
-    temporaries without the accumulators. total: arguments + temporaries (outputs alias donated arguments).
+    shapes: the shapes of the gradient accumulators on one device. loop: the result of `in_loop` for a pipeline; grads
+    is None unless the pipeline's loops carry an accumulator for each of these parameters. activations: temporaries
+    without the accumulators. total: arguments + temporaries (outputs alias donated arguments).
     """
     analysis = executable.memory_analysis()
     placed = executable.input_shardings[0][0]

@@ -67,9 +67,9 @@ class Traffic:
 class Workload:
     """What a step computes, as far as its program does not show it.
 
-    tokens, model_flops: those of a step on all GPUs, see `cost.formulas.flops`; tokens is 0 if unknown. mfu_dtype: the
-    dtype whose peak is the reference of the MFU: the compute dtype, even with float8 projections. packed: whether a row
-    holds several documents. context_method: the context parallelism method.
+    tokens, model_flops: tokens and model FLOPs of a step on all GPUs, see `cost.formulas.flops`; tokens is 0 if
+    unknown. mfu_dtype: the dtype whose peak is the reference of the MFU: the compute dtype, even with float8
+    projections. packed: whether a row holds several documents. context_method: the context parallelism method.
     """
     tokens: int
     model_flops: float

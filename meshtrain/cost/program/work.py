@@ -37,8 +37,8 @@ _CUDNN_WINDOW = re.compile(r'"sliding_window_length":\s*(\d+)')
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The work of one execution of a kernel. hbm_bytes: bytes read plus bytes written. known: False for a matmul kernel
-    of unknown size."""
+    """The work of one execution of a kernel. hbm_bytes: bytes read plus bytes written. known: False if the kernel is a
+    matmul of unknown size."""
     matmuls: tuple[Matmul, ...]
     attention: AttentionKernel | None
     hbm_bytes: int
