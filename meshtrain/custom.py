@@ -131,12 +131,12 @@ def load(value: str) -> Any:
 
 
 def _name_copy(path: Path) -> str:
-    """Return the digest of the file that `keep` has copied to this path; "" for a path of another kind."""
+    """Return the digest of the file that `keep` has copied to this path; "" for any other path."""
     return path.parent.name if _DIGEST.fullmatch(path.parent.name) else ""
 
 
 def _find_remedy(path: Path) -> str:
-    """Return what to do about a copy that cannot be used; "" for a path of another kind."""
+    """Return what to do about a copy that cannot be used; "" for any other path."""
     content = _name_copy(path)
     return f"; put back the file with which the run was trained, of digest {content} in run.code" * bool(content)
 

@@ -129,8 +129,8 @@ ON_GPUS = (
 
 def options(platform: str, facts: Set[str] = frozenset(), memory_share: float = MEMORY_SHARE,
             environ: Mapping[str, str] = os.environ) -> dict[str, bool | int | str]:
-    """Return the XLA options of the programs of a run. platform: jax's name. facts: conditions that hold besides
-    ALWAYS. memory_share: share of a GPU's memory that the process uses."""
+    """Return the XLA options of the programs of a run. platform: jax's name of the platform. facts: conditions that
+    hold besides ALWAYS. memory_share: share of a GPU's memory that the process uses."""
     if platform == "cpu":
         return {}
     chosen = _choose({ALWAYS, *facts}, environ)

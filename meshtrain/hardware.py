@@ -229,7 +229,7 @@ _DEVICE_KINDS = (
 
 
 def from_device_kind(device_kind: str) -> Gpu | None:
-    """Return the row of the table for `jax.devices()[0].device_kind`; None without one (MFU is then null).
+    """Return the row of the table for `jax.devices()[0].device_kind`; None without a row (MFU is then null).
 
     'NVIDIA H100 80GB HBM3' → h100, 'NVIDIA A100-SXM4-80GB' → a100-80gb.
     """

@@ -24,8 +24,8 @@ class Scope:
         return tuple(map(int, matches[-1].groups())) if matches else None
 
     def parse_loop(self, op_name: str) -> tuple[int, ...] | None:
-        """Return the numbers of the scope that `op_name`, the name of a loop, has directly before it; None without one.
-        """
+        """Return the numbers of the scope directly before the loop in the loop's path `op_name`; None without such a
+        scope."""
         match = re.search(f"{self.pattern.pattern}/while$", op_name)
         return tuple(map(int, match.groups())) if match else None
 

@@ -31,8 +31,9 @@ from meshtrain.training.state import State
 class Beginning:
     """Where a run starts.
 
-    made: the run, with its data.eos. origin: the checkpoint that the run resumes from, or the one of another run whose
-    weights it loads. named: key that names a file -> content of the file, because a file may change under its name.
+    made: the run, with its data.eos. origin: the checkpoint that the run resumes from, or another run's checkpoint
+    whose weights the run loads. named: key that names a file -> content of the file, because a file may change under
+    its name.
     """
     made: Assembly
     start: resume.Start
@@ -47,8 +48,8 @@ class Beginning:
 
 
 def find(made: Assembly, here: Places) -> Beginning:
-    """Find the newest checkpoint of a run, or the one of checkpoint.step. All processes call it. Raises: ConfigError if
-    the run cannot continue from there."""
+    """Find the newest checkpoint of a run, or the checkpoint of step checkpoint.step. All processes call it. Raises:
+    ConfigError if the run cannot continue from there."""
     with watch.phase("looking for a checkpoint", "restore"):
         named = _read_named_files(made)
         start = resume.find(made.run, here.checkpoints, here.local, made.state_shapes, named)

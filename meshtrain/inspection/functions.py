@@ -226,8 +226,8 @@ def _explain(error: ValueError, function: Callable, target: Target) -> ConfigErr
 
 
 def _mesh_of(args: tuple) -> Mesh | AbstractMesh | None:
-    """Return the mesh of the arguments, abstract if they name no devices, else that of the context; None without one.
-    Raises: ConfigError for two meshes."""
+    """Return the mesh of the arguments, abstract if they name no devices, else the mesh of the context; None without a
+    mesh. Raises: ConfigError for two meshes."""
     meshes: dict[tuple, Mesh | AbstractMesh] = {}
     for leaf in jax.tree.leaves(args):
         sharding = getattr(leaf, "sharding", None)
@@ -270,7 +270,7 @@ def _build_mesh(given: GivenMesh | AbstractMesh, own: Mesh | AbstractMesh | None
 
 
 def _mesh_of_program(executable: jax.stages.Compiled) -> Mesh:
-    """Return the mesh of a program's arguments or results, else that of its one device."""
+    """Return the mesh of a program's arguments or results, else the mesh of its one device."""
     shardings = jax.tree.leaves([executable.input_shardings, executable.output_shardings])
     meshes = [one.mesh for one in shardings if isinstance(one, NamedSharding) and isinstance(one.mesh, Mesh)]
     devices = {device for one in shardings for device in one.device_set}
@@ -281,7 +281,8 @@ def _mesh_of_program(executable: jax.stages.Compiled) -> Mesh:
 
 
 def _place(args: tuple, mesh: Mesh) -> tuple:
-    """Return the arguments as shapes on a mesh, with their own PartitionSpecs. Arrays without one are not split."""
+    """Return the arguments as shapes on a mesh, with their own PartitionSpecs. Arrays without a PartitionSpec are not
+    split."""
     def place(leaf):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             return leaf

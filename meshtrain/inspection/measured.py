@@ -171,8 +171,8 @@ def _state(directory: Path, attempts: list[dict], done: int, steps: int) -> str:
 
 
 def _sum_by_purpose(metrics: _Metrics, attempts: list[dict]) -> dict[str, float]:
-    """Return seconds by purpose. If the run has a history, they cover all the time since the first attempt began;
-    without one, those of a sample are estimated."""
+    """Return seconds by purpose. If the run has a history, the seconds cover all the time since the first attempt
+    began; without a history, they are estimated from a sample."""
     if attempts:
         return goodput.sum_parts_s(attempts)
     drawn = np.asarray(metrics.drawn, bool)

@@ -251,10 +251,9 @@ def _context(placed: Placed, options: Options) -> Iterator[Sent]:
 def _stages(placed: Placed, options: Options) -> Iterator[Sent]:
     """Yield the sends between stages, forward and backward.
 
-    All stages receive the last stage's output and the cotangent of the first stage's input.
-    If stages shard the vocabulary, they sum the looked-up rows and the head's cotangents. With several chunks, a chunk
-    is stored on another stage than the one that computes it; once a step its weights are sent to the computing stage
-    and its gradients back.
+    All stages receive the last stage's output and the cotangent of the first stage's input. If stages shard the
+    vocabulary, they sum the looked-up rows and the head's cotangents. With several chunks, a chunk is stored on one
+    stage and computed on another; once a step its weights are sent to the computing stage and its gradients back.
     """
     p, chunks, size = placed.mesh.sizes["stage"], options.chunks, placed.itemsize
     if p == 1:
