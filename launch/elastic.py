@@ -55,7 +55,7 @@ def run_of(given: config.Arguments) -> Run:
 
 
 def most(words: Sequence[str], processes: int, least: int, devices: int, full: int) -> tuple[int, str]:
-    """Return (number of processes that can train the run of these words, ""), or (0, the reason). It runs in a
+    """Return (number of processes that can train the run of these words, ""), or (0, the reason). The search runs in a
     subprocess, because it imports jax and a launcher does not. A time limit covers file systems that hang."""
     try:
         ran = subprocess.run(

@@ -73,8 +73,8 @@ def _decide_start(run: Run, attempt: int, max_restarts: int) -> float | None:
 
 
 def _await_start(run: Run, attempt: int) -> float:
-    """Return when process 0 starts; 0 if it does not decide in time: the run itself then meets process 0 or times out.
-    Every other process calls it. Raises: ConfigError."""
+    """Return the time at which process 0 starts; 0 if process 0 does not decide in time. Then the run itself meets
+    process 0 or times out. Every other process calls it. Raises: ConfigError."""
     until = time.monotonic() + run.distributed.timeout_s
     while attempt and time.monotonic() < until:
         with contextlib.suppress(files.FileSystemError):    # it is read again

@@ -103,7 +103,8 @@ class Process:
 
 @dataclasses.dataclass(eq=False)
 class Member(supervise.Child):
-    """One process, as the driver sees it. lost: its node or Ray worker is gone, so its exit code is unknown."""
+    """One process, as seen by the driver. lost: whether the node or Ray worker of the process is gone, so that the exit
+    code is unknown."""
     actor: Any = None
     host: str = ""
     pid: int = 0
@@ -139,8 +140,9 @@ class Member(supervise.Child):
 
 
 class Beside:
-    """A sampler: an actor that runs `launch.samplers` for one sampler, with GPUs of its own. It begins when the trainer
-    has its resources. If its node is lost, Ray starts it again on any node with room. rest: the run's words."""
+    """A sampler: an actor that runs `launch.samplers` for one sampler, with GPUs of its own. The sampler begins when
+    the trainer has its resources. If the sampler's node is lost, Ray starts the sampler again on any node with room.
+    rest: the run's words."""
 
     def __init__(self, index: int, gpus: int, rest: Sequence[str]):
         self.index, self.gpus, self.words = index, gpus, samplers.words(1, gpus, rest, index)
@@ -216,8 +218,8 @@ def main(given: config.Arguments) -> int:
 
 
 def bundle_of(run: Run, options: config.Arguments) -> dict[str, int]:
-    """Return the resources of one process: CPU, and GPU if it has any. Raises: ConfigError if they contradict the run.
-    """
+    """Return the resources of one process: CPU, and GPU if it has any. Raises: ConfigError if the options contradict
+    the run."""
     total, count = run.mesh.simulated_devices, options["processes"]
     if total % count:
         raise ConfigError(f"mesh.simulated_devices={total} cannot be divided among --processes {count}; use a multiple "
@@ -234,8 +236,9 @@ def bundle_of(run: Run, options: config.Arguments) -> dict[str, int]:
 
 @dataclasses.dataclass
 class Room:
-    """The placement group of the next start. It has a bundle for every process or, if the cluster has no room, for
-    fewer, at least --min-processes. asked: signals received. beside: the samplers, which run on between starts."""
+    """The placement group of the next start. The group has a bundle for every process or, if the cluster has no room,
+    for fewer processes, at least --min-processes. asked: signals received. beside: the samplers, which run on between
+    starts."""
     run: Run
     options: config.Arguments
     words: Sequence[str]
@@ -260,8 +263,8 @@ class Room:
         return elastic.overrides(self.count, self.devices, self.full, "GPU" not in self.bundle)
 
     def reserve(self) -> bool:
-        """Wait until the cluster has room, e.g. after a lost node. Return False if there is no room, after a message,
-        or if a signal came."""
+        """Wait until the cluster has room, e.g. after a lost node. Return False if the cluster has no room (after a
+        message), or if a signal came."""
         most, least = self.options["processes"], self.options["min-processes"] or self.options["processes"]
         limit_s, begun, count = self.run.distributed.timeout_s, time.monotonic(), most
         while not self.asked:
@@ -349,8 +352,9 @@ def life(room: Room, rest: Sequence[str], left: Path) -> supervise.LaunchOutcome
 
 
 def _polling(running: dict[object, Member], room: Room) -> Callable[[float], Iterable[Member]]:
-    """Return a function that waits for processes to end and yields them. It also forwards their output, and received
-    signals to them. running: Ray's reference to the end of a process -> the process."""
+    """Return a function that waits for processes to end and yields the ended processes. The function also forwards the
+    output of processes, and forwards received signals to processes. running: Ray's reference to the end of a process ->
+    the process."""
     asked = room.asked
     members, passed_on = list(running.values()), 0
 

@@ -68,7 +68,7 @@ def newest(run: Run) -> int:
 
 
 def _usable_steps(home: Path, lineage: dict) -> Iterator[int]:
-    """Yield the steps of this host's local checkpoints that the next start may use. Those of a start that was rolled
+    """Yield the steps of this host's local checkpoints that the next start may use. Steps of a start that was rolled
     back are left out."""
     for place in home.glob("process-*/*"):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
@@ -95,8 +95,8 @@ class Failures:
     @config.restarting()
     def wait_s(self, code: int, words: str = "") -> float | None:
         """Return the seconds until the next start, after a start that ended with this code and these last words (one
-        line). None: the run has ended, or is given up after a message. Raises: ConfigError; FileSystemError if the run
-        would be given up while its checkpoints cannot be seen for a moment."""
+        line). None: the run has ended, or the run is given up after a message. Raises: ConfigError; FileSystemError if
+        the run would be given up while its checkpoints cannot be seen for a moment."""
         stopped = code == stops.STOPPED
         if code in ENDS and not (stopped and self.scheduled):
             self.said = []

@@ -44,8 +44,8 @@ FIRST_PORT, LAST_PORT = 10_000, 29_999
 @dataclasses.dataclass(frozen=True)
 class LaunchOutcome:
     """How a start ended. code: exit code of the start. culprit: the process that failed first, or None. words: the
-    cause in one line. secondary: the process ended because an unknown peer failed. asked: whether a signal requested
-    the end."""
+    cause in one line. secondary: whether the process ended because an unknown peer failed. asked: whether a signal
+    requested the end."""
     code: int
     culprit: int | None = None
     words: str = ""
@@ -57,9 +57,10 @@ class LaunchOutcome:
 class Child:
     """One process, its last lines and its end. code: exit code, negative for a signal; None while it runs.
 
-    forced: this launcher sent it SIGTERM or SIGKILL, usually because another process had failed. stopped: it was
-    stopped (SIGSTOP, a debugger) at that time. called: its name in messages; empty: by its index. stood: (time since
-    which it is stopped, its context switches at that time); None: it runs.
+    forced: whether this launcher sent the process SIGTERM or SIGKILL, usually because another process had failed.
+    stopped: whether the process was stopped (SIGSTOP, a debugger) at that time. called: the name in messages; empty:
+    the index is used. stood: (time since which the process is stopped, its context switches at that time); None: the
+    process runs.
     """
     index: int
     process: subprocess.Popen
@@ -97,11 +98,12 @@ class Child:
         self.code = -signal.SIGKILL
 
     def stands_still(self) -> bool:
-        """Return whether it is stopped now, according to the kernel."""
+        """Return whether the process is stopped now, according to the kernel."""
         return self.still_s() is not None
 
     def still_s(self) -> float | None:
-        """Return the seconds for which it has been stopped; None if it runs or has run since the last call."""
+        """Return the seconds for which the process has been stopped; None if the process runs or has run since the last
+        call."""
         stood, self.stood = self.stood, None
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
@@ -117,17 +119,17 @@ class Child:
 
     @property
     def killed(self) -> bool:
-        """Whether another program ended it by SIGKILL: the kernel, for lack of memory, or a person."""
+        """Whether SIGKILL from elsewhere ended the process: from the kernel, for lack of memory, or from a person."""
         return self.code == -signal.SIGKILL and not self.forced
 
     @property
     def secondary(self) -> bool:
-        """Whether it ended because another failed."""
+        """Whether the process ended because another process failed."""
         return self.forced or self.code in (1, -signal.SIGABRT) and any(map(lost.SECONDARY.search, self.lines))
 
     @property
     def out_of_time(self) -> bool:
-        """Whether it is process 0 and ended because its clock was set."""
+        """Whether the process is process 0 and ended because its clock was set."""
         return (self.name.startswith("process 0 ") and not self.forced
                 and lost.CLOCK_SET.search(b"".join(self.lines)) is not None)
 
@@ -205,9 +207,9 @@ def wait(children: Sequence[Child], poll: Callable[[float], Iterable[Child]], st
          longest_still_s: float = math.inf, killed_s: float = math.inf) -> list[Child]:
     """Wait until all children have ended; return them in the order of their ends.
 
-    poll: waits at most so many seconds and yields the children that have ended, with their code. After a failure the
-    others have grace_s seconds (KILLED_GRACE_S if the failed one was killed) to exit by themselves, and again after
-    SIGTERM. If some still run killed_s after SIGKILL, it waits no longer.
+    poll: a function that waits at most the given seconds and yields the children that have ended, with their code set.
+    After a failure the others have grace_s seconds (KILLED_GRACE_S if the failed one was killed) to exit by themselves,
+    and again after SIGTERM. If a child still runs killed_s after SIGKILL, the function waits no longer.
     """
     ended: list[Child] = []
     measures, deadline = [signal.SIGTERM, signal.SIGKILL], math.inf
@@ -260,7 +262,7 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
     AGREED. If only one process saw a mistake of the user's (2) and the others failed because of it, the outcome has
     code 2, since the mistake would recur.
 
-    left: the directory with their stacks, if any. since: wall-clock time of the start.
+    left: the directory with the stacks of the processes, if any. since: wall-clock time of the start.
     """
     until = time.monotonic() + LAST_WORDS_S
     for child in ended:

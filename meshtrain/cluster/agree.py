@@ -59,11 +59,11 @@ def everywhere(function: Callable[[], Value]) -> Value:
 
 @contextlib.contextmanager
 def on_errors() -> Iterator[None]:
-    """Run a block in every process. Raise an error in every process if the block of any process raised one.
+    """Run a block in every process. Raise an error in every process if the block raised an error in any process.
 
-    ConfigError: every block raised one, so the mistake is in the shared run file. PeerError that names the processes:
-    only some raised it (a missing mount, an unwritable directory). Any other error is raised unchanged in the first
-    process that met it, and as PeerError in the others.
+    ConfigError: every block raised a ConfigError, so the mistake is in the shared run file. PeerError that names the
+    processes: only some blocks raised a ConfigError (a missing mount, an unwritable directory). Any other error is
+    raised unchanged in the first process that met it, and as PeerError in the others.
     """
     if jax.process_count() == 1:
         yield
@@ -107,7 +107,7 @@ def same_everywhere(name: str, text: str) -> None:
 
 
 def first_reports(error: BaseException) -> bool:
-    """Return whether process 0 raised the same error, so that this other process need not report it."""
+    """Return whether process 0 raised the same error, so that this process need not report the error."""
     return getattr(error, "agreed", False) and jax.process_index() != 0
 
 
@@ -137,8 +137,8 @@ _barriers, _partings = itertools.count(1), itertools.count(1)
 
 @contextlib.contextmanager
 def wait_at_most(limit_s: Callable[[], float]) -> Iterator[None]:
-    """Context: an agreement waits for missing processes at most limit_s() seconds, which is called at its begin;
-    outside, MOST_PATIENCE_S."""
+    """Context: every agreement waits for missing processes at most limit_s() seconds; limit_s is called when the
+    agreement begins. Outside the context, the limit is MOST_PATIENCE_S."""
     _limits_s.append(limit_s)
     try:
         yield
@@ -147,8 +147,8 @@ def wait_at_most(limit_s: Callable[[], float]) -> Iterator[None]:
 
 
 def _gather() -> None:
-    """Wait for all processes before a collective, which would wait forever and name no process. Raises: PeerError that
-    names the missing processes."""
+    """Wait for all processes before a collective. The collective itself would wait forever and name no process. Raises:
+    PeerError that names the missing processes."""
     number, client = next(_barriers), jax_private.coordination_client()
     limit_s = min([MOST_PATIENCE_S, *(limit() for limit in _limits_s[-1:])])
     if client is None:
@@ -178,7 +178,7 @@ def word(key: str) -> str:
 
 
 def part(timeout_s: float = 5.0) -> None:
-    """Wait for the other processes that also stop, before an immediate exit. Process 0 exits last, because jax aborts
+    """Before an immediate exit, wait for the other processes that also stop. Process 0 exits last, because jax aborts
     the others when process 0 is gone. Raises nothing; returns after timeout_s at the latest."""
     if jax.distributed.is_initialized():
         with contextlib.suppress(Exception):
@@ -188,7 +188,7 @@ def part(timeout_s: float = 5.0) -> None:
 
 
 class StopAgreement:
-    """Makes all processes stop after the same step: the one that follows the first request of any process.
+    """Makes all processes stop after the same step: the step that follows the first request of any process.
 
     Requests are read one step later, so that no process waits. The cost is 12 bytes per device and step. late:
     (process, seconds), the last process to reach the step that was read last, and its delay behind the earliest one;
@@ -209,17 +209,18 @@ class StopAgreement:
             self._most = most.lower(self._on_time[0]).compile()
 
     def _place(self, wish: int, late_ms: int) -> jax.Array:
-        """Place a request and a delay on this process's devices. The maximum over all devices has the request, the
+        """Place a request and a delay on this process's devices. The maximum over all devices gives the request, the
         latest process and its delay."""
         row = np.array([[wish, late_ms << INDEX_BITS | jax.process_index() % (1 << INDEX_BITS), -late_ms]], np.int32)
         return jax.make_array_from_callback(self._shape, self._split, lambda index: row)
 
     def ask(self, wish: int, late_s: float | None = None) -> int:
-        """Return the largest wish of all processes at the previous step, with which all stop now; 0: go on. Every
-        process calls it once per step. One process alone gets its own wish. wish: 0, or the reason why this process
-        should stop, up to 2.
+        """Return the largest wish of all processes at the previous step: the reason why all stop now; 0: go on. Every
+        process calls this once per step. A single process gets its own wish. wish: the reason why this process should
+        stop, 1 or 2; 0: none.
 
-        late_s: how long this process's devices were idle before the step; None: unknown, in all processes alike.
+        late_s: the seconds for which this process's devices were idle before the step; None: unknown, in all processes
+        alike.
         """
         if jax.process_count() == 1:
             return wish

@@ -2,8 +2,8 @@
 
 Priority: [distributed]; then process variables of JAX (JAX_PROCESS_ID, Kubeflow) and PyTorch (RANK, torchrun); then
 Open MPI; then Slurm; then other launchers of MPI programs (RANKS). Two sources that disagree are refused, because a
-batch script may have exported one of them for all its tasks. Only torchrun may run below another launcher, and divides
-that launcher's task. This module knows no run, model or data, and starts nothing.
+batch script may have exported one of them for all its tasks. Only torchrun may run below another launcher; torchrun
+then divides that launcher's task. This module knows no run, model or data, and starts nothing.
 """
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ MPI_JOBS = ("FLUX_JOB_ID", "PALS_APID", "PMI_JOBID", "PBS_JOBID", "SLURM_JOB_ID"
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """One process among `count`. coordinator: "host:port" of process 0. local_devices: indices of its own GPUs on this
-    host; None: all visible ones. token: identifies this start of the run; process 0 rejects processes with another
-    token."""
+    """One process among `count`. coordinator: "host:port" of process 0. local_devices: indices of the process's own
+    GPUs on this host; None: all visible GPUs. token: identifies this start of the run; process 0 rejects processes with
+    another token."""
     coordinator: str
     count: int
     index: int
@@ -142,8 +142,8 @@ def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
 
 
 def _ranks(environ: Mapping[str, str]) -> list[Ranks]:
-    """Return the launchers that number this process. If one has several processes, those with a single process are left
-    out. A launcher that counts the processes of this host comes first."""
+    """Return the launchers that number this process. If a launcher has several processes, launchers with a single
+    process are left out. A launcher that counts the processes of this host comes first."""
     if OPEN_MPI.rank in environ:
         return [OPEN_MPI]
     numbering = [ranks for ranks in RANKS if ranks.size in environ and ranks.rank in environ]
@@ -189,8 +189,8 @@ def _torch(environ: Mapping[str, str], address: str, launched: bool) -> Cluster 
 
 
 def _local_rank(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """Return the GPUs of PyTorch's local rank; None: all visible ones. If the number of processes on the host is
-    unknown, it is one GPU, as in PyTorch."""
+    """Return the GPUs of PyTorch's local rank; None: all visible GPUs. If the number of processes on the host is
+    unknown, the process gets one GPU, as in PyTorch."""
     if "LOCAL_RANK" not in environ:
         return None
     if "LOCAL_WORLD_SIZE" in environ:
@@ -247,7 +247,7 @@ def _token(environ: Mapping[str, str], names: Sequence[str]) -> str:
 
 
 def _slurm(environ: Mapping[str, str], address: str) -> Cluster:
-    """Return the cluster of the tasks of one srun. Batch scripts and salloc's shell have most of these variables, but
+    """Return the cluster of the tasks of one srun. Batch scripts and salloc's shell have most of srun's variables, but
     are no tasks."""
     count = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
     per_node = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "1"))
@@ -308,6 +308,5 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def _port(job: str) -> int:
-    """Return a port that is the same in all processes of a job, and probably another one in the next job on this host.
-    """
+    """Return a port that is the same in all processes of a job, and probably differs in the next job on this host."""
     return FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS

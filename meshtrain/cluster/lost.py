@@ -6,7 +6,7 @@ import re
 
 
 class PeerError(RuntimeError):
-    """Processes of a run did not meet, or some failed alone. The message names them."""
+    """Processes of a run did not meet, or some processes failed alone. The message names these processes."""
 
 
 # ---- in the message of an error --------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Rendezvous of a run's processes at one port. It precedes jax's own rendezvous, which aborts without naming the
-missing ones.
+"""Rendezvous of a run's processes at one port. The rendezvous precedes jax's own rendezvous, which aborts without
+naming the missing processes.
 
 Each process sends the token of its start. Processes of another start or run are reported and disconnected. The token is
 no secret: whoever reaches the port can disturb the run. This module knows no run, model or data.
@@ -42,8 +42,8 @@ def meet(cluster: Cluster, timeout_s: float) -> None:
 def start(cluster: Cluster, timeout_s: float, heartbeat_timeout_s: int) -> None:
     """Initialize jax as one process of the cluster; no backend may run yet. Raises: as `meet`.
 
-    timeout_s: for the rendezvous, and again for jax's own service. heartbeat_timeout_s: a process without a heartbeat
-    for this long is lost, and all end.
+    timeout_s: the timeout of the rendezvous, and again of jax's own service. heartbeat_timeout_s: a process without a
+    heartbeat for this time is lost, and all processes end.
     """
     meet(cluster, timeout_s)
     # Its handler would replace our handler of SIGTERM. orbax works without the service.
@@ -76,9 +76,9 @@ def _without_proxy(host: str) -> Iterator[None]:
 
 
 def leave(code: int, error: BaseException) -> None:
-    """Exit at once if, of several processes, only this one met `error`; else return, for an orderly exit. An orderly
-    exit would deadlock: jax waits for the other processes, which wait for this one in a collective. They notice an
-    immediate exit."""
+    """Exit at once if only this one of several processes met `error`; else return, for an orderly exit. An orderly exit
+    of one process would deadlock: jax waits for the other processes, which wait for this process in a collective. The
+    others notice an immediate exit."""
     if jax.distributed.is_initialized() and not getattr(error, "agreed", False):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -151,7 +151,7 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
 
 def _report_stranger(cluster: Cluster, about: dict, strangers: dict[str, str]) -> None:
     """Report a process of another run, or of another start of this run. Each process is reported once, and only the
-    first MOST_LISTED of them."""
+    first MOST_LISTED processes are reported."""
     if _where(about) not in strangers and len(strangers) < MOST_LISTED:
         strangers[_where(about)] = f"process {about['index']} ({_where(about)}) of {about['token'] or 'no job'}"
         _tell(f"turned away at {cluster.coordinator}: {strangers[_where(about)]}; this is {cluster.token or 'no job'}")
@@ -172,8 +172,8 @@ def _contradiction(cluster: Cluster, about: dict, before: dict | None) -> str | 
 
 
 def _arrive(cluster: Cluster, timeout_s: float) -> None:
-    """Report to process 0 and wait for its answer, which it sends when all are present. Every other process calls it.
-    """
+    """Report to process 0 and wait for its answer, which process 0 sends when all processes are present. Every other
+    process calls it."""
     began, why, warned = time.monotonic(), "no connection", False
     deadline = began + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:

@@ -1,12 +1,12 @@
-"""A small monitor process beside each process of a run. It ends the watched process if no Python code can run there,
-because a call holds the interpreter's lock: then no thread of that process can end it.
+"""A small monitor process beside each process of a run. The monitor ends the watched process if no Python code can run
+there because a call holds the interpreter's lock. Then no thread of the watched process can end the process.
 
-A timer of wall time must not end a process: one that was stopped (SIGSTOP, scontrol suspend, docker pause, a debugger)
-would end when it is continued. So the monitor counts only seconds in which the watched process was not stopped and the
-monitor itself ran. faulthandler writes the stacks in a signal handler, which does not need the lock. The monitor sends
-the signal only before it ends the process, because walking the frames of running threads can crash. The exit code is 1:
-glibc calls _exit as soon as a byte arrives in a pipe. This file is also the monitor's program; it imports only the
-standard library.
+A timer of wall time must not end a process: a process that was stopped (SIGSTOP, scontrol suspend, docker pause, a
+debugger) would end when it is continued. So the monitor counts only seconds in which the watched process was not
+stopped and the monitor itself ran. faulthandler writes the stacks in a signal handler, which does not need the lock.
+The monitor sends the signal only before it ends the process, because walking the frames of running threads can crash.
+The exit code is 1: glibc calls _exit as soon as a byte arrives in a pipe. This file is also the monitor's program; it
+imports only the standard library.
 """
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def within(limit_s: float, function: Callable[[], object]) -> None:
 
 
 class Monitor:
-    """The watched process's side of its monitor. head: bytes in a file of stacks before the stacks. tell: prints a
-    line."""
+    """The watched process's side of its monitor. head: the number of bytes before the stacks in a stack file. tell:
+    prints a line."""
 
     def __init__(self, head: int, tell: Callable[[str], None]):
         self.head, self.tell = head, tell
@@ -106,7 +106,7 @@ class Monitor:
 
     def expect(self, left_s: float, words: str, path: str) -> None:
         """End this process unless the next call comes within left_s seconds (inf: never). words: a description of the
-        hang for the terminal. path: the file for the stacks; empty: they go to the terminal, too."""
+        hang for the terminal. path: the file for the stacks; empty: the stacks also go to the terminal."""
         if self._stacks.closed:     # a thread has outlived the command
             return
         self._last = json.dumps([left_s, words, path, self.thread]).encode() + b"\n"
@@ -206,8 +206,8 @@ def _stacks_of(parent: int, thread: int, stacks: int) -> bytes:
 
 
 def end(parent: int, stacks: bytes, words: str, path: str, ending: int, head: int) -> None:
-    """End the watched process. Print `words` on the terminal and write the stacks to `path`; print them, too, if it is
-    empty."""
+    """End the watched process. Print `words` on the terminal and write the stacks to `path`; if `path` is empty, also
+    print the stacks."""
     def speak():
         place = path if path else "\n" + stacks.decode(errors="replace")
         os.write(2, f"error: {words}; its stacks: {place}\n".encode())

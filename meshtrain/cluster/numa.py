@@ -1,11 +1,11 @@
 """Binds a process to the CPUs next to its GPUs: those of their NUMA node.
 
-The location of a GPU is read from the kernel's /proc and /sys; no driver is started and no tool is called. A process is
-not bound if its GPUs cannot be determined, or if they are on several nodes (one process with all GPUs of a host). It is
-also not bound if it may not run on all CPUs of its machine: then the user, Slurm or the kubelet has bound it.
+The NUMA node of a GPU is read from the kernel's /proc and /sys; no driver is started and no tool is called. A process
+is not bound if its GPUs cannot be determined, or if they are on several nodes (one process with all GPUs of a host). It
+is also not bound if it may not run on all CPUs of its machine: then the user, Slurm or the kubelet has bound it.
 
-Memory follows by first touch: bound threads get pages of their own node, and of another node once theirs is full. A
-strict policy (set_mempolicy) would kill the process then.
+Memory follows by first touch: bound threads get pages of their own node, and of another node once theirs is full. With
+a strict policy (set_mempolicy), the process would be killed then.
 """
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ ROOT = Path("/")
 
 
 def bind(local_devices: Sequence[int] | None, environ: Mapping[str, str], root: Path = ROOT) -> str:
-    """Bind all threads of this process, and so the threads that they start. Return a line that reports it; empty:
-    nothing is done.
+    """Bind all threads of this process; the threads that they start inherit the binding. Return a line that reports the
+    binding; empty: nothing was bound.
 
-    local_devices: indices of its GPUs among the visible GPUs; None: all. root: a directory with proc, sys and dev.
+    local_devices: indices of the process's GPUs among the visible GPUs; None: all. root: a directory with proc, sys and
+    dev.
     """
     try:
         cpus, node = _beside(_addresses(local_devices, environ, root), root)
@@ -74,8 +75,8 @@ def _find_gpus(root: Path) -> list[tuple[str, str, str]]:
 
 
 def _opens(device: Path) -> bool:
-    """Return whether this process may use a device. A container has no other devices; a cgroup (Slurm) refuses to open
-    them."""
+    """Return whether this process may use a device. A container does not show other devices; a cgroup (Slurm) refuses
+    to open other devices."""
     try:
         os.close(os.open(device, os.O_RDONLY | os.O_CLOEXEC))
     except OSError:
@@ -84,8 +85,8 @@ def _opens(device: Path) -> bool:
 
 
 def _beside(addresses: Sequence[str], root: Path) -> tuple[set[int], int]:
-    """Return (the CPUs of the NUMA node of these PCI devices, the node). There are no CPUs unless all devices are on
-    one node."""
+    """Return (the CPUs of the NUMA node of these PCI devices, the node). The set of CPUs is empty unless all devices
+    are on one node."""
     places = [root / "sys/bus/pci/devices" / address for address in addresses]
     nodes = {int((place / "numa_node").read_text(encoding="utf-8")) for place in places}
     if len(nodes) != 1 or min(nodes) < 0:       # -1: unknown, as on most virtual machines

@@ -2,7 +2,7 @@
 
 Only process 0 writes jax's own cache. The other processes would compile again at each start if hosts do not share the
 directory, and on CPUs, where keys differ between processes. In these cases each process has its own jax cache for each
-program. A program is taken from it only if every process has one: on GPUs a process that compiles waits for the
+program. A program is taken from this cache only if every process has one: on GPUs a process that compiles waits for the
 autotuning results of the others. A program is machine code: whoever writes one can run code in every process that loads
 it.
 """
@@ -31,8 +31,8 @@ SUMS = "sums.json"          # of a program's files; written last
 
 
 def distrust(directory: Path) -> str:
-    """Create the directory for this user alone, if it does not exist. Return why other users may write to it, in words
-    that follow its name; "" if they may not. Raises: OSError."""
+    """Create the directory for this user alone, if it does not exist. Return why other users may write to the
+    directory, in words that follow its name; "" if no other user may. Raises: OSError."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = directory.stat()
     if status.st_uid not in (os.geteuid(), 0):

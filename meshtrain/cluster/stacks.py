@@ -1,6 +1,6 @@
-"""Stack files of a hung run: one per process in run.dir/stacks, from which the culprit is found. Processes that wait
-for others are in a collective, a barrier or an agreement. The culprit is elsewhere, or wrote no stacks because it is
-stopped. This module starts nothing.
+"""Stack files of a hung run: one per process in run.dir/stacks. The culprit is found from these files. Processes that
+wait for others are in a collective, a barrier or an agreement. The culprit is a process that is elsewhere, or that
+wrote no stacks because it is stopped. This module starts nothing.
 
     process-<i>.txt   the first HEAD bytes: a line of words, a line of JSON (the fields of `ProcessState`), blanks; then
                       stacks in faulthandler's format, possibly several times
@@ -98,15 +98,15 @@ class Report:
 
     @property
     def waits(self) -> bool:
-        """Whether its main thread, or a thread that this one waits for, waits for other processes."""
+        """Whether the main thread, or a thread that the main thread waits for, waits for other processes."""
         if _in(WAITING, *self.main):
             return True
         return _in(JOINS, *self.main[:1]) and any(_in(WAITING, *frames) for frames in (self.threads or {}).values())
 
     @property
     def where(self) -> str:
-        """The innermost frame of the main thread that does more than wait for another thread of the process; empty
-        without stacks."""
+        """The main thread's innermost frame that does more than wait for another thread of the process; empty without
+        stacks."""
         frames = [frame for frame in self.main if not _in(JOINS, frame)] or self.main
         return f" in {frames[0]}" if frames else ""
 
@@ -152,14 +152,14 @@ def read(directory: Path, since: float = 0.0) -> dict[int, Report]:
 
 
 def of(directory: Path, index: int, attempt: str) -> Report | None:
-    """Return the report of one process; None if it has none of this start."""
+    """Return the report of one process; None if the process has no report from this start."""
     report_there = _report_in(directory / f"process-{index}.txt")
     return report_there if report_there and report_there.state.attempt == attempt else None
 
 
 def culprit(directory: Path | str, since: float = 0.0) -> tuple[int, str] | None:
-    """Return (process, what it was doing) of the process that the others waited for or died of; None: unknown, or all
-    wait alike.
+    """Return (process, what it was doing) for the process that the others waited for or that made the others die; None:
+    unknown, or all processes wait alike.
 
     directory: run.dir/stacks. since: wall clock in seconds, e.g. the start of this attempt; older files are ignored.
     """
@@ -191,8 +191,8 @@ def _report_in(path: Path, since: float = 0.0) -> Report | None:
 
 
 def find_dead(directory: Path) -> tuple[int, str] | None:
-    """Return (process, how) of a process on this host that died without a report, usually by kill -9; None if there is
-    none.
+    """Return (process, how) of a process on this host that died without a report, usually by kill -9; None if no
+    process did.
 
     Each live process holds a lock on its file. Other hosts are not checked: not every file system shares locks.
     """
@@ -205,7 +205,7 @@ def find_dead(directory: Path) -> tuple[int, str] | None:
 
 
 def report(state: ProcessState, text: str) -> Report:
-    """Return the report of a process. text: the stacks in its file after the head."""
+    """Return the report of a process. text: the stacks, which follow the head of the process's file."""
     fatal = FATAL.search(text)
     return Report(state, _threads(text), fatal[1] if fatal else "", text.startswith("Timeout ("))
 

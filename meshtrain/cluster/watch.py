@@ -1,12 +1,12 @@
 """A watchdog in every process. A process that makes no progress in time writes its stacks and exits, and the culprit is
 named.
 
-Each phase has a limit. Keys of the run file set those of start, compile, restore and save. A step may take
+Each phase has a limit. Keys of the run file set the limits of start, compile, restore and save. A step may take
 LONGER_THAN_MEDIAN times the median of earlier steps, at least LEAST_STEP_S. A thread checks every LOOK_S. On a timeout
 it writes all threads' stacks to run.dir/stacks (`cluster.stacks`). The other watchdogs fire at about the same time,
-because all processes wait for one. Each waits until process 0 has seen all stacks, at most WINDOW_S, then exits with
-code 1. If the interpreter's lock is held, a monitor process does that instead, a little later (`cluster.monitor`). Time
-in which the process is stopped is not counted.
+because all processes wait for one process. Each process waits until process 0 has seen all stacks, at most WINDOW_S,
+then exits with code 1. If the interpreter's lock is held, a monitor process does that instead, a little later
+(`cluster.monitor`). Time in which the process is stopped is not counted.
 
 jax's own heartbeats come from a C++ thread: they detect a dead or stopped process, but not one whose Python or
 collective is stuck. This module knows no run and no model.
@@ -67,8 +67,8 @@ class PhaseLimits:
 
 @dataclasses.dataclass(frozen=True)
 class _Now:
-    """The current phase. kind: a key of KEYS. limit_s: may be infinite. began: by the watchdog's clock. since: wall
-    clock. moment: number of phases before it."""
+    """The current phase. kind: a key of KEYS. limit_s: the limit in seconds, perhaps infinite. began: the beginning by
+    the watchdog's clock. since: the beginning by the wall clock. moment: number of phases before this phase."""
     phase: str
     kind: str
     limit_s: float
@@ -102,7 +102,8 @@ class Watchdog:
             threading.Thread(target=self._watch_clock, daemon=True, name="clock").start()
 
     def enter(self, phase: str, kind: str, limit_s: float | None = None) -> None:
-        """Begin another phase. kind: a key of KEYS, or UNLIMITED. limit_s: in seconds; None: the limit of its kind."""
+        """Begin another phase. kind: a key of KEYS, or UNLIMITED. limit_s: the limit in seconds; None: the limit of its
+        kind."""
         before, now = self._now.kind, self._clock.now()
         if self._in_step:
             self._steps_s.append(now - self._now.began)
@@ -222,7 +223,7 @@ class Watchdog:
         return self._now.began + self._now.limit_s - self._clock.now()
 
     def patience_s(self) -> float:
-        """Return the timeout in seconds of an agreement in this phase. All watchdogs have reported by then."""
+        """Return the timeout in seconds of an agreement in this phase. By this time, all watchdogs have reported."""
         return max(self._time_left_s(), 0) + AFTER_WATCHDOGS_S
 
     # ---- the thread --------------------------------------------------------------------------------------------------
@@ -238,8 +239,8 @@ class Watchdog:
                     self._arm()
 
     def _watch_clock(self) -> None:
-        """Warn if the wall clock is set, which shows as a jump relative to the monotonic clock. jax's service in
-        process 0 uses the wall clock and then declares all processes dead within a second."""
+        """Warn if the wall clock is set, i.e. jumps relative to the monotonic clock. jax's service in process 0 uses
+        the wall clock; after a jump, the service declares all processes dead within a second."""
         ahead_s = time.time() - time.monotonic()
         while not self._closed.wait(CLOCK_LOOK_S):
             jump_s = time.time() - time.monotonic() - ahead_s
@@ -296,7 +297,7 @@ class Watchdog:
 
     def _listen(self, heard: threading.Event, deadline: float) -> None:
         """Wait until all stacks are seen and set `heard`; stop at `deadline`. Process 0 reads the files of all others.
-        The others read only its file, because thousands of processes must not each read all files."""
+        The others read only the file of process 0, because thousands of processes must not each read all files."""
         unheard = set(range(1, self.count)) if self.index == 0 else {0}
         while self._directory and unheard and time.monotonic() < deadline:
             began = time.monotonic()
@@ -372,7 +373,7 @@ def on(limits: PhaseLimits, index: int, count: int, tell: Callable[[str], None])
 @contextlib.contextmanager
 def phase(name: str, kind: str, limit_s: float | None = None) -> Iterator[None]:
     """Put this process into phase `name` during the block, with the limit of `kind` (a key of KEYS, or UNLIMITED) or of
-    limit_s seconds; then put it back into the previous phase."""
+    limit_s seconds; then return to the previous phase."""
     watchdog = _watchdog
     if watchdog is None:
         yield

@@ -29,8 +29,8 @@ BYTE_VOCAB = 257  # 256 bytes and the separator between documents
 
 
 def problems(run: Run, checks: Sequence[Check] = ()) -> list[str]:
-    """Return messages about keys that contradict each other or the files they name; empty if the run is valid. checks:
-    a part of CHECKS, if not all: OF_LAYOUT or APART_FROM_LAYOUT."""
+    """Return messages about keys that contradict each other or the files that they name; empty if the run is valid.
+    checks: a part of CHECKS (OF_LAYOUT or APART_FROM_LAYOUT); (): all of CHECKS."""
     return [message for check in checks or CHECKS for message in check(run)]
 
 
@@ -204,7 +204,7 @@ OF_LAYOUT: tuple[Check, ...] = tuple(check for check in CHECKS if check not in A
 
 
 def note_custom(run: Run) -> list[str]:
-    """Return what the cost formulas leave out of the run's own code."""
+    """Return messages about the run's own code that the cost formulas leave out."""
     left_out = {"training.objective": "what it computes besides the model's head",
                 "model.activation": "its elementwise work if it differs from that of swiglu or gelu",
                 "model.custom": "what a mixer without `price` computes and saves besides its weight matrices"}
@@ -240,8 +240,8 @@ def mesh_sizes(run: Run, device_count: int, enough: str = "mesh.simulated_device
         str, int]:
     """Return the size of every axis on `device_count` devices, with -1 resolved.
 
-    enough: remedy of the message, where {} is the number of devices that the mesh needs. Raises: ConfigError if the
-    mesh does not fill the devices.
+    enough: the remedy in the message; {} stands for the number of devices that the mesh needs. Raises: ConfigError if
+    the mesh does not fill the devices.
     """
     sizes = {axis: getattr(run.mesh, axis) for axis in AXES}
     product = " × ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1) or "a mesh of 1"

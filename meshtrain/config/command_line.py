@@ -19,9 +19,9 @@ MOST = 1 << 40
 class Option:
     """One option of a command.
 
-    value: placeholder of its value in the usage; "" is a flag. example: a value, for messages. parse: text → value; it
-    raises ValueError, whose text follows `--name text` in the message. many: the option may be repeated, and its value
-    is a list. required: the reason why the option must be given; "" if it is optional.
+    value: the placeholder of the option's value in the usage; "" is a flag. example: a value, for messages. parse: text
+    → value. It raises ValueError with the words that follow `--name text` in the message. many: the option may be
+    repeated, and its value is a list. required: the reason why the option must be given; "" if it is optional.
     """
     help: str
     value: str = ""
@@ -196,7 +196,7 @@ class Command:
         """Return the arguments of a call in Python.
 
         options: values by name, with _ for -. None means that the option is not given. A list repeats the option. keys:
-        those of `Arguments`. Raises: ConfigError with every fault, in Python's syntax.
+        `Arguments.keys`. Raises: ConfigError with every fault, in Python's syntax.
         """
         known = {name.replace("-", "_"): name for name, option in self.options.items() if option.value}
         given = Arguments({name: [] if option.many else option.default for name, option in self.options.items()},

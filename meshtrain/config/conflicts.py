@@ -1,7 +1,7 @@
-"""Settings of a run that exclude each other: a row each, in the order of their messages.
+"""Settings of a run that exclude each other: one row for each conflict, in the order of the messages.
 
-`checks` runs these tables, and the checks that are more than a row. A check is a function from a run to its messages; a
-row is such a function. Keys that are allowed, but have no effect, are in `unused`.
+`checks` runs these tables, and the checks that do not fit into a row. A check is a function from a run to its messages;
+a row is such a function. Keys that are allowed, but have no effect, are in `unused`.
 """
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ PLACEHOLDER = re.compile(r"\{([a-z_]+)\.([a-z_]+)(:g)?\}")
 class Conflict:
     """Settings that exclude each other.
 
-    when: whether a run has them. because: the settings and the reason. remedy: what to change: a text, or a function of
-    the run. {section.key} in a text becomes section.key=value, with the value in TOML; {section.key:g} prints a float
-    in its shortest form.
+    when: whether a run has these settings. because: the settings and the reason. remedy: a text that says what to
+    change, or a function of the run that returns the text. {section.key} in a text becomes section.key=value, with the
+    value in TOML; {section.key:g} prints a float in its shortest form.
     """
     when: Callable[[Run], object]
     because: str

@@ -1,4 +1,4 @@
-"""Checks of the data: that each source has its files, and no key that its format does not read."""
+"""Checks of the data: each source has files, and no key that the source's format does not read."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -67,8 +67,8 @@ def check_data(run: Run) -> Iterator[str]:
 
 
 def _reads_files(source: str) -> bool | None:
-    """Return whether code of the run's own takes a path; None if its file cannot be read, which another check reports.
-    """
+    """Return whether code of the run's own takes a path; None if the code's file cannot be read, which another check
+    reports."""
     try:
         return custom.count_arguments(source) > 0
     except (OSError, SyntaxError, ValueError):

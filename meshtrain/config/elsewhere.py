@@ -1,4 +1,4 @@
-"""The names that other trainers have for our keys, for messages.
+"""The names of our keys in other trainers, for messages.
 
 The trainers are Megatron-LM, torchtitan, MaxText, transformers and nanoGPT. A run file cannot use these names.
 """
@@ -75,8 +75,8 @@ OPTIONS = {
 
 
 def find_key(word: str, section: str = "") -> str:
-    """Return our section.key for another trainer's name, whatever its dashes and capitals; "" if there is none. A key
-    of `section` comes first."""
+    """Return our section.key for another trainer's name, regardless of dashes and capitals; "" if no key matches. A key
+    of `section` takes precedence."""
     name = word.lower().replace("-", "_").rpartition(".")[2]
     keys = [key for key, words in WORDS.items() if name in words.split()]
     return min(keys, key=lambda key: not key.startswith(f"{section}."), default="")

@@ -114,7 +114,7 @@ def _check_recurrent(model: Model, letters: Sequence[str]) -> Iterator[str]:
 
 
 def check_experts(run: Run) -> Iterator[str]:
-    """Check the experts; in a model without them, that no key is given that only experts read."""
+    """Check the experts. In a model without experts, check that no key is given that only experts read."""
     model, default = run.model, type(run.model)()
     E, K = model.num_experts, model.experts_per_token
     if not E:

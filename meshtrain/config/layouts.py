@@ -1,4 +1,4 @@
-"""The mesh and the rule file of a run that sets neither: all devices on fsdp, by zero3.
+"""The mesh and the rule file of a run that sets neither: all devices on fsdp, with the rules zero3.
 
 This applies to GPUs, to the GPUs of a topology, and to simulated devices, so that a run on simulated devices has the
 same layout as on the pod. On one device nothing is sharded, and the run keeps its rules.
@@ -30,8 +30,8 @@ def on_devices(run: Run, num_devices: int) -> Run:
 
 
 def notes(run: Run) -> list[str]:
-    """Return the line that reports the choice of `on_devices`, or default rules that shard nothing over fsdp; empty
-    without either."""
+    """Return the line that reports the choice of `on_devices`, or reports default rules that shard nothing over fsdp;
+    empty in all other cases."""
     if names_axis(run):
         if run.mesh.fsdp == 1 or "rules" in run.sharding.model_fields_set:
             return []

@@ -52,10 +52,10 @@ def restarting(restart: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def user_errors(prefix: str = "") -> Iterator[None]:
-    """Turn a ValueError raised inside into a ConfigError with one message per line.
+    """Turn a ValueError of the block into a ConfigError with one message per line.
 
-    At a restart, credentials that are refused have worked before. They have expired, so a FileSystemError is raised
-    instead: the run file has no mistake.
+    At a restart, refused credentials have worked before and have expired. The run file has no mistake, so a
+    FileSystemError is raised instead.
     """
     try:
         yield
@@ -179,7 +179,7 @@ def join(names: Iterable[str], word: str) -> str:
 
 
 def with_origins(message: str, origins: Mapping[str, str]) -> str:
-    """Return the message, extended by the files that set its keys.
+    """Return the message with the names of the files that set the message's keys.
 
     origins: the file of each key that an extended file sets.
     """

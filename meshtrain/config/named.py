@@ -13,8 +13,8 @@ from meshtrain import custom
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """An annotation of a string key. names: the program's own. contract: what code of the run's own must be. The
-    spelling of a value is checked here, its file among the checks of the run."""
+    """An annotation of a string key. names: the built-in names. contract: the interface that code of the run's own must
+    have. The spelling of a value is checked here; the file of the code is checked with the run."""
     names: tuple[str, ...]
     contract: str
 

@@ -1,4 +1,5 @@
-"""Checks of texts, paths and addresses: each can be written to config.toml, and names what its key may name."""
+"""Checks of texts, paths and addresses: each value can be written to config.toml, and is of a kind that its key
+permits."""
 from __future__ import annotations
 
 import os

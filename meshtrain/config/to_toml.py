@@ -1,4 +1,4 @@
-"""Writes a run, or the shape of a model, as TOML that a run file may have; and the text of --help."""
+"""Writes a run, or the shape of a model, as TOML for a run file; writes the text of --help."""
 from __future__ import annotations
 
 import shlex

@@ -1,7 +1,7 @@
 """Warns about keys that have no effect in a run.
 
-EFFECTS lists each such key, the condition under which it has an effect, and the remedy. A key with its default is not
-reported. Neither is a key that a model folder sets. `conflicts` has keys that contradict each other.
+EFFECTS lists each such key, the condition under which it has an effect, and the remedy. A key that has its default, or
+that a model folder sets, is not reported. `conflicts` has keys that contradict each other.
 """
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Effect:
 def _caches_tokens(run: Run) -> bool:
     """Return whether the run writes a token cache, or copies of files at addresses.
 
-    Plain text that is trained on as bytes needs neither. A glob counts, because it may match other files.
+    Plain text that is trained on as bytes needs neither a cache nor copies. For a glob the result is true, because it
+    may match other files.
     """
     named = [*(run.data.mixture or [run.data]), *run.data.validation_sources]
     paths = [path for source in named for path in (*source.paths, *source.validation_paths)]

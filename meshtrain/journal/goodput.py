@@ -1,8 +1,8 @@
 """Goodput: how the seconds of a run divide into steps, waits and losses, over all its attempts.
 
 An attempt is one start of the command. Its seconds come from a monotonic clock. The time between two attempts is the
-difference in the host's uptime if both ran on one boot of one host, else the difference of wall clocks. An attempt that
-was killed (kill -9, a power cut) is taken to end at its last heartbeat in `history`. Reads and writes no files.
+difference in the host's uptime if both ran on one boot of one host, else the difference of wall clocks. The end of an
+attempt that was killed (kill -9, a power cut) is its last heartbeat in `history`. Reads and writes no files.
 """
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def end_line(state: Mapping, how: str, *, stuck: bool = False, **more) -> dict:
     """Return the history line of an attempt's end.
 
     state: `Account.snapshot` at the end, or the attempt's last line in the history. how: how it ended, as text. stuck:
-    the attempt is known to have hung; if False, this is decided by HANG_S and HANG_STEPS. more: further fields.
+    whether the attempt is known to have hung; if False, HANG_S and HANG_STEPS decide. more: further fields.
     """
     if state.get("event") == "start":
         state = {**state, "time": state["time"] + state["run_s"], "steps": 0, "idle_s": 0.0, "part": "start"}
@@ -104,7 +104,7 @@ def end_line(state: Mapping, how: str, *, stuck: bool = False, **more) -> dict:
 
 
 def sum_steps_s(rows: Reversible[Mapping], step: int, unwritten: Sequence[Mapping] = ()) -> float:
-    """Return the seconds of the steps up to `step`, without their waits for data.
+    """Return the seconds of the steps up to `step`, without the steps' waits for data.
 
     rows: metrics rows, read from the last one back to the step. unwritten: at most one row that follows them. A step
     without a row is taken to be as long as its neighbours.
@@ -130,9 +130,9 @@ def list_attempts(lines: Sequence[Mapping]) -> list[dict]:
     """Return a dict for each attempt in the history.
 
     began, ended: wall clock. how: how it ended; "" if it recorded no end, or still runs. elapsed_s: age of the run when
-    the attempt began. run_s: its duration. down_s: time since the attempt before. spent_s: part -> seconds.
-    steps_again: number of steps of earlier attempts that it repeats. again_s: their seconds. clock_s: by how much the
-    wall clock was set during the attempt.
+    the attempt began. run_s: its duration. down_s: time since the end of the previous attempt. spent_s: part ->
+    seconds. steps_again: number of steps of earlier attempts that the attempt repeats. again_s: the seconds of these
+    steps. clock_s: the seconds by which the wall clock was set during the attempt.
     """
     attempts: list[dict] = []
     for number, start in enumerate(lines):
@@ -153,9 +153,9 @@ def list_attempts(lines: Sequence[Mapping]) -> list[dict]:
 def derive_start(attempts: Sequence[Mapping], start: Mapping, lines: Sequence[Mapping],
                  rows: Reversible[Mapping]) -> dict:
     """Return the fields of a start's history line that follow from earlier attempts: the run's age, the time since the
-    last attempt, the steps that this one repeats.
+    last attempt, the steps that this start repeats.
 
-    attempts: the earlier ones, see `list_attempts`. start: the other fields of the line. lines: the history. rows:
+    attempts: the earlier attempts, see `list_attempts`. start: the other fields of the line. lines: the history. rows:
     metrics.
     """
     if not attempts:

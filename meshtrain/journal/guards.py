@@ -83,8 +83,8 @@ class SkippedSteps:
 class Mismatch:
     """Warns once if the sampler and the training step compute different probabilities.
 
-    A larger value than `limit` in `column` shows this. The limit is infinite if their weights differ (rl.lag,
-    rl.updates) or matmuls are in float8.
+    A value above `limit` in `column` shows such a mismatch. The limit is infinite if sampler and training step have
+    different weights (rl.lag, rl.updates) or matmuls are in float8.
     """
 
     def __init__(self, run: Run):
@@ -124,7 +124,7 @@ class Stragglers:
         self._late: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=WINDOW)
 
     def add_step(self, late: tuple[int, float] | None, step_time_s: float) -> None:
-        """Add a step. Print a straggler other than the one before.
+        """Add a step. Print a straggler that differs from the previous straggler.
 
         late: (process that came last, seconds), see `agree.StopAgreement`; None: unknown, and the step does not count.
         """

@@ -1,9 +1,9 @@
 """Log of a run's attempts, run.dir/history.jsonl.
 
-Each attempt has a line for its start and one for its end, with the cause and the seconds by part. Between them a
-heartbeat line has the seconds so far; it is rewritten in place every few seconds. If an attempt was killed, the next
-one records its end from the heartbeat line. The steps that a start repeats (after the checkpoint that it resumes from)
-are counted before their metrics are dropped. A full disk ends no run.
+Each attempt has a line for its start and one for its end, with the cause and the seconds by part. Between the two
+lines, a heartbeat line has the seconds so far; this line is rewritten in place every few seconds. If an attempt was
+killed, the next one records its end from the heartbeat line. The steps that a start repeats (after the checkpoint that
+it resumes from) are counted before their metrics are dropped. A full disk ends no run.
 """
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Attempt:
         self._beat: files.Beat | None = None
 
     def start(self, step: int, more: Mapping) -> None:
-        """Record the start of this attempt, which resumes after `step`. If the attempt before recorded no end, record
-        that, too. more: further fields of the line."""
+        """Record the start of this attempt, which resumes after `step`. If the previous attempt recorded no end, record
+        that end, too. more: further fields of the line."""
         directory, run_s, lines = self.path.parent, time.perf_counter() - self.account.began, []
         with contextlib.suppress(OSError):
             lines = read(directory)
@@ -89,7 +89,7 @@ class Attempt:
             self._beat.close()
 
     def forget(self) -> None:
-        """Remove this start from the history, because a mistake of the user was found after it was recorded."""
+        """Remove this start from the history, because a mistake of the user was found after the start was recorded."""
         self.abandon()
         with contextlib.suppress(OSError):
             if self._before is None:
@@ -137,8 +137,8 @@ def _encode(row: Mapping) -> bytes:
 def record_attempt(directory: Path, step: int, account: goodput.Account, more: Mapping) -> Iterator[Attempt]:
     """Context: record that an attempt starts after `step`, and its end. Only process 0 writes.
 
-    The end is recorded by `Attempt.end`, or by the exception that leaves the context. Entered before metrics.jsonl is
-    cut to `step`. more: further fields of the start line: on, cause.
+    The end is recorded by `Attempt.end`, or by the exception that leaves the context. The context is entered before
+    metrics.jsonl is cut to `step`. more: further fields of the start line: on, cause.
     """
     attempt = Attempt(directory, account)
     if jax.process_index() == 0:

@@ -43,8 +43,8 @@ class Flops(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A dispatched step. tokens: those of the run so far. own: those of this step. ended: the time at which the device
-    finishes the step. paused_s: pauses between the previous step and this one."""
+    """A dispatched step. tokens: number of tokens of the run so far. own: number of tokens of this step. ended: the
+    time at which the device finishes the step. paused_s: pauses between the previous step and this one."""
     number: int
     tokens: int
     own: int
@@ -56,8 +56,8 @@ class _Step(NamedTuple):
 class Journal:
     """Writes metrics rows and progress lines, and calls the guards.
 
-    account: counts goodput. spikes: the losses so far. hosts: the host name of each process. guards: instead of the
-    run's.
+    account: counts goodput. spikes: the losses so far. hosts: the host name of each process. guards: guards that
+    replace those of the run.
     """
 
     def __init__(self, run: Run, writer: RowWriter, progress: RowDisplay, flops: Flops,
@@ -79,8 +79,8 @@ class Journal:
     def add_step(self, number: int, tokens: int, own: int, metrics: dict, ended: Future[StepEnd]) -> None:
         """Add a dispatched step, and write the row of the step before while this one runs.
 
-        tokens: those of the run up to this step. own: those of the step alone. metrics: still being computed. ended:
-        the time at which the device finishes the step. Raises: as `settle`.
+        tokens: number of tokens of the run up to this step. own: number of tokens of this step. metrics: the step's
+        metrics, still being computed. ended: the time at which the device finishes the step. Raises: as `settle`.
         """
         paused_s = self.times.take_paused_s()
         self.settle()
@@ -115,7 +115,7 @@ class Journal:
             yield
 
     def add_lateness(self, late: tuple[int, float] | None) -> None:
-        """Add which process dispatched the step last and by how many seconds; print a new straggler. See
+        """Add the process that dispatched the step last and its delay in seconds; print a new straggler. See
         `Stragglers.add_step`."""
         if self.times.last_s is not None:
             self.stragglers.add_step(late, self.times.last_s)

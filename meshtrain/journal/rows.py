@@ -1,8 +1,8 @@
 """Reader and appender of a run's logs, which are files of JSON lines. The reader streams from either end.
 
 A run of a month writes a million metrics rows, so a log is never read into memory as a whole: a resume reads from the
-end back to its step, and a report reads a long log by a sample of its lines (`sample`). Lines that are no rows (empty
-lines, lines cut off by a power failure, notes of the user, rows of other versions) are skipped.
+end back to its step, and a report reads only a sample of the lines of a long log (`sample`). Lines that are no rows
+(empty lines, lines cut off by a power failure, notes of the user, rows of other versions) are skipped.
 """
 from __future__ import annotations
 
@@ -176,8 +176,8 @@ def _is_number(value: Any) -> bool:
 def cut_after(path: Path, step: int) -> None:
     """Cut the rows after `step` and an incomplete last line. A resumed run writes these rows again. Needs no space.
 
-    If lines that are no rows would be cut, too, everything after `step` is first copied to another file in the same
-    directory, and this is reported. Raises: OSError.
+    If lines that are no rows would also be cut, everything after `step` is first copied to another file in the same
+    directory, and the copy is reported. Raises: OSError.
     """
     foreign, end = 0, 0
     for line in MetricRows(path).lines_reversed():

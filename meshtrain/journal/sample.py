@@ -1,8 +1,8 @@
-"""Reads a long metrics file by a sample of its rows, so that the time hardly grows with the run.
+"""Reads a sample of the rows of a long metrics file, so that the time hardly grows with the run.
 
-Short files are read whole. Of a long one a report needs its ends, some hundred points of each curve, and medians: those
-come from windows at equal distances, which are found by seeking. Rows that must not be missed (skipped steps,
-validations, loss spikes) are found by their text, without parsing the others.
+Short files are read whole. For a long file, a report needs the ends of the file, some hundred points of each curve, and
+medians. The points and medians come from windows at equal distances, which are found by seeking. Rows that must not be
+missed (skipped steps, validations, loss spikes) are found by their text, without parsing the others.
 """
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Sample:
 
     def lines(self) -> Iterator[tuple[Line, bool]]:
         """Yield (line, whether it was drawn) in the order of the file. All rows are drawn with the same probability, so
-        statistics take the drawn ones. The others are the needed, the first and the last ones. Raises: OSError."""
+        statistics use only the drawn rows. The other rows are the needed rows and the first and last rows. Raises:
+        OSError."""
         if self.is_whole:
             return ((line, True) for line in self.log.lines())
         begin, end = ENDS_BYTES, self.size - ENDS_BYTES

@@ -1,4 +1,5 @@
-"""Measures how long steps take: from end to end on the device, as far as the host saw the ends, without pauses."""
+"""Measures how long steps take: from the end of one step to the end of the next on the device, as seen by the host,
+without pauses."""
 from __future__ import annotations
 
 import contextlib
@@ -9,8 +10,8 @@ from typing import NamedTuple
 
 
 class StepEnd(NamedTuple):
-    """The end of a step on the device. seen: time at which the host knew of it. late_s: how much sooner it may have
-    been; 0 within the clock's resolution."""
+    """The end of a step on the device. seen: time at which the host knew of it. late_s: the largest delay in seconds
+    between the end and `seen`; 0 within the clock's resolution."""
     seen: float
     late_s: float = 0.0
 
@@ -34,7 +35,8 @@ class StepTimes:
 
     @contextlib.contextmanager
     def pause(self, running: Future[StepEnd] | None) -> Iterator[None]:
-        """Context: a pause between two steps. It begins when the step `running` ends, or at once if that is None."""
+        """Context: a pause between two steps. It begins when the step `running` ends, or at once if `running` is None.
+        """
         began = time.perf_counter() if running is None else max(running.result().seen, self._paused_until)
         try:
             yield
@@ -48,7 +50,8 @@ class StepTimes:
         return paused_s
 
     def add_step(self, ended: StepEnd, tokens: int, paused_s: float) -> float:
-        """Add the step after the last one. Return its seconds. paused_s: pauses between the two."""
+        """Add the next step. Return the seconds of this step. paused_s: the pauses between the previous step and this
+        step."""
         took_s = max(ended.seen - self._mark - paused_s, 1e-9)
         since = self.since_row
         # The step may have begun before the end of the one before was seen, unless the device paused between the two.

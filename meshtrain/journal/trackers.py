@@ -40,9 +40,9 @@ MLFLOW_ENVIRONMENT = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_HTTP_REQUEST_M
 
 
 class Tracker(contextlib.AbstractContextManager, Protocol):
-    """A tracker is opened before the first step and closed after the last. `log` gets the numbers of each row by tag
-    (validation/loss), in the order of the steps. It returns at once and raises nothing; a failure is reported once, on
-    stderr."""
+    """The interface of a tracker, which is opened before the first step and closed after the last. `log` gets the
+    numbers of each row by tag (validation/loss), in the order of the steps. `log` returns at once and raises nothing; a
+    failure is reported once, on stderr."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
@@ -101,9 +101,9 @@ class WandB(contextlib.AbstractContextManager):
 
     If W&B cannot start online (no key, no network), it runs offline, and `wandb sync` can upload the files later. A
     later failure is reported once and ends W&B, not training. If a resume repeats steps, W&B keeps their first values.
-    back: the step to which the run went back to change its course; None: it did not. W&B's history is cut after that
-    step (`resume_from`; offline, `wandb sync` cuts it). If the service refuses this, the new course gets its own W&B
-    run in the group of the first one.
+    back: the step to which the run went back to change its course; None: the run did not go back. W&B's history is cut
+    after that step (`resume_from`; offline, `wandb sync` cuts it). If the service refuses this, the new course gets its
+    own W&B run in the group of the first one.
     """
 
     def __init__(self, run: Run, directory: Path, back: int | None = None):
@@ -188,8 +188,8 @@ def _ends_run(kind: type[BaseException] | None) -> bool:
 
 
 def _read_id(path: Path) -> str:
-    """Return the run's id at a service, which an earlier start saved in `path`; "" if there is none, or if a start was
-    killed before it wrote the file."""
+    """Return the run's id at a service, which an earlier start saved in `path`; "" if no id was saved, e.g. because a
+    start was killed before it wrote the file."""
     path.parent.mkdir(exist_ok=True)
     return path.read_text(encoding="utf-8").strip() if path.exists() else ""
 
@@ -199,8 +199,8 @@ class MLflow(contextlib.AbstractContextManager):
     continues the same MLflow run and sends only steps that the server lacks.
 
     A thread sends the rows. If the server is slow or unreachable, the newest MLFLOW_ROWS rows wait in memory. back: the
-    step to which the run went back to change its course; None: it did not. Later steps are then sent again: MLflow
-    keeps several values of a step and shows the newest.
+    step to which the run went back to change its course; None: the run did not go back. Later steps are then sent
+    again: MLflow keeps several values of a step and shows the newest.
     """
 
     def __init__(self, run: Run, directory: Path, back: int | None = None):

@@ -23,7 +23,7 @@ from meshtrain.training.step import Program
 
 def balance(program: Program, step: Callable, state: State, data: Batches, passes: int,
             fresh: Callable[[], State]) -> State:
-    """Return the state before the first step, with biases adjusted on the first `passes` batches.
+    """Return the state before the first step, with biases adjusted by the first `passes` batches.
 
     step: the compiled training step; it donates the state. fresh: returns a state with a new optimizer state.
     """

@@ -1,8 +1,8 @@
 """A run directory in a bucket: claimed by a lease, copied to each host, and uploaded as its files change.
 
 All other code reads and writes the local copy, `mirror.directory(run.dir)`. A start replaces the local copy by the
-files in the bucket, except if no other start has written to the bucket since this host did: then it uploads the local
-files that the bucket lacks. The token cache and stack traces stay on the host.
+files in the bucket. If no other start has written to the bucket since this host did, the start instead uploads the
+local files that the bucket lacks. The token cache and stack traces stay on the host.
 """
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _Look:
 
     def try_claim(self) -> dict | None:
         """Return {"nonce": of the claim, "empty": whether the address had no files}; None if another run still holds
-        it. Raises: ConfigError."""
+        the lease. Raises: ConfigError."""
         with user_errors("run.dir: "):
             names = [name for some in buckets.children(self.address) for name in some]
             run_file = rundir.check_contents(self.run, str(self.address), set(names), has_checkpoints=bool(
@@ -111,8 +111,8 @@ def _text(address: Address) -> str | None:
 
 
 def _check_seen(address: Address, nonce: str) -> None:
-    """Check that this process reads the lease that process 0 wrote. Raises: ConfigError if it reads another bucket, or
-    may not read."""
+    """Check that this process reads the lease that process 0 wrote. Raises: ConfigError if this process reads another
+    bucket, or may not read."""
     with user_errors("run.dir: "):
         if (rundir.read_owner(_text(address) or "") or {}).get("nonce") != nonce:
             raise ConfigError(f"run.dir={address} is not the same place for all processes: process "

@@ -18,7 +18,7 @@ JSON = "--json"     # with this option, a command prints only JSON on stdout
 
 
 def begin(level: int = 2, platform: str = "") -> None:
-    """Install signal handlers and silence jax's C++ logs. The first call of a command that does not train.
+    """Install signal handlers and silence jax's C++ logs. This is the first call of a command that does not train.
 
     level: see `say.begin`. platform: the value of JAX_PLATFORMS if the environment does not set it.
     """

@@ -55,8 +55,8 @@ def is_read_by_all(name: str) -> bool:
 
 
 def open_run(name: str) -> Path:
-    """Return a local directory with the files of a run that a report reads. A run in a bucket is fetched first, of its
-    metrics the rows that are new here. Raises: ValueError, FileSystemError."""
+    """Return a local directory with the files of a run that a report reads. A run in a bucket is fetched first; of its
+    metrics, only the new rows are fetched. Raises: ValueError, FileSystemError."""
     if not addresses.is_remote(name):
         return Path(name)
     address = addresses.parse(name)
@@ -68,8 +68,8 @@ def open_run(name: str) -> Path:
 
 
 def open_section(run: Mapping[str, dict], section: str, name: str) -> dict:
-    """Return a section of a run's checkpoint, where its own code is the copy in the run's directory. run: the saved
-    sections; name: run.dir. Raises: as `open_run`."""
+    """Return a section of a run's checkpoint, in which paths of the run's own code name the copies in the run's
+    directory. run: the saved sections; name: run.dir. Raises: as `open_run`."""
     table, code = run[section], run["run"].get("code", ())
     if custom.in_copy(table, code, Path()) == table:
         return table

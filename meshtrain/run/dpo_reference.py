@@ -31,8 +31,8 @@ def with_references(run: Run, program: Program, pairs: Pairs, corpus: Corpus, di
                     params: dict | None) -> Pairs:
     """Return the pairs with the margins of the reference model. All processes call this together.
 
-    params: the reference's weights; None if the run resumes: the margins are read from run.dir. directory: run.dir.
-    Raises: ConfigError if they are missing or damaged there.
+    params: the reference's weights; None if the run resumes; then the margins are read from run.dir. directory:
+    run.dir. Raises: ConfigError if the margins in run.dir are missing or damaged.
     """
     count = pairs.source.num_documents // 2
     if params is None:

@@ -20,14 +20,14 @@ PEERS_STOP_S = 3.0      # a stop signal for a run reaches all its processes with
 
 
 class RunError(RuntimeError):
-    """A failure of a run whose message is for users: it ends the command with exit code 1."""
+    """A failure of a run with a message for users. The command ends with exit code 1."""
 
 
 def code_of(act: Callable[[], int]) -> int:
     """Return act(), the exit code of a command. An exception becomes a message and a code.
 
-    One process prints the message of an exception that all raise. Raises: any exception without a message for users,
-    for its traceback.
+    If all processes raise an exception, one process prints the message. Raises: any exception without a message for
+    users, so that its traceback is printed.
     """
     try:
         return act()

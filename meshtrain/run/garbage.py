@@ -19,7 +19,7 @@ EVERY = 100
 def by_step() -> Iterator[Callable[[int, bool], bool]]:
     """Context: turn automatic collection off. Yields collect(step, paused) -> whether it collected.
 
-    paused: whether all processes pause after this step. It collects after every EVERY-th step and at pauses.
+    paused: whether all processes pause after this step. `collect` collects after every EVERY-th step and at pauses.
     Objects that are alive at the start (modules, jaxprs, the compiled program) are frozen, so no collection scans them,
     and full collections are cheap. On exit the collector's previous state is restored.
     """

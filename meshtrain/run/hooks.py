@@ -1,9 +1,9 @@
 """Hooks of the loop between two steps: validation, traces, saving, exports, the check of replicas.
 
 The validation loss is the mean of nats per target token over a fixed number of held-out batches. With several sources,
-each is measured separately, and the total is their mean, weighted as in the mixture. The trace is written where
-TensorBoard's profiler plugin reads it. The device is idle when it begins and ends, so it contains only these steps. A
-failed trace never stops the run.
+each source is measured separately, and the total is the mean of the sources, weighted as in the mixture. The trace is
+written to the place where TensorBoard's profiler plugin reads it. The device is idle when a trace begins and ends, so
+the trace contains only its steps. A failed trace never stops the run.
 """
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class LossValidation(Hook):
 
 
 class Prepare(Hook):
-    """Does once, after the first step, what only later steps need: the first loss is not delayed.
+    """Does once, after the first step, the work that only later steps need, so that the first loss is not delayed.
 
     Imports the library that saves checkpoints. compile: returns the program with a compiled evaluation, which
     `validation` needs; None: the evaluation is compiled, or there is none.
@@ -186,7 +186,7 @@ class StateSaver(Protocol):
 
 
 class SaveInRunDir(Hook):
-    """Saves the state in run.dir, regularly and at the end. metadata: step -> the metadata of its checkpoint."""
+    """Saves the state in run.dir, regularly and at the end. metadata: step -> the metadata of the step's checkpoint."""
     part = "checkpoint"
 
     def __init__(self, checkpoints: StateSaver, metadata: Callable[[int], dict]):
@@ -234,7 +234,7 @@ class Exporter(Protocol):
 
 
 class Export(Hook):
-    """Exports weights as model folders. ends: the ends of answers, written there."""
+    """Exports weights as model folders. ends: the stop tokens of answers, written into the folders."""
 
     def __init__(self, exporter: Exporter, ends: Any):
         self.exporter, self.ends = exporter, ends

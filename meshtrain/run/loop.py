@@ -25,14 +25,15 @@ class Hook(Protocol):
     """Acts between two steps. All processes run it together, with the device idle; its time is not counted as step
     time.
 
-    after_row: write this step's row first, which may end the run (too many skipped steps). part: the part of the
-    goodput account that counts its time, see `goodput.PARTS`. The watchdog's limit for a hook is that of a save.
+    after_row: whether the row of this step is written first, which may end the run (too many skipped steps). part: the
+    part of the goodput account that counts its time, see `goodput.PARTS`. The watchdog's limit for a hook is that of a
+    save.
     """
     after_row: bool = True
     part: str = "rest"
 
     def due(self, step: int, ending: bool) -> bool:
-        """Return whether to act. step: just taken. ending: whether the loop ends after it."""
+        """Return whether to act. step: the step just taken. ending: whether the loop ends after this step."""
 
     def act(self, step: int, state: State) -> Mapping[str, float]:
         """Return numbers for the metrics row of this step, or of the next step if this row is already written."""
@@ -50,8 +51,8 @@ class StepFeed(Protocol):
     """The source of the loop's batches."""
 
     def next(self, done: int, state: State, journal: Journal, stop: Stop) -> StepBatch:
-        """Return the batch of step `done` + 1. state: the state after `done` steps. journal: for numbers of the metrics
-        row, and for time between two steps. stop: asked by a feed that takes long. Raises: NoBatch."""
+        """Return the batch of step `done` + 1. state: the state after `done` steps. journal: receives numbers of the
+        metrics row and the time between two steps. stop: polled by a feed that takes long. Raises: NoBatch."""
 
     def tokens(self, steps: int) -> int:
         """Return the number of tokens in the run's first `steps` batches."""
@@ -68,11 +69,11 @@ class Feed(StepFeed, Protocol):
         """Return the position after the run's first `steps` batches: JSON for the checkpoint, used on a resume."""
 
     def validation(self, program: Program, stop: Stop) -> Validator:
-        """Return the validation of the run. program: with a compiled evaluation if the feed evaluates."""
+        """Return the validation of the run. program: a program that has a compiled evaluation if `evaluates`."""
 
 
 class Validator(Hook, Protocol):
-    """loss: the last value; None before the first."""
+    """A hook that measures validation. loss: the last value; None before the first."""
     loss: float | None
 
 
@@ -86,7 +87,8 @@ class NoBatch(Exception):
 
 
 class StopRequest(Protocol):
-    """number: the number of the signal that requested a stop; None before one has. See `stops.Listener`."""
+    """A stop request. number: the number of the signal that requested a stop; None: no request yet. See
+    `stops.Listener`."""
     number: int | None
 
 
@@ -111,8 +113,8 @@ class Stop:
 
 class StepClock(contextlib.AbstractContextManager):
     """Observes when the device ends its steps, from two threads: one waits for the step, the other one looks at it
-    every few milliseconds. Both wake late if the host is busy: a library that saves or logs holds the interpreter's
-    lock. The last look that found the step running then bounds how late its end was seen."""
+    every few milliseconds. Both threads wake late if the host is busy, e.g. if a library that saves or logs holds the
+    interpreter's lock. Then the last look that found the step running bounds the delay with which its end was seen."""
 
     def __init__(self):
         self._waiting, self._looking = (concurrent.futures.ThreadPoolExecutor(1) for _ in range(2))
@@ -123,7 +125,7 @@ class StepClock(contextlib.AbstractContextManager):
         self._looking.shutdown()
 
     def observe(self, metrics: Mapping[str, jax.Array]) -> concurrent.futures.Future[StepEnd]:
-        """The end of the step that makes these metrics."""
+        """Return the future end of the step that computes these metrics."""
         running = [time.perf_counter()]     # the last time at which the step was seen running
         self._looking.submit(self._look, metrics, running, self._every_s)
         return self._waiting.submit(self._wait, metrics, running, self._every_s)
@@ -169,7 +171,8 @@ def train(limit: Callable[[float], Sequence[jax.Array]], step: Callable, state: 
         return acted
 
     def only_at_the_end(hook: Hook) -> bool:
-        """The hooks of a loop that ends here, but for those that acted after this step already."""
+        """Return whether the hook is due only because the loop ends here: a hook that is due anyway has acted already.
+        """
         return done > first and hook.due(done, True) and not hook.due(done, False)
 
     with contextlib.closing(feed), StepClock() as clock, garbage.by_step() as collect:

@@ -1,9 +1,9 @@
 """Detects silent data corruption by comparing replicas, which must be bit for bit equal.
 
-Each device computes a checksum of each of its shards: the sum modulo 2**32 of its 32-bit words, each times an odd
-number that depends on its position. One flipped bit always changes the sum. The sums (4 bytes per array and device) are
-all-gathered, and every process compares those of the same shard. This reads the state once and makes no copy. Arrays
-without replicas (most of a ZeRO-3 state) cannot be checked. Works on any pytree of jax arrays on one mesh.
+Each device computes a checksum of each of its shards: the sum modulo 2**32 of its 32-bit words, each multiplied by an
+odd number that depends on its position. One flipped bit always changes the sum. The sums (4 bytes per array and device)
+are all-gathered, and every process compares the sums of the same shard. The check reads the state once and makes no
+copy. Arrays without replicas (most of a ZeRO-3 state) cannot be checked. Works on any pytree of jax arrays on one mesh.
 """
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Replicas:
 
 
 def of_run(run: Run, state: Any, mesh: Mesh) -> Replicas | None:
-    """Return the compiled check of a run; None if it is not configured, or the state has no replicas. state: see
+    """Return the compiled check of a run; None if the check is not configured, or the state has no replicas. state: see
     `Replicas`."""
     every = run.training.check_replicas_every
     if not every:
@@ -116,8 +116,8 @@ def _replica_axes(leaf: Any, mesh: Mesh) -> tuple[str, ...]:
 
 
 def checksum(array: jax.Array) -> jax.Array:
-    """Return a uint32 scalar that depends on all bits of an array and their positions. For a global array it is the
-    same in every layout."""
+    """Return a uint32 scalar that depends on all bits of an array and their positions. For a global array, the scalar
+    is the same in every layout."""
     words = jax.lax.bitcast_convert_type(array, WORDS[array.dtype.itemsize]) if array.dtype != bool else array
     words = words.astype(jnp.uint32)
     words = words ^ words >> 15     # a bijection; without it, flipped sign bits of two elements would cancel
@@ -129,7 +129,7 @@ def checksum(array: jax.Array) -> jax.Array:
 
 
 def digest(tree: Any) -> str:
-    """Return a digest of all bits of a pytree of arrays, as hex text. It is the same in every layout."""
+    """Return a digest of all bits of a pytree of arrays, as hex text. The digest is the same in every layout."""
     sums = jax.device_get(_checksums(tree))
     return hashlib.blake2b(json.dumps([int(value) for value in sums]).encode(), digest_size=10).hexdigest()
 

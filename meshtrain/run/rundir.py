@@ -99,7 +99,7 @@ def _text(directory: Path) -> str | None:
 
 
 def _try_claim(run: Run, stack: contextlib.ExitStack, waiting: files.Waiting) -> str | None:
-    """In process 0: claim the directory and return the nonce; None if another run holds the lock. `stack` releases the
+    """Claim the directory in process 0 and return the nonce; None if another run holds the lock. `stack` releases the
     claim."""
     try:
         return stack.enter_context(_claim_directory(run))
@@ -179,7 +179,7 @@ def this_process() -> dict:
 
 
 def space() -> str:
-    """Return an id of this boot and container; "" if unknown. Processes with the same id can see each other."""
+    """Return an id of this boot and container; "" if unknown. Two processes with the same id can see each other."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -228,8 +228,8 @@ def _owner(directory: Path) -> dict | None:
 
 
 def read_owner(text: str) -> dict | None:
-    """Return the owner named in the text of a lock; None if it names none. A lease also gives "beat", its last renewal.
-    """
+    """Return the owner named in the text of a lock; None if the text names no owner. A lease also gives "beat", its
+    last renewal."""
     try:
         owner, _, beat = text.partition("\n")
         owner = json.loads(owner) | ({"beat": float(beat)} if beat else {})
@@ -257,7 +257,7 @@ def _began(pid: int) -> str:
 def at_work(directory: Path) -> dict | None:
     """Return the owner named in the lock file: host, pid, time, and "seen": whether its process was found on this host.
 
-    Return None if there is no owner or it is dead. Takes no lock, so readers never block a run.
+    Return None if the lock has no owner, or a dead owner. Takes no lock, so readers never block a run.
     """
     owner = _owner(directory)
     if owner is None or time.time() - owner.get("beat", math.inf) > NO_SIGN_S:
@@ -277,7 +277,7 @@ def _put(lock: TextIO, text: str) -> None:
 
 def _check_shared(directory: Path, nonce: str) -> None:
     """Check that all processes see the lock file that process 0 has just written. Raises, in all processes: ConfigError
-    if one sees another file or none; FileSystemError if one cannot read it."""
+    if a process sees another file or no file; FileSystemError if a process cannot read the file."""
     def look():
         with contextlib.suppress(ValueError):
             if json.loads((directory / LOCK).read_text(encoding="utf-8"))["nonce"] == nonce:

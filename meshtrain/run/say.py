@@ -42,8 +42,8 @@ class LineFormat:
     process: int
 
     def dress(self, text: str, level: str) -> str:
-        """Return the text as lines that begin with time, process and level, or as one JSON object. level: used if the
-        text does not begin with one."""
+        """Return the text as lines that begin with time, process and level, or as one JSON object. level: the level of
+        a text that does not begin with a level."""
         match = LEVEL.match(text)
         if self.kind == "json":
             return json.dumps({"time": time.time(), "process": self.process, "level": match[1] if match else level,
@@ -54,11 +54,12 @@ class LineFormat:
 
 @dataclasses.dataclass
 class _Output:
-    """The state of the standard streams. The process has one, as it has one stdout, and all threads print there.
+    """The state of the standard streams. A process has one such object, because all threads print on one stdout.
 
     answers: the stream of `answer` while stdout is reserved for it; None: `answer` prints on sys.stdout. live: length
-    of the unfinished live line on the terminal. drawn_at: when it was printed, by the monotonic clock. passing: whether
-    it is erased, not left behind, once another line is printed. ended: the command is ending, so no live line follows.
+    of the unfinished live line on the terminal. drawn_at: the time at which the live line was printed, by the monotonic
+    clock. passing: whether the live line is erased, not left behind, once another line is printed. ended: the command
+    is ending, so no live line follows.
     """
     answers: TextIO | None = None
     live: int = 0
@@ -80,16 +81,16 @@ def format_lines(form: str, process: int = 0, count: int = 1) -> None:
 
 
 def out(text: str) -> None:
-    """Print lines on stdout. They replace the live line, if there is one."""
+    """Print lines on stdout. The lines replace the live line, if one is shown."""
     with _in_turn():
         _send(sys.stdout, _over_live(_escape_for(sys.stdout, _add_prefix(text, "info")), _color) + "\n")
 
 
 def answer(text: str) -> None:
-    """Print the result of a command on stdout, for a program to read; also while `keep_stdout` is in effect.
+    """Print the result of a command on stdout, to be read by a program; also while `keep_stdout` is in effect.
 
-    Raises: SystemExit(1) if stdout cannot hold it (a full disk, an I/O error). A reader that has closed the pipe has
-    read what it wanted.
+    Raises: SystemExit(1) if stdout cannot take the result (a full disk, an I/O error). A closed pipe is no error: its
+    reader has read enough.
     """
     with _in_turn():
         if _output.answers is None:
@@ -115,8 +116,8 @@ def keep_stdout() -> None:
 
 @contextlib.contextmanager
 def reserve_stdout(kept: bool = True):
-    """Context: reserve Python's stdout for `answer` of a command that is called in this process. It does nothing if
-    `kept` is False, or after `keep_stdout`."""
+    """Context: reserve Python's stdout for `answer` of a command that is called in this process. The context does
+    nothing if `kept` is False, or after `keep_stdout`."""
     if not kept or _output.answers is not None:
         yield
         return
@@ -144,9 +145,9 @@ def part(text: str) -> None:
 
 
 def live(text: str, passing: bool = False, after_s: float = 0.0) -> None:
-    """Print a live line on a terminal, cut to its width. The next line on stdout replaces it. passing: it is also
-    erased before a line on stderr and at the end of the command. after_s: print nothing while
-    another live line, which is not a passing one, is shown and is younger than this, in seconds."""
+    """Print a live line on a terminal, cut to its width. The next line on stdout replaces the live line. passing:
+    whether the live line is also erased before a line on stderr and at the end of the command. after_s: print nothing
+    while another live line, which is not passing, is shown and is younger than this, in seconds."""
     with _in_turn():        # a check of the age before the lock would be stale after the wait for it
         age_s = time.monotonic() - _output.drawn_at
         if _output.ended or _output.live and not _output.passing and age_s < after_s:
@@ -167,7 +168,7 @@ def is_live() -> bool:
 
 
 def erase_passing() -> None:
-    """Erase the live line if it is a passing one."""
+    """Erase the live line if it is passing."""
     with _in_turn():
         if _output.live and _output.passing:
             _send(sys.stdout, "\r" + " " * _output.live + "\r")
@@ -182,7 +183,7 @@ def on_terminal(stream: TextIO | None = None) -> bool:
 
 
 def begin(level: int = 2) -> None:
-    """Make the standard streams safe and silence C++ logs. The first call of a command, before jax is imported.
+    """Make the standard streams safe and silence C++ logs. This is the first call of a command, before jax is imported.
 
     level: the least severity that C++ logs: 1 for warnings (for a command that reads them), 2 for errors.
 
@@ -334,8 +335,8 @@ def escape(text: str) -> str:
 
 
 def _over_live(text: str, colour: Callable[[TextIO, str], str] = lambda stream, text: text) -> str:
-    """Return the text to write over the live line: padded to cover it. colour: function (stream, text) -> coloured
-    text."""
+    """Return the text to write over the live line, padded to cover the live line. colour: function (stream, text) ->
+    coloured text."""
     was, _output.live = _output.live, 0
     first, *rest = text.split("\n")
     lead, first = ("\r", first.ljust(was)) if was and (first or _output.passing) else ("", first)

@@ -2,8 +2,8 @@
 
 During the training loop a request is recorded: the loop finishes the step, saves the state, and the process exits with
 code 75. Outside the loop the process exits at once: files on disk are always consistent, and a long compilation would
-outlast the scheduler's grace period. A thread handles the signal, woken through the wakeup descriptor of Python's C
-handler, because handlers in Python wait until C++ returns. Imported before jax.
+outlast the scheduler's grace period. A thread handles the signal, because handlers in Python wait until C++ returns.
+The wakeup descriptor of Python's C handler wakes this thread. Imported before jax.
 """
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ BEFORE_THE_LOOP = "stopped before the first step; run the same command again to 
 
 
 def stop_signals() -> tuple[int, ...]:
-    """Return the signals that stop this process. Under nohup, SIGHUP is not one of them."""
+    """Return the signals that stop this process; under nohup, without SIGHUP."""
     return tuple(number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN)
 
 
 class Listener:
-    """Receives stop signals of this process from its creation on. words: printed when a signal ends the process.
-    number: the number of the signal that requested a stop; None before one has."""
+    """Receives stop signals of this process from its creation on. words: the text printed when a signal ends the
+    process. number: the number of the signal that requested a stop; None: no request yet."""
 
     def __init__(self, words: str = BEFORE_THE_LOOP):
         self.words = words
@@ -121,13 +121,15 @@ _listener: Listener | None = None
 
 
 def listen(words: str = BEFORE_THE_LOOP) -> None:
-    """Handle stop signals from here on. The first call of a command. words: printed when a signal ends it."""
+    """Handle stop signals from here on. This is the first call of a command. words: the text printed when a signal ends
+    the command."""
     global _listener
     _listener = Listener(words)
 
 
 def end_together(meet_the_others: Callable[[], None]) -> None:
-    """Set the function that is called before a signal ends this process at once. It must return within seconds."""
+    """Set the function that is called before a signal ends this process at once. The function must return within
+    seconds."""
     if _listener is not None:
         _listener._before_ending = meet_the_others
 
