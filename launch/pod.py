@@ -86,7 +86,7 @@ def _await_start(run: Run, attempt: int) -> float:
 
 
 def _remove(run: Run, is_old: Callable[[str], bool], *more: str) -> None:
-    """Remove last words for which is_old(name) is true, and the messages in `more`. Raises: ConfigError,
+    """Remove the last words for which is_old(name) is true, and the messages named in `more`. Raises: ConfigError,
     FileSystemError."""
     with config.user_errors("run.dir: "):
         for name in [*more, *filter(is_old, messages.names(run.run.dir, LAST_WORDS))]:

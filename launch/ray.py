@@ -53,7 +53,7 @@ ROOM_S = 30.0           # with --min-processes: wait so long for missing process
 
 
 class Process:
-    """The actor of one bundle. It runs one training process, which ends with the actor."""
+    """The actor of one bundle. The actor runs one training process, which ends with the actor."""
 
     def __init__(self):
         self.child: subprocess.Popen | None = None
@@ -61,11 +61,11 @@ class Process:
         self.lock = threading.Lock()
 
     def place(self) -> tuple[str, list[str]]:
-        """Return (address of its node, names of its GPUs)."""
+        """Return (address of the actor's node, names of the actor's GPUs)."""
         return ray.util.get_node_ip_address(), [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def port(self) -> int:
-        """Return a free port of its node, above the ports of Ray's workers."""
+        """Return a free port of the actor's node, above the ports of Ray's workers."""
         return supervise.free_port("", FIRST_PORT)
 
     def run(self, words: Sequence[str], environ: dict[str, str], folder: str) -> int:

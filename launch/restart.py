@@ -236,7 +236,8 @@ def wait(seconds: float) -> None:
 
 
 def leave_on_request() -> None:
-    """Make each stop signal end this process at once, with exit code 75. It has no child that needs the signal."""
+    """Make each stop signal end this process at once, with exit code 75. This process has no child that needs the
+    signal."""
     for number in stops.stop_signals():
         signal.signal(number, _leave)
 

@@ -87,8 +87,8 @@ def main(given: config.Arguments) -> int:
 
 
 def _run(argv: Sequence[str], environs: Sequence[Mapping[str, str]], first: int) -> int:
-    """Run the samplers until all have ended for good; return the exit code. It uses no threads, because it forks
-    repeatedly."""
+    """Run the samplers until all have ended for good; return the exit code. The launcher uses no threads, because it
+    forks repeatedly."""
     asked_by: list[int] = []
     for number in stops.stop_signals():
         signal.signal(number, lambda number, frame: asked_by.append(number))

@@ -212,13 +212,13 @@ class Checkpoints(BackgroundSaves):
 
     def newest(self, newer_in: Callable[[int], Saved | None] = lambda after: None, *,
                only_params: bool = False) -> Saved | None:
-        """Open the newest undamaged checkpoint, or return a newer one from `newer_in`; None if there are no
-        checkpoints. Waits for a save in progress.
+        """Open the newest undamaged checkpoint, or return a newer one from `newer_in`; None if no checkpoint exists.
+        Waits for a save in progress.
 
         Damaged checkpoints are reported and set aside. newer_in: step -> a checkpoint of another store that is newer
-        than the step (0: any), or None. It is called before a checkpoint is read, and again after a damaged one.
-        Raises: ConfigError if all checkpoints are damaged, because the run would restart from step 1 over them;
-        CheckpointError if one cannot be read, which is left as it is.
+        than the step (0: any), or None. `newer_in` is called before a checkpoint is read, and again after a damaged
+        checkpoint. Raises: ConfigError if all checkpoints are damaged, because the run would restart from step 1 over
+        them; CheckpointError if a checkpoint cannot be read, which is left unchanged.
         """
         self.settle()
         steps, gone = self.steps(), set()

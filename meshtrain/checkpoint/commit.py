@@ -83,7 +83,7 @@ def _read_records(place: Path, count: int, reason: Callable[[int], str]) -> dict
 
 def collect(count: int, read: Callable[[int], dict | None], reason: Callable[[int], str]) -> list[dict]:
     """Return the records that the processes handed over, in the order of processes. read: process -> its record; None
-    if there is none. reason: process -> why it has none. Raises: NotHandedOver."""
+    if no record exists. reason: process -> why the process has no record. Raises: NotHandedOver."""
     with concurrent.futures.ThreadPoolExecutor(READERS) as threads:
         records = list(threads.map(read, range(count)))
     if missing := [index for index, record in enumerate(records) if record is None]:

@@ -89,7 +89,7 @@ class LocalCheckpoints(BackgroundSaves):
         self._partner = other
 
     def newest(self, after: int, wanted: Any) -> Saved | None:
-        """Return the newest step after `after` that can be restored onto `wanted`; None if there is none. wanted: a
+        """Return the newest step after `after` that can be restored onto `wanted`; None if no step can. wanted: a
         pytree of jax.ShapeDtypeStruct with shardings. Every process reads its pieces; all processes return the same
         step."""
         self._join()

@@ -1,9 +1,9 @@
 """Copies local checkpoints to another host, so that a lost host costs no more than a lost process.
 
-Each process has a partner: the process at the same position on the next host. It sends its files to the partner over
-TCP, in the background. A process whose host was replaced fetches its files from the process that holds them. A client
-sends a secret that only the processes of this start know. Source: Gemini's in-memory checkpoints (SOSP 2023). This
-module knows no array and no run.
+Each process has a partner: the process at the same position on the next host. A process sends its files to its partner
+over TCP, in the background. A process whose host was replaced fetches its files from the process that holds them. A
+client sends a secret that only the processes of this start know. Source: Gemini's in-memory checkpoints (SOSP 2023).
+This module knows no array and no run.
 """
 from __future__ import annotations
 

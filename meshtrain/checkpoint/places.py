@@ -1,4 +1,4 @@
-"""The places of a run's state: its claimed directory, the checkpoints there, and those on the hosts."""
+"""The places of a run's state: its claimed directory, the checkpoints there, and the checkpoints on the hosts."""
 from __future__ import annotations
 
 import contextlib

@@ -264,7 +264,7 @@ def _write(directory: Path, write: Callable[[], Value]) -> Value:
 
 def checkpoints_of(run_dir: str, claim: rundir.Claim | None = None, **keys) -> Checkpoints:
     """Return the checkpoints of a run; without a claim they are read-only. run_dir: its directory or address. claim:
-    this start's claim of the directory. keys: keyword arguments of `Checkpoints`. All processes call it."""
+    the claim of this start on the directory. keys: keyword arguments of `Checkpoints`. All processes call it."""
     keys |= {"read_only": True} if claim is None else {"check_claim": claim.check}
     if not addresses.is_remote(run_dir):
         store: Store = DirectoryStore(Path(run_dir) / contents.CHECKPOINTS)

@@ -100,8 +100,7 @@ def check_fit(name: str, stored: Mapping[str, ArrayForm], wanted: Any, part: boo
     `widens`.
 
     name: the checkpoint in messages. stored: array -> (shape, dtype). part: `wanted` may lack arrays; it may always
-    lack optional parts. Raises: ValueError that lists the first differences, those of parameters before those of the
-    optimizer."""
+    lack optional parts. Raises: ValueError that lists the first differences, with parameters before the optimizer."""
     needed = forms_of(wanted)
     names = needed.keys() if part else needed.keys() | {array for array in stored if part_of(array) not in OPTIONAL}
     ranked = sorted(names, key=lambda array: (_is_optimizer(array), array))

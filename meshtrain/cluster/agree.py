@@ -171,7 +171,7 @@ def leave_word(key: str, text: str) -> None:
 
 
 def word(key: str) -> str:
-    """Return the text that a process published under this key; empty if there is none."""
+    """Return the text that a process published under this key; empty if no process did."""
     with contextlib.suppress(Exception):
         return jax_private.coordination_client().key_value_try_get(f"meshtrain {key}")
     return ""

@@ -62,7 +62,7 @@ def start(cluster: Cluster, timeout_s: float, heartbeat_timeout_s: int) -> None:
 def _without_proxy(host: str) -> Iterator[None]:
     """Make gRPC connect to `host` directly during the block, whatever grpc_proxy, https_proxy and http_proxy say. jax's
     client would ask the proxy for its coordinator, and abort the process when that fails. gRPC reads the variables when
-    it makes a channel. It reads no_grpc_proxy instead of no_proxy; no other library reads no_grpc_proxy."""
+    it makes a channel. gRPC reads no_grpc_proxy instead of no_proxy; no other library reads no_grpc_proxy."""
     before = os.environ.get("no_grpc_proxy")
     excepted = before or os.environ.get("no_proxy", "")
     os.environ["no_grpc_proxy"] = f"{excepted},{host}".lstrip(",")
@@ -158,8 +158,8 @@ def _report_stranger(cluster: Cluster, about: dict, strangers: dict[str, str]) -
 
 
 def _contradiction(cluster: Cluster, about: dict, before: dict | None) -> str | None:
-    """Return the fault in a process's `about`; None if there is none. before: the `about` of a process already present
-    with the same index."""
+    """Return the fault in a process's `about`; None if it has no fault. before: the `about` of a process already
+    present with the same index."""
     index, first = about["index"], _about(cluster)
     if about["count"] != cluster.count:
         return (f"process {index} ({_where(about)}) has distributed.num_processes={about['count']}, but process 0 "

@@ -1,4 +1,4 @@
-"""Binds a process to the CPUs next to its GPUs: those of their NUMA node.
+"""Binds a process to the CPUs next to its GPUs: the CPUs of the GPUs' NUMA node.
 
 The NUMA node of a GPU is read from the kernel's /proc and /sys; no driver is started and no tool is called. A process
 is not bound if its GPUs cannot be determined, or if they are on several nodes (one process with all GPUs of a host). It

@@ -78,8 +78,8 @@ def keep_profile(content: str) -> Path | None:
     """Write a profile that XLA reads; return its path, or None if any process cannot write the file. All processes call
     it.
 
-    The path is a function of the content. It is a compiler option, and the options are part of the key by which the
-    next start finds the compiled program.
+    The path is a function of the content. The path is a compiler option, and compiler options are part of the key by
+    which the next start finds the compiled program.
     """
     directory = jax.config.jax_compilation_cache_dir or Path(tempfile.gettempdir()) / f"meshtrain-{os.getuid()}"
     path = Path(directory) / PROFILES / f"{hashlib.blake2b(content.encode(), digest_size=16).hexdigest()}.pbtxt"

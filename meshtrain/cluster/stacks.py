@@ -80,8 +80,8 @@ class ProcessState:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """One process's file. threads: its first stacks, innermost frame first; None: no stacks. fatal: the error of a
-    crash. locked: its monitor ended it because no Python thread could run."""
+    """The file of one process. threads: the first stacks in the file, innermost frame first; None: no stacks. fatal:
+    the error of a crash. locked: whether the monitor ended the process because no Python thread could run."""
     state: ProcessState
     threads: dict[str, list[StackFrame]] | None
     fatal: str
@@ -125,7 +125,7 @@ def at(wall: float) -> str:
 
 def begin(directory: Path) -> str:
     """Move the stacks of earlier starts away and return a name for this start. One process calls it, before any process
-    writes."""
+    writes stacks."""
     directory.mkdir(parents=True, exist_ok=True)
     earlier = read(directory)
     if any(report.threads is not None or report.state.state != "runs" for report in earlier.values()):

@@ -213,7 +213,8 @@ def note_custom(run: Run) -> list[str]:
 
 
 def notes(run: Run) -> list[str]:
-    """Return warnings about valid settings that are rarely intended. They are logged once before the run starts."""
+    """Return warnings about valid settings that are rarely intended. The warnings are logged once before the run
+    starts."""
     lines = layouts.notes(run) + unused.messages(run) + note_custom(run)
     if not any(getattr(run, section).model_fields_set for section in ("model", "training", "optimizer")):
         lines.append("the run file has no key of [model], [training] and [optimizer]: the run trains the default model")

@@ -20,7 +20,7 @@ class Option:
     """One option of a command.
 
     value: the placeholder of the option's value in the usage; "" is a flag. example: a value, for messages. parse: text
-    → value. It raises ValueError with the words that follow `--name text` in the message. many: the option may be
+    → value; raises ValueError with the words that follow `--name text` in the message. many: the option may be
     repeated, and its value is a list. required: the reason why the option must be given; "" if it is optional.
     """
     help: str
@@ -102,8 +102,9 @@ class Arguments:
 class Command:
     """A command line: python -m `module` `places` [options] [--section.key value ...].
 
-    places: usage of the positional arguments, e.g. "RUN_DIR". num_places: their minimum and maximum number. keys:
-    whether the command accepts keys of a run file. launcher: whether it accepts a run file and keys after --.
+    places: usage of the positional arguments, e.g. "RUN_DIR". num_places: the minimum and maximum number of positional
+    arguments. keys: whether the command accepts keys of a run file. launcher: whether it accepts a run file and keys
+    after --.
     """
     module: str
     options: Mapping[str, Option]

@@ -79,8 +79,8 @@ def _kind_keys(letter: str) -> set[str]:
 
 
 def _check_heads(cfg: Model, prefix: str) -> Iterator[str]:
-    """Check the heads of one mixer. cfg: its section. prefix: the first words of each message, with the mixer's
-    name."""
+    """Check the heads of one mixer. cfg: the section of the mixer. prefix: the first words of each message, with the
+    mixer's name."""
     if cfg.num_heads % cfg.num_kv_heads:
         divisors = [n for n in range(1, min(cfg.num_heads, 1024) + 1) if cfg.num_heads % n == 0]
         yield (f"{prefix}model.num_kv_heads={cfg.num_kv_heads} does not divide model.num_heads={cfg.num_heads}; use "

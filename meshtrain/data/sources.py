@@ -1,7 +1,7 @@
 """Finds and opens the sources of [data]. A Source (contracts.py) is a list of documents with known ends, for random
 access.
 
-A source is byte files, which are read as they are, or memory-mapped token files: the user's own, or those that the
+A source is byte files, which are read unchanged, or memory-mapped token files: the user's own files, or files that the
 token cache made from text, JSON lines, Parquet or Arrow. Memory holds only names and sizes. This module knows no
 sequences, batches, steps or hosts.
 """
@@ -96,9 +96,9 @@ class Corpus:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NamedFiles:
-    """One source of [data] and its files. where: its section, for errors. use: TRAIN, VALIDATION (instead of a held-out
-    share) or CURVE (a validation set of its own). paths: path -> searched directory, in document order; the directory
-    is "" for an address that is not copied yet."""
+    """One source of [data] and its files. where: the section of the source, for errors. use: TRAIN, VALIDATION (instead
+    of a held-out share) or CURVE (a validation set of its own). paths: path -> searched directory, in document order;
+    the directory is "" for an address that is not copied yet."""
     where: str
     use: str
     name: str           # "" if it is the only one

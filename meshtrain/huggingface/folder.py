@@ -68,7 +68,7 @@ class WeightRow:
     parameters stack the experts.
 
     name: the tensor's name, with {l}, {m} or {f} for a layer's number. layers: each of our layers that has the tensor
-    -> the number in the name; empty outside the layers. shape: the tensor's shape, or that of one expert's part if a
+    -> the number in the name; empty outside the layers. shape: the shape of the tensor, or of one expert's part if a
     tensor has all experts. kind: equal for the rows of all experts. expert: the expert's number. sizes: letter -> size,
     as from `forms.sizes_of`.
     """

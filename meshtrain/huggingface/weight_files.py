@@ -1,7 +1,7 @@
 """Finds the files of a folder's weights, and compares tensors in them.
 
-The files are those of the index, or model.safetensors alone. The index must have plain *.safetensors names in the
-folder; links are followed, as in the hub's cache. Two complete sets are refused. Pickles are never opened.
+The files are the files named by the index, or model.safetensors alone. The index must have plain *.safetensors names in
+the folder; links are followed, as in the hub's cache. Two complete sets are refused. Pickles are never opened.
 """
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Account:
     @contextlib.contextmanager
     def count_as(self, part: str) -> Iterator[None]:
         """Context: count the time inside it as this part. If an exception leaves the context, the attempt ends, and the
-        time after it belongs to this part, too."""
+        time after the exception also belongs to this part."""
         before = self._enter(part)
         yield
         self._enter(before)

@@ -47,7 +47,7 @@ class Writers:
 @contextlib.contextmanager
 def open_writers(run: Run, directory: pathlib.Path, after: int, back: bool = False,
                  devices: Sequence[jax.Device] = ()) -> Iterator[Writers]:
-    """Context: the writers that the run file configures. They are closed on exit.
+    """Context: the writers that the run file configures. The writers are closed on exit.
 
     after: the step that the run resumes after; 0: a new run. Later rows have already been dropped (`rows.cut_after`).
     back: see `trackers.open_trackers`. devices: this process's devices.

@@ -30,8 +30,8 @@ NUMBERS = ("loss", "val_loss", "val_loss_ema", "grad_norm", "learning_rate", "to
 
 
 class Line(NamedTuple):
-    """A line of the file. start: its offset. end: offset after its newline. row: None if the line is no row. empty:
-    whether it has only white space."""
+    """A line of the file. start: the line's offset. end: the offset after its newline. row: None if the line is no row.
+    empty: whether it has only white space."""
     start: int
     end: int
     row: Row | None

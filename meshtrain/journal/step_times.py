@@ -35,8 +35,8 @@ class StepTimes:
 
     @contextlib.contextmanager
     def pause(self, running: Future[StepEnd] | None) -> Iterator[None]:
-        """Context: a pause between two steps. It begins when the step `running` ends, or at once if `running` is None.
-        """
+        """Context: a pause between two steps. The pause begins when the step `running` ends, or now if `running` is
+        None."""
         began = time.perf_counter() if running is None else max(running.result().seen, self._paused_until)
         try:
             yield

@@ -26,8 +26,8 @@ class Hook(Protocol):
     time.
 
     after_row: whether the row of this step is written first, which may end the run (too many skipped steps). part: the
-    part of the goodput account that counts its time, see `goodput.PARTS`. The watchdog's limit for a hook is that of a
-    save.
+    part of the goodput account that counts its time, see `goodput.PARTS`. The watchdog's limit for a hook is the limit
+    of a save.
     """
     after_row: bool = True
     part: str = "rest"
@@ -62,7 +62,7 @@ class StepFeed(Protocol):
 
 
 class Feed(StepFeed, Protocol):
-    """The source of a run's batches, which a run resumes. evaluates: whether its validation computes losses."""
+    """A source of batches that a run can resume. evaluates: whether the validation of this feed computes losses."""
     evaluates: bool
 
     def position(self, steps: int) -> dict:

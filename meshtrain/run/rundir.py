@@ -48,7 +48,7 @@ class Claim:
     """This start's claim on run.dir.
 
     name: run.dir. directory: where this host reads and writes the files of the run. nonce: the lock contains it while
-    the claim is valid. look: returns the text of the lock; None if there is no lock. send: uploads the files, if
+    the claim is valid. look: returns the text of the lock; None if the lock does not exist. send: uploads the files, if
     run.dir is in a bucket. lost: set once another start has taken run.dir over.
     """
     name: str
@@ -247,8 +247,8 @@ def by(owner: dict | None) -> str:
 
 
 def _began(pid: int) -> str:
-    """Return the start time of a process of this host in kernel ticks; "" if there is no such process. The time tells
-    apart processes with the same pid."""
+    """Return the start time of a process of this host in kernel ticks; "" if no such process exists. The time
+    distinguishes processes with the same pid."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     return ""

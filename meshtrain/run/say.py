@@ -1,8 +1,8 @@
 """Output of commands. A closed pipe, a full disk or a closed terminal never ends a run.
 
-A stream that fails once is replaced by /dev/null, so that Python's flush at exit succeeds, too (otherwise it reports
-"Exception ignored … BrokenPipeError" and exits with 120). Lines on a terminal are coloured unless NO_COLOR is set;
-lines in a file or pipe only if FORCE_COLOR is set. Threads may print: one line is written at a time.
+A stream that fails once is replaced by /dev/null, so that Python's flush at exit also succeeds (otherwise Python
+reports "Exception ignored … BrokenPipeError" and exits with 120). Lines on a terminal are coloured unless NO_COLOR is
+set; lines in a file or pipe only if FORCE_COLOR is set. Threads may print: one line is written at a time.
 """
 from __future__ import annotations
 

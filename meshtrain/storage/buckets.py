@@ -1,6 +1,6 @@
 """Reads and writes objects of buckets: s3:// and gs:// through obstore, and the schemes of `addresses.BUCKETS`.
 
-Credentials come from the environment: AWS_*, GOOGLE_*. They are sent only to the store's own host. Messages hide
+Credentials come from the environment: AWS_*, GOOGLE_*. Credentials are sent only to the store's own host. Messages hide
 everything in the library's text that may be secret. A request is repeated if the server fails or does not answer. This
 module knows no cache.
 """
@@ -46,7 +46,7 @@ class Version:
 class Objects(Protocol):
     """One bucket. meshtrain uses only these methods of obstore's stores, and a class for another system has the same
     methods. The class is called with the bucket's name and with keyword arguments for HTTP. Several threads and
-    processes use a bucket at once. Paths are those of objects in the bucket, and of folders without a slash at the end.
+    processes use a bucket at once. Paths name objects in the bucket, and folders without a slash at the end.
 
     Each method may raise FileNotFoundError, PermissionError, and FileExistsError if the condition of a request does not
     hold. After any other OSError the request is repeated. Source: developmentseed.org/obstore.

@@ -61,7 +61,7 @@ def identities() -> str:
 
 
 def home() -> Path:
-    """Return the default directory of copies. Raises: StorageError if there is no home directory."""
+    """Return the default directory of copies. Raises: StorageError if the user has no home directory."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if not os.path.isabs(base):
         raise StorageError("there is no home directory for copies of files at addresses; set XDG_CACHE_HOME to a "

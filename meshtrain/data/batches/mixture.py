@@ -1,5 +1,5 @@
-"""Decides how many tokens of a batch come from each source of a mixture, and which rows they fill. It is deterministic,
-without sampling.
+"""Decides how many tokens of a batch come from each source of a mixture, and which rows these tokens fill. The decision
+is deterministic, without sampling.
 
 Each batch takes the next tokens of every source, in the source's own order, so that the source's total stays at its
 exact share. So the proportions hold in every batch, not only on average. This module knows no documents.

@@ -120,7 +120,7 @@ class Runs(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Parts of documents, each within one row; int64 [pieces] each, three of them bool."""
+    """Parts of documents, each within one row; int64 [pieces] each, three arrays are bool."""
     line: np.ndarray        # offset in the concatenated rows
     count: np.ndarray       # tokens, with the separator
     begins: np.ndarray      # bool: the separator comes first
@@ -138,8 +138,8 @@ class _Window(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Consecutive windows, by their numbers in the stream. begins, ends: where their documents begin and end in the
-    stream, int64 [documents]."""
+    """Consecutive windows, by their numbers in the stream. begins, ends: the positions in the stream where the
+    documents begin and end, int64 [documents]."""
     numbers: frozenset[int]
     begins: np.ndarray
     ends: np.ndarray

@@ -55,8 +55,8 @@ class Packing:
 
 @dataclasses.dataclass(frozen=True)
 class DataPhase:
-    """A part of a run with one batch shape and mixture. It begins at batch `batches`, after each source has given
-    `tokens` tokens."""
+    """A part of a run with one batch shape and mixture. The phase begins at batch `batches`, after each source has
+    given `tokens` tokens."""
     batches: int
     tokens: tuple[int, ...]
     weights: tuple[int, ...]
@@ -85,8 +85,8 @@ class Packed:
         return sum(self._count_given(batches))
 
     def position(self, batches: int) -> dict:
-        """Return the tokens that each source has given, its grids from there on, and the phase. With it, a resumed run
-        with the same settings gets exactly the same batches. `pack` reads it."""
+        """Return the tokens that each source has given, the source's further grids, and the phase. From this position,
+        a resumed run with the same settings gets exactly the same batches. `pack` reads the position."""
         given = self._count_given(batches)
         return {"batches": batches, "phase": dataclasses.asdict(self.phase), "packing": self.shape.packing,
                 "sources": [{"tokens": tokens, "tokens_per_epoch": stream.tokens_per_epoch,

@@ -64,8 +64,8 @@ class Part:
 
     @functools.cached_property
     def name(self) -> str:
-        """Name of the part's files. It depends on the relative paths of the inputs, so that inputs and results can be
-        moved together."""
+        """Name of the part's files. The name depends on the relative paths of the inputs, so that inputs and results
+        can be moved together."""
         paths = "\0".join(relative_path(self.home, path) for path in self.inputs)
         digest = hashlib.blake2b(os.fsencode(paths), digest_size=8).hexdigest()
         return f"{os.path.basename(self.inputs[0])[:100]}-{digest}"

@@ -210,7 +210,7 @@ def _object(path: Path, value) -> dict:
 
 
 def read_object(path: Path) -> dict:
-    """Return the object of a JSON file; empty if there is no file."""
+    """Return the object of a JSON file; empty if the file does not exist."""
     if not path.is_file():
         return {}
     text = files.attempt(path.read_bytes, f"{path} cannot be read", "let it be read")

@@ -45,9 +45,9 @@ UNWRITTEN, UNREASONED = "unwritten", "unreasoned"      # the template leaves too
 
 
 class Conversation(NamedTuple):
-    """A conversation. messages: as templates take them, each with a role. trained: for each message, whether to learn
-    it if it is the assistant's. tools: the tools in the form that templates take, or None. arguments: further variables
-    of the template, besides those of the Template; None: none."""
+    """A conversation. messages: the messages in the form that templates take, each with a role. trained: for each
+    message, whether to learn it if it is the assistant's. tools: the tools in the form that templates take, or None.
+    arguments: further variables of the template, besides those of the Template; None: none."""
     messages: list[dict]
     trained: list[bool]
     tools: list | None = None

@@ -1,8 +1,8 @@
 """Renders chat templates in a separate process, because a template is a program by the model folder's author.
 
-It runs in jinja2's immutable sandbox, without a loader and without credentials in its environment. The system limits
-the process's memory, files and processes and the CPU time per conversation, so an endless template ends only this
-process. `chat.py` starts it and exchanges JSON lines. This file runs as a script and imports nothing of meshtrain.
+A template runs in jinja2's immutable sandbox, without a loader and without credentials in its environment. The system
+limits the process's memory, files and processes and the CPU time per conversation, so an endless template ends only
+this process. `chat.py` starts it and exchanges JSON lines. This file runs as a script and imports nothing of meshtrain.
 """
 from __future__ import annotations
 

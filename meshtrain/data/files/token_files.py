@@ -391,8 +391,8 @@ def _describe(dtype: np.dtype, shape: Sequence[int]) -> str:
 
 
 class Writer:
-    """A 1D .npy file that grows by `append`, as PATH.tmp. It is complete and synced when `close` returns; `rename`
-    gives it its name. Raises: OSError."""
+    """A 1D .npy file that grows by `append`, as PATH.tmp. The file is complete and synced when `close` returns;
+    `rename` gives the file its name. Raises: OSError."""
 
     def __init__(self, path: Path, dtype: type):
         self.dtype, self.count, self.crc, self.largest = np.dtype(dtype), 0, 0, -1

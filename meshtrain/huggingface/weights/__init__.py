@@ -1,1 +1,1 @@
-"""Loads the weights of model folders into runs, and exports those of runs; finds the stop tokens of both."""
+"""Loads the weights of model folders into runs; exports the weights of runs; finds the stop tokens of both."""

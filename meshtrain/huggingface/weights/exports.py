@@ -167,7 +167,8 @@ GONE = "; and its checkpoint is no longer there"
 
 
 def find_companions(run_dir: Path) -> Path | None:
-    """Return the directory of companion files of the weights that a run started from; None if there is none."""
+    """Return the directory of companion files of the weights that a run started from; None if no such directory exists.
+    """
     companions = run_dir / model_folder.KEPT
     return companions if agree.on_first(lambda: files.is_file(companions / settings.CONFIG)) else None
 

@@ -131,7 +131,7 @@ def shapes(row: folder.WeightRow, rank: int) -> tuple[tuple[int, int], tuple[int
 
 
 def input_dim(row: folder.WeightRow) -> int:
-    """Return the index of a stored matrix's input dim. It contains the first dim of our parameter."""
+    """Return the index of a stored matrix's input dim. The input dim contains the first dim of our parameter."""
     form = row.pieces[0].form
     return next(i for i, words in enumerate(form.theirs.dims) if form.ours.dims[0][0] in words)
 
