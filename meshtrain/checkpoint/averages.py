@@ -80,7 +80,7 @@ class CheckpointMean:
 
 def open_last(run_dir: str, count: int, step: int, shape: str | Sequence[float]) -> CheckpointMean:
     """Return the mean of the last `count` checkpoints of a run, up to the checkpoint of `step` (0: the newest).
-    Verifies their parameters. shape: as in `shares_of`. All processes call it.
+    Verifies the parameters of these checkpoints. shape: as in `shares_of`. All processes call it.
 
     Raises: ConfigError if the run has fewer checkpoints, or if one is damaged or belongs to another model;
     CheckpointError if one cannot be read.

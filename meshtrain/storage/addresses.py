@@ -98,8 +98,8 @@ def hide_secrets(text: str) -> str:
 
 
 def parse(text: str) -> Address:
-    """Return the address that a text names. Raises: StorageError if its form is unknown or if the text may hold a
-    secret."""
+    """Return the address that a text names. Raises: StorageError if the text has no known form, or may hold a secret.
+    """
     scheme, _, rest = text.partition("://")
     home, _, path = rest.partition("/")
     if scheme not in (*BUCKETS, *WEB, HUB):

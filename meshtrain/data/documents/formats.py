@@ -156,7 +156,7 @@ def read_parquet(path: str, field: str) -> Iterator[TextPiece]:
 
 def read_arrow(path: str, field: str) -> Iterator[TextPiece]:
     """Yield one document per row of Arrow's IPC format, a stream (as saved by the datasets library) or a file
-    (Feather). Else as `read_parquet`."""
+    (Feather). A null is an error, as in `read_parquet`."""
     return _read_texts(path, field, _arrow_batches)
 
 

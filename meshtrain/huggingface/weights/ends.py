@@ -224,7 +224,7 @@ def _default(run: Run, origin: Saved | None) -> tuple[str, str]:
 
 def generation_of(source: Path, ends: Ends) -> dict | None:
     """Return the content of an export's generation_config.json: the ids of `ends`, then the ids of `source`. None if
-    `source` already has exactly these ids. Raises: ValueError."""
+    `source` already has exactly these ids, in this order. Raises: ValueError."""
     before = settings.stop_ids(source)
     ids = tuple(dict.fromkeys((*ends.ids, *before)))
     if ids == before:
