@@ -11,7 +11,7 @@ The token at position p is stored at place p mod R. R is the room: the number of
 a window, the places that the window needs. A place is visible only after the sequence has written it, so a slot is
 never cleared.
 
-With N drafts a pass reads N + 1 tokens of a slot, of which the first `count` stay; the others are written again.
+With N drafts a pass reads N + 1 tokens of a slot. The first `count` tokens stay; the others are overwritten later.
 Recurrent mixers store the state after each token of the last pass, [repeats · (N + 1), slots, …]. The cache ends with
 the depths of MTP as a group, and `recent`: the states after the final norm at the last 2 N positions.
 """
@@ -52,8 +52,8 @@ def _block(room: int) -> int:
 
 
 def places(window: int, room: int, drafts: int = 0) -> int:
-    """Return the number of places of a slot in a layer with this window (0: none). Those that the window sees outlast
-    2 · drafts tokens written after them."""
+    """Return the number of places of a slot in a layer with this window (0: none). The places that the window sees stay
+    intact while 2 · drafts further tokens are written."""
     return min(room, round_room(window + 2 * drafts)) if window else room
 
 
@@ -85,7 +85,7 @@ def constrain(layout: Layout, caches: list) -> list:
 def lay(layout: Layout, caches: list, prompts: list, source_S, tokens_S) -> list:
     """Return the cache with prompts from `read` copied into some slots.
 
-    source_S: the number of the slot's prompt among those of its shard of the batch; with -1 the slot is unchanged.
+    source_S: the number of the slot's prompt among the prompts of its shard of the batch; -1: the slot is unchanged.
     tokens_S: number of tokens of the prompt.
     """
     return [tuple(_Layer(layout, arrays).lay(new, source_S, tokens_S) for arrays, new in zip(group, read, strict=True))
@@ -125,7 +125,7 @@ class _Layer:
         return _Layer(self.layout, tuple(new)).constrain()
 
     def _of_slots(self, read, source_S):
-        """Return the prompt of each slot, from the slot's own shard, so that nothing crosses devices."""
+        """Return the prompt of each slot, from the slot's own shard, so that no data moves between devices."""
         shards = self.layout.num_shards(self.layout.batch_axes)
         R, B = read.shape[:2]
         by_shard = read.reshape(R, shards, B // shards, *read.shape[2:])
@@ -151,7 +151,7 @@ def _over(flag_S, x):
 
 
 class PromptEngine:
-    """The mixer of a layer over prompts. It sets `cache`."""
+    """The mixer of a layer over prompts. It sets `cache` to the arrays that the KV cache stores."""
 
     def __init__(self, ex: Execution, drafts: int):
         self.ex, self.drafts = ex, drafts
@@ -183,10 +183,10 @@ class PromptEngine:
 
 
 class Reach(NamedTuple):
-    """How far each slot has written.
+    """The positions up to which each slot has written.
 
     at_BT: positions of each slot's tokens. last: the largest position of a live slot. live_BT: at_BT, with -1 for slots
-    that are done; None unless `Execution.by_kernels`. count_B: how many tokens of the pass before stay.
+    that are done; None unless `Execution.by_kernels`. count_B: number of tokens of the previous pass that stay.
     """
     at_BT: jax.Array
     last: jax.Array
@@ -201,7 +201,8 @@ def reach(ex: Execution, batch, count_B=None) -> Reach:
 
 
 class SlotEngine:
-    """The mixer of a layer for T tokens of each slot. It writes them into the layer's entry of the stacked cache."""
+    """The mixer of a layer for T tokens of each slot. It writes the tokens into the layer's entry of the stacked cache.
+    """
 
     def __init__(self, cache, index, reach: Reach):
         self.cache, self.index, self.reach, self.T = cache, index, reach, reach.at_BT.shape[1]
@@ -234,7 +235,7 @@ class SlotEngine:
         return jnp.concatenate(os, 1)
 
     def _own(self, stack):
-        """Return the layer's entry: after the last of the tokens that stay."""
+        """Return the layer's entry after the last token that stays."""
         after = lax.dynamic_slice_in_dim(stack, self.index * self.T, self.T, 0)
         own = after[:1]
         for t in range(1, self.T):
@@ -298,7 +299,7 @@ class SlotEngine:
         """Return [B, K, T, G, V]: attention to the visible places of each slot, block by block.
 
         A block without visible places of a slot adds exact zeros, so a slot does not depend on how far the loop runs
-        for others. Source: FlashAttention, arXiv:2205.14135.
+        for other slots. Source: FlashAttention, arXiv:2205.14135.
         """
         R = self.cache[0].shape[-2]
         block = min(_block(R), R)
@@ -341,8 +342,7 @@ class SlotEngine:
     def _write(self, layout: Layout, stack, new):
         """Return the stack with the tokens of each slot written at their places.
 
-        They are written as a scatter with a batch dim, which stays on its device.
-        """
+        The write is a scatter with a batch dim, which stays on its device."""
         at_BT, place = self.reach.at_BT, stack.ndim - 2
         at = jnp.stack([jnp.broadcast_to(self.index, at_BT.shape), at_BT % stack.shape[place]], -1).astype(jnp.int32)
         numbers = lax.ScatterDimensionNumbers(
@@ -368,8 +368,8 @@ def _in_one_kernel(layout: Layout, N: int, keys, values) -> bool:
 def _against_latents(expansion: Expansion, q_BTNH):
     """Return a function (latents, rotated keys) -> query-key products [B, 1, T, N, S].
 
-    It does not expand the keys: each query is multiplied by the weight of its head's keys instead (DeepSeek-V2,
-    arXiv:2405.04434, 2.1.2).
+    The function does not expand the keys: it multiplies each query by the weight of its head's keys instead
+    (DeepSeek-V2, arXiv:2405.04434, 2.1.2).
     """
     key_CNH = expansion.gather(expansion.key_CNH)
     plain = key_CNH.shape[2]

@@ -11,7 +11,8 @@ BROKEN = "\ufffd"       # the decoder's output for bytes that do not form a char
 class Words:
     """Turns the tokens of an answer into text.
 
-    decode: ids -> text. stops: stop strings. stop_ids: stop tokens. ends: both as text, for messages.
+    decode: function ids -> text. stops: stop strings. stop_ids: stop tokens. ends: stop strings and stop tokens as
+    text, for messages.
     """
     decode: Callable[[Sequence[int]], str]
     stops: tuple[str, ...] = ()
@@ -44,8 +45,7 @@ class Words:
 class TextStream:
     """Streams the text of an answer.
 
-    It holds back incomplete characters, and text that may be the start of a stop string.
-    """
+    The stream holds back incomplete characters, and text that may be the start of a stop string."""
 
     def __init__(self, words: Words):
         self.words, self.told = words, ""

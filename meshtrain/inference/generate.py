@@ -1,4 +1,5 @@
-"""Generation in a number of slots. Each slot holds one sequence; when it has ended, the next sequence gets the slot.
+"""Generation in a fixed number of slots. Each slot holds one sequence; when the sequence has ended, the next sequence
+gets the slot.
 
 There are two programs. `fill` reads prompts, each once for all of its samples that get a slot, and samples nothing.
 `decode` loops on the device and computes a token for every slot; its first input is the last token of the prompt.
@@ -6,13 +7,13 @@ Between calls the host streams tokens, looks for stop strings and assigns slots.
 seed, its prompt, its number among the prompt's samples and the position. They do not depend on other slots, the number
 of slots, the order or the mesh.
 
-For longrope in a model folder the length of a sequence chooses the frequencies (`rope.turns`), as in transformers. An
-answer that crosses the original length is read again there with the new frequencies, and then continues with the
-others.
+For longrope in a model folder the length of a sequence determines the frequencies (`rope.turns`), as in transformers.
+When an answer crosses the original length, its tokens are read again with the new frequencies, and the answer then
+continues with the new frequencies.
 
-With N drafts, depths of MTP choose the next N tokens, and a pass of the model over these and the last token chooses
-N + 1 tokens from its own logits. Those stay whose predecessors were drafted as they were chosen. Drafts are chosen with
-the keys of their positions, too, so that they often equal sampled tokens (arXiv:2408.07978).
+With N drafts, depths of MTP draft the next N tokens, and a pass of the model over the last token and these drafts
+chooses N + 1 tokens from its own logits. A chosen token stays if all chosen tokens before it equal their drafts. Drafts
+are also chosen with the keys of their positions, so that drafts often equal sampled tokens (arXiv:2408.07978).
 """
 from __future__ import annotations
 
@@ -46,9 +47,9 @@ PROMPTS = 2             # prompts that a shard of the batch reads together; cons
 class SlotStates(NamedTuple):
     """The carry of `decode`.
 
-    tokens_SW: the last token, which no layer has read yet, at position at_S, behind the 2 N tokens before it with N
-    drafts. count_S: how many tokens of the last pass stay. last_S: the position at which a sequence has its maximum
-    length. key_S2: data of `sampling.key`. done_S: whether the slot's sequence has ended.
+    tokens_SW: the last token, at position at_S, which no layer has read yet; with N drafts, preceded by the 2 N tokens
+    before it. count_S: number of tokens of the last pass that stay. last_S: the position at which a sequence has its
+    maximum length. key_S2: data of `sampling.key`. done_S: whether the slot's sequence has ended.
     """
     tokens_SW: jax.Array
     at_S: jax.Array
@@ -62,8 +63,8 @@ class SlotStates(NamedTuple):
 class Drawn(NamedTuple):
     """The result of a call of `decode`.
 
-    steps: number of passes. For each slot and pass: N + 1 tokens, with -1 for those that do not stay or if the slot was
-    done, and the numbers of `sampling.Draw`.
+    steps: number of passes. The other fields have, for each slot and pass, N + 1 tokens (-1 for tokens that do not
+    stay, and for slots that were done) and the numbers of `sampling.Draw`.
     """
     steps: jax.Array
     token_SU: jax.Array
@@ -87,7 +88,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationLimits:
-    """When an answer ends.
+    """The conditions that end an answer.
 
     tokens: maximum of new tokens. stop_ids: stop tokens. length: maximum of prompt and answer together; 0: none. ended:
     (number of the completion, its tokens) -> number of tokens in the answer if a stop string has ended it, else None.
@@ -110,10 +111,10 @@ class GenerationLimits:
 class Generator:
     """A model with its weights on the mesh that is in context.
 
-    compiled: (name, jitted, its arguments) -> the compiled function. slots: maximum on all devices. room: minimum
-    tokens of a slot, so that calls share their programs; the number of slots is then a power of two if it is below the
-    maximum. kept: the programs. A Generator that differs only in its weights may share them. drafts: number of depths
-    of MTP that draft. counts: tokens of a slot in a pass -> number of such passes so far.
+    compiled: (name, jitted, its arguments) -> the compiled function. slots: maximum number of slots on all devices.
+    room: minimum tokens of a slot, so that calls share their programs; the number of slots is then a power of two if it
+    is below the maximum. kept: the programs, which Generators that differ only in their weights may share. drafts:
+    number of depths of MTP that draft. counts: tokens of a slot in a pass -> number of such passes so far.
     """
     model: Transformer
     ex: Execution
@@ -211,7 +212,7 @@ class Generator:
     def slots_for(self, count: int) -> int:
         """Return the number of slots for this many requests.
 
-        It is at least two: XLA turns a lookup by one id into a slice, and gathers a sharded table to slice it.
+        The number is at least two: XLA turns a lookup by one id into a slice, and gathers a sharded table to slice it.
         """
         shards = self._shards()
         return max(-(-min(count, self.slots) // shards) * shards, 2)
@@ -247,7 +248,7 @@ class _Request:
     """One requested completion.
 
     of_prompt: the prompt's number. counters: (batch, row, sample). leg: tokens until its slot is done. turn: the length
-    at which it is read again; 0: none.
+    at which the request is read again; 0: none.
     """
     number: int
     of_prompt: int
@@ -267,7 +268,7 @@ class _Request:
 
     @property
     def read(self) -> int:
-        """The number of tokens that `fill` reads: all so far except the last."""
+        """The number of tokens that `fill` reads: all tokens so far except the last."""
         return len(self.prompt) + len(self.tokens) - 1
 
     @property
@@ -288,8 +289,8 @@ class Filling(NamedTuple):
     """The input of `fill`.
 
     prompt_PT: prompts without their last tokens, padded on the left. read_P: their numbers of tokens. reach_P: the
-    position of the last token of their slots. source_S: see `cache.lay`. For each slot: the prompt's length and last
-    tokens, the maximum of new tokens, and the counters of its key.
+    position of the last token of their slots. source_S: see `cache.lay`. The other fields have, for each slot, the
+    prompt's length and last tokens, the maximum of new tokens, and the counters of its key.
     """
     prompt_PT: np.ndarray
     read_P: np.ndarray
@@ -302,13 +303,13 @@ class Filling(NamedTuple):
 
 
 def _pad_length(length: int) -> int:
-    """Return a padded length, so that prompts share a few lengths. Long ones grow by at most a quarter."""
+    """Return a padded length, so that prompts share a few lengths. Long prompts grow by at most a quarter."""
     step = max(PROMPT_STEP if length > PROMPT_STEP // 2 else PROMPT_STEP // 2, 1 << max(length.bit_length() - 3, 0))
     return max(-(-length // step), 1) * step
 
 
 def _deal(waiting: collections.deque[_Request], owners: list[_Request | None], shards: int, drafts: int) -> Filling:
-    """Take waiting requests, assign free slots of the shard with most of them, and read each prompt once.
+    """Take waiting requests, assign free slots of the shard with the most free slots, and read each prompt once.
 
     All requests have the same padded length, so that there are few compiled programs.
     """

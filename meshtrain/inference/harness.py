@@ -1,9 +1,9 @@
 """Adapter to the LM Evaluation Harness: Scorer and Generator answer its three kinds of requests.
 
-Contexts begin with `lead`, if the model has one. So do rolling windows, including those that are cut. An empty context
-becomes the prefix token. The harness's own Hugging Face models lose the lead where a context is cut, and in all windows
-but the first, whose text begins with two of them. Sequences are padded on the right to a multiple of STEP, so that few
-programs are compiled. This module imports lm_eval.
+If the model has a `lead`, every context begins with it, and so does every rolling window, including windows that are
+cut. An empty context becomes the prefix token. The harness's own Hugging Face models lose the lead where a context is
+cut, and in all windows except the first, whose text begins with two leads. Sequences are padded on the right to a
+multiple of STEP, so that few programs are compiled. This module imports lm_eval.
 
 Source: github.com/EleutherAI/lm-evaluation-harness, lm_eval.api.model.TemplateLM.
 """
@@ -35,7 +35,7 @@ NEW_TOKENS = 256        # tokens of an answer, if a task does not set them
 class HarnessModel(TemplateLM):
     """A model for the harness.
 
-    encode: text to ids without special tokens. words: decodes an answer and knows its stops. prefix: token before a
+    encode: text to ids without special tokens. words: decodes an answer and knows its stops. prefix: the token before a
     document. length: maximum tokens of a sequence. lead: the tokens with which every context begins.
     """
 
@@ -67,7 +67,7 @@ class HarnessModel(TemplateLM):
         return lead + ids
 
     def _leads(self, ids: Sequence[int]) -> bool:
-        """Return whether ids begin with the lead. A text may begin with it, too."""
+        """Return whether ids begin with the lead. A text may itself begin with the lead."""
         return list(ids[:len(self.lead)]) == self.lead
 
     def _cut(self, ids: Sequence[int], most: int) -> list[int]:

@@ -55,8 +55,8 @@ def read(model: Transformer, ex: Execution, p, batch, drafts: int = 0) -> list:
 def draft(model: Transformer, ex: Execution, p, batch, caches: list, pick: Callable) -> tuple[jax.Array, list]:
     """Run the depths of MTP. Return (the last token of each slot and the draft of each depth [S, N + 1], the cache).
 
-    batch: as in training, of the last 2 N positions, whose tokens ahead had been drafts or none, and with the last
-    token in addition. pick: (state [S, 1, D], number of positions after the last) -> `sampling.Draw`.
+    batch: as in training, for the last 2 N positions, whose tokens ahead were drafts or missing; "tokens" also has the
+    last token. pick: (state [S, 1, D], number of positions after the last) -> `sampling.Draw`.
     """
     *groups, depths, ((recent,),) = caches
     h_STD, tokens_ST, new, T = recent[0], batch["tokens"], [], recent.shape[2]
@@ -72,8 +72,8 @@ def draft(model: Transformer, ex: Execution, p, batch, caches: list, pick: Calla
 def extend(model: Transformer, ex: Execution, p, batch, caches: list, count_S=None) -> tuple[jax.Array, list]:
     """Run T tokens of each slot, at batch["positions"]. Return (output of the last layer [S, T, D], the cache).
 
-    batch: as in training; slots with segment 0 are done. The loop over places does not reach further for them. count_S:
-    how many tokens of the pass before stay; needed if T > 1.
+    batch: as in training; slots with segment 0 are done, and the loop over places does not run further for these slots.
+    count_S: number of tokens of the previous pass that stay; needed if T > 1.
     """
     x_BTD, inputs, new = model.embed(ex, p, batch), model.inputs(batch), []
     reach = cache.reach(ex, batch, count_S)

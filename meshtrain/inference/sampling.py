@@ -15,8 +15,8 @@ from meshtrain.names import PRNG
 class Picking:
     """How a token is chosen.
 
-    temperature: 0: greedy. top_k: number of most likely tokens kept; 0: all. top_p: kept probability mass. min_p:
-    minimum probability, as a share of the most likely token's.
+    temperature: the temperature; 0: greedy. top_k: number of most likely tokens kept; 0: all. top_p: kept probability
+    mass. min_p: minimum probability, as a share of the most likely token's.
     """
     temperature: float = 0.0
     top_k: int = 0
@@ -27,9 +27,9 @@ class Picking:
 class Draw(NamedTuple):
     """The chosen token of each row.
 
-    token_B: the token. logprob_B: its log-probability in nats, float32, among the tokens that may be sampled (greedy:
-    of the unchanged logits). margin_B: its lead over the second best token, including noise. Another program can choose
-    another token only if its logits differ by at least half of this margin.
+    token_B: the token. logprob_B: the token's log-probability in nats, float32, among the tokens that may be sampled
+    (greedy: from the unchanged logits). margin_B: the token's lead over the second best token, including noise. Another
+    program can choose another token only if its logits differ by at least half of this margin.
     """
     token_B: jax.Array
     logprob_B: jax.Array

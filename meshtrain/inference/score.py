@@ -41,8 +41,7 @@ class Scorer:
     def score(self, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return (float32 log-probabilities in nats [B, T], whether they are the largest [B, T]) of batch["targets"].
 
-        They are undefined where there is no target. batch: as in training, with `rows` rows.
-        """
+        Both arrays are undefined where there is no target. batch: as in training, with `rows` rows."""
         return tuple(np.asarray(x) for x in self._run("the scoring of tokens", self._score, batch))
 
     def logits(self, tokens_BT: np.ndarray) -> np.ndarray:

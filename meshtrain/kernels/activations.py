@@ -32,7 +32,7 @@ ACTIVATIONS = {
 
 
 def find(name: str) -> Callable:
-    """Return the activation of a value of `model.activation`. Raises: ValueError if code of the run's own is not an
+    """Return the activation for a value of `model.activation`. Raises: ValueError if the run's own code is not an
     activation."""
     if not custom.is_path(name):
         return ACTIVATIONS[name]

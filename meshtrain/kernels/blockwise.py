@@ -1,6 +1,6 @@
 """Blockwise attention with an online softmax in XLA: the score matrix is never materialized.
 
-The block pairs that the mask leaves visible are a static list, so the compiled loop has a fixed length. Scores are
+The block pairs that are visible under the mask are a static list, so the compiled loop has a fixed length. Scores are
 float32. Matmul operands have the compute dtype. Source: FlashAttention-2, arXiv:2307.08691. This module knows no mesh.
 """
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCK = 512          # tokens; the largest score block is [B, N, BLOCK, BLOCK] f
 
 
 def engine(block: int = BLOCK, scores: Scores = Scores()) -> Engine:
-    """Return the blockwise engine with at most `block` tokens a block. Temporary memory: O(B·N·block²)."""
+    """Return the blockwise engine with at most `block` tokens per block. Temporary memory: O(B·N·block²)."""
     return Engine(partial(_forward, block=block, scores=scores), partial(_backward, block=block, scores=scores))
 
 

@@ -10,8 +10,8 @@ from meshtrain.kernels.engine import Engine, Scores
 def engine(scores: Scores = Scores()) -> Engine | None:
     """Return the cuDNN engine, or None if this version of jax does not offer it.
 
-    It needs a GPU, bfloat16, H a multiple of 8 up to 128, values of width H, and masks without documents. With a window
-    it needs as many queries as keys.
+    The engine needs a GPU, bfloat16, H a multiple of 8 up to 128, values of width H, and masks without documents. With
+    a window, the engine also needs as many queries as keys.
     """
     kernel = jax_private.cudnn_attention()
     assert not scores.softcap, "cuDNN has none here"

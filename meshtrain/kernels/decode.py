@@ -1,14 +1,14 @@
 """Decode attention: one query token per slot against its KV cache, as a Pallas kernel lowered through Triton.
 
 A slot is the cache of one sequence; a place in it holds one token. The kernel also writes the token's key and value
-into the cache, in place. A program computes one KV head of one slot with all its query heads, and reads only the places
-that this slot has written. With few slots and heads the places are split over several programs, whose outputs are
-combined by their log-sum-exp (Flash-Decoding: Dao, Haziza, Massa, Sizov 2023). A slot's output does not depend on the
-length of other slots.
+into the cache, in place. A program computes one KV head of one slot with all query heads of this KV head, and reads
+only the places that this slot has written. With few slots and heads the places are split over several programs, whose
+outputs are combined by their log-sum-exp (Flash-Decoding: Dao, Haziza, Massa, Sizov 2023). A slot's output does not
+depend on the length of other slots.
 
 XLA alone would compile two scatters and a loop over blocks up to the longest slot. An iteration of this loop has about
-ten kernels, and the host must check for its end. XLA has no partitioning rule for the kernel: as with `pallas`, all
-mesh axes must be manual. This module knows no mesh.
+ten kernels, and the host must check whether the loop has ended. XLA has no partitioning rule for the kernel: as with
+`pallas`, all mesh axes must be manual. This module knows no mesh.
 """
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ def attend(token: Token, cache: tuple[jax.Array, jax.Array], layer, at_S, scores
     Return (o [S, N, V] in q's dtype, the cache with the token written).
 
     cache: keys [L, S, K, R, H] and values [L, S, K, R, V] of all layers. Position p is stored at place p mod R. layer:
-    index into L. at_S: int32, the token's position; with -1 there is no token, o is 0, and the slot's cache is
-    unchanged. window: see `engine.Mask`. sinks_N: one score per query head, without a value.
+    index into L. at_S: int32, the token's position; -1: there is no token, o is 0, and the slot's cache is unchanged.
+    window: see `engine.Mask`. sinks_N: one score per query head, without a value.
     """
     (S, N, H), (keys, values) = token.q_SNH.shape, cache
     *_, K, R, V = values.shape

@@ -1,9 +1,9 @@
 """The interface of all attention engines on one device: the mask, the score function, forward and backward.
 
-A mask depends on positions only. Documents are data, given as segment ids of queries and keys. A window has the meaning
-that it has in transformers and FlashAttention: a token attends to itself and to the window - 1 tokens before it. An
-engine returns (o, lse), and its backward takes o and lse over all keys, so that ring and all-gather attention can be
-built from it (FlashAttention-2, arXiv:2307.08691). This module knows no mesh.
+A mask depends on positions only. Documents are data, given as segment ids of queries and keys. A window means the same
+as in transformers and FlashAttention: a token attends to itself and to the window - 1 tokens before it. An engine
+returns (o, lse), and its backward takes o and lse over all keys, so that ring and all-gather attention can be built
+from it (FlashAttention-2, arXiv:2307.08691). This module knows no mesh.
 """
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ MASKED = -1e30       # finite: a query without visible keys gives zeros, not NaN
 class Mask(NamedTuple):
     """Bounds on the distance t + ahead - s between query t and key s.
 
-    causal: a query attends to no later key. window: number of tokens that a query attends to, including itself; 0: all.
-    ahead: offset of the first query from the first key, for chunks. documents: segment ids must be equal, too.
+    causal: whether a query attends to no later key. window: number of tokens that a query attends to, including itself;
+    0: all. ahead: offset of the first query from the first key, for chunks. documents: whether segment ids must be
+    equal.
     """
     causal: bool = True
     window: int = 0
@@ -27,7 +28,7 @@ class Mask(NamedTuple):
     documents: bool = True
 
     def within(self, length: int) -> Mask:
-        """Return this mask for sequences of this length. A window that covers them is dropped."""
+        """Return this mask for sequences of this length. A window that covers whole sequences is dropped."""
         return self._replace(window=self.window if self.window < length else 0)
 
     def sees(self, q_at, k_at):
@@ -78,10 +79,10 @@ class Output(NamedTuple):
 
 
 class Expansion(NamedTuple):
-    """The weights with which keys and values are computed from latents (`parallel.context.latents`).
+    """The weights that expand latents into keys and values (`parallel.context.latents`).
 
-    They are sharded as in [params]. gather(w): w as a matmul reads it, in the compute dtype. place(dw): its float32
-    gradient, sharded as the caller stores it.
+    The weights are sharded as in [params]. gather(w): the weight as a matmul reads it, in the compute dtype. place(dw):
+    the float32 gradient, sharded as the caller stores it.
     """
     key_CNH: jax.Array          # H without the rotated dims
     value_CNV: jax.Array
@@ -95,9 +96,9 @@ class Engine(NamedTuple):
     forward(q_BTNH, k_BSKH, v_BSKV, q_segments_BT, k_segments_BS, mask) -> o_BTNV, lse_BTN, both float32. V is the width
     of values, here and in all attention code. lse is the natural log-sum-exp of the scores. A query without visible
     keys gives o = 0 and lse = MASKED. The maximum of each row is not returned. Ring and gather merge by lse, and
-    `optimizer.qk_clip` uses lse as an upper bound of the scores. It is at most log(keys) above the largest score.
+    `optimizer.qk_clip` uses lse as an upper bound of the scores, at most log(keys) above the largest score.
 
-    backward(q, k, v, q_segments, k_segments, o, lse, do, mask) -> dq, dk, dv, float32, of these pairs alone. o and lse
+    backward(q, k, v, q_segments, k_segments, o, lse, do, mask) -> dq, dk, dv, float32, only from these pairs. o and lse
     are over all keys, local or remote.
 
     partitions: whether XLA can partition the engine. If not, all mesh axes must be manual.

@@ -5,7 +5,7 @@ block is padded with zeros. Blocks after the last used one are neither read nor 
 because on NVIDIA GPUs XLA multiplies every row by every group's matrix and masks the results (openxla/xla 40189).
 
 There are two engines. `loop` is an XLA loop over blocks, on any device. `kernels` are Pallas kernels with one tile per
-program, which gather their rows on the fly (as ScatterMoE, arXiv:2403.08245). On Hopper it uses the kernels of
+program, which gather their rows on the fly (as ScatterMoE, arXiv:2403.08245). On Hopper this engine uses the kernels of
 `mosaic_grouped` for rows that are stored in order. Callers write the backward. This module knows no experts and no
 mesh.
 """
@@ -55,7 +55,7 @@ class GroupedOperands(NamedTuple):
 class GroupedEngine(NamedTuple):
     """The functions of an engine.
 
-    take(a_AK, number_R) -> these rows, in the form that `rows` and `outer` accept.
+    take(a_AK, number_R) -> the rows with these numbers, in the form that `rows` and `outer` accept.
 
     rows(pairs, groups, then, beside) -> the results of `then` on the sum of the products, [R, N] float32. then(sum,
     *beside) is called on tiles and returns a tuple. Each element is either [rows, columns], which is rounded to x's
@@ -100,8 +100,7 @@ def owners(groups: Groups, rows) -> tuple[jax.Array, jax.Array]:
 def sums(x_RN, groups: Groups):
     """Return the sum of each group's rows, [G, N] float32.
 
-    It is a matmul, because G is small compared with a matrix's rows.
-    """
+    The sum is computed as a matmul, because G is small compared with a matrix's rows."""
     owner, used = owners(groups, x_RN)
     mine_RG = (owner[:, None] == jnp.arange(groups.first.shape[0])) & used[:, None]
     return products.einsum("RG,RN->GN", mine_RG.astype(x_RN.dtype), jnp.where(used[:, None], x_RN, 0), jnp.float32)
@@ -295,9 +294,8 @@ def _triton_outer(x, y, groups: Groups, dims: str, *, by_size: Mapping[int, tile
 
 
 def _tile(n: int, most: int) -> int:
-    """Return a power of two up to `most`: the largest that divides n.
-
-    If only small powers of two divide n, it is one to which n is padded.
+    """Return the largest power of two up to `most` that divides n. If only small powers of two divide n, it is one to
+    which n is padded.
     """
     divides = n & -n
     return min(most, divides if divides >= 32 else max(16, pl.next_power_of_2(n)))
@@ -312,8 +310,8 @@ def _pad(a, multiple: int, axis: int):
 
 
 def _mosaic_rows(pairs, groups: Groups, then: Callable = as_it_is, beside=(), *, programs: int, otherwise: Callable):
-    """Use `mosaic_grouped` for bfloat16 rows in order without an epilogue (`then`). Use `otherwise` for all others, and
-    for what narrow matrices (of adapters) add."""
+    """Use `mosaic_grouped` for bfloat16 rows in order without an epilogue (`then`). Use `otherwise` for all other rows,
+    and for the summands of narrow matrices (of adapters)."""
     (_, w, dims), block = pairs[0], _block_rows(pairs[0].x, groups)
     wide, narrow = ([pair for pair in pairs if (_array(pair.x).shape[1] % mosaic_grouped.STEP == 0) == wanted]
                     for wanted in (True, False))

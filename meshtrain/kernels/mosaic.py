@@ -52,7 +52,8 @@ def is_taken_on(gpu: hardware.Gpu | None) -> bool:
 
 
 def widths_of(head_dim: int, value_dim: int = 0) -> tuple[int, int] | None:
-    """Return the widths to which keys and values are padded; None if the kernels have none. value_dim 0: that of keys.
+    """Return the widths to which keys and values are padded; None if the kernels have no such widths. value_dim: the
+    width of values; 0: as keys.
     """
     return next(((H, V) for H, V in BLOCKS if head_dim <= H and (value_dim or head_dim) <= V), None)
 

@@ -6,7 +6,7 @@ activation and its gradient are separate kernels that move 18 bytes of HBM per t
 
 Both are persistent kernels like `mosaic_grouped`: one program per multiprocessor; two warp groups multiply 64 rows
 each, and a third loads tiles by TMA. Tiles are ordered in groups of SUPER row blocks, so that tiles computed at the
-same time share rows and columns in L2. Knows no mesh.
+same time share rows and columns in L2. This module knows no mesh.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PIECE, PIECES = 32, 3   # columns of gate and up that the backward's epilogue re
 
 
 def fits(rows: int, inner: int, outer: int) -> bool:
-    """Whether the kernels support x [rows, outer] and weights [outer, inner]."""
+    """Return whether the kernels support x [rows, outer] and weights [outer, inner]."""
     return rows % TILE == 0 and inner % COLUMNS == 0 and outer % STEP == 0
 
 

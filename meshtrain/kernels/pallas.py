@@ -29,7 +29,7 @@ NAME = "meshtrain_attention"            # kernel name in profiles and in the com
 
 
 def engine(tiles: Tiles, scores: Scores = Scores(), full: int = tile_table.FULL, interpret: bool = False) -> Engine:
-    """Return the Pallas engine with these tiles, for bfloat16 or float16, and slowly for float32.
+    """Return the Pallas engine with these tiles, for bfloat16 or float16. It also supports float32, but slowly.
 
     The widths of keys and of values are padded to powers of two, each to its own. full: number of programs that fill
     the GPU. interpret: run the kernels by XLA on any device, for tests.
@@ -42,8 +42,8 @@ def spans(own_BT, other_BS, block: int, step: int, mask: Mask, own_are_queries: 
     """Return int32 [B, blocks, 4]: (start, bare_start, bare_stop, stop) for each block of `own`, in steps of `other`.
 
     own, other: segments of queries and keys, or of keys and queries, in whole blocks. [start, stop) covers all steps
-    with a visible pair. It has no other steps if segment ids ascend along a row. In [bare_start, bare_stop) all pairs
-    are visible.
+    with a visible pair. If segment ids ascend along a row, this range contains no other steps. In [bare_start,
+    bare_stop) all pairs are visible.
     """
     # Segment 0 follows the last document, and negative ids are padding. Without this mapping, a block with the end of a
     # document and padding would start at the beginning of the row.
@@ -97,7 +97,8 @@ def _visible(q_segments, k_segments, q_at, k_at, mask: Mask):
 
 
 def compute_scores(product, scale: float, softcap: float):
-    """Return (scores × LOG2E, derivative of the softcap) of query-key products; without a softcap, None for 1."""
+    """Return (scores × LOG2E, derivative of the softcap) of query-key products. Without a softcap the derivative is
+    None."""
     if not softcap:
         return product * (scale * LOG2E), None
     capped = jnp.tanh(product * (scale / softcap))

@@ -1,9 +1,9 @@
 """Matmul precision by operand dtype.
 
-By default jax multiplies float32 as TF32 (10 bits of mantissa instead of 23) on NVIDIA GPUs. Here float32 is computed
-as float32, as on CPUs and in PyTorch: always for the router, and for everything with compute_dtype = "float32". Tensor
-cores have no float32. A float32 array times a bfloat16 array is therefore three bfloat16 products, in which only the
-sums are rounded.
+By default jax multiplies float32 as TF32 (10 bits of mantissa instead of 23) on NVIDIA GPUs. This module computes
+float32 as float32, as on CPUs and in PyTorch: always for the router, and for all matmuls with compute_dtype =
+"float32". Tensor cores have no float32. A float32 array times a bfloat16 array is therefore three bfloat16 products, in
+which only the sums are rounded.
 """
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def precision(dtype) -> lax.Precision | None:
 
 
 def einsum(eq: str, a, b, dtype=None):
-    """Einsum of two arrays in the precision of the wider one. dtype: the dtype of sums and result; None: the wider
-    dtype.
+    """Return the einsum of two arrays in the precision of the wider dtype. dtype: the dtype of sums and result; None:
+    the wider dtype.
 
     bfloat16 × float32: the float32 array is split into three bfloat16 parts, so that products are exact and only the
     float32 sums are rounded. float32 × float32 with a bfloat16 result: each array is split into two parts, with 16 bits

@@ -2,10 +2,10 @@
 
     S_t = e^{g_t} S_{t-1} + k_t u_t^T        o_t = S_t^T q_t        u_t = beta_t (v_t - (e^{g_t} S_{t-1})^T k_t), or v_t
 
-Within a chunk all tokens are computed together. Between chunks there is one linear recurrence of the states, which all
-three kinds share. Its backward is the same recurrence from the right. Documents are masks, and S begins with zeros in
-each document. Sources: gated delta rule arXiv:2412.06464, its chunked form arXiv:2406.06484; KDA arXiv:2510.26692;
-Mamba-2 arXiv:2405.21060. This module knows no mesh.
+Within a chunk all tokens are computed together. Between chunks the three kinds share one linear recurrence of the
+states. The backward of this recurrence is the same recurrence from the right. Documents are masks, and S begins with
+zeros in each document. Sources: gated delta rule arXiv:2412.06464, its chunked form arXiv:2406.06484; KDA
+arXiv:2510.26692; Mamba-2 arXiv:2405.21060. This module knows no mesh.
 
 Dims: B rows, Z chunks of a row, C tokens of a chunk (I tokens that read, J tokens that write), N value heads, K key
 heads, G=N/K, H key width, V value width.
@@ -57,9 +57,9 @@ def recurrence(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start: Recurren
     q: normalized and scaled by the caller. Value head n uses key head n // G. g: log decays, float32, at most 0: [B, T,
     N], or [B, T, N, H] per channel, with N = K. beta: None without the delta rule. start: the state of rows that
     continue earlier tokens. across(M, X, reverse) -> S: the states before each row, if rows are runs of tokens whose
-    neighbours are on other devices. A row maps the state S to M S + X, from its end if reverse. states: those of an
-    earlier call; they are not computed again. chunk: tokens, a power of two; 0: the default. Matmuls have operands in
-    v's dtype. The decays, the inverse, the operands of the inverse and the carried state are float32.
+    neighbours are on other devices. A row maps the state S to M S + X, from its end if reverse. states: the states from
+    an earlier call, to avoid computing them again. chunk: tokens, a power of two; 0: the default. Matmuls have operands
+    in v's dtype. The decays, the inverse, the operands of the inverse and the carried state are float32.
     """
     (B, T, K, H), (N, V) = k_BTKH.shape, v_BTNV.shape[2:]
     G, C = N // K, min(chunk or (SUM_CHUNK if beta_BTN is None else DELTA_CHUNK), 1 << (T - 1).bit_length())
@@ -82,10 +82,7 @@ def recurrence(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start: Recurren
 
 
 def step(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start: RecurrentState) -> tuple[jax.Array, jax.Array]:
-    """Return (o_BTNV, the state after it) of `recurrence` for one token per row (T = 1), for generation.
-
-    All is float32.
-    """
+    """Return (o_BTNV, the next state) of `recurrence` for one token per row (T = 1), for generation. All is float32."""
     G = v_BTNV.shape[2] // k_BTKH.shape[2]
     q_BNH, k_BNH = (jnp.repeat(x[:, 0].astype(jnp.float32), G, 1) for x in (q_BTKH, k_BTKH))
     decay = jnp.exp(g[:, 0] if g.ndim == 4 else g[:, 0, :, None])
@@ -100,10 +97,9 @@ def step(q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT, start: RecurrentState
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(eq: str, x, y):
-    """Einsum of two arrays of one dtype, summed in float32.
+    """Return the einsum of two arrays of one dtype, summed in float32.
 
-    The operands of its backward have that dtype, too. Autodiff would multiply the float32 cotangent.
-    """
+    The operands of its backward have the same dtype. Autodiff would multiply the float32 cotangent."""
     return products.einsum(eq, x, y, jnp.float32)
 
 

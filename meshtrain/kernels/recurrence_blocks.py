@@ -84,8 +84,8 @@ def split_dot(x, y):
 def chunks(launch: Launch, k, N: int, heads: int | None = None, blocks: int = 1):
     """Return the specs of one chunk for a grid (Z, blocks × N, B).
 
-    They are the specs of values or keys (a function of the width), of decays, of segments, of states [Z, B, N, H, V],
-    and of inverses [B, N, Z, C, C]. heads: value heads in one program; None: one head, without a dim. blocks: number of
+    The specs are: of values or keys (a function of the width), of decays, of segments, of states [Z, B, N, H, V], and
+    of inverses [B, N, Z, C, C]. heads: value heads in one program; None: one head, without a dim. blocks: number of
     programs that share a head's keys.
     """
     (_, T, K, _), C, G = k.shape, launch.chunk, N // k.shape[2]

@@ -3,11 +3,11 @@
     pairs_ij = sum_h x_ih y_jh e^{decay_ih - decay_jh}, i >= j, where x = q or k, and y = k
 
 The forward has two kernels. One computes the parts of each chunk that do not depend on its state: pairs, inverse, and
-the decayed operands of later matmuls. The other visits a row's chunks in order. The backward has four: the first kernel
-again, one that visits the chunks from the right, and two for all other gradients. Of these two, one computes the
-gradients of the inverse, and the next those of the pairs, by columns of keys. Pairs are exact however strong the
-decays, because no exponent is positive (`_between`, `_neighbours`). Arrays in global memory have v's dtype, except for
-the inverses, which are float32. The kernels use no atomics, so they are deterministic.
+the decayed operands of later matmuls. The other visits a row's chunks in order. The backward has four kernels: the
+first kernel again, one that visits the chunks from the right, and two for all other gradients. Of the last two, the
+first computes the gradients of the inverse, and the second the gradients of the pairs, by columns of keys. Pairs are
+exact however strong the decays, because no exponent is positive (`_between`, `_neighbours`). Arrays in global memory
+have v's dtype, except for the inverses, which are float32. The kernels use no atomics, so they are deterministic.
 
 Sources: KDA arXiv:2510.26692; blocks that measure decays from a token between them, arXiv:2312.06635. This module knows
 no mesh.

@@ -2,11 +2,11 @@
 
 The kernels of decays per channel are in `recurrence_channels`. The forward has two kernels. One inverts every chunk's
 triangular matrix (delta rule only). The other visits a row's chunks in order, with a block of the state's columns in
-registers. The backward has four: the first kernel again, one that visits the chunks from the right for the gradients of
-the states, and two that compute all other gradients of all chunks at once. Of these two, one computes the gradients of
-the inputs of the second kernel, and the next those of the first. Arrays in global memory between the kernels have v's
-dtype, except for the inverses in the backward, which are float32. The kernels use no atomics, so they are
-deterministic. As with `pallas`, all mesh axes must be manual.
+registers. The backward has four kernels: the first kernel again, one that visits the chunks from the right for the
+gradients of the states, and two that compute all other gradients of all chunks at once. Of the last two, one computes
+the gradients of the inputs of the forward's second kernel, and the other those of the forward's first kernel. Arrays in
+global memory between the kernels have v's dtype, except for the inverses in the backward, which are float32. The
+kernels use no atomics, so they are deterministic. As with `pallas`, all mesh axes must be manual.
 
 Source: the split into kernels is that of flash-linear-attention (arXiv:2406.06484, 3.3). This module knows no mesh.
 """
@@ -32,7 +32,8 @@ WIDEST = 128            # widest head for which the kernels are compiled and the
 
 
 def engine(launch: Launch = Launch()):
-    """Return a function like `recurrence.recurrence`, for bfloat16. It calls that function for heads wider than WIDEST.
+    """Return a function like `recurrence.recurrence`, for bfloat16. Heads wider than WIDEST use
+    `recurrence.recurrence`.
     """
     return partial(_recurrence, launch)
 

@@ -63,8 +63,8 @@ class GroupedTiles(NamedTuple):
     """The blocks of an engine's kernels.
 
     Matmuls of rows use `deep` if they have no epilogue and the contracted dim is at least `deep_from`. They use `small`
-    if the contracted dim is less or the epilogue has one array, and `beside` if the epilogue has several. All three
-    have the same `rows`, to which each group is padded. Gradients of matrices use `outer`.
+    if the contracted dim is smaller or the epilogue has one array, and `beside` if the epilogue has several arrays. All
+    three blocks have the same `rows`, to which each group is padded. Gradients of matrices use `outer`.
     """
     deep: GroupedBlock
     small: GroupedBlock
@@ -109,8 +109,8 @@ FULL = 264
 def of(head_dim: int, gpu: str, softcap: bool = False, value_dim: int = 0) -> Tiles | None:
     """Return the tiles for this GPU and these widths; None if none is known to fit.
 
-    gpu: its name in the hardware table. value_dim: width of values; 0: head_dim. softcap: its derivative needs
-    registers. At width 128 dkv then spills 240 bytes in four warps and none in eight.
+    gpu: the GPU's name in the hardware table. value_dim: width of values; 0: head_dim. softcap: whether scores have a
+    softcap, whose derivative needs registers: at width 128, dkv spills 240 bytes in four warps and none in eight.
     """
     widths = next((row for row in _HOPPER if head_dim <= row[0] and (value_dim or head_dim) <= row[1]), (0, 0))
     chip = hardware.GPUS[gpu].chip if gpu in hardware.GPUS else None

@@ -31,7 +31,8 @@ ROW_MAJOR, BY_ROW, BY_COLUMN = "row major", "by row", "by column"
 
 @functools.cache
 def _layout(name: str):
-    """Return the layout of registers in Pallas's terms. Not made at the import, which is that of every run."""
+    """Return the layout of registers in Pallas's terms. It is not made at import, because every run imports this
+    module."""
     whole = plgpu.Layout.WGMMA
     return {ROW_MAJOR: whole, BY_ROW: whole.reduce(1), BY_COLUMN: whole.reduce(0)}[name]
 
@@ -44,8 +45,8 @@ def _load_takes_index() -> bool:
 class Call(NamedTuple):
     """Static arguments of a kernel.
 
-    name: in profiles and in the compiled program. block: rows of the operand that is loaded step by step. stages: steps
-    in flight. interpret: False, or the parameters of jax's interpreter.
+    name: the kernel's name in profiles and in the compiled program. block: rows of the operand that is loaded step by
+    step. stages: number of steps in flight. interpret: False, or the parameters of jax's interpreter.
     """
     name: str
     scale: float

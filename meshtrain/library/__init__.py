@@ -1,1 +1,1 @@
-"""The library under anybody's model: layouts, gradients, training and pipelines of arrays and functions."""
+"""The library for any model: layouts, gradients, training and pipelines of arrays and functions."""

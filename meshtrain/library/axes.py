@@ -1,4 +1,4 @@
-"""The logical axes of a tree of arrays: a tree like it, or globs of paths. The path of a leaf is a/b/0/c."""
+"""The logical axes of a tree of arrays: a tree of the same form, or globs of paths. The path of a leaf is a/b/0/c."""
 from __future__ import annotations
 
 import fnmatch
@@ -17,7 +17,7 @@ Axes = tuple[str | None, ...]
 
 
 def list_leaves(tree: Any) -> dict[str, Any]:
-    """Return path -> leaf, in the order of jax.tree.leaves. Raises: ValueError for two leaves of one path."""
+    """Return path -> leaf, in the order of jax.tree.leaves. Raises: ValueError if two leaves have the same path."""
     flat = [(trees.name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
     if twice := [name for name, count in Counter(name for name, _ in flat).items() if count > 1]:
         raise ValueError(f"params: {twice[0]} is the path of {len(flat) - len(dict(flat)) + 1} arrays; rename one of "
@@ -28,8 +28,8 @@ def list_leaves(tree: Any) -> dict[str, Any]:
 def match(leaves: Mapping[str, Any], given: Any) -> tuple[dict[str, Axes], list[str]]:
     """Return (path -> logical axes of the leaves that `given` names, faults).
 
-    given: a tree with the leaves' paths whose leaves are tuples of names or None a dim, or a dict from globs of paths
-    to such tuples; `*` stands for any text. Each entry must name a leaf, and a leaf has one entry.
+    given: a tree with the same paths whose leaves are tuples with a name or None for each dim, or a dict from globs of
+    paths to such tuples; `*` stands for any text. Each entry must name a leaf, and a leaf has one entry.
     """
     entries = list_entries(given)
     is_flat = isinstance(given, Mapping) and all(isinstance(key, str) and _is_entry(one) for key, one in given.items())
@@ -55,14 +55,14 @@ def match(leaves: Mapping[str, Any], given: Any) -> tuple[dict[str, Axes], list[
 
 
 def list_entries(given: Any) -> dict[str, Any]:
-    """Return path -> entry of a tree of axes. Raises: ValueError."""
+    """Return path -> entry for a tree of axes. Raises: ValueError."""
     flat = jax.tree_util.tree_flatten_with_path(given, is_leaf=lambda x: x is None or _is_entry(x))[0]
     return {trees.name(path): entry for path, entry in flat}
 
 
 def find_shape_faults(leaves: Mapping[str, Any], named: Mapping[str, Axes], remedy: str = "") -> list[str]:
-    """Return a fault for each kind of leaf whose axes are not one for each dim, and one for all leaves of two dims or
-    more without axes. remedy: where to write them. The layers of a list are one kind."""
+    """Return a fault for each kind of leaf that does not have one axis for each dim, and one fault for all leaves of
+    two or more dims without axes. remedy: where to write the axes. The layers of a list are one kind."""
     bare: dict[tuple, list[str]] = {}
     wrong: dict[tuple, list[str]] = {}
     for name, leaf in leaves.items():
@@ -83,12 +83,12 @@ def find_shape_faults(leaves: Mapping[str, Any], named: Mapping[str, Axes], reme
 
 
 def fold_layers(name: str) -> str:
-    """Return the path of a leaf with `*` for the numbers of its layers: "blocks/*/up" of "blocks/3/up"."""
+    """Return the path of a leaf with `*` for the numbers of its layers: "blocks/*/up" for "blocks/3/up"."""
     return "/".join("*" if part.isdecimal() else part for part in name.split("/"))
 
 
 def find_sizes(leaves: Mapping[str, Any], named: Mapping[str, Axes]) -> list[str]:
-    """Return a note for each logical axis that has another size in some leaves, e.g. because dims are swapped."""
+    """Return a note for each logical axis whose size differs between leaves, e.g. because dims are swapped."""
     at: dict[str, dict[int, str]] = {}
     for name, leaf in leaves.items():
         for axis, n in zip(named[name], np.shape(leaf)):
@@ -99,6 +99,6 @@ def find_sizes(leaves: Mapping[str, Any], named: Mapping[str, Axes]) -> list[str
 
 
 def _is_entry(x: Any) -> bool:
-    """Return whether x gives the axes of one array."""
+    """Return whether x is the axes of one array."""
     return isinstance(x, (tuple, list, P)) and (type(x) is not list or len(x) > 0) and all(
         axis is None or isinstance(axis, str) for axis in x)

@@ -1,4 +1,4 @@
-"""Training of any loss by a rule file: the trainer's loop, metrics and checkpoints around a step of functions.
+"""Training of any loss by a rule file: the trainer's loop, metrics and checkpoints, with a step made of functions.
 
 This module knows no model: the loss, the optimizer and the data are functions. `run_dir` has the directory of a run.
 """
@@ -48,7 +48,7 @@ MOST_SKIPPED = 10       # steps in a row
 
 
 class FitOptions(TypedDict, total=False):
-    """Options of `fit`. microbatches: microbatches of a step; default: 1. dir: the directory of the run; default:
+    """Options of `fit`. microbatches: microbatches per step; default: 1. dir: the directory of the run; default:
     nothing is saved. every: steps between checkpoints; 0: only after the last step. keep: number of checkpoints;
     default: 2. keys: whether the loss gets a key for each row, for dropout. seed: the seed of these keys. compute: the
     dtype in which weights are read. schedule, chunks: the pipeline schedule of a `Stack`, see `pipeline`."""
@@ -80,14 +80,14 @@ class _Asked:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fit:
-    """The result of `fit`. state: step, params and opt_state, stored by [optimizer]. history: a row of metrics for each
-    step that this call took."""
+    """The result of `fit`. state: step, params and opt_state, stored as in [optimizer]. history: a row of metrics for
+    each step that this call took."""
     state: State
     history: Rows
 
     @property
     def params(self) -> Any:
-        """The trained parameters, a tree like those that were given."""
+        """The trained parameters, a tree like the `params` of `fit`."""
         return self.state.params
 
 
@@ -97,16 +97,16 @@ def fit(loss: Callable, params: Any, axes: Any = None, *, layout: TreeLayout,
     """Train until `steps` steps are taken. Return the state and the metrics.
 
     loss(params, rows) -> (sum, count), or a `Stack`; params, axes: see `Layout.gradients`. optimizer: an optax
-    optimizer; clipping and schedules belong to it. It updates the shards of [optimizer]. data(n) -> rows, arrays [B,
-    …], of the step after n steps: a function of n alone, called in every process. options: see `FitOptions`.
+    optimizer, including clipping and schedules, which updates the shards of [optimizer]. data(n) -> rows, arrays [B,
+    …], of the step after n steps: a function only of n, called in every process. options: see `FitOptions`.
 
-    A mesh axis by which the step divides none of its matmuls is refused; lines whose matmuls are repeated are told in
-    one warning. A step whose loss or gradients are not finite changes only the count of steps; ten in a row end the
-    run.
+    A mesh axis that splits none of the step's matmuls is refused; one warning lists the lines whose matmuls are
+    repeated. A step whose loss or gradients are not finite changes only the count of steps; ten such steps in a row end
+    the run.
 
-    With `dir` the call resumes from the newest checkpoint there: bit for bit on the same layout, up to the order of
-    sums on another one. `python -m meshtrain.report DIR` shows its metrics. A stop signal then ends the process after
-    the current step, with its state saved and exit code 75.
+    With `dir` the call resumes from the newest checkpoint in this directory: bit for bit on the same layout, up to the
+    order of sums on another layout. `python -m meshtrain.report DIR` shows its metrics. With `dir`, a stop signal ends
+    the process after the current step, with the state saved and exit code 75.
 
     Raises: ConfigError; TooManySkippedSteps; CheckpointError.
 
@@ -151,7 +151,7 @@ def fit(loss: Callable, params: Any, axes: Any = None, *, layout: TreeLayout,
 
 @contextlib.contextmanager
 def _train_here(run: Run, guards: Sequence, taken: list[Row]) -> Iterator[LoopParts]:
-    """Context of a loop without a directory: rows are appended to `taken`, nothing is printed or saved."""
+    """Context of a loop without a directory: rows are appended to `taken`, and nothing is printed or saved."""
     journal = Journal(run, run_dir.RowList(taken), _Silent(), Flops(0.0), guards=guards)
     yield LoopParts(journal, (), loop.Stop(_NoSignals()))
 
@@ -164,12 +164,12 @@ class _Silent:
 
 
 class _NoSignals:
-    """A loop.StopRequest that is never made."""
+    """A loop.StopRequest that never requests a stop."""
     number: int | None = None
 
 
 class _Feed:
-    """A loop.StepFeed of data(n). Raises: ConfigError for rows of another form than those of step 0."""
+    """A loop.StepFeed of data(n). Raises: ConfigError for rows whose form differs from the rows of step 0."""
 
     def __init__(self, layout: TreeLayout, data: Callable[[int], Any], first: Mapping[str, Any]):
         self.layout, self.data = layout, data
@@ -223,10 +223,9 @@ def _make_step(layout: TreeLayout, gradients: Callable, optimizer: optax.Gradien
 
 
 def _compile(layout: TreeLayout, step: jax.stages.Wrapped, wanted: State, rows: Any) -> jax.stages.Compiled:
-    """Compile the step for its arguments. Warn in one line if the devices repeat matmuls, or if that cannot be seen.
+    """Compile the step for its arguments. Warn in one line if devices repeat matmuls, or if repeats cannot be detected.
 
-    Raises: ConfigError if they repeat all matmuls: an axis of the mesh then splits no work.
-    """
+    Raises: ConfigError if devices repeat all matmuls: a mesh axis then splits no work."""
     inspected = functions.inspect(step, (wanted, rows), functions.Target(options=functions.OURS))
     traced, repeats = inspected.traced, inspected.repeats
     if repeats:
@@ -246,7 +245,7 @@ def _compile(layout: TreeLayout, step: jax.stages.Wrapped, wanted: State, rows: 
 
 
 def _describe_state(layout: TreeLayout, optimizer: optax.GradientTransformation, params: Any, named: Any) -> State:
-    """Return the state as ShapeDtypeStructs with shardings: what is compiled for, and restored."""
+    """Return the state as ShapeDtypeStructs with shardings, for compiling and for restoring."""
     shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, params))
     opt_state = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
                              jax.eval_shape(optimizer.init, shapes), layout.states(optimizer, shapes, named))
@@ -296,7 +295,7 @@ def _check_trained(params: Any) -> None:
 
 
 def _describe_run(asked: _Asked, feed: _Feed) -> Run:
-    """Return a run file's sections for the trainer's pieces, which read of them only what is set here."""
+    """Return a run file's sections for the trainer's functions, which read only the keys that are set here."""
     name = Path(asked.dir).name if asked.dir is not None else ""
     return Run(run={"name": name or "fit", "dir": str(asked.dir or ""), "seed": asked.seed},
                training={"steps": asked.steps, "microbatches": asked.microbatches},
@@ -305,7 +304,7 @@ def _describe_run(asked: _Asked, feed: _Feed) -> Run:
 
 
 def _list_facts(layout: TreeLayout, loss: Callable, named: Any, asked: _Asked, feed: _Feed) -> dict[str, str | int]:
-    """Return what the numbers of a run depend on. A change is reported when a run resumes."""
+    """Return the facts on which the numbers of a run depend. A changed fact is reported when a run resumes."""
     written = (loss.embed, loss.layer, loss.head) if isinstance(loss, Stack) else (loss,)
     named_rows = ", ".join(f"{name} {format_form(form)}" for name, form in sorted(feed.forms.items()))
     facts: dict[str, str | int] = {
@@ -331,7 +330,8 @@ def _digest(*texts: str) -> str:
 
 
 def _read_source(function: Callable) -> str:
-    """Return the source of a function without that of the functions it calls; "" if it has none (typed into python)."""
+    """Return the source of a function, without the functions that it calls; "" if there is no source (typed into
+    python)."""
     while isinstance(function, functools.partial):
         function = function.func
     try:

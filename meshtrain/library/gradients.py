@@ -1,9 +1,9 @@
-"""Gradients of any loss by a rule file: the trainer's own accumulation and reduction, without its model.
+"""Gradients of any loss by a rule file: the accumulation and reduction of the trainer, without its model.
 
-A loss returns sums over the rows that it is given, and what to divide them by: (sum, count). It is called on a part of
-a microbatch, so a row must not depend on another one, and a mean must not be taken before the sum over all rows is
-known. Gradients are accumulated as [grads] says, reduced over the other batch axes once a step, and placed as in
-[optimizer].
+A loss returns (sum, count): a sum over its rows, and the number by which to divide the sum. The loss is called on a
+part of a microbatch, so a row must not depend on another row, and the loss must not take a mean, because the sum over
+all rows is not yet known. Gradients are accumulated as in [grads], reduced over the other batch axes once a step, and
+placed as in [optimizer].
 
 Source: arXiv:1910.02054 (ZeRO).
 """
@@ -38,21 +38,21 @@ def gradients(layout: TreeLayout, loss: Callable, axes: Any, microbatches: int =
               schedule: Schedule | None = None) -> Callable:
     """Return f(params, rows, key=None) -> (mean loss, gradients like params, float32, placed as in [optimizer]).
 
-    The mean is Σ sum ÷ max(1, Σ count) over all rows, whatever the layout. f is to be called inside `jax.jit`; its
-    params are stored by any table, best by [optimizer], and are read as in [params].
+    The mean is Σ sum ÷ max(1, Σ count) over all rows, on every layout. Call f inside `jax.jit`. The params of f may be
+    stored as in any table, best as in [optimizer], and are read as in [params].
 
-    loss(params, rows) -> (sum, count), two scalars, or a `Stack`. rows: a tree of arrays [b, …], a part of the rows of
-    f, which are [B, …]. With `key` the loss is called with a third argument: a key for each row [b], which depends on
-    `key` and the row's number in the batch alone, so dropout is the same on every layout.
+    loss: a function loss(params, rows) -> (sum, count), two scalars, or a `Stack`. Its rows are a tree of arrays [b,
+    …], a part of the rows [B, …] of f. With `key`, the loss gets a third argument: a key for each row [b], which
+    depends only on `key` and the row's number in the batch, so dropout is the same on every layout.
 
-    axes: a tree like params of tuples of logical names. microbatches: must divide the rows of a device. compute: dtype
-    to which floating params are cast when they are read; None: no cast.
+    axes: a tree like params whose leaves are tuples of logical names. microbatches: number of microbatches; it must
+    divide the rows of a device. compute: dtype to which floating params are cast when they are read; None: no cast.
 
-    schedule: the pipeline schedule of a `Stack`, from `choose_schedule`. Weights are then gathered once a step, so a
-    stage holds its layers whole, and gradients are reduced once a step, whatever [grads] says.
+    schedule: the pipeline schedule of a `Stack`, from `choose_schedule`. With a schedule, weights are gathered once a
+    step, so a stage holds its layers whole, and gradients are reduced once a step for any [grads].
 
-    Raises: ValueError outside jax.jit, if the loss returns something else than (sum, count), or if the rows or the
-    layers do not divide.
+    Raises: ValueError outside jax.jit, if the loss does not return (sum, count), or if rows or layers do not divide
+    evenly.
     """
     inner, mesh = layout.inner, layout.mesh.abstract_mesh
     flat = jax.tree.leaves(axes, is_leaf=rules.is_axes)
@@ -93,8 +93,8 @@ def gradients(layout: TreeLayout, loss: Callable, axes: Any, microbatches: int =
 
 def choose_schedule(stages: int, loss: Callable, microbatches: int, schedule: GivenSchedule | None,
                     chunks: int | None) -> Schedule | None:
-    """Return the schedule of this number of stages; None for one. Raises: ConfigError for stages without a `Stack` or
-    a schedule, and for what does not fit the schedule."""
+    """Return the schedule for this number of stages; None for one stage. Raises: ConfigError for stages without a
+    `Stack` or a schedule, and for arguments that do not fit the schedule."""
     if stages == 1:
         if schedule is not None or chunks is not None:
             name, value = ("schedule", schedule) if schedule is not None else ("chunks", chunks)
@@ -112,8 +112,8 @@ def choose_schedule(stages: int, loss: Callable, microbatches: int, schedule: Gi
 
 def _run_stages(tree_layout: TreeLayout, stack: Stack, schedule: Schedule, axes: Any, params: Any,
                 rows: Any) -> tuple[jax.Array, Any]:
-    """Return (mean, gradients placed as in [optimizer]) by the schedule. axes: the axes of params, which are read
-    already."""
+    """Return (mean, gradients placed as in [optimizer]) by the schedule. params: weights already read by `_read`. axes:
+    their axes."""
     layout, map_axes = tree_layout.inner, partial(jax.tree.map, is_leaf=rules.is_axes)
     (ends, blocks), (ends_axes, blocks_axes) = stack.divide(params), stack.divide(axes)
     layer_axes = map_axes(lambda names: names[1:], blocks_axes)

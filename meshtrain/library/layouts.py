@@ -1,8 +1,9 @@
 """A mesh and a rule file for any tree of arrays: where each array is stored, and the constraints inside a step.
 
-Arrays are told apart by the logical axes of their dims alone. All mistakes of a tree are one ConfigError, which also
-refuses what jax accepts silently: an array of two dims or more without axes, a dim that does not divide, a mesh axis
-that splits no work, a line of the rule file that no parameter has. This module knows no model and no step.
+The placement of an array depends only on the logical axes of its dims. One ConfigError lists all mistakes of a tree,
+including mistakes that jax accepts silently: an array of two or more dims without axes, a dim that does not divide
+evenly, a mesh axis that splits no work, a line of the rule file that no parameter has. This module knows no model and
+no step.
 """
 from __future__ import annotations
 
@@ -44,11 +45,13 @@ class TreeLayout:
     """`mt.Layout`: rules on a mesh, for any tree of arrays.
 
     rules: a shipped name, a path, the text of a rule file, a dict of its tables, or `mt.Rules`. mesh: sizes of axes;
-    others are 1, and one may be -1 for the devices that are left. devices: all are used; default: the devices of this
-    process, of which the mesh may use only the first ones if there are no other processes. Raises: ConfigError.
+    other axes have size 1, and one size may be -1 for the remaining devices. devices: the devices, all used; default:
+    the devices of this process, of which the mesh may use only the first ones if there are no other processes. Raises:
+    ConfigError.
 
-    params below is a tree of arrays or of ShapeDtypeStructs. axes is a tree like it with a tuple of names or None for
-    each dim, or {"glob of a path": tuple}, or None: params is a model whose metadata has them, see `unpack`.
+    In the methods, params is a tree of arrays or ShapeDtypeStructs. axes is a tree like params with a tuple for each
+    array (a name or None for each dim), or {"glob of a path": tuple}. If axes is None, params is a model whose metadata
+    has the axes, see `unpack`.
 
     >>> layout = mt.Layout("zero3", mesh={"fsdp": 4, "tensor": 2})
     >>> layout
@@ -72,7 +75,7 @@ class TreeLayout:
     # ---- where arrays are stored -------------------------------------------------------------------------------------
 
     def place(self, params: Any, axes: Any = None) -> Any:
-        """Return params stored as [optimizer] says: arrays on the devices, ShapeDtypeStructs with their shardings."""
+        """Return params stored as in [optimizer]: arrays on the devices, or ShapeDtypeStructs with shardings."""
         params, named = self.name(params, axes)
         return jax.tree.map(functools.partial(_put, jax.device_put), params, self._shard("optimizer", named))
 
@@ -84,7 +87,7 @@ class TreeLayout:
         return self._shard(table, self.name(params, axes)[1])
 
     def states(self, tx: optax.GradientTransformation, params: Any, axes: Any = None) -> Any:
-        """Return the shardings of `tx.init(params)`, by [optimizer]: each leaf has the axes of its parameter."""
+        """Return the shardings of `tx.init(params)` as in [optimizer]. Each leaf has the axes of its parameter."""
         params, named = self.name(params, axes)
         with config.user_errors():
             found = states.state_axes(tx, jax.eval_shape(lambda: params), named)
@@ -92,10 +95,11 @@ class TreeLayout:
         return jax.tree.map(lambda _, one: self._sharding("optimizer", one), jax.eval_shape(tx.init, params), found)
 
     def batch(self, rows: Any, *names: str | None) -> Any:
-        """Return host arrays [B, …] on the devices: rows split over the batch axes, the next dim over those of `seq`.
+        """Return host arrays [B, …] on the devices: rows split over the batch axes, the next dim over the axes of
+        `seq`.
 
-        Every process gives all rows, and puts its own on its devices. names: logical axes of the first dims; default:
-        "batch" and "seq". For ShapeDtypeStructs: these with their shardings. Raises: ConfigError.
+        Every process passes all rows, and puts its own rows on its devices. names: logical axes of the first dims;
+        default: "batch" and "seq". ShapeDtypeStructs are returned with shardings. Raises: ConfigError.
         """
         names = names or ("batch", "seq")
         faults = self._find_unknown("batch", names)
@@ -118,8 +122,7 @@ class TreeLayout:
     def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
         """Constrain an activation by [activations]: `layout.constrain(h_BTF, "batch", "seq", "mlp")`.
 
-        Axes that are manual here (in a shard_map, in `gradients`, in a pipeline) drop out.
-        """
+        Axes that are manual at the call (in a shard_map, in `gradients`, in a pipeline) have no effect."""
         faults = self._find_unknown("constrain", names) + axes_of.find_shape_faults({"constrain": x}, {
             "constrain": names})
         if not faults:
@@ -135,7 +138,8 @@ class TreeLayout:
     def gathered(self, weights: Any, axes: Any) -> Any:
         """Return weights as a matmul takes them: [params] without the axes that split tokens.
 
-        Called inside a layer, ZeRO-3 gathers layer by layer. weights: an array or a tree. axes: as for `place`.
+        If this is called inside a layer, ZeRO-3 gathers layer by layer. weights: an array or a tree. axes: as for
+        `place`.
         """
         leaves = axes_of.list_leaves(weights)
         named = self._match(leaves, axes, "gathered")
@@ -144,11 +148,11 @@ class TreeLayout:
 
     def gradients(self, loss: Callable, axes: Any, microbatches: int = 1, compute: str | None = None,
                   schedule: GivenSchedule | None = None, chunks: int | None = None) -> Callable:
-        """Return f(params, rows, key=None) -> (mean loss, gradients stored as [optimizer] says), for a jitted step.
+        """Return f(params, rows, key=None) -> (mean loss, gradients stored as in [optimizer]), for a jitted step.
 
-        loss(params, rows) -> (sum, count) over the rows that it is given, or an `mt.Stack`, which takes stages with a
-        schedule. [grads] is made true: each axis is reduced once a step, or once a microbatch where [grads] splits over
-        it. See `library.gradients`.
+        loss: a function loss(params, rows) -> (sum, count) over its rows, or an `mt.Stack`, which supports stages with
+        a schedule. f reduces over each batch axis as [grads] says: once a microbatch if [grads] splits over the axis,
+        else once a step. See `library.gradients`.
 
         >>> layout, axes = mt.Layout("zero1", {"data": 4}), {"w": ("embed", None)}
         >>> f = layout.gradients(lambda p, rows: ((rows @ p["w"]).sum(), rows.shape[0]), axes)
@@ -177,8 +181,8 @@ class TreeLayout:
     # ---- checks ------------------------------------------------------------------------------------------------------
 
     def name(self, params: Any, axes: Any = None) -> tuple[Any, Any]:
-        """Return (params, a tree like it of their axes), checked against rules and mesh. Warn once of each mesh axis
-        that splits only some of the matmuls. Raises: ConfigError with every fault."""
+        """Return (params, a tree of their axes), checked against rules and mesh. Warn once about each mesh axis that
+        splits only some of the matmuls. Raises: ConfigError with every fault."""
         if axes is None:
             parts = unpack(params)
             params, axes = parts.params, parts.axes
@@ -208,7 +212,7 @@ class TreeLayout:
         return {name: matched.get(name, (None,) * np.ndim(leaf)) for name, leaf in leaves.items()}
 
     def _find_unknown(self, where: str, names: Sequence[str | None], weights: bool = False) -> list[str]:
-        """Return faults of names that no rule file knows, or of activations' names if these are weights."""
+        """Return faults for names that no rule file knows, and for names of activations if `weights` is true."""
         known, faults = self.rules.names, []
         for name in names:
             if name is not None and name not in known:
@@ -238,8 +242,8 @@ class TreeLayout:
 
     def explain(self, params: Any, axes: Any = None, giant: int = GIANT) -> Rows:
         """Return a row for each array: name, shape, axes, the mesh axes that split each dim by table, bytes per device
-        by table, and whole_on: the mesh axes along which each device holds the same part of an array of `giant` bytes
-        or more.
+        by table, and whole_on. whole_on: for an array of `giant` bytes or more, the mesh axes along which each device
+        holds the same part.
 
         >>> mt.Layout("zero1", {"data": 4}).explain({"up": np.ones((32, 64))}, {"up": ("embed", "mlp")})[0]["bytes"]
         {'params': 16384, 'grads': 16384, 'optimizer': 4096}
@@ -260,7 +264,7 @@ class TreeLayout:
         return Rows(rows, self._format(rows, notes))
 
     def _format(self, rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> str:
-        """Return the table, a line for the layers of a list that are alike, and notes."""
+        """Return the table as text, with one line for equal layers of a list, and the notes."""
         header = "array", "logical axes", *(f"[{table}]" for table in WEIGHTS), "bytes per device"
         alike: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
         for row in rows:
@@ -293,8 +297,7 @@ Layout = TreeLayout     # its name in `mt`; sharding.rules has a class Layout wi
 
 
 def load_rules(given: Rules | Mapping[str, object] | str | Path) -> Rules:
-    """Return checked rules: given ones, or those of a shipped name, a path, a text or a dict of tables. Raises:
-    ConfigError."""
+    """Return checked rules. given: rules, a shipped name, a path, a text or a dict of tables. Raises: ConfigError."""
     if isinstance(given, Rules):
         return given
     if not isinstance(given, (Mapping, str, Path)):
@@ -332,7 +335,7 @@ def _size_mesh(mesh: Mapping[str, int], devices: Sequence[jax.Device] | None) ->
 
 
 def _put(place: Callable, x: Any, sharding: NamedSharding) -> jax.Array | jax.ShapeDtypeStruct:
-    """Return x on the devices, by place(x, sharding); a ShapeDtypeStruct with its sharding. Raises: ConfigError."""
+    """Return x on the devices, by place(x, sharding), or a ShapeDtypeStruct with the sharding. Raises: ConfigError."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(sharding=sharding)
     try:

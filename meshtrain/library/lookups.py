@@ -1,9 +1,10 @@
 """Lookups that XLA cannot partition, found before it aborts the process.
 
 `jnp.take_along_axis` and its like are gathers with batching dims: each row of an array is indexed by its own numbers.
-XLA's partitioner (jax 0.10 and 0.12) ends the process by a failed check of its own if one automatic mesh axis splits
-such a batching dim, another one the dim that is looked up, and the gather is inside a shard_map over a third axis. What
-splits an array inside a loss is not known before XLA chooses it. So such a gather counts wherever these axes are.
+XLA's partitioner (jax 0.10 and 0.12) aborts the process if one automatic mesh axis splits such a batching dim, another
+automatic axis splits the dim that is looked up, and the gather is inside a shard_map over a third axis. Which axes
+split an array inside a loss is not known before XLA chooses them. So every such gather counts if the mesh has these
+axes.
 """
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def find_lookups(layout: rules.Layout, manual_axes: Sequence[str], function: Cal
 
 
 def _list_lines(jaxpr: Jaxpr, outside: str) -> Iterator[str]:
-    """Yield the line of each such gather. outside: the line of the equation that has this jaxpr."""
+    """Yield the line of each such gather. outside: the line of the equation that contains this jaxpr."""
     for eqn in jaxpr.eqns:
         line = traced.line_in_python(eqn) or outside
         if eqn.primitive.name == "gather" and eqn.params["dimension_numbers"].operand_batching_dims:

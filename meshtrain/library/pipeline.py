@@ -1,8 +1,9 @@
-"""Pipelines of anybody's layers: a `Stack` run by the trainer's executor, as a function that `jax.grad` differentiates.
+"""Pipelines of any layers: a `Stack` run by the trainer's executor, as a function that `jax.grad` differentiates.
 
-The executor makes the gradients itself, in the ticks of a schedule (`training.executor`). So the function's derivative
-is a product of these gradients and the tangents, which `jax.grad` transposes. The value alone runs forward ticks.
-The loss is inside, because a stage cannot begin its backward before the loss of its microbatch.
+The executor computes the gradients itself, in the ticks of a schedule (`training.executor`). So the function's
+derivative is a product of these gradients and the tangents, which `jax.grad` transposes. A call without differentiation
+runs only forward ticks. The function contains the loss, because a stage cannot begin the backward of a microbatch
+before its loss.
 """
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ MICROBATCHES = 8        # of a schedule that is given by its name, by default
 
 def pipeline(stack: Stack, schedule: GivenSchedule, layout: Layout, microbatches: int | None = None,
              chunks: int | None = None) -> Callable:
-    """Return f(weights, ends, rows) -> the sum of the head's sums over all rows, float32, computed by a pipeline.
+    """Return f(weights, ends, rows) -> the head's sum over all rows, float32, computed by a pipeline.
 
     weights: the layers of the stack, [L, …]; L is a multiple of stages × chunks. ends: the weights of embedding and
     head. rows: a tree of arrays [B, …]. Each stage of the mesh has an equal part of the layers, in order. All stages
@@ -40,9 +41,9 @@ def pipeline(stack: Stack, schedule: GivenSchedule, layout: Layout, microbatches
     schedule: a name of `pipeline.schedule`, the text of a schedule table, or a result of `mt.schedule`. microbatches,
     chunks: options of a schedule that is given by name; default: 8 and 1.
 
-    `jax.grad` and `jax.jvp` take f, once and in weights and ends only. Raises: ConfigError for a schedule, layers or
-    weights that do not fit, for second derivatives and for jax.vmap; ValueError for rows that do not divide, and for
-    functions that a stack cannot have, see `Stack`.
+    `jax.grad` and `jax.jvp` differentiate f once, with respect to weights and ends only. Raises: ConfigError for a
+    schedule, layers or weights that do not fit, for second derivatives and for jax.vmap; ValueError for rows that do
+    not divide evenly, and for functions that a stack cannot have, see `Stack`.
 
     >>> stack = mt.Stack(lambda ends, rows: rows, lambda w, x: w * x, lambda ends, x, rows: (x.sum(), x.size))
     >>> f = mt.pipeline(stack, "1f1b", mt.Layout("ddp", {"stage": 2}), microbatches=2)
@@ -68,7 +69,7 @@ def pipeline(stack: Stack, schedule: GivenSchedule, layout: Layout, microbatches
         return of.evaluate(divide(1, weights), ends, rows)[0]
 
     def differentiate(weights, ends, rows):
-        """Return (the sum, its gradients in weights and ends, float32)."""
+        """Return (the sum, its gradients with respect to weights and ends, float32)."""
         of.check(weights, ends, rows)
         sums, *grads = of.differentiate(divide(made.num_chunks, weights), ends, rows)
 

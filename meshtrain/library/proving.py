@@ -1,8 +1,8 @@
-"""Tests whether anybody's loss computes the same on every layout as on one device: `mt.prove(loss, params, axes, …)`.
+"""Tests whether any loss computes the same on every layout as on one device: `mt.prove(loss, params, axes, …)`.
 
-Layouts, tolerances and the comparison are those of `parity`. One device differentiates the loss itself, by jax alone;
-each layout computes by `Layout.gradients`. What a loss must be, sums over rows that do not depend on one another, is
-also tested on one device, because rows that are alike would hide it.
+Layouts, tolerances and the comparison come from `parity`. One device differentiates the loss itself, by jax alone; each
+layout uses `Layout.gradients`. A loss must be a sum over rows that do not depend on one another. This requirement is
+also tested on one device, because equal rows would hide a violation.
 """
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def prove_loss(loss: Callable, params: Any, axes: Any, rows: Any, rules: Sequenc
                devices: Sequence[jax.Device] | None = None, cells: int | None = None) -> parity.Proof:
     """Compare the mean loss and its gradients on many layouts with those on one device.
 
-    loss: loss(params, rows) -> (sum, count), or loss(params, rows, keys) with a key for each row, see `gradients`; or a
-    `Stack`, which is also proved with stages; or make(layout) -> a loss, for a loss that constrains activations or
-    splits sequences. params, axes: as for `Layout.place`. rows: a tree of
-    arrays [B, …]. rules: rule files; empty: the shipped ones that differ for these params. devices: default: those of
+    loss: a function loss(params, rows) -> (sum, count), or loss(params, rows, keys) with a key for each row, see
+    `gradients`; or a `Stack`, which is also tested with stages; or make(layout) -> a loss, for a loss that constrains
+    activations or splits sequences. params, axes: as for `Layout.place`. rows: a tree of arrays [B, …]. rules: rule
+    files; empty: the shipped rule files that differ for these params. devices: the devices; default: the devices of
     this process. cells: largest number of layouts. Raises: ConfigError.
     """
     if rows is None:
@@ -83,7 +83,7 @@ def prove_loss(loss: Callable, params: Any, axes: Any, rows: Any, rules: Sequenc
 
 
 def _list_tensors(params: Any, named: Any, rows: Any, dims: tuple[str, ...]) -> list[Tensor]:
-    """Return the weights in each table, and the rows, whose first dims have these logical axes."""
+    """Return the weights in each table, and the rows. dims: the logical axes of the first dims of the rows."""
     of_leaves = jax.tree.leaves(named, is_leaf=rule_files.is_axes)
     tensors = [Tensor(table, name, np.shape(leaf), names) for table in ("params", "grads", "optimizer")
                for (name, leaf), names in zip(list_leaves(params).items(), of_leaves, strict=True)]
@@ -101,8 +101,7 @@ def _on_one_device(loss: Callable, params: Any, rows: Any,
                    key: jax.Array | None) -> tuple[dict[str, np.ndarray], list[str]]:
     """Return (the mean loss and its gradients by name, findings about the loss). key: see `gradients`.
 
-    Raises: ValueError if the loss returns something else than (sum, count).
-    """
+    Raises: ValueError if the loss does not return (sum, count)."""
     numbers = np.arange(count_rows(rows), dtype=np.uint32)
 
     @jax.jit

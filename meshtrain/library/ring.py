@@ -1,9 +1,9 @@
-"""Attention over sequences that are split over `context`, as a function of anybody's arrays.
+"""Attention over sequences that are split over `context`, as a function of any arrays.
 
-It computes with the trainer's methods (`parallel.context.attention`) and engines (`choices.attention`), and both
-passes are explicit: jax differentiates neither. A ring computes in zigzag order. In natural order each call sends
-queries, keys, values and the output over `context` once more; arrays that already are in the order of `token_order` are
-not sent.
+The function uses the trainer's methods (`parallel.context.attention`) and engines (`choices.attention`). Forward and
+backward are explicit: jax differentiates neither. A ring computes in zigzag order. If arrays are in natural order, each
+call sends queries, keys, values and the output over `context` once more; arrays in the order of `token_order` are not
+sent.
 """
 from __future__ import annotations
 
@@ -37,13 +37,12 @@ WORDS = {"data.seq_len=": "T=", "model.num_heads=": "N=", "model.window=": "wind
 def ring_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKV: jax.Array, segments_BT: jax.Array | None = None, *,
                    layout: Layout, method: str = "ring", causal: bool = True, window: int = 0,
                    in_order: bool = False) -> jax.Array:
-    """Return attention [B, T, N, V] in the dtype of the queries. Differentiable once, in q, k and v.
+    """Return attention [B, T, N, V] in the dtype of the queries, differentiable once with respect to q, k and v.
 
-    N query heads are a multiple of the K key/value heads. segments: int [B, T]; a token attends to tokens of its own
-    segment; None: a row is one segment. method: "ring", "gather" or "ulysses", as `context.method` of a run; without
-    context parallelism it has no effect. window: the number of tokens that a token attends to, including itself; 0:
-    all. in_order: all arrays are in the order of `token_order`, and so is the result. Otherwise they are in natural
-    order.
+    N is a multiple of K. segments_BT: int [B, T]; a token attends to tokens of its own segment; None: a row is one
+    segment. method: "ring", "gather" or "ulysses", as `context.method` of a run, without effect if there is no context
+    parallelism. window: the number of tokens that a token attends to, including itself; 0: all. in_order: whether the
+    arrays and the result are in the order of `token_order`, not in natural order.
 
     Call it in the mesh of the layout: `with jax.set_mesh(layout.mesh): …`. Raises: ConfigError with every fault.
 
@@ -79,8 +78,8 @@ def ring_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKV: jax.Array, segm
 def token_order(length: int, layout: Layout, method: str = "ring") -> np.ndarray:
     """Return the token at each position of rows that `ring_attention` takes `in_order`, int64 [length].
 
-    A data loader permutes tokens, targets, positions and segments by it: `x[:, order]`. Everything between two calls of
-    `ring_attention` then needs no order of its own. Raises: ConfigError for a length that does not divide, or an
+    A data loader permutes tokens, targets, positions and segments by this order: `x[:, order]`. Code between two calls
+    of `ring_attention` then needs no other order. Raises: ConfigError for a length that does not divide evenly, or an
     unknown method.
 
     >>> mt.token_order(8, mt.Layout("ddp", {"context": 2})).tolist()
@@ -120,7 +119,7 @@ def _is_permuted(axes: rules.Layout, method: str) -> bool:
 
 
 def check_layout(layout: object, name: str) -> None:
-    """Check that the argument is a layout and not, for example, a mesh. name: the function's name, for the message.
+    """Check that the argument is a layout and not, for example, a mesh. name: the calling function, for the message.
     Raises: ConfigError."""
     if not isinstance(layout, Layout):
         axes = f" with the axes {', '.join(layout.axis_names)}" if isinstance(layout, jax.sharding.Mesh) else ""
@@ -136,7 +135,7 @@ def _check_method(method: str) -> None:
 
 
 def _check_call(layout: Layout, method: str, causal: bool, window: int) -> None:
-    """Raises: ConfigError for arguments or a context in which the attention is not computed."""
+    """Check the arguments and the context of a call. Raises: ConfigError if the attention cannot be computed."""
     _check_method(method)
     faults, sizes, here = [], layout.inner.sizes, jax.sharding.get_abstract_mesh()
     if window < 0 or window and not causal:
@@ -156,7 +155,7 @@ def _check_call(layout: Layout, method: str, causal: bool, window: int) -> None:
 
 
 def _check_arrays(axes: rules.Layout, q, k, v, segments) -> None:
-    """Raises: ConfigError for shapes and dtypes that do not fit one another or the layout."""
+    """Check shapes and dtypes. Raises: ConfigError if they do not fit one another or the layout."""
     named = {"q": q, "k": k, "v": v}
     if wrong := [f"{name} {x.dtype.name}{list(x.shape)}" for name, x in named.items()
                  if x.ndim != 4 or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype != q.dtype]:

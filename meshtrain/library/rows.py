@@ -1,4 +1,4 @@
-"""Rows of a batch as microbatches, and the mesh in which a function of the library computes."""
+"""Rows of a batch as microbatches, and the mesh context of the library's functions."""
 from __future__ import annotations
 
 import math
@@ -14,13 +14,13 @@ from meshtrain.sharding import rules
 
 
 def in_mesh(mesh: Mesh) -> AbstractContextManager:
-    """Return a context with this mesh, or with the one that is in context already."""
+    """Return a context with this mesh, or with the mesh that is already in context."""
     has_mesh = not jax.sharding.get_abstract_mesh().empty
     return nullcontext() if has_mesh else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def check_traced(name: str, *args: Any) -> None:
-    """Raises: ValueError if no leaf of args is traced: the computation needs `jax.jit`."""
+    """Check that a leaf of args is traced. Raises: ValueError if no leaf is: the computation needs `jax.jit`."""
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
         raise ValueError(f"{name}: call the function inside jax.jit, e.g. jax.jit(f)(…)")
 
@@ -37,8 +37,8 @@ def count_rows(rows: Any) -> int:
 def cut(layout: rules.Layout, deferred_axes: tuple[str, ...], rows: Any, microbatches: int):
     """Return rows [B, …] as [microbatches, replicas, b, …], without moving a row between devices.
 
-    A microbatch has an equal part of the rows of every device. replicas: over the deferred axes, some of those that
-    split the batch. Needs a mesh in context. Raises: ValueError if the rows do not divide.
+    A microbatch has an equal part of the rows of every device. replicas: a dim over the deferred axes, which are some
+    of the batch axes. Needs a mesh in context. Raises: ValueError if the rows do not divide evenly.
     """
     batch_axes = layout.batch_axes
     rest = tuple(axis for axis in batch_axes if axis not in deferred_axes)

@@ -1,8 +1,8 @@
-"""The directory of a run of `fit`: claimed, with checkpoints, metrics and history as the trainer writes them.
+"""The claimed directory of a run of `fit`, with checkpoints, metrics and history in the trainer's format.
 
-config.toml has what `meshtrain.report` reads, and [fit], by which no other command takes it for a run file. A
-checkpoint names what the numbers depend on: a later call with other facts resumes, and the change is reported and
-recorded.
+config.toml has the keys that `meshtrain.report` reads, and [fit], so that no other command accepts the file as a run
+file. A checkpoint has the facts on which the numbers depend. A later call with other facts resumes, and the change is
+reported and recorded.
 """
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KEPT = "step", "loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_
 
 
 class LoopParts(NamedTuple):
-    """What the loop takes besides step and feed."""
+    """The arguments of the loop besides step and feed."""
     journal: Journal
     hooks: Sequence[loop.Hook]
     stop: loop.Stop
@@ -73,7 +73,7 @@ def open_directory(run: Run, facts: Facts, rules_text: str) -> Iterator[FitDirec
 
 
 def _check_kind(directory: Path) -> None:
-    """Raises: ConfigError for the directory of another kind of run."""
+    """Check the kind of run. Raises: ConfigError for the directory of another kind of run."""
     path = directory / contents.CONFIG
     if files.is_file(path) and FIT not in tomllib.loads(path.read_text(encoding="utf-8")):
         raise ConfigError(f"dir={directory} holds a run of python -m meshtrain.train; give fit another directory")
@@ -81,7 +81,7 @@ def _check_kind(directory: Path) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FitDirectory:
-    """A claimed directory. facts: what the numbers depend on. rules_text: the text of the rule file."""
+    """A claimed directory. facts: the facts on which the numbers depend. rules_text: the text of the rule file."""
     run: Run
     facts: Facts
     rules_text: str
@@ -89,8 +89,8 @@ class FitDirectory:
     checkpoints: Checkpoints
 
     def restore(self, wanted: State) -> State | None:
-        """Return the newest state, with the shardings of `wanted`; None if none is saved. Report and record changed
-        facts. Raises: ConfigError if the saved arrays are others."""
+        """Return the newest state, with the shardings of `wanted`; None if no state is saved. Report and record changed
+        facts. Raises: ConfigError if the saved arrays differ from `wanted`."""
         saved = self.checkpoints.newest()
         changes = []
         if saved is not None:

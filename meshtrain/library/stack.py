@@ -1,8 +1,8 @@
-"""A model of like layers as three functions: before the layers, one layer, after them.
+"""A model of equal layers as three functions: before the layers, one layer, after the layers.
 
-The same three serve gradients layer by layer (each layer's gradient is added to its sum as soon as it exists, and
-ZeRO-3 gathers one layer at a time) and pipelines. A loss as one function does neither: `jax.grad` keeps the gathered
-weights of all layers as residuals.
+The three functions serve pipelines, and gradients layer by layer: each layer's gradient is added to its sum as soon as
+it exists, and ZeRO-3 gathers one layer at a time. A loss as a single function allows neither, because `jax.grad` keeps
+the gathered weights of all layers as residuals.
 """
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Stack:
     """A loss whose params are {layers: arrays [L, …], other names: the weights of embedding and head ("ends")}.
 
     embed(ends, rows) -> x, the input of the first layer: one array of any shape. layer(w, x) -> x: one layer, with its
-    weights w; x keeps its shape and dtype. head(ends, x, rows) -> (sum, count), as every loss returns them. layers: the
-    key of the stacked weights.
+    weights w; x keeps its shape and dtype. head(ends, x, rows) -> (sum, count), like every loss. layers: the key of the
+    stacked weights.
 
-    It goes wherever a loss goes: `stack(params, rows)` is (sum, count). The weights that `embed`, `layer` and `head`
-    get are gathered as a matmul takes them, so they need no call of `Layout.gathered`.
+    A Stack can replace any loss: `stack(params, rows)` is (sum, count). The weights that `embed`, `layer` and `head`
+    get are already gathered for matmuls, so these functions need no call of `Layout.gathered`.
 
     >>> stack = mt.Stack(lambda ends, rows: rows @ ends["in"], lambda w, x: x @ w,
     ...                  lambda ends, x, rows: (x.sum(), x.shape[0]))
@@ -44,7 +44,7 @@ class Stack:
     layers: str = "blocks"
 
     def __call__(self, params: dict, rows: Any):
-        """Return (sum, count) by a scan over the layers. `jax.grad` of it is not layer by layer."""
+        """Return (sum, count) by a scan over the layers. `jax.grad` of this scan is not layer by layer."""
         ends, blocks = self.divide(params)
         x = self.embed(ends, rows)
         self.check(blocks, x)

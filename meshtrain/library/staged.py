@@ -1,6 +1,6 @@
 """A `Stack` through the stages of a mesh, by the trainer's executor: its arguments and its results.
 
-`pipeline` makes of it a function that `jax.grad` takes, and `gradients` the gradients of a step by a rule file.
+`pipeline` turns it into a function for `jax.grad`. `gradients` computes with it the gradients of a step by a rule file.
 """
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ WORDS = {"pipeline.schedule=": "schedule=", "training.microbatches=": "microbatc
 class StagedStack:
     """A stack and the schedule by which a mesh with stages runs it. Call its methods in the mesh, inside `jax.jit`.
 
-    axes: logical axes of (one layer, ends), trees like these. The stack then gets weights that are constrained as a
-    matmul takes them; None: as XLA chooses.
+    axes: logical axes of (one layer, ends), as trees like these weights; the stack then gets weights gathered for
+    matmuls. None: XLA chooses the shardings.
 
-    weights: stacked [V, P, n, …], with P sharded over the stages. ends: whole, or split over axes that do not split a
-    batch. rows: arrays [B, …]. sums: float32 [2], the head's (sum, count). R: the shards of the batch.
+    In the methods, weights are stacked [V, P, n, …], with P sharded over the stages. ends: whole weights, or split over
+    axes that do not split a batch. rows: arrays [B, …]. sums: float32 [2], the head's (sum, count). R: the shards of
+    the batch.
     """
     stack: Stack
     layout: rules.Layout
@@ -47,11 +48,11 @@ class StagedStack:
     axes: tuple[Any, Any] | None = None
 
     def evaluate(self, weights: Any, ends: Any, rows: Any) -> jax.Array:
-        """Return the sums over all rows, by forward ticks alone. weights: in one chunk, V = 1."""
+        """Return the sums over all rows, by forward ticks alone. weights: one chunk, V = 1."""
         return executor.evaluate(*self._list_arguments(weights, ends, rows)).combine().by_name["sums"].value
 
     def differentiate(self, weights: Any, ends: Any, rows: Any) -> tuple[jax.Array, Any, Any]:
-        """Return (the sums over all rows; the gradients of the sum in weights, [R, V, P, n, …], and in ends, [R, …]).
+        """Return (the sums over all rows; the sum's gradients with respect to weights [R, V, P, n, …] and ends [R, …]).
 
         The gradients are float32 and not yet added over R, which is sharded over the axes of the batch.
         """
@@ -92,7 +93,7 @@ class StagedStack:
         return self._list_functions(weights, ends), placement, ((weights, {}), (ends, {}), ({}, {})), batch, {}
 
     def _list_functions(self, weights: Any, of_ends: Any) -> ModelFunctions:
-        """Return the stack as the functions that the executor calls, which passes float32 weights.
+        """Return the stack as the functions that the executor calls with float32 weights.
 
         The stack gets them in the dtypes of `weights` and `of_ends`. XLA removes the two casts.
         """
@@ -123,7 +124,7 @@ class StagedStack:
 
 
 def is_table(schedule: str) -> bool:
-    """Return whether a text is a schedule table, and no name."""
+    """Return whether a text is a schedule table rather than a name."""
     return "\n" in schedule or " " in schedule
 
 

@@ -1,8 +1,8 @@
 """Models of other libraries as a tree of arrays, their logical axes, and a function that puts arrays back.
 
-Flax's nnx and linen keep names in metadata, which is read. Any other pytree (a dict, a module of equinox) needs them as
-an argument. No such library but flax is imported: a module of equinox is a pytree, whose leaves that are no parameters
-(functions, integers) stay in it.
+Flax's nnx and linen keep logical names in metadata, which this module reads. Any other pytree (a dict, a module of
+equinox) needs the names as an argument. Only flax is imported: a module of equinox is a pytree, and its leaves that are
+not parameters (functions, integers) stay in it.
 """
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ LINEN_REMEDY = " in its metadata: nn.with_logical_partitioning(init, (…))"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Parts:
-    """A model as arrays. params: the trained arrays, a tree. axes: their logical axes, a tuple for each, in a tree like
-    params. join: params -> what was unpacked, with these arrays."""
+    """A model as arrays. params: the tree of trained arrays. axes: a tree like params with a tuple of logical axes for
+    each array. join: a function params -> the original model with these arrays."""
     params: Any
     axes: Any
     join: Callable[[Any], Any]
 
 
 def unpack(module: Any, axes: Any = None) -> Parts:
-    """Return the parameters of a model, their logical axes, and the function that makes the model of parameters again.
+    """Return the parameters of a model, their logical axes, and the function that rebuilds the model from parameters.
 
-    module: an nnx module, linen's variables (the result of `init`), a module of equinox, or any tree of arrays. Trained
-    are nnx's Params, and floating-point arrays of a tree. axes: a tree like the parameters with a tuple of names or
-    None for each dim; or {"glob of a path": tuple}, each used at least once; they replace metadata. Arrays without axes
-    stay whole, and need them from two dims on. Raises: ConfigError with every fault.
+    module: an nnx module, linen's variables (the result of `init`), a module of equinox, or any tree of arrays. The
+    trained arrays are nnx's Params, or the floating-point arrays of a tree. axes: replaces the metadata: a tree like
+    the parameters with a tuple for each array (a name or None for each dim), or {"glob of a path": tuple}, where each
+    glob must match. Arrays of fewer than two dims need no axes and stay whole. Raises: ConfigError with every fault.
 
     >>> parts = mt.unpack({"up": np.ones((32, 64)), "steps": 3}, {"up": ("embed", "mlp")})
     >>> parts.axes["up"], parts.join(parts.params)["steps"]
@@ -103,7 +103,7 @@ def _unpack_linen(variables: Any, axes: Any) -> Parts:
 
 @dataclasses.dataclass(frozen=True)
 class _Whole:
-    """A leaf for jax: flax's boxes are nodes."""
+    """A wrapper that jax treats as a leaf; flax's boxes are nodes."""
     value: Any
 
 
@@ -117,7 +117,8 @@ def _read_metadata(metadata: Mapping[str, Any]) -> Axes | None:
 
 
 def _name(params: Any, metadata: Mapping[str, Axes], given: Any, remedy: str) -> Any:
-    """Return a tree like params of their axes. given: replaces metadata. Raises: ConfigError with every fault."""
+    """Return the tree of the axes of params. given: axes that replace metadata. Raises: ConfigError with every fault.
+    """
     with config.user_errors():
         leaves = axes_of.list_leaves(params)
         matched, faults = axes_of.match(leaves, given) if given is not None else ({}, [])

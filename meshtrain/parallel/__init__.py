@@ -1,1 +1,2 @@
-"""How the work spreads: split sequences, pipeline schedules and their executors. Given functions; imports no model."""
+"""Distribution of the work: split sequences, experts, pipeline schedules. Works on given functions; imports no model.
+"""

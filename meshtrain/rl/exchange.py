@@ -8,7 +8,7 @@
     heartbeats/NAME     the heartbeat of sampler NAME: a time, a progress counter, the longest time without progress
     finished            exists if the run has taken all its steps
 
-Every file is complete or absent, but a claim is empty for a moment. Batch N is sampled with weights of version
+Every file is complete or absent, except that a claim is empty for a moment. Batch N is sampled with weights of version
 N - rl.lag. Every token is a function of the order, so two samplers generate equal answers, and no locks are needed.
 Clocks of hosts differ; therefore a reader measures on its own clock how long a file has not changed.
 """
@@ -55,9 +55,9 @@ def versions() -> str:
 class Order:
     """A request for one batch of answers. The answers are a function of these fields.
 
-    version: that of the weights to sample with. weights: their checksum. draws: seed, temperature, max_tokens, samples,
-    stop, stop_ids. room: largest number of tokens of a prompt with its answer. part: number of prompts in each part.
-    prompts: token ids. made_by: the software that wrote the order, see `versions`.
+    version: the version of the weights to sample with. weights: the checksum of these weights. draws: seed,
+    temperature, max_tokens, samples, stop, stop_ids. room: largest number of tokens of a prompt with its answer. part:
+    number of prompts in each part. prompts: token ids. made_by: the software that wrote the order, see `versions`.
     """
     batch: int
     version: int
@@ -121,7 +121,7 @@ class SamplerFiles:
         return Order(**fields)
 
     def has(self, order: Order) -> bool:
-        """Return whether `order` equals the order on disk. It does not if another version wrote that one."""
+        """Return whether `order` equals the order on disk; false if another version wrote the order on disk."""
         with contextlib.suppress(OtherVersionError):
             return self.read(order.batch) == order
         return False

@@ -70,8 +70,8 @@ class AnswerBatch:
     """A batch of answers.
 
     drawn: number of prompts that the run has drawn up to this batch. equal: share of groups with equal rewards, among
-    the groups that were sampled for the batch. version: the version of the weights that sampled it (the number of
-    batches that they were trained on). scores: name -> log-probabilities from the trainer's forward pass, float32
+    the groups that were sampled for the batch. version: the version of the weights that sampled the batch (the number
+    of batches on which they were trained). scores: name -> log-probabilities from the trainer's forward pass, float32
     [updates, rows, T].
     """
     groups: list[Group]
@@ -143,7 +143,7 @@ class Kept:
 
     def write(self, batch: AnswerBatch, weights: str, most: int) -> None:
         """Write the batch and remove all but the newest `most` batches. A failed write is reported: a resumed run then
-        samples the same answers again. weights: their checksum."""
+        samples the same answers again. weights: the checksum of the weights."""
         groups, every = batch.groups, batch.answers
         said, arrays = flat([answer.drawn for answer in every])
         told = {"key": self.key, "weights": weights, "version": batch.version, "drawn": batch.drawn,
@@ -210,7 +210,7 @@ class Kept:
 
 
 class Completer(Protocol):
-    """Completes the prompts of a batch: a `Generator`, or what stands for one."""
+    """An object that completes the prompts of a batch: a `Generator` or a replacement for one."""
 
     def complete(self, prompts: Sequence[Sequence[int]], limits: GenerationLimits, how: Picking, seed: int, *,
                  samples: Sequence[int], counters: Sequence[tuple[int, int]],

@@ -52,9 +52,9 @@ class Orders:
     """The trainer's side of the exchange: writes orders and reads answers (samplers.Sampler). All processes call its
     methods together, and process 0 writes.
 
-    words: the tokens and strings that end an answer. kept: the files of the run's batches. local: samples on the run's
-    mesh what is no batch. sent: the trained weights. frozen: the untrained weights, if there are any. queue: the result
-    of `queue` that was saved in the checkpoint that the run resumes from.
+    words: the tokens and strings that end an answer. kept: the files of the run's batches. local: the sampler on the
+    run's mesh for answers that belong to no batch. sent: the trained weights. frozen: the untrained weights, if there
+    are any. queue: the result of `queue` that was saved in the checkpoint that the run resumes from.
     """
     saves = True
 
@@ -93,7 +93,7 @@ class Orders:
                 if batch >= steps // updates and order.version * updates < steps]
 
     def request(self, number: int, part: int, first: int, params: dict, pause: Pause) -> SamplingWeights:
-        """Request batch `number` as in samplers.Sampler; it also orders the rl.lag batches after it. Raises:
+        """Request batch `number` as in samplers.Sampler, and order the rl.lag batches after it. Raises:
         FileSystemError."""
         with pause.time("sync", "sync_s"):
             self.offer(number, part, first, params)

@@ -1,8 +1,8 @@
 """Reads prompts from JSON lines or rows of a table. The model answers them during training (training.objective = "rl").
 
-A line has a "prompt", which is a text that is used as it is, or "messages" (a "prompt" may also be a list of messages).
-The chat template renders messages up to the assistant's answer. All other keys of the line are for the reward. Batch n
-is a function of (seed, n): epochs of all prompts, each freshly shuffled. All prompts are held in memory.
+A line has a "prompt", a text that is used unchanged, or "messages" (a "prompt" may also be a list of messages). The
+chat template renders messages up to the assistant's answer. All other keys of the line are for the reward. Batch n is a
+function of (seed, n): epochs of all prompts, each freshly shuffled. All prompts are held in memory.
 """
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Prompts:
 
 def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
                  folders: Sequence[Path] = ()) -> tuple[sources.Corpus, Prompts]:
-    """Return (a corpus with the tokenizer and no documents, the prompts of data.source = "prompts").
+    """Return (a corpus with the tokenizer but without documents, the prompts of data.source = "prompts").
 
     longest: maximum tokens of a prompt. folders: as in `sources.describe`. Raises: ValueError with every fault of the
     tokenizer or the files, a line each.

@@ -105,8 +105,8 @@ class Rollouts:
                 "prompts": self.prompts.digest, **self.sampler.position(steps), **origin}
 
     def _mark(self, steps: int) -> tuple[int, int, int]:
-        """Return (steps, number of tokens in their batches, number of prompts drawn for the answer batches that are
-        completed by then)."""
+        """Return (steps, number of tokens in the batches of these steps, number of prompts drawn for the answer batches
+        that are completed after these steps)."""
         return next(mark for mark in reversed(self._marks) if mark[0] <= steps)
 
     def next(self, done: int, state: State, journal: Journal, stop: Stop) -> StepBatch:
@@ -126,8 +126,8 @@ class Rollouts:
     # ---- one batch of answers ----------------------------------------------------------------------------------------
 
     def _batch(self, number: int, part: int, state: State, pause: Pause) -> tuple[list[dict], int]:
-        """Return (the parts of batch `number`, one per update; number of prompts drawn up to it). part: the update that
-        comes next. state: the state before it."""
+        """Return (the parts of batch `number`, one per update; number of prompts drawn up to this batch). part: the
+        next update. state: the state before this update."""
         pause.journal.settle()       # write the row of the step before: later numbers belong to the next row
         kept = self.kept.of(number)
         first = self._mark(number * self.rl.updates + part)[2]
@@ -165,8 +165,8 @@ class Rollouts:
     def _draw(self, kept: Kept, weights: SamplingWeights, first: int, state: State, pause: Pause) -> AnswerBatch:
         """Sample and score the batch of `kept`, and return it.
 
-        weights: those that sample it. first: number of prompts drawn for earlier batches. Raises: NoBatch if the run
-        has to stop.
+        weights: the weights that sample the batch. first: number of prompts drawn for earlier batches. Raises: NoBatch
+        if the run has to stop.
         """
         number = kept.number
         before: list[Completion] = []

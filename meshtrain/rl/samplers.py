@@ -34,8 +34,8 @@ from meshtrain.units import size
 
 
 class SamplingWeights(NamedTuple):
-    """The weights that sample a batch. checksum: None if it is unknown. version: the number of batches that they were
-    trained on."""
+    """The weights that sample a batch. checksum: None if unknown. version: the number of batches on which the weights
+    were trained."""
     checksum: str | None
     version: int
 
@@ -68,14 +68,14 @@ class Sampler(Protocol):
         params: the weights before that update. first: number of prompts drawn for earlier batches."""
 
     def open(self, kept: Kept, weights: SamplingWeights, params: dict, pause: Pause) -> Completer:
-        """Return what completes the prompts of a requested batch. kept: its file. weights: from `request`. params: the
-        weights of the state."""
+        """Return the Completer of the prompts of a requested batch. kept: its file. weights: from `request`. params:
+        the weights of the state."""
 
     def generator(self, params: dict) -> Completer:
-        """Return what completes prompts of no batch, with the weights of the state, on the run's mesh."""
+        """Return the Completer of prompts that belong to no batch: on the run's mesh, with the weights of the state."""
 
     def position(self, steps: int) -> dict:
-        """Return what a checkpoint after `steps` saves: JSON, used on a resume."""
+        """Return the JSON that a checkpoint after `steps` saves, for a resume."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ class LocalSampler:
             return self.sync(params)
 
     def generator(self, params: dict) -> Generator:
-        """Return a generator with the weights of a step's state. It holds the only reference to its copy of them.
+        """Return a generator with the weights of a step's state. The generator holds the only reference to its copy.
         Raises: assembly.BrokenProgramError."""
         return Generator(self.made.model, self.ex, self.weights(params), self.compile, self.slots, self.room,
                          self._programs)

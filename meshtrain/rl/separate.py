@@ -104,7 +104,7 @@ class OrderSampler:
 
     def answers(self, order: Order, part: int) -> tuple[list[Completion], str]:
         """Sample the answers to a part of an order. Return (answers, `SeparateSampler.on`). Raises: CheckpointError if
-        the weights cannot be read; RolloutError if their checksum is not that of the order."""
+        the weights cannot be read; RolloutError if their checksum differs from the order's."""
         if self._store is None:
             devices.start(run_files.resolve({}, self.words, trained.KEYS, COMMAND)[0])
             self._store = Checkpoints(DirectoryStore(SamplerFiles(self.run_dir).weights), read_only=True)
@@ -122,7 +122,8 @@ class OrderSampler:
             return self._draw(sampler, self._generator, order, part), sampler.on
 
     def _load(self, sampler: SeparateSampler, saved: Saved, order: Order, path: str) -> Generator:
-        """Return a generator with the weights of an order. path: theirs, for messages. Raises: as `answers`."""
+        """Return a generator with the weights of an order. path: the path of the weights, for messages. Raises: as
+        `answers`."""
         self.queue.slow = True
         with watch.phase(f"reading version {order.version}", "part", self.queue.most_s):
             weights, checksum = self._restore(sampler, saved)

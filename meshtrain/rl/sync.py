@@ -2,8 +2,8 @@
 
 Both layouts are on the same mesh. Every array is cast where it is stored, before it moves, and moves as
 `sharding.moves` plans. An array that already has the final sharding and dtype is not copied. Adapters are not merged
-into their projections. The layers add them as in training, because rounding the sum would give the sampler another
-policy.
+into their projections. The layers add adapters as in training, because rounding the merged weights would give the
+sampler another policy.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FROZEN = "the transfer of the frozen weights to the sampler"
 
 
 def read_dtype(info: ParamInfo, dtype: jnp.dtype) -> jnp.dtype:
-    """Return the dtype of a weight for samplers. dtype: that of matmul weights."""
+    """Return the dtype of a weight for samplers. dtype: the dtype of matmul weights."""
     return dtype if info.role in MATMUL_ROLES else info.dtype
 
 

@@ -119,7 +119,7 @@ class WorkQueue:
         return True
 
     def _take_over(self, path: Path) -> bool:
-        """Return whether this sampler has the claim now, because the one that had it is dead or hangs."""
+        """Return whether this sampler has the claim now, because the previous owner is dead or hangs."""
         try:
             holder = files.patiently(lambda: path.read_text(encoding="utf-8"))
             # A claim is empty until its sampler has written its name. It then has the grace of a missing heartbeat.

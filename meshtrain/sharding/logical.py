@@ -1,7 +1,6 @@
 """The logical axes: names of the dims of weights and activations, and the lines of rule files that place them.
 
-Our model has the names of LOGICAL. A rule file declares names of another model in its table `[names]`.
-"""
+LOGICAL has the names of the trainer's model. A rule file declares the names of another model in its table `[names]`."""
 from __future__ import annotations
 
 import difflib
@@ -25,8 +24,7 @@ OTHERS_AXES = {"dp": "data", "tp": "tensor", "pp": "stage", "cp": "context"}    
 
 
 def find_name_faults(declared: Mapping[str, object], inherited: Mapping[str, str]) -> list[str]:
-    """Return the faults of a table [names]. inherited: the names of the file that this one extends, with their kinds.
-    """
+    """Return the faults of a table [names]. inherited: the names and kinds from the file that this file extends."""
     faults = []
     for name, kind in declared.items():
         if kind not in KINDS:
@@ -46,7 +44,7 @@ def find_name_faults(declared: Mapping[str, object], inherited: Mapping[str, str
 
 
 def find_line_faults(table: str, logical: str, axes: object, known: Mapping[str, str]) -> list[str]:
-    """Return the faults of a line of a rule file. known: the names that it may have, and their kinds."""
+    """Return the faults of a line of a rule file. known: the names that the line may have, and their kinds."""
     if logical not in known:
         return [f"{logical}: unknown logical axis{nearest(logical, known)}; known: {', '.join(known)}; a rule file "
                 f"declares others in [{NAMES}]"]
@@ -71,7 +69,7 @@ def find_dtype_fault(dtype: object) -> str:
 
 
 def _suggest(logical: str, axis: str) -> str:
-    """Return a hint with our name of the mesh axis, if `axis` is another trainer's word or misspelt; else ""."""
+    """Return a hint with the right name of the mesh axis if `axis` is misspelt or another trainer's word; else ""."""
     if axis.lower() in ("none", "null", ""):
         return f" (did you mean no axis? write {logical} = [])"
     if axis in OTHERS_AXES:
@@ -82,7 +80,7 @@ def _suggest(logical: str, axis: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return " (did you mean …?)" with the known name that is most like `name`; "" if none is like it."""
+    """Return " (did you mean …?)" with the known name that is most similar to `name`; "" if no name is similar."""
     names = list(known)
     near = next(filter(None, (difflib.get_close_matches(word, names, 1, 0.7) for word in (name, name.lower()))), ())
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -77,7 +77,8 @@ class MeshSpec:
 
     @property
     def shape(self) -> dict[str, int]:
-        """The sizes, slowest axis first, as in jax's Mesh: devices and XLA's partitions 0 … n−1 are arranged so."""
+        """The sizes, slowest axis first, as in jax's Mesh. Devices and XLA's partitions 0 … n−1 are arranged in this
+        order."""
         return {axis: self.sizes[axis] for axis in self.placement}
 
     def in_domain(self, axes: Sequence[str], domain: int) -> tuple[int, int]:
@@ -128,8 +129,7 @@ def psum(x, axes):
     """Return lax.psum of an array over manual mesh axes, in the array's dtype. CPUs sum in float32.
 
     XLA's CPU backend crashes on a bfloat16 sum over a manual axis ("Invalid binary instruction opcode copy"). The
-    choice is made when the program is lowered, for the platform for which it is lowered. The program has no
-    conditional.
+    choice depends on the platform for which the program is lowered. The program has no conditional.
     """
     return lax.platform_dependent(x, cpu=lambda x: lax.psum(x.astype(jnp.float32), axes).astype(x.dtype),
                                   default=lambda x: lax.psum(x, axes))

@@ -1,8 +1,8 @@
 """Moves an array from one sharding to another on the same mesh. No device ever holds the whole array.
 
-There are two moves. The first one, an all-to-all, splits each dim by its final axes and by the remaining old mesh axes,
-so that no device holds more than before. The second one gathers over those old axes. Without these constraints, XLA
-finds other ways, which send up to three times as much, or it gathers whole arrays ("involuntary full
+There are two moves. The first move, an all-to-all, splits each dim by its final axes and by the remaining old mesh
+axes, so that no device holds more than before. The second move gathers over the remaining old axes. Without these
+constraints, XLA chooses moves that send up to three times as much, or gathers whole arrays ("involuntary full
 rematerialization").
 """
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Moves:
 
     @property
     def exchanged(self) -> tuple[str, ...]:
-        """Mesh axes that split another dim after the first move, which is an all-to-all over them."""
+        """Mesh axes that split another dim after the first move. The first move is an all-to-all over these axes."""
         return tuple(axis for old, new in zip(self.before, self.between) for axis in old if axis not in new and any(
             axis in other for other in self.between))
 
     @property
     def permuted(self) -> tuple[str, ...]:
-        """Mesh axes of dims from which the first move removes an axis that comes before one that stays.
+        """Mesh axes of dims from which the first move removes an axis that precedes an axis that stays.
 
         The first move then begins with a permute, in which each device's shard goes to another device.
         """
@@ -53,8 +53,8 @@ class Moves:
     def collectives(self, array_bytes: float) -> list[tuple[str, tuple[str, ...], float]]:
         """Return (kind, mesh axes, bytes) of each collective for an array of this size, in their order.
 
-        The bytes are those that a device holds before the collective; for an all-gather, those that it holds after.
-        After a permute XLA exchanges over other axes of the same number.
+        bytes: the size that a device holds before the collective; for an all-gather, after it. After a permute XLA
+        exchanges over other axes of the same number.
         """
         held, collectives = array_bytes / self.shards(self.before), []
 
@@ -80,8 +80,8 @@ class Moves:
 def moves(shape: Sequence[int], before: Split, after: Split, sizes: Mapping[str, int]) -> Moves:
     """Plan the moves.
 
-    Mesh axes that `after` lacks stay at their dims if these divide; otherwise they move to another dim. If there is no
-    such dim, the array is gathered over them at once.
+    Mesh axes that `after` lacks stay at their dims if the dims divide evenly; otherwise the axes move to another dim.
+    If there is no such dim, the array is gathered over these axes at once.
     """
     between, kept = list(after), {axis for axes in after for axis in axes}
     for dim, axes in enumerate(before):

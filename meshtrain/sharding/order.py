@@ -4,7 +4,7 @@ it changes no value.
 XLA's CPU backend starts an op after a loop while the loop still runs, unless the op reads a result of the loop.
 Collectives in the loop then run concurrently with those after it. In one process this breaks only permutes (`on_cpus`:
 a pipeline). In several processes it breaks all collectives (`by_gloo`): Gloo pairs the collectives of a group by the
-order in which each device starts them. What must come later is therefore made to depend on what comes before.
+order in which each device starts them. A later collective is therefore made to depend on the earlier ones.
 
 No option of XLA or jax replaces this. Without `after`, a ZeRO-3 step in two processes of four devices aborted in the
 first start under each of these: the defaults of jax 0.10 and of 0.12, xla_cpu_multi_thread_eigen=false alone and with
@@ -44,10 +44,10 @@ def after(values: Any, done: Any) -> Any:
 def after_row(values: Any, done: jax.Array) -> Any:
     """Make `values` depend on the array `done`, as `after`, between the ticks of a pipeline.
 
-    In a tree, only the integers are made dependent: floats in a tree are not sent directly. All permutes of one device
-    share a rendezvous, and XLA may start one permute during another in an independent loop. They then pair up wrongly,
-    and about one program in a hundred gives wrong numbers or hangs. Only the sum of one row of `done` is read, because
-    `done` may be sharded over an automatic axis.
+    In a tree, only the integers are made dependent, because floats in a tree are not sent directly. All permutes of one
+    device share a rendezvous, and XLA may start one permute during another in an independent loop. The permutes then
+    pair up wrongly, and about one program in a hundred gives wrong numbers or hangs. Only the sum of one row of `done`
+    is read, because `done` may be sharded over an automatic axis.
     """
     line = done[0, :, 0].sum() if done.ndim == 3 else done[0].sum() if done.ndim > 1 else done
     if isinstance(values, jax.Array):
@@ -56,5 +56,5 @@ def after_row(values: Any, done: jax.Array) -> Any:
 
 
 def leave(values: Any, done: Any) -> Any:
-    """Return `values`: `after_row` where no order is needed."""
+    """Return `values` unchanged, in place of `after_row` where no order is needed."""
     return values

@@ -1,7 +1,7 @@
-"""In which dtype weight gradients are summed over devices: `reduce` in [grads] of a rule file.
+"""The dtype in which weight gradients are summed over devices: `reduce` in [grads] of a rule file.
 
-Accumulators are always float32. A gradient that devices sum in each microbatch is rounded before that sum; one that is
-summed once a step is accumulated first and then rounded. bfloat16 sends half of the bytes. Each of the n - 1
+Accumulators are always float32. A gradient that devices sum in each microbatch is rounded before this sum; a gradient
+that devices sum once a step is accumulated first and then rounded. bfloat16 sends half of the bytes. Each of the n - 1
 additions of a reduction over n devices may round the sum to 8 bits.
 """
 from __future__ import annotations
@@ -16,25 +16,25 @@ from meshtrain.sharding.rules import Layout
 
 
 def dtype_of(layout: Layout) -> jnp.dtype:
-    """Return the dtype of the product that is a weight's gradient of one microbatch.
+    """Return the dtype of the matmul that computes a weight's gradient in one microbatch.
 
-    XLA reduces a product over devices in the product's dtype. It is float32 where no automatic axis splits tokens:
-    each device adds its own microbatches first.
+    XLA reduces the matmul's result over devices in the same dtype. The dtype is float32 where no automatic axis splits
+    tokens, because each device adds its own microbatches first.
     """
     summed = any(layout.mesh_axes("activations", name) for name in ("batch", "seq"))
     return jnp.dtype(layout.rules.reduce if summed else jnp.float32)
 
 
 def place(layout: Layout, g: jax.Array, axes: Sequence[str | None]) -> jax.Array:
-    """Return a gradient in float32, sharded as in [grads]. Where devices sum it, they do it in the dtype of g."""
+    """Return a gradient in float32, sharded as in [grads]. Sums over devices are computed in the dtype of g."""
     return layout.constrain("grads", g, axes).astype(jnp.float32)
 
 
 def dtype_once(layout: Layout, axes: Sequence[str | None]) -> jnp.dtype:
     """Return the dtype in which the sum over microbatches of a weight's gradient is reduced, once a step.
 
-    axes: of the weight, with those of its layers. Vectors stay float32: they are few bytes, and the numbers of tokens
-    that experts get, which are summed like gradients, are exact.
+    axes: the weight's logical axes, including the axis of its layers. Vectors stay float32: they take few bytes, and
+    the experts' token counts, which are summed like gradients, stay exact.
     """
     return jnp.dtype(layout.rules.reduce if sum(name not in (LAYERS, LEADING) for name in axes) > 1 else jnp.float32)
 

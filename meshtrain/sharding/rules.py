@@ -2,11 +2,11 @@
 
 The tables are `[params]`, `[grads]` (inherits params), `[optimizer]` (inherits grads) and `[activations]`. Inheritance
 is line by line: a line replaces the inherited one, and `embed = []` removes it. `extends = "ddp"` inherits the tables
-of another file in the same way. So ZeRO-1 is ddp with `embed = ["data", "fsdp"]` in [optimizer], ZeRO-2 has that line
+of another file in the same way. So ZeRO-1 is ddp with `embed = ["data", "fsdp"]` in [optimizer], ZeRO-2 has this line
 in [grads], ZeRO-3 in [params]. Megatron's sequence parallelism is `residual_seq = "tensor"`. Mesh axes of size 1 have
-no effect, so a file may name all five. A fifth table, `[names]`, declares logical axes beside ours.
-Mistakes that jax accepts silently (a dim that does not divide, an axis that splits no work) are refused. This module
-knows no model and no step.
+no effect, so a file may name all five. A fifth table, `[names]`, declares further logical axes. Mistakes that jax
+accepts silently (a dim that does not divide, an axis that splits no work) are refused. This module knows no model and
+no step.
 """
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Rules:
 
     @functools.cached_property
     def shared(self) -> tuple[str, ...]:
-        """The dims of both weights and activations."""
+        """The dims that both weights and activations have."""
         return tuple(name for name, kind in self.names.items() if kind == "both")
 
     @property
     def declared(self) -> dict[str, str]:
-        """The names of [names] and their kinds, with those of the extended files."""
+        """The names in [names] and their kinds, including the names of the extended files."""
         return {name: kind for name, kind in self.names.items() if name not in LOGICAL}
 
     def mesh_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
@@ -254,7 +254,7 @@ def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
 def unsplit(layout: Layout, products: Sequence[Tensor]) -> tuple[list[str], list[str]]:
     """Return (faults, notes) about mesh axes that do not split every matmul.
 
-    An axis larger than 1 that splits none of a step's matmuls is a fault. One that splits only some gives a note.
+    An axis larger than 1 that splits none of a step's matmuls is a fault. An axis that splits only some gives a note.
     products: the weights that a step multiplies. An axis splits a matmul if it splits the tokens, or a dim of the
     weight that activations also have. An axis that splits only [params], [grads] or [optimizer] saves memory, but all
     devices along it repeat the same matmul. `stage` is skipped, because a pipeline splits the layers.
@@ -357,7 +357,7 @@ class Layout:
     tokens_first: bool = False
 
     def mesh_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
-        """Return the mesh axes over which XLA splits this dim here, without manual ones."""
+        """Return the mesh axes over which XLA splits this dim here, without manual axes."""
         axes, manual = self.all_axes(table, logical), get_abstract_mesh().manual_axes
         return tuple(a for a in axes if a not in manual) if manual else axes
 
@@ -400,7 +400,7 @@ class Layout:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether the residual stream's tokens are split over other axes than those inside attention and MLP."""
+        """Whether the axes that split the residual stream's tokens differ from those inside attention and MLP."""
         return self.mesh_axes("activations", "residual_seq") != self.mesh_axes("activations", "seq")
 
     @property
@@ -417,8 +417,7 @@ class Layout:
     def find_deferred_axes(self, weights: Iterable[Sequence[str | None]]) -> tuple[str, ...]:
         """Return the batch axes over which gradients are reduced once a step instead of once a microbatch.
 
-        They are those that split neither these weights nor their gradients. weights: logical axes of the weights.
-        """
+        These axes split neither these weights nor their gradients. weights: logical axes of the weights."""
         logical = {name for axes in weights for name in axes}
         split = {axis for table in ("params", "grads") for name in logical for axis in self.all_axes(table, name)}
         return tuple(axis for axis in self.batch_axes if axis not in split)

@@ -1,4 +1,5 @@
-"""Names and lines of a rule file that no parameter has: a layout that would keep whole what its file splits."""
+"""Names and lines of a rule file that no parameter has. The layout would keep arrays whole that its file should split.
+"""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,8 @@ def find_unmet_names(rules: Rules, parameters: Sequence[Tensor]) -> list[str]:
 def find_unmet_lines(rules: Rules, sizes: Mapping[str, int], parameters: Sequence[Tensor]) -> list[str]:
     """Return a fault for each mesh axis that a table gives to weights, but to no dim that a parameter has.
 
-    Such a table shards nothing over the axis: with other names than ours, ZeRO-3 is a replica on every device. Tables
-    that inherit the lines are not reported again.
+    Such a table shards nothing over the axis: if a model's names differ from the file's, ZeRO-3 is a replica on every
+    device. Tables that inherit the lines are not reported again.
     """
     present = list(dict.fromkeys(logical for tensor in parameters for logical in tensor.axes if logical))
     faults: dict[str, str] = {}

@@ -1,13 +1,13 @@
 """One executor for all schedules: a whole pipelined step inside one `shard_map`.
 
 In a tick all stages run the same ops in the same order (receive, embedding, layers, send, loss), on the microbatch and
-buffer slots of the schedule. Idle stages compute, too, and their results are masked. Control flow is therefore the same
-on all devices, and collectives may be anywhere. F, B and W of a tick run layer by layer in one loop, so that
-collectives of one overlap with matmuls of the others. Consecutive ticks with the same ops are a phase: one scan.
+buffer slots that the schedule names. Idle stages also compute, and their results are masked. Control flow is therefore
+the same on all devices, and collectives may be anywhere. F, B and W of a tick run layer by layer in one loop, so that
+collectives of one op overlap with matmuls of the others. Consecutive ticks with the same ops are a phase: one scan.
 Gradients are explicit: jax does not differentiate the executor. The model is passed as functions. Leading layers (of
-another kind) run before the first and after the last tick, on all stages. Manual axes are `stage` and the axes over
-which gradients are reduced once per step. The other axes are automatic. Sources: `schedules`; arXiv:1811.06965,
-2104.04473, 2401.10241.
+another kind) run on all stages: the forward before the first tick, the backward after the last tick. Manual axes are
+`stage` and the axes over which gradients are reduced once per step. The other axes are automatic. Sources: `schedules`;
+arXiv:1811.06965, 2104.04473, 2401.10241.
 """
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ STAGE = "stage"
 class Placement:
     """How the executor's arguments are sharded.
 
-    summed_axes: the axes over which the caller sums gradients after the step: those of the batch, and of sequences.
+    summed_axes: the axes over which the caller sums gradients after the step: the axes of the batch and of sequences.
 
-    layer_axes: (of layers, of frozen layers). For each leaf and each dim after n: the summed axes that shard this
-    dim. The leaf's gradient is already reduced over these axes. leading_axes: the same for leading layers.
+    layer_axes: (axes of layers, axes of frozen layers). For each leaf and each dim after n: the summed axes that shard
+    this dim. The leaf's gradient is already reduced over these axes. leading_axes: the same for leading layers.
 
-    ends_specs: (of embedding and head, of their frozen weights). Like batch_specs, these are PartitionSpecs by leaf
-    over `stage` and the summed axes.
+    ends_specs: (specs of embedding and head, specs of their frozen weights). ends_specs and batch_specs are
+    PartitionSpecs by leaf over `stage` and the summed axes.
     """
     mesh: jax.sharding.Mesh
     summed_axes: tuple[str, ...]
@@ -57,13 +57,13 @@ def gradients(schedule: Schedule, model: ModelFunctions, placement: Placement, w
     """Run the schedule with its backward and return a step's metric and gradients.
 
     Returns (metric [R, …], gradients of layers [R, V, P, n, …], of embedding and head [R, …], of leading layers [R·P,
-    n, …], stats [R·P, …]), all float32. None of them is reduced over replicas. The gradients of leading layers and
+    n, …], stats [R·P, …]), all float32. No result is reduced over replicas. The gradients of leading layers and the
     stats are not reduced over stages either.
 
     weights: ((layers, frozen layers), (ends, frozen ends), (leading, frozen leading)). Layers are [V, P, n, …] with P
     sharded over stage. Layer (v, s, i) has the number (v·P + s)·n + i. leading: [n, …]. batch: [M, R, …]. extra:
-    replicated. R: the product of the sizes of the summed axes, and sharded over them. For a leaf that some of these
-    axes shard already, R leaves those axes out.
+    replicated. R: a dim whose size is the product of the sizes of the summed axes, sharded over these axes. If some
+    summed axes already shard a leaf, R leaves these axes out for this leaf.
     """
     return _over_stages(partial(_execute, schedule, model, order.on_cpus(placement.mesh), True),
                         True, placement, weights, batch, extra)
@@ -127,7 +127,8 @@ def _forward_input(this: Shard, phase: _Phase, c, tick):
 
 
 def _run_layers(this: Shard, kinds: set[str], wait: Callable, c: Carry, tick, x):
-    """Return (c, y, dx) after the `kinds` of F (of x), B and W ran in one scan, with one layer of each per iteration.
+    """Return (c, y, dx) after one scan that runs the `kinds` of F (of x), B and W, with one layer of each per
+    iteration.
 
     B and W start with the last layer. Buffer entries [slot, layer] are read and written in place.
     """
@@ -291,7 +292,7 @@ def _rounds(this: Shard) -> int:
 
 
 def _of_round(this: Shard, k, s):
-    """Return (number of the microbatch of stage s in round k, whether it counts).
+    """Return (number of the microbatch of stage s in round k, whether the microbatch counts).
 
     The last round is padded with the last microbatch.
     """
@@ -369,7 +370,8 @@ def _execute(schedule: Schedule, model: ModelFunctions, in_order: bool, differen
 
 @dataclasses.dataclass(frozen=True)
 class _Phase(TickRange):
-    """A phase, which is one scan. embed, embed_grad: how often it computes embeddings and their gradients, like `loss`.
+    """A phase, which is one scan. embed, embed_grad: how often the phase computes embeddings and their gradients, in
+    the words of `loss`.
     """
     embed: str
     embed_grad: str
@@ -396,6 +398,7 @@ def _sometimes(this: Shard, phase: _Phase, what: str, tick, then, otherwise):
 
 
 def _share(x, here):
-    """Broadcast x from the stage where `here` is set: an all-reduce over stage. It is exact, because all others add 0.
+    """Broadcast x from the stage where `here` is set. The all-reduce over stage is exact, because all other stages add
+    0.
     """
     return psum(jnp.where(here > 0, x, 0), STAGE)

@@ -1,10 +1,10 @@
-"""Groups of weights with a learning rate, a weight decay or a rule of their own, and the rates of muP.
+"""Groups of weights with their own learning rate, weight decay or rule, and the learning rates of muP.
 
 [optimizer.groups] is an ordered table, like the rules of big_vision: each weight has the treatment of the first row
 whose pattern matches it. muP (arXiv:2203.03466, table 3: rates, no multipliers) keeps a learning rate that was found on
-a narrow model right for a wide one. m is the factor by which a matrix's own fan-in is wider than in the narrow model,
-not the factor of embed_dim: the two differ where the MLP's ratio changes. Sources: for Adam, arXiv:2203.03466; for
-Muon, whose updates have the spectral norm 0.2 √max(fan-in, fan-out) here, arXiv:2310.17813.
+a narrow model right for a wide one. m is the ratio of a matrix's own fan-in to its fan-in in the narrow model, not the
+ratio of embed_dim: the two ratios differ where the MLP's width relative to embed_dim changes. Sources: for Adam,
+arXiv:2203.03466; for Muon, whose updates have the spectral norm 0.2 √max(fan-in, fan-out) here, arXiv:2310.17813.
 """
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Treatment:
 
 
 def assign(cfg: Optimizer, infos: Sequence[ParamInfo], model: Model) -> list[Treatment]:
-    """Return the treatment of each weight. infos: one per trained weight. model: the run's section, for muP.
+    """Return the treatment of each weight. infos: one per trained weight. model: the run's [model] section, for muP.
 
     Raises: ValueError with a line for each fault.
     """
@@ -60,7 +60,8 @@ def assign(cfg: Optimizer, infos: Sequence[ParamInfo], model: Model) -> list[Tre
 
 
 def _matches(pattern: str, info: ParamInfo) -> bool:
-    """No pattern matches the biases that balance experts: no optimizer moves them."""
+    """Return whether the pattern matches. No pattern matches the biases that balance experts: no optimizer moves them.
+    """
     if info.role == "balance":
         return False
     if pattern.startswith(ROLE):
@@ -70,7 +71,7 @@ def _matches(pattern: str, info: ParamInfo) -> bool:
 
 def treat(cfg: Optimizer, role: str, pattern: str = OTHERS, row: WeightGroup = PLAIN, wider: float | None = None
           ) -> Treatment:
-    """Return the treatment of a weight. wider: m of muP; None: without it, or for a weight whose rate it keeps."""
+    """Return the treatment of a weight. wider: m of muP; None: no muP, or a weight whose rate muP keeps."""
     rule = row.rule or ("adamw" if cfg.name == "muon" and role != "matrix" else cfg.name)
     decay = row.decay if row.decay is not None else cfg.weight_decay if role in DECAYED else 0.0
     if wider is None:
@@ -141,8 +142,8 @@ def _fan_in(info: ParamInfo) -> int:
 
 
 def describe(cfg: Optimizer, infos: Sequence[ParamInfo], model: Model) -> list[str]:
-    """Return a line for each group, or for each part of it that muP treats alike: its weights, parameters, rate, decay
-    and rule. Without groups there are none. Raises: as `assign`."""
+    """Return a line for each group, or for each part of a group that muP treats alike: its weights, parameters, rate,
+    decay and rule. Without groups there are no lines. Raises: as `assign`."""
     if cfg.groups == WeightGroups():
         return []
     alike: dict[Treatment, list[ParamInfo]] = {}

@@ -2,12 +2,12 @@
 
 Newton–Schulz needs whole matrices, which ZeRO and tensor parallelism shard. Layers are stacked, so all-to-alls give
 each device whole matrices of a few layers, and all-to-alls back shard them again, both in the compute dtype. With an 8B
-model over 8 GPUs each sends 2.8 GiB a step; gathers in float32 would send 236. A number of layers that does not divide
-is padded with zeros.
+model over 8 GPUs each GPU sends 2.8 GiB a step; gathers in float32 would send 236 GiB. A number of layers that the
+devices do not divide is padded with zeros.
 
 Sources: https://kellerjordan.github.io/posts/muon, arXiv:2502.16982 (Moonlight). As in optax (0.2.8), and unlike both
 sources, the two terms of the Nesterov sum are bias-corrected, as in NAdam. Newton–Schulz divides out the length of the
-sum, but in the first steps the newest gradient has up to twice the weight in it.
+sum, but in the first steps the newest gradient has up to twice the weight in the sum.
 """
 import dataclasses
 import math
@@ -36,11 +36,11 @@ class MatrixDims:
 
 
 def scale_by_muon(matrices: Any, dtype: Any) -> optax.GradientTransformation:
-    """Return a transformation that replaces gradients by orthogonal matrices.
+    """Return a transformation that replaces gradients with orthogonal matrices.
 
     The state is optax's, float32 like the gradients.
 
-    matrices: a tree like params of `MatrixDims`. dtype: the dtype in which matrices are sent and multiplied. Sums are
+    matrices: a tree of `MatrixDims` like params. dtype: the dtype in which matrices are sent and multiplied. Sums are
     float32.
     """
     momentum = optax.contrib.scale_by_muon(beta=MOMENTUM)
@@ -73,10 +73,10 @@ def orthogonalize(x: jax.Array, of: MatrixDims, coefficients: jax.Array, dtype: 
 
 
 def _by_layers(whole, x, num_batch, placement, order):
-    """Apply `whole` to x [layers, …] with every matrix whole on one device. The result is sharded like x.
+    """Apply the function `whole` to x [layers, …] with every matrix whole on one device. The result is sharded like x.
 
-    placement: sharding of the array whose dims in `order` are those of x. XLA decides how to compute a matrix outside
-    the layer stacks.
+    placement: sharding of the original array; its dims in `order` are the dims of x. XLA decides how to compute a
+    matrix outside the layer stacks.
     """
     spec = (*placement.spec, *(None,) * x.ndim) if placement else (None,) * x.ndim
     entries = [spec[dim] for dim in order]
@@ -113,7 +113,8 @@ def _by_layers(whole, x, num_batch, placement, order):
 
 
 def _newton_schulz(x, coefficients):
-    """x [..., m, n] → approximately U Vᵀ of its singular value decomposition, in x's dtype. Norms and sums are float32.
+    """Return approximately U Vᵀ of the singular value decomposition of x [..., m, n], in x's dtype. Norms and sums are
+    float32.
 
     Five times x ← (aI + bG + cG²) x with G = x xᵀ. aI is added inside the parentheses, because a·x would be a separate
     float32 array.

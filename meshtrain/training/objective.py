@@ -1,10 +1,9 @@
 """Training objectives: next-token loss (pretraining, SFT), preferences (DPO), distillation or policy gradient (RL).
 
-From the last layer's output of a microbatch, an objective computes sums, and the count by which they are divided. It
-also states what else depends on it: kind of data, stages, spikes, the column of metrics.jsonl. A new objective is a
-class here and a row of OBJECTIVES.
-Source of DPO: arXiv:2305.18290, equation 7, where the log-probabilities of answers are summed, not averaged. RL:
-`policy`.
+From the last layer's output of a microbatch, an objective computes sums, and the count by which these sums are divided.
+An objective also states what else depends on it: the kind of data, support of stages, spikes, the column of
+metrics.jsonl. A new objective is a class here and a row of OBJECTIVES. Source of DPO: arXiv:2305.18290, equation 7,
+where the log-probabilities of answers are summed, not averaged. RL: `policy`.
 """
 from __future__ import annotations
 
@@ -35,12 +34,12 @@ class Objective:
     """What a run minimizes, and what depends on it.
 
     fields: array of a batch -> (its number of dims after [batch], dtype). device_fields: array -> (dims, dtype,
-    *further dims), of those that are computed on the devices from the others before the step. fills_all: whether every
+    *further dims), for the arrays that the devices compute from the others before the step. fills_all: whether every
     microbatch has targets; if not, microbatches after the last target are skipped. data: what batches are made of:
     "documents", documents with a teacher's predictions ("taught"), "pairs" of answers with the margins of a reference
-    model, or "answers" that the run samples and scores. pipelined: whether pipeline stages support it: all of them call
-    `head` on the output of the last stage. spikes: whether an unusually large loss is a fault. column, unit: the column
-    of metrics.jsonl that shows progress.
+    model, or "answers" that the run samples and scores. pipelined: whether the objective supports pipeline stages,
+    which all call `head` on the output of the last stage. spikes: whether an unusually large loss is a fault. column,
+    unit: the column of metrics.jsonl that shows progress.
     """
     fields = {name: (dims, jnp.int32) for name, dims in FIELDS.items()}
     fills_all = True
@@ -68,8 +67,8 @@ class Objective:
         return ()
 
     def extend(self, rows: dict) -> dict:
-        """Return the arrays of a batch, [B, …] on the host, and those that are made of whole rows before the rows are
-        split over devices."""
+        """Return `rows` (arrays [B, …] on the host), plus the arrays that must be made from whole rows before the rows
+        are split over devices."""
         return rows
 
     def count(self, batch: dict):
@@ -91,7 +90,7 @@ class Objective:
 class NextToken(Objective):
     """Negative log-likelihood of the targets, plus z_loss · Σ lse².
 
-    With depths of MTP the mean of their sums, times depth_weight, is added. All sums are divided by the number of the
+    With MTP, depth_weight times the mean of the depths' sums is added. All sums are divided by the number of the
     model's own targets, so that they depend on no layout.
     """
     z_loss: float
@@ -133,9 +132,8 @@ class NextToken(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class Preference(Objective):
-    """The loss -log sigmoid(beta · (the model's margin - the reference's)).
-
-    A margin is a difference of log-probabilities.
+    """The loss -log sigmoid(beta · (the model's margin - the reference's margin)). A margin is a difference of
+    log-probabilities.
 
     A sequence holds a pair: segment CHOSEN and segment REJECTED. Its `reference` is the reference's log-probability of
     the chosen answer minus that of the rejected one. Sequences without a pair (padding) do not count.
@@ -182,7 +180,7 @@ class Distillation(Objective):
     """The divergence from a teacher's predictions, and the negative log-likelihood of the targets (`DivergenceSpec`).
 
     A batch has the teacher's `top_tokens` most likely tokens, which `teacher` computes on the devices just before the
-    step. Batches of a validation do not have them: there the loss is that of the targets alone.
+    step. Validation batches do not have these tokens, so the validation loss is the loss of the targets alone.
     """
     reverse: bool
     weight: float
@@ -220,7 +218,7 @@ class PolicyGradient(Objective):
     A segment holds a prompt and its answer, whose tokens are the targets. A batch has these arrays besides those of
     NextToken. weight: the weight of each token's loss, times the step's number of targets. advantage. sampled: the
     sampler's log-probability. old: the trainer's log-probability before the first step on these answers. reference: the
-    log-probability under the weights to which KL is measured.
+    log-probability under the reference weights of KL.
     """
     policy: Policy
     temperature: float
@@ -258,7 +256,8 @@ class PolicyGradient(Objective):
         return loss, loss, jax.lax.stop_gradient(stats)
 
     def _of_answers(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict, given: dict) -> dict:
-        """Return weight, loss and slope of each token, and metrics, where they depend on the whole answer.
+        """Return weight, loss and slope of each token, and metrics, for a policy whose loss depends on the whole
+        answer.
 
         The head's forward is computed twice. Answers cross the shards of sequences, so rows are gathered: 4·T bytes of
         each array, in one all-gather.
@@ -273,7 +272,7 @@ class PolicyGradient(Objective):
         return {"weight": given["weight"], "loss": loss, "slope": slope, "metrics": metrics}
 
     def scores(self, model: Transformer, ex: Execution, p, x_BTD, batch: dict):
-        """Return [B, T]: log-probabilities of the targets; 0 where there is none."""
+        """Return [B, T]: log-probabilities of the targets; 0 where there is no target."""
         return -model.head_token_nll(ex, p, x_BTD, batch["targets"], self.chunk, self.temperature)
 
 
@@ -290,8 +289,8 @@ def answer_sums(segments_BT):
 def tokens(batch: dict):
     """Return the tokens of a step without padding.
 
-    The balance loss of experts is divided by them, so that its weight does not depend on the share of tokens that are
-    targets.
+    The balance loss of experts is divided by these tokens, so that its weight does not depend on the share of tokens
+    that are targets.
     """
     return jnp.maximum(jnp.sum(batch["segments"] != PADDING), 1).astype(jnp.float32)
 

@@ -1,10 +1,10 @@
 """Optimizers and learning-rate schedules, as one optax transformation that the training step applies.
 
-Every optimizer is a chain of three: its own rule, decoupled weight decay, and the learning rate of this step. So
-`learning_rate` and `weight_decay` mean the same for all four. The learning rate follows the run's count of steps, which
-includes skipped ones. A rule's own count (Adam's bias correction) counts applied updates. Layers are stacked [L, …]. A
-rule for whole matrices (muon, adafactor) gets the dims that form a matrix, and treats each layer's matrix separately.
-The step does gradient clipping and skips bad steps.
+Every optimizer is a chain of three transformations: its own rule, decoupled weight decay, and the learning rate of this
+step. So `learning_rate` and `weight_decay` mean the same for all optimizers. The learning rate follows the run's count
+of steps, which includes skipped ones. A rule's own count (Adam's bias correction) counts applied updates. Layers are
+stacked [L, …]. A rule for whole matrices (muon, adafactor) gets the dims that form a matrix, and treats each layer's
+matrix separately. `step` clips gradients and skips bad steps.
 
 Sources: arXiv:1711.05101 (AdamW), 2302.06675 (Lion), 1804.04235 (Adafactor), 2502.16982 (Muon at scale, "Moonlight").
 """
@@ -30,8 +30,8 @@ def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = 
     """Return the optimizer of a run of `steps` steps. All its state is float32, whatever the dtype of the parameters;
     `rounding.store_moments` stores moments in bfloat16.
 
-    update(grads, state, params, step=n): n is the number of steps that the run has taken. It sets the learning rate;
-    the state has no such count.
+    update(grads, state, params, step=n): n is the number of steps that the run has taken. n determines the learning
+    rate; the state has no such count.
 
     cfg: name, learning_rate, b1, b2, eps, weight_decay, and the fields that `learning_rate_schedule` reads.
 
@@ -42,18 +42,20 @@ def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = 
     matrix_dims: a tree like params, each leaf None or (input dims, output dims): indices into the stacked array.
     [L,D,N,H] has ((1,), (2, 3)). Dims in neither are a batch of independent matrices. Every `matrix` needs one.
 
-    placements: a tree like params of NamedShardings, the sharding of each leaf's state; None: on one device. dtype: of
-    muon's matmuls, and of the matrices that it sends.
+    placements: a tree of NamedShardings like params, the sharding of each leaf's state; None: on one device. dtype: the
+    dtype of muon's matmuls and of the matrices that muon sends.
 
-    experts: its bias_rate is how far a step moves the biases of role `balance` towards experts with too few tokens.
-    Their "gradients" are the number of tokens of each expert. No optimizer, learning rate or decay applies to them.
-    bias_rule: "sign" moves by the rate. "error" moves by the rate times the fraction of the mean that an expert lacks,
-    which is negative if it has too many tokens (arXiv:2408.15664 compares the two).
+    experts: bias_rate is the size of a step's change of the biases of role `balance`, in favour of experts with too few
+    tokens. The "gradients" of these biases are the number of tokens of each expert. No optimizer, learning rate or
+    decay applies to these biases. bias_rule: "sign" changes a bias by the rate. "error" changes it by the rate times
+    the fraction of the mean that an expert lacks, which is negative if the expert has too many tokens (arXiv:2408.15664
+    compares the two).
 
-    treatments: a tree like params of `groups.Treatment`; None: what each role has without groups.
+    treatments: a tree of `groups.Treatment` like params; None: each role's treatment without groups.
 
-    adamw: b1, b2, eps. lion: b1, b2. adafactor: no first moment; b2 bounds the decay of the second. muon: for every
-    `matrix`; the others, including embeddings and head, use adamw. A group may choose between these two.
+    adamw uses b1, b2, eps. lion uses b1, b2. adafactor has no first moment; b2 bounds the decay of its second moment.
+    muon updates every `matrix`; adamw updates the other weights, including embeddings and head. A group may choose
+    between muon and adamw.
     """
     assert {*jax.tree.leaves(roles)} <= {*ROLES}, roles
     if treatments is None:
@@ -67,7 +69,7 @@ def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = 
 
 
 def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
-    """Return the learning rate as a function of the number of steps already taken, which is 0 in the first step.
+    """Return the learning rate as a function of the number of steps already taken (0 in the first step).
 
     Skipped steps count. cfg: learning_rate (the peak), schedule, warmup_steps, decay_steps, final_fraction.
 
@@ -79,8 +81,7 @@ def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
     A warm-up that is longer than the run is cut to the run, which then ends at the peak. A decay that is longer than
     the steps after the warm-up is cut to these steps.
 
-    A schedule of the run's own is called with (cfg, steps) and returns the whole function.
-    """
+    A schedule from the run's own code is called with (cfg, steps) and returns the whole function."""
     if custom.is_path(cfg.schedule):
         return custom.call("optimizer.schedule", cfg.schedule, SCHEDULE, cfg, steps)
     warmup = min(cfg.warmup_steps, steps)
@@ -100,7 +101,7 @@ def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
 
 
 def load_rule(cfg: Optimizer, roles: Any) -> optax.GradientTransformation:
-    """Return the direction of the update by code of the run's own. Raises: ValueError."""
+    """Return the transformation that the run's own code makes for the direction of the update. Raises: ValueError."""
     rule = custom.call("optimizer.name", cfg.name, OPTIMIZER, cfg, roles)
     if not isinstance(rule, optax.GradientTransformation):
         raise custom.refuse("optimizer.name", cfg.name, OPTIMIZER, f"returned a {type(rule).__name__}")
@@ -108,7 +109,7 @@ def load_rule(cfg: Optimizer, roles: Any) -> optax.GradientTransformation:
 
 
 def _rule(cfg: Optimizer, roles, matrix_dims, placements, dtype, treatments):
-    """Return the direction of the update, before weight decay and learning rate."""
+    """Return the transformation for the direction of the update, before weight decay and learning rate."""
     if custom.is_path(cfg.name):
         return load_rule(cfg, roles)
     if cfg.name == "lion":
@@ -143,10 +144,11 @@ def _scale_by_adam(cfg: Optimizer, eps):
 
 
 def without_balance(roles, grads):
-    """Return the gradients, with None in place of those of role `balance`.
+    """Return the gradients, with None in place of the gradients of role `balance`.
 
-    These are no gradients but counts, the tokens of each expert. They are exact whole numbers: nothing may scale, clip,
-    round or narrow them, or an expert with exactly the mean would be above or below it. The norm leaves them out.
+    The gradients of role `balance` are counts: the tokens of each expert, as exact whole numbers. No op may scale,
+    clip, round or narrow these counts, because an expert with exactly the mean would then be above or below the mean.
+    The gradient norm does not include them.
     """
     return jax.tree.map(lambda role, g: None if role == "balance" else g, roles, grads)
 
@@ -154,9 +156,10 @@ def without_balance(roles, grads):
 def _balance(rule, roles, rate: float, by: str):
     """Return `rule` for all leaves except those of role `balance`.
 
-    These move by rate · sign(mean − tokens), layer by layer, or, with by = "error", by rate · (mean − tokens) / mean.
-    The difference is computed in integers, because a rounded mean would move an expert that has exactly the mean. They
-    are int32, because a step may have more choices than 2^24, up to which float32 represents every integer.
+    Leaves of role `balance` change by rate · sign(mean − tokens), layer by layer, or, with by = "error", by rate ·
+    (mean − tokens) / mean. The difference is computed in integers, because a rounded mean would change the bias of an
+    expert that has exactly the mean. The integers are int32, because a step may have more choices than 2^24, the limit
+    up to which float32 represents every integer.
     """
     if "balance" not in jax.tree.leaves(roles):
         return rule
@@ -200,7 +203,8 @@ def _scale_by_learning_rate(schedule, treatments):
 
 
 def _muon(labels, matrix_dims, placements, dtype):
-    """Return the orthogonalized momentum of every matrix, scaled to the root mean square of AdamW's updates.
+    """Return the transformation to the orthogonalized momentum of every matrix, scaled to the root mean square of
+    AdamW's updates.
 
     An orthogonal [fan_in, fan_out] matrix has root mean square 1/√max(fan_in, fan_out), which is divided out.
     """
@@ -223,8 +227,7 @@ def _muon(labels, matrix_dims, placements, dtype):
 def _adafactor_dims(path, leaf, role, dims):
     """Return the `adafactor.Dims` of one leaf.
 
-    A table is one matrix. A norm or bias of the stacked layers is one block per layer.
-    """
+    A table is one matrix. A norm or bias of stacked layers has one block per layer."""
     if dims is not None:
         return adafactor.Dims(*(tuple(d) for d in dims))
     if role in ("embedding", "head"):

@@ -1,6 +1,6 @@
 """Gradients of a step and loss of an evaluation through the stages of a pipeline.
 
-`executor` executes the schedule on the model, which is given as functions. Before its loop the weights are
+`executor` executes the schedule on the model, which is passed as functions. Before the executor's loop the weights are
 gathered once per step, in the compute dtype, and stacked by stage and chunk. After the loop gradients are summed and
 sharded as in [optimizer]. The gradient of the balance loss is injected in each layer, because only the last stage
 computes the objective.
@@ -34,9 +34,8 @@ _map_axes = partial(jax.tree.map, is_leaf=rules.is_axes)
 
 
 def build(step: StepSpec):
-    """Return (`gradients`, `evaluate`), like those of `accumulate`.
-
-    Evaluation runs without chunks, whatever the schedule.
+    """Return (`gradients`, `evaluate`), with the interface of `accumulate`. Evaluation runs without chunks, whatever
+    the schedule.
     """
     model, layout, schedule = step.model, step.layout, step.schedule
     assert schedule is not None
@@ -88,11 +87,10 @@ def build(step: StepSpec):
 
 
 def _functions(step: StepSpec, virtual_stages: int) -> tuple[ModelFunctions, ModelFunctions]:
-    """Return the model as functions for a pipeline: (for a training step, for an evaluation). A stage applies periods
-    of layers.
+    """Return the model as functions for a pipeline: (functions of a training step, functions of an evaluation). A stage
+    applies periods of layers.
 
-    If their number does not divide over the stages, the last stages are padded with identity layers.
-    """
+    If the number of stages does not divide the number of periods, the last stages are padded with identity layers."""
     model, ex, num_layers = step.model, step.ex, step.model.cfg.num_layers
     uneven = pattern.count_padded(step.run.model, virtual_stages) > pattern.count_staged(step.run.model)
     leading = model.leading

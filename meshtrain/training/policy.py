@@ -1,8 +1,8 @@
 """The policy-gradient loss of each sampled token, a function of its log-probability.
 
-The loss of a step is the sum over tokens of weight · L. The weight is known before the step (`rl.answers`
-computes it). The derivative of L is explicit, so that the head computes logits, loss and gradient in one pass. It is
-elementwise, unless ratios or corrections are those of whole answers.
+The loss of a step is the sum over tokens of weight · L. The weight is known before the step (`rl.answers` computes it).
+The derivative of L is explicit, so that the head computes logits, loss and gradient in one pass. The loss is
+elementwise, unless the ratio or the correction is computed over whole answers.
 
 Sources: arXiv:1707.06347 (PPO's clip), 1912.09729 (dual clip), 2402.03300 (GRPO), 2503.14476 (DAPO), 2503.20783 (Dr.
 GRPO), 2506.13585 (CISPO), 2507.18071 (GSPO), http://joschu.net/blog/kl-approx.html (k1, k2, k3).
@@ -19,13 +19,13 @@ import jax.numpy as jnp
 class Policy:
     """The keys of [rl] with the same names.
 
-    old: "current" (the log-probabilities of this step, so that the ratio is 1 and only its derivative matters),
-    "trainer" (the log-probabilities before the first step on these answers) or "sampler".
+    old: the source of old log-probabilities. "current": this step, so that the ratio is 1 and only its derivative
+    matters. "trainer": the trainer before the first step on these answers. "sampler": the sampler.
 
-    The ratio is exp(log-probability - old). With "sequence" it is the geometric mean over an answer. With "cispo" the
-    loss is -ratio · A · log-probability, where the ratio is at most 1 + clip_high and not differentiated. The
-    correction is exp(old - sampled). With "sequence" it is the product over an answer, as in TRL. It multiplies
-    everything except KL and entropy, and is not differentiated.
+    The ratio is exp(log-probability - old); with "sequence", its geometric mean over an answer. With "cispo" the loss
+    is -ratio · A · log-probability, where the ratio is at most 1 + clip_high and not differentiated. The correction is
+    exp(old - sampled); with "sequence", its product over an answer, as in TRL. The correction multiplies all terms
+    except KL and entropy, and is not differentiated.
     """
     ratio: str = "token"
     clip_low: float = 0.2
@@ -59,7 +59,8 @@ class Policy:
     def of_token(self, logp, entropy, given):
         """Return (weighted loss, its derivative by the log-probability, its derivative by the entropy), elementwise.
 
-        The last is None if it is 0. given: the arrays of `reads`, or the weight and the results of `losses`.
+        A derivative by the entropy of None means 0. given: the arrays of `reads`, or the weight and the results of
+        `losses`.
         """
         loss, slope = (given["loss"], given["slope"]) if "slope" in given else self.losses(logp, given)[:2]
         if not self.entropy:
@@ -70,9 +71,9 @@ class Policy:
     def losses(self, logp, given, total: Callable | None = None):
         """Return (weighted losses without entropy, the derivative of their sum by each log-probability, metrics).
 
-        total: x -> at each token the sum of x over its answer; required if the policy is not `elementwise`. All arrays
-        have the same shape. Where there is no token they are finite and the weight is 0. metrics, for each token:
-        ratio, clip_low, clip_high (whether its loss is clipped), kl.
+        total: function x -> at each token, the sum of x over the token's answer; required if the policy is not
+        `elementwise`. All arrays have the same shape. Where there is no token, arrays are finite and the weight is 0.
+        metrics, for each token: ratio, clip_low, clip_high (whether its loss is clipped), kl.
         """
         weight, advantage = given["weight"], given["advantage"]
         old = {"current": logp, "trainer": given.get("old"), "sampler": given["sampled"]}[self.old]
@@ -101,7 +102,7 @@ class Policy:
         return weight * loss, by_ratio + weight * by_logp, metrics
 
     def _gain(self, logp, ratio, A):
-        """Return (loss, its derivative by the log-ratio, by the log-probability itself, metrics)."""
+        """Return (loss, its derivative by the log-ratio, its derivative by the log-probability itself, metrics)."""
         low, high = 1 - self.clip_low, 1 + self.clip_high
         nothing = jnp.zeros_like(ratio)
         above = (ratio > high) & (A > 0)

@@ -1,10 +1,10 @@
 """QK-Clip: after a step's update, scales down the query and key weights of heads whose attention scores are too large.
 
 The scores then stay near a limit. A head whose largest score in a step is S is scaled by gamma = min(1, limit / S). S
-is an upper bound that attention computes anyway: the largest log-sum-exp of a token's scores. It is at least the
-largest score and at most log(keys) above it, so at 128k tokens a head may be clipped while its scores are still 12
-below the limit. Source: arXiv:2507.20534 (Kimi K2, section 2.1, "MuonClip"), where S is the largest score itself. Here
-any optimizer can be used.
+is an upper bound that attention computes anyway: the largest log-sum-exp of a token's scores. This bound is at least
+the largest score and at most log(keys) above the largest score, so at 128k tokens a head may be clipped while its
+scores are still 12 below the limit. Source: arXiv:2507.20534 (Kimi K2, section 2.1, "MuonClip"), where S is the largest
+score itself. Here any optimizer can be used.
 """
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def bounds(run: Run) -> tuple[int, int] | None:
 def clip(model: Transformer, p: dict, bound_LN, limit: float) -> dict:
     """Return the parameters with the query and key weights of all attention layers scaled.
 
-    bound_LN: SCORE_BOUND of the step.
-    """
+    bound_LN: the step's SCORE_BOUND."""
     gamma_LN, kinds, groups = limit / jnp.maximum(bound_LN, limit), pattern.kinds(model.cfg), []
     for first, group in model.number_groups():
         stacks = list(model.weights(p, group))
@@ -41,7 +40,7 @@ def clip(model: Transformer, p: dict, bound_LN, limit: float) -> dict:
 
 
 def _scale(attention: dict, factors: dict) -> dict:
-    """Return `attention` with its projections scaled. factors: by projection, [L, heads, 1 or its width]."""
+    """Return `attention` with its projections scaled. factors: factors by projection, [L, heads, 1 or the width]."""
 
     def by(part, factor):
         return factor[:, None] if part == "kernel" else factor
@@ -73,10 +72,9 @@ def _of_latents(cfg: Model, gamma_LN) -> dict:
 
 
 def report_bounds(metrics: dict, limit: float) -> dict:
-    """Return the numbers of a step's layers as they are reported.
+    """Return a step's metrics with the bounds in the form that is reported.
 
-    The bounds become the largest bound of all heads and the number of heads that exceed the limit.
-    """
+    The bounds become two metrics: the largest bound of all heads, and the number of heads that exceed the limit."""
     if SCORE_BOUND not in metrics:
         return metrics
     bound_LN = metrics[SCORE_BOUND]

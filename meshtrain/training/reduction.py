@@ -1,10 +1,10 @@
-"""Gradients over microbatches: accumulated as [grads] says, reduced once, and placed as in [optimizer].
+"""Gradients over microbatches: accumulated as in [grads], reduced once, and placed as in [optimizer].
 
-The constraints that give the compiled program ZeRO's memory and collectives are here. The scan over microbatches runs
-in a shard_map that is manual over the batch axes that [grads] does not name, so that nothing is reduced over them
-before the scan ends. The final sum and its sharding as in [optimizer] are one expression. What a microbatch computes is
-a `Backward`: of the transformer (`accumulate`), of a stack or of any loss (`meshtrain.library`). This module knows no
-model. Source: arXiv:1910.02054 (ZeRO).
+This module has the sharding constraints that give the compiled program ZeRO's memory and collectives. The scan over
+microbatches runs in a shard_map that is manual over the batch axes that [grads] does not name, so that nothing is
+reduced over these axes before the scan ends. The final sum and its sharding as in [optimizer] are one expression. The
+computation of a microbatch is a `Backward`: of the transformer (`accumulate`), of a stack or of any loss
+(`meshtrain.library`). This module knows no model. Source: arXiv:1910.02054 (ZeRO).
 """
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from meshtrain.training import accumulators
 class Reduction:
     """Where the gradients of a step are summed.
 
-    axes: logical axes of the weights with gradients, a tree like these. deferred_axes: the batch axes over which
-    gradients are reduced once per step (`Layout.find_deferred_axes`). The scan over microbatches is manual over them.
+    axes: logical axes of the weights with gradients, a tree like these weights. deferred_axes: the batch axes over
+    which gradients are reduced once per step (`Layout.find_deferred_axes`). The scan over microbatches is manual over
+    them.
     """
     layout: Layout
     mesh: Mesh | AbstractMesh
@@ -41,10 +42,10 @@ class Backward(NamedTuple):
     """Forward and backward of one microbatch.
 
     add(sums, rows, buffers) -> (sums with the microbatch's gradients added, loss, buffers, stats). loss: the sum over
-    the microbatch; it may be a tree of sums. stats: a `LayerStats`.
+    the microbatch, or a tree of sums. stats: a `LayerStats`.
 
     trained: the weights with gradients (arrays or ShapeDtypeStructs), a tree like sums. buffers: ShapeDtypeStructs of
-    the arrays that `add` overwrites in each microbatch, None where there is none. loss: 0 for each sum of `loss`.
+    the arrays that `add` overwrites in each microbatch, None where there is no array. loss: 0 for each sum of `loss`.
     """
     add: Callable
     trained: Any
@@ -57,8 +58,8 @@ def accumulate(reduction: Reduction, make: Callable[..., Backward], batch, weigh
 
     make(weights, rows, *given) returns the `Backward` of microbatches like `rows`. It is called inside the shard_map.
 
-    batch: arrays [microbatches, replicas, rows, …], with replicas sharded over the deferred axes. weights: as the loop
-    reads them, by [params]. used: if not None, only the first `used` microbatches are computed.
+    batch: arrays [microbatches, replicas, rows, …], with replicas sharded over the deferred axes. weights: the weights
+    as the loop reads them, placed as in [params]. used: if not None, only the first `used` microbatches are computed.
     """
     layout, deferred = reduction.layout, reduction.deferred_axes
 
@@ -94,8 +95,8 @@ def accumulate(reduction: Reduction, make: Callable[..., Backward], batch, weigh
 def on_replicas(reduction: Reduction, f: Callable, out: P | None = None) -> Callable:
     """Return f(batch, *args) run on each replica's part of the batch, [microbatches, 1, …].
 
-    It runs in a shard_map that is manual over the deferred axes. f returns arrays with a dim of size 1 for its replica.
-    It is the first dim unless `out` says otherwise.
+    f runs in a shard_map that is manual over the deferred axes. f returns arrays with a dim of size 1 for its replica,
+    the first dim unless `out` says otherwise.
     """
     deferred = reduction.deferred_axes
     if not deferred:
@@ -136,8 +137,8 @@ def scan_microbatches(f: Callable, carry, batch, used=None):
 def residual_buffer(layout: Layout, rows: int, like):
     """Return a residual buffer like `like` without initialization. Zeros would take 0.3% of a step of llama3-8b.
 
-    The buffer is allocated on each device separately; otherwise XLA allocates the whole array on each. It is zeros if
-    it is not [layers, rows, …], or if axes other than those of the rows may split it.
+    Each device allocates its own shard of the buffer; otherwise XLA allocates the whole array on each device. The
+    buffer is zeros if its shape is not [layers, rows, …], or if axes other than those of the rows may split it.
     """
     axes = layout.batch_axes
     if like.shape[1:2] != (rows,) or layout.num_shards(axes) != layout.num_shards(automatic_axes()):
@@ -154,14 +155,14 @@ def _constrain_unsummed(layout: Layout, deferred: tuple[str, ...], axes, g):
 
 
 def reduce_deferred(layout: Layout, deferred: tuple[str, ...], axes, g, weight_axes=None):
-    """Sum a [replicas, …] accumulator, and shard the sum, float32, as in [optimizer].
+    """Return the float32 sum of a [replicas, …] accumulator over replicas, sharded as in [optimizer].
 
-    weight_axes: logical axes of the weight, if `axes` are those of another shape of it.
+    weight_axes: the weight's logical axes, if `axes` belong to a reshaped form of the weight.
 
-    It is a reduce-scatter where [optimizer] shards over `deferred`. Sum and constraint are one expression, because a
-    [grads] constraint between them would make it an all-reduce. If [optimizer] shards over only some of the `deferred`
-    axes, the sum is reduce-scattered over those first, and its shards are all-reduced over the others ((N-1)/N of the
-    payload, then 2(N-1)/N of a shard).
+    The sum is a reduce-scatter where [optimizer] shards over `deferred`. Sum and constraint are one expression, because
+    a [grads] constraint between them would cause an all-reduce. If [optimizer] shards over only some of the `deferred`
+    axes, the sum is reduce-scattered over these axes first, and its shards are all-reduced over the others ((N-1)/N of
+    the payload, then 2(N-1)/N of a shard).
     """
     split = layout.spec("optimizer", axes)
 

@@ -1,9 +1,9 @@
-"""Stochastic rounding of bfloat16 weights and moments: on average an update moves them by its size, even if tiny.
+"""Stochastic rounding of bfloat16 weights and moments: on average even a tiny update changes them by its full size.
 
 bfloat16 has 8 bits, so rounding to nearest loses an update below 1/512 of a weight, and Adam's second moment would not
 decay at all with b2 = 0.999. Here the float32 sum is rounded to one of its two neighbours, to the nearer one more
 often, so that the expected value equals the sum. The random bits are a function of `run.seed`, the step, the
-parameter's name and an element's place in the whole array. They are the same on every layout, in every replica and
+parameter's name and an element's place in the whole array. The bits are the same on every layout, in every replica and
 after a restart, and nothing is sent. Source: arXiv:2010.06192.
 """
 from __future__ import annotations
@@ -65,7 +65,8 @@ def store_moments(tx: optax.GradientTransformation, seed: int) -> optax.Gradient
 
 
 def find_moments(state: Any, params: Any) -> list[tuple[str, int] | None]:
-    """Return (name of the parameter, number among its moments) of each leaf of an optimizer state; None: no moment."""
+    """Return, for each leaf of an optimizer state, (name of the parameter, number among its moments); None: not a
+    moment."""
     names = {_names(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
     found: list[tuple[str, int] | None] = []
     counts: dict[str, int] = {}
@@ -109,11 +110,11 @@ def to_bfloat16(x, key):
 
 
 def _cut(x, more):
-    """Return float32 x in bfloat16, rounded away from zero if `more`, uint32 below 2^16, is large enough.
+    """Return float32 x in bfloat16, rounded away from zero if `more` (uint32 below 2^16) is large enough.
 
-    A float32 is a bfloat16 and 16 further bits, which are the distance to the neighbour that is farther from zero. A
-    random number below 2^16 is added to these bits, and then they are cut off. A finite number stays finite: above the
-    largest bfloat16 it becomes that.
+    A float32 is a bfloat16 and 16 further bits, which are the distance to the neighbour that is farther from zero.
+    `more` is added to these bits, and then the bits are cut off. A finite number stays finite: above the largest
+    bfloat16 it becomes the largest bfloat16.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     cut = jnp.minimum((bits & 0x7FFFFFFF) + more >> 16, 0x7F7F) | (bits >> 16 & 0x8000)

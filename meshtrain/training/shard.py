@@ -1,4 +1,4 @@
-"""What a device has during a pipelined step: its part of the model, the values that change, and their first values."""
+"""The data of a device in a pipelined step: its part of the model, the values that change, and their initial values."""
 from __future__ import annotations
 
 import dataclasses
@@ -19,7 +19,7 @@ from meshtrain.training.backward import LayerStack, SplitLayer, Weights, take
 class ModelFunctions:
     """The model as functions, all called inside the shard_map on a device's shard.
 
-    prepare(microbatch, extra) -> e: inputs of all layers besides the residual stream; they are recomputed when used.
+    prepare(microbatch, extra) -> e: the inputs of all layers besides the residual stream, recomputed at each use.
 
     embed(ends, frozen, microbatch, extra) -> x: the input of the first layer.
 
@@ -97,10 +97,10 @@ class Shard:
 class Carry:
     """The values on one device that change from tick to tick. Without gradients there are only X, metric and tick.
 
-    D, Q, R, X, Z: the buffers of the schedule, [slots, …]: cotangents and inputs of chunks, residuals that the weight
-    gradient reads and those that it does not, values that B passes to W. L: see the leading layers below. The others
-    but `tick` are sums: stats, the metric, and the gradients of layers, of embedding and head (end_grads), and of
-    leading layers. tick: the numbers and inputs of the tick that comes next.
+    D, Q, R, X, Z: the buffers of the schedule, [slots, …]. D: cotangents of chunks. X: inputs of chunks. Q: residuals
+    that the weight gradient reads. R: the other residuals. Z: values that B passes to W. L: see the leading layers
+    below. All other fields except `tick` are sums: stats, the metric, and the gradients of layers, of embedding and
+    head (end_grads), and of leading layers. tick: the numbers and inputs of the next tick.
     """
     D: Any = None
     L: Any = None

@@ -1,4 +1,4 @@
-"""The training state: one pytree that the step takes and returns, and the sharding of each leaf."""
+"""The training state, a pytree that the step takes and returns, and the sharding of each leaf."""
 from __future__ import annotations
 
 import dataclasses
@@ -24,8 +24,8 @@ class State:
     """The training state.
 
     step: int32 scalar, number of steps taken. params: as in the model. opt_state: the optimizer's tree. ema: the
-    average of the trained weights; None without training.ema. shares: of the experts in the choices of the step before,
-    float32 [L, E]; None without experts.balance="batch".
+    average of the trained weights; None without training.ema. shares: each expert's share of the choices of the
+    previous step, float32 [L, E]; None without experts.balance="batch".
     """
     step: jax.Array
     params: dict
@@ -43,13 +43,13 @@ class StateSpec:
     abstract: State             # ShapeDtypeStructs with shardings, the target of a checkpoint restore
 
     def with_shares(self, model: Transformer) -> StateSpec:
-        """Return the spec of a state with the shares of a model's experts."""
+        """Return this spec with the shares of a model's experts added."""
         shape = model.cfg.num_layers + model.cfg.mtp_layers, model.cfg.num_experts
         shares = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.abstract.step.sharding)
         return dataclasses.replace(self, abstract=dataclasses.replace(self.abstract, shares=shares))
 
     def begin_shares(self) -> jax.Array | None:
-        """Return the shares before the first step: equal ones, with which the balance loss has no gradient."""
+        """Return the shares before the first step: equal shares, with which the balance loss has no gradient."""
         if (shares := self.abstract.shares) is None:
             return None
         return jnp.full(shares.shape, 1 / shares.shape[-1], shares.dtype)
@@ -70,8 +70,8 @@ def describe_params(model: Transformer, layout: Layout, mesh: Mesh | AbstractMes
 def state_spec(model: Transformer, optimizer_cfg: Optimizer, steps: int, layout: Layout,
                mesh: Mesh | AbstractMesh, experts: Experts = Experts(), seed: int = 0,
                averages: bool = False) -> StateSpec:
-    """Return the StateSpec of a run. experts: its section, which moves the balance biases. seed: the seed of rounded
-    moments.
+    """Return the StateSpec of a run. experts: the section with the settings of the balance biases. seed: the seed for
+    rounding moments.
 
     Parameters and optimizer state are stored as in [optimizer]. A step reads the parameters as in [params], see
     `Transformer.as_read`. averages: whether the state has an average of the weights.
@@ -105,8 +105,7 @@ def state_spec(model: Transformer, optimizer_cfg: Optimizer, steps: int, layout:
 
 
 def optimizer_bytes(model: Transformer, optimizer_cfg: Optimizer, steps: int, averages: bool = False) -> float:
-    """Return the bytes of optimizer state, and of the average of the weights, per parameter, the mean over all
-    parameters."""
+    """Return the mean bytes per parameter of the optimizer state, plus those of the average of the weights."""
     one_device = MeshSpec({})
     held = state_spec(model, optimizer_cfg, steps, Layout(rules.parse(""), one_device.sizes), one_device.abstract(),
                       averages=averages)

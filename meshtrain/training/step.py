@@ -55,7 +55,7 @@ class Program:
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
-        """The rows of the global batch on devices of this process, int64, ascending."""
+        """The rows of the global batch that lie on this process's devices, int64, ascending."""
         sequence = self.step.batch["sequence"]
         numbers = np.arange(math.prod(sequence.shape)).reshape(sequence.shape)
         held = sequence.sharding.addressable_devices_indices_map(sequence.shape).values()
@@ -64,8 +64,7 @@ class Program:
     def place(self, rows: dict) -> dict:
         """Put this process's rows [len(self.rows), …] of a step on its devices, sharded as `batch`.
 
-        rows: may lack arrays that are computed on the devices.
-        """
+        rows: arrays by name; arrays that are computed on the devices may be missing."""
         rows = self.step.objective.extend(rows)
         if (order := self.step.order) is not None:
             rows = {name: x[:, order] if x.ndim > 1 else x for name, x in rows.items()}
@@ -95,8 +94,7 @@ class Program:
     def limit(self, loss: float) -> list[jax.Array]:
         """Return further arguments of the compiled step.
 
-        With `limited` this is the largest loss with which the update is applied.
-        """
+        With `limited`, the argument is the largest loss with which the update is applied."""
         whole = NamedSharding(self.step.mesh, P())
         return [jax.make_array_from_callback((), whole, lambda index: np.float32(loss))] * self.limited
 
@@ -113,8 +111,7 @@ class Program:
 def dropout_key(seed: int, step) -> jax.Array:
     """Return the key of a step's dropout.
 
-    The tag makes it different from fold_in(…, 0) and fold_in(…, 1) of the seed, which `Transformer.init` uses.
-    """
+    The tag makes the key different from fold_in(…, 0) and fold_in(…, 1) of the seed, which `Transformer.init` uses."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl=PRNG), DROPOUT), step)
 
 

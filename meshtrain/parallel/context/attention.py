@@ -146,7 +146,9 @@ class ContextParallel(NamedTuple):
         return _over_shards(partial(self.backward, layout, mask), layout, (q, k, v, segments, *output))
 
     def _is_manual(self) -> bool:
-        """Return whether the arrays are this device's shards, or the engine may see whole arrays over other axes."""
+        """Return whether all axes are manual, or `context` is manual and XLA can partition the engine over the other
+        axes.
+        """
         axes = automatic_axes()
         return not axes or self.engine.partitions and AXIS not in axes
 

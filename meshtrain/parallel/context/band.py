@@ -1,9 +1,9 @@
 """Sliding-window attention over sequences in zigzag order.
 
 A sequence has 2·cp chunks of c tokens. Each chunk attends to itself and to the D = ceil((window - 1) / c) chunks before
-it; the chunk d places earlier is at distance d. All devices have the same mask at the same distance. There is no mask,
-except at the last one or two distances, where queries begin a fixed number of tokens after the keys. So every device
-computes two blocks for each distance below cp and one for each larger distance, at which early chunks have no
+it; the chunk d places earlier is at distance d. All devices have the same mask at the same distance. Only the last one
+or two distances need a mask, in which queries begin a fixed number of tokens after the keys. So every device computes
+two blocks for each distance below cp, and one block for each larger distance, at which early chunks have no
 predecessor. No device idles. Engines skip blocks outside the window. The first d chunks have no chunk at distance d,
 and their results are discarded: D (D + 1) / 2 of 2·cp·D blocks if D < cp.
 
@@ -29,8 +29,7 @@ from meshtrain.parallel.context.zigzag import (AXIS, add, choose, gather, halves
 class Distances(NamedTuple):
     """`length` consecutive distances from `first` on that have the same mask.
 
-    early: whether early chunks, too, have keys at these distances.
-    """
+    early: whether early chunks also have keys at these distances."""
     first: int
     length: int
     early: bool
@@ -44,8 +43,8 @@ class ChunkExchange(NamedTuple):
 
     receive(travelling, d, last) -> (data of the chunks at distance d, travelling to d + 1).
 
-    add(sums, pair, d) -> sums, with gradients for the chunks at distance d added, for d = 1, 2, …. The first sums are
-    None.
+    add(sums, pair, d) -> sums, with the gradients of the chunks at distance d added, for d = 1, 2, …. The first sums
+    are None.
 
     collect(sums, D) -> pair: the gradients of each device's own chunks. D: the last distance.
     """
@@ -61,7 +60,8 @@ def distances(mask: Mask, chunk: int, cp: int) -> list[Distances]:
     free = mask.window // chunk - 1         # whole chunks are visible up to this distance
 
     def mask_at(distance: int) -> tuple[bool, Mask]:
-        """Return (whether early chunks, too, have keys at this distance, what a query sees of the chunk there)."""
+        """Return (whether early chunks also have keys at this distance, the mask between a query and the chunk there).
+        """
         seen = mask._replace(causal=False, window=0) if distance <= free else mask._replace(
             causal=False, ahead=distance * chunk)
         return distance < cp, seen

@@ -96,7 +96,7 @@ def gradients_gathered(engine: Engine, mask: Mask, q_BTNH, own: Keys, every: Key
 
 
 def _nth(n, i):
-    """Return device i's n-th of 2·cp-1 unmasked blocks: (whether its queries are the early ones, position of its keys).
+    """Return device i's n-th of 2·cp-1 unmasked blocks: (whether its queries are early, position of its keys).
 
     Early queries attend to chunks 0 … i-1, late ones to 0 … 2·cp-2-i.
     """

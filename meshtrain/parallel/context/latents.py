@@ -5,8 +5,8 @@ also has R rotated numbers, with which the keys of all heads end (MLA, arXiv:240
 
 If sequences are split, latents are gathered with every method: C + R numbers a token (576 in DeepSeek-V3) instead of
 N·(H + V) (40,960). In zigzag order every device then expands the whole sequence for its queries, as in `gather`. With
-`ulysses` it expands only the heads that it attends to. The forward saves only the latents, and the backward expands
-them again. dc and dr are reduce-scattered in float32. This module knows no model.
+`ulysses` each device expands only its own heads. The forward saves only the latents, and the backward expands them
+again. dc and dr are reduce-scattered in float32. This module knows no model.
 """
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A device has runs of consecutive tokens: two in zigzag order, one in natural order. A run changes the state S to M S +
 X. The matrix M and the summand X do not grow with the run's length. Each device gathers M and X of all runs and
-composes those before its own (as in LASP-2, arXiv:2502.07563, but with M, which the delta rule needs). The convolution
-needs the W - 1 tokens before each run. Forward and backward are explicit: jax differentiates no shard_map.
+composes the runs before its own (as in LASP-2, arXiv:2502.07563, but with M, which the delta rule needs). The
+convolution needs the W - 1 tokens before each run. Forward and backward are explicit: jax differentiates no shard_map.
 """
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Ring attention: keys and values rotate around `context` while each device computes its blocks (arXiv:2310.01889).
 
-In zigzag order two pairs of chunks are visible at each step. With the keys of an earlier device j < i, they are (early
-q, early k) and (late q, early k). With the keys of a later device, they are (late q, early k) and (late q, late k). All
-are whole chunk × chunk blocks. So each device computes two blocks a step, selected by `where`, without masks, branches
-or idle devices.
+In zigzag order two pairs of chunks are visible at each step. With the keys of an earlier device j < i, the pairs are
+(early q, early k) and (late q, early k). With the keys of a later device, the pairs are (late q, early k) and (late q,
+late k). All pairs are whole chunk × chunk blocks. So each device computes two blocks a step, selected by `where`,
+without masks, branches or idle devices.
 
-Per layer the forward sends K and V cp-1 times. The backward sends them as often, and dK and dV cp times in float32,
-without counting segment ids. If the model casts dK and dV to bf16 next, XLA on GPUs casts before the last hop, which
-halves its bytes. Call the functions where `context` is manual. T is local: 2 chunks.
+Per layer the forward sends K and V cp-1 times. The backward sends K and V cp-1 times, and dK and dV cp times in
+float32. Segment ids are not counted. If the model casts dK and dV to bf16 next, XLA on GPUs casts before the last hop,
+which halves the bytes of this hop. Call the functions where `context` is manual. T is local: 2 chunks.
 """
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ def forward(engine: Engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT):
 def backward(engine: Engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, out: Output):
     """Return dq, dk, dv of this device's tokens, float32.
 
-    The sums of dK and dV travel one step behind their keys, and need one more hop to return to the keys' device.
-    """
+    The sums of dK and dV travel one step behind the keys, and need one more hop to return to the keys' device."""
     cp, i = lax.axis_size(AXIS), lax.axis_index(AXIS)
     if (mask := mask.within(cp * q_BTNH.shape[1])).window:
         return band.backward(engine, mask, band.RING, q_BTNH, k_BTKH, v_BTKH, segments_BT, out)

@@ -1,8 +1,8 @@
 """Ulysses attention: all-to-alls from sequence shards with all heads to whole sequences with a shard of the heads.
 
 Another all-to-all returns the output (arXiv:2309.14509). Tokens keep their natural order. If cp does not divide the
-number of K and V heads, they are repeated, and their gradients are summed. Per layer the forward sends (cp-1)/cp of Q,
-K, V and O. The backward sends (cp-1)/cp of Q, K, V, O, dO, lse and, in the compute dtype, dQ, dK, dV. Call the
+number of K and V heads, these heads are repeated, and their gradients are summed. Per layer the forward sends (cp-1)/cp
+of Q, K, V and O. The backward sends (cp-1)/cp of Q, K, V, O, dO, lse and, in the compute dtype, dQ, dK, dV. Call the
 functions where `context` is manual. N and K are the heads of this tensor shard. N is a multiple of cp.
 """
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The zigzag order: device i holds chunks i and 2·cp-1-i of a sequence's 2·cp chunks.
 
-It balances causal attention, and only diagonal blocks are partly masked. (The name is from arXiv:2404.10830; Megatron
-and Llama 3 use this order.) It is applied once, when a batch is placed: tokens, targets, positions and segment ids are
-permuted in the same way. Code after that does not depend on the order.
+This order balances causal attention, and only diagonal blocks are partly masked. (The name is from arXiv:2404.10830;
+Megatron and Llama 3 use this order.) The order is applied once, when a batch is placed: tokens, targets, positions and
+segment ids are permuted in the same way. Code after that does not depend on the order.
 """
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def from_natural(x):
     """Return this device's two chunks of rows in zigzag order. x [B, 2c, …]: its chunks 2·i and 2·i + 1 in natural
     order.
 
-    Two permutes of a chunk each: all chunks of even numbers go to different devices, and so do those of odd numbers.
+    This takes two permutes of one chunk each: all chunks with even numbers go to different devices, and so do all
+    chunks with odd numbers.
     """
     even, odd = (_send(chunk, homes) for chunk, homes in zip(halves(x), _homes()))
     is_even = lax.axis_index(AXIS) % 2 == 0

@@ -108,8 +108,8 @@ def _everywhere() -> P:
 def _apply_backward(experts, layout: Layout, residuals, dy_BTD):
     """Return (dx, None, dweight, dw) by one manual region, or by two with pipeline stages.
 
-    With stages, one region computes input gradients and one weight gradients, so that a schedule can run the second in
-    W. `training.backward` cannot divide a region.
+    With stages, the first region computes input gradients and the second computes weight gradients, so that a schedule
+    can run the second region in W. `training.backward` cannot divide a region.
     """
     weights, shards, staged = residuals[3], ExpertShards.of(layout, residuals[3]), layout.sizes["stage"] > 1
     dtype = reduced.dtype_of(layout)
@@ -184,7 +184,8 @@ class ExpertMatrices:
         return self.engine.rows(pairs, groups, *epilogue)
 
     def with_adapters(self, by_name: Mapping, groups: grouped.Groups, order: str = "ab") -> dict:
-        """Return the rows by name, with those of the adapters: alpha/rank · x·A by B's name. The products add up.
+        """Return the rows by name, with the rows of the adapters added: alpha/rank · x·A under B's name. The products
+        are summed.
 
         order: "ba" for cotangents of outputs, which are multiplied by Bᵀ, then by Aᵀ.
         """
@@ -199,8 +200,7 @@ class ExpertMatrices:
                     beside=()):
         """Return `rows` of one inward matrix with its adapter. The bias of each row's expert is added before `then`.
 
-        operands: from `with_adapters`, may have others.
-        """
+        operands: the result of `with_adapters`, which may also have operands of other matrices."""
         bias = self.arrays.get(f"{name}_bias")
         operands = {key: operands[key] for key in (name, f"{name}_b") if key in operands}
         if bias is None:
@@ -263,8 +263,8 @@ def _forward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens,
 class WeightGradOperands:
     """Operands of the weight gradients of the first round: rows and cotangents.
 
-    low: between the matrices of an adapter, the rows behind A by B's name and the cotangents by A's name [R, rank],
-    scaled. more: the gradients of further rounds by name; None if there are no further rounds.
+    low: scaled values [R, rank] between the matrices of an adapter: the rows after A under B's name, and the cotangents
+    under A's name. more: the gradients of further rounds by name; None if there are no further rounds.
     """
     groups: grouped.Groups
     x_RD: jax.Array | grouped.Taken
@@ -337,8 +337,8 @@ def _rounds(of: SortedAssignments | all_to_all.AllToAll, one_round: Callable, sa
             split: bool):
     """Return (dx, dweight, gradients), summed over all rounds. With `split`, the third is WeightGradOperands.
 
-    Further rounds run twice, for inputs and for weights, and add to the first round's results in place. One loop for
-    both would zero-fill all gradients in every step, or delay dx until the gradients exist.
+    Further rounds run twice, once for inputs and once for weights, and add to the first round's results in place. A
+    single loop for both would zero-fill all gradients in every step, or delay dx until the gradients exist.
     """
     def gradients(operands: WeightGradOperands) -> dict:
         return operands.gradients(matrices.engine, matrices.axes)

@@ -56,8 +56,9 @@ class SortedAssignments:
     def __init__(self, chosen_AK, first, e: int, num_experts: int, capacity_factor: float, block: Callable):
         """Sort the assignments.
 
-        first, e: the number of this device's first expert, and how many experts it has. capacity_factor: rows of the
-        buffer divided by the balanced load; with 0 the buffer has the maximum possible. block: `GroupedEngine.block`.
+        first: the number of this device's first expert. e: the number of its experts. capacity_factor: rows of the
+        buffer divided by the balanced load; 0: the buffer has the maximum possible number of rows. block:
+        `GroupedEngine.block`.
         """
         A, K = chosen_AK.shape
         local = chosen_AK.reshape(-1) - first
@@ -93,7 +94,8 @@ class SortedAssignments:
     def further_rounds(self, one_round: Callable, first):
         """Return first + the sum of one_round(rows) over all later rounds. Usually there are none.
 
-        Only the device knows the number of rounds. The loop's sums take memory besides those of the first round.
+        Only the device knows the number of rounds. The loop's sums take memory in addition to the sums of the first
+        round.
         """
         if self.one_round:
             return first

@@ -1,4 +1,5 @@
-"""The manual region of a layer's experts: which mesh axes split tokens and experts in it, and what is sent over them.
+"""The manual region of a layer's experts: the mesh axes that split tokens and experts, and the data sent over these
+axes.
 
 `ManualRegion` sends tokens, `ExpertShards` weights and their gradients. This module knows no kernel and no order of
 rows.
@@ -43,12 +44,12 @@ class ManualRegion:
 
     @property
     def summed(self) -> tuple[str, ...]:
-        """Axes along which tokens are replicated. Outputs are all-reduced over them."""
+        """Axes along which tokens are replicated. Outputs are all-reduced over these axes."""
         return () if self.received else tuple(a for a in self.own if a not in self.tokens)
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Axes that split tokens but not experts. Weight gradients are summed over them."""
+        """Axes that split tokens but not experts. Weight gradients are summed over these axes."""
         return tuple(a for a in self.tokens if a not in self.own)
 
     def num_shards(self, axes) -> int:

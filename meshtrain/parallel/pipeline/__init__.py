@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as tables, and one executor for all of them."""
+"""Pipeline parallelism: schedules as tables. `training.executor` runs all of them."""

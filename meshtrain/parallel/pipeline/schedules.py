@@ -1,6 +1,6 @@
 """Pipeline schedules as data: the ops, microbatches and buffer slots of each stage in every tick.
 
-`make` builds a schedule, `cost.formulas.simulate` estimates its time, and the executor `pipeline` runs it.
+`make` builds a schedule, `cost.formulas.simulate` estimates its time, and the executor `training.executor` runs it.
 tests/layouts/test_schedules.py verifies all schedules of up to 8 stages with tests/schedule_check.py. This module
 imports numpy, but no jax, model or devices.
 
@@ -42,8 +42,8 @@ class TickRange:
     """Ticks start … stop−1, which run the same ops and therefore are one scan.
 
     kinds: the letters of "FBW" that any stage runs. loss: "never", "always" or "sometimes". With "sometimes",
-    `Schedule.shared["loss_on"]` says in which ticks. It is equal on all stages, so all take the same branch of the
-    `cond`.
+    `Schedule.shared["loss_on"]` says in which ticks. This column is equal on all stages, so all stages take the same
+    branch of the `cond`.
     """
     start: int
     stop: int
@@ -57,7 +57,7 @@ class Schedule:
 
     ops [T, P, 3, 2]: (microbatch, chunk) of F, B and W; −1 if idle. Columns and slots are derived from ops.
 
-    Buffers. `slots` has the number of entries of each buffer. It is the same on every stage, because all run one
+    Buffers. `slots` has the number of entries of each buffer, the same on every stage because all stages run one
     program:
 
       X  stage inputs: from arrival until F has read them
@@ -111,8 +111,8 @@ class Schedule:
     def executed(self) -> dict[str, int]:
         """Executions of each op per device and step, masked or not.
 
-        Keys: F, loss, B, W. The program also sends once to the next stage for every F, and once to the previous for
-        every B.
+        Keys: F, loss, B, W. The program also sends once to the next stage for every F, and once to the previous stage
+        for every B.
         """
         ticks = (self.ops[..., 0] >= 0).any(1)
         return dict(zip(KINDS, ticks.sum(0).tolist())) | {"loss": int(self.shared["loss_on"].sum())}
@@ -143,8 +143,8 @@ def _phases(active: np.ndarray, loss: np.ndarray) -> list[TickRange]:
 def often(on: np.ndarray, num_chunks: int) -> str:
     """Return how often a phase computes embeddings or their gradients, in the words of `TickRange.loss`.
 
-    on: whether each tick of the phase needs them. Embeddings are cheap. Without chunks, or if at least half of the
-    ticks need one, every tick computes one, and the results that are not needed are masked.
+    on: whether each tick of the phase needs an embedding or its gradient. Embeddings are cheap. Without chunks, or if
+    at least half of the ticks need an embedding, every tick computes one and masks unneeded results.
     """
     few = num_chunks > 1 and on.mean() < 0.5
     return "never" if not on.any() else "sometimes" if few else "always"
@@ -263,7 +263,7 @@ IDLE = ("·", ".", "-", "_")
 
 
 def parse(text: str, name: str = "table") -> Schedule:
-    """Build a schedule from a table with a line per stage and a word per tick, as `inspection.chart.text` prints it.
+    """Build a schedule from a table with a line per stage and a word per tick, as printed by `inspection.chart.text`.
 
     F3: the forward of microbatch 3. F3b: the forward through the stage's second chunk. B and W: the gradients. · or .
     or -: idle. F3+B0: both in one tick, which runs F before B before W. Without W, B computes both gradients.

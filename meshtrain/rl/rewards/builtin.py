@@ -115,8 +115,8 @@ def gold_number(text: str) -> Fraction | None:
 
 
 def _final(text: str) -> str:
-    """Return the part of a text that has its number: the text after the last ####, else the content of the last closed
-    \\boxed{…}, else the text before an unclosed box, or all of it."""
+    """Return the part of a text that contains its number: the text after the last ####, else the content of the last
+    closed \\boxed{…}, else the text before an unclosed box, or all of it."""
     if MARKED in text:
         text = text.rsplit(MARKED, 1)[1]
     before, *boxes = text.split(BOXED)
@@ -125,7 +125,7 @@ def _final(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text with each number in the form of NUMBER, and powers, roots and the like as NONE. It takes a time
+    """Return a text with each number in the form of NUMBER, and powers, roots and the like as NONE. The time is
     proportional to the length of the text, since no number is longer than MOST_DIGITS."""
     text = re.sub(r"\d++", lambda found: found[0] if len(found[0]) <= MOST_DIGITS else TOO_LONG, text)
     for pattern, plainer in PLAINER:

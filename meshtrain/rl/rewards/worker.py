@@ -4,9 +4,9 @@ It reads lines of JSON [prompt, answer, line] and writes lines {"reward", "parts
 once the function is loaded. Output that the function prints is dropped. It imports only the standard library.
 
 The function runs in a child process. The parent, the supervisor, ends when the child ends. SIGTERM, or the end of the
-process that started it, ends both. The supervisor then kills every process that the function has started: orphans
-become its children (PR_SET_CHILD_SUBREAPER), even with a session of their own. It removes the working directory, which
-was made for this process.
+process that started the supervisor, ends both. The supervisor then kills every process that the function has started:
+orphans become its children (PR_SET_CHILD_SUBREAPER), even with a session of their own. It removes the working
+directory, which was made for this process.
 """
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ def main(reward: str, source: str, target: str, memory: str) -> None:
         ended = 0
 
         def stop(*_) -> None:
-            """End the child. An exception here could meet the cleanup below and leave what it removes."""
+            """End the child. An exception here could interrupt the cleanup below and leave files that it should remove.
+            """
             nonlocal stopped
             stopped = True
             with contextlib.suppress(ProcessLookupError):

@@ -36,8 +36,8 @@ MOST_REPLY_BYTES = 1 << 16
 
 @dataclasses.dataclass
 class Reward:
-    """The result for one answer. reward: None if the function failed. parts: its other values, by name. failure: the
-    reason in one line. unsteady: the answer was scored twice with different results."""
+    """The result for one answer. reward: None if the function failed. parts: the function's other values, by name.
+    failure: the reason in one line. unsteady: whether the answer was scored twice with different results."""
     reward: float | None
     parts: dict[str, float]
     failure: str = ""
@@ -83,7 +83,7 @@ def digest(reward: str) -> str:
 
 class RewardWorkers:
     """Scores submitted answers in the background. reward: as rl.reward. count: number of processes; 0: half of the
-    host's cores. check: share of the answers that are scored twice, the same ones in every run."""
+    host's cores. check: share of the answers that are scored twice, the same answers in every run."""
 
     def __init__(self, reward: str, count: int, timeout_s: float, memory_gb: float, check: float = 0.0):
         self.reward, self.timeout_s, self.memory_gb, self.check = reward, timeout_s, memory_gb, check
@@ -164,7 +164,7 @@ def is_checked(request: bytes, share: float) -> bool:
 
 
 def _is_reply(reply: Any) -> bool:
-    """Return whether a reply has a form that `worker` writes: the function could write to the pipe itself."""
+    """Return whether a reply has the form that `worker` writes, because the function could write to the pipe itself."""
     match reply:
         case {"reward": reward, "parts": dict() as parts} if len(reply) == 2:
             return all(isinstance(value, float) and math.isfinite(value) for value in (reward, *parts.values()))
@@ -195,7 +195,7 @@ class _Process:
         os.set_blocking(self._requests, False)
 
     def wait_for_start(self) -> str:
-        """Wait until the function is loaded. Return why it cannot be called; empty: it can."""
+        """Wait until the function is loaded. Return why it cannot be called; empty if it can."""
         return self._reply(START_S, b"").get("failure", "")
 
     def ask(self, request: bytes, timeout_s: float) -> dict:
