@@ -258,12 +258,14 @@ def test_half_a_file_of_answers_is_drawn_again(place, undisturbed):
 
 
 def test_answers_of_other_weights_are_not_taken(place, undisturbed):
+    """Of the same seed and run file, but for the learning rate: the weights after a step are others."""
     directory = place / "others"
     (directory / "rollouts").mkdir(parents=True)
-    shutil.copy(undisturbed / "rollouts" / "0.npz", directory / "rollouts" / "0.npz")
+    shutil.copy(undisturbed / "rollouts" / "1.npz", directory / "rollouts" / "1.npz")
     (directory / ".lock").touch()
-    ran(*words(place, "others", "--run.seed=1", "--training.steps=1", "--validation.every=0"))
-    assert drawn(directory, 0) != drawn(undisturbed, 0)
+    ran(*words(place, "others", "--optimizer.learning_rate=0.2", "--training.steps=2", "--validation.every=0"))
+    assert (directory / "rollouts" / "1.jsonl").exists(), "answers that are taken are not told again"
+    assert drawn(directory, 0) == drawn(undisturbed, 0) and drawn(directory, 1) != drawn(undisturbed, 1)
 
 
 @pytest.mark.parametrize("name, old, new", [("prompts.jsonl", '": "', '": "0'), ("rewards.py", "% 2", "% 3")])
