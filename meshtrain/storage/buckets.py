@@ -99,17 +99,18 @@ def _of_bucket(address: Address, entry: dict) -> RemoteFile:
 
 
 def read_into(remote: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -> None:
-    """Write the bytes of a file to an empty local file, in several requests at once. `grew` is called with the size of
-    each piece, and may raise. Raises: StorageError, OSError of the local file."""
+    """Write the bytes of a file to an empty local file, in several requests at once. Their threads call `grew` with the
+    size of each piece that is written; `grew` may raise. Raises: StorageError, OSError of the local file."""
     total = remote.size
     assert total is not None, "a bucket reports the size of every object"
 
     def read(start: int) -> None:
         data = memoryview(_range(remote, start, min(start + RANGE_BYTES, total)))
-        grew(len(data))
+        size = len(data)
         while data:     # a write may be short
             written = os.pwrite(file.fileno(), data, start)
             data, start = data[written:], start + written
+        grew(size)
 
     with concurrent.futures.ThreadPoolExecutor(RANGES) as pool:
         list(pool.map(read, range(0, total, RANGE_BYTES)))
