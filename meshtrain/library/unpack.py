@@ -70,8 +70,8 @@ def _unpack_nnx(module: nnx.Module, axes: Any) -> Parts:
     graph, trained, rest = nnx.split(module, nnx.Param, ...)
     others = {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(rest)}
     if states := [name for name, variable in others.items() if isinstance(variable, nnx.BatchStat)]:
-        raise config.ConfigError(f"{states[0]}: statistics of a batch (nnx.BatchStat) are no function of parameters "
-                                 f"and rows; use a norm without them, e.g. nnx.LayerNorm")
+        raise config.ConfigError(f"{states[0]}: statistics of a batch (nnx.BatchStat) are not a function of "
+                                 f"parameters and rows; use a norm without them, e.g. nnx.LayerNorm")
     if keys := [name for name, variable in others.items() if isinstance(variable, nnx.RngState)]:
         raise config.ConfigError(f"{keys[0]}: random numbers that a module keeps (nnx.Rngs) would be the same in every "
                                  f"step; make the module without them, and pass rngs when it is called")
@@ -92,8 +92,8 @@ def _unpack_nnx(module: nnx.Module, axes: Any) -> Parts:
 def _unpack_linen(variables: Any, axes: Any) -> Parts:
     if isinstance(variables, Mapping) and "params" in variables and (
             other := [name for name in variables if name != "params"]):
-        raise config.ConfigError(f"variables have the collection {other[0]!r} beside 'params', which is no function of "
-                                 f"parameters and rows; unpack {{'params': …}} alone")
+        raise config.ConfigError(f"variables have the collection {other[0]!r} beside 'params', which is not a "
+                                 f"function of parameters and rows; unpack {{'params': …}} alone")
     boxes = axes_of.list_leaves(jax.tree.map(_Whole, variables, is_leaf=_is_box))
     metadata = {name: found for name, box in boxes.items() if (found := _read_metadata({"sharding": getattr(
         box.value, "names", None)})) is not None}

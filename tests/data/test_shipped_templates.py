@@ -198,14 +198,14 @@ def test_a_name_is_the_shipped_template_wherever_the_run_goes_on_and_a_file_of_t
                                          "folder of this name here; write chat_templates/qwen3.jinja or ./qwen3"):
         chat.open_template(reader, given="qwen3")
     assert chat.open_template(reader, given=named).text == found.text
-    with pytest.raises(ValueError, match="data.chat_template='./qwen3' is no file, and no folder with a chat_template.jinja"):
+    with pytest.raises(ValueError, match="data.chat_template='./qwen3' is not a file, nor a folder with a chat_template.jinja"):
         chat.open_template(reader, given="./qwen3")
     Path("qwen3/chat_template.jinja").write_text("mine")
     assert chat.open_template(reader, given="./qwen3").text == "mine"
 
 
 def test_an_unknown_name_is_told_with_the_list(tmp_path):
-    with pytest.raises(ValueError, match="data.chat_template='qwen33' is no file, .* or one of the shipped templates "
+    with pytest.raises(ValueError, match="data.chat_template='qwen33' is not a file, .* or one of the shipped templates "
                                          + ", ".join(NAMES)):
         chat.open_template(reader_with(tmp_path), given="qwen33")
 
@@ -282,7 +282,7 @@ def test_a_run_learns_by_a_shipped_template_and_its_export_and_its_prompts_have_
              "data.global_batch": 8, "data.validation_fraction": 0.0, "validation.every": 0, "training.steps": 1,
              "metrics.tensorboard": "false"}
     argv = [f"--{key}={value}" for key, value in words.items()]
-    refused(call(train.main, *argv, "--data.chat_template=qwen"), "data.chat_template='qwen' is no file",
+    refused(call(train.main, *argv, "--data.chat_template=qwen"), "data.chat_template='qwen' is not a file",
             "the shipped templates chatml, deepseek")
     checked = call(check.main, *argv)
     assert checked.code == 0 and "chat_templates/qwen3.jinja renders conversations" in checked.out, checked

@@ -300,7 +300,7 @@ def test_a_template_is_found_by_key_beside_the_tokenizer_or_in_the_folders_named
     with pytest.raises(ValueError,
                        match="there is no chat template .*looked in .*home.*; name its file as data.chat_template"):
         chat.open_template(template.tokenizer)
-    with pytest.raises(ValueError, match="data.chat_template='nowhere' is no file"):
+    with pytest.raises(ValueError, match="data.chat_template='nowhere' is not a file"):
         chat.open_template(template.tokenizer, given="nowhere")
     (home / "tokenizer_config.json").unlink()
     with pytest.raises(ValueError, match="writes bos_token, and no tokenizer_config.json"):

@@ -183,7 +183,7 @@ def open_template(tokenizer: Tokenizer, given: str = "", folders: Sequence[Path]
             template.check()
             return template
     if given:
-        raise ValueError(f"data.chat_template={given!r} is no file, and no folder with a {beside.TEMPLATE} or with a "
+        raise ValueError(f"data.chat_template={given!r} is not a file, nor a folder with a {beside.TEMPLATE} or a "
                          f"chat_template in {beside.CONFIG}; name a jinja template, a folder that has one, or one of "
                          f"the shipped templates {', '.join(shipped.names('chat_templates'))}")
     looked = ", ".join(map(str, places)) or "no folder, because data.tokenizer names none"
