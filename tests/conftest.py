@@ -42,8 +42,9 @@ import workers  # noqa: E402
 from kept_programs import GPU_PROGRAMS, PROGRAMS, PROGRAMS_BYTES, gpu_programs_in, programs_in, trim  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-settings.register_profile("no deadline", deadline=None)     # how busy the machine is says nothing about the code
-settings.load_profile("no deadline")
+# How busy the machine is says nothing about the code. A tree that passed passes again: `pytest --long` alone draws anew.
+settings.register_profile("drawn anew", deadline=None)
+settings.register_profile("the same draws", deadline=None, derandomize=True)
 
 # The longest first.
 LONG = [f"test_{name}.py" for name in (
@@ -64,6 +65,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    settings.load_profile("drawn anew" if config.option.long else "the same draws")
     config.pluginmanager.register(tiers.Selection(config), "tiers")
     config.pluginmanager.register(workers, "workers")
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
