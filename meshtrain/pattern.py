@@ -93,6 +93,12 @@ def kinds(cfg: Model) -> tuple[Kind, ...]:
     return _kinds(cfg.mixers, cfg.mlps, cfg.num_layers)
 
 
+def depth_kind(cfg: Model) -> Kind:
+    """Return the kind of the layer of each MTP depth: that of the model's last layer with attention, if there is one.
+    """
+    return next((kind for kind in reversed(kinds(cfg)) if mixer(kind.mixer).attends), kinds(cfg)[-1])
+
+
 @functools.lru_cache(256)
 def _kinds(mixers: str, mlps: str, num_layers: int) -> tuple[Kind, ...]:
     return tuple(map(Kind, repeat(mixers, num_layers), repeat(mlps, num_layers)))

@@ -142,9 +142,9 @@ MTP: tuple[Check, ...] = (
     Conflict(lambda run: run.model.position == "learned",
              "{model.mtp_layers} reads tokens further ahead at the positions of earlier ones, which {model.position} "
              "would embed wrongly", 'use model.position="rope", or model.mtp_layers=0'),
-    Conflict(lambda run: not pattern.mixer(pattern.kinds(run.model)[-1].mixer).attends,
-             "{model.mtp_layers} has layers like the last one, which has no attention ({model.mixers})",
-             "end the pattern with attention, e.g. GGGF, or use model.mtp_layers=0"),
+    Conflict(lambda run: not pattern.mixer(pattern.depth_kind(run.model).mixer).attends,
+             "{model.mtp_layers} has layers like the last one with attention, but no layer has it ({model.mixers})",
+             "use a pattern with attention, e.g. GGGF, or model.mtp_layers=0"),
     Conflict(lambda run: run.training.mtp_weight and run.lora.rank and "mtp" not in run.lora.also,
              "{training.mtp_weight:g} trains the depths of {model.mtp_layers}, which {lora.rank} freezes",
              'use lora.also=["mtp"], which trains them whole, or training.mtp_weight=0: the depths keep their weights'),

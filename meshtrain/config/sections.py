@@ -275,7 +275,7 @@ class Model(Section):
     vocab_size: int = key(512, "rows of the embedding (bytes and one separator need 257)", ge=2, le=2**30)
     embed_dim: int = key(256, "width of the residual stream", ge=1)
     num_layers: int = key(4, "transformer layers", ge=1, le=10_000)
-    mtp_layers: int = key(0, "depths of multi-token prediction, each with a layer like the last one", ge=0, le=3)
+    mtp_layers: int = key(0, "depths of multi-token prediction, each like the last layer with attention", ge=0, le=3)
     mixers: str = key(
         "", "mixer of each layer, repeated up to num_layers; * at the end repeats the last letter: " + ", ".join(
             f"{letter} {row.words}" for letter, row in MIXERS.items()) + "; empty = W with a window, else F")

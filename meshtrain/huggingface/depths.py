@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from meshtrain.config.sections import Model
-from meshtrain.huggingface import folder, settings, weight_files
+from meshtrain.huggingface import folder, settings, spellings, weight_files
 from meshtrain.huggingface.families import Family
 from meshtrain.names import DEPTH
 
@@ -33,6 +33,13 @@ def take(opened: folder.Folder, model: Model, paths: folder.Paths) -> tuple[fold
     if own:
         raise ValueError(f"{opened.directory}: {own[0]}: depths with an embedding or a head of their own are not "
                          f"supported; use model.mtp_layers=0, which carries them")
+    text, expected = settings.text_of(opened.config), settings.depth_sublayers(model)
+    said = text.get("mtp_hybrid_override_pattern") or text.get("mtp_layers_block_type")
+    names = said if isinstance(said, (list, str)) else [said]
+    if count and said and [spellings.LAYER_NAMES.get(str(name), name) for name in names] != expected:
+        raise ValueError(f"{opened.directory}: a depth has the layers {spellings.quote(said)}; only depths like the "
+                         f"model's last attention layer, {spellings.quote(expected)}, are supported; use "
+                         f"model.mtp_layers=0, which carries them")
     note = (f"model.mtp_layers={model.mtp_layers}: {opened.directory} has {count or 'none'} of these depths; the "
             f"others start from random weights")
     notes = opened.notes + (note,) * (count < len(paths.depths))

@@ -45,6 +45,11 @@ class Family:
     every: int = 0
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    @property
+    def has_sublayers(self) -> bool:
+        """Whether mixers and MLPs are layers of their own, each with a number."""
+        return "layers_block_type" in self.defaults
+
 
 def _rows(where: str, **rows: str | tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """Return the tensors of one module: name -> forms. `.weight` is added to a name unless it ends with _, and a __ in
@@ -141,25 +146,26 @@ CHOICE = {LAYER + "mlp.gate.e_score_correction_bias": ("layers/moe/bias: E -> E"
 SHARED = _mlp(LAYER + "mlp.shared_experts.", "layers/moe/shared", "S")
 
 
-def _with_depth(tensors: dict, where: str, layer: str, embedding_norm: str, hidden_norm: str, merge: str,
+def _with_depth(tensors: dict, where: str, layer: Mapping[str, str], embedding_norm: str, hidden_norm: str, merge: str,
                 norm: str) -> dict:
     """Return the table and the tensors of one MTP depth. The depth's layer has the tensor names of the model's layers.
 
-    where, layer: prefixes of the depth's own tensors and of its layer's tensors. merge multiplies [embedding, state].
+    where: prefix of the depth's own tensors. layer: prefix of a model's layer -> that of the depth's layer. merge
+    multiplies [embedding, state].
     """
     norms = {embedding_norm: "embedding_norm", hidden_norm: "hidden_norm", norm: "norm"}
     halves = (f"{DEPTH}from_embedding/kernel: M *D -> D M", f"{DEPTH}from_hidden/kernel: M *D -> D M")
     return tensors | {f"{where}{merge}.weight": halves} | _rows(
         where, **{name: f"{DEPTH}{ours}/scale: D -> D" for name, ours in norms.items()}) | {
-        name.replace(LAYER, layer): tuple(text.replace("layers/", f"{DEPTH}layer/") for text in texts)
-        for name, texts in tensors.items() if name.startswith(LAYER)}
+        name.replace(theirs, there): tuple(text.replace("layers/", f"{DEPTH}layer/") for text in texts)
+        for theirs, there in layer.items() for name, texts in tensors.items() if name.startswith(theirs)}
 
 
 DEPTH = "mtp_1/"
 FURTHER = "model.layers.{d}."
-AS_DEEPSEEK_DEPTH = (FURTHER, FURTHER, "enorm", "hnorm", "eh_proj", "shared_head__norm")
+AS_DEEPSEEK_DEPTH = (FURTHER, {LAYER: FURTHER}, "enorm", "hnorm", "eh_proj", "shared_head__norm")
 # Its norms and the merge are shared by further depths, which no published folder has.
-AS_QWEN_DEPTH = ("mtp.", "mtp.layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+AS_QWEN_DEPTH = ("mtp.", {LAYER: "mtp.layers.0."}, "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 GLM4_MOE_TENSORS = _with_depth(LLAMA_TENSORS | EXPERTS | CHOICE | SHARED, *AS_DEEPSEEK_DEPTH)
 DEEPSEEK_TENSORS = _with_depth(ENDS | NORMS | LATENT | DENSE | EXPERTS | CHOICE | SHARED, *AS_DEEPSEEK_DEPTH)
 MINIMAX_TENSORS = MIXTRAL_TENSORS | NORMS_OVER_HEADS | {
@@ -255,7 +261,7 @@ GRANITE_HYBRID_TENSORS = ENDS | ATTENTION | NORMS | _mamba(LAYER + "mamba.") | _
     LAYER + "block_sparse_moe.input_linear.weight[{e}]": ("layers/moe/gate: *W D -> D W", "layers/moe/up: *W D -> D W"),
     LAYER + "block_sparse_moe.output_linear.weight[{e}]": ("layers/moe/down: D W -> W D",)}
 TWO = ("up_proj", "down_proj")
-NEMOTRON_TENSORS = _rows(
+NEMOTRON_TENSORS = _with_depth(_rows(
     "", backbone__embeddings="embedding/table: V D -> V D", backbone__norm_f="final_norm/scale: D -> D",
     lm_head="head/kernel: V D -> D V", **{"backbone__layers__{m}__norm": "layers/attention_norm/scale: D -> D",
                                           "backbone__layers__{f}__norm": "layers/mlp_norm/scale: D -> D"}) | {
@@ -265,7 +271,9 @@ NEMOTRON_TENSORS = _rows(
     "backbone.layers.{f}.mixer.experts.{e}.", "layers/moe", "W", TWO) | _mlp(
     "backbone.layers.{f}.mixer.shared_experts.", "layers/moe/shared", "S", TWO) | {
     "backbone.layers.{f}.mixer.gate.weight": ("layers/moe/router: E D -> D E",),
-    "backbone.layers.{f}.mixer.gate.e_score_correction_bias": ("layers/moe/bias: E -> E",)}
+    "backbone.layers.{f}.mixer.gate.e_score_correction_bias": ("layers/moe/bias: E -> E",)}, "mtp.layers.", {
+        "backbone.layers.{m}.": "mtp.layers.0.", "backbone.layers.{f}.": "mtp.layers.1."},
+    "0__enorm", "0__hnorm", "0.eh_proj", "1__final_layernorm")
 GEMMA3_TENSORS = ENDS | ATTENTION | HEAD_NORMS | BOTH_NORMS | DENSE
 GEMMA4_TENSORS = GEMMA3_TENSORS | {LAYER + "layer_scalar": ("layers/layer_scale: 1 -> 1",)}
 OLMO2_TENSORS = ENDS | ATTENTION | DENSE | NORMS_OVER_HEADS | POST_NORMS

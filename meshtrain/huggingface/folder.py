@@ -261,8 +261,8 @@ def _names_in_family(family: Family, config: Mapping, model: Mapping, names: Col
         names_in_family = {name: name if name == "lm_head.weight" else family.prefix + name for name in names}
     else:
         names_in_family = {name: None if name.startswith(MTP) else name for name in names}
-    first = model["num_layers"]
-    further = tuple(f"{family.prefix}layers.{first + i}." for i in range(min(settings.further_layers(config), 100)))
+    first, count = model["num_layers"], min(settings.further_layers(config), 100)
+    further = () if family.has_sublayers else tuple(f"{family.prefix}layers.{first + i}." for i in range(count))
     return {name: None if named and named.startswith(further) else named for name, named in names_in_family.items()}
 
 
@@ -290,7 +290,7 @@ def rows(family: Family, model: Model, paths: Paths, prefixes: tuple[str, str] |
     Raises: ValueError if the family has no name for a parameter.
     """
     numbers = dict.fromkeys("lmf", list(range(model.num_layers)))
-    if "layers_block_type" in family.defaults:
+    if family.has_sublayers:
         numbers |= zip("mf", settings.sublayers(model))
     there = {re.sub(r"\.\d+\.", ".#.", name) for name in names}
     tensors = _with_depths(family, model)
@@ -302,7 +302,7 @@ def rows(family: Family, model: Model, paths: Paths, prefixes: tuple[str, str] |
         kinds.setdefault((kind.mixer, have), []).append(layer)
     sizes = {mixer: forms.sizes_of(model.of(mixer)) for mixer in {mixer for mixer, _ in kinds} | {""}}
     made_rows: dict = {}        # (name, mixer) -> [row, its layers]
-    last = pattern.kinds(model)[-1].mixer
+    last = pattern.depth_kind(model).mixer
     covered = {kind: set() for kind in (*kinds, ("", paths.ends), *((last, have) for have in paths.depths))}
     for name, texts in table:
         for (mixer, have), done in covered.items():

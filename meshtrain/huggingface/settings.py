@@ -323,6 +323,10 @@ def config_of(model: Model, family: Family, dtype: str, longest: int, source: Ma
         made["mtp_num_hidden_layers"] = 1
     elif model.mtp_layers and any("{d}" in name for name in family.tensors):
         made["num_nextn_predict_layers"] = model.mtp_layers
+    elif model.mtp_layers and family.has_sublayers:
+        blocks = depth_sublayers(model)
+        made |= {"num_nextn_predict_layers": 1, "mtp_layers_block_type": blocks,
+                 "mtp_hybrid_override_pattern": "".join(spellings.LETTERS[block] for block in blocks)}
     if "time_step_least" in family.keys:
         made["time_step_limit"] = [model.linear.step_min, model.linear.step_max or math.inf]
     if family.fixed["position"] == "rope":
@@ -544,6 +548,11 @@ def sublayers(model: Model) -> tuple[list[int], list[int]]:
     numbers = itertools.count()
     pairs = [tuple(next(numbers) if letter != "." else -1 for letter in kind) for kind in pattern.kinds(model)]
     return [mixer for mixer, _ in pairs], [mlp for _, mlp in pairs]
+
+
+def depth_sublayers(model: Model) -> list[str]:
+    """Return the names of the mixer and the MLP of an MTP depth, for models in which these are layers of their own."""
+    return ["full_attention", *{"e": ["moe"], "d": ["mlp"]}.get(pattern.depth_kind(model).mlp, [])]
 
 
 def further_layers(config: Mapping) -> int:

@@ -27,6 +27,7 @@ EVERY_KEYS = ("full_attention_interval", "sliding_window_pattern", "_sliding_win
               "global_attn_every_n_layers")
 LAYER_NAMES = {"mamba": "linear_attention", "attention": "full_attention", "M": "linear_attention",
                "*": "full_attention", "E": "moe", "-": "mlp"}
+LETTERS = {name: letter for letter, name in LAYER_NAMES.items() if len(letter) == 1}
 EPSILONS = ("layer_norm_epsilon", "rms_norm_eps", "norm_eps")
 # Keys for positions in images, or for what other keys say.
 IDLE_ROPE_KEYS = ("mrope_section", "mrope_interleaved", "max_position_embeddings")

@@ -1,9 +1,9 @@
 """Multi-token prediction (MTP): depth k predicts the token k + 1 places ahead, with the model's embedding and head.
 
 Depth k merges the normed state of depth k - 1 with the normed embedding of the token k places ahead, and runs one more
-layer of the same kind as the model's last layer. Depth 1 reads the model's state after the final norm, and each depth
-passes on its state after its own norm. If the token k places ahead is in another document, no place with a loss reads
-the result at this place.
+layer of the same kind as the model's last layer with attention. Depth 1 reads the model's state after the final norm,
+and each depth passes on its state after its own norm. If the token k places ahead is in another document, no place with
+a loss reads the result at this place.
 
 Source: arXiv:2412.19437 (DeepSeek-V3), equations 21 to 25. The paper does not say whether depth 1 reads the state
 before or after the final norm; vLLM, SGLang, transformers and Megatron-Core use the state after it.

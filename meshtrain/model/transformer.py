@@ -392,9 +392,9 @@ def build(cfg: Model, adapters=None, trains_depths: bool = True) -> Transformer:
                    for part in pattern.stretches(cfg))
     if adapters is not None:
         lora.check((layer.bind(layer.state) for group in groups for layer in group.period), adapters)
-    of_depth = functools.partial(layer, pattern.kinds(cfg)[-1])
+    of_depth = functools.partial(layer, pattern.depth_kind(cfg))
     ends = params.Module(lambda rngs: EmbeddingAndHead(cfg, rngs, of_depth))
-    depth = params.Module(of_depth) if adapters else groups[-1].period[-1]
+    depth = params.Module(of_depth) if adapters else module(pattern.depth_kind(cfg))
     return Transformer(cfg, ends, groups, depth, adapters, trains_depths)
 
 

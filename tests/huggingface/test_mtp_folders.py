@@ -26,6 +26,8 @@ COPIES = {"model.layers.4.embed_tokens.weight": "model.embed_tokens.weight",
           "model.layers.4.shared_head.head.weight": "lm_head.weight"}
 NAMED = dict.fromkeys(("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"), QWEN) | dict.fromkeys(
     ("deepseek_v3", "glm4_moe", "glm4_moe_lite"), DEEPSEEK)
+# The last layer with attention: its mixer and its MLP are layers of their own, as those of the depth are.
+NEMOTRON = {"backbone.layers.3.": "mtp.layers.0.", "backbone.layers.4.": "mtp.layers.1."}
 
 
 def add_depth(name, place):
@@ -42,6 +44,43 @@ def add_depth(name, place):
     save_file(tensors, place / folder.SINGLE, {"format": "pt"})
     set_config(place, **{key: 1})
     return place
+
+
+def add_nemotron_depth(place):
+    shutil.copytree(GOLDENS / "nemotron_h", place)
+    tensors, rng = load_file(place / folder.SINGLE), np.random.default_rng(0)
+    new = {there + name.removeprefix(theirs): array.shape for theirs, there in NEMOTRON.items()
+           for name, array in tensors.items() if name.startswith(theirs)}
+    new |= {"mtp.layers.0.eh_proj.weight": (D, 2 * D)} | {
+        f"mtp.layers.{of}.weight": (D,) for of in ("0.enorm", "0.hnorm", "1.final_layernorm")}
+    tensors |= {name: rng.normal(size=shape).astype(np.float32) for name, shape in new.items()}
+    save_file(tensors, place / folder.SINGLE, {"format": "pt"})
+    set_config(place, num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*E")
+    return place
+
+
+def test_a_depth_is_a_layer_like_the_last_one_with_attention_where_mixers_and_mlps_are_layers(tmp_path):
+    source = add_nemotron_depth(tmp_path / "source")
+    assert len(Loaded(source, *ONE).found.carried) == sum(name.startswith("mtp.") for name in contents(source))
+    loaded, tensors = Loaded(source, *ONE, *DEPTH), load_file(source / folder.SINGLE)
+    depth = jax.device_get(loaded.params["mtp_1"])
+    for ours, theirs in (("embedding_norm", "0.enorm"), ("hidden_norm", "0.hnorm"), ("norm", "1.final_layernorm")):
+        np.testing.assert_array_equal(depth[ours]["scale"], tensors[f"mtp.layers.{theirs}.weight"])
+    np.testing.assert_array_equal(depth["from_embedding"]["kernel"], tensors["mtp.layers.0.eh_proj.weight"][:, :D].T)
+    np.testing.assert_array_equal(depth["layer"]["attention"]["out"]["kernel"].reshape(-1, D),
+                                  tensors["mtp.layers.0.mixer.o_proj.weight"].T)
+    for expert, down in enumerate(depth["layer"]["moe"]["down"]):
+        np.testing.assert_array_equal(down, tensors[f"mtp.layers.1.mixer.experts.{expert}.down_proj.weight"].T)
+    assert not loaded.found.carried and not loaded.found.notes
+    write(loaded, tmp_path / "out", source=source)
+    assert contents(tmp_path / "out") == contents(source)
+    write(loaded, tmp_path / "anew")
+    config = settings.read(tmp_path / "anew")
+    assert (config["num_nextn_predict_layers"], config["mtp_hybrid_override_pattern"]) == (1, "*E")
+    assert contents(tmp_path / "anew").keys() == contents(source).keys()
+    set_config(source, mtp_hybrid_override_pattern="*-")
+    with pytest.raises(ConfigError, match=r"a depth has the layers .*\*-.*use model.mtp_layers=0"):
+        Loaded(source, *ONE, *DEPTH)
 
 
 @pytest.fixture

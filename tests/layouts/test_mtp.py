@@ -119,7 +119,7 @@ def test_a_seed_gives_the_same_model_with_and_without_depths():
 
 @pytest.mark.parametrize("more, message", [
     (dict(model=dict(position="learned")), "model.position=\"learned\""),
-    (dict(model=dict(mixers="FG", linear=dict(key_heads=2, value_heads=2))), "has no attention"),
+    (dict(model=dict(mixers="G", linear=dict(key_heads=2, value_heads=2))), "no layer has it"),
     (dict(lora=dict(rank=2)), "which lora.rank=2 freezes; use lora.also=[\"mtp\"], which trains them whole, or training.mtp_weight=0"),
     (dict(training=dict(objective="dpo")), "not part of training.objective=\"dpo\""),
     (dict(training=dict(objective="file.py:Own")), "not part of training.objective=\"file.py:Own\""),
@@ -166,6 +166,18 @@ def test_layouts_compute_what_one_device_does(cell, tied):
     case = parity.check(run)
     assert {f"mtp_{what}_{k}" for what in ("loss", "accept") for k in (1, 2)} <= set(
         compare.train(case, parity.draw_parameters(case.made, 0), 1)[1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", ["data, tensor", "stages, tensor", "ulysses, remat selective"])
+def test_a_depth_has_a_layer_like_the_last_one_with_attention(cell):
+    """The model ends with a recurrent layer without an MLP; the depth's layer is the one before."""
+    run = run_of(**CELLS[cell], model=MODEL | dict(
+        vocab_size=259, embed_dim=16, head_dim=8, num_layers=4, mixers="NG", mlps="d.",
+        linear=dict(key_heads=4, value_heads=4, key_dim=4, value_dim=4)))
+    case = parity.check(run.replace(data={"seq_len": 16, "global_batch": 8}))
+    layer = parity.draw_parameters(case.made, 0)["mtp_1"]["layer"]
+    assert "attention" in layer and "mlp" in layer and "linear" not in layer
 
 
 def test_beside_adapters_the_depths_are_trained_whole_where_lora_names_them():

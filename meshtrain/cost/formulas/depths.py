@@ -30,7 +30,7 @@ def split(rows: Iterable[ParamInfo], cfg: Model) -> tuple[list[ParamInfo], list[
 
 def section(cfg: Model) -> Model:
     """Return the [model] section of the depths' layers."""
-    kind = pattern.kinds(cfg)[-1]
+    kind = pattern.depth_kind(cfg)
     without = {} if kind.mlp == "e" else dict(num_experts=0, shared_expert_dim=0)
     return cfg.model_copy(update=dict(num_layers=cfg.mtp_layers, mtp_layers=0, mixers=kind.mixer, mlps=kind.mlp)
                           | without)
