@@ -59,6 +59,7 @@ def add_nemotron_depth(place):
     return place
 
 
+@pytest.mark.full
 def test_a_depth_is_a_layer_like_the_last_one_with_attention_where_mixers_and_mlps_are_layers(tmp_path):
     source = add_nemotron_depth(tmp_path / "source")
     assert len(Loaded(source, *ONE).found.carried) == sum(name.startswith("mtp.") for name in contents(source))
