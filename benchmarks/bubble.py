@@ -127,15 +127,16 @@ def main(argv) -> int:
         rows.append(f"| {name} | {chunks} | {measured:.3f} | {modelled:.3f} | {aim:.2f} | {apart(schedule):.3f} |")
         print(rows[-1], file=sys.stderr)
     out = ["# The bubble that really happens", "",
-           "Written by `python benchmarks/bubble.py`; what is measured, and how, stands there.", "",
+           "Written by `python benchmarks/bubble.py`, which begins with what is measured and how.", "",
            machine.line("", "jax"), "",
-           f"{STAGES} stages, {MICROBATCHES} microbatches; F, B and W of a stage sleep {STAGE_S * 1e3:.0f} ms each, "
-           f"those of a chunk their share; wall seconds, fastest of {REPEATS} steps.", "",
+           f"{STAGES} stages, {MICROBATCHES} microbatches. The forward (F), input gradient (B) and weight gradient (W) of a "
+           f"stage sleep {STAGE_S * 1e3:.0f} ms each; those of a chunk sleep their share of it. Wall seconds, fastest "
+           f"of {REPEATS} steps.", "",
            "| schedule | chunks | bubble measured | simulated | at most | a runtime with one program per stage |",
            "|---|---|---|---|---|---|", *rows, "",
            "Bubble: the share of the step in which a stage does not work on its microbatches. The last column is the "
-           "closed form of Megatron-LM's order (zero_bubble: ZB-H1's), each stage going on as soon as what it needs "
-           "has arrived."]
+           "closed form of Megatron-LM's order (for zero_bubble, that of ZB-H1), in which each stage continues as soon "
+           "as its inputs have arrived."]
     text = "\n".join(out) + "\n"
     print(text)
     (ROOT / "benchmarks" / "bubble.md").write_text(text)

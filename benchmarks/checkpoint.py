@@ -134,10 +134,10 @@ def report(results: dict[str, dict[str, float]]) -> str:
     device = jax.devices()[0].device_kind
     lines = [
         "# Checkpoints", "",
-        "Written by `python benchmarks/checkpoint.py`; what is measured, and how, stands there.", "",
+        "Written by `python benchmarks/checkpoint.py`, which begins with what is measured and how.", "",
         machine.line("" if device == "cpu" else device, "jax", "orbax-checkpoint", "xxhash"), "",
-        f"Wall seconds: what a disk does is no CPU time. Medians of {ROUNDS}, turn by turn, all that was written "
-        f"before on the disk first.", "",
+        f"Wall seconds, because the work of a disk is not CPU time. Medians of {ROUNDS}, in turns; before each turn, "
+        f"all earlier writes are on the disk.", "",
         "| | " + " | ".join(results) + " |", "|---|" + "---|" * len(results),
     ]  # fmt: skip
 
@@ -146,11 +146,11 @@ def report(results: dict[str, dict[str, float]]) -> str:
     table = {
         "state": lambda r: f"{r['bytes'] / 1e6:,.1f} MB",
         "on disk": lambda r: f"{r['on_disk'] / 1e6:,.1f} MB",
-        "**the step waits, per save**": rate("blocked"),
+        "**time that the step waits, per save**": rate("blocked"),
         "  bare copy to the host": rate("copy"),
         f"**share of the run at checkpoint.every = {EVERY}**": lambda r: f"{r['blocked'] / EVERY / r['step']:.3%} of "
                                                                          f"steps of {r['step']:.2f} s",
-        "whole on disk, checksums verified and synced": rate("saved"),
+        "complete on disk, checksums verified and synced": rate("saved"),
         "  plain file written and synced": rate("write"),
         "checksums verified, files in memory": rate("verify"),
         "  plain file read, in memory": rate("read"),
@@ -161,9 +161,9 @@ def report(results: dict[str, dict[str, float]]) -> str:
     }  # fmt: skip
     lines += [f"| {name} | " + " | ".join(row(r) for r in results.values()) + " |" for name, row in table.items()]
     lines += ["",
-              "GB/s: bytes of the state per second. A resume verifies, then restores: the second finds the files in "
-              # fmt: skip
-              "memory. On a CPU the arrays are in the host's memory already, so a save need not wait for a copy."]
+              "GB/s: bytes of the state per second. A resume first verifies a checkpoint and then restores it; the "
+              "restore finds the files in memory. On a CPU the arrays are already in the host's memory, so a save does "
+              "not wait for a copy."]
     return "\n".join([*lines, ""])
 
 

@@ -104,18 +104,19 @@ def report(results: list[dict[str, float]]) -> str:
     rows = {
         "files": lambda r: f"{r['files']:,}",
         "each process, its own files": lambda r: f"{1000 * r['own']:.1f} ms",
-        "**process 0, until the checkpoint is whole**": lambda r: f"{r['commit']:.2f} s",
+        "**process 0, until the checkpoint is complete**": lambda r: f"{r['commit']:.2f} s",
         "  of it orbax, one index of all arrays": lambda r: f"{r['merge']:.2f} s",
         "  of it CPU": lambda r: f"{r['cpu']:.2f} s",
     }
     return "\n".join([
         "# Commits of many processes", "",
-        "Written by `python benchmarks/commit.py`; what is measured, and how, stands there.", "",
+        "Written by `python benchmarks/commit.py`, which begins with what is measured and how.", "",
         machine.line("", "jax", "orbax-checkpoint", "xxhash"), "",
         "| processes | " + " | ".join(f"{r['processes']:,}" for r in results) + " |", "|---|" + "---|" * len(results),
         *(f"| {name} | " + " | ".join(row(r) for r in results) + " |" for name, row in rows.items()), "",
-        "Local disk, wall seconds. On a shared file system a file that process 0 looks at is a round trip or two: it "
-        "reads one record a process, in 32 threads, and orbax its index and the description of its arrays.", ""])
+        "Wall seconds on a local disk. On a shared file system, process 0 needs one or two round trips for each file "
+        "that it opens. It reads one record per process, in 32 threads. orbax reads its index and the description of "
+        "its arrays.", ""])
 
 
 def _count(text: str) -> int:

@@ -127,11 +127,11 @@ def measure(S: int, cp: int, devices) -> list[Contestant]:
 def bounds() -> list[str]:
     """The bound of every GPU whose peak and links are known, as a table."""
     out = ["## When the ring hides what it sends", "",
-           "A chunk (S / 2·context) must hold FLOPs ÷ bandwidth × K/N tokens for the forward, 1.2 times as many for "
-           f"the backward; the derivation stands in `benchmarks/context.py`. S: the shortest sequence whose backward "
-           f"is hidden at context {TABLE_CONTEXT} with K/N = {K_TO_N:g} (Llama 3 8B). Across hosts every GPU is taken "
-           f"to have its own link.", "",
-           "| GPU | link | FLOPs ÷ bandwidth | chunk, forward | chunk, backward | S, context 8 |",
+           "A chunk (S / (2 · context) tokens) must have at least FLOP/s ÷ bandwidth × K/N tokens for the forward, and "
+           "1.2 times as many for the backward; `benchmarks/context.py` has the derivation. The last column is the "
+           f"length S of the shortest sequence whose communication is hidden in the backward, at context {TABLE_CONTEXT} "
+           f"and K/N = {K_TO_N:g} (Llama 3 8B). Across hosts, we assume that every GPU has its own link.", "",
+           "| GPU | link | FLOP/s ÷ bandwidth | chunk, forward | chunk, backward | S, context 8 |",
            "|---|---|---|---|---|---|"]
     for gpu in hardware.GPUS.values():
         for link, rate in (("in a host", gpu.intra_host_bytes_per_s), ("across hosts", gpu.inter_host_bytes_per_s)):
@@ -164,9 +164,9 @@ def main(argv) -> int:
             rows += [c.row() for c in contestants]
             print(*rows[-len(contestants):], sep="\n", file=sys.stderr)
     text = "\n".join([*heading(devices, on_cpu), *dict.fromkeys(notes), "",
-                      f"One sequence, {N} heads of {H}, {K} key/value heads, {contestants[0].dtype}; per device, one "
-                      f"layer. Temporaries: the larger of forward and backward, gathered or travelling keys and values "
-                      f"included.", "",
+                      f"One sequence, {N} heads of width {H}, {K} key/value heads, {contestants[0].dtype}. Values are "
+                      f"for one device and one layer. Temporaries: the larger of forward and backward, including the "
+                      f"keys and values that are gathered or sent on.", "",
                       "| S | context | method | sent forward, MiB | backward, MiB | temporaries, MiB | forward, {0} | "
                       "backward, {0} | compile, wall s |".format("CPU ms" if on_cpu else "ms"),
                       "|---|---|---|---|---|---|---|---|---|",
@@ -178,12 +178,12 @@ def main(argv) -> int:
 
 def heading(devices, on_cpu: bool) -> list[str]:
     out = ["# Context parallelism", "",
-           "Written by `python benchmarks/context.py`; what is measured, and how, stands there.", "",
+           "Written by `python benchmarks/context.py`, which begins with what is measured and how.", "",
            machine.line(f"{len(devices)} {'simulated devices' if on_cpu else '× ' + devices[0].device_kind}",
                         "jax", "jaxlib"), ""]
     if on_cpu:
-        out += ["Simulated devices share the cores and a copy in memory is their link: times compare the work that the "
-                "methods do, in CPU seconds of all threads, not what a network makes of them.", ""]
+        out += ["Simulated devices share the cores, and their links are copies in memory. So the times, CPU seconds of all "
+                "threads, compare only the work of the methods, not their speed on a network.", ""]
     return out
 
 

@@ -135,20 +135,20 @@ def index_rows(folder: str) -> str:
     write_index(path)
     count, opened, memory, anywhere, following = in_a_process(measure_index, path, 4096)
     begun, counted, next_whole, memory_whole = in_a_process(measure_whole, path, 4096, WHOLE_COUNTED)
-    return f"""| of {INDEX_DOCUMENTS:,} documents, {count:,} sequences of 4,096 | by the clock | CPU time | goal |
+    return f"""| of {INDEX_DOCUMENTS:,} documents, {count:,} sequences of 4,096 | wall time | CPU time | goal |
 |---|---|---|---|
-| opened, to the first batch | {opened[0] * 1e3:.0f} ms | {opened[1] * 1e3:.0f} ms | 500 ms |
-| memory of its own | {memory / 1e6:.0f} MB | | 50 MB |
-| a sequence anywhere | {anywhere[0] * 1e6:.0f} µs | {anywhere[1] * 1e6:.0f} µs | 1,000 µs |
+| from opening to the first batch | {opened[0] * 1e3:.0f} ms | {opened[1] * 1e3:.0f} ms | 500 ms |
+| private memory | {memory / 1e6:.0f} MB | | 50 MB |
+| a sequence at a random position | {anywhere[0] * 1e6:.0f} µs | {anywhere[1] * 1e6:.0f} µs | 1,000 µs |
 | the next sequence | {following[0] * 1e6:.0f} µs | {following[1] * 1e6:.0f} µs | |
 
-| of as many documents of {WHOLE_TOKENS} tokens, none cut | by the clock | CPU time |
+| of as many documents of {WHOLE_TOKENS} tokens, none cut | wall time | CPU time |
 |---|---|---|
-| opened, to the first batch | {begun[0] * 1e3:.0f} ms | {begun[1] * 1e3:.0f} ms |
+| from opening to the first batch | {begun[0] * 1e3:.0f} ms | {begun[1] * 1e3:.0f} ms |
 | a million documents counted (those before a start, and all for a second epoch) | {counted[0] * 1e6 / WHOLE_COUNTED:.2f} s | \
 {counted[1] * 1e6 / WHOLE_COUNTED:.2f} s |
 | the next sequence | {next_whole[0] / 2000 * 1e6:.0f} µs | {next_whole[1] / 2000 * 1e6:.0f} µs |
-| memory of its own | {memory_whole / 1e6:.0f} MB | |
+| private memory | {memory_whole / 1e6:.0f} MB | |
 """
 
 
@@ -223,14 +223,14 @@ def main(argv) -> None:
     models = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
     (ROOT / "benchmarks" / "data.md").write_text(f"""# The loader
 
-Written by `python benchmarks/data.py`; what is measured, and how, stands there.
+Written by `python benchmarks/data.py`, which begins with what is measured and how.
 
 {datetime.date.today()} · {os.cpu_count()} CPU cores ({models[0] if models else platform.machine()}) \
 · Python {platform.python_version()} · numpy {version("numpy")} · grain {version("grain")}
 
-Batches of {BATCH_TOKENS:,} tokens, documents of {DOCUMENT_TOKENS:,} on average. The limit is one thread that copies the \
-{width:.0f} bytes which a token takes in a batch from memory to memory, {copied / 1e9:.1f} GB per CPU second. The load average \
-was {os.getloadavg()[0]:.0f}: a shared machine slows the clock's rates, tokens per CPU second do not see it.
+Batches of {BATCH_TOKENS:,} tokens, documents of {DOCUMENT_TOKENS:,} tokens on average. A token takes {width:.0f} bytes in a \
+batch. The limit is the speed of one thread that copies these bytes from memory to memory: {copied / 1e9:.1f} GB per CPU \
+second. The load average was {os.getloadavg()[0]:.0f}. A shared machine lowers tokens/s, but not tokens per CPU second.
 
 | source | seq_len | prefetched | tokens/s | tokens per CPU second | limit | of the limit |
 |---|---|---|---|---|---|---|

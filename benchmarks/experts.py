@@ -99,9 +99,9 @@ def on_cpu() -> list[str]:
                     f"{c.peak_bytes / MIB:.0f} MiB", f"{c.compile_s:.1f} s"))
     m, d = dense.model, dense.data
     return [f"One CPU device, {m.compute_dtype}, embed {m.embed_dim}, {m.num_layers} layers, {d.global_batch} "
-            f"sequences of {d.seq_len}. The dense MLP is {MLP_DIM} wide, and so are the experts of a token together. "
-            f"In turns, {STEPS} steps each, medians of {ROUNDS} rounds; aim ≤ {AIM} of CPU seconds. The optimizer goes "
-            f"over all parameters, active or not.", "",
+            f"sequences of {d.seq_len}. The dense MLP has width {MLP_DIM}; the experts of a token together have the same "
+            f"width. The models run in turns, {STEPS} steps each; values are medians of {ROUNDS} rounds. The aim is at "
+            f"most {AIM} times the CPU seconds of the dense model. The optimizer updates all parameters, active or not.", "",
             *table(("model", "parameters", "active", "step, CPU", "step, wall", "÷ dense, CPU",
                     "÷ dense, wall", "memory",
                     "compile"), out)]
@@ -179,10 +179,11 @@ def dispatch_section() -> list[str]:
             for method in METHODS:
                 rows.append((shape.name, num_shards, method, *measured(shape, num_shards, method)))
                 print(" · ".join(map(str, rows[-1])), file=sys.stderr)
-    return [f"A layer of {DEPTH}, forward and backward with remat full, {TOKENS:,} tokens a GPU in bfloat16, compiled "
-            "for H100; experts over `fsdp`, all else on every GPU. `zero3`: the experts' matrices are gathered, and no "
-            "token moves. Sent: by a GPU, of tokens, choices and experts' weights and gradients alone, where one round "
-            "suffices; by formula as [docs/experts.md](../docs/experts.md) has it. Temporaries: of the whole step.", "",
+    return [f"One of {DEPTH} layers, forward and backward with remat full, {TOKENS:,} tokens a GPU in bfloat16, compiled "
+            "for H100. Experts are split over `fsdp`; all other weights are whole on every GPU. With `zero3`, the "
+            "experts' matrices are gathered, and no token is sent. Sent: the bytes that a GPU sends for tokens, choices, "
+            "and the weights and gradients of experts, if one round is enough. The formula is that of "
+            "[docs/experts.md](../docs/experts.md). Temporaries are those of the whole step.", "",
             *table(("layer", "shards", "method", "sent, MiB", "by formula, MiB", "temporaries, MiB"), rows)]
 
 
@@ -261,13 +262,13 @@ def balance_section() -> list[str]:
               file=sys.stderr)
         raise SystemExit(2)
     rows = [balanced(name) for name in BALANCED]
-    return ["By the roofline, on 64 H100: seconds of a step, MFU, and what of the step waits for links. By force: all "
-            "experts equally busy. Learned: rows of the busiest GPU's experts over their even share, for which the "
-            f"others wait; {LOADS[0]:g} is the most of random routing over 16 of 128 experts, {LOADS[1]:g} what a "
-            "GPU's buffer holds, and beyond that all experts take a further round. Where every GPU has all experts, "
-            "no router changes its rows. No router was trained at this size.", "",
-            *table(("run", "balanced by force", *(f"learned, {load:g}" for load in LOADS),
-                    f"learned, up to {2 * LOADS[1]:g}"), rows)]
+    return ["Predictions of the roofline for 64 H100s: seconds of a step, MFU, and the share of the step that waits for "
+            'links. No router was trained at this size. "Equal" means that all experts are equally busy. The other '
+            "columns give the number of rows of the busiest GPU's experts divided by their even share; the other GPUs "
+            f"wait for this GPU. {LOADS[0]:g} is the largest value with random routing over 16 of 128 experts. "
+            f"{LOADS[1]:g} is the capacity of a GPU's buffer; beyond it all experts take an additional round. If every "
+            "GPU has all experts, the router does not change its number of rows.", "",
+            *table(("run", "equal", *(f"{load:g}" for load in LOADS), f"up to {2 * LOADS[1]:g}"), rows)]
 
 
 def balanced(name: str) -> list[str]:
@@ -308,13 +309,15 @@ def learning_section() -> list[str]:
     out = [(name, *(f"{row['loss']:.4f}" for row in rows), f"**{mean(rows):.4f}**",
             *(max(row[key] for row in rows) if rows[0]["load"] else "–" for key in ("load", "late", "above", "last")))
            for name, rows in found.items()]
-    return [f"`{'` and `'.join(file for file, _ in RUNS.values())}` with `{' '.join(SMALL)}` and an MLP of 256, or "
-            f"experts of 128: the same data, steps, learning rates and embedding, and equal active parameters but for "
-            f"the routers. On one device, since the loss is that of any layout. Loss on held-out text in nats a byte; "
-            f"load: tokens of the busiest expert of the worst layer by the mean, the largest of all steps and of their "
-            f"second half, in how many it is above {BOUND}, and the last of them, each of the worst seed.", "",
-            *table(("model", *(f"seed {seed}" for seed in SEEDS), "mean", "load", "late load",
-                    f"steps above {BOUND}", "the last"), out)]
+    return [f"`{'` and `'.join(file for file, _ in RUNS.values())}` with `{' '.join(SMALL)}` and an MLP of width "
+            f"256, or experts of width 128. Both have the same data, steps, learning rates and embedding. Their active "
+            f"parameters are equal except for the routers. They ran on one device, because the loss is the same on any "
+            f"layout. The seed columns have the loss on held-out text in nats per byte. The load is the number of tokens "
+            f"of the busiest expert of the worst layer, divided by the mean; the columns have its maximum over all steps "
+            f"and over their second half, the number of steps with a load above {BOUND}, and the last such step, each "
+            f"for the worst seed.", "",
+            *table(("model", *(f"seed {seed}" for seed in SEEDS), "mean", "load", "load, second half",
+                    f"steps above {BOUND}", f"last step above {BOUND}"), out)]
 
 
 def trained(file: str, seed: int, given: tuple[str, ...] = ()) -> dict:
@@ -352,7 +355,7 @@ def written(page: str, name: str, lines: list[str]) -> str:
     """The page with that section anew; the others stay, in the order of SECTIONS."""
     kept = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", page, re.MULTILINE))
     kept[SECTIONS[name][0]] = "\n".join(["", *lines, ""])
-    parts = ["# Experts\n\nWritten by `python benchmarks/experts.py`; what is measured, and how, stands there.\n"]
+    parts = ["# Experts\n\nWritten by `python benchmarks/experts.py`, which begins with what is measured and how.\n"]
     return "\n".join(parts + [f"## {title}\n{kept[title].rstrip()}\n"
                               for title, _ in SECTIONS.values() if title in kept])
 

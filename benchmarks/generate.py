@@ -145,17 +145,18 @@ def main(argv) -> int:
     devices = local_devices.start(config.Run(run=config.Identity(compilation_cache="")))[:1]
     table = [measure(*case, devices) for case in CASES]
     lines = ["# Generation", "",
-             "Written by `python benchmarks/generate.py`; what is measured, and how, stands there.", "",
+             "Written by `python benchmarks/generate.py`, which begins with what is measured and how.", "",
              machine.line("" if devices[0].platform == "cpu" else devices[0].device_kind, "jax", "jaxlib"), "",
-             f"Prompts of {PROMPT} tokens, {NEW} new ones. The machine was shared: rates compare the columns of a row.",
-             "",
+             f"Prompts of {PROMPT} tokens, {NEW} new tokens. The machine was shared, so rates can be compared only within "
+             "a row.", "",
              "| parameters | seq_len of whole passes | rows | tokens/s, whole passes | tokens/s, cached | times as "
              "fast | MB read per token step: weights + cache | tokens/s at the memory's speed | reached |",
              "|" + "---|" * 9, *table, "",
              "## Slots that are filled again", "",
-             "Drawn at temperature 1 from a model of a million parameters. Median of turns. Attention reads as far as the "
-             "longest sequence, which in lockstep is long at the end alone.", "",
-             "| slots | samples | tokens of one: mean, most | tokens a CPU second, lockstep | refilled | times as fast |",
+             "Sampled at temperature 1 from a model of a million parameters. Medians of several turns. Attention reads up "
+             "to the length of the longest sequence in the slots. In lockstep, all sequences begin together, so this "
+             "length is large only at the end.", "",
+             "| slots | samples | tokens of a sample: mean, largest | tokens a CPU second, lockstep | refilled | times as fast |",
              "|" + "---|" * 6, *refilled(devices), ""]
     (ROOT / "benchmarks" / "generate.md").write_text("\n".join(lines))
     return 0

@@ -295,12 +295,12 @@ def report(run: config.Run, made, devices, contestants, ideal) -> str:
     base = {c.remat: c for c in contestants if c.name == BASELINE}
     cpu_ratio = partial(ratio, of="cpu_times")
     out = ["# Pipelines against autodiff GPipe", "",
-           "Written by `python benchmarks/pipeline.py`; what is measured, and how, stands there.", "",
+           "Written by `python benchmarks/pipeline.py`, which begins with what is measured and how.", "",
            machine.line(f"{run.mesh.stage} {kind}", "jax", "jaxlib"), "",
            f"Model: {sum(info.size for info in made.model.parameters()):,} parameters (embed {m.embed_dim}, "
            f"{m.num_layers} layers, mlp {m.mlp_dim}, vocabulary {m.vocab_size}), {m.compute_dtype}; {run.mesh.stage} "
-           f"stages, {M} microbatches of {run.data.global_batch // M} sequences of {run.data.seq_len}; two chunks "
-           f"where the schedule is interleaved.", "",
+           f"stages, {M} microbatches of {run.data.global_batch // M} sequences of {run.data.seq_len} tokens; two "
+           f"chunks if the schedule is interleaved.", "",
            "| remat | schedule | step, wall | wall ÷ autodiff | CPU ÷ autodiff | FLOPs ÷ ideal | ÷ schedule | temp "
            "memory | ÷ autodiff | compile, wall | CPU ÷ autodiff |", "|---|---|---|---|---|---|---|---|---|---|---|"]
     for c in contestants:
@@ -326,11 +326,13 @@ def report(run: config.Run, made, devices, contestants, ideal) -> str:
         met = "met" if of(worst) <= limit else "missed"
         out.append(f"| {aim} | {of(worst):.3f} | {worst.name}, remat {worst.remat} | {met} |")
     out += ["",
-            "FLOPs: matmuls of one device as the compiled program runs them. Ideal: no recomputation, no masked ticks. "
-            "Table: its ticks × what plain autodiff needs for a layer's forward and backward with this remat. Wall: "
-            f"seconds of the clock; CPU: seconds of all threads. Times: medians; ratios: medians of {ROUNDS} rounds; "
-            f"compile: tracing and compiling, the fastest of {COMPILES}. Simulated devices share the cores, so masked "
-            "ticks cost time there and no bubble shows; CPU seconds see less of what else runs."]
+            "- FLOPs: matmuls that one device executes in the compiled program. Ideal: FLOPs without recomputation and "
+            "masked ticks. Table: the number of ticks of the schedule × the FLOPs that plain autodiff needs for a "
+            "layer's forward and backward with this remat.",
+            "- Wall: seconds of the clock. CPU: seconds of all threads. Times are medians, and ratios medians of "
+            f"{ROUNDS} rounds. Compile: tracing and compiling, the fastest of {COMPILES}.",
+            "- Simulated devices share the cores. So masked ticks cost time, and a bubble costs none. Other work on the "
+            "machine affects CPU seconds less than wall seconds."]
     return "\n".join(out) + "\n"
 
 

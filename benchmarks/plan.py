@@ -29,18 +29,23 @@ ROWS = (("llama3-8b", 8, 64, 8192), ("llama3-8b", 64, 512, 8192), ("llama3-70b",
 
 
 COMPARED = """\
-Error: tokens per second by the formulas over those published, − 1, without its sign. The rows with their sources are in
-tests/goldens/published_2026.csv; benchmarks/published_2026.py maps them to layouts. Other frameworks ran them
-(Megatron-Bridge, NeMo, AutoModel, torchtitan, MaxText); one layout differs by 6% in the median between releases of its
-maker. Ten constants are fitted to all rows together: the share of its peak that Blackwell sustains, those of float8
-and MXFP8 of B200 and of B300, the gaps of a layer and of an expert, the rate of many experts' products on Blackwell, and 12%
-a year from release to release in narrow dtypes. The last two columns fit them again without the rows of one model, or
-of one source, and show the errors of those. Sources do not say everything: unsaid microbatches are 1, unsaid experts
-are evenly busy, unsaid recomputation is none (AutoModel: all of it where the run would not fit). These readings, and
-what the formulas have for other frameworks, were chosen with all rows in view; only constants are left out and refitted. The tail is of early
-releases and of short steps (Moonlight, 0.46 s), where the host decides.
+The error is |predicted tokens/s ÷ published tokens/s − 1|. tests/goldens/published_2026.csv has the rows with their
+sources; benchmarks/published_2026.py maps them to layouts. They were run with other frameworks (Megatron-Bridge, NeMo,
+AutoModel, torchtitan, MaxText). Between releases of a framework, the speed of the same layout differs by 6% in the
+median.
 
-MXFP8 and narrow experts are priced for this comparison alone: `train` has neither, and `plan` proposes neither.
+Ten constants are fitted to all rows together: the share of its peak that Blackwell sustains, the shares for float8 and
+MXFP8 on B200 and on B300, the gaps of a layer and of an expert, the rate of matmuls of many experts on Blackwell, and a
+gain of 12% a year between releases in narrow dtypes. For the last two columns, the constants are fitted again without
+the rows of one model, or of one source, and the errors are those of the rows that were left out.
+
+Sources do not give all settings. If they are not given, we assume 1 microbatch, evenly busy experts and no
+recomputation (for AutoModel: full recomputation if the run would not fit otherwise). These assumptions, and the
+formulas for other frameworks, were chosen with all rows in view; only the constants were left out and fitted again. The
+largest errors are those of early releases and of short steps (Moonlight, 0.46 s), whose time depends on the host.
+
+There are formulas for MXFP8 and narrow experts only for this comparison: `train` does not support them, and `plan` does
+not propose them.
 """.rstrip().split("\n")
 
 
@@ -69,7 +74,7 @@ def main(argv) -> None:
         return
     searched(*ROWS[0])                  # what the first call alone pays
     rows = [measure(*row) for row in ROWS]
-    lines = ["# Searching layouts", "", "Written by `python benchmarks/plan.py`; what is measured stands there.", "",
+    lines = ["# Searching layouts", "", "Written by `python benchmarks/plan.py`, which begins with what is measured and how.", "",
              machine.line("", "jax"), "",
              "| model | GPUs | tokens of a sequence | layouts tried | meshes and rule files that fit | CPU seconds |",
              "|---|---|---|---|---|---|", *rows]

@@ -49,7 +49,7 @@ def watched() -> dict[str, tuple[float, float]]:
         step = cpu_s(lambda number: (watch.step(number), watch.progress()))
         start = time.process_time()
         time.sleep(10 * STEP_S)
-        return {"watchdog: a step's calls": step,
+        return {"watchdog: its calls in a step": step,
                 "watchdog: its thread, in a step": (0.0, (time.process_time() - start) / 10)}
 
 
@@ -61,7 +61,7 @@ def accounted() -> dict[str, tuple[float, float]]:
             row = cpu_s(lambda number: (account.add_step(number, 1.0, 0.0), account.columns(time.perf_counter())))
             beat = sum(cpu_s(lambda number: this.beat(), 200)) * STEP_S / history.BEAT_S
             this.end("finished")
-        return {"goodput: a row's share": row, "goodput: the sign of life, in a step": (0.0, beat)}
+        return {"goodput: its share of a row": row, "goodput: the heartbeat, in a step": (0.0, beat)}
 
 
 def agreeing(address: str, index: int) -> dict[str, tuple[float, float]]:
@@ -72,8 +72,8 @@ def agreeing(address: str, index: int) -> dict[str, tuple[float, float]]:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     meet.start(find.Cluster(address, PROCESSES, index), 120, 100)
     agreement = agree.StopAgreement()
-    return {"agreement: nobody is late": cpu_s(lambda number: agreement.ask(False, 0.0), 300),
-            "agreement: each tells how late it is": cpu_s(
+    return {"agreement: no process is late": cpu_s(lambda number: agreement.ask(False, 0.0), 300),
+            "agreement: each process reports how late it is": cpu_s(
                 lambda number: agreement.ask(False, 1e-3 * (1 + number % 50)), 300)}
 
 
@@ -129,19 +129,20 @@ def main(argv) -> None:
     check = answer(alone("checked"))
     times = sum(check["check"]) / sum(check["x + 1"])
     rows[f"check of replicas every {EVERY} steps"] = times * 2 * HBM_BYTES / HBM_BYTES_PER_S / EVERY, 0.0
-    late = sum(own for name, (own, _) in rows.items() if name != "agreement: nobody is late")
+    late = sum(own for name, (own, _) in rows.items() if name != "agreement: no process is late")
     lines = ["# What it costs to be watched", "",
-             "Written by `python -m benchmarks.pods`; what is measured, and how, stands there.", "",
+             "The overhead of the watchdog, of the agreement between processes, of goodput and of replica checks.", "",
+             "Written by `python -m benchmarks.pods`, which begins with what is measured and how.", "",
              machine.line("", "jax"), "", "| | µs, the step's thread | of a step of 1 s | µs, other threads |",
              "|---|---:|---:|---:|"]
     lines += [f"| {name} | {1e6 * own:,.1f} | {own / STEP_S:.4%} | {1e6 * others:,.1f} |"
               for name, (own, others) in rows.items()]
-    lines += [f"| **all, with each telling how late it is** | {1e6 * late:,.1f} | **{late / STEP_S:.3%}** | |", "",
+    lines += [f"| **all, with each process reporting how late it is** | {1e6 * late:,.1f} | **{late / STEP_S:.3%}** | |", "",
               f"A check of replicas took {times:.2f} times the CPU seconds of `x + 1` over the same arrays "
-              f"({check['bytes'][0] / 1e6:,.0f} MB on {DEVICES} simulated devices). Its line is computed: as many "
-              f"times what `x + 1` takes over an H100's 80 GB at 3.35 TB/s, all of it replicated. It stands in the "
-              f"step's way; all else is done while the device works. The other threads of the agreement are those of "
-              f"the simulated devices and of Gloo.", ""]
+              f"({check['bytes'][0] / 1e6:,.0f} MB on {DEVICES} simulated devices). Its row is computed: {times:.2f} "
+              f"times the time of `x + 1` over the 80 GB of an H100 at 3.35 TB/s, if all of it is replicated. The check "
+              f"delays the step; all other work is done while the device computes. The other threads of the agreement "
+              f"are those of the simulated devices and of Gloo.", ""]
     Path(__file__).with_suffix(".md").write_text("\n".join(lines))
     print("\n".join(lines))
 

@@ -442,9 +442,9 @@ def table(path: Path = FILE) -> list[str]:
         lines.append("| " + " | ".join(cells) + " |")
     count, right, same = pairs(found)
     share = f" ({right / count:.0%})" if count else ""
-    lines += ["", f"Order: {right} of {count}{share} pairs of one model on equally many GPUs of one kind whose "
-              f"throughputs differ by more than 15%; {same} of the pairs are of one layout in two releases.", "",
-              f"Not priced: {len(left)} of {len(found) + len(left)} rows.", "", "| model | rows | reason |",
+    lines += ["", f"Order: {right} of {count} pairs{share} are in the right order. A pair is two runs of one model on the same number "
+              f"of GPUs of one kind whose throughputs differ by more than 15%; {same} of the pairs are the same layout in two releases.", "",
+              f"{len(left)} of {len(found) + len(left)} rows cannot be predicted:", "", "| model | rows | reason |",
               "|---|---|---|"]
     reasons = Counter((row.columns["model"], why) for row, why in left)
     return lines + [f"| {name} | {number} | {why} |" for (name, why), number in reasons.items()]

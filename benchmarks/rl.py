@@ -2,17 +2,18 @@
 
 Writes benchmarks/rl.md, or the part of it that is asked for.
 
-Words. Every seed takes the demonstrations of the quickstart, half of which are wrong, and then learns from three rewards:
-for reversed words, for copied ones, and by a coin that knows nothing. The share of reversed words among answers to
-held-out words must rise, vanish, and not rise. The first of them also runs on eight simulated devices, and has the same
-rewards step by step until the two runs' weights, which round otherwise in each step, decide one draw differently.
+Words. With every seed, a run learns the demonstrations of the quickstart, half of which are wrong. From its weights,
+three runs learn with different rewards: one for reversed words, one for copied words, and a coin that is independent of
+the answer. The share of reversed words among the answers to held-out words must rise with the first reward, vanish with
+the second and not rise with the third. The first run is repeated on eight simulated devices. It has the same rewards in
+each step until rounding, which differs between the two runs, changes a sampled token.
 
-Sums. The byte model of the quickstart adds numbers of three digits, a column at a time: "548+858=16 10 14 #### 1406".
-Who demonstrates it errs by one in every fifth column, so half of the demonstrations are wrong, and more of them teach
-nothing better. From these weights one run learns from the built-in reward `number`, which reads the last number alone,
-of sums that nobody has demonstrated; another takes more demonstrations, for as many seconds of the processors, the
-compilation included. Answers are drawn at temperature 1 to sums that neither saw: the share that is right, and of sums
-those of which one of eight answers is.
+Sums. The byte model of the quickstart adds numbers of three digits, column by column: "548+858=16 10 14 #### 1406". The
+demonstrations have an error of one in every fifth column. So half of them are wrong, and training on more of them does
+not help. From the weights after the demonstrations, one run learns with the built-in reward `number`, which reads only
+the last number of an answer, on sums without demonstrations. Another run continues with demonstrations for as many CPU
+seconds, including compilation. Then answers are sampled at temperature 1 for sums that neither run saw. The table has
+the share of right answers, and the share of sums for which at least one of eight answers is right.
 """
 from __future__ import annotations
 
@@ -94,12 +95,12 @@ def of_words(place: str, seeds: int) -> str:
     found = [words_learned(place, seed) for seed in range(seeds)]
     table = "\n".join(line for lines, _ in found for line in lines)
     return f"""
-| seed | reward | reversed before | reversed after, of 512 held-out words | step with 0.95 | seconds | of processors |
+| seed | reward | reversed before | reversed after, of 512 held-out words | first step with reward ≥ 0.95 | seconds | CPU seconds |
 |---|---|---|---|---|---|---|
 {table}
 
-Steps whose mean reward is the same on eight simulated devices (data 2 × fsdp 2 × tensor 2) to the last bit, of each seed:
-{", ".join(f"{share:.0%}" for _, share in found)}.
+Share of steps whose mean reward on eight simulated devices (data 2 × fsdp 2 × tensor 2) is the same to the last bit, for
+each seed: {", ".join(f"{share:.0%}" for _, share in found)}.
 """
 
 
@@ -179,9 +180,10 @@ def of_sums(place: str, seeds: int) -> str:
     right = write_sums(place)
     table = "\n".join(sums_learned(place, seed) for seed in range(seeds))
     return f"""
-{right:.1%} of {SUMS:,} demonstrations are right; {STEPS} steps of them, then 80 steps of 32 sums × 8 answers; {HELD_OUT} other sums × 8 answers.
+{right:.1%} of {SUMS:,} demonstrations are right. Training takes {STEPS} steps on demonstrations, then 80 steps of 32 sums × 8 answers.
+The test has {HELD_OUT} other sums × 8 answers.
 
-| seed | right after demonstrations | one of 8 | right after rewards | one of 8 | seconds of processors | right after more demonstrations | one of 8 | seconds | points between |
+| seed | right after demonstrations | one of 8 | right after rewards | one of 8 | CPU seconds | right after more demonstrations | one of 8 | CPU seconds | difference, points |
 |---|---|---|---|---|---|---|---|---|---|
 {table}
 """

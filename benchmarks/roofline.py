@@ -89,13 +89,13 @@ PUBLISHED = (
               "JAX-Toolbox, MaxText", CUDNN),
     Published(Case("Llama 3 8B, fsdp 8, remat selective", "llama3-8b.toml", 8, LLAMA_3.format(16, "selective")),
               "h100-96gb",
-              6_667, "torchtitan", FLASH_2["h100-96gb"], "theirs recomputes every second matmul, ours none"),
+              6_667, "torchtitan", FLASH_2["h100-96gb"], "theirs recomputes every second matmul, ours no matmul"),
     Published(Case("Llama 3 8B, fsdp 8, remat full", "llama3-8b.toml", 8, LLAMA_3.format(16, "full")),
               "h100-96gb", 6_667,
-              "torchtitan", FLASH_2["h100-96gb"], "theirs recomputes every second matmul, ours every one"),
+              "torchtitan", FLASH_2["h100-96gb"], "theirs recomputes every second matmul, ours every matmul"),
     Published(Case("Llama 3 8B, fsdp 128, remat selective", "llama3-8b.toml", 128, LLAMA_3.format(256, "selective")),
               "h100-96gb", 6_514, "torchtitan", FLASH_2["h100-96gb"],
-              "theirs recomputes every second matmul, ours none"),
+              "theirs recomputes every second matmul, ours no matmul"),
     Published(Case("Llama 2 70B, fsdp 128, 4,096 tokens", "llama3-8b.toml", 128,
                    "--model.preset llama3-70b --model.vocab_size "
                    "32000 --data.seq_len 4096 " + LLAMA_3.format(256, "full")), "a100-80gb", 410, "IBM fms-fsdp",
@@ -150,8 +150,8 @@ def with_table(gpu: str, case: Case) -> str:
     counted = flops.model_flops_per_token(table, cfg, made.run.data.seq_len)
     more = 6 * sum(info.size for info in table if info.role == "embedding")
     mfu = line_of(gpu, case, FLAT).mfu
-    return (f"MFU counts matrices that multiply. Counted as 6·N, with the table that is only looked up in N, "
-            f"{case.name} on {gpu} has {mfu * (1 + more / counted):.1%} at flat rates in place of {mfu:.1%}.")
+    return (f"MFU counts only matrices that are used in matmuls. If it counted 6·N, with the embedding table in N, "
+            f"{case.name} on {gpu} would have {mfu * (1 + more / counted):.1%} at flat rates instead of {mfu:.1%}.")
 
 
 def costliest(gpu: str, case: Case, count: int = 10) -> list[str]:
@@ -168,20 +168,22 @@ def written() -> str:
                if ("float8" not in case.words or not hardware.lacks_float8(hardware.get(gpu)))
                and ("mosaic" not in case.words or gpu in HOPPER)]
     lines = ["# The roofline of the shipped runs", "",
-             "Written by `python benchmarks/roofline.py`; how a step is priced stands in meshtrain/cost/program/roofline.py. "
+             "Written by `python benchmarks/roofline.py`. meshtrain/cost/program/roofline.py prices a step. "
              "Nothing here was measured.", "",
              machine.line("", "jax", "jaxlib"), "",
              *table(("GPU", "run", "s a step", "tokens/s a GPU", "MFU", *PARTS,
                      "communication, exposed", "contention",
                      "GiB a GPU", "s, flat rates", "MFU, flat rates"), shipped), "",
-             "Shares are those of the step. Rows hold packed documents of 2,000 tokens in the mean. Flat rates: "
+             "The shares are shares of the step time. Sequences are packed documents of 2,000 tokens on average. Flat rates "
+             "are a second set of assumptions, constant fractions of the peaks: "
              + ", ".join(f"{name} {value:g}" for name, value in FLAT.items()) + ". "
              + with_table("h100", SHIPPED[1]), "",
              *costliest("h100", SHIPPED[1]), ""]
     lines += ["## Published runs", "",
-              "Our program at the published layout, batch and recomputation, against the speed of theirs. A ratio "
-              "below 1 is the roofline's error and our program's together.", "",
-              *table(("from", "run", "GPUs", "published tokens/s a GPU", "predicted", "ratio", "what is not the same"),
+              "The roofline's prediction for our program, at the published layout, batch and recomputation, compared with "
+              "the published speed of another program. The ratio includes both the error of the roofline and the "
+              "difference between the two programs.", "",
+              *table(("from", "run", "GPUs", "published tokens/s a GPU", "predicted", "ratio", "differences"),
                      [compared(run) for run in PUBLISHED]), ""]
     return "\n".join(lines)
 

@@ -228,7 +228,7 @@ def calls(home: Path, count: int, seed: int, table: Table) -> int:
 
 
 def as_text(table: Table) -> str:
-    lines = ["| part | fault | met | at moments | named | not named | seconds: median, longest | silent, seconds | "
+    lines = ["| part | fault | faults | phase of the run | named | not named | seconds: median, longest | silent, seconds | "
              "wrong |", "|---|---|---|---|---|---|---|---|---|"]
     for (part, fault), line in sorted(table.items()):
         moments = ", ".join(f"{TOLD.get(name, name)} {number}" for name, number in line.moments.most_common())

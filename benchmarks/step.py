@@ -344,7 +344,7 @@ def report(run: config.Run, made, devices, contestants, aims, starts) -> str:
     needed = tokens * flops.model_flops_per_token(made.model.parameters(), run.model, run.data.seq_len)
     on_cpu, m = devices[0].platform == "cpu", run.model
     out = ["# The training step", "",
-           "Written by `python benchmarks/step.py`; what is measured, and how, stands there.", "",
+           "Written by `python benchmarks/step.py`, which begins with what is measured and how.", "",
            machine.line("" if on_cpu else devices[0].device_kind, "jax", "jaxlib", "optax"), "",
            f"Model: {sum(info.size for info in made.model.parameters()):,} parameters (embed {m.embed_dim}, "
            f"{m.num_layers} layers, heads {m.num_heads}/{m.num_kv_heads}, mlp {m.mlp_dim}, vocabulary {m.vocab_size}), "
@@ -372,9 +372,9 @@ def report(run: config.Run, made, devices, contestants, aims, starts) -> str:
     out += [f"| quickstart, command to first step, {cache} compilation cache | {s:.1f} s | – | < 20 s |"
             for cache, s in starts.items()]
     out += ["",
-            "Wall: seconds of the clock, which grow with whatever else the machine does; CPU: seconds of all threads. "
-            f"All in turns, {STEPS} steps each, medians of {ROUNDS} rounds. Memory: arguments and temporaries of the "
-            f"compiled step. The loop runs the compiled step of 1 device."]
+            "Wall: seconds of the clock, which other work on the machine makes longer. CPU: seconds of all threads. "
+            f"All run in turns, {STEPS} steps each; values are medians of {ROUNDS} rounds. Memory: arguments and "
+            f"temporaries of the compiled step. The loop runs the compiled step of 1 device."]
     return "\n".join(out) + "\n"
 
 

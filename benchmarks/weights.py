@@ -109,10 +109,10 @@ def main(argv) -> int:
             table.append(done.stdout.strip().splitlines()[-1])
             print(table[-1], flush=True)
     lines = ["# Model folders in and out", "",
-             "Written by `python benchmarks/weights.py`; what is measured, and how, stands there.", "",
+             "Written by `python benchmarks/weights.py`, which begins with what is measured and how.", "",
              machine.line("", "jax", "jaxlib"), "",
-             "Seconds for the whole folder, with the compiling of a program for each kind of tensor.", "",
-             "| written as | devices | GB | out, s | the disk's writing, s | in, s | the disk's reading, s |",
+             "Seconds for the whole folder, including the compilation of a program for each kind of tensor.", "",
+             "| written as | devices | GB | export, s | plain write to disk, s | load, s | plain read, s |",
              "|" + "---|" * 7, *table, ""]
     (ROOT / "benchmarks" / "weights.md").write_text("\n".join(lines))
     return 0
