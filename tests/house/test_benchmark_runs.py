@@ -110,7 +110,7 @@ def test_a_pipeline_of_sleeping_stages_is_measured(monkeypatch):
 def test_calls_of_the_watchdog_are_measured(monkeypatch):
     from benchmarks import pods
     monkeypatch.setattr(pods, "STEP_S", 0.01)
-    assert set(pods.watched()) == {"watchdog: a step's calls", "watchdog: its thread, in a step"}
+    assert set(pods.watched()) == {"watchdog: its calls in a step", "watchdog: its thread, in a step"}
 
 
 def test_weights_are_measured_out_and_in(tmp_path, monkeypatch):
