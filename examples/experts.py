@@ -1,4 +1,4 @@
-"""A mixture of experts in a pipeline whose schedule this file writes, trained by a loop of its own.
+"""A mixture of experts in a pipeline with a schedule and a training loop of this file.
 
     python examples/experts.py --layout ddp --mesh stage=2,data=2
 
@@ -40,7 +40,7 @@ def embed(ends, rows):
 
 
 def layer(w, x):
-    """Each row goes to its two best experts. All compute all rows, which is enough for four small experts."""
+    """Each row goes to its two best experts. All experts compute all rows, which is fast enough for four small experts."""
     scores = jax.nn.softmax(x @ w["router"])
     best = scores >= jax.lax.top_k(scores, 2)[0][:, -1:]
     h = jax.nn.relu(jnp.einsum("bd,edf->bef", x, w["up"]))

@@ -37,7 +37,7 @@ def normalize(x):
 
 
 def attend(q, k, v):
-    """Causal attention in time linear in T: sums over earlier tokens in place of scores."""
+    """Causal attention in time linear in T: it keeps sums over earlier tokens instead of scores."""
     q, k = jax.nn.elu(q) + 1, jax.nn.elu(k) + 1
     values = jnp.cumsum(jnp.einsum("BTNH,BTNV->BTNHV", k, v), 1)
     return jnp.einsum("BTNH,BTNHV->BTNV", q, values) / jnp.einsum("BTNH,BTNH->BTN", q, jnp.cumsum(k, 1))[..., None]

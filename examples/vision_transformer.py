@@ -2,11 +2,11 @@
 
     python examples/vision_transformer.py --layout zero1 --mesh data=4,tensor=2
 
-prints the loss of each step. An image shows a bright square in one of four quarters; the model tells which.
+prints the loss of each step. An image shows a bright square in one of four quarters; the model predicts the quarter.
 
     python examples/vision_transformer.py --layout zero1 --mesh data=16,tensor=4 --topology h100:64
 
-compiles a step for 64 GPUs that are not there, and prints its memory, traffic and time.
+compiles a step for 64 GPUs, without any GPU, and prints its memory, traffic and time.
 """
 import argparse
 
@@ -77,7 +77,7 @@ def train(layout, steps):
 
 
 def price(rules, sizes, topology):
-    """Return memory, traffic and time of a step on GPUs that are not there. The batch has B images for each GPU."""
+    """Return memory, traffic and time of a step on GPUs that this machine need not have. The batch has B images per GPU."""
     def make(mesh):
         layout, tx = mt.Layout(rules, dict(mesh.shape), mesh.devices.ravel()), optax.adam(1e-2)
         gradients = layout.gradients(mt.Stack(embed, layer, head), AXES)
