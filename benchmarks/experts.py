@@ -309,7 +309,7 @@ def learning_section() -> list[str]:
     out = [(name, *(f"{row['loss']:.4f}" for row in rows), f"**{mean(rows):.4f}**",
             *(max(row[key] for row in rows) if rows[0]["load"] else "–" for key in ("load", "late", "above", "last")))
            for name, rows in found.items()]
-    return [f"`{'` and `'.join(file for file, _ in RUNS.values())}` with `{' '.join(SMALL)}` and an MLP of width "
+    return [f"The two models are `{'` and `'.join(file for file, _ in RUNS.values())}` with `{' '.join(SMALL)}` and an MLP of width "
             f"256, or experts of width 128. Both have the same data, steps, learning rates and embedding. Their active "
             f"parameters are equal except for the routers. They ran on one device, because the loss is the same on any "
             f"layout. The seed columns have the loss on held-out text in nats per byte. The load is the number of tokens "
