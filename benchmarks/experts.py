@@ -98,8 +98,8 @@ def on_cpu() -> list[str]:
         out.append((c.name, f"{sum(info.size for info in parameters):,}", f"{active(made[c.name]):,}", *took, *ratios,
                     f"{c.peak_bytes / MIB:.0f} MiB", f"{c.compile_s:.1f} s"))
     m, d = dense.model, dense.data
-    return [f"One CPU device, {m.compute_dtype}, embed {m.embed_dim}, {m.num_layers} layers, {d.global_batch} "
-            f"sequences of {d.seq_len}. The dense MLP has width {MLP_DIM}; the experts of a token together have the same "
+    return [f"Measured on one CPU device in {m.compute_dtype}, with embed {m.embed_dim}, {m.num_layers} layers and "
+            f"{d.global_batch} sequences of {d.seq_len} tokens. The dense MLP has width {MLP_DIM}; the experts of a token together have the same "
             f"width. The models run in turns, {STEPS} steps each; values are medians of {ROUNDS} rounds. The aim is at "
             f"most {AIM} times the CPU seconds of the dense model. The optimizer updates all parameters, active or not.", "",
             *table(("model", "parameters", "active", "step, CPU", "step, wall", "÷ dense, CPU",
@@ -179,7 +179,7 @@ def dispatch_section() -> list[str]:
             for method in METHODS:
                 rows.append((shape.name, num_shards, method, *measured(shape, num_shards, method)))
                 print(" · ".join(map(str, rows[-1])), file=sys.stderr)
-    return [f"One of {DEPTH} layers, forward and backward with remat full, {TOKENS:,} tokens a GPU in bfloat16, compiled "
+    return [f"Values are for one of {DEPTH} layers, forward and backward with remat full, {TOKENS:,} tokens a GPU in bfloat16, compiled "
             "for H100. Experts are split over `fsdp`; all other weights are whole on every GPU. With `zero3`, the "
             "experts' matrices are gathered, and no token is sent. Sent: the bytes that a GPU sends for tokens, choices, "
             "and the weights and gradients of experts, if one round is enough. The formula is that of "
