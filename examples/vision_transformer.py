@@ -77,7 +77,7 @@ def train(layout, steps):
 
 
 def price(rules, sizes, topology):
-    """Return memory, traffic and time of a step on GPUs that this machine need not have. The batch has B images per GPU."""
+    """Return memory, traffic and time of a step on GPUs that may be absent. The batch has B images per GPU."""
     def make(mesh):
         layout, tx = mt.Layout(rules, dict(mesh.shape), mesh.devices.ravel()), optax.adam(1e-2)
         gradients = layout.gradients(mt.Stack(embed, layer, head), AXES)
