@@ -127,7 +127,7 @@ def main(argv) -> int:
         rows.append(f"| {name} | {chunks} | {measured:.3f} | {modelled:.3f} | {aim:.2f} | {apart(schedule):.3f} |")
         print(rows[-1], file=sys.stderr)
     out = ["# The bubble that really happens", "",
-           "Written by `python benchmarks/bubble.py`, which begins with what is measured and how.", "",
+           "Written by `python benchmarks/bubble.py`. The first lines of this script say what is measured and how.", "",
            machine.line("", "jax"), "",
            f"{STAGES} stages, {MICROBATCHES} microbatches. The forward (F), input gradient (B) and weight gradient (W) of a "
            f"stage sleep {STAGE_S * 1e3:.0f} ms each; those of a chunk sleep their share of it. Wall seconds, fastest "

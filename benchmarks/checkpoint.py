@@ -134,7 +134,7 @@ def report(results: dict[str, dict[str, float]]) -> str:
     device = jax.devices()[0].device_kind
     lines = [
         "# Checkpoints", "",
-        "Written by `python benchmarks/checkpoint.py`, which begins with what is measured and how.", "",
+        "Written by `python benchmarks/checkpoint.py`. The first lines of this script say what is measured and how.", "",
         machine.line("" if device == "cpu" else device, "jax", "orbax-checkpoint", "xxhash"), "",
         f"Wall seconds, because the work of a disk is not CPU time. Medians of {ROUNDS}, in turns; before each turn, "
         f"all earlier writes are on the disk.", "",

@@ -110,7 +110,7 @@ def report(results: list[dict[str, float]]) -> str:
     }
     return "\n".join([
         "# Commits of many processes", "",
-        "Written by `python benchmarks/commit.py`, which begins with what is measured and how.", "",
+        "Written by `python benchmarks/commit.py`. The first lines of this script say what is measured and how.", "",
         machine.line("", "jax", "orbax-checkpoint", "xxhash"), "",
         "| processes | " + " | ".join(f"{r['processes']:,}" for r in results) + " |", "|---|" + "---|" * len(results),
         *(f"| {name} | " + " | ".join(row(r) for r in results) + " |" for name, row in rows.items()), "",

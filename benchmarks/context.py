@@ -178,7 +178,7 @@ def main(argv) -> int:
 
 def heading(devices, on_cpu: bool) -> list[str]:
     out = ["# Context parallelism", "",
-           "Written by `python benchmarks/context.py`, which begins with what is measured and how.", "",
+           "Written by `python benchmarks/context.py`. The first lines of this script say what is measured and how.", "",
            machine.line(f"{len(devices)} {'simulated devices' if on_cpu else '× ' + devices[0].device_kind}",
                         "jax", "jaxlib"), ""]
     if on_cpu:

@@ -223,7 +223,7 @@ def main(argv) -> None:
     models = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
     (ROOT / "benchmarks" / "data.md").write_text(f"""# The loader
 
-Written by `python benchmarks/data.py`, which begins with what is measured and how.
+Written by `python benchmarks/data.py`. The first lines of this script say what is measured and how.
 
 {datetime.date.today()} · {os.cpu_count()} CPU cores ({models[0] if models else platform.machine()}) \
 · Python {platform.python_version()} · numpy {version("numpy")} · grain {version("grain")}

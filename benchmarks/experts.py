@@ -355,7 +355,7 @@ def written(page: str, name: str, lines: list[str]) -> str:
     """The page with that section anew; the others stay, in the order of SECTIONS."""
     kept = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", page, re.MULTILINE))
     kept[SECTIONS[name][0]] = "\n".join(["", *lines, ""])
-    parts = ["# Experts\n\nWritten by `python benchmarks/experts.py`, which begins with what is measured and how.\n"]
+    parts = ["# Experts\n\nWritten by `python benchmarks/experts.py`. The first lines of this script say what is measured and how.\n"]
     return "\n".join(parts + [f"## {title}\n{kept[title].rstrip()}\n"
                               for title, _ in SECTIONS.values() if title in kept])
 

@@ -145,7 +145,7 @@ def main(argv) -> int:
     devices = local_devices.start(config.Run(run=config.Identity(compilation_cache="")))[:1]
     table = [measure(*case, devices) for case in CASES]
     lines = ["# Generation", "",
-             "Written by `python benchmarks/generate.py`, which begins with what is measured and how.", "",
+             "Written by `python benchmarks/generate.py`. The first lines of this script say what is measured and how.", "",
              machine.line("" if devices[0].platform == "cpu" else devices[0].device_kind, "jax", "jaxlib"), "",
              f"Prompts of {PROMPT} tokens, {NEW} new tokens. The machine was shared, so rates can be compared only within "
              "a row.", "",

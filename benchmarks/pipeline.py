@@ -295,7 +295,7 @@ def report(run: config.Run, made, devices, contestants, ideal) -> str:
     base = {c.remat: c for c in contestants if c.name == BASELINE}
     cpu_ratio = partial(ratio, of="cpu_times")
     out = ["# Pipelines against autodiff GPipe", "",
-           "Written by `python benchmarks/pipeline.py`, which begins with what is measured and how.", "",
+           "Written by `python benchmarks/pipeline.py`. The first lines of this script say what is measured and how.", "",
            machine.line(f"{run.mesh.stage} {kind}", "jax", "jaxlib"), "",
            f"Model: {sum(info.size for info in made.model.parameters()):,} parameters (embed {m.embed_dim}, "
            f"{m.num_layers} layers, mlp {m.mlp_dim}, vocabulary {m.vocab_size}), {m.compute_dtype}; {run.mesh.stage} "
@@ -329,7 +329,7 @@ def report(run: config.Run, made, devices, contestants, ideal) -> str:
             "- FLOPs: matmuls that one device executes in the compiled program. Ideal: FLOPs without recomputation and "
             "masked ticks. Table: the number of ticks of the schedule × the FLOPs that plain autodiff needs for a "
             "layer's forward and backward with this remat.",
-            "- Wall: seconds of the clock. CPU: seconds of all threads. Times are medians, and ratios medians of "
+            "- Wall: seconds of the clock. CPU: seconds of all threads. Times are medians, and ratios are medians of "
             f"{ROUNDS} rounds. Compile: tracing and compiling, the fastest of {COMPILES}.",
             "- Simulated devices share the cores. So masked ticks cost time, and a bubble costs none. Other work on the "
             "machine affects CPU seconds less than wall seconds."]

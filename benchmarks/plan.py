@@ -74,7 +74,7 @@ def main(argv) -> None:
         return
     searched(*ROWS[0])                  # what the first call alone pays
     rows = [measure(*row) for row in ROWS]
-    lines = ["# Searching layouts", "", "Written by `python benchmarks/plan.py`, which begins with what is measured and how.", "",
+    lines = ["# Searching layouts", "", "Written by `python benchmarks/plan.py`. The first lines of this script say what is measured and how.", "",
              machine.line("", "jax"), "",
              "| model | GPUs | tokens of a sequence | layouts tried | meshes and rule files that fit | CPU seconds |",
              "|---|---|---|---|---|---|", *rows]

@@ -132,7 +132,7 @@ def main(argv) -> None:
     late = sum(own for name, (own, _) in rows.items() if name != "agreement: no process is late")
     lines = ["# What it costs to be watched", "",
              "The overhead of the watchdog, of the agreement between processes, of goodput and of replica checks.", "",
-             "Written by `python -m benchmarks.pods`, which begins with what is measured and how.", "",
+             "Written by `python -m benchmarks.pods`. The first lines of this script say what is measured and how.", "",
              machine.line("", "jax"), "", "| | µs, the step's thread | of a step of 1 s | µs, other threads |",
              "|---|---:|---:|---:|"]
     lines += [f"| {name} | {1e6 * own:,.1f} | {own / STEP_S:.4%} | {1e6 * others:,.1f} |"

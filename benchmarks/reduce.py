@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     steps = parser.parse_args(argv).steps
     losses = {name: train(name, steps) for name in RUNS}
     PAGE.write_text("\n".join(["# Losses with gradients reduced in bfloat16", "",
-                               "Written by `python -m benchmarks.reduce`, which begins with what runs and how.", "",
+                               "Written by `python -m benchmarks.reduce`. The first lines of this script say what runs and how.", "",
                                machine.line("", "jax"), "", table(losses), ""]), encoding="utf-8")
     return 0
 

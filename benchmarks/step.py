@@ -344,7 +344,7 @@ def report(run: config.Run, made, devices, contestants, aims, starts) -> str:
     needed = tokens * flops.model_flops_per_token(made.model.parameters(), run.model, run.data.seq_len)
     on_cpu, m = devices[0].platform == "cpu", run.model
     out = ["# The training step", "",
-           "Written by `python benchmarks/step.py`, which begins with what is measured and how.", "",
+           "Written by `python benchmarks/step.py`. The first lines of this script say what is measured and how.", "",
            machine.line("" if on_cpu else devices[0].device_kind, "jax", "jaxlib", "optax"), "",
            f"Model: {sum(info.size for info in made.model.parameters()):,} parameters (embed {m.embed_dim}, "
            f"{m.num_layers} layers, heads {m.num_heads}/{m.num_kv_heads}, mlp {m.mlp_dim}, vocabulary {m.vocab_size}), "

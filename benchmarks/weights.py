@@ -109,7 +109,7 @@ def main(argv) -> int:
             table.append(done.stdout.strip().splitlines()[-1])
             print(table[-1], flush=True)
     lines = ["# Model folders in and out", "",
-             "Written by `python benchmarks/weights.py`, which begins with what is measured and how.", "",
+             "Written by `python benchmarks/weights.py`. The first lines of this script say what is measured and how.", "",
              machine.line("", "jax", "jaxlib"), "",
              "Seconds for the whole folder, including the compilation of a program for each kind of tensor.", "",
              "| written as | devices | GB | export, s | plain write to disk, s | load, s | plain read, s |",
