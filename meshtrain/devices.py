@@ -47,8 +47,8 @@ ON_GPUS = (
             "share of a GPU's memory that a run uses; jax's default is 0.75"),
     Default("NCCL_DEBUG", "WARN", "NCCL prints the reason of a failure; by default it prints nothing"),
     Default("--xla_gpu_execution_terminate_timeout", "30m",
-            "ends a process whose GPU program is stuck, e.g. in a collective whose peer hangs; by default it never "
-            "ends"),
+            "ends a process whose GPU program is stuck, e.g. in a collective whose peer hangs; by default such a "
+            "process never ends"),
     Default("--xla_gpu_nccl_termination_timeout_seconds", "1800",
             "ends a process if not all processes join the setup of a group of GPUs"),
 )
@@ -84,8 +84,8 @@ GUARDED, CHECKED = "a run moves small arrays itself", "a step that is not finite
 # program (levels of optimization); they must be equal in all processes.
 OF_JAX = (
     JaxSetting("jax_default_prng_impl", PRNG, "used by initialization; the bits of `rbg` depend on the layout"),
-    JaxSetting("jax_threefry_partitionable", True, "makes its bits independent of the layout"),
-    JaxSetting("jax_random_seed_offset", 0, "would be added to `run.seed`"),
+    JaxSetting("jax_threefry_partitionable", True, "makes the bits of threefry independent of the layout"),
+    JaxSetting("jax_random_seed_offset", 0, "another offset would be added to `run.seed`"),
     JaxSetting("jax_default_matmul_precision", None, "each product sets its own precision"),
     JaxSetting("jax_allow_f16_reductions", True, "sums that need float32 request it"),
     JaxSetting("jax_enable_x64", False, "dtypes are those of the run file"),
@@ -97,14 +97,14 @@ OF_JAX = (
     JaxSetting("jax_custom_jvp3", False, "experimental"),
     JaxSetting("jax_custom_vjp3", False, "experimental: prevents tracing a step"),
     JaxSetting("jax_disable_jit", False, "programs are compiled before they run"),
-    JaxSetting("jax_no_tracing", False, "as above"),
-    JaxSetting("jax_no_execution", False, "a run would compute nothing"),
+    JaxSetting("jax_no_tracing", False, "programs are traced before they run"),
+    JaxSetting("jax_no_execution", False, "with `True` a run would compute nothing"),
     JaxSetting("jax_check_tracer_leaks", False, "makes `generate` fail"),
     JaxSetting("jax_debug_nans", False, f"NaN marks layers without experts; {CHECKED}"),
     JaxSetting("jax_debug_infs", False, f"infinity masks scores; {CHECKED}"),
     JaxSetting("jax_error_checking_behavior_nan", "ignore", CHECKED),
     JaxSetting("jax_error_checking_behavior_divide", "ignore", CHECKED),
-    JaxSetting("jax_error_checking_behavior_oob", "ignore", "its programs cannot be compiled ahead of time"),
+    JaxSetting("jax_error_checking_behavior_oob", "ignore", "other values prevent compilation ahead of time"),
     JaxSetting("jax_transfer_guard", None, GUARDED),
     JaxSetting("jax_transfer_guard_host_to_device", None, GUARDED),
     JaxSetting("jax_transfer_guard_device_to_device", None, GUARDED),
