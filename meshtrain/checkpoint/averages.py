@@ -50,7 +50,7 @@ class CheckpointMean:
         """Return the shares as text, a line for each checkpoint."""
         counts = itertools.accumulate(reversed(self.shares))
         rows = zip(self.saved, self.shares, reversed(list(counts)), strict=True)
-        return "\n".join(f"step {saved.step}: share {share:.4f}; updates before it count {count:.4f}"
+        return "\n".join(f"step {saved.step}: share {share:.4f}; the updates up to it have the weight {count:.4f}"
                          for saved, share, count in rows)
 
     def leaf(self, wanted: Mapping[str, jax.ShapeDtypeStruct], *, merge: bool,
@@ -101,8 +101,8 @@ def open_last(run_dir: str, count: int, step: int, shape: str | Sequence[float])
         assert checkpoints is not None
         if fault := checkpoints.fault(wanted, only_params=True):
             raise agree.mark_agreed(ConfigError(
-                f"{option}: {checkpoints.path_of(wanted)} is damaged ({fault}), and a mean without it would be another "
-                f"one; average the checkpoints before it (--step) or after it, or remove it"))
+                f"{option}: {checkpoints.path_of(wanted)} is damaged ({fault}), and the mean of the others is a "
+                "different model; average the checkpoints before it (--step) or after it, or remove it"))
         saved.append(checkpoints.open(wanted))
     *others, last = saved
     for other in others:
@@ -118,4 +118,4 @@ def _check_alike(option: str, one: Saved, last: Saved) -> None:
         if ours.get(name) != theirs.get(name):
             raise agree.mark_agreed(ConfigError(
                 f"{option}: {name} is {ours.get(name, 'absent')} in step {one.step} and {theirs.get(name, 'absent')} "
-                f"in step {last.step}; only checkpoints of one model have a mean: average fewer"))
+                f"in step {last.step}; only checkpoints of one model can be averaged: average fewer"))

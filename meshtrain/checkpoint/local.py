@@ -163,7 +163,7 @@ class LocalCheckpoints(BackgroundSaves):
             new = {"run": run, "at": at, "start": secrets.token_hex(8), "from": since}
             files.attempt(lambda: files.replace(self._lineage_file, json.dumps(new)),
                           f"{self._lineage_file} cannot be written",
-                          "give a run.dir that can", ConfigError)
+                          "give a run.dir that can be written", ConfigError)
             return new
 
         self._lineage = agree.on_first(write)

@@ -109,7 +109,7 @@ class Index:
         object's pieces, from `by_object`."""
         size = self.objects[name]
         if len(content) != size:
-            return f" has {len(content)} bytes, {size} were written"
+            return f" has {len(content)} bytes, but {size} were written"
         ends = [*(entry[3] for entry in entries[1:]), size]
         wrong = [start for (_, _, _, start, checksum), end in zip(entries, ends)
                  if xxhash.xxh3_64_hexdigest(content[start:end]) != checksum]

@@ -185,9 +185,8 @@ def check_tokenizer(run: Run, start: Start, tokenizer: Tokenizer) -> None:
     """Check that the tokenizer is that of the run, before tokenizing, which may take hours. Raises: ConfigError if the
     tokenizer differs."""
     if (data := start.value_of("data")) and data["tokenizer"] != [tokenizer.key, tokenizer.bos]:
-        raise ConfigError(f"data.tokenizer={json.dumps(run.data.tokenizer)} is not the one that the run in "
-                          f"{run.run.dir} was trained with (compared by its content); give that one, or another "
-                          f"run.name")
+        raise ConfigError(f"data.tokenizer={json.dumps(run.data.tokenizer)} has another content than the tokenizer of "
+                          f"the run in {run.run.dir}; give the run's tokenizer, or another run.name")
 
 
 def check_data(run: Run, start: Start, fingerprint: str) -> None:
@@ -259,7 +258,7 @@ def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalCheckpoi
 def _write(directory: Path, write: Callable[[], Value]) -> Value:
     """Call write() in process 0, with retries; return its value in every process."""
     return agree.on_first(lambda: files.attempt(write, f"run.dir={directory} cannot be written",
-                                                "give a directory that can", ConfigError))
+                                                "give a directory that can be written", ConfigError))
 
 
 def checkpoints_of(run_dir: str, claim: rundir.Claim | None = None, **keys) -> Checkpoints:
@@ -356,9 +355,9 @@ def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple
             switched = name == "training.mtp_weight" and bool(was) != bool(new)
             if switched or rule(name) == STAYS or name == "optimizer.groups" and _rules_of(was) != _rules_of(new):
                 refused.append(f"{name}={json.dumps(new)}, but the run in {run.run.dir} has {json.dumps(was)}; on "
-                               f"resume the model, [lora], the data, the optimizer's name and dtype and run.seed must "
-                               f"stay: change it back, or give another run.name (checkpoint.init_from takes the "
-                               f"weights along)")
+                               "resume the model, [lora], the data, the optimizer's name and dtype and run.seed must "
+                               "stay: change it back, or give another run.name (with checkpoint.init_from to keep the "
+                               "weights)")
             elif rule(name) == RECORDED:
                 recorded.append((name, was, new))
     if refused:

@@ -97,8 +97,8 @@ def cluster(section: config.Distributed, environ: Mapping[str, str]) -> Cluster 
         cluster_here = cluster_here and dataclasses.replace(cluster_here, token=_token(environ, (*OWN_STARTS, *STARTS)))
     if address and cluster_here is None:
         raise ConfigError(f"distributed.coordinator_address={address} is for several processes, but no launcher's "
-                          f"environment has the index of this process; give distributed.num_processes and "
-                          f"distributed.process_id too")
+                          "environment gives the index of this process; give distributed.num_processes and "
+                          "distributed.process_id too")
     return cluster_here if cluster_here is not None and cluster_here.count > 1 else None
 
 
@@ -135,9 +135,9 @@ def _of_environment(environ: Mapping[str, str], address: str) -> Cluster | None:
         return _slurm(environ, address) if srun else _mpiexec(environ, address, ranks)
     alone = [name for name in (*(ranks.rank for ranks in RANKS), *RANK_ALONE) if name in environ]
     if alone and "SLURM_PROCID" not in environ:       # salloc's shell may have one
-        raise ConfigError(f"{_join(environ, alone)} is one process of a launcher, but no variable has their number; "
-                          f"give --distributed.coordinator_address HOST:PORT, --distributed.num_processes and "
-                          f"--distributed.process_id, or unset {', '.join(alone)} for a single process")
+        raise ConfigError(f"{_join(environ, alone)} is one process of a launcher, but no variable gives the number of "
+                          "processes; give --distributed.coordinator_address HOST:PORT, --distributed.num_processes "
+                          f"and --distributed.process_id, or unset {', '.join(alone)} for a single process")
     return None
 
 

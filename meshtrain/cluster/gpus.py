@@ -30,8 +30,8 @@ def own(local_index: int, local_count: int, environ: Mapping[str, str]) -> tuple
         return (local_index,)
     if seen % local_count:
         raise ConfigError(f"{local_count} processes on {socket.gethostname()} cannot share its {seen} GPUs evenly; "
-                          f"start {_divisors(seen)} per host, or show them a multiple of {local_count} "
-                          f"(CUDA_VISIBLE_DEVICES)")
+                          f"start {_divisors(seen)} per host, or make a multiple of {local_count} GPUs visible "
+                          "(CUDA_VISIBLE_DEVICES)")
     each = seen // local_count
     return tuple(range(local_index * each, (local_index + 1) * each))
 

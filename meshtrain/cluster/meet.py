@@ -112,7 +112,7 @@ def _receive(cluster: Cluster, timeout_s: float) -> None:
                 tell_at = now + TELL_AGAIN_S
                 missing = sorted(set(range(1, cluster.count)) - arrived.keys())
                 _tell(f"still waiting, up to {deadline - now:.0f} s more: {name_processes(missing)} of {cluster.count} "
-                      f"{'has' if len(missing) == 1 else 'have'} not come to {cluster.coordinator} within "
+                      f"{'has' if len(missing) == 1 else 'have'} not connected to {cluster.coordinator} within "
                       f"{now - began:.0f} s")
             for key, _ in selector.select(max(min(deadline, tell_at) - now, 0)):
                 connection: socket.socket = key.fileobj     # type: ignore[assignment]
@@ -154,7 +154,7 @@ def _report_stranger(cluster: Cluster, about: dict, strangers: dict[str, str]) -
     first MOST_LISTED processes are reported."""
     if _where(about) not in strangers and len(strangers) < MOST_LISTED:
         strangers[_where(about)] = f"process {about['index']} ({_where(about)}) of {about['token'] or 'no job'}"
-        _tell(f"turned away at {cluster.coordinator}: {strangers[_where(about)]}; this is {cluster.token or 'no job'}")
+        _tell(f"rejected at {cluster.coordinator}: {strangers[_where(about)]}; this is {cluster.token or 'no job'}")
 
 
 def _contradiction(cluster: Cluster, about: dict, before: dict | None) -> str | None:
@@ -166,7 +166,7 @@ def _contradiction(cluster: Cluster, about: dict, before: dict | None) -> str | 
                 f"({_where(first)}) has {cluster.count}; start all with the same number, and check that no older start "
                 f"is running")
     if index == 0 or before is not None and _where(before) != _where(about):
-        return (f"distributed.process_id={index} came twice: {_where(before or first)} and {_where(about)}; "
+        return (f"two processes have distributed.process_id={index}: {_where(before or first)} and {_where(about)}; "
                 f"give each process its own, 0 to {cluster.count - 1}, and check that no earlier start is running")
     return None
 
@@ -179,7 +179,7 @@ def _arrive(cluster: Cluster, timeout_s: float) -> None:
     while (left_s := deadline - time.monotonic()) > 0:
         if cluster.index == 1 and not warned and timeout_s - left_s >= TELL_AFTER_S:      # one process reports for all
             warned = True
-            _tell(f"still waiting, up to {left_s:.0f} s more: process 0 of {cluster.count} has not come to "
+            _tell(f"still waiting, up to {left_s:.0f} s more: process 0 of {cluster.count} has not answered at "
                   f"{cluster.coordinator} within {timeout_s - left_s:.0f} s ({why})")
         try:
             with socket.create_connection((cluster.loopback or cluster.host, cluster.port),
@@ -197,9 +197,9 @@ def _arrive(cluster: Cluster, timeout_s: float) -> None:
                 return
             why = "another program listens there" if line else "the connection was lost"
         time.sleep(min(0.2, max(deadline - time.monotonic(), 0)))
-    raise PeerError(f"process 0 of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:g} s "
+    raise PeerError(f"process 0 of {cluster.count} did not answer at {cluster.coordinator} within {timeout_s:g} s "
                     f"({why}); this is process {cluster.index} ({_where(_about(cluster))}). Check the output of "
-                    f"process 0, and whether it runs on that host and this host can reach the port")
+                    "process 0, and whether it runs on that host and this host can reach the port")
 
 
 def _listen(cluster: Cluster) -> socket.socket:
@@ -269,10 +269,10 @@ def _tell(words: str) -> None:
 def _missing(cluster: Cluster, here: list[dict], timeout_s: float, strangers: list[str]) -> str:
     came = {about["index"]: f"{about['index']} ({_where(about)})" for about in here}
     missing = [str(index) for index in range(cluster.count) if index not in came]
-    return (f"{name_processes(missing)} of {cluster.count} did not come to {cluster.coordinator} within {timeout_s:g} "
-            f"s; there {'is' if len(came) == 1 else 'are'} {_enumerate([came[index] for index in sorted(came)])}. "
-            "Read the output of the missing processes, and check that their hosts reach that address"
-            + (f". Turned away, because this is {cluster.token or 'no job'}: {_enumerate(strangers)}"
+    return (f"{name_processes(missing)} of {cluster.count} did not connect to {cluster.coordinator} within "
+            f"{timeout_s:g} s; connected: {_enumerate([came[index] for index in sorted(came)])}. Read the output of "
+            "the missing processes, and check that their hosts reach that address"
+            + (f". Rejected, because this is {cluster.token or 'no job'}: {_enumerate(strangers)}"
                if strangers else ""))
 
 

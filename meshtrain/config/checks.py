@@ -129,8 +129,8 @@ def _check_rl(run: Run) -> Iterator[str]:
         for check in conflicts.RL:
             yield from check(run)
     elif given := [f"rl.{key}={toml(value)}" for key, value in rl if value != type(rl).model_fields[key].default]:
-        yield (f"{join(given, 'and')}: [rl] is not read by training.objective={toml(run.training.objective)}; use "
-               f'"rl", or leave it out')
+        yield (f"{join(given, 'and')}: only training.objective=\"rl\" reads section [rl], not "
+               f'{toml(run.training.objective)}; use "rl", or leave the section out')
 
 
 def _check_distill(run: Run) -> Iterator[str]:
@@ -139,8 +139,8 @@ def _check_distill(run: Run) -> Iterator[str]:
             yield from check(run)
     elif given := [f"distill.{key}={toml(value)}" for key, value in run.distill
                    if value != type(run.distill).model_fields[key].default]:
-        yield (f"{join(given, 'and')}: [distill] is not read by training.objective="
-               f'{toml(run.training.objective)}; use "distill", or leave it out')
+        yield (f"{join(given, 'and')}: only training.objective=\"distill\" reads section [distill], not "
+               f'{toml(run.training.objective)}; use "distill", or leave the section out')
 
 
 def is_address(text: str) -> bool:
@@ -217,7 +217,8 @@ def notes(run: Run) -> list[str]:
     starts."""
     lines = layouts.notes(run) + unused.messages(run) + note_custom(run)
     if not any(getattr(run, section).model_fields_set for section in ("model", "training", "optimizer")):
-        lines.append("the run file has no key of [model], [training] and [optimizer]: the run trains the default model")
+        lines.append("the run file sets nothing in [model], [training] or [optimizer]: the run trains the default "
+                     "model")
     if run.model.vocab_size > 16 * BYTE_VOCAB and _reads_bytes(run):
         lines.append(f'data.tokenizer="bytes" uses {BYTE_VOCAB} of model.vocab_size={run.model.vocab_size} ids; '
                      "give data.tokenizer the path of the model's tokenizer.json")
@@ -229,8 +230,8 @@ def notes(run: Run) -> list[str]:
     if run.lora.rank and not run.checkpoint.init_from:
         lines.append(f"lora.rank={run.lora.rank} without checkpoint.init_from freezes random weights")
     if run.lora.rank and run.experts.bias_rate:
-        lines.append(f"experts.bias_rate={run.experts.bias_rate} moves no bias: lora.rank={run.lora.rank} freezes "
-                     f"the routers, too")
+        lines.append(f"experts.bias_rate={run.experts.bias_rate} has no effect: lora.rank={run.lora.rank} freezes the "
+                     "routers and their biases")
     if run.lora.rank and run.model.param_dtype == "float32" != run.model.compute_dtype:
         lines.append('model.param_dtype="float32" stores the frozen weights in 4 bytes each; "bfloat16" takes 2, and '
                      'keeps every bit of a bfloat16 folder')

@@ -87,18 +87,21 @@ CHECKPOINT: tuple[Check, ...] = (
 
 EXPERTS: tuple[Check, ...] = (
     Conflict(lambda run: run.model.shared_expert_gate and not run.model.shared_expert_dim,
-             "{model.shared_expert_gate}: there is no shared MLP", "give model.shared_expert_dim, or leave it out"),
+             "{model.shared_expert_gate} needs a shared MLP, but model.shared_expert_dim=0",
+             "give its width, or leave shared_expert_gate out"),
     Conflict(lambda run: run.experts.bias_rate and run.model.router_bias == "logits",
-             "{experts.bias_rate} moves biases that affect only the choice, but {model.router_bias} has none",
+             "{experts.bias_rate} moves biases of the experts' choice, but those of {model.router_bias} are trained",
              "leave one out"),
     Conflict(lambda run: run.experts.bias_rule != "sign" and not run.experts.bias_rate,
-             "{experts.bias_rule}: no bias moves with experts.bias_rate=0", "give it, e.g. 0.02, or leave this out"),
+             "{experts.bias_rule} has no effect with experts.bias_rate=0",
+             "use e.g. experts.bias_rate=0.02, or leave bias_rule out"),
     Conflict(lambda run: run.experts.bias_warmup and not run.experts.bias_rate,
-             "{experts.bias_warmup}: no bias moves with experts.bias_rate=0", "give it, e.g. 0.001, or leave this out"),
+             "{experts.bias_warmup} has no effect with experts.bias_rate=0",
+             "use e.g. experts.bias_rate=0.001, or leave bias_warmup out"),
     Conflict(lambda run: run.experts.bias_warmup and run.lora.rank,
-             "{experts.bias_warmup}: biases are frozen with {lora.rank}", "leave it out"),
+             "{experts.bias_warmup} has no effect, because {lora.rank} freezes the routers' biases", "leave it out"),
     Conflict(lambda run: run.experts.bias_warmup and run.checkpoint.init_optimizer,
-             "{experts.bias_warmup} starts with a fresh optimizer, but {checkpoint.init_optimizer} loads another "
+             "{experts.bias_warmup} starts with a new optimizer state, but {checkpoint.init_optimizer} loads another "
              "run's", "leave one out"),
 )
 
@@ -119,13 +122,13 @@ TRAINING: tuple[Check, ...] = (
 
 GROUPS: tuple[Check, ...] = (
     Conflict(lambda run: run.optimizer.groups.preset and not run.optimizer.groups.base,
-             'optimizer.groups: preset="mup" divides the learning rate by how much wider the model is than a base',
-             'add the base at whose width the rate was found, e.g. base = "small.toml"'),
+             'optimizer.groups: preset="mup" divides the learning rate by the width over that of a base model',
+             'name the model for which the rate was tuned, e.g. base = "small.toml"'),
     Conflict(lambda run: run.optimizer.groups.base and not run.optimizer.groups.preset,
              "optimizer.groups: base has no effect without a preset", 'add preset = "mup", or leave it out'),
     Conflict(lambda run: run.optimizer.groups.preset and run.lora.rank,
-             'optimizer.groups: preset="mup" is about training all weights from their initialization, but {lora.rank}',
-             "leave one of them out"),
+             'optimizer.groups: preset="mup" is for training all weights from their initialization, but {lora.rank} '
+             "trains adapters", "leave one of them out"),
 )
 
 QK_CLIP: tuple[Check, ...] = (
@@ -140,10 +143,10 @@ QK_CLIP: tuple[Check, ...] = (
 
 MTP: tuple[Check, ...] = (
     Conflict(lambda run: run.model.position == "learned",
-             "{model.mtp_layers} reads tokens further ahead at the positions of earlier ones, which {model.position} "
-             "would embed wrongly", 'use model.position="rope", or model.mtp_layers=0'),
+             "{model.mtp_layers} feeds later tokens at the positions of earlier ones, so {model.position} would embed "
+             "wrong positions", 'use model.position="rope", or model.mtp_layers=0'),
     Conflict(lambda run: not pattern.mixer(pattern.depth_kind(run.model).mixer).attends,
-             "{model.mtp_layers} has layers like the last one with attention, but no layer has it ({model.mixers})",
+             "{model.mtp_layers} adds copies of the last layer with attention, but no layer has it ({model.mixers})",
              "use a pattern with attention, e.g. GGGF, or model.mtp_layers=0"),
     Conflict(lambda run: run.training.mtp_weight and run.lora.rank and "mtp" not in run.lora.also,
              "{training.mtp_weight:g} trains the depths of {model.mtp_layers}, which {lora.rank} freezes",
@@ -158,8 +161,8 @@ MTP: tuple[Check, ...] = (
 
 LORA: tuple[Check, ...] = (
     Conflict(lambda run: run.lora.init_from and run.checkpoint.init_optimizer,
-             "{checkpoint.init_optimizer} loads the optimizer's state of other adapters than those of {lora.init_from}",
-             "leave one of them out"),
+             "{checkpoint.init_optimizer} would load optimizer state that does not belong to the adapters of "
+             "{lora.init_from}", "leave one of them out"),
     Conflict(lambda run: not run.lora.rank and run.lora.export == "adapters",
              "{lora.export} needs adapters, but {lora.rank}", "set a rank, or leave it out"),
     Conflict(lambda run: not run.lora.rank and run.lora.targets,
@@ -173,8 +176,8 @@ LORA: tuple[Check, ...] = (
              'use lora.also=["embedding"], which trains both'),
     Conflict(lambda run: run.lora.rank and "mtp" in run.lora.also and not (
                  run.model.mtp_layers and run.training.mtp_weight),
-             "{lora.also} trains depths, but {model.mtp_layers} with {training.mtp_weight:g} computes none",
-             'leave "mtp" out, or give both'),
+             "{lora.also} trains the depths of multi-token prediction, which {model.mtp_layers} and "
+             "{training.mtp_weight:g} leave out", 'leave "mtp" out, or make both larger than 0'),
     Conflict(lambda run: run.lora.rank and "mtp" in run.lora.also and run.lora.export == "adapters",
              "{lora.export}: PEFT's format has no names for the depths that {lora.also} trains",
              'use lora.export="merged"'),
@@ -198,7 +201,7 @@ DISTILL: tuple[Check, ...] = (
              "distill.teacher is empty, but {training.objective} learns the predictions of a teacher",
              "give a model folder"),
     Conflict(lambda run: run.distill.top_tokens >= run.model.vocab_size,
-             "{distill.top_tokens} leaves no token of {model.vocab_size} for the class of all others",
+             "{distill.top_tokens} covers {model.vocab_size}, so no token is left for the class of all others",
              "use fewer, e.g. 64"),
     Conflict(lambda run: run.training.z_loss, "{training.z_loss} is not part of {training.objective}", "use 0"),
     Conflict(lambda run: run.data.source == "preferences",
@@ -232,7 +235,7 @@ RL: tuple[Check, ...] = (
     Conflict(lambda run: run.rl.ratio == "cispo" and run.rl.dual_clip,
              "{rl.dual_clip:g} is not part of {rl.ratio}, which clips no loss", "leave it out"),
     Conflict(lambda run: run.rl.old == "sampler" and run.rl.correction != "none",
-             "{rl.correction} compares old log-probabilities with the sampler's, but {rl.old} uses the same for both",
+             "{rl.correction} compares old log-probabilities with the sampler's, but with {rl.old} they are the same",
              'use rl.old="trainer", or no correction'),
     Conflict(lambda run: run.model.matmul_dtype == "float8" and run.rl.correction == "none",
              "{model.matmul_dtype} applies only to the training step, because its scales depend on all rows: answers "

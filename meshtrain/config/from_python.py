@@ -47,7 +47,7 @@ def _remedy(name: object) -> str:
     bare = name.lstrip("-") if isinstance(name, str) else ""
     if bare in SECTIONS:
         first = next(iter(SECTIONS[bare].model_fields))
-        return f"{bare} is a section, and its value a dict; write e.g. {{{bare!r}: {{{first!r}: …}}}}"
+        return f"{bare} is a section, so its value must be a dict; write e.g. {{{bare!r}: {{{first!r}: …}}}}"
     homes = [bare] if bare.count(".") == 1 else keys_of(bare)
     return f"did you mean {join(map(repr, homes), 'or')}?" if homes else f'keys are "section.key"; write e.g. {EXAMPLE}'
 

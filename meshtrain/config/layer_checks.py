@@ -28,7 +28,7 @@ def check_layers(run: Run) -> Iterator[str]:
     present = [letter for letter in MIXERS if letter in pattern.present(model)]
     if ("..") in map("".join, kinds):
         yield (f"model.mixers={toml(model.mixers)} and model.mlps={toml(model.mlps)} give a layer neither a mixer nor "
-               f"an MLP; use fewer model.num_layers")
+               "an MLP; use a smaller model.num_layers")
     of = {letter: model.of(letter) for letter in present}
     windowed = [letter for letter in present if MIXERS[letter].windowed]
     if idle := [letter for letter, _ in model.kinds if letter not in present]:
@@ -43,8 +43,8 @@ def check_layers(run: Run) -> Iterator[str]:
         yield (f"model.mixers={toml(model.mixers)} has layers with a window ({join(windowed, 'and')}) and no "
                f"model.window; give one, or use F and N")
     if model.window and not windowed:
-        yield (f"model.window={model.window} is used by no layer of model.mixers={toml(model.mixers)}; use W or V in "
-               f"the pattern, or leave the window out")
+        yield (f"model.window={model.window} has no effect, because no layer of model.mixers={toml(model.mixers)} has "
+               "a window; use W or V in the pattern, or leave the window out")
     yield from rope_scaling.problems(model)
     for letter in present:
         if MIXERS[letter].attends:
@@ -52,12 +52,12 @@ def check_layers(run: Run) -> Iterator[str]:
     if recurrent := [letter for letter in present if MIXERS[letter].recurs]:
         yield from _check_recurrent(model, recurrent)
     elif model.linear != type(model.linear)() and not pattern.has(model, pattern.CUSTOM):
-        yield (f"model.linear={toml(model.linear)} is used by no layer of model.mixers={toml(model.mixers)}; use G, K "
-               f"or M in the pattern, or leave it out")
+        yield (f"model.linear={toml(model.linear)} has no effect, because model.mixers={toml(model.mixers)} has no "
+               "recurrent layer; use G, K or M in the pattern, or leave it out")
     for letter in present:
         if MIXERS[letter].family == pattern.CUSTOM and not getattr(model.custom, letter):
-            yield (f"model.mixers={toml(model.mixers)} has layers of {letter} without a class; give model.custom, e.g. "
-                   f'{{{letter} = "mixers.py:Mixer"}}')
+            yield (f"model.mixers={toml(model.mixers)} uses the mixer {letter}, which has no class; give model.custom, "
+                   f'e.g. {{{letter} = "mixers.py:Mixer"}}')
     if idle := [letter for letter, _ in model.custom if letter not in present]:
         yield (f"model.custom has {join(idle, 'and')}, but no layer of model.mixers={toml(model.mixers)} uses it; "
                f"leave it out")
@@ -66,8 +66,8 @@ def check_layers(run: Run) -> Iterator[str]:
         yield (f"model.mlps={toml(model.mlps)} has layers with experts, but model.num_experts=0; set it, e.g. 8, or "
                f"use d")
     if model.num_experts and not experts:
-        yield (f"model.num_experts={model.num_experts}: no layer of model.mlps={toml(model.mlps)} has experts; use e "
-               f"in the pattern, or leave them out")
+        yield (f"model.num_experts={model.num_experts} has no effect, because no layer of "
+               f"model.mlps={toml(model.mlps)} has experts; use e in the pattern, or leave num_experts out")
 
 
 def _kind_keys(letter: str) -> set[str]:
@@ -109,8 +109,8 @@ def _check_recurrent(model: Model, letters: Sequence[str]) -> Iterator[str]:
         yield (f"{named} without heads; give model.linear, e.g. "
                f"{{key_heads = 2, value_heads = 4, key_dim = 64, value_dim = 64}}")
     elif linear.value_heads % linear.key_heads or "K" in letters and linear.value_heads != linear.key_heads:
-        yield (f"{named} with model.linear.key_heads={linear.key_heads} and value_heads={linear.value_heads}; use "
-               f"a multiple of key_heads as value_heads, and the same number with K")
+        yield (f"{named} with model.linear.key_heads={linear.key_heads} and value_heads={linear.value_heads}; make "
+               "value_heads a multiple of key_heads, or equal to it for K")
 
 
 def check_experts(run: Run) -> Iterator[str]:
@@ -138,10 +138,11 @@ def _check_groups(model: Model) -> Iterator[str]:
     E, K, given = model.num_experts, model.experts_per_token, f"model.router_groups={toml(model.router_groups)}"
     groups, limit = (*model.router_groups, 0, 0)[:2]
     if len(model.router_groups) != 2 or not 1 <= limit <= groups:
-        yield f"{given} is not [groups of experts, groups that a token may use]; use e.g. [8, 4], or leave it out"
+        yield f"{given} is not [number of groups, groups that a token may use]; use e.g. [8, 4], or leave it out"
     elif E % groups:
         yield (f"{given}: {groups} groups do not divide model.num_experts={E}; use a divisor, e.g. "
                f"{max(n for n in range(1, min(groups, E, 1024) + 1) if E % n == 0)}")
     elif K <= E < K * groups // limit:
-        yield (f"model.experts_per_token={K} does not fit into {given}, {limit} of {groups} groups with {E // groups} "
-               f"experts each; use a limit of at least {-(-K * groups // E)}")
+        yield (f"model.experts_per_token={K} is more than the {limit * (E // groups)} experts that {given} lets a "
+               f"token use ({limit} groups of {E // groups}); raise the second number to at least "
+               f"{-(-K * groups // E)}")

@@ -93,7 +93,8 @@ class Identity(Section):
     extends: PathKey = key(
         "", "another run file, relative to this one or shipped; it gives the keys that this file leaves out")
     code: tuple[str, ...] = key(
-        (), "file and digest of each file of the run's own code; written by the program, whatever a run file gives",
+        (), "path and digest of each file of the run's own code; the program writes it and ignores the value in a run "
+            "file",
         strict=False)
     seed: int = key(0, "seed of the initialization, the data order and dropout", ge=0, lt=2**32)
     compilation_cache: str = key(
@@ -125,8 +126,8 @@ class Mesh(Section):
     )
     full_devices: int = key(
         0,
-        "number of devices for which training.microbatches is set: on fewer, the axis of -1 shrinks and microbatches "
-        "grow; 0 = all present", ge=0
+        "number of devices for which training.microbatches is set: on fewer devices, the axis with -1 shrinks and "
+        "training.microbatches grows; 0 = all present", ge=0
     )
     simulated_devices: int = key(
         0, "CPU devices to simulate, the total over all processes; 0 = the real devices", ge=0, le=4096)
@@ -157,10 +158,12 @@ class RopeScaling(Table):
     """
 
     rope_type: Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"] = key(
-        "default", "scaled frequencies: default none, linear all, llama3 and yarn the low ones, longrope each by its "
-                   "own factor; proportional: partial rotation with the frequencies of whole heads")
+        "default", "frequencies that are scaled: default: none; linear: all; llama3 and yarn: the low ones; longrope: "
+                   "each by its own factor; proportional: none, a part of each head is rotated with the frequencies of "
+                   "whole heads")
     partial_rotary_factor: float = key(1.0, "fraction of each head that is rotated, from its start", gt=0, le=1)
-    factor: float = key(1.0, "frequencies are divided by this; longrope: the longest sequence over the original", ge=1)
+    factor: float = key(1.0, "divisor of the frequencies; longrope: the longest sequence length over the "
+                             "original", ge=1)
     low_freq_factor: float = key(1.0, "llama3: wavelengths above the original length / this are scaled in full", gt=0)
     high_freq_factor: float = key(4.0, "llama3: wavelengths below the original length / this are unchanged", gt=0)
     beta_slow: float = key(
@@ -291,7 +294,8 @@ class Model(Section):
     norm_placement: Literal["before", "after", "both"] = key(
         "before", "norms before mixer and MLP, after them, or both")
     norm_eps: float = key(1e-5, "added to the variance in a norm", gt=0)
-    norm_offset: float = key(0.0, "added to a norm's weights; with Gemma's 1 they are around 0", ge=0, le=1)
+    norm_offset: float = key(0.0, "added to a norm's weights; with 1, as in Gemma, the stored weights are around "
+                                  "0", ge=0, le=1)
     activation: Activation = key(
         "swiglu", "swiglu, geglu and swiglu_clamped have three matrices, gelu and relu2 two")
     multipliers: Multipliers = key(Multipliers(), "constant factors, e.g. {residual = 0.22, logits = 0.1}")
@@ -408,7 +412,7 @@ class TemplateArguments(Section):
         try:
             json.dumps(self.model_extra, allow_nan=False)
         except (TypeError, ValueError):
-            raise ValueError("has a value that JSON has not, such as a date; write it as a string") from None
+            raise ValueError("has a value that JSON cannot represent, such as a date; write it as a string") from None
         return self
 
 
@@ -451,8 +455,8 @@ class Data(Section):
     bos_token: str = key(
         "", "token before every document; empty = the tokenizer's; give its id if tokens have no tokenizer")
     eos: str = key(
-        "", "last target of every document; empty = that of the weights of checkpoint.init_from, else the token "
-        "before every document; give its id if tokens have no tokenizer")
+        "", "token after every document, its last target; empty = that of the model of checkpoint.init_from, else the "
+            "token before every document; give its id if tokens have no tokenizer")
     chat_template: PathKey = key(
         "", "for chat: a template file, a model folder, or the name of a shipped one, e.g. qwen3; empty = next to the "
         "tokenizer, or in run.dir/hf")
@@ -536,7 +540,7 @@ class WeightGroup(Table):
     """A row of optimizer.groups: what the weights of a group have for themselves."""
 
     rate: float = key(1.0, "factor of the learning rate", ge=0)
-    decay: float | None = key(None, "weight decay; left out: that of the weights' roles", ge=0)
+    decay: float | None = key(None, "weight decay; left out: the one that the weights' roles have", ge=0)
     rule: Literal["adamw", "muon", None] = key(None, "adamw or muon; left out: that of optimizer.name")
 
 
@@ -723,7 +727,8 @@ class Checkpoint(Section):
                            "0 = none", ge=0)
     local_dir: PathKey = key("", "directory on each host's own disk or in its memory, e.g. /dev/shm/meshtrain")
     step: int = key(0,
-                    "saved step to go back to (later ones are set aside), or in a new run, of init_from; 0 = newest",
+                    "saved step to resume from (later ones are set aside); in a new run, the step of init_from; 0 = "
+                    "newest",
                     ge=0)
     init_from: PathKey = key("",
                              "weights a new run starts from: another run's run.dir, or a folder of Hugging Face's, "

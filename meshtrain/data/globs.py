@@ -99,7 +99,7 @@ def match_globs(patterns: Sequence[str], name: str = "text", where: str = "data"
             faults.append(f"{where}.{key}: {pattern!r} is a directory; name its files, e.g. "
                           f"{os.path.join(pattern, '**', os.path.basename(EXAMPLES.get(name, OWN)))!r}")
         else:
-            near = "".join(f"; {path} exists, a file for {where}.source='tokens'" for path, _ in prefixed.values())
+            near = "".join(f"; {path} exists, which {where}.source='tokens' reads" for path, _ in prefixed.values())
             faults.append(f"{where}.{key}: {pattern!r} matches no file (relative to {os.getcwd()}){near}")
     if faults:
         raise ValueError("\n".join(faults))

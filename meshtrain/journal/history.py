@@ -171,7 +171,7 @@ def find_ending(directory: Path, began: float) -> tuple[str, bool]:
     culprits = filter(None, (stacks.culprit(place, began) for place in places))
     for process, what in culprits:
         return f"process {process} {what}", True
-    return goodput.UNKNOWN + " (killed, or the power went)", False
+    return goodput.UNKNOWN + " (killed, or a power failure)", False
 
 
 def read(directory: Path) -> list[dict]:

@@ -340,7 +340,7 @@ class Transformer:
                   else {**table, "kv_heads": without(table["kv_heads"])} for name, table in loaded.tables.items()}
         num_shards = " × ".join(f"mesh.{axis}={sizes[axis]}" for axis in split if sizes[axis] > 1)
         return dataclasses.replace(loaded, tables=tables), [
-            f"{what}: {n} key and value heads over {num_shards}: {computed // n} ranks compute each head, and every "
+            f"{what}: {n} key and value heads on {num_shards}: {computed // n} ranks compute each head, and every "
             f"rank holds the weights and states of all heads" for what, (n, computed) in few.items()]
 
     def products(self) -> list[Tensor]:

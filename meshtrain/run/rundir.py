@@ -30,7 +30,7 @@ from meshtrain.storage.mirror import LostClaimError
 
 NO_SIGN_S = 120.0  # readers take the owner of a lease for dead if its last renewal is older (clocks of two hosts)
 LOOK_S = 1.0       # between two attempts to get a lock
-REMEDY = "give a directory that can"
+REMEDY = "give a directory that can be written"
 NO_CONFIG = "{} has checkpoints but no config.toml: config.toml is restored from the newest checkpoint"
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
 

@@ -96,12 +96,12 @@ class Listener:
             if self.number is None:
                 # Printed in a separate thread: a blocked reader must not delay the next signal.
                 speaker = threading.Thread(target=say.out, daemon=True, args=(
-                    f"{name}: finishing this step and saving; once more stops at once",))
+                    f"{name}: finishing this step and saving; a second signal stops at once",))
                 speaker.start()
                 self._speaker, self._noted_at = speaker, time.monotonic()
                 self.number = number        # set last: the loop may end once it is set
             elif time.monotonic() - self._noted_at > ONE_REQUEST_S:
-                self._end(f"{name} again: ended at once, without saving")
+                self._end(f"{name} again: stopped at once, without saving")
 
     def _end(self, words: str) -> None:
         """Print and record `words`, then end the process by os._exit. An exception would not reach the main thread

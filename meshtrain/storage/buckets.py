@@ -306,8 +306,8 @@ def _of_obstore(address: Address, error: Exception, verb: str) -> Exception:
     first = re.sub(r" in [\d.]+[nµm]?s\b", "", first)      # so that equal reasons have equal texts
     if kind == "InvalidPathError":
         key = match[1] if (match := re.search(r'Path "(.*?)"', text, re.DOTALL)) else first
-        return StorageError(f"{address} cannot be {verb}: the bucket has the key {key!r} there, and no key with //, . "
-                            f"or .. among its folders can be listed; rename or remove that object")
+        return StorageError(f"{address} cannot be {verb}: the bucket has the key {key!r} there, but keys with //, . or "
+                            ".. among their folders cannot be listed; rename or remove that object")
     if kind in STATUS_OF:
         return retries.error_of_status(address, STATUS_OF[kind], first, verb)
     if kind == "LibraryPanic" or isinstance(error, OSError) or re.search(

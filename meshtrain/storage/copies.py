@@ -95,7 +95,7 @@ def match(pattern: str) -> list[str]:
         literal = [entry for entry in there if entry.address.path == wanted.path]
         matching = literal or [entry for entry in there if addresses.is_match(entry.address.path, wanted.path)]
     if not matching:
-        hint = "https:// has no globs; name each file" if wanted.scheme in WEB else \
+        hint = "https:// addresses cannot be globs; name each file" if wanted.scheme in WEB else \
             f"name files, or a glob of them, e.g. {wanted.below('**/*') if not MAGIC.search(pattern) else pattern}"
         raise StorageError(f"{pattern} matches no file; {hint}")
     _note(pattern, matching)
@@ -188,7 +188,7 @@ def copy_files(names: Sequence[str], beside: Callable[[str], Sequence[str]], cop
         if group[0] is None:
             raise StorageError(f"{name} does not exist; name an existing file")
         groups.append([*filter(None, group)])
-    _note(f"{names[0]} and what is read with it", [entry for group in groups for entry in group])
+    _note(f"{names[0]} and the files read with it", [entry for group in groups for entry in group])
     places = [copying.directory / f"{_digest([_identity(entry) for entry in group])}-{_name(group[0])[:60]}"
               for group in groups]
     _copy(list(zip(places, groups)), copying)

@@ -95,7 +95,7 @@ def fetch(source: Address, target: Path, wanted: Callable[[str], bool], within: 
                 (target / name).unlink(missing_ok=True)
         list(pool.map(copy, filter(wanted, there)))
         if is_newest and (unsent := [name for name in sorted(here) if not is_sent(name)]):
-            files.notices.tell(f"{source} did not get the end of {_list(unsent)}: this host has kept it, and sends it")
+            files.notices.tell(f"{source} lacks the end of {_list(unsent)}, which this host has kept and now sends")
         if needed:
             _write_sent(target, {name: sent[name] for name in there if name in sent and wanted(name)})
 
@@ -283,7 +283,7 @@ class Mirror(contextlib.AbstractContextManager):
     def _tell(self, failed: dict[str, Exception]) -> None:
         for why, some in itertools.groupby(failed, lambda name: files.describe(failed[name])):
             names = list(some)
-            self.tell(f"{self.target} does not get {_list(names)} of {self.source}: {why}")
+            self.tell(f"{_list(names)} of {self.source} cannot be copied to {self.target}: {why}")
 
     def _keep_sending(self) -> None:
         with contextlib.suppress(LostClaimError):       # check_claim has reported it
@@ -317,8 +317,8 @@ class Mirror(contextlib.AbstractContextManager):
                  or isinstance(error, (StorageError, files.FileSystemError))]
         if lacks and kind is None:
             raise files.FileSystemError(
-                f"{self.target} does not have the end of {_list(lacks)}: {files.describe(failed[lacks[0]])}. The files "
-                f"in {self.source} are kept, and the next start on this host sends them")
+                f"{self.target} lacks the end of {_list(lacks)}: {files.describe(failed[lacks[0]])}. The files in "
+                f"{self.source} are kept, and the next start on this host sends them")
 
 
 def _list(names: Sequence[str]) -> str:

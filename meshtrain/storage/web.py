@@ -112,7 +112,7 @@ def _send_request(address: Address, url: str, headers: dict[str, str] | None = N
     except ValueError:      # its text has the header's value
         remedy = "set HF_ENDPOINT to https://HOST and HF_TOKEN to an ASCII word, or unset both" \
             if address.scheme == HUB else "check the address"
-        raise StorageError(f"{address} cannot be requested: it gives no valid URL or header; {remedy}") from None
+        raise StorageError(f"{address} cannot be requested: it does not form a valid URL or header; {remedy}") from None
     except urllib.error.HTTPError as error:
         error.close()
         raise retries.error_of_status(address, error.code, http.client.responses.get(error.code, "")) from None

@@ -95,7 +95,8 @@ def _find_faults(cfg: Optimizer, pattern: str, row: WeightGroup, members: Sequen
         taken = [info for info in infos if _matches(pattern, info)]
         example = next((info.name for info in infos if info.role == "matrix"), infos[0].name)
         yield f"{name} matches no trained weight" + (
-            f" that is not in an earlier group: {taken[0].name} is; the first match counts, so put this row before it"
+            f" outside the earlier groups: {taken[0].name} is in one of them; the first match counts, so put this row "
+            "before it"
             if taken else f"; the names are as in the table of `meshtrain inspect`, e.g. {example}, or "
                           f"{', '.join(ROLE + role for role in dict.fromkeys(one.role for one in infos))}")
     if row.rate == 0:
@@ -122,7 +123,7 @@ def _find_widths(cfg: Optimizer, infos: Sequence[ParamInfo], model: Model) -> tu
                       f"rates; use model.tie_embeddings=false")
     if model.multipliers.logits != base.multipliers.logits:
         faults.append(f"{name} lowers the head's rate, and model.multipliers.logits={model.multipliers.logits:g} "
-                      f"(base: {base.multipliers.logits:g}) would do the same once more; use the base's")
+                      f"(base: {base.multipliers.logits:g}) would lower its logits again; use the base's value")
     score, at_base = (one.multipliers.score or one.head_dim ** -0.5 for one in (model, base))
     wanted = at_base * base.head_dim / model.head_dim
     if model.head_dim != base.head_dim and not math.isclose(score, wanted, rel_tol=1e-3):

@@ -599,14 +599,14 @@ def test_no_shipped_file_has_a_key_without_effect():
             run = run_files.load([str(path)])
         except config.ConfigError:      # of another run, or data, that is not there
             continue
-        told[path.name] = [note for note in config.notes(run) if "has no effect" in note or "has no key" in note]
+        told[path.name] = [note for note in config.notes(run) if "has no effect" in note or "sets nothing" in note]
     assert len(told) > 5 and not any(told.values()), told
 
 
 def test_a_file_without_a_key_is_told(tmp_path):
     empty = write(tmp_path, "")
-    assert any("the run file has no key" in note for note in config.notes(run_files.load([empty])))
-    assert not any("has no key" in note for note in config.notes(run_files.load([empty, "--model.num_layers", "2"])))
+    assert any("the run file sets nothing" in note for note in config.notes(run_files.load([empty])))
+    assert not any("sets nothing" in note for note in config.notes(run_files.load([empty, "--model.num_layers", "2"])))
 
 
 # ---- keys that there are not ----------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def message(*words: str) -> str:
     ("optimizer.name", "adamv", 'did you mean "adamw"?'),
     ("model.custom", '{X = "Mixer"}', 'model.custom.X="Mixer" does not name code of your own'),
     ("model.custom", '{X = "mine.py:Mixer"}', "model.custom has X, but no layer of model.mixers"),
-    ("model.mixers", "XF", 'has layers of X without a class; give model.custom, e.g. {X = "mixers.py:Mixer"}'),
+    ("model.mixers", "XF", 'uses the mixer X, which has no class; give model.custom, e.g. {X = "mixers.py:Mixer"}'),
     ("run.code", "[]", "the program writes this key; leave it out")])
 def test_a_mistake_is_told_before_the_file_is_executed(key, value, told):
     assert told in message(f"--{key}", value)

@@ -82,7 +82,7 @@ def test_megatrons_name_without_bin_names_its_files(tmp_path, monkeypatch):
     assert list(globs.match_globs(["a_text_document", "b_text_document"], "tokens")) == [
         "a_text_document.bin", "b_text_document.bin"]
     assert list(globs.match_globs(["?_text_doc*ment"], "tokens")) == ["a_text_document.bin", "b_text_document.bin"]
-    with pytest.raises(ValueError, match="b_text_document.bin exists, a file for data.source='tokens'"):
+    with pytest.raises(ValueError, match="b_text_document.bin exists, which data.source='tokens' reads"):
         globs.match_globs(["b_text_document"], "text")
 
 

@@ -103,8 +103,8 @@ WRONG = [
     ({"text": "x"}, "is not a conversation (its keys: 'text'); give it messages, conversations, prompt and completion, "
      "or instruction and output"),
     ({"prompt": "x"}, "is not a conversation (its keys: 'prompt')"), ({}, "its keys: none"),
-    ({"messages": []}, "has no messages in 'messages', but []"),
-    ({"messages": "hi"}, "has no messages in 'messages', but \"hi\""),
+    ({"messages": []}, "has [] in 'messages', which is not a list of messages"),
+    ({"messages": "hi"}, "has \"hi\" in 'messages', which is not a list of messages"),
     ({"messages": [ASK, "hi"]}, 'messages[1] is not a message: "hi"'),
     ({"messages": [ASK, {"role": "asistant", "content": "x"}]},
      "messages[1] has the role \"asistant\"; did you mean 'assistant'?"),
@@ -115,8 +115,8 @@ WRONG = [
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "messages[0] has no text in 'content'"),
     ({"messages": [ASK]}, "has no answer of the assistant to learn"),
     ({"messages": [ASK, ANSWER | {"weight": 0}]}, "has no answer of the assistant to learn"),
-    ({"messages": [ASK, ANSWER | {"weight": 2}]}, "message 1 (from 0) has the weight 2"),
-    ({"prompt": "a", "completion": 3}, "has no messages in 'completion', but 3"),
+    ({"messages": [ASK, ANSWER | {"weight": 2}]}, "message 1 (from 0) has weight=2"),
+    ({"prompt": "a", "completion": 3}, "has 3 in 'completion', which is not a list of messages"),
     ({"messages": [ASK, ANSWER], "tools": "f"}, 'has tools that are not a list: "f"'),
     ('{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]}',
      "a lone surrogate"),
@@ -166,7 +166,7 @@ def test_a_template_that_refuses_or_does_not_end_is_told_with_the_line(tmp_path,
     (tmp_path / "chatml" / "chat_template.jinja").write_text(
         "{% generation %}x{% endgeneration %}{% if messages | length > 2 %}{{ 9 ** (messages | length * 10 ** 9) }}{% "
         "endif %}")
-    assert re.search("chat.jsonl, line 2: the chat template .* is cut off; ", fault(data, tmp_path))
+    assert re.search("chat.jsonl, line 2: the chat template .* was stopped; ", fault(data, tmp_path))
     (tmp_path / "chatml" / "chat_template.jinja").write_text(
         "{% if not messages %}{% generation %}{% endgeneration %}{% endif %}x")
     assert "line 1: has no token to learn as the chat template writes it" in fault(data, tmp_path)

@@ -21,8 +21,8 @@ FAULTY = [
     ("a.jsonl", GOOD + b'{"text": "x"\n', ["line 2: broken JSON (Expecting ',' delimiter, column 13)"]),
     ("a.jsonl", GOOD + b"\n" + b"[1]\n", ["a.jsonl, line 3: is not an object"]),
     ("a.jsonl", b'{"body": "x", "b": 1}\n', ["line 1: has no 'text' (its keys: 'body', 'b')", "data.field"]),
-    ("a.jsonl", b'{"text": 5}\n', ["line 1: has no string in 'text', but 5"]),
-    ("a.jsonl", b'{"text": null}\n', ["line 1: has no string in 'text', but null"]),
+    ("a.jsonl", b'{"text": 5}\n', ["line 1: has 5 in 'text', which is not a string"]),
+    ("a.jsonl", b'{"text": null}\n', ["line 1: has null in 'text', which is not a string"]),
     ("a.jsonl", GOOD + b'{"text": "\xff"}\n', ["line 2: is not UTF-8", "byte 10"]),
     ("a.jsonl", b'{"text": "\\ud83d"}\n', ["line 1: has half a character", "\\ud83d"]),
     ("a.jsonl", b"[" * 100000, ["line 1: JSON that cannot be read"]),
@@ -58,7 +58,7 @@ FAULTY = [
     ("a.parquet", POINTER, ["a.parquet is a pointer of Git LFS", "git lfs pull"]),
     ("a.arrow", POINTER, ["a.arrow is a pointer of Git LFS", "git lfs pull"]),
     ("a.arrow", b"PAR1" + b"\xff" * 20 + b"PAR1", ['a.arrow is a Parquet file; set data.source="parquet"']),
-    ("a.npy", GOOD, ["a.npy is not named as a token file; give X.tokens.npy"]),
+    ("a.npy", GOOD, ["a.npy is not named like a token file; give X.tokens.npy"]),
 ]
 
 
@@ -147,7 +147,7 @@ def test_an_arrow_file_that_was_cut_anywhere_is_told(stream, tmp_path):
 def test_arrow_without_the_column_or_with_another_kind_or_a_null_is_told(tmp_path):
     path = write_arrow(tmp_path / "a.arrow", pa.table({"id": [1], "body": ["x"]}))
     assert "no column 'text'; set data.field to one of body" in fault(section([path]), tmp_path)
-    assert "no strings in column 'id', but int64; set data.field to one of body" in fault(
+    assert "has int64 in column 'id', not strings; set data.field to one of body" in fault(
         section([path], field="id"), tmp_path)
     write_arrow(path, pa.table({"text": ["a", "b", None]}))
     assert "a.arrow, row 2 (from 0): is null" in fault(section([path]), tmp_path)
@@ -225,8 +225,8 @@ def test_parquet_without_the_column_or_with_another_kind_or_a_null_is_told(tmp_p
     pq.write_table(pa.table({"id": [1], "body": ["x"], "raw": [b"x"]}), path)
     assert "no column 'text'; set data.field to one of body" in fault(section([path]), tmp_path)
     message = fault(section([path], field="id"), tmp_path)
-    assert "no strings in column 'id', but int64; set data.field to one of body" in message
-    assert "no strings in column 'raw', but binary" in fault(section([path], field="raw"), tmp_path)
+    assert "has int64 in column 'id', not strings; set data.field to one of body" in message
+    assert "has binary in column 'raw', not strings" in fault(section([path], field="raw"), tmp_path)
     pq.write_table(pa.table({"text": ["a", "b", None]}), path, row_group_size=2)
     assert "a.parquet, row 2 (from 0): is null" in fault(section([path]), tmp_path)
     broken = pa.Array.from_buffers(pa.string(), 2,

@@ -88,7 +88,7 @@ BROKEN = [
     ({"messages": [ASK, ANSWER], "tools": ["weather"]}, 'tools[0]: "weather" is not a JSON object'),
     ({"messages": "[{"}, "messages: the string \"[{\" is broken JSON"),
     ({"messages": None, "text": "x"}, "is not a conversation (its keys: 'text')"),
-    ({"messages": [ASK, ANSWER | {"train": "no"}]}, 'message 1 (from 0) has the train "no"; give true to learn it, or false'),
+    ({"messages": [ASK, ANSWER | {"train": "no"}]}, 'message 1 (from 0) has train="no"; use true to learn the message, or false'),
     ({"messages": [ASK, ANSWER | {"train": False}]}, "has no answer of the assistant to learn"),
 ]
 
@@ -104,7 +104,7 @@ def test_train_false_is_read_and_not_learned():
     assert parse({"messages": turns}) == chat.Conversation([ASK, ANSWER] * 2, [True, False, True, True])
     pair = parse_pair({"prompt": [ASK], "chosen": turns[1:], "rejected": [ANSWER | {"content": "no", "weight": 1}]})
     assert [one.trained for one in pair] == [[False, False, True, True], [False, True]]
-    with pytest.raises(ValueError, match="no answer of the assistant in 'chosen' that is learned"):
+    with pytest.raises(ValueError, match="no assistant's answer to learn in 'chosen'"):
         parse_pair({"prompt": [ASK], "chosen": turns[1:2], "rejected": [{**ANSWER, "content": "no"}]})
 
 
@@ -256,10 +256,10 @@ def test_a_wrong_row_is_one_message_with_its_number(name, tmp_path):
     assert f"{name}, row 1 (from 0): is not a conversation" in told({"messages": [good, None]})
     assert f"{name}, row 2 (from 0): messages: the string" in told(
         {"messages": [json.dumps(good), json.dumps(good), "[{"]})
-    assert "has none of the columns messages, conversations" in told({"text": ["x"]})
+    assert "but none of messages, conversations" in told({"text": ["x"]})
     assert "row 0 (from 0): is not a pair of answers" in told({"messages": [good]}, source="preferences")
     path = put({"prompt": ["a"], "image": [b"\xff"]})
-    with pytest.raises(ValueError, match="row 0 .*'image' is bytes, which JSON does not have; write such a column as"):
+    with pytest.raises(ValueError, match="row 0 .*'image' is bytes, which JSON cannot represent; write such a column as"):
         read_prompts(path, tmp_path / "t.jinja")
     path.write_bytes(path.read_bytes()[:-20])
     assert "is not a whole " in fault(chats(tmp_path, path=path), tmp_path)

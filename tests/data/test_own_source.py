@@ -134,7 +134,7 @@ def test_a_source_that_yields_nothing_and_a_text_without_a_tokenizer_are_refused
     write(tmp_path / "a.jsonl", [])
     assert "no text in 1 file" in fault(own("read", "a.jsonl"), tmp_path)
     write(tmp_path / "a.jsonl", ["text"])
-    assert "is a text, but data.bos_token without a data.tokenizer" in fault(
+    assert "is text, but with data.bos_token and no data.tokenizer" in fault(
         own("read", "a.jsonl", bos_token="1"), tmp_path)
 
 

@@ -114,5 +114,5 @@ def test_batches_before_a_change_are_not_of_this_run():
 def test_a_position_of_other_data_is_refused_with_the_remedy():
     position = numbered([50] * 4).position(3)
     for lengths, changes in (([50] * 5, {}), ([50] * 4, {"validation_fraction": 0.25})):
-        with pytest.raises(ValueError, match=r"\[204\] tokens an epoch, but these have .* checkpoint.init_from"):
+        with pytest.raises(ValueError, match=r"\[204\] tokens per epoch, but these have .* checkpoint.init_from"):
             numbered(lengths, position=position, **changes)

@@ -33,7 +33,7 @@ def test_a_source_gives_exactly_the_documents_it_was_given_in_the_order_of_the_f
             return
         opened = Opened(data, Path(root))
         assert opened.texts() == given_texts
-        names_told = ["stand in the text" in line for line in opened.told]
+        names_told = ["in the text are encoded" in line for line in opened.told]
         assert names_told == [True] * (own and any("<|endoftext|>" in text for text in given_texts))
         assert len(paths) == len(files)
         # Any part of any document, and from the cache as from the first time.

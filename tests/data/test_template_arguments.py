@@ -154,8 +154,8 @@ def test_arguments_are_a_table_of_the_run_file_and_come_back_from_it():
 @pytest.mark.parametrize("text, part", [
     ("3", "data.template_arguments=3 is not a table; write it as TOML, e.g. {enable_thinking = false}"),
     ('{"a": 1}', "is not a table; write it as TOML"),
-    ("{a = 1979-05-27}", "{a = 1979-05-27} has a value that JSON has not, such as a date; write it as a string"),
-    ("{a = [inf]}", "has a value that JSON has not"), ('{a = "\udcff"}', "is not UTF-8")])
+    ("{a = 1979-05-27}", "{a = 1979-05-27} has a value that JSON cannot represent, such as a date; write it as a string"),
+    ("{a = [inf]}", "has a value that JSON cannot represent"), ('{a = "\udcff"}', "is not UTF-8")])
 def test_other_values_are_one_message(text, part):
     with pytest.raises(ConfigError) as caught:
         run_files.load([*CHAT, text])

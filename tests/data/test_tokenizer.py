@@ -104,7 +104,7 @@ def token(content, **properties):
      ["<|x|>"]),
     (dict(tokenizer_config=dict(added_tokens_decoder={}), special_tokens_map=dict(pad_token="<pad>")), "", []),
     (dict(tokenizer_config=dict(added_tokens_decoder={"1": token("<|im_end|>", special=False)})),
-     "<|im_end|> (1) read as tokenizer_config.json says", []),
+     "tokenizer_config.json redefines <|im_end|> (1)", []),
     (dict(tokenizer_config=dict(added_tokens_decoder={"7": token("<|im_end|>")})),
      "<|im_end|> (tokenizer_config.json: 7; tokenizer.json: 1)", []),
     (dict(special_tokens_map=dict(eos_token=token("<|im_end|>", normalized=True, rstrip=True))), "", []),
@@ -171,7 +171,7 @@ def test_another_chat_template_in_a_second_file_is_told(tmp_path):
             [{"name": "tools", "template": "{{ 2 }}"}], False), (None, False)):
         path = beside(tmp_path, tokenizer_config={"chat_template": inside})
         (tmp_path / "chat_template.jinja").write_text("{{ 1 }}\n")
-        assert [("chat_template.jinja is another chat template" in note) for note in tokenizer.open_file(
+        assert [("have different chat templates" in note) for note in tokenizer.open_file(
             path).notes] == [True] * told
 
 
@@ -221,14 +221,14 @@ def test_only_panics_become_errors():
 def test_a_separator_that_text_can_hold_is_refused(tmp_path):
     path = beside(tmp_path, plain=["<s>"])
     for name in ("<s>", "Ġthe"):
-        with pytest.raises(ValueError, match=f"the separator '{name}' .* can come out of text: .*special tokens: <"):
+        with pytest.raises(ValueError, match=f"text can contain the separator '{name}' .* is encoded to its id.*special tokens: <"):
             tokenizer.open_file(path, name)
     # A special token, which the vocabulary holds as a word, too.
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "the": 1, "<x>": 2}, unk_token="the"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     words.add_special_tokens(["<s>"])
     words.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match="can come out of text: '<s>' has its id, .* as data.bos_token$"):
+    with pytest.raises(ValueError, match="text can contain the separator .*'<s>' is encoded to its id, .* as data.bos_token$"):
         tokenizer.open_file(str(tmp_path / "tokenizer.json"))
 
 

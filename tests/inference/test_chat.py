@@ -234,7 +234,7 @@ def test_a_template_that_does_not_end_is_cut_off_and_the_next_conversation_is_no
     template = opened(tmp_path, "{% if messages | length == 3 %}" + text + "{% endif %}" + UNMARKED)
     started = time.monotonic()
     for _ in range(2):
-        with pytest.raises(chat.Fault, match="is cut off|MiB of memory") as caught:
+        with pytest.raises(chat.Fault, match="was stopped|MiB of memory") as caught:
             chat.encode(template, [Conversation(ANSWERED, [True] * 2), Conversation(ANSWERED + ASKED, [True] * 3)],
                         learn_all=True)
         assert caught.value.index == 1 and time.monotonic() - started < 60
@@ -255,7 +255,7 @@ def test_a_text_that_is_too_long_is_refused_and_the_next_conversation_is_not(tex
 def test_a_renderer_that_escaped_and_replies_without_end_is_ended(tmp_path, monkeypatch):
     template = opened(tmp_path)
     monkeypatch.setattr(chat, "MOST_REPLY_BYTES", 10)
-    with pytest.raises(chat.Fault, match="replies with more than 10 bytes, and is cut off"):
+    with pytest.raises(chat.Fault, match="wrote more than 10 bytes and was stopped"):
         chat.encode(template, [Conversation(ASKED, [True])])
     monkeypatch.undo()
     assert len(chat.encode(template, [Conversation(ASKED, [True])])) == 1
@@ -314,7 +314,7 @@ def test_broken_templates_are_told_with_their_line(tmp_path):
         chat.prompt(opened(tmp_path, "{{ raise_exception('only users') }}"), ASKED)
     (tmp_path / "chat_template.jinja").unlink()
     for value, part in (({"chat_template": [{"name": "rag", "template": ""}]},
-                         "of the names 'rag', and none is 'default'"),
+                         "the chat templates 'rag', but none named 'default'"),
                         ({"chat_template": 3}, "neither a string nor a list")):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(value))
         with pytest.raises(ValueError, match=part):

@@ -72,18 +72,18 @@ def test_names_of_special_tokens_in_texts_are_told_once_with_what_divides_there(
     write(tmp_path / "b.txt", [f"three{END} <|pad|"])
     data = section([tmp_path / "*.txt"], tokenizer=reader)
     (told,) = Opened(data, tmp_path).told
-    assert told == (f"{tmp_path}/a.txt and 1 other file: 3 × '{END}', 1 × '<s>' stand in the text as ordinary "
+    assert told == (f"{tmp_path}/a.txt and 1 other file: 3 × '{END}', 1 × '<s>' in the text are encoded as ordinary "
                     f'characters; data.split_at = "{END}" divides documents there')
     assert Opened(data, tmp_path).told == []
     (told,) = Opened(data.model_copy(update={"split_at": END}), tmp_path).told
-    assert told.startswith(f"{tmp_path}/a.txt: 1 × '<s>' stand in") and told.endswith(f"divided at '{END}' alone")
+    assert told.startswith(f"{tmp_path}/a.txt: 1 × '<s>' in the text") and told.endswith(f"divided only at '{END}'")
 
 
 def test_of_two_names_the_longer_is_counted(tmp_path):
     reader = write_tokenizer(tmp_path / "t.json", special=(END, "<|im", "<|im_end|>"))
     (told,) = Opened(section([write(tmp_path / "a.txt", ["one<|im_end|>two<|im_end|> <|im"])], tokenizer=reader),
                      tmp_path).told
-    assert "2 × '<|im_end|>', 1 × '<|im' stand in the text" in told
+    assert "2 × '<|im_end|>', 1 × '<|im' in the text are encoded" in told
 
 
 def test_a_marker_that_no_file_has_is_told(tmp_path, bpe):  # noqa: F811
@@ -91,7 +91,7 @@ def test_a_marker_that_no_file_has_is_told(tmp_path, bpe):  # noqa: F811
     data = section([tmp_path / "a.txt"], tokenizer=bpe, split_at="<|endoftxt|>")
     told = Opened(data, tmp_path).told
     assert len(told) == 2 and "data.split_at='<|endoftxt|>' occurs nowhere in 1 tokenized file;" in told[1]
-    assert f"1 × '{END}' stand in the text" in told[0]
+    assert f"1 × '{END}' in the text are encoded" in told[0]
 
 
 def test_a_mixture_divides_its_texts_and_leaves_token_files_alone(tmp_path, bpe):  # noqa: F811

@@ -186,7 +186,7 @@ def test_beside_adapters_the_depths_are_trained_whole_where_lora_names_them():
     case = parity.check(run.replace(data={"seq_len": 16, "global_batch": 8}))
     trained, frozen = case.made.model.divide(parity.draw_parameters(case.made, 0))
     assert "lora" in str(jax.tree.structure(trained["layers"])) and not jax.tree.leaves((trained["head"], frozen["mtp_1"]))
-    for more, message in ((dict(training={"mtp_weight": 0.0}), "computes none"), (dict(lora={"export": "adapters"}), "no names")):
+    for more, message in ((dict(training={"mtp_weight": 0.0}), "leave out"), (dict(lora={"export": "adapters"}), "no names")):
         assert len([line for line in config.problems(run.replace(**more)) if message in line]) == 1
 
 

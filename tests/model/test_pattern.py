@@ -58,7 +58,7 @@ def test_a_run_file_with_patterns_is_written_and_read_again(tmp_path):
     (["--model.mlps", "*"], 'model.mlps="*" is not a pattern of'),
     (["--model.mixers", "G"], "give model.linear"),
     (["--model.mixers", "WF"], "no model.window"),
-    (["--model.mixers", "F", "--model.window", "8"], "is used by no layer"),
+    (["--model.mixers", "F", "--model.window", "8"], "has no effect, because no layer"),
     (["--model.mixers", "F.", "--model.mlps", "d."], "a layer neither a mixer nor an MLP"),
     (["--model.kinds", "{W = {rope_theta = 1.0}}"], "no layer of model.mixers"),
     (["--model.kinds", "{F = {window = 8}}"], "which layers of F do not read"),

@@ -477,7 +477,7 @@ def test_a_disk_that_takes_no_answers_costs_no_run(place, home, monkeypatch):  #
 
 @pytest.mark.parametrize("more, told", [
     (["--data.source=stdlib", "--data.paths=[]"], 'training.objective="rl" and data.source="prompts" need each other'),
-    (["--training.objective=next_token"], '[rl] is not read by training.objective="next_token"'),
+    (["--training.objective=next_token"], 'only training.objective="rl" reads section [rl], not "next_token"'),
     (["--rl.reward="], "rl.reward is empty"),
     (["--rl.reward=exakt"], "exakt"),
     (["--rl.reward=nowhere.py:score"], "nowhere.py"),

@@ -95,7 +95,7 @@ def test_a_model_that_begins_as_its_teacher_has_no_divergence(words):
     (("--distill.teacher", "nowhere"), ('distill.teacher="nowhere"', "config.json")),
     (("--distill.top_tokens", "200"), ("distill.top_tokens=200", "model.vocab_size=200")),
     (("--training.z_loss", "0.1"), ("training.z_loss=0.1",)),
-    (("--training.objective", "next_token"), ("distill.teacher", "[distill] is not read")),
+    (("--training.objective", "next_token"), ("distill.teacher", "reads section [distill], not")),
     (("--mesh.stage", "2", "--mesh.data", "1"), ("mesh.stage=2", 'training.objective="distill"')),
     (("--distill.rules", "nosuch"), ('distill.rules="nosuch" is not a file', "zero3")),
     (("--distill.teacher", "gs://bucket/teacher"), ("distill.teacher: gs://bucket/teacher", "GOOGLE_APPLICATION_CREDENTIALS")),

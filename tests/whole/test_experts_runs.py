@@ -117,22 +117,22 @@ def test_a_run_goes_on_with_its_experts_on_another_layout(runs, tiny, tmp_path):
 @pytest.mark.parametrize("words, said", [
     ("--model.experts_per_token 2", "the model has no experts (model.num_experts=0)"),
     ("--experts.bias_rate 0.1", "experts.bias_rate=0.1: the model has no experts"),
-    ("--model.num_experts 4 --experts.bias_warmup 3", "experts.bias_warmup=3: no bias moves with experts.bias_rate=0"),
+    ("--model.num_experts 4 --experts.bias_warmup 3", "experts.bias_warmup=3 has no effect with experts.bias_rate=0"),
     ("--model.num_experts 4 --experts.bias_rule error",
-     'experts.bias_rule="error": no bias moves with experts.bias_rate=0'),
+     'experts.bias_rule="error" has no effect with experts.bias_rate=0'),
     ("--model.num_experts 4 --model.router_groups [2]",
-     "model.router_groups=[2] is not [groups of experts, groups that a token may use]"),
+     "model.router_groups=[2] is not [number of groups, groups that a token may use]"),
     ("--model.num_experts 4 --experts.bias_warmup 3 --experts.bias_rate 0.1 --lora.rank 2",
-     "biases are frozen with lora.rank=2"),
+     "lora.rank=2 freezes the routers' biases"),
     ("--model.num_experts 4 --experts.bias_warmup 3 --experts.bias_rate 0.1 --checkpoint.init_from x "
      "--checkpoint.init_optimizer true",
-     "experts.bias_warmup=3 starts with a fresh optimizer"),
+     "experts.bias_warmup=3 starts with a new optimizer state"),
     ("--model.num_experts 4 --model.experts_per_token 5",
      "model.experts_per_token=5 is more than model.num_experts=4; use at most 4"),
     ("--model.num_experts 4 --model.mlps d", "model.num_experts=4: no layer of model.mlps=\"d\" has experts"),
     ("--model.num_experts 6 --model.router_groups [4,2]",
      "model.router_groups=[4, 2]: 4 groups do not divide model.num_experts=6; use a divisor, e.g. 3"),
-    ("--model.num_experts 8 --model.experts_per_token 6 --model.router_groups [4,2]", "use a limit of at least 3")])
+    ("--model.num_experts 8 --model.experts_per_token 6 --model.router_groups [4,2]", "raise the second number to at least 3")])
 def test_contradictions_are_told_with_a_remedy(words, said):
     with pytest.raises(config.ConfigError, match=re.escape(said)):
         run_files.load(["configs/quickstart.toml", *words.split()])

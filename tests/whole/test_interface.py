@@ -280,7 +280,7 @@ assert 0 < one.step()["loss"] < 10
     (lambda: mt.Experiment(mesh={"fsdp": 8}, settings={"mesh.fsdp": 4}), "mesh.fsdp is given twice"),
     (lambda: experiment("zero3", fsdp=16).made, "16 simulated devices restart .* mt.simulate.16."),
     (lambda: mt.Experiment(settings={"num_layers": 2}), "'num_layers'.=2: did you mean 'model.num_layers'"),
-    (lambda: mt.Experiment(settings={"model": 2}), "model is a section, and its value a dict"),
+    (lambda: mt.Experiment(settings={"model": 2}), "model is a section, so its value must be a dict"),
     (lambda: mt.Experiment(settings={"-model.num_layers": 2}), "did you mean 'model.num_layers'"),
     (lambda: mt.Experiment(settings={"model.num_layers": None}), "is not a value; leave the key out to use its default"),
     (lambda: mt.Experiment(settings={"a.b.c": 1, 3: 4}), 'keys are "section.key"'),

@@ -246,8 +246,8 @@ def _continue_streams(streams: Sequence[TokenStream | WholeStream], wanted: Data
     old = [source["tokens_per_epoch"] for source in position["sources"]]
     new = [stream.tokens_per_epoch for stream in streams]
     if old != new:
-        raise ValueError(f"the checkpoint was trained on sources of {old} tokens an epoch, but these have {new}; use "
-                         f"the files and the data.validation_fraction of the run, or a new run.dir with "
+        raise ValueError(f"the checkpoint was trained on sources of {old} tokens per epoch, but these have {new}; use "
+                         "the files and the data.validation_fraction of the run, or a new run.dir with "
                          "checkpoint.init_from")
     grids = [tuple(Grid(*grid) for grid in source["grids"]) for source in position["sources"]]
     streams = [dataclasses.replace(stream, grids=one) for stream, one in zip(streams, grids)]

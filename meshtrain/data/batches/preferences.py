@@ -95,8 +95,9 @@ def open_pairs(data, corpus: sources.Corpus, seed: int, position: dict | None = 
     (source,) = corpus.sources
     fitting, shortest = _fitting(source, data.seq_len)
     if not len(fitting):
-        raise ValueError(f"data.seq_len={data.seq_len} is too short for all {source.num_documents // 2} pairs; the "
-                         f"shortest takes {shortest} tokens (both answers, each after its prompt); use more")
+        raise ValueError(f"data.seq_len={data.seq_len} is too short for each of the {source.num_documents // 2} pairs; "
+                         f"the shortest pair takes {shortest} tokens (both answers, each after its prompt); use a "
+                         "longer one")
     held = np.zeros(0, np.int64)
     if data.validation_fraction and len(fitting) > 1:
         count = max(1, int(len(fitting) * data.validation_fraction))
@@ -108,8 +109,8 @@ def open_pairs(data, corpus: sources.Corpus, seed: int, position: dict | None = 
     for key, name in (("pairs", "the pairs that fit"), ("global_batch", "data.global_batch"),
                       ("seq_len", "data.seq_len")):
         if position is not None and position.get(key) != now.position(0)[key]:
-            raise ValueError(f"{name} was {position.get(key)} and is {now.position(0)[key]}; with preferences it "
-                             f"must stay the same; or start another run.name with checkpoint.init_from")
+            raise ValueError(f"{name} was {position.get(key)} and is {now.position(0)[key]}, but must stay the same "
+                             "with preferences; use the old value, or another run.name with checkpoint.init_from")
     return now
 
 

@@ -74,11 +74,11 @@ class Given(parts.Part):
         if pair is None or not job.verify:
             return pair, ""
         checksums, wanted = pair.checksums(job.check_stop), self.note()["crc32"]
-        for i, array, what in ((0, pair.ids, "ids that were"), (2, pair.mask, "mask that was")):
+        for i, array, what in ((0, pair.ids, "ids"), (2, pair.mask, "entries")):
             if array and checksums[i] != wanted[i]:
-                raise ValueError(f"{array.path} does not hold the {what} read when it was first opened, although its "
-                                 f"size and time of change are the same, so it is damaged; restore it, or run touch "
-                                 f"on it so that it is read again")
+                raise ValueError(f"{array.path} is damaged: its {what} differ from those of its first reading, but its "
+                                 "size and modification time are the same; restore it, or run touch on it to have it "
+                                 "read again")
         return (pair, "") if checksums[1] == wanted[1] else (None, "its documents' ends are damaged (wrong checksum)")
 
     def _recognize(self, job: Job) -> token_files.IndexedTokens | None:
@@ -183,11 +183,11 @@ class Given(parts.Part):
         path = self.inputs[0]
         for taken, count, what in ((lead, begin, "begin"), (tail, end, "end")):
             if taken:
-                job.tell(f"{path}: all documents {what} with the separator {self.separator}, which is taken out, since "
+                job.tell(f"{path}: all documents {what} with the separator {self.separator}, which is removed, because "
                          "one is added to every document")
             elif count and not (what == "end" and lead and count == documents):
                 job.tell(f"{path}: {count:,} of {documents:,} documents {what} with the separator {self.separator}, "
-                         f"and get another one; write all documents without it")
+                         "and get a second one; write all documents without it")
         return lead, tail
 
     def _write_ends(self, tokens: np.ndarray, lead: int, tail: int, job: Job) -> None:

@@ -130,10 +130,10 @@ def complete(library: Any, said: Said, named: str) -> tuple[list[str], list[str]
         notes.append(f"{named}: {format_tokens(new)} added from {names_of(new)} next to it; tokenizer.json lacks "
                      f"{'it' if len(new) == 1 else 'them'}")
     if otherwise:
-        notes.append(f"{named}: {format_tokens(otherwise)} read as {names_of(otherwise)} says, not as tokenizer.json "
-                     "does")
+        notes.append(f"{named}: {names_of(otherwise)} redefines {format_tokens(otherwise)} of tokenizer.json; the new "
+                     "definition is used")
     if elsewhere:
-        notes.append(f"{named}: ids are those of tokenizer.json; files next to it have others: {_few(elsewhere)}")
+        notes.append(f"{named}: the ids of tokenizer.json are used; files next to it have other ids: {_few(elsewhere)}")
     return notes, changes
 
 
@@ -160,9 +160,9 @@ def _of_templates(folder: Path, config: Mapping) -> list[str]:
         inside = _by_name(inside).get("default")
     if not isinstance(inside, str) or not path.is_file():
         return []
-    text = files.attempt(path.read_bytes, f"{path} cannot be read", "let it be read")
+    text = files.attempt(path.read_bytes, f"{path} cannot be read", "make it readable")
     return [] if text.strip() == inside.encode(errors="surrogatepass").strip() else [
-        f"{TEMPLATE} is another chat template than that of {CONFIG}; the first is used, as in transformers"]
+        f"{TEMPLATE} and {CONFIG} have different chat templates; the first is used, as in transformers"]
 
 
 def _decode(folder: Path, number: str, token) -> NamedToken:
@@ -213,7 +213,7 @@ def read_object(path: Path) -> dict:
     """Return the object of a JSON file; empty if the file does not exist."""
     if not path.is_file():
         return {}
-    text = files.attempt(path.read_bytes, f"{path} cannot be read", "let it be read")
+    text = files.attempt(path.read_bytes, f"{path} cannot be read", "make it readable")
     try:
         return _object(path, json.loads(text))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
@@ -258,8 +258,8 @@ def read_template(place: Path, given: str) -> tuple[str, Path] | None:
     if isinstance(template, list):
         named = _by_name(template)
         if not isinstance(named.get("default"), str):
-            raise ValueError(f"{path} has chat templates of the names {', '.join(map(repr, named))}, and none is "
-                             f"'default'; write one of them to a file, and name the file as data.chat_template")
+            raise ValueError(f"{path} has the chat templates {', '.join(map(repr, named))}, but none named 'default'; "
+                             "write one of them to a file, and name the file as data.chat_template")
         template = named["default"]
     if template is not None and not isinstance(template, str):
         raise ValueError(f"{path}: chat_template is neither a string nor a list of {{name, template}}; name its file "

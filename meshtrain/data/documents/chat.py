@@ -145,7 +145,8 @@ class Template:
         tokens = dict.fromkeys(TOKEN.findall(self.text)) if is_shipped and self.library is not None else ()
         if missing := [token for token in tokens if self.library.token_to_id(token) is None]:
             raise ValueError(f"the shipped chat template {self.path} writes {', '.join(missing)}, but data.tokenizer "
-                             f"has no such token; name the template of its family as data.chat_template, or add them")
+                             "has no such token; name the template of its family as data.chat_template, or add the "
+                             "tokens")
         unknown = [name for name in beside.NAMES if name in self._renderer.names and name not in self.tokens]
         if unknown:
             raise ValueError(f"the chat template {self.path} writes {' and '.join(unknown)}, and no {beside.CONFIG} "
@@ -390,9 +391,9 @@ class _Renderer:
             raise RuntimeError(f"the process that renders the chat template {self.template.path} has not answered for "
                                f"{LONGEST_S:g} s; it was stopped, or this machine has no memory or no CPU left for it")
         if self._long:
-            return f"replies with more than {MOST_REPLY_BYTES:,} bytes, and is cut off"
-        return f"does not end within {LIMIT_S:g} s of CPU time, and is cut off" if code == -signal.SIGPROF else \
-            f"has ended its process (exit code {code})"
+            return f"wrote more than {MOST_REPLY_BYTES:,} bytes and was stopped"
+        return f"did not end within {LIMIT_S:g} s of CPU time and was stopped" if code == -signal.SIGPROF else \
+            f"ended its process (exit code {code})"
 
     def __del__(self):
         if self.__dict__.get("_process"):

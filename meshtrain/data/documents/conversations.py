@@ -42,7 +42,7 @@ NOTES = {
         "in {where} there are tool calls, which {template.path} does not render: answers are trained without them; set "
         "data.chat_template to one that renders them",
     chat.UNREASONED:
-        "in {where} an answer has reasoning, which {template.path} does not render: it is trained without; set "
+        "in {where} an answer has reasoning, which {template.path} does not render: it is left out of training; set "
         "data.chat_template to one that renders it{template.remedy}",
     NULLS:
         "in {where} the arguments of a tool call have a null, and the model is trained on it; remove these keys if "
@@ -195,7 +195,7 @@ def parse_pair(line: dict) -> list[Conversation]:
         raise ValueError("has the same answer as chosen and as rejected; remove it")
     for key, one, wanted in zip(("chosen", "rejected"), answers, learned):
         if not any(message["role"] == ASSISTANT and want for message, want in zip(one, wanted)):
-            raise ValueError(f"has no answer of the assistant in {key!r} that is learned; remove it")
+            raise ValueError(f"has no assistant's answer to learn in {key!r}; remove it")
     prompt = _system(line, prompt or answers[0]) + prompt
     tools, arguments = read_tools(line), read_arguments(line)
     _check_characters(prompt, answers, tools, arguments)
@@ -207,7 +207,7 @@ def _instruction(line: dict) -> list[dict]:
     """Return the two messages of an Alpaca row. The question is the instruction, and the input after an empty line."""
     for key in ("instruction", "input", "output"):
         if not isinstance(line.get(key, ""), str):
-            raise ValueError(f"has no text in {key!r}, but {_short(line[key])}; give a string")
+            raise ValueError(f"has {_short(line[key])} in {key!r}, which is not text; give a string")
     if line.get("history"):
         raise ValueError(f"has earlier turns in 'history', {_short(line['history'])}, which are not read; give all "
                          f"turns as messages")
@@ -266,8 +266,8 @@ def read_messages(value, key: str) -> list[dict]:
     if isinstance(value, str):
         value = _of_json(value, key, "[")
     if not isinstance(value, list) or not value:
-        raise ValueError(f'has no messages in {key!r}, but {_short(value)}; give a list, e.g. [{{"role": "user", '
-                         f'"content": "…"}}, …]')
+        raise ValueError(f'has {_short(value)} in {key!r}, which is not a list of messages; give one, e.g. [{{"role": '
+                         '"user", "content": "…"}, …]')
     return [_message(message, f"{key}[{i}]") for i, message in enumerate(value)]
 
 
@@ -376,7 +376,7 @@ def _content(value, name: str, place: str, others: dict):
         return _content("".join(part["text"] for part in value), name, place, others)
     if value is None and others.get("tool_calls"):
         return ""
-    raise ValueError(f"{place} has no text in {name!r}, but {_short(value)}; give a string")
+    raise ValueError(f"{place} has {_short(value)} in {name!r}, which is not text; give a string")
 
 
 def _weight(message: dict, number: int, learn_all: bool = False) -> bool:
@@ -391,8 +391,8 @@ def _weight(message: dict, number: int, learn_all: bool = False) -> bool:
         if not isinstance(value, bool) and (name == "train" or not isinstance(value, (int, float))
                                             or value not in (0, 1)):
             learn, leave = ("true", "false") if name == "train" else ("1 or true", "0 or false")
-            raise ValueError(f"{place} has the {name} {_short(value)}; give {learn} to learn it, or {leave} to use it "
-                             f"only as context")
+            raise ValueError(f"{place} has {name}={_short(value)}; use {learn} to learn the message, or {leave} to use "
+                             "it only as context")
     wanted = {bool(value) for value in given.values()} or {True}
     said = " and ".join(f"{name} {_short(value)}" for name, value in given.items())
     if len(wanted) > 1:

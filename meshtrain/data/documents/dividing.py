@@ -80,10 +80,10 @@ class Markers:
             counts = sum(self.found.values(), collections.Counter()).most_common()
             names = ", ".join(f"{count:,} × {name!r}" for name, count in counts[:NAMES_TOLD])
             names += f" and {len(counts) - NAMES_TOLD} other names" if len(counts) > NAMES_TOLD else ""
-            remedy = f"; documents are divided at {self.marker!r} alone" if self.marker else \
+            remedy = f"; documents are divided only at {self.marker!r}" if self.marker else \
                 f'; data.split_at = "{counts[0][0]}" divides documents there'
             files = f" and {len(more):,} other {plural(len(more), 'file')}" if more else ""
-            tell(f"{path}{files}: {names} stand in the text as ordinary characters{remedy}")
+            tell(f"{path}{files}: {names} in the text are encoded as ordinary characters{remedy}")
         if self.marker and self.num_files and not self.divisions:
             tell(f"data.split_at={self.marker!r} occurs nowhere in {amount(self.num_files, 'tokenized file')}; "
                  f"fix it, or leave it out")

@@ -136,7 +136,7 @@ def read_rows(path: str, example: str, columns: Sequence[str] = (),
     def choose(schema) -> list[str]:
         chosen = [name for name in schema.names if not columns or name in columns]
         if not chosen:
-            raise fault(path, "", f"has none of the columns {', '.join(columns)}, but {', '.join(schema.names)}",
+            raise fault(path, "", f"has the columns {', '.join(schema.names)}, but none of {', '.join(columns)}",
                         "rename them, or name other files")
         return chosen
 
@@ -263,7 +263,7 @@ def _find_column(path: str, schema, field: str) -> list[str]:
         look([column.name], column.type)
     if field in strings:
         return strings[field]
-    what = (f"has no strings in column {field!r}, but {str(every[field][1])[:80]}" if field in every else
+    what = (f"has {str(every[field][1])[:80]} in column {field!r}, not strings" if field in every else
             f"has no column {field!r}")
     talks = [name for name in ("messages", "conversations", "prompt", "chosen") if name in schema.names
              and not types.is_string(schema.field(name).type)]
@@ -308,7 +308,7 @@ def _plain(value, name: str):
         return value.isoformat()
     if isinstance(value, (decimal.Decimal, uuid.UUID, datetime.timedelta)):
         return str(value)
-    raise ValueError(f"{name!r} is {type(value).__name__}, which JSON does not have")
+    raise ValueError(f"{name!r} is {type(value).__name__}, which JSON cannot represent")
 
 
 def fault(path: str, place: str, what: str, remedy: str = "") -> ValueError:
@@ -356,7 +356,8 @@ def _text_of(path: str, number: int, value: dict, field: str) -> str:
         raise fault(path, place, f"has no {field!r} (its keys: {keys})", "set data.field to the key of the text")
     text = value[field]
     if not isinstance(text, str):
-        raise fault(path, place, f"has no string in {field!r}, but {json.dumps(text)[:40]}", "fix or remove the line")
+        raise fault(path, place, f"has {json.dumps(text)[:40]} in {field!r}, which is not a string",
+                                 "fix or remove the line")
     _check_characters(path, place, text, f" in {field!r}")
     return text
 

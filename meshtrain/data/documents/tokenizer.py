@@ -73,8 +73,8 @@ class Ids:
     key: str = "ids"
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        raise ValueError("token files come without a tokenizer; name its tokenizer.json as data.tokenizer to encode "
-                         "text")
+        raise ValueError("this run reads token files and has no tokenizer to encode text; set data.tokenizer to the "
+                         "tokenizer.json of their ids")
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         ids = np.asarray(ids)
@@ -201,9 +201,9 @@ def open_file(path: str, bos_token: str = "") -> TokenizerFile:
         raise ValueError(f"{what} of data.tokenizer={path!r}; set data.bos_token to the token that begins every "
                          f"document{examples}")
     if text := _text_with(library, bos):
-        raise ValueError(f"the separator {library.id_to_token(bos)!r} of data.tokenizer={path!r} can come out of text: "
-                         f"{text!r} has its id, and would begin a new document; name another token as data.bos_token"
-                         f"{examples}")
+        raise ValueError(f"text can contain the separator {library.id_to_token(bos)!r} of data.tokenizer={path!r}: "
+                         f"{text!r} is encoded to its id, which would begin a new document; name another token as "
+                         f"data.bos_token{examples}")
     return TokenizerFile(str(file), library, max(vocab.values()) + 1, bos, key, (*notes, *more))
 
 
@@ -257,7 +257,8 @@ def _library(path: str | os.PathLike, name: str) -> _Opened:
     notes, changes = [], []
     if dropout := getattr(library.model, "dropout", None):
         library.model.dropout = None
-        notes.append(f"{name}: its dropout of {dropout:g} is off, because a text would get other ids each time")
+        notes.append(f"{name}: its dropout of {dropout:g} is turned off, because it would give a text different ids "
+                     "each time")
         changes.append("dropout off")
     said = beside.read(Path(path).parent)
     more, added = beside.complete(library, said, name)

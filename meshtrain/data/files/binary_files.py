@@ -63,7 +63,7 @@ def _open_ids(path: str) -> IdFile:
 
         return IdFile((path, ends_file), pair.ids.dtype, pair.ids.offset, pair.ids.size, ends)
     if not path.endswith(".bin"):
-        raise ValueError(f"{path} is not named as a token file; give X{token_files.TOKENS} (ids), with "
+        raise ValueError(f"{path} is not named like a token file; give X{token_files.TOKENS} (ids), with "
                          f"X{token_files.ENDS} beside it, or X.bin of Megatron (with X.idx), nanoGPT or llm.c")
     try:
         index = path.removesuffix(".bin") + ".idx"

@@ -46,8 +46,8 @@ class Numbers:
 
     def map(self) -> np.ndarray:
         """Return the array [size], memory-mapped. Raises: OSError, also if the file has changed."""
-        changed = OSError(f"{self.path} is not the file it was when the run began; do not change token files while a "
-                          f"run reads them")
+        changed = OSError(f"{self.path} has changed since the run began; do not change token files while a run reads "
+                          "them")
         try:
             if stamp(self.path) != self.stamp:
                 raise changed
@@ -228,7 +228,7 @@ def open_pair(path: str) -> IndexedTokens:
     Raises: ValueError if the files are malformed or do not match.
     """
     if not path.endswith(TOKENS):
-        raise ValueError(f"{path} is not named as a token file; give X{TOKENS} (ids), with X{ENDS} beside it")
+        raise ValueError(f"{path} is not named like a token file; give X{TOKENS} (ids), with X{ENDS} beside it")
     dtype, shape, offset = open_checked(path, read_header)
     if len(shape) != 1 or dtype not in (np.dtype(np.uint16), np.dtype(np.uint32), np.dtype(np.int32)):
         raise ValueError(f"{path} holds {_describe(dtype, shape)}, but token ids are one dimension of uint16, uint32 "

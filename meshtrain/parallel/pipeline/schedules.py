@@ -325,7 +325,7 @@ def _table_faults(ticks_of: Mapping[tuple[int, int, int], Sequence[int]], p: int
                         faults.append(f"stage {g % p}, tick {ticks[0]}: {op} needs {name_op(needed, of, i)} of stage "
                                       f"{of % p}, which is in tick {at[0]}; put it in tick {at[0] + later} or later")
     cells = collections.Counter((kind, g % p, t) for (kind, g, _), ticks in ticks_of.items() for t in ticks)
-    faults += [f"stage {s}, tick {t}: {count} {KINDS[kind]} in one tick; a tick has one at most"
+    faults += [f"stage {s}, tick {t}: {count} {KINDS[kind]} in one tick; a tick has at most one"
                for (kind, s, t), count in cells.items() if count > 1]
     return faults
 
