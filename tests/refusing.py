@@ -21,7 +21,7 @@ STEPS, EVERY, KEEP = 12, 2, 3
 PLACES = ("checkpoints/", ".lock", "metrics.jsonl", "config.toml", "history.jsonl", "export/", "")
 FAULTS = {"refused": {"status": 403, "code": "AccessDenied"}, "expired": {"status": 400, "code": "ExpiredToken"},
           "200 kB/s": {}, "damaged": {"damages": True}, "damaged for good": {}, "empty caches": {}}
-NAMED = re.compile(r"refused with|cannot be |not saved|damaged|does not (get|have the end)|asked again")
+NAMED = re.compile(r"refused with|cannot be |not saved|damaged|does not have the end|asked again")
 PAUSES_S = (0.05,) * 4
 
 

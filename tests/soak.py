@@ -447,7 +447,7 @@ class Life:
         self.server.faults.append(done)
         self.wait_for(lambda: done.times <= 0, 25 if lasts else 5)
         self.server.faults.remove(done)
-        told = "cannot be |not saved|is behind|failed first|asked again|refused with|does not (get|have the end)"
+        told = "cannot be |not saved|is behind|failed first|asked again|refused with|does not have the end"
         if fault in REFUSALS and done.times < times:        # nothing asks again: each must be told
             self.wait_for(lambda: re.search(told, self.said()[mark:]), MOST_SILENT_S)
             assert re.search(told, self.said()[mark:]), f"{path} was refused, and nothing is told:\n{self.said()}"

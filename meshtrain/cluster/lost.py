@@ -41,9 +41,9 @@ LATE = re.compile(rb"Gloo .*Timed out waiting")      # the peer may be alive
 # Written by a process that ended because another failed: by libraries, and by our own rendezvous.
 SECONDARY = re.compile(b"|".join([LOST_PEERS, LATE.pattern, CONNECTION.encode(), (
     rb"PeerError: | waits for the others in | has lost process \d|"
-    rb"error: process(es)? [\d, and]+(of \d+ did not come to|: )")]))
+    rb"error: process(es)? [\d, and]+(of \d+ did not (connect to|answer at)|: )")]))
 # Processes missing at the coordination service, or at process 0's rendezvous.
-UNHEARD = re.compile(rb"\bTask (\d+) heartbeat timeout|error: process (\d+) of \d+ did not come")
+UNHEARD = re.compile(rb"\bTask (\d+) heartbeat timeout|error: process (\d+) of \d+ did not (?:connect|answer)")
 # Written by process 0 if jax's service, which uses the wall clock, declares process 0 dead.
 CLOCK_SET = re.compile(rb"stopped sending heartbeats\):\s+(?:\S+\n)*?(?:\S*task:)?0\n")
 # Written by process 0: the reason why all processes end.

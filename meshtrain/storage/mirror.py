@@ -317,8 +317,8 @@ class Mirror(contextlib.AbstractContextManager):
                  or isinstance(error, (StorageError, files.FileSystemError))]
         if lacks and kind is None:
             raise files.FileSystemError(
-                f"{self.target} lacks the end of {_list(lacks)}: {files.describe(failed[lacks[0]])}. The files in "
-                f"{self.source} are kept, and the next start on this host sends them")
+                f"{self.target} does not have the end of {_list(lacks)}: {files.describe(failed[lacks[0]])}. The files "
+                f"in {self.source} are kept, and the next start on this host sends them")
 
 
 def _list(names: Sequence[str]) -> str:

@@ -51,7 +51,7 @@ def test_a_changed_tokenizer_is_refused_before_anything_is_tokenized(tiny, finis
     before = contents(finished)
     ran = call(train.main, finished / "config.toml", "--run.dir", finished, "--training.steps", 9, "--data.tokenizer",
                tmp_path / "tokenizer.json")
-    refused(ran, "data.tokenizer=", "compared by its content", "run.name")
+    refused(ran, "data.tokenizer=", "has another content than the tokenizer", "run.name")
     assert contents(finished) == before
 
 

@@ -210,7 +210,7 @@ def test_all_that_had_to_stay_is_told_together(two):
 def test_the_tokenizer_and_the_documents_are_compared_by_their_content(two):
     run, start = run_in(two), found(two)
     resume.check_tokenizer(run, start, tokenizer.Bytes())
-    with pytest.raises(ConfigError, match="data.tokenizer=.* is not the one that the run in .* was trained with"):
+    with pytest.raises(ConfigError, match="data.tokenizer=.* has another content than the tokenizer of the run in"):
         resume.check_tokenizer(run, start, tokenizer.Ids(500, 3))
     resume.check_data(run, start, "f")
     with pytest.raises(ConfigError, match="the data are not those that the run in .* read up to step 4"):

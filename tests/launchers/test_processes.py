@@ -344,12 +344,12 @@ def test_a_process_of_another_run_or_start_disturbs_nothing_and_is_told(address,
                      hello(**{"index": 2, "count": 3, "pid": 11, "token": "run.dir=runs/b"} | other)) as stranger:
             assert stranger.recv(100) == b""
     assert first.result == "still waiting", first.result
-    assert (f"turned away at {address}: process 2 (elsewhere, pid 11) of run.dir=runs/b; this is {mine['token']}\n"
+    assert (f"rejected at {address}: process 2 (elsewhere, pid 11) of run.dir=runs/b; this is {mine['token']}\n"
             in capfd.readouterr().err)
     second = Meeting(address, 3, 1, **mine)
     for error in (first(), second()):
-        assert "process 2 of 3 did not come" in str(error)
-        assert f"Turned away, because this is {mine['token']}: process 2 (elsewhere, pid 11) of run.dir=runs/b" in str(
+        assert "process 2 of 3 did not connect" in str(error)
+        assert f"Rejected, because this is {mine['token']}: process 2 (elsewhere, pid 11) of run.dir=runs/b" in str(
             error)
 
 
@@ -373,7 +373,7 @@ def test_who_does_not_come_is_named_by_all_who_did(address):
     for meeting in meetings:
         error = meeting()
         assert isinstance(error, PeerError) and meeting.took_s < 3, error
-        assert str(error).startswith(f"processes 2 and 4 of 5 did not come to {address} within 1 s"), error
+        assert str(error).startswith(f"processes 2 and 4 of 5 did not connect to {address} within 1 s"), error
         for index in (0, 1, 3):
             assert f"{index} ({socket.gethostname()}, pid {os.getpid()})" in str(error)
 
@@ -383,7 +383,7 @@ def test_who_is_missing_is_told_while_they_are_waited_for(address, monkeypatch, 
     first, last = Meeting(address, 4, 0), Meeting(address, 4, 3)
     time.sleep(1)
     assert first.result == "still waiting"
-    assert re.fullmatch(rf"still waiting, up to \d+ s more: processes 1 and 2 of 4 have not come to {address} "
+    assert re.fullmatch(rf"still waiting, up to \d+ s more: processes 1 and 2 of 4 have not connected to {address} "
                         rf"within \d s\n",
                         capfd.readouterr().err)
     assert [meeting() for meeting in (Meeting(address, 4, 1), Meeting(address, 4, 2), first, last)] == [None] * 4
@@ -394,7 +394,7 @@ def test_a_first_process_that_is_missing_is_told_while_it_is_waited_for(address,
     second, third = Meeting(address, 3, 1), Meeting(address, 3, 2)
     time.sleep(1)
     err = capfd.readouterr().err
-    assert re.fullmatch(rf"still waiting, .*: process 0 of 3 has not come to {address} within \d s \(Connection "
+    assert re.fullmatch(rf"still waiting, .*: process 0 of 3 has not answered at {address} within \d s \(Connection "
                         rf"refused\)\n", err)
     assert [meeting() for meeting in (Meeting(address, 3, 0), second, third)] == [None] * 3
 
@@ -402,14 +402,14 @@ def test_a_first_process_that_is_missing_is_told_while_it_is_waited_for(address,
 def test_nobody_waits_longer_than_the_first_who_came(address):
     patient = Meeting(address, 3, 0, timeout_s=30)
     hasty = Meeting(address, 3, 1, timeout_s=1)
-    assert "process 2 of 3 did not come" in str(hasty()) and "process 2 of 3 did not come" in str(patient())
+    assert "process 2 of 3 did not connect" in str(hasty()) and "process 2 of 3 did not connect" in str(patient())
     assert patient.took_s < 5
 
 
 def test_a_process_that_comes_and_dies_has_not_come(address):
     first = Meeting(address, 3, 0, timeout_s=1)
     connect(address, hello(1, 3)).close()
-    assert "processes 1 and 2 of 3 did not come" in str(first())
+    assert "processes 1 and 2 of 3 did not connect" in str(first())
 
 
 def test_a_process_that_comes_again_is_welcome(address):
@@ -423,7 +423,7 @@ def test_a_missing_first_process_is_named_by_the_others(address):
     meeting = Meeting(address, 2, 1, timeout_s=1)
     error = meeting()
     assert isinstance(error, PeerError) and meeting.took_s < 3
-    assert f"process 0 of 2 did not come to {address} within 1 s (Connection refused)" in str(error)
+    assert f"process 0 of 2 did not answer at {address} within 1 s (Connection refused)" in str(error)
 
 
 @pytest.mark.parametrize("reply, why", [(b"HTTP/1.1 400 Bad Request\r\n", "another program listens there"),
@@ -474,7 +474,7 @@ def test_two_first_processes_are_told(address):
 
 
 def test_many_missing_are_counted(address):
-    assert "15, 16 and 283 more of 300 did not come" in str(Meeting(address, 300, 0, timeout_s=0.2)())
+    assert "15, 16 and 283 more of 300 did not connect" in str(Meeting(address, 300, 0, timeout_s=0.2)())
 
 
 @pytest.mark.parametrize("host, bound", [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("[::1]", "[::1]"),

@@ -132,8 +132,8 @@ def test_each_group_is_told_with_its_weights():
 @pytest.mark.parametrize("groups, told", [
     ('{"role:heads" = {rate = 2.0}}', 'optimizer.groups."role:heads": there is no role "heads"; use one of role:matrix'),
     ('{"layers/nope/*" = {rate = 2.0}}', '"layers/nope/*" matches no trained weight; the names are as in'),
-    ('{"role:matrix" = {rate = 2.0}, "layers/mlp/*" = {}}', '"layers/mlp/*" matches no trained weight that is not in an '
-     "earlier group: layers/mlp/down/kernel is"),
+    ('{"role:matrix" = {rate = 2.0}, "layers/mlp/*" = {}}', '"layers/mlp/*" matches no trained weight outside '
+     "the earlier groups: layers/mlp/down/kernel is in one"),
     ('{"*" = {rule = "muon"}}', '"*".rule="muon" orthogonalizes matrices of layers, but embedding/table is of the role'),
     ('{"role:head" = {rate = 0}}', '"role:head".rate=0 freezes nothing: gradients, moments and weight decay remain'),
     ('{"role:head" = {rates = 2.0}}', 'did you mean optimizer.groups."role:head".rate?'),
@@ -154,7 +154,7 @@ def test_each_group_is_told_with_its_weights():
      "the base has no layers/mlp/down/kernel; use a base with the same kinds of layers"),
     ('{preset = "mup", base = "llama3-8b"}', "model.head_dim=16 is not the base's 128, and scores have to fall with 1 / "
      "head_dim; use model.multipliers.score=0.707107"),
-    ('{preset = "mup", base = {multipliers = {logits = 0.5}, head_dim = 16}}', "would do the same once more; use the base's")])
+    ('{preset = "mup", base = {multipliers = {logits = 0.5}, head_dim = 16}}', "would lower its logits again; use the base's value")])
 def test_a_mistake_is_one_message(groups, told):
     with pytest.raises(config.ConfigError) as error:
         make("--optimizer.name", "adamw", f"--optimizer.groups={groups}")

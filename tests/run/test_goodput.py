@@ -150,7 +150,7 @@ def test_all_seconds_of_three_tries_are_told_apart(life):
     assert told["time_s"] == pytest.approx(SPENT, abs=EXACT)
     assert told["goodput"] == pytest.approx(18 / sum(SPENT.values()))
     assert [(one["from_step"], one["to_step"], one["steps_again"], one["how"]) for one in told["starts"]] == [
-        (0, 7, 0, f"{goodput.UNKNOWN} (killed, or the power went)"), (4, 10, 3, "stopped on request (SIGTERM)"),
+        (0, 7, 0, f"{goodput.UNKNOWN} (killed, or a power failure)"), (4, 10, 3, "stopped on request (SIGTERM)"),
         (10, 12, 0, "finished")]
     assert [one["run_s"] for one in told["starts"]] == pytest.approx(
         [35 + 7 * 2 + 3, 35 + 6 * 2 + 3, 35 + 4 + 3], abs=EXACT)

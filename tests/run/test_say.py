@@ -209,7 +209,7 @@ def test_by_itself_only_a_file_of_several_processes_has_prefixes(form, count, te
 def test_launchers_find_in_lines_with_a_prefix_what_they_look_for(form, capsys, plain_afterwards):
     say.format_lines(form, 3, 8)
     say.err("error: step 5 not saved in runs/a/checkpoints: process 7: No space left; see to it")
-    say.err("error: process 3 of 8 did not come to the meeting")
+    say.err("error: process 3 of 8 did not connect to the coordinator")
     blamed, missing = capsys.readouterr().err.encode().splitlines()
     assert lost.BLAMED.search(blamed)[1] == b"7" and lost.SECONDARY.search(missing) and lost.UNHEARD.search(missing)[2]
 

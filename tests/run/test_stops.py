@@ -263,7 +263,7 @@ def test_signals_that_come_together_are_one_request():
 
 def test_a_second_request_ends_the_process_at_once():
     code, out = alone(DEFERRED.format(longer=50), signal.SIGTERM, signal.SIGTERM, pause_s=stops.ONE_REQUEST_S + 0.3)
-    assert code == 1 and "SIGTERM again: ended at once, without saving" in out
+    assert code == 1 and "SIGTERM again: stopped at once, without saving" in out
 
 
 def test_a_reader_that_is_stuck_holds_up_no_stop():

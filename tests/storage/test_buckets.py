@@ -49,7 +49,7 @@ def test_a_directory_is_in_the_bucket_as_it_changes_and_comes_back(tmp_path, ser
         server.faults += [Fault("/d", 10**6, 503)]
         (here / "d").write_text("late")
         _until(lambda: told)
-        assert f"{target} does not get d of {here}: " in told[0] and "503" in told[0]
+        assert f"d of {here} cannot be copied to {target}: " in told[0] and "503" in told[0]
         server.faults.clear()
         _until(lambda: "d" in sent(target))
     assert len(told) == 1
@@ -220,7 +220,7 @@ def test_what_the_bucket_refused_is_kept_and_sent_by_the_next_start(mirrored, se
     monkeypatch.setattr(files.notices, "write", told.append)
     refused_at_the_end(mirrored, server)
     assert fetch(mirrored) == UNSENT and sent(mirrored.target) == FOUR
-    assert told == [f"{mirrored.target} did not get the end of rows, sub/new: this host has kept it, and sends it"]
+    assert told == [f"{mirrored.target} lacks the end of rows, sub/new, which this host has kept and now sends"]
     server.log.clear()
     with mirror.Mirror(mirrored.here, mirrored.target, lambda name: True, needed=("marks",), tell=told.append,
                        check_claim=lambda: None) as sender:

@@ -58,8 +58,8 @@ def assert_near(got, expected):
 def test_the_mean_of_checkpoints_is_that_of_the_folders_which_each_gives(runs, words, shares):
     done, got = tensors(runs / "plain", "--average=last:3", *words)
     assert_near(got, mean(runs / "plain", shares))
-    assert f"step 2: share {shares[0]:.4f}; updates before it count 1.0000" in done.out
-    assert f"step 6: share {shares[2]:.4f}; updates before it count {shares[2]:.4f}" in done.out
+    assert f"step 2: share {shares[0]:.4f}; the updates up to it have the weight 1.0000" in done.out
+    assert f"step 6: share {shares[2]:.4f}; the updates up to it have the weight {shares[2]:.4f}" in done.out
     assert "the mean weights of steps 2, 4, 6" in done.out
 
 

@@ -250,7 +250,7 @@ def test_a_request_to_a_stuck_step_ends_the_run_and_a_second_one_at_once(home):
         assert child.wait(30) == 1
     finally:
         child.kill()
-    assert "SIGTERM again: ended at once, without saving" in Path(f"{directory}.log").read_text()
+    assert "SIGTERM again: stopped at once, without saving" in Path(f"{directory}.log").read_text()
 
 
 CLOCK = r"""
