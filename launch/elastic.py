@@ -18,8 +18,8 @@ from meshtrain.run import command, say
 
 OPTIONS = {
     "processes": config.Option("number of processes", "N", "2", config.whole(1), required="nothing says how many"),
-    "min-processes": config.Option("continues with fewer processes, down to K, if the same one fails twice in a row or "
-                                   "the cluster has no room for all; the mesh axis of -1 shrinks, the batch does not "
+    "min-processes": config.Option("continue with fewer processes, down to K, if the same one fails twice in a row or "
+                                   "the cluster has no room for all; the mesh axis with -1 shrinks, the batch does not "
                                    "(default N)", "K",
                                    "1", config.whole(), 0),
 }
@@ -27,8 +27,8 @@ COMMAND = config.Command("meshtrain.launch.elastic", {
     "processes": dataclasses.replace(OPTIONS["processes"], help="number of available processes"),
     "min-processes": config.Option("smallest number of processes that is tried", "K", "1", config.whole(1), 1),
     "devices": config.Option("devices of each process", "D", "8", config.whole(1), required="nothing says how many"),
-    "full": config.Option("number of devices that the run file is written for (default: its mesh.full_devices; if "
-                          "that is 0, N processes are the answer)", "F", "64", config.whole(1)),
+    "full": config.Option("number of devices for which the run file is written (default: its mesh.full_devices; if "
+                          "that is 0, all N processes run)", "F", "64", config.whole(1)),
 }, launcher=True)
 LONGEST_S = 300.0       # limit of `most`, which takes seconds
 
@@ -49,7 +49,7 @@ def run_of(given: config.Arguments) -> Run:
         raise ConfigError("[distributed] is set here by the launcher; leave it out of the run file and the command "
                           "line")
     if least not in (0, count) and -1 not in (run.mesh.data, run.mesh.fsdp):
-        raise ConfigError("--min-processes needs an axis of the mesh that shrinks with the devices, and none is -1; "
+        raise ConfigError("--min-processes needs a mesh axis that shrinks with the devices (-1), but there is none; "
                           "use mesh.data=-1 or mesh.fsdp=-1")
     return run
 
@@ -62,7 +62,7 @@ def most(words: Sequence[str], processes: int, least: int, devices: int, full: i
             [sys.executable, "-m", "meshtrain.launch.elastic", f"--processes={processes}", f"--min-processes={least}",
              f"--devices={devices}", f"--full={full}", "--", *words], capture_output=True, text=True, timeout=LONGEST_S)
     except subprocess.TimeoutExpired:
-        return 0, f"the check whether fewer can train it did not end within {LONGEST_S:g} s"
+        return 0, f"the check whether fewer processes can train the run did not end within {LONGEST_S:g} s"
     printed = ran.stdout.split()
     if ran.returncode or not printed or not printed[0].isdecimal():
         return 0, (ran.stderr.strip().splitlines() or ["?"])[-1].removeprefix("error: ")

@@ -106,7 +106,7 @@ class Slots:
             return
         self.lost.add(slot)
         self.taken = there[:count]
-        say.err(f"process {slot} of {self.count} failed twice in a row: the next start runs without it, in "
+        say.err(f"process {slot} of {self.count} failed twice in a row: the next start runs without it, with "
                 f"{len(self.taken)} processes")
 
 

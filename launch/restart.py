@@ -37,7 +37,7 @@ OPTIONS = {"max-restarts": config.Option("most restarts in a row without a newer
                                          config.whole(), 0)}
 COMMAND = config.Command("meshtrain.launch.restart", {
     "max-restarts": dataclasses.replace(OPTIONS["max-restarts"], default=5),
-    "scheduled": config.Option("a scheduler stops the run and starts it again: exit code 75 also restarts"),
+    "scheduled": config.Option("a scheduler stops the run and starts it again: start again after exit code 75, too"),
     "said": config.Option("file with the run's stderr, for the report of a failure", "FILE", "stderr.txt", Path),
 }, "CODE", (1, 1), launcher=True)
 ENDS = (stops.DONE, stops.USER_ERROR, stops.STOPPED)

@@ -58,8 +58,8 @@ def divide_gpus(run: Run, count: int, each: int, environ: Mapping[str, str]) -> 
         return dict(environ), dict(environ)
     there = gpus.visible(environ)
     if count * each >= len(there):
-        raise ConfigError(f"--samplers {count} of --sampler-gpus {each} leave none of {len(there)} GPUs to the "
-                          f"trainer; use fewer")
+        raise ConfigError(f"--samplers {count} with --sampler-gpus {each} use all {len(there)} GPUs and leave none to "
+                          "the trainer; use fewer samplers")
     cut = len(there) - count * each
 
     def with_gpus(names: Sequence[str]) -> dict[str, str]:
@@ -77,8 +77,8 @@ def main(given: config.Arguments) -> int:
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"} | ({} if each else {"CUDA_VISIBLE_DEVICES": ""})
     there = gpus.visible(environ) if each else []
     if count * each > len(there):
-        raise ConfigError(f"--samplers {count} of --sampler-gpus {each} need {count * each} GPUs, but {len(there)} are "
-                          f"visible; use fewer")
+        raise ConfigError(f"--samplers {count} with --sampler-gpus {each} need {count * each} GPUs, but {len(there)} "
+                          "are visible; use fewer")
     own = [environ | ({"CUDA_VISIBLE_DEVICES": ",".join(there[i * each:(i + 1) * each])} if each else {})
            for i in range(count)]
     simulated = ["--mesh.simulated_devices=1"] * bool(run.mesh.simulated_devices)

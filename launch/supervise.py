@@ -281,8 +281,8 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
         words = (f"{first.name} failed first: it was stopped (SIGSTOP, or a "
                  f"debugger){', and the others lost it' * (len(ended) > 1)}")
     elif first.out_of_time:
-        words = (f"{first.name} failed first: its clock was set, or its machine was suspended, and jax declares every "
-                 f"process dead that is silent for so long by this clock")
+        words = (f"{first.name} failed first: its clock was set, or its machine was suspended, so jax, which measures "
+                 "silence by this clock, declared all processes dead")
     elif first.forced or first in _find_awaited(ended):
         words = f"{first.name} failed first: the others lost contact with it"
     else:

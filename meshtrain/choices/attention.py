@@ -95,9 +95,9 @@ def find_problems(need: Need, layout: Layout) -> list[str]:
                       f"splits seq; write residual_seq = \"context\", or [\"context\", \"tensor\"]")
     heads, kv_heads = (layout.mesh_axes("activations", axis) for axis in ("heads", "kv_heads"))
     if heads != kv_heads and any(of.num_kv_heads > 1 for of in need.heads):
-        faults.append(f"{rules_file} [activations] heads = {list(heads)} and kv_heads = {list(kv_heads)}: where "
-                      f"sequences are split, a device's query heads need its own key/value heads; give both the same "
-                      f"mesh axes")
+        faults.append(f"{rules_file} [activations] heads = {list(heads)} and kv_heads = {list(kv_heads)}: if sequences "
+                      "are split, each device must hold the key/value heads of its query heads; give both the same "
+                      "mesh axes")
     chunks = cp if method == "ulysses" else 2 * cp
     num_shards = math.lcm(chunks, layout.num_shards(residual))
     if T % num_shards:

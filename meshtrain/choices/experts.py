@@ -48,12 +48,12 @@ def dispatch(asked: str, K: int, layout: Layout) -> Choice[str]:
     if reason := _against_exchange(layout):
         return Choice("gather", (reason,))
     if layout.sizes["stage"] > 1:
-        return Choice("gather", ("rounds of an all-to-all cannot be divided into a pipeline's B and W",))
+        return Choice("gather", ("a pipeline cannot split the rounds of an all-to-all into B and W",))
     num_shards = layout.num_shards(ManualRegion.of(layout).experts)
     is_cheaper = num_shards < all_to_all.CAPACITY_FACTOR * K
     return Choice("gather" if is_cheaper else "all_to_all", (
-        f"{num_shards} shards are {'less' if is_cheaper else 'not less'} than {all_to_all.CAPACITY_FACTOR} × {K} "
-        f"experts a token",))
+        f"{num_shards} shards are {'fewer' if is_cheaper else 'not fewer'} than {all_to_all.CAPACITY_FACTOR} × {K} "
+        "experts per token",))
 
 
 def saves_inward(remat: str, stages: int) -> bool:
@@ -69,7 +69,7 @@ def _against_exchange(layout: Layout) -> str:
     region = ManualRegion.of(layout)
     if region.inner or not region.experts:
         return (f"{layout.rules.path} [params] splits experts over {list(region.experts)} and their width over "
-                f"{list(region.inner)}, but an all-to-all needs experts that are split, and not their width")
+                f"{list(region.inner)}, but an all-to-all needs split experts of undivided width")
     if region.summed:
         return f"{layout.rules.path} splits no tokens over {list(region.summed)}, which splits experts"
     return ""

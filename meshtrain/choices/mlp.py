@@ -42,7 +42,7 @@ def _against(setting: Setting) -> list[str]:
     tokens //= layout.num_shards(layout.batch_axes) * shards("seq")
     wrong = {
         "no layer has a dense MLP": not pattern.share(model, mlps="d"),
-        f'they have no model.activation="{model.activation}" ({", ".join(SLOPES)})': model.activation not in SLOPES,
+        f'they compute {", ".join(SLOPES)}, not model.activation="{model.activation}"': model.activation not in SLOPES,
         f'they multiply in bfloat16, not model.compute_dtype="{model.compute_dtype}"':
             model.compute_dtype != "bfloat16",
         'they multiply in bfloat16, not model.matmul_dtype="float8"': model.matmul_dtype == "float8",

@@ -61,8 +61,8 @@ COMMAND = config.Command("meshtrain.convert", config.OF_TRAINED | {
                               config.number("a number of gigabytes", 1e-9, positive=True), 5),
     "average": config.Option("write the mean of the last N checkpoints, up to --step, computed in float32", "last:N",
                              "last:8", _last),
-    "shares": config.Option("their shares in the mean: a number for each, oldest first, or the shape of the decay of "
-                            "the learning rate that the mean acts as, linear (equal shares) or 1-sqrt", "S", "1-sqrt",
+    "shares": config.Option("their shares in the mean: a number for each, oldest first, or the learning-rate decay "
+                            "that the mean imitates, linear (equal shares) or 1-sqrt", "S", "1-sqrt",
                             _shares, names.LINEAR),
     "adapters": config.Option("write only the adapters of a run with LoRA, in PEFT's format"),
 }, "HF_DIR | RUN_DIR OUT", (1, 2), keys=False)
@@ -106,9 +106,9 @@ def _check(asked: config.Arguments) -> None:
         raise ConfigError(f"--merge adds adapters to the weights of one checkpoint or folder; leave "
                           f"{'--average' if count else '--adapters'} or --merge out")
     if "shares" in asked and not count:
-        raise ConfigError("--shares are those of an average; add --average last:N, or leave --shares out")
+        raise ConfigError("--shares needs --average; add e.g. --average last:N, or leave --shares out")
     if count and len(asked.names) == 1:
-        raise ConfigError(f"--average last:{count} is of a run's checkpoints; give RUN_DIR and OUT")
+        raise ConfigError(f"--average last:{count} averages the checkpoints of a run; give RUN_DIR and OUT")
     if "weights" in asked and (count or len(asked.names) == 1):
         raise ConfigError(f"--weights {asked['weights']}: " + (
             "--average takes the last weights of each checkpoint; give --weights or --average" if count else
@@ -191,8 +191,8 @@ def _export_adapters(all_devices: Sequence[jax.Device], average: CheckpointMean,
                           base=saved.run["checkpoint"]["init_from"], data=saved.run["data"],
                           source=exports.find_companions(model_folder.local_path(run_dir)), ends=_ends(saved, run_dir))
     if len(average.saved) > 1 and jax.process_index() == 0:
-        say.err("note: A and B are averaged apart, and the product of their means is not the mean of their products; "
-                "without --adapters each checkpoint's are merged first, and the mean is exact")
+        say.err("note: A and B are averaged separately, and the product of their means is not the mean of their "
+                "products; without --adapters, the adapters of each checkpoint are merged first and the mean is exact")
     return f"{out}: {_describe(average, 'adapters')} of {run_dir}, {size / 1e6:.2f} MB in {dtype}"
 
 

@@ -79,7 +79,8 @@ COMMAND = config.Command("meshtrain.generate", config.OF_TRAINED | {
     "samples": config.Option("number of answers per prompt", "N", "4",
                              config.whole(1), 1),
     "max-tokens": config.Option("maximum tokens of an answer", "N", "256", config.whole(1, 10**7), 256),
-    "temperature": config.Option("0: the most likely token; else sampled (default 0, or 1 with one of the next three)",
+    "temperature": config.Option("0: the most likely token; else sampled (default 0, or 1 with --top-k, --top-p or "
+                                 "--min-p)",
                                  "T", "0.8", _temperature),
     "top-k": config.Option("sample from the K most likely tokens, as in transformers", "K", "50", config.whole(1), 0),
     "top-p": config.Option("sample from the most likely tokens with this total probability", "P", "0.9",
@@ -355,7 +356,7 @@ def _check_options(options: config.Arguments) -> None:
     kinds = options.given & {"prompt", "prompts", "prompt-ids"}
     if len(kinds) != 1 and not (options["chat"] and not kinds) or options["chat"] and "prompt-ids" in kinds:
         raise ConfigError("give one of --prompt TEXT, --prompts FILE and --prompt-ids '[[5, 6], [7]]', or --chat, "
-                          "with or without one of the first two")
+                          "alone or with --prompt or --prompts")
     if options["chat"] and options["json"] and not kinds:
         raise ConfigError("--chat --json has no prompts; give --prompt TEXT or --prompts FILE, or leave --json out to "
                           "talk")

@@ -58,9 +58,9 @@ def _fix_option(help: str) -> config.Option:
 
 COMMAND = config.Command("meshtrain.plan", {
     "gpus": config.Option("number of GPUs; 64,128,256 shows the best plan for each", "N", "64", _gpus, (),
-                          required="which layout is best depends on it"),
+                          required="the best layout depends on it"),
     "gpu": config.Option(f"type of GPU: {', '.join(hardware.list_priced())}", "NAME", "h100",
-                         config.one_of(*hardware.list_priced()), required="which layout is best depends on it"),
+                         config.one_of(*hardware.list_priced()), required="the best layout depends on it"),
     "seq-len": config.Option("tokens per sequence", "S", "8192", config.whole(1)),
     "global-batch": config.Option("sequences per step (default: about 4 million tokens)", "B", "512", config.whole(1)),
     **{axis: _fix_option(f"fix mesh.{axis}") for axis in AXES},
@@ -193,7 +193,7 @@ def make_plans(options: config.Arguments, progress: SearchProgress | None = None
     """Return the plans for a command line. Raises: ConfigError if no layout is allowed, or options contradict each
     other."""
     if alone := [option for option in ("write", "verify") if option in options and len(options["gpus"]) > 1]:
-        raise ConfigError(f"--{alone[0]} takes the best plans of one number of GPUs; give a single number with --gpus")
+        raise ConfigError(f"--{alone[0]} is for one number of GPUs; give a single number with --gpus")
     run = run_of(options)
     answers = [answer_for(run, options, count, progress) for count in options["gpus"]]
     question, answer = answers[0]

@@ -39,12 +39,12 @@ def _signal(text: str) -> str:
         raise ValueError("is sent only to the batch script, and the tasks would not save; leave B: out")
     if name.removeprefix("SIG") not in names or not at or not re.fullmatch("[1-9][0-9]{0,4}", seconds) or (
             int(seconds) > MOST_SIGNAL_S):
-        raise ValueError(f"is not a signal that stops a run, {', '.join(names)}, with @ and the seconds before the "
-                         f"time limit, up to {MOST_SIGNAL_S}")
+        raise ValueError(f"is not SIGNAL@SECONDS, with a signal that stops a run ({', '.join(names)}) and 1 to "
+                         f"{MOST_SIGNAL_S} seconds before the time limit")
     return f"{name.removeprefix('SIG')}@{seconds}"
 
 
-NAME = _word("a name that Slurm may have", r"[\w.,@+-]+")
+NAME = _word("a name that Slurm accepts", r"[\w.,@+-]+")
 COMMAND = config.Command("meshtrain.slurm", {
     "nodes": config.Option("hosts of the job", "N", "8", config.whole(1), required="nothing says how many hosts"),
     "gpus-per-node": config.Option("GPUs of a host", "G", "8", config.whole(1), 8),
@@ -97,9 +97,11 @@ def job(own: config.Arguments, name: str, here: Path) -> str:
     for option, value in options.items():
         text = _replace_line(text, rf"#+SBATCH --{option}=.*", f"#SBATCH --{option}={value}")
     if "signal" in own:
-        text = _replace_line(text, "#SBATCH --signal=.*", f"#SBATCH --signal={own['signal']}  # to all tasks, so many "
-                             f"seconds before the limit: longer than a step and a checkpoint take;")
-    text = _replace_line(text, r"\[ -n \"\$VIRTUAL_ENV.*", f"export PATH={python}:$PATH      # what printed this")
+        text = _replace_line(text, "#SBATCH --signal=.*", f"#SBATCH --signal={own['signal']}  # to all tasks, this "
+                                                          "many seconds before the limit: longer than a step and a "
+                                                          "checkpoint take;")
+    text = _replace_line(text, r"\[ -n \"\$VIRTUAL_ENV.*", f"export PATH={python}:$PATH      # the environment that "
+                                                           "printed this script")
     given = "[ $# -gt 0 ] || set --"
     text = _replace_line(text, f"{re.escape(given)} .*", f"{given} {shlex.join([*own.names, *own.keys])}")
     if own["container"]:

@@ -73,8 +73,8 @@ def slot_bytes(cfg: Model, room: int, itemsize: int) -> int:
 def check(cfg: Model) -> None:
     """Check that the cache has a state for every mixer. Raises: ValueError for a mixer without `cache = True`."""
     for mixer in find_lacking(cfg, "cache"):
-        raise ValueError(f"{mixer} has no cache, so the model cannot generate; if it reads other tokens by one call of "
-                         f"ex.engines only, give its class `cache = True`")
+        raise ValueError(f"{mixer} has no cache, so the model cannot generate; if it reads other tokens only through "
+                         "one call of ex.engines, set `cache = True` in its class")
 
 
 def constrain(layout: Layout, caches: list) -> list:

@@ -36,7 +36,7 @@ def read(model: Transformer, ex: Execution, p, batch, drafts: int = 0) -> list:
                 x_BTD, _ = bound(cache.through(ex, kept[i]), x_BTD, inputs, number + i)
                 if bound.mixer is not None and len(kept[i].cache) not in (2, 4):
                     raise ValueError(f"the mixer {type(bound.mixer).__name__} leaves no state in the cache, so the "
-                                     f"model cannot generate: a layer calls attention, or convolve and recur, once")
+                                     "model cannot generate; call attention, or convolve and recur, once in its layer")
             return x_BTD, tuple(layer.cache for layer in kept)
         x_BTD, by_layer = lax.scan(repeat, x_BTD, (model.weights(p, group), group.numbers(first)))
         caches.append(tuple(layer if len(layer) == 2 else tuple(jnp.repeat(x, drafts + 1, 0) for x in layer)

@@ -38,8 +38,8 @@ def test_a_row_of_alpaca_is_rendered_as_its_messages(tmp_path):
 
 # (source, line, what the one message must contain)
 WRONG = [
-    ("chat", ROW | {"output": 3}, "has no text in 'output', but 3; give a string"),
-    ("chat", ROW | {"input": ["1"]}, "has no text in 'input', but [\"1\"]"),
+    ("chat", ROW | {"output": 3}, "has 3 in 'output', which is not text; give a string"),
+    ("chat", ROW | {"input": ["1"]}, "has [\"1\"] in 'input', which is not text"),
     ("chat", ROW | {"instruction": "", "input": ""}, "has neither an instruction nor an input; remove it"),
     ("chat", ROW | {"history": [["a", "b"]]}, "has earlier turns in 'history', [[\"a\", \"b\"]], which are not read"),
     ("chat", {"instruction": "Add.", "response": "3"}, "is not a conversation (its keys: 'instruction', 'response')"),

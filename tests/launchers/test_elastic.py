@@ -101,7 +101,7 @@ def test_a_process_that_fails_twice_in_a_row_is_left_out_and_comes_back_after_a_
     assert ours.taken == [0, 1] and ours.overrides() == ["--mesh.full_devices=8", "--mesh.simulated_devices=4"]
     ours.after(0, first=True)
     assert ours.taken == [0, 1, 2, 3]
-    assert capfd.readouterr().err == ("process 3 of 4 failed twice in a row: the next start runs without it, in 2 "
+    assert capfd.readouterr().err == ("process 3 of 4 failed twice in a row: the next start runs without it, with 2 "
                                       "processes\nthe next start has all 4 processes again\n")
 
 
@@ -131,7 +131,7 @@ def test_where_no_fewer_can_train_it_all_start_again(monkeypatch, capfd):
 
 def test_what_fits_is_not_waited_for_without_end(monkeypatch):
     monkeypatch.setattr(fewer, "LONGEST_S", 0.1)
-    assert fewer.most([], 4, 2, 1, 4) == (0, "the check whether fewer can train it did not end within 0.1 s")
+    assert fewer.most([], 4, 2, 1, 4) == (0, "the check whether fewer processes can train the run did not end within 0.1 s")
 
 
 def test_the_command_tells_how_many_processes_fit(capfd):
@@ -192,7 +192,7 @@ def test_a_run_of_four_processes_goes_on_in_two_and_then_in_four_with_the_losses
     assert life.wait_for(lambda: len(life.children()) == 4), life.said()
     assert life.end() == 0, life.said()
     said = life.said()
-    assert "process 3 of 4 failed twice in a row: the next start runs without it, in 2 processes" in said
+    assert "process 3 of 4 failed twice in a row: the next start runs without it, with 2 processes" in said
     assert ("2 of 4 devices: mesh.fsdp=2 (of 4), training.microbatches=2 (of 1); the batch stays 8, 2 sequences a "
             "device at a time") in said
     assert "the next start has all 4 processes again" in said

@@ -463,14 +463,14 @@ def test_an_index_given_twice_is_told_with_both_hosts(address):
         answer = one.makefile("rb").readline()
         error = first()
     assert isinstance(error, PeerError)
-    for part in ("process_id=1 came twice", "pid 11", "pid 12"):
+    for part in ("two processes have distributed.process_id=1", "pid 11", "pid 12"):
         assert part in str(error) and part.encode() in answer
 
 
 def test_two_first_processes_are_told(address):
     first = Meeting(address, 3, 0)
     with connect(address, hello(0, 3, pid=11)):
-        assert "process_id=0 came twice" in str(first()) and "pid 11" in str(first())
+        assert "two processes have distributed.process_id=0" in str(first()) and "pid 11" in str(first())
 
 
 def test_many_missing_are_counted(address):

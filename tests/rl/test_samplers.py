@@ -507,7 +507,7 @@ def test_launchers_give_samplers_gpus_of_their_own(monkeypatch):
     assert samplers.read_options(run, given) == (2, 2)
     mine, theirs = samplers.divide_gpus(run, 2, 2, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"})
     assert mine["CUDA_VISIBLE_DEVICES"] == "0,1" and theirs["CUDA_VISIBLE_DEVICES"] == "2,3,4,5"
-    with pytest.raises(config.ConfigError, match="leave none of 4 GPUs to the trainer"):
+    with pytest.raises(config.ConfigError, match="use all 4 GPUs and leave none to the trainer"):
         samplers.divide_gpus(run, 2, 2, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     with pytest.raises(config.ConfigError, match="with rl.lag=0 the trainer generates"):
         samplers.read_options(run.replace(rl={"lag": 0}), given)

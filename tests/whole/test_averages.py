@@ -68,7 +68,7 @@ def test_adapters_are_merged_before_the_mean_and_the_note_tells_where_they_are_n
     assert_near(tensors(runs / "lora", "--average=last:3")[1], mean(runs / "lora", third))
     done, got = tensors(runs / "lora", "--average=last:3", "--adapters")
     assert_near(got, mean(runs / "lora", third, "--adapters"))
-    assert "A and B are averaged apart" in done.err and "the mean adapters of steps 2, 4, 6" in done.out
+    assert "A and B are averaged separately" in done.err and "the mean adapters of steps 2, 4, 6" in done.out
 
 
 def test_the_last_of_a_step_are_those_up_to_it(runs):
@@ -107,7 +107,7 @@ def test_what_has_no_mean_is_refused(runs, tiny, tmp_path):
     refused(told(plain, "--average=last:2", "--step=5"), "--step 5 is not saved")
     refused(told(tmp_path, "--average=last:2"), "has none")
     refused(told(plain, "--average=last:2", "--shares=1,2,3"), "--shares has 3 numbers for the 2 checkpoints")
-    refused(told(plain, "--shares=1,2"), "add --average last:N")
+    refused(told(plain, "--shares=1,2"), "add e.g. --average last:N")
     refused(call(convert.main, plain, "--average=last:2"), "give RUN_DIR and OUT")
     for option, words in (("--average", ("3", "last:1", "last:x", "first:3")), ("--shares", ("1,0", "cosine", "1,-2"))):
         for word in words:

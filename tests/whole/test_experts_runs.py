@@ -129,7 +129,7 @@ def test_a_run_goes_on_with_its_experts_on_another_layout(runs, tiny, tmp_path):
      "experts.bias_warmup=3 starts with a new optimizer state"),
     ("--model.num_experts 4 --model.experts_per_token 5",
      "model.experts_per_token=5 is more than model.num_experts=4; use at most 4"),
-    ("--model.num_experts 4 --model.mlps d", "model.num_experts=4: no layer of model.mlps=\"d\" has experts"),
+    ("--model.num_experts 4 --model.mlps d", "model.num_experts=4 has no effect, because no layer of model.mlps=\"d\" has experts"),
     ("--model.num_experts 6 --model.router_groups [4,2]",
      "model.router_groups=[4, 2]: 4 groups do not divide model.num_experts=6; use a divisor, e.g. 3"),
     ("--model.num_experts 8 --model.experts_per_token 6 --model.router_groups [4,2]", "raise the second number to at least 3")])

@@ -80,7 +80,7 @@ def parse_topology(text: str) -> tuple[str, int]:
         raise ValueError(f"topology {text!r} must be NAME:N, a GPU and a number of GPUs, e.g. h100:64")
     gpu, num_gpus = hardware.get(name), int(count)
     if not gpu.can_be_compiled_for:
-        raise ValueError(f"{name!r} cannot be compiled for here; GPUs that can: {', '.join(targets())}")
+        raise ValueError(f"programs for {name!r} cannot be compiled; use one of {', '.join(targets())}")
     if not 1 <= num_gpus <= MAX_GPUS:
         raise ValueError(f"topology {text!r}: the number of GPUs must be 1 to {MAX_GPUS}")
     host = gpu.gpus_per_host
