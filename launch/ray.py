@@ -39,8 +39,7 @@ except ImportError:
 
 COMMAND = config.Command("meshtrain.launch.ray", {
     **elastic.OPTIONS, **restart.OPTIONS,
-    "gpus-per-process": config.Option("GPUs per process, preferably all GPUs of a host (default 1; 0 for simulated "
-                                      "devices)",
+    "gpus-per-process": config.Option("GPUs per process, preferably all of a host (default 1; 0 for simulated devices)",
                                       "G", "8", config.whole()),
     "cpus-per-process": config.Option("cores that Ray reserves per process", "C", "4", config.whole(1), 1),
     **samplers.OPTIONS,

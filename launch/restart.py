@@ -128,9 +128,8 @@ class Failures:
             say.err(f"starting again from step {reached}")
             return 0.0
         wait_s = pause_s(count)
-        say.err(f"starting again from {at} in {wait_s:g} s "
-                f"({'stop' if stopped else 'failure'} {count} without a newer checkpoint; given up after "
-                f"{self.most + 1})")
+        say.err(f"starting again from {at} in {wait_s:g} s ({'stop' if stopped else 'failure'} {count} without a newer "
+                f"checkpoint; given up after {self.most + 1})")
         return wait_s
 
 

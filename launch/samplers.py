@@ -38,8 +38,7 @@ def read_options(run: Run, given: config.Arguments) -> tuple[int, int]:
         raise ConfigError(f"--samplers {count}: with rl.lag=0 the trainer generates the answers itself; use rl.lag=1, "
                           f"or leave it out")
     if run.rl.lag and simulated and each:
-        raise ConfigError(f"--sampler-gpus {each}: samplers on simulated devices use no GPU; leave out "
-                          f"--sampler-gpus")
+        raise ConfigError(f"--sampler-gpus {each}: samplers on simulated devices use no GPU; leave out --sampler-gpus")
     if count and not simulated and not each:
         raise ConfigError("--sampler-gpus 0 leaves the samplers without devices; use 1 or more")
     return count, each

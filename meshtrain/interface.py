@@ -145,7 +145,7 @@ class Experiment:
         if topology is None:
             return StepCosts(self._inspected)
         if not isinstance(topology, str):
-            raise ConfigError(f'topology={topology!r} is not a text; give a GPU and a number, e.g. "h100:8"')
+            raise ConfigError(f'topology={topology!r} is not a string; give a GPU and a number, e.g. "h100:8"')
         if self.run.mesh.simulated_devices:     # started first: else jax would start with one CPU device
             local_devices.start(self.run, cheaply=True)
         run = self.run.replace(mesh={"simulated_devices": 0})
@@ -441,7 +441,7 @@ def prove(run_file: str | Path | Callable | None = None, settings: Any = None, a
     if callable(run_file):
         return shown.show_proof(proving.prove_loss(run_file, settings, axes, rows, files, cells=cells))
     if axes is not None or rows is not None:
-        raise ConfigError("prove: axes and rows are those of a loss; for rule files write rules=[…]")
+        raise ConfigError("prove: axes= and rows= are for a loss; for rule files write rules=[…]")
     devices = local_devices.start(run := Experiment(run_file, settings).run, cheaply=True)
     with given.reword_for_python():
         return shown.show_proof(parity.prove_layer(model, parameters or {}, files, devices, cells) if model else

@@ -181,7 +181,7 @@ def _read(path: Path) -> tuple[dict, list[str]]:
         return {}, [f"{path} is a directory; name the run file, e.g. {path / 'config.toml'}"]
     except OSError as e:
         if not files.is_mistake(e):
-            raise files.error_to_raise(e, f"{path} cannot be read", "name a file that can") from None
+            raise files.error_to_raise(e, f"{path} cannot be read", "name a readable file") from None
         return {}, [f"{path} cannot be read: {e.strerror}; name a readable file"]
     except UnicodeDecodeError as e:
         return {}, [f"{path} is not text (byte {e.start} is not UTF-8); a run file is TOML in UTF-8"]

@@ -119,8 +119,8 @@ def _complete(made: assembly.Assembly, start: resume.Start, state: State, absent
     if wanted.ema is None and AVERAGE not in absent:
         say.out("training.ema=0: the average of the weights in the checkpoint is left out")
     if wanted.shares is not None and SHARES in absent:
-        say.out(f'experts.balance="batch": the checkpoint has no shares of the experts, which start equal: step '
-                f'{start.step + 1} has no balance loss')
+        say.out('experts.balance="batch": the checkpoint has no shares of the experts, so they start equal, and step '
+                f"{start.step + 1} has no balance loss")
         begin = jax.jit(made.program.step.state.begin_shares, out_shardings=wanted.shares.sharding)
         state = dataclasses.replace(state, shares=begin())
     if wanted.ema is not None and AVERAGE in absent:

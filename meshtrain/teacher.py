@@ -82,16 +82,16 @@ def _compare_tokens(directory, reader: Tokenizer) -> None:
         tokenizer.open_published(path).library, reader.library))
     if apart := {text for text, number in ours.items() if theirs.get(text, number) != number}:
         text = min(apart, key=ours.__getitem__)
-        raise ValueError(f"{path} has the token {text!r} as {theirs[text]}, but data.tokenizer={reader.path} as "
-                         f"{ours[text]}; use a teacher with the tokens of the model")
+        raise ValueError(f"{path} has the id {theirs[text]} for the token {text!r}, but data.tokenizer={reader.path} "
+                         f"has {ours[text]}; use a teacher with the tokens of the model")
 
 
 def _compare_order(made: Assembly, taught: Assembly) -> None:
     """Check that both models take tokens in the same order. Raises: ValueError."""
     ours, theirs = (one.program.step.order for one in (made, taught))
     if (ours is None) != (theirs is None) or ours is not None and not np.array_equal(ours, theirs):
-        raise ValueError("its attention takes the tokens of a sequence in another order than that of the model; use "
-                         "another context.method, or mesh.context=1")
+        raise ValueError("its attention and the model's take the tokens of a sequence in different orders; use another "
+                         "context.method, or mesh.context=1")
 
 
 def compile_alone(made: Assembly) -> jax.stages.Compiled | None:

@@ -106,8 +106,7 @@ class LocalCheckpoints(BackgroundSaves):
                 return Saved(self, step, agree.on_first(lambda: parts[step][0].document["metadata"]))
             if jax.process_index() == 0:
                 more = f" and {len(bad) - 1} more" * (len(bad) > 1)
-                self.tell(f"{self.name}: step {step} is not used ({bad[0]}{more}); resuming from an older "
-                          f"checkpoint")
+                self.tell(f"{self.name}: step {step} is not used ({bad[0]}{more}); resuming from an older checkpoint")
         return None
 
     def _fetch_missing(self, after: int) -> None:

@@ -23,8 +23,7 @@ def problems(run: Run, layout: Layout) -> list[str]:
     heads, kv_heads = (layout.mesh_axes("activations", axis) for axis in ("heads", "kv_heads"))
     if heads != kv_heads:
         faults.append(f"{layout.rules.path} [activations] heads = {list(heads)} and kv_heads = {list(kv_heads)}: in "
-                      "linear attention each device must hold the key heads of its value heads; give both the same "
-                      "mesh axes")
+                      "linear attention a device must hold the key heads of its value heads; give both the same axes")
     chunks = cp * (1 if run.context.method == "ulysses" else 2) if cp > 1 else 1
     if cp > 1 and T // chunks < width - 1:
         faults.append(f"data.seq_len={T} in {chunks} chunks of {T // chunks} tokens is too short for a convolution of "

@@ -79,8 +79,7 @@ COMMAND = config.Command("meshtrain.generate", config.OF_TRAINED | {
     "samples": config.Option("number of answers per prompt", "N", "4",
                              config.whole(1), 1),
     "max-tokens": config.Option("maximum tokens of an answer", "N", "256", config.whole(1, 10**7), 256),
-    "temperature": config.Option("0: the most likely token; else sampled (default 0, or 1 with --top-k, --top-p or "
-                                 "--min-p)",
+    "temperature": config.Option("0: the most likely token; else sampled (default 0; 1 with --top-k, --top-p, --min-p)",
                                  "T", "0.8", _temperature),
     "top-k": config.Option("sample from the K most likely tokens, as in transformers", "K", "50", config.whole(1), 0),
     "top-p": config.Option("sample from the most likely tokens with this total probability", "P", "0.9",

@@ -97,11 +97,9 @@ def job(own: config.Arguments, name: str, here: Path) -> str:
     for option, value in options.items():
         text = _replace_line(text, rf"#+SBATCH --{option}=.*", f"#SBATCH --{option}={value}")
     if "signal" in own:
-        text = _replace_line(text, "#SBATCH --signal=.*", f"#SBATCH --signal={own['signal']}  # to all tasks, this "
-                                                          "many seconds before the limit: longer than a step and a "
-                                                          "checkpoint take;")
-    text = _replace_line(text, r"\[ -n \"\$VIRTUAL_ENV.*", f"export PATH={python}:$PATH      # the environment that "
-                                                           "printed this script")
+        text = _replace_line(text, "#SBATCH --signal=.*", f"#SBATCH --signal={own['signal']}  # to all tasks, seconds "
+                                                          "before the limit: more than a step and a checkpoint take;")
+    text = _replace_line(text, r"\[ -n \"\$VIRTUAL_ENV.*", f"export PATH={python}:$PATH      # where this was printed")
     given = "[ $# -gt 0 ] || set --"
     text = _replace_line(text, f"{re.escape(given)} .*", f"{given} {shlex.join([*own.names, *own.keys])}")
     if own["container"]:

@@ -217,8 +217,7 @@ def notes(run: Run) -> list[str]:
     starts."""
     lines = layouts.notes(run) + unused.messages(run) + note_custom(run)
     if not any(getattr(run, section).model_fields_set for section in ("model", "training", "optimizer")):
-        lines.append("the run file sets nothing in [model], [training] or [optimizer]: the run trains the default "
-                     "model")
+        lines.append("the run file sets nothing in [model], [training] or [optimizer]: it trains the default model")
     if run.model.vocab_size > 16 * BYTE_VOCAB and _reads_bytes(run):
         lines.append(f'data.tokenizer="bytes" uses {BYTE_VOCAB} of model.vocab_size={run.model.vocab_size} ids; '
                      "give data.tokenizer the path of the model's tokenizer.json")

@@ -143,6 +143,5 @@ def _check_groups(model: Model) -> Iterator[str]:
         yield (f"{given}: {groups} groups do not divide model.num_experts={E}; use a divisor, e.g. "
                f"{max(n for n in range(1, min(groups, E, 1024) + 1) if E % n == 0)}")
     elif K <= E < K * groups // limit:
-        yield (f"model.experts_per_token={K} is more than the {limit * (E // groups)} experts that {given} lets a "
-               f"token use ({limit} groups of {E // groups}); raise the second number to at least "
-               f"{-(-K * groups // E)}")
+        yield (f"model.experts_per_token={K} is more than the {limit} × {E // groups} experts that {given} lets a "
+               f"token use; raise the second number to at least {-(-K * groups // E)}")

@@ -93,8 +93,7 @@ class Identity(Section):
     extends: PathKey = key(
         "", "another run file, relative to this one or shipped; it gives the keys that this file leaves out")
     code: tuple[str, ...] = key(
-        (), "path and digest of each file of the run's own code; the program writes it and ignores the value in a run "
-            "file",
+        (), "path and digest of each file of the run's own code; the program writes it and ignores a given value",
         strict=False)
     seed: int = key(0, "seed of the initialization, the data order and dropout", ge=0, lt=2**32)
     compilation_cache: str = key(
@@ -158,12 +157,10 @@ class RopeScaling(Table):
     """
 
     rope_type: Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"] = key(
-        "default", "frequencies that are scaled: default: none; linear: all; llama3 and yarn: the low ones; longrope: "
-                   "each by its own factor; proportional: none, a part of each head is rotated with the frequencies of "
-                   "whole heads")
+        "default", "scaled frequencies: default: none; linear: all; llama3, yarn: the low ones; longrope: each by its "
+                   "own factor; proportional: none, but partial rotation with the frequencies of whole heads")
     partial_rotary_factor: float = key(1.0, "fraction of each head that is rotated, from its start", gt=0, le=1)
-    factor: float = key(1.0, "divisor of the frequencies; longrope: the longest sequence length over the "
-                             "original", ge=1)
+    factor: float = key(1.0, "divisor of the frequencies; longrope: the longest sequence over the original", ge=1)
     low_freq_factor: float = key(1.0, "llama3: wavelengths above the original length / this are scaled in full", gt=0)
     high_freq_factor: float = key(4.0, "llama3: wavelengths below the original length / this are unchanged", gt=0)
     beta_slow: float = key(
@@ -294,8 +291,7 @@ class Model(Section):
     norm_placement: Literal["before", "after", "both"] = key(
         "before", "norms before mixer and MLP, after them, or both")
     norm_eps: float = key(1e-5, "added to the variance in a norm", gt=0)
-    norm_offset: float = key(0.0, "added to a norm's weights; with 1, as in Gemma, the stored weights are around "
-                                  "0", ge=0, le=1)
+    norm_offset: float = key(0.0, "added to a norm's weights; with 1 (Gemma) stored weights are around 0", ge=0, le=1)
     activation: Activation = key(
         "swiglu", "swiglu, geglu and swiglu_clamped have three matrices, gelu and relu2 two")
     multipliers: Multipliers = key(Multipliers(), "constant factors, e.g. {residual = 0.22, logits = 0.1}")
@@ -727,8 +723,7 @@ class Checkpoint(Section):
                            "0 = none", ge=0)
     local_dir: PathKey = key("", "directory on each host's own disk or in its memory, e.g. /dev/shm/meshtrain")
     step: int = key(0,
-                    "saved step to resume from (later ones are set aside); in a new run, the step of init_from; 0 = "
-                    "newest",
+                    "step to resume from (later ones are set aside); in a new run, the step of init_from; 0 = newest",
                     ge=0)
     init_from: PathKey = key("",
                              "weights a new run starts from: another run's run.dir, or a folder of Hugging Face's, "

@@ -28,18 +28,18 @@ def take(opened: folder.Folder, model: Model, paths: folder.Paths) -> tuple[fold
     count, copies = len(there), [pair for k in there for pair in _copies(opened.family, model, k).items()]
     own = ["mtp_use_dedicated_embeddings=true"] * bool(
         count and settings.text_of(opened.config).get("mtp_use_dedicated_embeddings"))
-    own += [f"{name} is another matrix than {of}" for name, of in copies if name in opened.carried and not (
+    own += [f"{name} differs from {of}" for name, of in copies if name in opened.carried and not (
         of in opened.entries and weight_files.are_equal(opened.carried[name], opened.entries[of]))]
     if own:
         raise ValueError(f"{opened.directory}: {own[0]}: depths with an embedding or a head of their own are not "
-                         f"supported; use model.mtp_layers=0, which carries them")
+                         f"supported; use model.mtp_layers=0, which exports them unchanged")
     text, expected = settings.text_of(opened.config), settings.depth_sublayers(model)
     said = text.get("mtp_hybrid_override_pattern") or text.get("mtp_layers_block_type")
     names = said if isinstance(said, (list, str)) else [said]
     if count and said and [spellings.LAYER_NAMES.get(str(name), name) for name in names] != expected:
         raise ValueError(f"{opened.directory}: a depth has the layers {spellings.quote(said)}; only depths like the "
                          f"model's last attention layer, {spellings.quote(expected)}, are supported; use "
-                         f"model.mtp_layers=0, which carries them")
+                         f"model.mtp_layers=0, which exports them unchanged")
     note = (f"model.mtp_layers={model.mtp_layers}: {opened.directory} has {count or 'none'} of these depths; the "
             f"others start from random weights")
     notes = opened.notes + (note,) * (count < len(paths.depths))

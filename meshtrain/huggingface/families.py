@@ -590,7 +590,7 @@ FAMILIES = {one.model_type: one for one in (
 # Known but unsupported model_types: the feature that [model] lacks.
 LACKING = {kind: what for what, kinds in {
     "a decoder_sparse_step beside a gate of the shared expert": "qwen2_moe", "chunked attention": "llama4 llama4_text",
-    "layers that attend to images": "mllama", "other inputs than text": "qwen2_vl qwen2_5_vl",
+    "layers that attend to images": "mllama", "inputs other than text": "qwen2_vl qwen2_5_vl",
     "groups of experts ranked by their best one": "deepseek_v2", "routing in groups by softmax": "mistral4",
     "a sparse attention indexer": "deepseek_v32 glm_moe_dsa", "compressed attention": "deepseek_v4",
     "per-layer embeddings and AltUp": "gemma3n gemma3n_text", "attention and Mamba-2 in one layer": "falcon_h1",
@@ -599,7 +599,7 @@ LACKING = {kind: what for what, kinds in {
     "norms of queries and keys after the rope": "hunyuan_v1_dense hunyuan_v1_moe",
     "experts that do nothing": "longcat_flash", "LayerNorm beside a rope": "starcoder2",
     "values narrower than keys without latents": "mimo_v2", "heads that differ by layer": "step3p5",
-    "experts stored either way round": "qwen3_vl_moe"}.items() for kind in kinds.split()}
+    "experts stored in either orientation": "qwen3_vl_moe"}.items() for kind in kinds.split()}
 
 # Multimodal model_types -> the families of their text models, whose settings are text_config. The other tensors are
 # carried to an export.

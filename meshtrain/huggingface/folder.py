@@ -228,8 +228,8 @@ def _untie(family: Family, model: dict, entries: Mapping[str, safetensors.Entry]
             entries[table], entries[head]):
         return model, []
     return {**model, "tie_embeddings": False}, [
-        f"{head} is another matrix than {table}, though {settings.CONFIG} has tie_word_embeddings=true; like in "
-        f"transformers, it is used as the head, and the embedding is not tied"]
+        f"{head} differs from {table}, though {settings.CONFIG} has tie_word_embeddings=true; as in transformers, it "
+        "is used as the head, and the embedding is not tied"]
 
 
 def read_carried(directory: Path) -> Mapping[str, safetensors.Entry]:
@@ -428,8 +428,8 @@ def match(folder: Folder, model: Model, paths: Paths) -> list[WeightRow]:
     if model.tie_embeddings:
         left.discard(head)      # a copy of the embedding
     extra = sorted(name for name in left if not BUFFERS.fullmatch(name))
-    faults = [f"{head} is another matrix than {table}, but the run ties them, because {settings.CONFIG} was read "
-              f"before the weights were available; set model.tie_embeddings=false"] * own
+    faults = [f"{head} differs from {table}, but the run ties them, because {settings.CONFIG} was read before the "
+              "weights were available; set model.tie_embeddings=false"] * own
     faults += [f"{name} is absent{_near(name, extra)}" for name in absent[:TOLD]] + and_more(absent, "absent tensors")
     faults += wrong[:TOLD] + and_more(wrong, "tensors of another shape")
     faults += quantized[:TOLD] + and_more(quantized, "quantized tensors")

@@ -96,7 +96,7 @@ def parse_json(text: bytes, what: str) -> dict:
     except (ValueError, RecursionError) as error:       # invalid UTF-8 included
         raise ValueError(f"{what} is broken: {str(error)[:80]}") from None
     if not isinstance(document, dict):
-        raise ValueError(f"{what} is broken: it is no JSON object")
+        raise ValueError(f"{what} is broken: it is not a JSON object")
     return document
 
 

@@ -90,9 +90,8 @@ def scale_block(config: Mapping) -> tuple[int, int] | None:
     block = [2**31, 2**31] if block is None and given.get("activation_scheme") == "static" else block
     if method != "fp8" or given.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn") or not isinstance(block, list) \
             or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-        raise ValueError(f"{CONFIG}: quantization_config={quote(given)} cannot be read; the only quantized weights "
-                         f'that can are float8 with scales by block (quant_method="fp8" with weight_block_size) and '
-                         f'mxfp4')
+        raise ValueError(f"{CONFIG}: quantization_config={quote(given)} cannot be read; quantized weights must be "
+                         'float8 with scales by block (quant_method="fp8" with weight_block_size) or mxfp4')
     return block[0], block[1]
 
 
@@ -571,7 +570,7 @@ def _rope(config: Mapping, get: Get, family: Family, flat: Mapping) -> tuple[dic
     if isinstance(given, dict) and ("full_attention" in given or "sliding_attention" in given):
         given, local = given.get("full_attention") or {}, given.get("sliding_attention") or {}
     if not isinstance(given, dict) or not isinstance(local or {}, dict):
-        return {}, [f"{CONFIG}: rope_parameters={quote(given)} is no JSON object"]
+        return {}, [f"{CONFIG}: rope_parameters={quote(given)} is not a JSON object"]
     keys, faults = _one_rope(given, config, get, family)
     if local is None and "rope_local_base_freq" in family.defaults:
         local = {"rope_theta": base or keys.get("rope_theta")}

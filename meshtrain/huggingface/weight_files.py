@@ -33,7 +33,7 @@ def entries(directory: Path) -> tuple[dict[str, safetensors.Entry], list[str]]:
         if not (lacking := [file for file in files if not _is_there(directory / file)]):
             raise ValueError(f"{SINGLE}, and {INDEX} with its {len(files)} files, are two sets of weights; remove one "
                              f"of them (transformers reads {SINGLE})")
-        notes.append(f"{SINGLE} is read instead of {INDEX}: of the {len(files)} files there, {lacking[0]} is missing")
+        notes.append(f"{SINGLE} is read instead of {INDEX}: {lacking[0]}, one of its {len(files)} files, is missing")
         weight_map, files = None, [SINGLE]
     if not weight_map and not _is_there(directory / SINGLE):
         pickles = sorted(path.name for path in directory.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))

@@ -94,7 +94,7 @@ def describe(row: Repeat) -> str:
     axes = " or ".join(" × ".join(group) for group in row.axes)
     what = f"{axes}" if len(row.axes) == 1 else f"one of {axes}" if axes else "a part of the mesh"
     return (f"the devices compute the matmuls of {row.line or 'a line without a name'} {row.times:.3g} times: {what} "
-            f"splits nothing of them")
+            "does not split them")
 
 
 def notes(function: InspectedFunction) -> list[str]:
@@ -104,7 +104,7 @@ def notes(function: InspectedFunction) -> list[str]:
     lines = [f"compiled with the XLA options {options}" if options else
              "compiled without XLA options; XLA_FLAGS applies as in your own program"]
     if traced.bounds:
-        lines += [f"the function's FLOPs are a bound, so repeated work is not looked for: it has "
+        lines += ["repeated work cannot be detected, because the function's FLOPs are only a bound: it has "
                   f"{', '.join(traced.bounds)}"]
     elif function.repeated is not None and function.repeated < FEWER:
         lines += ["XLA computes some of the function's matmuls as other kernels, or leaves them out because nothing "
@@ -112,7 +112,7 @@ def notes(function: InspectedFunction) -> list[str]:
     if narrow := audit.summarize(program.audit.narrow_sums):
         sums = [f"{row['dtype']} over {' × '.join(row['axes'])}, {size(row['bytes'])}"
                 + (f" ({row['line']})" if row["line"] else "") for row in narrow]
-        lines += [f"sums over devices in {', '.join(sums)}: gradients that are summed so lose digits"]
+        lines += [f"sums over devices in {', '.join(sums)}: gradients that are summed in it lose precision"]
     if traced.uncounted:
         lines += [f"not counted as matmuls: {', '.join(traced.uncounted)}"]
     if unused := [row.name for row in function.arguments if row.copies is None]:

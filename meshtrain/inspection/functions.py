@@ -147,7 +147,7 @@ def inspect(function: Callable, args: tuple, target: Target) -> InspectedFunctio
     program.
     """
     if not isinstance(target.topology, str | None):
-        raise ConfigError(f'topology={target.topology!r} is not a text; give a GPU and a number, e.g. "h100:8"')
+        raise ConfigError(f'topology={target.topology!r} is not a string; give a GPU and a number, e.g. "h100:8"')
     with config.user_errors():
         Assumptions("", target.assume)      # before anything is compiled
     if hasattr(function, "trace"):

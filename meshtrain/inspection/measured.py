@@ -166,7 +166,7 @@ def _state(directory: Path, attempts: list[dict], done: int, steps: int) -> str:
             "" if owner["seen"] else " (as its lock file says; that host cannot be seen from here)")
     if done >= steps or how == "finished":
         return "finished"
-    return how or ("ended without a word, perhaps killed; run the same command again to resume"
+    return how or ("ended without a message, perhaps killed; run the same command again to resume"
                    if done else "has not taken a step")
 
 

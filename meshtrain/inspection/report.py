@@ -170,12 +170,12 @@ def memory_table(step: Inspected) -> str:
     if made.choice:
         lines += [f"the pipeline's loop holds all weights of a stage in {made.run.model.compute_dtype}, "
                   f"{size(ruled['loop_weights'])}, and their float32 gradients, {size(ruled['loop_grads'])}. In the "
-                  "row of gradients, the formulas count those outside the loop, which the total leaves out, and the "
-                  "compiled program those of the loop"]
+                  "row of gradients, the formulas count the gradients outside the loop, which the total leaves out; "
+                  "the compiled program counts those of the loop"]
     elif memory.read_bytes(made):
-        lines += [f"weights are counted as stored, placed by [optimizer]; the activations include the "
-                  f"{size(memory.read_bytes(made))} that microbatches read, placed by [params]: gathered once per "
-                  f"step, in {made.run.model.compute_dtype}"]
+        lines += ["weights are counted as stored, split by [optimizer]; the activations include the "
+                  f"{size(memory.read_bytes(made))} of weights that microbatches read, split by [params]: they are "
+                  f"gathered once per step, in {made.run.model.compute_dtype}"]
     return "\n".join(lines)
 
 

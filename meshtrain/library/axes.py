@@ -41,13 +41,13 @@ def match(leaves: Mapping[str, Any], given: Any) -> tuple[dict[str, Axes], list[
         if entry is None or isinstance(entry, Sequence) and not entry and not names:
             continue        # a container without leaves
         if not names:
-            faults.append(f"axes[{path!r}]: no parameter is called so{nearest(path, leaves)}")
+            faults.append(f"axes[{path!r}]: no parameter has this name{nearest(path, leaves)}")
         elif not _is_entry(entry):
             faults.append(f"axes[{path!r}] = {entry!r} is not a tuple with a name or None for each dim; write e.g. "
                           f"(\"embed\", \"mlp\")")
             matched |= {name: (None,) * np.ndim(leaves[name]) for name in names}
         else:
-            faults += [f"axes: {by[name]!r} and {path!r} both name {name}, with other axes; give it one entry"
+            faults += [f"axes: {by[name]!r} and {path!r} give {name} different axes; give it one entry"
                        for name in names if name in matched and matched[name] != tuple(entry)]
             matched |= dict.fromkeys(names, tuple(entry))
             by |= dict.fromkeys(names, path)
@@ -94,8 +94,8 @@ def find_sizes(leaves: Mapping[str, Any], named: Mapping[str, Axes]) -> list[str
         for axis, n in zip(named[name], np.shape(leaf)):
             if axis not in (None, "layers"):
                 at.setdefault(axis, {}).setdefault(n, fold_layers(name))
-    return [f"{axis} has {len(by)} sizes: {', '.join(f'{n} in {name}' for n, name in by.items())}; a dim of another "
-            f"kind needs another name" for axis, by in at.items() if len(by) > 1]
+    return [f"{axis} has {len(by)} sizes: {', '.join(f'{n} in {name}' for n, name in by.items())}; give dims of "
+            "different sizes different names" for axis, by in at.items() if len(by) > 1]
 
 
 def _is_entry(x: Any) -> bool:

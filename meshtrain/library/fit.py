@@ -135,7 +135,7 @@ def fit(loss: Callable, params: Any, axes: Any = None, *, layout: TreeLayout,
         start = int(state.step)
         if start >= asked.steps:
             if directory and jax.process_index() == 0:
-                say.out(f"{asked.dir} has taken {start} steps already and steps={asked.steps}: no step is taken")
+                say.out(f"{asked.dir} has taken {start} steps already, and steps={asked.steps}, so no step is taken")
             return Fit(state, history([]))
         step = _compile(layout, _make_step(layout, gradients, optimizer, asked, wanted), wanted, layout.batch(first))
         taken: list[Row] = []
@@ -236,7 +236,7 @@ def _compile(layout: TreeLayout, step: jax.stages.Wrapped, wanted: State, rows: 
         told = f"fit on {layout}: {function_report.describe(first)}{also}; constrain an activation by that axis " \
                f"(layout.constrain), or leave it out of the mesh"
         if len(repeats) == len(traced.by_line):
-            raise ConfigError(f"{told}. No matmul of the step is left that its devices share")
+            raise ConfigError(f"{told}. The devices repeat every matmul of the step")
         warnings.warn(told, stacklevel=3)
     elif layout.mesh.size > 1 and (unseen := (*traced.bounds, *traced.uncounted)):
         warnings.warn(f"fit on {layout}: whether devices repeat work cannot be seen in {', '.join(unseen)}",

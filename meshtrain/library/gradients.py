@@ -58,16 +58,16 @@ def gradients(layout: TreeLayout, loss: Callable, axes: Any, microbatches: int =
     flat = jax.tree.leaves(axes, is_leaf=rules.is_axes)
     each = ", ".join(a for a in inner.token_axes if a not in inner.find_deferred_axes(flat)) if schedule is None else ""
     if each and (dtype := inner.rules.reduce) != accumulators.DTYPE:
-        raise ValueError(f'gradients: {inner.rules.path} [grads] reduce = "{dtype}" cannot be kept over {each}, where '
-                         f"XLA reduces the gradients of your loss in each microbatch, in the dtypes of your own "
-                         f"products; split neither [params] and [grads] nor a sequence over {each} (as in ddp and "
-                         f"zero1), or remove the line")
+        raise ValueError(f'gradients: {inner.rules.path} [grads] reduce = "{dtype}" cannot be applied over {each}: '
+                         "there XLA reduces the gradients of your loss in each microbatch, in the dtypes of your "
+                         f"matmuls; do not split [params], [grads] or sequences over {each} (as in ddp and zero1), or "
+                         "remove the line")
 
     def compute_gradients(params, rows, key=None):
         check_traced("gradients", params, rows)
         if key is not None and isinstance(loss, Stack):
-            raise ValueError("gradients: a Stack takes no key, because its layers get no rows; draw the masks from "
-                             "rows, or give the loss as one function")
+            raise ValueError("gradients: key= does not work with a Stack, because its layers get no rows; draw the "
+                             "masks from rows, or give the loss as one function")
         with in_mesh(layout.mesh):
             weights = _read(inner, axes, params, compute)
             if isinstance(loss, Stack) and schedule is not None:
@@ -79,7 +79,7 @@ def gradients(layout: TreeLayout, loss: Callable, axes: Any, microbatches: int =
             if lines := lookups.find_lookups(inner, deferred, partial(_call, loss), weights, rows, *given):
                 # Without a shard_map XLA partitions them.
                 warnings.warn(f"gradients on {layout}: they are reduced over {', '.join(deferred)} in each microbatch, "
-                              f"because XLA aborts at the lookup at {', '.join(lines)} otherwise; {lookups.REMEDY}",
+                              f"because otherwise XLA aborts at the lookup at {', '.join(lines)}; {lookups.REMEDY}",
                               stacklevel=2)
                 deferred = ()
             reduced = Reduction(inner, mesh, axes, deferred)

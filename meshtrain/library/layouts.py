@@ -130,7 +130,7 @@ class TreeLayout:
             sizes = {axis: 1 if axis in manual else n for axis, n in self.spec.sizes.items()}
             faults = rule_files.problems(self.rules, sizes, [Tensor("activations", "constrain", x.shape, tuple(names))])
         if faults:
-            more = ["constrain: where a model is initialised by a call, call it with rows that divide"] * (
+            more = ["constrain: if a call initializes the model, call it with a number of rows that divides"] * (
                 "batch" in names and any("does not divide" in fault for fault in faults))
             raise ConfigError(*faults, *more)
         return self._constrain(x, "activations", names)
@@ -222,7 +222,7 @@ class TreeLayout:
                 faults.append(f"{where}: no rule knows the axis {name!r}{nearest(str(name), known)}; declare it in "
                               f"[{NAMES}] of {file}, e.g. {name} = \"{KINDS[not weights]}\"")
             elif name is not None and weights and known[name] == "activation":
-                faults.append(f"{where}: only activations have the axis {name!r}; name this dim otherwise, or None")
+                faults.append(f"{where}: only activations have the axis {name!r}; give this dim another name, or None")
         return faults
 
     def _check(self, leaves: Mapping[str, Any], named: Mapping[str, Axes]) -> tuple[list[str], list[str]]:

@@ -87,7 +87,7 @@ def pipeline(stack: Stack, schedule: GivenSchedule, layout: Layout, microbatches
         """Return (the sum, its tangent): the product of gradients and tangents, which jax.grad transposes."""
         *tangents, of_rows = tangents
         if any(not _is_zero(t) for t in jax.tree.leaves(of_rows, is_leaf=_is_zero)):
-            raise ConfigError("pipeline: its derivatives are those in weights and ends; rows have none")
+            raise ConfigError("pipeline: only derivatives with respect to weights and ends are supported, not rows")
         total, grads = differentiate(*primals)
         products = [jnp.sum(g * t.astype(jnp.float32)) for g, t in zip(
             jax.tree.leaves(grads), jax.tree.leaves(tangents, is_leaf=_is_zero), strict=True) if not _is_zero(t)]
@@ -122,5 +122,5 @@ def _refuse_derivatives(compute: Callable) -> Callable:
 
     @once.defjvp
     def refuse(primals, tangents):
-        raise ConfigError("pipeline: it has first derivatives only, and no second ones")
+        raise ConfigError("pipeline: only first derivatives are supported")
     return once

@@ -125,7 +125,7 @@ def _on_one_device(loss: Callable, params: Any, rows: Any,
     findings, tolerance = [], proof.TOLERANCE.loss
     if not np.allclose(moved, whole, rtol=tolerance):
         findings.append(f"the loss of the same rows in another order is {_tell(moved)}, not {_tell(whole)}: it depends "
-                        f"on a row's place, and a layout gives rows other places; {remedy}")
+                        f"on the order of rows, which layouts change; {remedy}")
     if not np.allclose(sum(parts), moved, rtol=tolerance):
         findings.append(f"the losses of two halves of the rows add up to {_tell(sum(parts))}, not to {_tell(moved)} of "
                         f"all rows: the loss is a mean, or a row depends on other rows; return sums over rows and the "

@@ -104,7 +104,7 @@ class FitDirectory:
             for name, old, new in changes:
                 say.out(f"from step {start + 1} on: {name}={toml(new)} (was {toml(old)})")
         agree.on_first(lambda: files.attempt(lambda: self._begin(start, changes), f"dir={self.run.run.dir} cannot be "
-                                             f"written", "give a directory that can", ConfigError))
+                                             f"written", "give a directory that can be written", ConfigError))
         return state
 
     def _begin(self, start: int, changes: Sequence[tuple[str, object, object]]) -> None:

@@ -55,8 +55,8 @@ class Stack:
         """Return (ends, stacked layers) of params, or of a tree like them. Raises: ValueError without layers."""
         if not isinstance(tree, dict) or self.layers not in tree:
             names = ", ".join(map(str, tree)) if isinstance(tree, dict) else type(tree).__name__
-            raise ValueError(f"Stack: params have no {self.layers!r}, the weights of the layers stacked [L, …] (they "
-                             f"are {names}); give their key as layers=")
+            raise ValueError(f"Stack: params have no key {self.layers!r}, the weights of the layers stacked [L, …] "
+                             f"(keys: {names}); give that key as layers=")
         return {name: w for name, w in tree.items() if name != self.layers}, tree[self.layers]
 
     def check(self, blocks: Any, x: Any) -> None:

@@ -43,7 +43,7 @@ def verdict(data: dict) -> str:
     if several and plans:
         one, last = plans[0], plans[-1]
         if one is last:
-            return f"Only on {one['gpus']:,} GPUs a layout fits: {_mesh(one)} with {_rules(one)}."
+            return f"A layout fits only on {one['gpus']:,} GPUs: {_mesh(one)} with {_rules(one)}."
         kept = last["tokens_per_s_per_gpu"] / one["tokens_per_s_per_gpu"]
         return (f"From {one['gpus']:,} to {last['gpus']:,} GPUs a GPU keeps {kept:.0%} of its speed, each time with "
                 f"the best layout.")
@@ -77,8 +77,7 @@ def _simplest(plans: Sequence[dict]) -> dict:
 def lead(data: dict) -> str:
     gpus = ", ".join(f"{count:,}" for count in (data["gpus"] if isinstance(data["gpus"], list) else [data["gpus"]]))
     return (f"{many(data['num_params'])} parameters, {data['global_batch']:,} × {data['seq_len']:,} tokens a step on "
-            f"{gpus} × {data['gpu']}, {size(data['usable_bytes'])} usable on each; {data['tried']:,} layouts "
-            f"tried.")
+            f"{gpus} × {data['gpu']}, {size(data['usable_bytes'])} usable on each; {data['tried']:,} layouts tried.")
 
 
 def tiles(data: dict) -> list[Tile]:
@@ -115,8 +114,8 @@ def _rules(plan: dict) -> str:
 def first(data: dict) -> str:
     plan = data["first"]
     if not plan:
-        return skin.paragraph("No layout fits; more GPUs, sequences split over mesh.context, or fewer tokens a "
-                              "microbatch would.", "warn")
+        return skin.paragraph("No layout fits; use more GPUs, split sequences over mesh.context, or use fewer tokens "
+                              "per microbatch.", "warn")
     step_s = data["plans"][0]["step_time_s"]
     spent = {name: spent_s for name, spent_s in plan["time_s"].items() if spent_s > layout.LEAST_SHARE * step_s}
     shares = [(k % pictures.COLORS, name, spent_s) for k, (name, spent_s) in enumerate(spent.items())]
@@ -257,13 +256,13 @@ def compare_compiled(data: dict) -> str:
 def scaling(data: dict) -> str:
     plans = data["plans"]
     if not plans:
-        return skin.paragraph("On none of them a layout fits.", "warn")
+        return skin.paragraph("No layout fits on any of them.", "warn")
     speed = [plan["tokens_per_s_per_gpu"] / plans[0]["tokens_per_s_per_gpu"] for plan in plans]
     columns = [Column("GPUs", "n"), *COLUMNS, Column("kept", "n"), Column("MFU", "n"), *_length_columns(plans)]
     rows = [(of_count(plan["gpus"]), *_cells(plan | {"reason": ""}), of_share(kept), of_share(plan["mfu"]),
              *_length(plan)) for plan, kept in zip(plans, speed)]
     none = [f"{count:,}" for count in data["gpus"] if count not in {plan["gpus"] for plan in plans}]
-    note = skin.paragraph(f"On {', '.join(none)} GPUs nothing fits.", "warn") if none else ""
+    note = skin.paragraph(f"No layout fits on {', '.join(none)} GPUs.", "warn") if none else ""
     curve = PlotCurve(0, "kept", [(plan["gpus"], kept) for plan, kept in zip(plans, speed)])
     drawn = skin.figure(Plot(
         [curve, curve._replace(dots=True)], PlotAxis("GPUs", "{:,.0f}".format),

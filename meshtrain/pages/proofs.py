@@ -17,7 +17,7 @@ SHOWN = (
     "and the losses of all three steps.",
     "The model is small and has the run's features. Sizes that do not divide, and faults that only large sizes show, "
     "are not tested; python -m meshtrain.inspect checks the run itself.",
-    "An error that one device makes, too, is not found. Whether the model is the one that you intended is not tested.",
+    "An error that one device also makes is not found. Whether the model is the one that you intended is not tested.",
 )
 
 
@@ -40,8 +40,8 @@ def verdict(data: dict) -> str:
         return "No layout was compared" + (f"; {findings}." if findings else ".")
     several = plural(cells, "layout")
     if wrong:
-        said = (f"No: {wrong} of {cells} {several} {'computes' if wrong == 1 else 'compute'} something else than one "
-                f"device")
+        said = (f"No: {wrong} of {cells} {several} {'does' if wrong == 1 else 'do'} not compute what one device "
+                "computes")
         return said + (f", and {findings}." if findings else ".")
     said = ("Yes: the one layout computes what one device computes" if cells == 1 else
             f"Yes: all {cells} layouts compute what one device computes")

@@ -91,10 +91,10 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
         raise ValueError(f"data.validation_paths: {both[0]} is also training data; remove the file from one of the two")
     if beyond := [(one.place, int(one.ids.max())) for one in (*prompts, *held) if one.ids.max(initial=0) >= vocab_size]:
         told = ", ".join(f"{place} has {id}" for place, id in beyond[:MOST_FAULTS])
-        raise ValueError(f"ids of {amount(len(beyond), 'prompt')} lie beyond the model's: "
+        raise ValueError(f"{amount(len(beyond), 'prompt')} with ids that the model lacks: "
                          f"model.vocab_size={vocab_size} has 0 to {vocab_size - 1} ({told}); use "
                          f"model.vocab_size={reader.vocab_size} or more, or, if a model folder fixes it, remove the "
-                         f"prompts")
+                         "prompts")
     if data.template_arguments.model_extra and not template.cache_info().currsize:
         raise ValueError("data.template_arguments is not read, since all prompts are texts, which no chat template "
                          "renders; give messages, or leave it out")
@@ -106,10 +106,10 @@ def open_prompts(data, *, vocab_size: int, seed: int, longest: int,
                          f"{EXAMPLE}")
     if long := [one for one in (*prompts, *held) if len(one.ids) > longest]:
         told = ", ".join(f"{one.place} has {len(one.ids)}" for one in long[:MOST_FAULTS])
-        raise ValueError(f"too long: {amount(len(long), 'prompt')} of more than the {longest} tokens that "
+        raise ValueError(f"{amount(len(long), 'prompt')} longer than the {longest} tokens that "
                          f"data.seq_len={data.seq_len} leaves after an answer of "
                          f"rl.max_tokens={data.seq_len - longest + 1} ({told}); use a larger data.seq_len, or remove "
-                         f"them")
+                         "them")
     if not held and data.validation_fraction and len(prompts) > 1:
         count = max(1, int(len(prompts) * data.validation_fraction))
         drawn = order.permutation(len(prompts), HELD)

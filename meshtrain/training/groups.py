@@ -95,8 +95,7 @@ def _find_faults(cfg: Optimizer, pattern: str, row: WeightGroup, members: Sequen
         taken = [info for info in infos if _matches(pattern, info)]
         example = next((info.name for info in infos if info.role == "matrix"), infos[0].name)
         yield f"{name} matches no trained weight" + (
-            f" outside the earlier groups: {taken[0].name} is in one of them; the first match counts, so put this row "
-            "before it"
+            f" outside the earlier groups: {taken[0].name} is in one; the first match counts, so put this row before it"
             if taken else f"; the names are as in the table of `meshtrain inspect`, e.g. {example}, or "
                           f"{', '.join(ROLE + role for role in dict.fromkeys(one.role for one in infos))}")
     if row.rate == 0:

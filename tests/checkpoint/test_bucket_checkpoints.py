@@ -378,7 +378,7 @@ def of_one(text: str) -> dict[str, bytes]:
 def test_of_two_writers_of_a_folder_the_second_is_refused(scheme, tmp_path, server, monkeypatch):
     target = addresses.parse(f"{scheme}://{BUCKET}/{tmp_path.name}/{scheme}")
     with writer(target, "one", tmp_path / "a"):
-        with pytest.raises(ConfigError, match="has files and no config.json"), writer(target, "two", tmp_path / "b"):
+        with pytest.raises(ConfigError, match="has files but no config.json"), writer(target, "two", tmp_path / "b"):
             pass
         with monkeypatch.context() as patched:      # both have looked, and there was nothing
             patched.setattr(new_folder, "_check_free", lambda target: None)

@@ -42,7 +42,7 @@ def test_a_head_beside_an_embedding_that_config_json_ties_is_read_where_it_diffe
     loaded = Loaded(home, *ONE)
     assert loaded.run.model.tie_embeddings is False
     (note,) = loaded.found.notes
-    assert f"{HEAD} is another matrix than {TABLE}, though config.json has tie_word_embeddings=true" in note
+    assert f"{HEAD} differs from {TABLE}, though config.json has tie_word_embeddings=true" in note
     said = copied(tmp_path / "said", change=other, tie_word_embeddings=False)
     tokens = np.random.default_rng(1).integers(0, 100, (2, 8))
     np.testing.assert_array_equal(loaded.logits(tokens), Loaded(said, *ONE).logits(tokens))
@@ -75,7 +75,7 @@ def test_a_multimodal_folder_has_the_head_of_its_text_model(tmp_path):
     head = ("language_model." if table.startswith("language_model.model.") else "") + HEAD
     assert folder.settings_of(source)["tie_embeddings"]
     found = folder.open_folder(copied(tmp_path, source, lambda tensors: {head: tensors[table] + 1}))
-    assert found.model["tie_embeddings"] is False and HEAD in found.entries and "another matrix" in found.notes[0]
+    assert found.model["tie_embeddings"] is False and HEAD in found.entries and " differs from " in found.notes[0]
 
 
 def test_a_run_that_was_described_without_the_weights_is_refused_with_the_key(tmp_path):
@@ -96,8 +96,8 @@ def test_a_run_that_was_described_without_the_weights_is_refused_with_the_key(tm
 
 @pytest.mark.parametrize("shards, single, told", [
     (2, True, "are two sets of weights"), (2, False, ""), (0, False, "there is no such file"),
-    (0, True, "of the 2 files there, model-00001-of-00002.safetensors is missing"),
-    (1, True, "of the 2 files there, model-00002-of-00002.safetensors is missing")])
+    (0, True, "model-00001-of-00002.safetensors, one of its 2 files, is missing"),
+    (1, True, "model-00002-of-00002.safetensors, one of its 2 files, is missing")])
 def test_of_two_sets_of_weights_the_whole_one_is_read_and_two_are_refused(shards, single, told, tmp_path):
     home = copied(tmp_path)
     tensors = load_file(home / "model.safetensors")

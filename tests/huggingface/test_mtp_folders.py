@@ -208,7 +208,7 @@ def test_a_depth_with_a_head_of_its_own_is_refused(tmp_path):
     tensors["model.layers.4.shared_head.head.weight"] = 2 * tensors["lm_head.weight"]
     save_file(tensors, source / folder.SINGLE, {"format": "pt"})
     assert Loaded(source, *ONE).found.carried
-    with pytest.raises(ConfigError, match="shared_head.head.weight is another matrix than lm_head.weight: .*"
+    with pytest.raises(ConfigError, match="shared_head.head.weight differs from lm_head.weight: .*"
                                           "use model.mtp_layers=0"):
         Loaded(source, *ONE, *DEPTH)
 

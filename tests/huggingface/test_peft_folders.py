@@ -141,7 +141,7 @@ def test_folders_that_are_none_and_contradicting_keys_are_told(tmp_path):
         with pytest.raises(ConfigError) as raised:
             Loaded(GOLDENS / "llama3.2", *ONE, *words)
         return str(raised.value)
-    assert "it is no PEFT folder; give one" in told(f"--lora.init_from={tmp_path}")
+    assert "it is not a PEFT folder; give one" in told(f"--lora.init_from={tmp_path}")
     plain = GOLDENS / "peft" / "plain"
     shutil.copy(plain / "adapter_config.json", tmp_path)
     (tmp_path / "adapter_model.bin").write_bytes(b"a pickle")
@@ -150,7 +150,7 @@ def test_folders_that_are_none_and_contradicting_keys_are_told(tmp_path):
     assert "whose adapters have 4; leave the key out" in told(f"--lora.init_from={plain}", "--lora.rank=8")
     more = Loaded(GOLDENS / "llama3.2", *ONE, f"--lora.init_from={plain}", '--lora.also=["embedding"]')
     assert more.run.lora.also == ("embedding",) and more.run.lora.rank == 4
-    assert "lm_head.weight is another matrix than model.embed_tokens.weight" in told(
+    assert "lm_head.weight differs from model.embed_tokens.weight" in told(
         f"--lora.init_from={GOLDENS / 'peft' / 'saved'}")
 
 

@@ -47,7 +47,7 @@ FILES = {
     "a header longer than the file": (raw(b"{}", length=10**6), "1,000,000"),
     "no JSON": (raw(b"{{{{"), "its header is broken"),
     "no UTF-8": (raw(b"\xff\xfe{}"), "its header is broken"),
-    "a list": (raw(b"[]"), "no JSON object"),
+    "a list": (raw(b"[]"), "not a JSON object"),
     "brackets within brackets": (raw(b"[" * 200_000), "its header is broken"),
     "offsets beyond the file": (raw(entries(a=("F32", [4], [0, 16])), b"\0" * 8), "end at byte"),
     "tensors that overlap": (raw(entries(a=("F32", [2], [0, 8]), b=("F32", [2], [4, 12])), b"\0" * 12), "overlap"),
@@ -392,9 +392,9 @@ def test_what_is_read_from_float8_is_exported_without_it(tmp_path):
 
 @pytest.mark.parametrize(("change", "said"), [
     ({"weight_block_size": [16, 8]}, "a scale for each block of weight_block_size"),
-    ({"weight_block_size": None}, "the only quantized weights that can are float8"),
-    ({"quant_method": "compressed-tensors"}, "the only quantized weights that can are float8"),
-    ({"fmt": "e5m2"}, "the only quantized weights that can are float8")])
+    ({"weight_block_size": None}, "quantized weights must be float8"),
+    ({"quant_method": "compressed-tensors"}, "quantized weights must be float8"),
+    ({"fmt": "e5m2"}, "quantized weights must be float8")])
 def test_float8_weights_without_the_scales_that_they_need_are_refused(tmp_path, change, said):
     quantized, _ = float8_folder(tmp_path, (16, 16))
     config = json.loads((quantized / "config.json").read_text())

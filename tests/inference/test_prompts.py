@@ -55,7 +55,7 @@ def test_the_fingerprint_follows_what_the_reward_reads(tmp_path):
     ([{"messages": [{"role": "assistant", "content": "3"}]}], {}, "line 1: ends with an answer of the assistant"),
     ([{"messages": [{"role": "user", "content": "3"}]}], {}, "line 1: there is no chat template"),
     ([], {}, "are empty; give prompts"),
-    ([{"prompt": "0123456789"}], {"longest": 10}, "1 prompt of more than the 10 tokens that data.seq_len=32 leaves"),
+    ([{"prompt": "0123456789"}], {"longest": 10}, "1 prompt longer than the 10 tokens that data.seq_len=32 leaves"),
 ])
 def test_mistakes_are_told_with_their_line(tmp_path, lines, keys, told):
     with pytest.raises(ValueError) as error:

@@ -312,7 +312,7 @@ def test_names_of_users_are_text_on_the_page_and_what_is_not_finite_has_no_numbe
             "findings": [name], "notes": [name], "seconds": 3.0, "smallest": name}
     page = proofs.page(told)
     assert " ".join(name.split()) in standing_alone(page).words and embedded(page) == told
-    assert page.count("<script") == 2 and "<img" not in page and "No: 1 of 1 layout computes something else" in page
+    assert page.count("<script") == 2 and "<img" not in page and "No: 1 of 1 layout does not compute what one device computes" in page
 
 
 # ---- planted faults --------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def test_another_loss_is_told_and_other_arrays_are_refused(tmp_path, capsys):
     assert "from step 2 on: loss=" in capsys.readouterr().out
     assert [json.loads(line)["key"] for line in (tmp_path / "changes.jsonl").read_text().splitlines()] == ["loss"]
     assert len(run(other, {"w": np.ones(1)}, {}, steps=2).history) == 0
-    assert "has taken 2 steps already and steps=2: no step is taken" in capsys.readouterr().out
+    assert "has taken 2 steps already, and steps=2, so no step is taken" in capsys.readouterr().out
     with pytest.raises(config.ConfigError, match="params/w: float32.1. in the checkpoint, float32.2. in this run"):
         run(other, {"w": np.ones(2)}, {}, steps=3)
 
@@ -192,11 +192,11 @@ def test_an_axis_that_divides_no_matmul_is_refused_and_one_that_divides_only_som
         layout = Layout("ddp", dict(data=2, context=2))
         params, axes, loss = classify(layout, split_first)
         return fit(loss, params, axes, layout=layout, optimizer=optax.sgd(1e-6), data=toys.rows, steps=1)
-    with pytest.raises(config.ConfigError, match=r"test_fit.py:\d+ 2 times: context splits nothing of them, and those of "
-                                                 r"1 more line; constrain .*No matmul"):
+    with pytest.raises(config.ConfigError, match=r"test_fit.py:\d+ 2 times: context does not split them, and those of "
+                                                 r"1 more line; constrain .*repeat every matmul"):
         run(False)
     with pytest.warns(UserWarning, match=r"fit on Layout.ddp, data 2 × context 2.: the devices compute the matmuls of "
-                                         r".*test_fit.py:\d+ 2 times: context splits nothing of them; constrain") as told:
+                                         r".*test_fit.py:\d+ 2 times: context does not split them; constrain") as told:
         assert len(run(True).history) == 1
     assert ["fit on" in str(one.message) for one in told].count(True) == 1
 

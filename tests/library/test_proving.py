@@ -65,7 +65,7 @@ def weigh_by_place(params, rows):
 @pytest.mark.parametrize("loss, said", [
     (mean, "the loss is a mean, or a row depends on other rows"),
     *(pytest.param(*one, marks=pytest.mark.full) for one in (
-        (centre, "or a row depends on other rows"), (weigh_by_place, "it depends on a row's place")))])
+        (centre, "or a row depends on other rows"), (weigh_by_place, "it depends on the order of rows")))])
 def test_the_mistakes_of_a_loss_are_found(loss, said):
     found = prove(loss, cells=1)
     assert found["failed"] and any(said in finding for finding in found["findings"]), str(found)
@@ -90,5 +90,5 @@ def test_what_cannot_be_proved_is_told():
             prove(loss, **more)
     with pytest.raises(mt.ConfigError, match="rows="):
         mt.prove(small_models.loss, PARAMS, AXES)
-    with pytest.raises(mt.ConfigError, match="axes and rows are those of a loss"):
+    with pytest.raises(mt.ConfigError, match="axes= and rows= are for a loss"):
         mt.prove("configs/quickstart.toml", {}, ["ddp"])

@@ -138,9 +138,9 @@ MISTAKES = {
         "your own with extends = \"ddp\", e.g. embd = \"weight\"",
         "down (3, 64, 32): 3 dims, and ('mlp', 'embed') names 2"]),
     "no axes": (lambda: Layout("ddp", {}).place(W, {"b": ("mlp",)}), ["w (32, 64): no logical axes; name the dims"]),
-    "axes of nothing": (lambda: Layout("ddp", {}).place(W, AXES | {"v": ("embed",)}), ["axes['v']: no parameter is called so"]),
+    "axes of nothing": (lambda: Layout("ddp", {}).place(W, AXES | {"v": ("embed",)}), ["axes['v']: no parameter has this name"]),
     "a glob of nothing": (lambda: Layout("ddp", {}).place(W, AXES | {"v/*": ("embed",)}), ["axes['v/*']: no parameter"]),
-    "two globs": (lambda: Layout("ddp", {}).place(W, AXES | {"*": ("mlp",)}), ["'*' and 'w' both name w"]),
+    "two globs": (lambda: Layout("ddp", {}).place(W, AXES | {"*": ("mlp",)}), ["'*' and 'w' give w different axes"]),
     "a text": (lambda: Layout("ddp", {}).place(W, AXES | {"b": "mlp"}), ["axes['b'] = 'mlp' is not a tuple"]),
     "an activation's name": (lambda: Layout("ddp", {}).place(W, {"w": ("batch", None)}), [
         "w: only activations have the axis 'batch'"]),
@@ -154,7 +154,7 @@ MISTAKES = {
     "an activation's rank": (lambda: Layout("ddp", {}).constrain(jnp.ones((8, 4)), "batch"), [
         "constrain (8, 4): 2 dims, and ('batch',) names 1"]),
     "one row, as of an initialisation": (lambda: Layout("ddp", {"data": 8}).constrain(jnp.ones((1, 4)), "batch", None), [
-        "batch=1 does not divide over data 8", "initialised by a call, call it with rows that divide"]),
+        "batch=1 does not divide over data 8", "if a call initializes the model, call it with a number of rows"]),
     "gathered": (lambda: Layout("ddp", {}).gathered(W, {"w": ("embed", "mpl")}), ["gathered: w: no rule knows the axis 'mpl'"]),
     "no axes of gathered": (lambda: Layout("ddp", {}).gathered(W["w"], {}), ["gathered:  (32, 64): no logical axes"]),
     "ZeRO-3 of nothing": (lambda: Layout('extends = "zero3"\n[names]\nd = "weight"\n', {"fsdp": 8}).place(

@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_ends_where_one_without_a_stop_does(place):
     (["--training.z_loss=0.1"], "training.z_loss=0.1 is not part of"),
     (["--data.document_mask=false"], "would let the rejected answer see the chosen one"),
     (["--data.skip_batches=2"], "data.skip_batches=2 is not read by"),
-    (["--data.seq_len=8"], "data.seq_len=8 is too short for each of the 23 pairs; the shortest pair takes"),
+    (["--data.seq_len=8"], "data.seq_len=8 is too short for each of the 23 pairs; the shortest takes"),
 ])  # fmt: skip
 def test_faults_are_told_by_name(place, more, told):
     done = call(train.main, *words(place, "faulty", *more))

@@ -496,7 +496,7 @@ def test_a_disk_that_takes_no_answers_costs_no_run(place, home, monkeypatch):  #
     (["--training.z_loss=0.1"], 'training.z_loss=0.1 is not part of training.objective="rl"'),
     (["--training.loss_spike=skip"], "training.loss_spike=\"skip\""),
     (["--data.packing=whole"], "data.packing=\"whole\" is not read by"),
-    (["--data.seq_len=10"], "11 prompts of more than the 5 tokens that data.seq_len=10 leaves after an answer of "
+    (["--data.seq_len=10"], "11 prompts longer than the 5 tokens that data.seq_len=10 leaves after an answer of "
      "rl.max_tokens=6 ({place}/prompts.jsonl, line 11 has 6, "),
     (["--mesh.stage=2", "--mesh.data=4", "--model.num_layers=2"], "pipelines do not support training.objective"),
 ])  # fmt: skip

@@ -179,7 +179,7 @@ def test_a_model_folder_is_written_into_a_bucket_and_never_over_another(server, 
     for name in ("hf://owner/name", f"s3://{BUCKET}", "https://host/x"):
         refused(call(convert.main, "here", name), "cannot be written; give a directory, or a folder in a bucket")
     server.put("models/half/model.safetensors", b"of a killed command")
-    refused(call(convert.main, "here", f"s3://{BUCKET}/models/half"), "has files and no config.json")
+    refused(call(convert.main, "here", f"s3://{BUCKET}/models/half"), "has files but no config.json")
     server.faults += [Fault("models/other/config.json", 10**6, 403)]
     refused(call(convert.main, "here", f"s3://{BUCKET}/models/other"), "models/other/config.json is refused with 403")
     assert keys(f"s3://{BUCKET}/models/other") == []

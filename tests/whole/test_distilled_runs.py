@@ -113,5 +113,5 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path):
     directory = shutil.copytree(FOLDER, tmp_path / "other")
     Tokenizer(models.WordLevel(theirs, "t0")).save(str(directory / "tokenizer.json"))
     reader = TokenizerFile("mine.json", Tokenizer(models.WordLevel(ours, "t0")), 200, 0, "mine")
-    with pytest.raises(ValueError, match=r"has the token 't7' as 8, but data.tokenizer=mine.json as 7; use a teacher"):
+    with pytest.raises(ValueError, match=r"has the id 8 for the token 't7', but data.tokenizer=mine.json has 7; use a teacher"):
         teacher._compare_tokens(directory, reader)

@@ -97,7 +97,7 @@ def test_the_shares_of_a_balance_over_the_batch_are_saved_and_start_equal_where_
         name: leaf.tobytes() for name, leaf in stopped.items()}
     to(1, "changed")
     said = to(2, "changed", batch)
-    assert "has no shares of the experts, which start equal: step 2 has no balance loss" in said
+    assert "has no shares of the experts, so they start equal, and step 2 has no balance loss" in said
     assert 'from step 2 on: experts.balance="batch" (was "sequence")' in said
     assert "shares" not in paths(saved(Path("changed"), 1)) and "shares" in paths(saved(Path("changed"), 2))
     to(3, "changed")
@@ -117,9 +117,9 @@ def test_a_run_goes_on_with_its_experts_on_another_layout(runs, tiny, tmp_path):
 @pytest.mark.parametrize("words, said", [
     ("--model.experts_per_token 2", "the model has no experts (model.num_experts=0)"),
     ("--experts.bias_rate 0.1", "experts.bias_rate=0.1: the model has no experts"),
-    ("--model.num_experts 4 --experts.bias_warmup 3", "experts.bias_warmup=3 has no effect with experts.bias_rate=0"),
+    ("--model.num_experts 4 --experts.bias_warmup 3", "experts.bias_warmup=3 needs experts.bias_rate > 0"),
     ("--model.num_experts 4 --experts.bias_rule error",
-     'experts.bias_rule="error" has no effect with experts.bias_rate=0'),
+     'experts.bias_rule="error" needs experts.bias_rate > 0'),
     ("--model.num_experts 4 --model.router_groups [2]",
      "model.router_groups=[2] is not [number of groups, groups that a token may use]"),
     ("--model.num_experts 4 --experts.bias_warmup 3 --experts.bias_rate 0.1 --lora.rank 2",

@@ -296,7 +296,7 @@ assert 0 < one.step()["loss"] < 10
     (lambda: experiment(3), "rules=3 has the wrong type"),
     (lambda: mt.Experiment(settings={"sharding.rules": "ddp"}, rules="ddp"), "sharding.rules is given twice"),
     (lambda: mt.Experiment("configs/llama3-8b.toml").inspect("h1:8"), "unknown GPU 'h1'"),
-    (lambda: mt.Experiment("configs/llama3-8b.toml").inspect(8), "topology=8 is not a text"),
+    (lambda: mt.Experiment("configs/llama3-8b.toml").inspect(8), "topology=8 is not a string"),
     (lambda: experiment(fsdp=8).inspect("h100:16"), "mesh.fsdp=16 .*, or topology h100:8"),
     (lambda: mt.inspect(lambda x: x), "an Experiment, a run file, a function that jax.jit returned"),
     (lambda: mt.compare([1]), "1 is not an Experiment"),

@@ -121,10 +121,10 @@ def test_a_run_starts_from_a_folder_of_adapters_and_goes_on_without_it(runs, tin
     (tmp_path / "adapters").rename(tmp_path / "gone")
     ran(str(tmp_path / "run" / "config.toml"), "--training.steps", "2")
     done = call(train.main, str(tmp_path / "run" / "config.toml"), "--run.dir", str(tmp_path / "new"))
-    assert done.code == 2 and "it is no PEFT folder" in done.err and "Traceback" not in done.err
+    assert done.code == 2 and "it is not a PEFT folder" in done.err and "Traceback" not in done.err
     for words, told in ((("--merge", tmp_path / "gone"), "needs a folder to write to"),
                         ((tmp_path / "out", "--adapters", "--merge", tmp_path / "gone"), "leave --adapters or --merge out"),
-                        ((tmp_path / "out", "--merge", tmp_path), "it is no PEFT folder")):
+                        ((tmp_path / "out", "--merge", tmp_path), "it is not a PEFT folder")):
         done = call(convert.main, runs / "base", *words)
         assert done.code == 2 and told in done.err, done.err
 

@@ -288,8 +288,8 @@ def proved(wrong: int = 0, count: int = 3, names: int = 13, findings: int = 0) -
 @pytest.mark.parametrize("told, said", [
     ((0, 3), "Yes: all 3 layouts compute what one device computes."),
     ((0, 1), "Yes: the one layout computes what one device computes."),
-    ((1, 3), "No: 1 of 3 layouts computes something else than one device."),
-    ((2, 3, 13, 1), "No: 2 of 3 layouts compute something else than one device, and 1 finding about rule files or "
+    ((1, 3), "No: 1 of 3 layouts does not compute what one device computes."),
+    ((2, 3, 13, 1), "No: 2 of 3 layouts do not compute what one device computes, and 1 finding about rule files or "
                     "the GPU program."),
     ((0, 2, 13, 2), "Yes: all 2 layouts compute what one device computes; but 2 findings about rule files or the "
                     "GPU program."),

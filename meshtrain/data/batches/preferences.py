@@ -96,8 +96,7 @@ def open_pairs(data, corpus: sources.Corpus, seed: int, position: dict | None = 
     fitting, shortest = _fitting(source, data.seq_len)
     if not len(fitting):
         raise ValueError(f"data.seq_len={data.seq_len} is too short for each of the {source.num_documents // 2} pairs; "
-                         f"the shortest pair takes {shortest} tokens (both answers, each after its prompt); use a "
-                         "longer one")
+                         f"the shortest takes {shortest} tokens (both answers, each after its prompt); use more")
     held = np.zeros(0, np.int64)
     if data.validation_fraction and len(fitting) > 1:
         count = max(1, int(len(fitting) * data.validation_fraction))

@@ -145,8 +145,7 @@ class Template:
         tokens = dict.fromkeys(TOKEN.findall(self.text)) if is_shipped and self.library is not None else ()
         if missing := [token for token in tokens if self.library.token_to_id(token) is None]:
             raise ValueError(f"the shipped chat template {self.path} writes {', '.join(missing)}, but data.tokenizer "
-                             "has no such token; name the template of its family as data.chat_template, or add the "
-                             "tokens")
+                             "has no such token; name the template of its family as data.chat_template, or add them")
         unknown = [name for name in beside.NAMES if name in self._renderer.names and name not in self.tokens]
         if unknown:
             raise ValueError(f"the chat template {self.path} writes {' and '.join(unknown)}, and no {beside.CONFIG} "

@@ -356,8 +356,7 @@ def _text_of(path: str, number: int, value: dict, field: str) -> str:
         raise fault(path, place, f"has no {field!r} (its keys: {keys})", "set data.field to the key of the text")
     text = value[field]
     if not isinstance(text, str):
-        raise fault(path, place, f"has {json.dumps(text)[:40]} in {field!r}, which is not a string",
-                                 "fix or remove the line")
+        raise fault(path, place, f"has {json.dumps(text)[:40]} in {field!r}, not a string", "fix or remove the line")
     _check_characters(path, place, text, f" in {field!r}")
     return text
 

@@ -257,8 +257,7 @@ def _library(path: str | os.PathLike, name: str) -> _Opened:
     notes, changes = [], []
     if dropout := getattr(library.model, "dropout", None):
         library.model.dropout = None
-        notes.append(f"{name}: its dropout of {dropout:g} is turned off, because it would give a text different ids "
-                     "each time")
+        notes.append(f"{name}: its dropout of {dropout:g} is off, because it gives a text different ids each time")
         changes.append("dropout off")
     said = beside.read(Path(path).parent)
     more, added = beside.complete(library, said, name)

@@ -116,8 +116,8 @@ def _in_bucket(target: Address) -> Iterator[Path]:
 def _check_free(target: Address) -> None:
     names, folders = buckets.children(target)
     if names and not {*MARKS} & {*names}:
-        raise ConfigError(f"{target} has files and no {MARKS[0]}: another process is writing it, or was killed while "
-                          f"it did; remove the files, or name another folder")
+        raise ConfigError(f"{target} has files but no {MARKS[0]}: another process is writing it, or was killed while "
+                          "it did; remove the files, or name another folder")
     if names or folders:
         raise ConfigError(f"{target} exists already and is not overwritten; name another folder")
 
@@ -187,7 +187,7 @@ def _lock_place(directory: Path, place: Path) -> Iterator[None]:
         except OSError as error:
             if not files.is_mistake(error):
                 raise
-            message = f"{directory} cannot be written: {files.describe(error)}; name a directory that can"
+            message = f"{directory} cannot be written: {files.describe(error)}; name a writable directory"
             raise ConfigError(message) from None
         yield
 

@@ -60,8 +60,8 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
         named = name_rows(family, model, transformer, prefixes)
         rows = [row for row in named if adapter_paths(transformer, row) and not row.expert]
         if apart := [row.name for row in rows if row.expert is not None and not row.name.endswith(ALL)]:
-            raise ValueError(f"PEFT has no adapters for experts as {family.model_type} keeps them ({apart[0]}); export "
-                             f"the merged model")
+            raise ValueError(f"PEFT has no adapters for experts in the form that {family.model_type} uses "
+                             f"({apart[0]}); export the merged model")
     whole = _whole_modules(of, model, family, named, prefixes)
     ranks = {row.name: of.rank * len(adapter_paths(transformer, row)) for row in rows}
     tensors: dict[str, tuple[int, ...]] = {

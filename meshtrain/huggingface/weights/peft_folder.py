@@ -220,8 +220,8 @@ def merge(found: PeftFolder, base: Transformer, sharding_of: Callable[[ParamInfo
 def _read(directory: Path) -> tuple[dict, dict[str, safetensors.Entry]]:
     """Return (adapter_config.json, the entries of the weights). Raises: ValueError."""
     if not files.is_file(directory / peft.CONFIG):
-        raise ValueError(f"{directory} has no {peft.CONFIG}: it is no PEFT folder; give one, as PEFT's save_pretrained "
-                         f"or meshtrain.convert RUN_DIR OUT --adapters writes it")
+        raise ValueError(f"{directory} has no {peft.CONFIG}, so it is not a PEFT folder; give one, as PEFT's "
+                         "save_pretrained or meshtrain.convert RUN_DIR OUT --adapters writes it")
     if not files.is_file(directory / peft.WEIGHTS):
         pickle = f"; {PICKLE} is a pickle, which is not opened, because it can run code" if os.path.lexists(
             directory / PICKLE) else ""
@@ -347,8 +347,8 @@ def _find_whole(family: Family, model: Model, others: Mapping[str, safetensors.E
                for own, entry in whole.items() if entry.shape != shape or entry.dtype not in safetensors.DTYPES]
     if model.tie_embeddings and (own_head := whole.pop(head, None)) and not faults:
         if table not in whole or not weight_files.are_equal(whole[table], own_head):
-            faults.append(f"{head} is another matrix than {table}, which the model ties to it; merge these adapters "
-                          f"with PEFT, and use the merged model")
+            faults.append(f"{head} differs from {table}, which the model ties to it; merge these adapters with PEFT, "
+                          "and use the merged model")
     return whole, left, faults
 
 
