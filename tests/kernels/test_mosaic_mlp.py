@@ -150,7 +150,7 @@ def chosen(gpu="h100", mesh=None, lora=None, **model):
 
 @pytest.mark.parametrize("given, words", [
     (dict(gpu="a100-80gb"), "a100-80gb does not have"), (dict(gpu="b200"), "Hopper"), (dict(gpu=""), "Hopper"),
-    (dict(activation="swiglu_clamped"), 'no model.activation="swiglu_clamped" (swiglu, geglu)'),
+    (dict(activation="swiglu_clamped"), 'compute swiglu, geglu, not model.activation="swiglu_clamped"'),
     (dict(compute_dtype="float32"), 'not model.compute_dtype="float32"'), (dict(matmul_dtype="float8"), "float8"),
     (dict(mlp_bias=True), "no bias"), (dict(lora=dict(rank=4)), "no adapters"),
     (dict(mesh=dict(tensor=2)), "over devices"), (dict(mlp_dim=384), "model.mlp_dim=384"),

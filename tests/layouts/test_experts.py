@@ -288,8 +288,8 @@ def test_an_all_to_all_that_cannot_be_is_refused(tmp_path, layout):
 
 
 @pytest.mark.parametrize("K, num_shards, said",
-                         [(2, 2, "gather over fsdp 2, because 2 shards are less than 1.25 × 2 experts a token"),
-                                          (2, 4, "all_to_all over fsdp 4, because 4 shards are not less"),
+                         [(2, 2, "gather over fsdp 2, because 2 shards are fewer than 1.25 × 2 experts per token"),
+                                          (2, 4, "all_to_all over fsdp 4, because 4 shards are not fewer"),
                                           (8, 8, "gather over fsdp 8")])
 def test_auto_takes_what_sends_less_and_says_so(K, num_shards, said):
     run = run_of("sharding_rules/zero3_experts_fsdp.toml", dict(fsdp=num_shards), dict(experts_per_token=K))
