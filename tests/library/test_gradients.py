@@ -89,7 +89,7 @@ REFUSED = {
     "another dtype": (Stack(lambda e, rows: e["table"][rows["x"]], lambda w, x: x.astype(jnp.bfloat16), head),
                       r"layer turned x float32\[.*\] into bfloat16\[.*return y.astype\(x.dtype\)"),
     "other layers": (Stack(lambda e, rows: e["table"][rows["x"]], lambda w, x: x, head, layers="layers"),
-                     "params have no 'layers', .*they are blocks, out, table"),
+                     "params have no key 'layers', .*keys: blocks, out, table"),
 }
 
 

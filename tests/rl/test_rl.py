@@ -482,7 +482,7 @@ def test_a_disk_that_takes_no_answers_costs_no_run(place, home, monkeypatch):  #
     (["--rl.reward=exakt"], "exakt"),
     (["--rl.reward=nowhere.py:score"], "nowhere.py"),
     (["--rl.stop=[\"\"]"], "rl.stop has an empty string"),
-    (["--rl.rules=nowhere.toml"], "rl.rules: cannot read nowhere.toml"),
+    (["--rl.rules=nowhere.toml"], "rl.rules=\"nowhere.toml\" is not a file"),
     (["--data.validation_paths=[\"nowhere.jsonl\"]"], "data.validation_paths: 'nowhere.jsonl' matches no file"),
     (["--rl.samples=1"], "rl.samples=1: an advantage compares the answers of a group"),
     (["--rl.max_tokens=33"], "leaves no room for a prompt"),

@@ -271,7 +271,7 @@ assert 0 < one.step()["loss"] < 10
     (lambda: mt.plan("llama3-8b", gpus=8, gpu="h100", stage=1.5), "^stage=1.5 is not a whole number"),
     (lambda: mt.plan("llama3-8b", gpus=8, gpu="h100", html="a"), "html is an option of the command line"),
     (lambda: mt.plan("llama3-8b", gpus=8, gpu="h100", fsdp=3), "^fsdp 3: no mesh of 8 GPUs"),
-    (lambda: mt.plan("llama3-8b", gpus=[8, 16], gpu="h100", verify=1), "^verify takes .*; give a single number"),
+    (lambda: mt.plan("llama3-8b", gpus=[8, 16], gpu="h100", verify=1), "^verify is for .*; give a single number"),
     (lambda: mt.plan("meta-llama/Llama-3.1-8B", gpus=8, gpu="h100"), "hub, give hf://meta-llama/Llama-3.1-8B"),
     (lambda: mt.plan("llama3-8b", gpus=8, gpu="h100", settings={"seq_len": 8}), "did you mean 'data.seq_len'"),
     (lambda: experiment(tp=8), "mesh has no axis 'tp'; did you mean 'tensor'"),
