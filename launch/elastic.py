@@ -17,7 +17,7 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.run import command, say
 
 OPTIONS = {
-    "processes": config.Option("number of processes", "N", "2", config.whole(1), required="nothing says how many"),
+    "processes": config.Option("number of processes", "N", "2", config.whole(1), required="it has no default"),
     "min-processes": config.Option("continue with fewer processes, down to K, if the same one fails twice in a row or "
                                    "the cluster has no room for all; the mesh axis with -1 shrinks, the batch does not "
                                    "(default N)", "K",
@@ -26,7 +26,7 @@ OPTIONS = {
 COMMAND = config.Command("meshtrain.launch.elastic", {
     "processes": dataclasses.replace(OPTIONS["processes"], help="number of available processes"),
     "min-processes": config.Option("smallest number of processes that is tried", "K", "1", config.whole(1), 1),
-    "devices": config.Option("devices of each process", "D", "8", config.whole(1), required="nothing says how many"),
+    "devices": config.Option("devices of each process", "D", "8", config.whole(1), required="it has no default"),
     "full": config.Option("number of devices for which the run file is written (default: its mesh.full_devices; if "
                           "that is 0, all N processes run)", "F", "64", config.whole(1)),
 }, launcher=True)

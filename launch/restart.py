@@ -33,11 +33,12 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.run import command, contents, say, stops
 from meshtrain.storage import messages
 
-OPTIONS = {"max-restarts": config.Option("most restarts in a row without a newer checkpoint", "R", "5",
+OPTIONS = {"max-restarts": config.Option("maximum number of restarts in a row without a newer checkpoint", "R", "5",
                                          config.whole(), 0)}
 COMMAND = config.Command("meshtrain.launch.restart", {
     "max-restarts": dataclasses.replace(OPTIONS["max-restarts"], default=5),
-    "scheduled": config.Option("a scheduler stops the run and starts it again: start again after exit code 75, too"),
+    "scheduled": config.Option("for a scheduler that stops the run and starts it again: also restart after exit code "
+                               "75"),
     "said": config.Option("file with the run's stderr, for the report of a failure", "FILE", "stderr.txt", Path),
 }, "CODE", (1, 1), launcher=True)
 ENDS = (stops.DONE, stops.USER_ERROR, stops.STOPPED)
@@ -245,7 +246,8 @@ def _leave(number, frame) -> None:
     """Print a line and exit. It does not use `say`: the signal may arrive in the middle of a line."""
     with contextlib.suppress(OSError):
         os.write(2,
-                 f"{signal.Signals(number).name}: nothing runs; the same command starts or resumes the run\n".encode())
+                 f"{signal.Signals(number).name}: no process is running; the same command starts or resumes the "
+                 "run\n".encode())
     os._exit(stops.STOPPED)
 
 

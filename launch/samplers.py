@@ -72,7 +72,7 @@ def main(given: config.Arguments) -> int:
     run = run_files.load(given.run)
     count, each = read_options(run, given)
     if not count:
-        raise ConfigError("--samplers is missing: nothing says how many; add e.g. --samplers 2")
+        raise ConfigError("--samplers is missing: it has no default; add e.g. --samplers 2")
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"} | ({} if each else {"CUDA_VISIBLE_DEVICES": ""})
     there = gpus.visible(environ) if each else []
     if count * each > len(there):

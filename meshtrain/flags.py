@@ -61,7 +61,7 @@ ON_GPUS = (
          "the pass rewrites gather + slice into a permute that can have no pairs and then outputs zeros",
          "openxla/xla#45218, #47083"),
     Flag(MEMORY_LIMIT, 100, ALWAYS, "95", "0.10",
-         "XLA recomputes beyond what the process takes, not beyond 80% of a GPU; the value follows its share",
+         "XLA recomputes above the memory that the process takes, not above 80% of a GPU; the value follows its share",
          ROOFLINE),
     Flag(OVERLAP, 4, SEVERAL, "1", "0.10",
          "F, B and W of a layer can overlap, and gradients of experts with their tokens; with one collective at a "
@@ -78,7 +78,8 @@ ON_GPUS = (
          "own first matmul; the device holds one more layer input", "openxla/xla#32297"),
     Flag(OVERLAP, 1, OFFLOAD, "1", "0.10",
          "also with experts: copies to the host, the latency-hiding scheduler and a higher limit are reported to "
-         "corrupt training together, though no two of them do (on GB200; not reproduced). It costs 446 to 460 ms",
+         "corrupt training together, though no two of them do (on GB200; not reproduced). A step slows from 446 to 460 "
+         "ms",
          "marin-community/marin, experiments/grug/moe_hero_ep"),
     Flag("xla_gpu_deterministic_ops", True, DETERMINISTIC, "false", "0.10",
          "scatters add in a fixed order (the embedding's gradient: sorted first)", "XLA"),
@@ -106,8 +107,9 @@ ON_GPUS = (
          "3.2 1B, 64 slots: 2.5 GB more a token)", ROOFLINE),
     Flag(PROFILE, "", PROFILED, "none", "0.10",
          "the latency-hiding scheduler takes the seconds of kernels and collectives from the roofline instead of its "
-         "own estimates, which gather all of a layer's matrices before its first matmul: llama3-8b, zero3 on 64 H100, "
-         "158 of 966 ms waiting for links to 57 of 904; 70B, tensor 8 × fsdp 8 on H200, 17.9 to 17.3 s", ROOFLINE),
+         "own estimates, which gather all of a layer's matrices before its first matmul: llama3-8b, zero3 on 64 H100: "
+         "from 966 ms, 158 of them waiting for links, to 904, 57 waiting; 70B, tensor 8 × fsdp 8 on H200: 17.9 to 17.3 "
+         "s", ROOFLINE),
     Flag("xla_gpu_pgle_accuracy_checker", "PGLE_STRICTNESS_LEVEL_OFF", PROFILED, "..._WARN", "0.10",
          "no line for each instruction that takes no time", "XLA"),
     # Reported by others; off until they are timed on a GPU.

@@ -124,8 +124,8 @@ def _complete(made: assembly.Assembly, start: resume.Start, state: State, absent
         begin = jax.jit(made.program.step.state.begin_shares, out_shardings=wanted.shares.sharding)
         state = dataclasses.replace(state, shares=begin())
     if wanted.ema is not None and AVERAGE in absent:
-        say.out(f"training.ema={made.run.training.ema}: the checkpoint has no average of the weights, which starts as "
-                f"a copy of those of step {start.step}")
+        say.out(f"training.ema={made.run.training.ema}: the checkpoint has no average of the weights, so it starts as "
+                f"a copy of the weights of step {start.step}")
         state = begin_average(made, state)
     return state
 

@@ -75,7 +75,7 @@ def _compare_tokens(directory, reader: Tokenizer) -> None:
     """Check that the teacher has the run's tokens, by their texts. Raises: ValueError."""
     path = directory / tokenizer.FILE
     if not isinstance(reader, TokenizerFile) or not path.is_file():
-        say.out(f"note: {KEY}: its tokens cannot be compared with those of the run, because one of them has no "
+        say.out(f"note: {KEY}: the teacher's tokens cannot be compared with the run's, because one of the two has no "
                 f"{tokenizer.FILE}; they must be the same")
         return
     theirs, ours = (library.get_vocab(with_added_tokens=True) for library in (

@@ -192,9 +192,9 @@ def check_tokenizer(run: Run, start: Start, tokenizer: Tokenizer) -> None:
 def check_data(run: Run, start: Start, fingerprint: str) -> None:
     """Check that the documents are those of the run. Raises: ConfigError if the documents differ."""
     if (data := start.value_of("data")) and data["fingerprint"] != fingerprint:
-        raise ConfigError(f"the data are not those that the run in {run.run.dir} read up to step {start.step} "
-                          f"(documents were added, removed or changed in length); restore the files or start another "
-                          f"run.name")
+        raise ConfigError(f"the data differ from those that the run in {run.run.dir} read up to step {start.step} "
+                          "(documents were added, removed or changed in length); restore the files or start another "
+                          "run.name")
 
 
 def check_prompts(run: Run, start: Start, digest: str) -> None:

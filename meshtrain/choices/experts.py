@@ -69,7 +69,7 @@ def _against_exchange(layout: Layout) -> str:
     region = ManualRegion.of(layout)
     if region.inner or not region.experts:
         return (f"{layout.rules.path} [params] splits experts over {list(region.experts)} and their width over "
-                f"{list(region.inner)}, but an all-to-all needs split experts of undivided width")
+                f"{list(region.inner)}, but an all-to-all needs experts that are split, with whole widths")
     if region.summed:
         return f"{layout.rules.path} splits no tokens over {list(region.summed)}, which splits experts"
     return ""

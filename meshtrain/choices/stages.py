@@ -18,9 +18,8 @@ def problems(run: Run, loaded: Rules, sizes: Mapping[str, int]) -> list[str]:
     if num_stages == 1:
         return []
     if not period(run.model):
-        return [f'mesh.stage={num_stages} needs layers that repeat with a period, and model.mixers='
-                f'"{run.model.mixers}" with model.mlps="{run.model.mlps}" has none of up to {LONGEST_PERIOD} layers; '
-                f'set mesh.stage to 1']
+        return [f"mesh.stage={num_stages} needs layers that repeat with a period of up to {LONGEST_PERIOD}, but those "
+                f'of model.mixers="{run.model.mixers}" with model.mlps="{run.model.mlps}" do not; set mesh.stage to 1']
     num_layers, layers = count_staged(run.model), f"model.num_layers={run.model.num_layers}"
     layers += f", of which the first {first} are in no stage," if first else ""
     # "auto" can always choose these two

@@ -200,7 +200,7 @@ def find_dead(directory: Path) -> tuple[int, str] | None:
         if report.state.state == "runs" and report.threads is None and report.state.host == socket.gethostname():
             with contextlib.suppress(OSError), open(directory / f"process-{index}.txt", "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return index, f"died in {report.state.phase} without a word (pid {report.state.pid}): it was killed"
+                return index, f"died in {report.state.phase} without a message (pid {report.state.pid}): it was killed"
     return None
 
 

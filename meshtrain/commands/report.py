@@ -102,7 +102,7 @@ def _of_try(data: dict, number: int) -> str:
     start, last = data["starts"][number - 1], number == len(data["starts"])
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start["began"]))
     again = f", {amount(start['steps_again'], 'step')} again" if start["steps_again"] else ""
-    clock = f"; the wall clock was set by {start['clock_s']:+,.0f} s meanwhile" if start["clock_s"] else ""
+    clock = f"; the wall clock was adjusted by {start['clock_s']:+,.0f} s meanwhile" if start["clock_s"] else ""
     return (f"start {number}: {began}, {start['cause'] or 'after step ' + format(start['from_step'], ',')}{again}; to "
             f"step {start['to_step'] or 0:,} in {duration(start['run_s'])}: "
             f"{start['how'] or (data['state'] if last else goodput.UNKNOWN)}{clock}")

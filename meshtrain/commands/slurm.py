@@ -46,7 +46,7 @@ def _signal(text: str) -> str:
 
 NAME = _word("a name that Slurm accepts", r"[\w.,@+-]+")
 COMMAND = config.Command("meshtrain.slurm", {
-    "nodes": config.Option("hosts of the job", "N", "8", config.whole(1), required="nothing says how many hosts"),
+    "nodes": config.Option("hosts of the job", "N", "8", config.whole(1), required="it has no default"),
     "gpus-per-node": config.Option("GPUs of a host", "G", "8", config.whole(1), 8),
     "cpus-per-task": config.Option("CPU cores of each GPU's process", "C", "8", config.whole(1), 8),
     "partition": config.Option("partition of the cluster", "NAME", "gpu", NAME),

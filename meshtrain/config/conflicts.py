@@ -89,7 +89,7 @@ EXPERTS: tuple[Check, ...] = (
     Conflict(lambda run: run.model.shared_expert_gate and not run.model.shared_expert_dim,
              "{model.shared_expert_gate}: there is no shared MLP", "give model.shared_expert_dim, or leave the gate out"),
     Conflict(lambda run: run.experts.bias_rate and run.model.router_bias == "logits",
-             "{experts.bias_rate} moves biases of the experts' choice, but those of {model.router_bias} are trained",
+             '{experts.bias_rate} moves the biases of router_bias="choice", but {model.router_bias} has trained ones',
              "leave one out"),
     Conflict(lambda run: run.experts.bias_rule != "sign" and not run.experts.bias_rate,
              "{experts.bias_rule} needs experts.bias_rate > 0", "use e.g. bias_rate=0.02, or leave it out"),

@@ -627,12 +627,13 @@ class Experts(Section):
     """[experts]: how tokens reach their experts, and how experts are balanced, if model.num_experts is above 0."""
 
     dispatch: Literal["auto", "gather", "all_to_all"] = key(
-        "auto", "gather all tokens over the axes of experts, or send each token to its experts; auto: which sends less"
+        "auto", "gather all tokens over the axes of experts, or send each token to its experts; auto: the one that "
+                "sends less"
     )
     aux_loss: float = key(0.01, "weight of the balance loss; 0 = off", ge=0)
     balance: Literal["sequence", "batch"] = key(
         "sequence", "what the balance loss balances: each sequence, or the batches of all replicas together, by the "
-        "experts' shares of the step before")
+                    "experts' shares in the previous step")
     z_loss: float = key(0.0, "weight of the router's squared log-partition; 0 = off", ge=0)
     bias_rate: float = key(
         0.0, "step of the biases towards experts with too few tokens, e.g. 0.001; 0 = off", ge=0)

@@ -42,7 +42,7 @@ def _caches_tokens(run: Run) -> bool:
 
 EFFECTS = (
     Effect("optimizer.decay_steps", lambda run: run.optimizer.schedule == "wsd",
-           'optimizer.schedule="wsd" ends with such a decay'),
+           'optimizer.schedule="wsd", which ends with such a decay'),
     Effect("optimizer.final_fraction", lambda run: run.optimizer.schedule != "constant",
            'optimizer.schedule="cosine", "linear" or "wsd"'),
     Effect("optimizer.moments_dtype", lambda run: run.optimizer.name != "adafactor",

@@ -24,7 +24,7 @@ PARTS = {"steps": "steps", "start": "start", "compile": "compile", "restore": "r
 HANG_S, HANG_STEPS = 60.0, 10.0
 STEPPED_S = 2.0     # a wall clock that differs by more from the monotonic clock was set; slewing stays below
 SHORT_S = 600.0
-UNKNOWN = "ended without a word"
+UNKNOWN = "ended without a message"
 
 
 class Account:

@@ -44,9 +44,9 @@ def lead(data: dict) -> str:
 def describe_sample(data: dict) -> str:
     """Return a sentence that says what comes from a sample of the rows; "" if all rows were read."""
     drawn = data["sampled"]
-    return drawn and (f" Its metrics have about {many(drawn['of'])} rows: curves, medians and trends are those of a "
-                      f"sample of {drawn['rows']:,} and the first and last ones; every skipped step, validation and "
-                      f"loss spike is read.") or ""
+    return drawn and (f" Its metrics have about {many(drawn['of'])} rows: curves, medians and trends use the first and "
+                      f"last rows and a sample of {drawn['rows']:,}; every skipped step, validation and loss spike is "
+                      "read.") or ""
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def _state_words(data: dict, judged: str) -> str:
         return f"At work at {where}, {judged}"
     if data["state"].startswith("stopped on request"):
         return f"Stopped on request after {where}, {judged}"
-    killed = "Ended without a word" if data["state"].startswith("ended without a word") else "Failed"
+    killed = "Ended without a message" if data["state"].startswith("ended without a message") else "Failed"
     return f"{killed} after {where}, {judged}{'' if judged == 'diverged' else ' until then'}"
 
 
@@ -271,7 +271,7 @@ def starts(data: dict) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
 
     def how(k: int, start: dict) -> str:
-        return start["how"] or (data["state"] if k == len(data["starts"]) else "ended without a word")
+        return start["how"] or (data["state"] if k == len(data["starts"]) else "ended without a message")
     rows = [(of_count(k), moment(one["began"]), of_count(one["from_step"]), of_count(one["to_step"]),
              number(duration, one["run_s"]), of_count(one["steps_again"]), how(k, one),
              one["on"]) for k, one in enumerate(data["starts"], 1)]

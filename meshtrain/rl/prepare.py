@@ -95,9 +95,9 @@ def _find_reference(made: assembly.Assembly, start: resume.Start, state: State, 
         first = starts.copy_first_params(made, start, state, origin[1] if origin else 0)
         digest = replicas.digest(first)
         if origin and origin[0] != digest:
-            raise ConfigError(f"checkpoint.init_from={json.dumps(run.checkpoint.init_from)} has other weights than "
-                              f"those that the run in {run.run.dir} started from, the reference of rl.kl; give "
-                              f"the original weights, or another run.name")
+            raise ConfigError(f"checkpoint.init_from={json.dumps(run.checkpoint.init_from)} has other weights than the "
+                              f"run in {run.run.dir} started from (the reference of rl.kl); give the original weights, "
+                              "or another run.name")
         return Reference(lambda _: first, origin or [digest, 0])
     return Reference(None, origin)
 

@@ -213,7 +213,7 @@ def test_the_tokenizer_and_the_documents_are_compared_by_their_content(two):
     with pytest.raises(ConfigError, match="data.tokenizer=.* has another content than the tokenizer of the run in"):
         resume.check_tokenizer(run, start, tokenizer.Ids(500, 3))
     resume.check_data(run, start, "f")
-    with pytest.raises(ConfigError, match="the data are not those that the run in .* read up to step 4"):
+    with pytest.raises(ConfigError, match="the data differ from those that the run in .* read up to step 4"):
         resume.check_data(run, start, "another")
     for check, value in ((resume.check_tokenizer, tokenizer.Ids(500, 3)), (resume.check_data, "another")):
         check(run, resume.Start(), value)

@@ -212,7 +212,7 @@ def test_a_wall_clock_that_is_set_within_a_try_or_between_two_moves_no_second(li
     told = life.told()
     assert told["time_s"] == pytest.approx(SPENT, abs=EXACT)
     assert [one["clock_s"] for one in told["starts"]] == pytest.approx([by_s, 0, 0], abs=EXACT)
-    assert f"the wall clock was set by {by_s:+,.0f} s meanwhile" in report.summary(told)
+    assert f"the wall clock was adjusted by {by_s:+,.0f} s meanwhile" in report.summary(told)
 
 
 def test_on_another_host_the_wall_clock_tells_the_time_between_tries(life):

@@ -116,7 +116,7 @@ def test_a_killed_run_is_told_and_what_it_lost_is_kept_when_it_goes_on(run_dir):
     written = (run_dir / "metrics.jsonl").read_text()
     (run_dir / "metrics.jsonl").write_text("\n".join(written.splitlines()[:5]) + '\n{"step": 6, "lo')
     ran, told = call(report.main, run_dir), measured.of(run_dir)
-    assert ran.code == 0 and "step 5 of 6" in ran.out and "ended without a word" in ran.out
+    assert ran.code == 0 and "step 5 of 6" in ran.out and "ended without a message" in ran.out
     assert told["starts"][-1]["to_step"] == 5 and told["starts"][-1]["how"] == ""
     with pytest.raises(RuntimeError), history.record_attempt(run_dir, 4, goodput.Account(),
                                                    {"on": "here", "cause": "after a kill"}), \
@@ -190,7 +190,7 @@ FALLING = [6.0 - 0.03 * k for k in range(100)]
     (FALLING, {}, r"Healthy: loss fell from 5.865 \(first tenth\) to 3.165 \(last tenth\), 40% of 100.0 s in steps that count, compile took 50%\."),
     ([*FALLING[:50]], {"how": "stopped on request"}, r"Stopped on request after step 50 of 100, healthy: loss fell"),
     ([*FALLING[:50]], {"how": "RuntimeError: no"}, r"Failed after step 50 of 100, healthy until then: loss fell"),
-    ([*FALLING[:50]], {"how": ""}, r"Ended without a word after step 50 of 100, healthy until then"),
+    ([*FALLING[:50]], {"how": ""}, r"Ended without a message after step 50 of 100, healthy until then"),
     ([*FALLING[:99], None], {}, r"Diverged: the loss of the last step is not finite"),
     ([*FALLING[:50], None], {"how": "X: too many"}, r"Failed after step 51 of 100, diverged: the loss of the last step"),
     ([None] * 100, {}, r"Diverged: the loss of the last step is not finite"),

@@ -167,7 +167,7 @@ def test_text_page_and_message_say_that_they_come_from_a_sample(tmp_path, monkey
     with reading(SHORT):
         ran = call(report.main, "run", "--html", "r.html")
         told = json.loads(call(report.main, "run", "--json").out)
-    said = f"a sample of {told['sampled']['rows']} and the first and last ones"
+    said = f"the first and last rows and a sample of {told['sampled']['rows']}"
     read = standing_alone(Path("r.html").read_text())
     assert ran.code == 0 and said in ran.out and said in read.words and "sampled lines of run/metrics.jsonl" in ran.err
     assert f"median of a sample of {told['sampled']['rows']} rows" in read.words

@@ -121,7 +121,7 @@ def test_of_this_host_the_one_that_has_gone_without_a_word_is_known_by_the_lock_
         left(tmp_path, 4, state="lost", host=socket.gethostname())
         assert stacks.find_dead(tmp_path) is None
         held.close()
-        assert stacks.find_dead(tmp_path) == (2, "died in step 5 without a word (pid 102): it was killed")
+        assert stacks.find_dead(tmp_path) == (2, "died in step 5 without a message (pid 102): it was killed")
 
 
 def test_a_torn_file_is_nobodys(tmp_path):

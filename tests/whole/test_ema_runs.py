@@ -99,7 +99,7 @@ def test_an_average_is_added_and_left_out_on_a_resume_and_both_are_told(tiny):
         return ran(*tiny, *SIX, *ZERO3, "--validation.batches=1", "--run.dir=run", f"--training.steps={steps}", *words)
     to(2)
     done = to(4, *EMA)
-    assert ("training.ema=0.9: the checkpoint has no average of the weights, which starts as a copy of those of step 2"
+    assert ("training.ema=0.9: the checkpoint has no average of the weights, so it starts as a copy of the weights of step 2"
             in done.out)
     assert "from step 3 on: training.ema=0.9 (was 0.0)" in done.out
     first, later = saved("run", 2), saved("run", 4)

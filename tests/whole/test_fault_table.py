@@ -145,7 +145,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before_and_the_rest
 @pytest.mark.long
 @pytest.mark.parametrize("name, fault, words", [
     ("kill", "SIGKILL",
-     r"error: process 0 of 2 has lost process 1: it died in step \d+ without a word \(pid \d+\): it was killed$"),
+     r"error: process 0 of 2 has lost process 1: it died in step \d+ without a message \(pid \d+\): it was killed$"),
     ("exception", "raise",
      r"error: process 0 of 2 has lost process 1: it failed in step 8: RuntimeError: a fault that was injected$"),
     # jax's own words: it aborts us

@@ -21,7 +21,7 @@ MEDIAN_ERROR = 0.04     # median relative error of a predicted step time, see th
 _MAMF = ("fraction of the dense bf16 peak: the highest matmul rate that a search over shapes found "
          "(stas00/ml-engineering, MAMF table)")
 _HOT = ("fraction of the best matmul rate that a GPU sustains: power and heat lower the clocks. From published runs; "
-        "Blackwell's value is from the dense runs of 2026, which .64 to .72 fit about as well. H200: measured on one "
+        "Blackwell's value is from the dense runs of 2026; .64 to .72 fit them about as well. H200: measured on one "
         "GPU alone for some twenty seconds; in a full host it may be lower")
 _GROUPED = ("fraction of the dense bf16 peak that Triton's product of rows and experts' matrices reaches, before "
             "matmul.sustained. Measured on an H200 in steps of Qwen3-30B-A3B: 461 to 575 TFLOP/s, mean 528")
