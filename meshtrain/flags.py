@@ -86,8 +86,8 @@ ON_GPUS = (
     Flag("xla_gpu_exclude_nondeterministic_ops", True, DETERMINISTIC, "false", "0.10",
          "no kernel with atomics is taken", "XLA"),
     Flag("xla_gpu_autotune_level", 0, DETERMINISTIC, "4", "0.10",
-         "no timing decides between kernels: one compilation may choose another than the next, and adds in another "
-         "order", "XLA"),
+         "kernels are not chosen by timing: two compilations may choose different kernels, which add in different "
+         "orders", "XLA"),
     Flag("xla_gpu_autotune_level", 0, DEVICELESS, "4", "0.10",
          "jax 0.12 compiles the autotuner's candidates even where no GPU can time them: llama3-70b for 64 H100 takes "
          "18 s on two CPU cores, 9 s without them, and the program is the same; with jax 0.10 no change", "measured"),

@@ -82,9 +82,9 @@ def costs(run: Run, schedule: schedules.Schedule) -> tuple[str, ...]:
     lines, extra = [], count_padded(run.model, num_stages * chunks) - num_layers
     if first := leading(run.model):
         idle = -schedule.num_microbatches % num_stages
-        lines.append(f"pipeline: the {first} layers before the stages: every stage holds all of their weights and "
-                    f"states. It runs them for one microbatch in {num_stages}, forward before the first tick and "
-                    f"backward after the last" + (
+        lines.append(f"pipeline: {first} layers run before the stages: every stage holds all of their weights and "
+                     f"states, and runs them for one microbatch in {num_stages}, forward before the first tick and "
+                     "backward after the last" + (
                         f"; with training.microbatches={schedule.num_microbatches}, {idle} of {num_stages} stages are "
                         f"idle in the last round; use a multiple of {num_stages} to avoid this" if idle else ""))
     if extra:

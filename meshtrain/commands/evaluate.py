@@ -44,7 +44,8 @@ def _tasks(text: str) -> list[str]:
 COMMAND = config.Command("meshtrain.evaluate", config.OF_TRAINED | {
     "tasks": config.Option("tasks of the LM evaluation harness, by name or path of a YAML file, comma-separated "
                            "(pip install -e '.[eval]')", "A,B", "hellaswag", _tasks, ()),
-    "num-fewshot": config.Option("number of examples before each document of the tasks", "N", "5", config.whole()),
+    "num-fewshot": config.Option("number of few-shot examples before each document of the tasks",
+                                 "N", "5", config.whole()),
     "limit": config.Option("maximum number of documents of each task", "N", "100", config.whole()),
     "add-bos": config.Option("put the token that begins a document before the texts of tasks, even if the folder's "
                              "tokenizer does not"),

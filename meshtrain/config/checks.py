@@ -182,7 +182,7 @@ CHECKS: tuple[Check, ...] = (
              "shorten the sequences or lengthen the table"),
     layer_checks.check_layers,
     Conflict(lambda run: run.model.matmul_dtype == "bfloat16" != run.model.compute_dtype,
-             "{model.matmul_dtype} differs from {model.compute_dtype}, the dtype of all matmuls except float8",
+             "{model.matmul_dtype} differs from {model.compute_dtype}, but only float8 may differ from it",
              'use model.compute_dtype="bfloat16", or "auto"'),
     Conflict(lambda run: run.model.vocab_size < BYTE_VOCAB and _reads_bytes(run),
              "{model.vocab_size} is too small for {data.source}, which has 256 bytes and a separator",
