@@ -346,8 +346,8 @@ class Model(Section):
     )
     mlp: Literal["auto", "xla", "mosaic"] = key(
         "auto",
-        "engine of dense MLPs: auto: xla, until both are compared on a GPU; mosaic: activation fused into the matmuls, "
-        "on H100 and H200"
+        "engine of dense MLPs: auto: xla (not yet compared with mosaic on a GPU); mosaic: activation fused into the "
+        "matmuls, on H100 and H200"
     )
     param_dtype: Literal["float32", "bfloat16"] = key(
         "float32", "dtype of stored matrices and tables; bfloat16: rounded stochastically. All else is float32")
@@ -681,7 +681,7 @@ class Rl(Section):
         "group_std", "reward minus the mean of its group; group_std, batch_std: divided by the deviation of the group "
                      "or batch; loo: minus the mean of the other answers")
     aggregate: Literal["token", "sequence", "constant"] = key(
-        "token", "loss: mean over tokens, or mean over answers of their means, or of their sums / max_tokens")
+        "token", "loss: mean over all tokens; or mean over answers of each answer's mean, or of its sum / max_tokens")
     ratio: Literal["token", "sequence", "cispo"] = key(
         "token", "clipped ratio of new to old probabilities: per token, mean of an answer, or as a weight (cispo)")
     clip_low: float = key(0.2, "a ratio is at least 1 - this", ge=0, le=1)

@@ -127,13 +127,13 @@ TABLE = {row.name: row for row in (
                "Qwen3-30B-A3B and Mixtral on 64 H100 in four microbatches, experts over 8: links "
                "cost .42 and .59 s by the roofline, .49 and .55 s by the formulas", 0, formula=True),
     Assumption("overlap.data", {"": .80},
-               "fraction of one microbatch's compute that can hide the reductions and gathers once a step, in "
-               "frameworks with buckets", 0,
+               "fraction of one microbatch's compute that can hide once-per-step reductions and gathers, in frameworks "
+               "with buckets", 0,
                formula=True),
     Assumption("overlap.once", {"": .25},
-               "fraction of the reductions and gathers once a step that other arrays' updates hide "
-               "in meshtrain's programs; all-reduces are not hidden. Read off programs of 1B and 8B "
-               "on 8 and 64 H100: .26 to .33", 0, formula=True),
+               "fraction of once-per-step reductions and gathers that the updates of other arrays hide in meshtrain's "
+               "programs; all-reduces are not hidden. Read off programs of 1B and 8B on 8 and 64 H100: .26 to .33",
+               0, formula=True),
     Assumption("overlap.reduced", {"": .72},
                "largest fraction of a layer's reductions that is hidden in meshtrain's programs: the "
                "last reductions of a loop's body overlap no compute. Read off programs of 1B and 8B "
@@ -154,7 +154,7 @@ TABLE = {row.name: row for row in (
                "has 17 gaps of 3.7 us. Assumed; measured: 54 gaps of 3.7 us each on an H200 (64 "
                "slots of Llama 3.2 1B: 4.57 ms a token, 1.4 by bytes)", 0, 1e5),
     Assumption("decode.loop_us", {"": 160},
-               "additional microseconds per layer whose cache a loop reads: latents, and all caches on GPUs "
+               "additional microseconds for a layer whose cache is read by a loop: latents, and all caches on GPUs "
                "without `kernels.decode`; from the measurement of decode.gap_us", 0, 1e5),
     Assumption("kernel.launch_us", {"": 3}, "gap between two kernels that wait for each other", 0, 1e3),
     Assumption("step.overhead", {"": .02},

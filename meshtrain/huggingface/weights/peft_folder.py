@@ -354,7 +354,7 @@ def _find_whole(family: Family, model: Model, others: Mapping[str, safetensors.E
 
 def _notes(given: Mapping, pairs: Mapping) -> Iterator[str]:
     if given.get("lora_dropout"):
-        yield f"lora_dropout={given['lora_dropout']} of its training is not used here"
+        yield f"lora_dropout={given['lora_dropout']}, used in its training, is not applied here"
     targets = given.get("target_modules")
     if isinstance(targets, list):
         absent = sorted(str(name) for name in targets if not any(
