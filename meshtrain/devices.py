@@ -66,7 +66,7 @@ SIMULATED = (
 # Without LLVM's optimizations and the newer fusion emitters, programs compile in a fifth of the time and run slower.
 # Partitioning and memory plans stay the same. Later versions of XLA have only the newer emitters.
 COMPILED_CHEAPLY = (
-    Default("--xla_backend_optimization_level", "0", "a program that runs three steps takes its time to compile"),
+    Default("--xla_backend_optimization_level", "0", "a program of three steps takes most of its time to compile"),
     Default("--xla_cpu_use_fusion_emitters", "false", "the newer emitters take longer"),
 )
 
@@ -203,8 +203,8 @@ def num_simulated() -> int:
 
 def _other_devices(count: int) -> str:
     here = jax.device_count()
-    return (f"this process already runs jax with {amount(here, 'device')}; start a new process, in a "
-            f"notebook by restarting the kernel, and begin with:\n    import meshtrain as mt\n    mt.simulate({count})")
+    return (f"this process already runs jax with {amount(here, 'device')}; start a new process (in a notebook: restart "
+            f"the kernel) and begin with:\n    import meshtrain as mt\n    mt.simulate({count})")
 
 
 def _set_simulated(count: int, cheaply: bool) -> list[str]:

@@ -43,8 +43,8 @@ def fit(run: Run, num_devices: int) -> tuple[Run, str]:
                   and batch // (m * num_shards) <= held), 0)
     if not count:
         use = max(n for n in range(1, num_shards + 1) if batch % n == 0)
-        raise ConfigError(f"data.global_batch={batch} cannot be split over {num_shards} devices, mesh.{shrunk}=-1 of "
-                          f"{num_devices} devices; use a number of devices that divides it, e.g. {use}, or another "
+        raise ConfigError(f"data.global_batch={batch} cannot be split over {num_shards} shards (mesh.{shrunk}=-1 on "
+                          f"{num_devices} devices); use a number of devices that divides it, e.g. {use}, or another "
                           "batch")
     note = (f"{num_devices} of {full} devices: mesh.{shrunk}={sizes[shrunk]} (of {wanted[shrunk]}), "
             f"training.microbatches={count} (of {before}); the batch stays {batch}, {batch // count // num_shards} "

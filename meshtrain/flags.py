@@ -71,8 +71,8 @@ ON_GPUS = (
          "llama3-8b 7.7 to 7.9)", ROOFLINE),
     Flag("xla_gpu_enable_analytical_sol_latency_estimator", False, EXPERTS_OLD, "true", "0.10",
          "jax 0.10 starts the traffic of experts too late by these estimates: qwen3-30b-a3b-64 on 64 H100 2.86 to 2.70 "
-         "s, qwen3-30b-a3b on 8 H200 4.61 to 4.49, Mixtral and gpt-oss 0.6 to 0.8%. Without experts it lost (llama3-8b "
-         "on 8 H100 6.62 to 6.74 s, llama3-70b 20.2 to 21.3), and with jax 0.12 (Qwen 2.53 to 2.59)", ROOFLINE),
+         "s, qwen3-30b-a3b on 8 H200 4.61 to 4.49, Mixtral and gpt-oss 0.6 to 0.8%. Slower without experts (llama3-8b "
+         "on 8 H100 6.62 to 6.74 s, llama3-70b 20.2 to 21.3) and with jax 0.12 (Qwen 2.53 to 2.59)", ROOFLINE),
     Flag("xla_gpu_enable_pipelined_host_offloading", True, OFFLOAD, "false", "0.10",
          "a layer's input is copied back from the host during the backward of the following layer, not just before its "
          "own first matmul; the device holds one more layer input", "openxla/xla#32297"),
@@ -93,9 +93,9 @@ ON_GPUS = (
          "18 s on two CPU cores, 9 s without them, and the program is the same; with jax 0.10 no change", "measured"),
     Flag("xla_gpu_enable_triton_gemm", False, DEVICELESS_11, "true", "0.10",
          "without the autotuner's candidates XLA of jax 0.11.2 has no configuration of a Triton matmul and fails (\"No "
-         "supported config found\") in nearly every program with stages; that of 0.10.2 and 0.12 has one. With "
-         "candidates llama3-70b-pipeline for 64 H100 compiled for more than 12 minutes on two busy CPU cores, with "
-         "cuBLAS's matmuls 38 s", "measured"),
+         'supported config found") in nearly every program with stages; XLA of 0.10.2 and 0.12 has one. With '
+         "candidates, llama3-70b-pipeline for 64 H100 compiled for more than 12 minutes on two busy CPU cores; with "
+         "cuBLAS's matmuls, for 38 s", "measured"),
     # jax 0.12 finds no Triton configuration without timing.
     *(Flag("xla_gpu_enable_triton_gemm", False, when, "true", "0.10",
            "cuBLAS adds a summand (other products of one gradient, the residual stream) within the matmul: llama3-8b "
@@ -118,7 +118,7 @@ ON_GPUS = (
          "buffers of its own", "openxla/xla#36462"),
     Flag("xla_gpu_enable_command_buffer", "", NEVER, "a set without COLLECTIVES", "0.10",
          "none, to time XLA's default set against it: kernels start as CUDA graphs, 16.47 to 16.20 s on GB200. With "
-         "COLLECTIVES it hung at step 838, and collectives overlap no more: no row adds them",
+         "COLLECTIVES it hung at step 838, and collectives no longer overlap, so no row adds them",
          "marin-community/marin#8277, #5675; openxla/xla#48900"),
     Flag("xla_gpu_experimental_parallel_scale_up_collective_overlap_limit", 2, NEVER, "1", "0.12",
          "collectives over NVLink and over the network each have a limit", "openxla/xla#47467"),

@@ -178,8 +178,8 @@ class Experiment:
         except ConfigError as error:
             if wanted <= len(all_devices) or not self.run.mesh.simulated_devices:
                 raise
-            raise ConfigError(*error.messages, f"for {wanted} simulated devices restart the process, in a notebook its "
-                                               f"kernel, and begin with mt.simulate({wanted})") from None
+            raise ConfigError(*error.messages, f"for {wanted} simulated devices restart the process (in a notebook: "
+                                               f"the kernel) and begin with mt.simulate({wanted})") from None
 
     @property
     def state(self) -> State:

@@ -201,10 +201,10 @@ def check_prompts(run: Run, start: Start, digest: str) -> None:
     """Check that the run trains on the same prompts as before. digest: hash of the prompts to train on. Raises:
     ConfigError if the prompts differ."""
     if (data := start.value_of("data")) and data["position"].get("prompts", digest) != digest:
-        raise ConfigError(f"data.validation_paths={json.dumps(list(run.data.validation_paths))} leaves other prompts "
-                          f"to train on than the run in {run.run.dir} had up to step {start.step}: prompts that were "
-                          f"held out would be trained on, or the other way round; restore data.validation_paths, or "
-                          f"give another run.name with checkpoint.init_from")
+        raise ConfigError(f"data.validation_paths={json.dumps(list(run.data.validation_paths))} changes the training "
+                          f"prompts of the run in {run.run.dir}, which is at step {start.step}: held-out prompts would "
+                          "be trained on, or the reverse; restore data.validation_paths, or give another run.name with "
+                          "checkpoint.init_from")
 
 
 def position(start: Start, pack: Callable[[dict | None], Batches]) -> Batches:

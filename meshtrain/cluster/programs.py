@@ -38,7 +38,7 @@ def distrust(directory: Path) -> str:
     if status.st_uid not in (os.geteuid(), 0):
         return f"belongs to user {status.st_uid}, and this is user {os.geteuid()}"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"can be written by others (mode {stat.S_IMODE(status.st_mode):o}; chmod 700 takes that away)"
+        return f"can be written by others (mode {stat.S_IMODE(status.st_mode):o}; chmod 700 prevents that)"
     return ""
 
 

@@ -123,8 +123,8 @@ def check_experts(run: Run) -> Iterator[str]:
         given += [f"experts.{key}={toml(value)}" for key, value in run.experts
                   if value != getattr(type(run.experts)(), key)]
         if given:
-            yield (f"{join(given, 'and')}: the model has no experts (model.num_experts=0); give it some, e.g. 8, or "
-                   f"leave this out")
+            yield (f"{join(given, 'and')}: the model has no experts (model.num_experts=0); set num_experts, e.g. 8, or "
+                   "leave this out")
         return
     if K > E:
         yield f"model.experts_per_token={K} is more than model.num_experts={E}; use at most {E}"

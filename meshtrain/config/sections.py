@@ -331,7 +331,8 @@ class Model(Section):
         True, "weights of the chosen experts sum to 1 (with softmax: a softmax over the chosen ones)")
     router_scale: float = key(1.0, "factor of the weights", gt=0)
     router_groups: tuple[int, ...] = key(
-        (), "[groups of experts, groups that a token may use], ranked by their two best experts; empty = none",
+        (), "[groups of experts, groups that a token may use]; groups are ranked by their two best experts; empty = "
+            "none",
         strict=False)
     router_bias: Literal["none", "choice", "logits"] = key(
         "none", "choice: biases that affect only the choice (experts.bias_rate enables and moves them); logits: "
@@ -464,8 +465,8 @@ class Data(Section):
     faulty: Literal["stop", "leave out"] = key(
         "stop", "a faulty line of chat or preferences ends the run, or is left out and reported at every start")
     cache: PathKey = key(
-        "", "directory of the token cache and of copies of files at addresses; empty = .meshtrain next to the "
-        "first file, or in run.dir, and ~/.cache/meshtrain-files")
+        "", "directory of the token cache and of copies of files at addresses; empty = .meshtrain next to the first "
+            "file or in run.dir, and for copies ~/.cache/meshtrain-files")
     seq_len: int = key(256, "target tokens per sequence", ge=1)
     global_batch: int = key(16, "sequences per step, over all devices and microbatches", ge=1)
     validation_fraction: float = key(0.02, "share of the data held out for validation; 0 = none", ge=0, lt=1)
@@ -651,7 +652,7 @@ class Distill(Section):
     top_tokens: int = key(
         64, "the teacher's most likely tokens that are learned; all others are one class", ge=1, le=4096)
     divergence: Literal["forward", "reverse"] = key(
-        "forward", "of the teacher from the model, KL(teacher, model), or reverse, KL(model, teacher)")
+        "forward", "divergence of teacher and model: forward = KL(teacher, model), reverse = KL(model, teacher)")
     temperature: float = key(1.0, "divides the logits of both; the divergence is multiplied by its square", gt=0)
     weight: float = key(1.0, "weight of the divergence; the next-token loss has the rest, 1 - weight", gt=0, le=1)
 
@@ -694,9 +695,9 @@ class Rl(Section):
     entropy: float = key(0.0, "weight of the entropy bonus per token", ge=0)
     updates: int = key(1, "steps per batch of answers; each uses a part of the batch", ge=1)
     old: Literal["auto", "trainer", "sampler"] = key(
-        "auto", "old log-probabilities of the ratios: recomputed (auto: with updates or a lag), or the sampler's")
+        "auto", "old log-probabilities of the ratios: the trainer's (auto: with updates or a lag), or the sampler's")
     correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = key(
-        "none", "weight for the mismatch of sampler and trainer: a ratio, truncated at correction_limit, or 0 above it")
+        "none", "weight for sampler-trainer mismatch: their ratio, truncated at correction_limit, or 0 above it")
     correction_limit: float = key(2.0, "largest ratio of rl.correction", gt=0)
     filter: Literal["none", "equal"] = key(
         "none", "equal: replace groups with equal rewards, which teach nothing, by more prompts")

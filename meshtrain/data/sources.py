@@ -241,8 +241,8 @@ def _find_eos(data, reader: Tokenizer, vocab_size: int) -> int:
     if isinstance(reader, tokenizer.Ids):
         number = int(data.eos) if data.eos.isascii() and data.eos.isdigit() else vocab_size
         if number >= vocab_size:
-            raise ValueError(f'data.eos={data.eos!r} is not an id below model.vocab_size={vocab_size}, and token files '
-                             'without a tokenizer.json have no names of tokens; give the id, e.g. data.eos="2"')
+            raise ValueError(f"data.eos={data.eos!r} is not an id below model.vocab_size={vocab_size}, and token files "
+                             'without a tokenizer.json do not name tokens; give the id, e.g. data.eos="2"')
         return number
     number = reader.library.token_to_id(data.eos)
     if number is None:

@@ -414,7 +414,7 @@ def match(folder: Folder, model: Model, paths: Paths) -> list[WeightRow]:
             if entries[0].dtype == "F8_E4M3":
                 left.discard(f"{name}_scale_inv")
             if entries[0].dtype not in safetensors.DTYPES and not _has_scales(folder, name):
-                quantized.append(f"{name} is {entries[0].dtype}; only {', '.join(safetensors.DTYPES)} are read, and "
+                quantized.append(f"{name} is {entries[0].dtype}; supported are {', '.join(safetensors.DTYPES)}, and "
                                  f"F8_E4M3 with {name}_scale_inv, a scale for each block of weight_block_size")
             elif more and ({entry.dtype for entry in entries} != {entries[0].dtype} or {
                     entry.shape[1:] for entry in entries} != {shape[1:]}

@@ -168,7 +168,7 @@ def _speeds(runs: Sequence[Mapping]) -> str:
         return f"{fastest['label']} is {fast['tokens_per_s'] / slow['tokens_per_s'] - 1:.0%} faster than the slowest"
     bounds = [f"{run['label']} {run['speed']['between'][0]:,.0f} to {run['speed']['between'][1]:,.0f}"
               for run in (fastest, slowest)]
-    return f"the speeds differ by less than the steps of one run ({', '.join(bounds)} tokens/s)"
+    return f"the speeds differ by less than those of one run's steps ({', '.join(bounds)} tokens/s)"
 
 
 def text(data: Mapping) -> str:

@@ -300,7 +300,7 @@ def experts(data: dict) -> str:
                f"{max(worst, 2):.2f}. Steps go to the right; a cell for several steps shows the worst. The table has "
                f"the last column. No token is dropped, however busy an expert is.")
     return (skin.figure(drawn, caption)
-            + _small(data, "expert_load_max", "busiest expert of all layers, of the mean", 3)
+            + _small(data, "expert_load_max", "busiest expert of all layers, relative to the mean", 3)
             + _small(data, "expert_load_entropy", "entropy of the choices, mean of the layers; 1 is even", 2)
             + skin.table(columns, rows, "experts-load"))
 

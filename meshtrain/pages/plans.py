@@ -266,7 +266,7 @@ def scaling(data: dict) -> str:
     curve = PlotCurve(0, "kept", [(plan["gpus"], kept) for plan, kept in zip(plans, speed)])
     drawn = skin.figure(Plot(
         [curve, curve._replace(dots=True)], PlotAxis("GPUs", "{:,.0f}".format),
-        PlotAxis("of a GPU's tokens/s on the first of them, kept", "{:.0%}".format, zero=True), "how speed scales",
+        PlotAxis("tokens/s a GPU, relative to the first row", "{:.0%}".format, zero=True), "how speed scales",
         height=260).draw,
         "With the same batch a step.") if len(plans) > 1 else ""
     return drawn + note + skin.table(columns, rows, "best")

@@ -29,9 +29,8 @@ def find_name_faults(declared: Mapping[str, object], inherited: Mapping[str, str
     for name, kind in declared.items():
         if kind not in KINDS:
             near = nearest(kind, KINDS) if isinstance(kind, str) else ""
-            faults.append(f"{name} = {kind!r} is not a kind{near}; write {name} = \"weight\" for a dim of weights, "
-                          f"\"activation\" for one of activations, \"both\" for one that weights and their "
-                          f"outputs have")
+            faults.append(f'{name} = {kind!r} is not a kind{near}; write {name} = "weight" for a dim of weights, '
+                          '"activation" for one of activations, "both" for one of weights and of their outputs')
         elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             faults.append(f"{name!r} is not a name for a dim; use letters, digits and _, e.g. state_dim")
         elif name in LOGICAL or name == REDUCE:

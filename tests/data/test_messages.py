@@ -72,7 +72,7 @@ def test_arguments_keep_the_nulls_that_a_line_of_json_gives_and_that_is_told(tmp
     told = Opened(chats(tmp_path, [{"messages": [ASK, CALLED]}, *[{"messages": [ASK, given]}] * 2]), tmp_path).told
     assert [line for line in told if "arguments" in line] == [
         f"{tmp_path / 'chat.jsonl'}: in 2 conversations (line 2 first) the arguments of a tool call have a null, and "
-        "the model is trained on it; remove these keys if they come from a table that has the keys of all calls"]
+        "the model is trained on it; remove these keys if a table with a column for each key added them"]
 
 
 # (message or tools, what is told)

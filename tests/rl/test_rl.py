@@ -244,7 +244,7 @@ def test_prompts_that_were_held_out_are_not_trained_on_later(place, undisturbed)
     (place / "others.jsonl").write_text('{"prompt": "1", "number": 1}\n')
     later = f'--data.validation_paths=["{place / "others.jsonl"}"]'
     done = call(train.main, *words(place, "undisturbed", later, "--training.steps=5"))
-    assert done.code == 2 and "prompts that were held out would be trained on" in done.err, done.err
+    assert done.code == 2 and "held-out prompts would be trained on" in done.err, done.err
 
 
 def test_half_a_file_of_answers_is_drawn_again(place, undisturbed):

@@ -257,7 +257,7 @@ def test_runs_that_cannot_be_compared_have_the_reason(second, said, tmp_path):
     ([150.0] * 3, "too few rows to compare speeds: y has 0 after the first 3 steps, but 6 are needed"),
     ([1.0] * 3 + [150.0] * 5, "too few rows to compare speeds: y has 5 after the first 3 steps, but 6 are needed"),
     ([1.0] * 3 + [150.0] * 6, "y is 50% faster than the slowest"),
-    ([80.0, 150.0, 150.0] * 5, "the speeds differ by less than the steps of one run (y 80 to 150, x 100 to 100 tokens/s)"),
+    ([80.0, 150.0, 150.0] * 5, "the speeds differ by less than those of one run's steps (y 80 to 150, x 100 to 100 tokens/s)"),
     ([100.0] * 20, "all are equally fast")])
 def test_speeds_are_compared_where_the_rows_of_both_runs_can_tell(speeds, said, tmp_path):
     ran = call(report.main, *two(tmp_path, losses=FALLING[:len(speeds)], tokens_per_s=speeds))

@@ -75,7 +75,7 @@ try:
     mt.simulate(8)
 except ValueError as error:
     assert isinstance(error, mt.ConfigError) and "already runs jax with 4 devices" in str(error)
-    assert "restarting the kernel" in str(error) and "mt.simulate(8)" in str(error)
+    assert "restart the kernel" in str(error) and "mt.simulate(8)" in str(error)
 else:
     raise AssertionError
 """

@@ -32,7 +32,7 @@ _OUTER = ("fraction of the dense bf16 peak that Triton reaches for the gradients
           "matmul.sustained. Measured on an H200 in steps of Qwen3-30B-A3B: 430 TFLOP/s")
 NARROW = ("fraction of its own peak that float8 (one scale per tensor) or mxfp8 (one scale per 32 elements) reaches, "
           "divided by the fraction that bfloat16 reaches of its peak; from dense runs of 2026. B300 has 1.4 times the "
-          "power of B200, and its peaks")
+          "power of B200 and the same peaks")
 _NCCL = "microseconds in NCCL's own model (NVIDIA/nccl, src/graph/tuning.cc, protocol LL128): "
 _FLASH = ("fraction of the dense bf16 peak, counting the causal half. FlashAttention-3's paper: H100, head_dim 128, "
           "4,096 tokens, cuDNN 609 TFLOP/s forward. SimuMax on B200: .44 to .58 forward, .37 to .44 backward")

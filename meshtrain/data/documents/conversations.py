@@ -45,8 +45,8 @@ NOTES = {
         "in {where} an answer has reasoning, which {template.path} does not render: it is left out of training; set "
         "data.chat_template to one that renders it{template.remedy}",
     NULLS:
-        "in {where} the arguments of a tool call have a null, and the model is trained on it; remove these keys if "
-        "they come from a table that has the keys of all calls",
+        "in {where} the arguments of a tool call have a null, and the model is trained on it; remove these keys if a "
+        "table with a column for each key added them",
 }
 
 
@@ -385,7 +385,7 @@ def _weight(message: dict, number: int, learn_all: bool = False) -> bool:
     place = f"message {number} (from 0)"
     if "train_detail" in message:
         raise ValueError(f"{place} has train_detail, spans of characters to learn, which are not read; remove it, and "
-                         f"use train to learn the whole message or nothing of it")
+                         "use train to learn the whole message or none of it")
     given = {name: message.pop(name) for name in ("weight", "train") if name in message}
     for name, value in given.items():
         if not isinstance(value, bool) and (name == "train" or not isinstance(value, (int, float))
