@@ -87,7 +87,7 @@ CHECKPOINT: tuple[Check, ...] = (
 
 EXPERTS: tuple[Check, ...] = (
     Conflict(lambda run: run.model.shared_expert_gate and not run.model.shared_expert_dim,
-             "{model.shared_expert_gate}: there is no shared MLP", "give model.shared_expert_dim, or leave the gate out"),
+             "{model.shared_expert_gate}: there is no shared MLP", "give model.shared_expert_dim, or leave it out"),
     Conflict(lambda run: run.experts.bias_rate and run.model.router_bias == "logits",
              '{experts.bias_rate} moves the biases of router_bias="choice", but {model.router_bias} has trained ones',
              "leave one out"),
