@@ -37,6 +37,13 @@ def test_layers_are_leading_ones_a_period_and_what_is_left(section, wanted):
     assert pattern.period(section) == next(len(part.period) for part in found if not part.leading)
 
 
+@pytest.mark.parametrize(("section", "wanted"), [
+    (cfg("F", "de*", 3), ("F", "e")), (cfg("GGGF", num_layers=7), ("F", "d")), (cfg("MMN.", "e.ed"), ("N", "e")),
+    (cfg("FWM"), ("W", "d")), (cfg("MK", "d."), ("K", "."))])
+def test_a_depth_is_of_the_kind_of_the_last_layer_with_attention(section, wanted):
+    assert pattern.depth_kind(section) == wanted
+
+
 def test_layers_without_a_period_are_cut_into_few_parts():
     section = cfg("MM" * 9 + "NNMNMMNMMMNM" + "F" * 9)
     parts = pattern.stretches(section)
