@@ -64,11 +64,11 @@ ON_GPUS = (
          "XLA recomputes above the memory that the process takes, not above 80% of a GPU; the value follows its share",
          ROOFLINE),
     Flag(OVERLAP, 4, SEVERAL, "1", "0.10",
-         "F, B and W of a layer can overlap, and gradients of experts with their tokens; with one collective at a "
-         "time, an urgent collective waits for one that is not. llama3-70b-pipeline on 64 H100: one collective 19.8 s, "
-         "two 19.2, four or eight 18.9. Qwen3-30B-A3B's layers on 8 H200, zero3_experts_fsdp, data 4: 460 ms, with "
-         "four 446; zero3 470 and 471. Runs without stages and experts became slower (llama3-70b 22.9 to 23.5 s, "
-         "llama3-8b 7.7 to 7.9)", ROOFLINE),
+         "F, B and W of a layer can overlap, and so can experts' gradients and the exchange of tokens; with one "
+         "collective at a time, an urgent collective waits for one that is not. llama3-70b-pipeline on 64 H100: one "
+         "collective 19.8 s, two 19.2, four or eight 18.9. Qwen3-30B-A3B's layers on 8 H200, zero3_experts_fsdp, data "
+         "4: 460 ms, with four 446; zero3 470 and 471. Runs without stages and experts became slower (llama3-70b 22.9 "
+         "to 23.5 s, llama3-8b 7.7 to 7.9)", ROOFLINE),
     Flag("xla_gpu_enable_analytical_sol_latency_estimator", False, EXPERTS_OLD, "true", "0.10",
          "jax 0.10 starts the traffic of experts too late by these estimates: qwen3-30b-a3b-64 on 64 H100 2.86 to 2.70 "
          "s, qwen3-30b-a3b on 8 H200 4.61 to 4.49, Mixtral and gpt-oss 0.6 to 0.8%. Slower without experts (llama3-8b "

@@ -46,7 +46,7 @@ EFFECTS = (
     Effect("optimizer.final_fraction", lambda run: run.optimizer.schedule != "constant",
            'optimizer.schedule="cosine", "linear" or "wsd"'),
     Effect("optimizer.moments_dtype", lambda run: run.optimizer.name != "adafactor",
-           'moments of the size of the weights; "adafactor" keeps rows and columns, in float32'),
+           'moments of the size of the weights, unlike "adafactor", which keeps rows and columns in float32'),
     Effect("training.spike_threshold", lambda run: run.training.loss_spike != "off",
            'training.loss_spike="warn", "skip" or "rollback"'),
     Effect("data.cache", _caches_tokens, "a data.tokenizer other than bytes, or files that are not plain text or are "
