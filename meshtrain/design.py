@@ -77,6 +77,8 @@ def make(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | None,
     if choice:
         notes += [f"pipeline: {choice.why}", *stages.costs(run, choice.schedule)]
     notes += laid.notes
+    if run.optimizer.offload and platform == "cpu":
+        notes.append("optimizer.offload=true: CPU devices have no memory of their own, so moments count as theirs")
     for axis, section in (("stage", run.pipeline), ("context", run.context)):
         if sizes[axis] == 1 and section != type(section)():
             notes.append(f"mesh.{axis}=1: [{type(section).__name__.lower()}] is not used")
@@ -232,11 +234,11 @@ def _choose_schedule(run: Run, mesh_spec: MeshSpec, model: transformer.Transform
                      layout: Layout, gpu: hardware.Gpu | None) -> simulate.ChosenSchedule:
     """Return the pipeline schedule of the run, with its time and memory."""
     placed = place(model.parameters(), run.model, layout, mesh_spec)
-    optimizer_bytes = state.optimizer_bytes(model, run.optimizer, run.training.steps, run.training.ema > 0)
+    held = state.optimizer_bytes(model, run.optimizer, run.training.steps, run.training.ema > 0)
 
     def bytes_of(schedule: Schedule) -> simulate.StepBytes:
         options = Options.of(run, gpu.name if gpu else "", schedule=schedule.name, chunks=schedule.num_chunks,
-                             optimizer_bytes=optimizer_bytes)
+                             **held)
         return simulate.StepBytes(round(footprint.slot_bytes(placed, options)),
                                   footprint.memory(placed, options)["total"])
     usable_bytes = hardware.usable_bytes(gpu) if gpu and gpu.hbm_bytes else None

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,6 +122,23 @@ def cudnn_attention() -> CudnnAttention | None:
         return backward_p.bind(q, k, v, *absent(q, 7), lse, o, do, **settings_of(*how))
 
     return CudnnAttention(forward, backward)
+
+
+def put_arguments_on_host(lowered: jax.stages.Lowered, numbers: Sequence[int]) -> bool:
+    """Write into a lowered program that some of its flat arguments are in pinned host memory; return whether this jax
+    can. Devices that the machine does not have have no memories, so shardings for them lose the memory's kind."""
+    try:
+        from jax._src.lib.mlir import ir
+        module, kept = lowered._lowering.stablehlo(), sorted(lowered._lowering.compile_args["kept_var_idx"])
+        with module.context:
+            main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
+            attributes = [{named.name: named.attr for named in argument} for argument in main.arg_attrs]
+            for number in numbers:
+                attributes[kept.index(number)]["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
+            main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(argument) for argument in attributes])
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError, StopIteration):
+        return False
+    return True
 
 
 def frames(eqn) -> list[tuple[str, int]]:

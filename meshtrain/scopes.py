@@ -37,6 +37,7 @@ class Scope:
 TAKEN = Scope("taken_{}_of_{}")             # in how many of how many executions a condition holds
 BALANCED_ROWS = Scope("balanced_rows_{}")   # rows of the experts' matmuls on a device if all experts have the same load
 FURTHER_ROUNDS = Scope("further_rounds")    # the loop runs only if the loads of experts differ
+HOST_MOMENTS = Scope("host_moments")        # copies of the optimizer's moments from and to the host's memory
 AT_MOST = Scope("at_most_{}_trips")         # the largest trip count of a loop
 SCOPES = (TAKEN, BALANCED_ROWS, FURTHER_ROUNDS, AT_MOST)
 

@@ -335,10 +335,10 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
     def rate_attention(layout: rules.Layout, method: str) -> Attended:
         return attention_pairs.count(run.replace(context={"method": method}), layout, rated.assumed)
     fixed = {name: options[name] for name in search.FIXABLE if name in options}
-    optimizer_bytes = state.optimizer_bytes(model, run.optimizer, run.training.steps, run.training.ema > 0)
+    held = state.optimizer_bytes(model, run.optimizer, run.training.steps, run.training.ema > 0)
     priced = design.price_teacher(run, rated.assumed)
     taught = transformer.of_run(design.teacher_run(run)) if run.distill.teacher else None
-    options_of_run = DistillationOptions.of(run, gpu.name, optimizer_bytes=optimizer_bytes, teacher=priced)
+    options_of_run = DistillationOptions.of(run, gpu.name, teacher=priced, **held)
     return search.Question(run.model, model.parameters(), num_gpus, options_of_run, rated, usable, rule_files, fixed,
                            rate_attention, lay, faults_of)
 

@@ -579,6 +579,7 @@ class Optimizer(Section):
     weight_decay: float = key(0.1, "decoupled weight decay of matrices", ge=0)
     moments_dtype: Literal["float32", "bfloat16"] = key(
         "float32", "dtype of stored moments, which are the size of the weights; bfloat16: rounded stochastically")
+    offload: bool = key(False, "keep moments in host memory; a step copies those of one layer at a time to the device")
     qk_clip: float = key(
         0.0, "after a step, scale down the query and key weights of heads whose scores may exceed this, e.g. 100; the "
         "bound of a score is the log-sum-exp; 0 = off", ge=0)

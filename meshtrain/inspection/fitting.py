@@ -32,8 +32,8 @@ def options_of(made: Design, gpu: Gpu | None, rated: Rates) -> Options:
     pipelined = {"schedule": schedule.name, "chunks": schedule.num_chunks} if schedule else {}
     return DistillationOptions.of(run, gpu.name if gpu else "", teacher=price_teacher(run, rated.assumed),
                             attended=attention_pairs.count(run, made.layout, rated.assumed),
-                            optimizer_bytes=state.optimizer_bytes(made.model, run.optimizer, run.training.steps,
-                                                                  run.training.ema > 0), **pipelined)
+                            **state.optimizer_bytes(made.model, run.optimizer, run.training.steps,
+                                                    run.training.ema > 0), **pipelined)
 
 
 def remedy(made: Design, gpu: Gpu, total_bytes: int) -> str:

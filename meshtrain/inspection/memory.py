@@ -19,8 +19,9 @@ def formula(made: Assembly) -> dict:
     spec = made.program.step.state
     held = program_memory.formula(spec.abstract, spec.sharding, made.model.divide(spec.abstract.params)[0],
                           grads_shardings(made))
-    host = program_memory.host_bytes(made.run, made.layout)
-    return (held | (program_memory.loop_bytes(_loop(made), made.run.model.compute_dtype) if made.choice else {})
+    moments = host_moments(made)
+    host = program_memory.host_bytes(made.run, made.layout) + moments
+    return (held | {"optimizer": held["optimizer"] - moments} | (program_memory.loop_bytes(_loop(made), made.run.model.compute_dtype) if made.choice else {})
             | ({"host": host} if host else {}))
 
 
@@ -38,8 +39,17 @@ def measure(made: Assembly, executable, text: str | None = None) -> dict:
     shapes = jax.tree.leaves(shapes, is_leaf=lambda shape: isinstance(shape, tuple))
     held = program_memory.measure(executable, text or executable.as_text(), made.program.step.state.abstract,
                                    made.run.training.microbatches, shapes, _loop(made))
-    host = executable.memory_analysis().host_temp_size_in_bytes
-    return held | ({"host": host} if program_memory.host_bytes(made.run, made.layout) else {})
+    analysis = executable.memory_analysis()
+    moments = analysis.host_argument_size_in_bytes      # as the program has them, whatever the run asks for
+    return held | {"optimizer": held["optimizer"] - moments} | (
+        {"host": analysis.host_temp_size_in_bytes + moments} if "host" in formula(made) else {})
+
+
+def host_moments(made: Assembly) -> int:
+    """Return the bytes of one device's moments in the host's memory; 0 on CPUs, whose memory is the host's."""
+    spec = made.program.step.state
+    return spec.offload.host_bytes(spec.abstract.opt_state) if spec.offload and made.mesh.devices.flat[
+        0].platform != "cpu" else 0
 
 
 def _loop(made: Assembly):

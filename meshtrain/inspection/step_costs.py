@@ -18,9 +18,14 @@ from meshtrain.units import amount, size
 
 
 def check_memory(made: Assembly) -> None:
-    """Check that the state fits into this machine's memory, which simulated devices share. Raises: ConfigError."""
+    """Check that this machine's memory has room for the state of simulated devices, or for moments in host memory.
+    Raises: ConfigError."""
     local = jax.local_devices()
     if local[0].platform != "cpu":
+        if (moments := len(local) * memory.host_moments(made)) > devices.machine_bytes():
+            raise ConfigError(f"optimizer.offload=true: the moments of {amount(len(local), 'GPU')} take {size(moments)} "
+                              f"of this host, which has {size(devices.machine_bytes())}; use more hosts, or "
+                              f'optimizer.moments_dtype="bfloat16"')
         return
     held = memory.formula(made)
     teacher = teacher_forward.TeacherForward(made, None, {}).memory_bytes["weights"] if made.run.distill.teacher else 0

@@ -47,8 +47,11 @@ class Replicas:
         def sum_shards(*shards: jax.Array) -> jax.Array:
             return jnp.stack([checksum(shard) for shard in shards])[None]
         summed = jax.shard_map(sum_shards, mesh=mesh, in_specs=specs, out_specs=P(mesh.axis_names), check_vma=False)
+
+        def sum_all(*leaves: jax.Array) -> jax.Array:       # moments in the host's memory are copied to the devices
+            return summed(*[jax.device_put(leaf, jax.memory.Space.Device) for leaf in leaves])
         # an all-gather, 4 bytes per array and device
-        self._sums = jax.jit(summed, out_shardings=NamedSharding(mesh, P()))
+        self._sums = jax.jit(sum_all, out_shardings=NamedSharding(mesh, P()))
 
     @property
     def any(self) -> bool:

@@ -9,12 +9,14 @@ after a restart, and nothing is sent. Source: arXiv:2010.06192.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.random import threefry2x32_p
 
 from meshtrain.model.params import ParamInfo
 from meshtrain.names import PRNG
@@ -45,7 +47,7 @@ def store_moments(tx: optax.GradientTransformation, seed: int) -> optax.Gradient
         state = tx.init(params)
         return _map_moments(lambda x, name, number: x.astype(jnp.bfloat16), state, find_moments(state, params))
 
-    def update(grads, state, params, *, step, **extra):
+    def update(grads, state, params, *, step, windows: Mapping[str, Window] = MappingProxyType({}), **extra):
         forms = jax.eval_shape(tx.init, params)
         wide = jax.tree.map(lambda x, form: x.astype(form.dtype), state, forms)
         updates, new = tx.update(grads, wide, params, step=step, **extra)
@@ -57,11 +59,35 @@ def store_moments(tx: optax.GradientTransformation, seed: int) -> optax.Gradient
                 draw, half = divmod(number, 2)
                 if (name, draw) not in draws:
                     key = jax.random.fold_in(_key(MOMENTS, seed, step, name), draw)
-                    draws[name, draw] = jax.random.bits(key, x.shape, jnp.uint32)
+                    draws[name, draw] = _bits(key, windows[name], x.shape) if name in windows else jax.random.bits(
+                        key, x.shape, jnp.uint32)
                 bits = draws[name, draw]
                 return _cut(x, bits >> 16 if half else bits & 0xFFFF)
         return updates, _map_moments(round_moment, new, find_moments(forms, params))
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+class Window(NamedTuple):
+    """A part of an array: the shape of the whole, and the place of the part's first element along each dim."""
+    whole: Sequence[int]
+    start: Sequence[Any]
+
+
+def _bits(key, window: Window, shape: Sequence[int]):
+    """Return a window of `jax.random.bits(key, window.whole, uint32)`: threefry of an element's place, which has 64
+    bits, in the whole array. shape: of the window."""
+    high = low = jnp.zeros(shape, jnp.uint32)
+    for dim, size in enumerate(window.whole):
+        # (high, low) · size + place: low in two halves of 16 bits, whose products with 16 bits of size fit into 32
+        parts = [(low >> 16 * i & 0xFFFF) * (size >> 16 * j & 0xFFFF) for i in (0, 1) for j in (0, 1)]
+        middle = (parts[0] >> 16) + (parts[1] & 0xFFFF) + (parts[2] & 0xFFFF)
+        high = high * size + parts[3] + (parts[1] >> 16) + (parts[2] >> 16) + (middle >> 16)
+        place = jnp.uint32(window.start[dim]) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+        low = (low * size) + place
+        high += low < place
+    first, second = jax.random.key_data(key)
+    one, other = threefry2x32_p.bind(first, second, high, low)
+    return one ^ other
 
 
 def find_moments(state: Any, params: Any) -> list[tuple[str, int] | None]:

@@ -14,8 +14,9 @@ from meshtrain.model.transformer import Transformer
 from meshtrain.sharding import rules, states
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Layout
-from meshtrain.training import average, groups, optimizer, rounding
+from meshtrain.training import average, groups, offload, optimizer, rounding
 from meshtrain.training.average import Average
+from meshtrain.training.offload import Offload
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +42,7 @@ class StateSpec:
     axes: dict                  # logical axes of each parameter, a tree like params
     trained_axes: dict          # logical axes of the trained parameters, a tree like their gradients
     abstract: State             # ShapeDtypeStructs with shardings, the target of a checkpoint restore
+    offload: Offload | None = None      # for moments in the host's memory
 
     def with_shares(self, model: Transformer) -> StateSpec:
         """Return this spec with the shares of a model's experts added."""
@@ -96,18 +98,27 @@ def state_spec(model: Transformer, optimizer_cfg: Optimizer, steps: int, layout:
     placed = place(states.state_axes(tx, trained_p, trained_axes))
     opt_state = jax.tree.map(lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
                              jax.eval_shape(tx.init, trained_p), placed)
+    off = None
+    if optimizer_cfg.offload:
+        off = Offload(tx, offload.find(opt_state, trained_p, trained), trained, jax.tree.leaves(place(trained_axes)))
+        opt_state = off.map_moments(offload.put, opt_state)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=place(()))
     ema = None
     if averages:
         ema = Average(step, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=a.sharding),
                                          average.divide(model, p)[0]))
-    return StateSpec(tx, params.tree(table, lambda info: info.axes), trained_axes, State(step, p, opt_state, ema))
+    return StateSpec(tx, params.tree(table, lambda info: info.axes), trained_axes, State(step, p, opt_state, ema), off)
 
 
-def optimizer_bytes(model: Transformer, optimizer_cfg: Optimizer, steps: int, averages: bool = False) -> float:
-    """Return the mean bytes per parameter of the optimizer state, plus those of the average of the weights."""
+def optimizer_bytes(model: Transformer, optimizer_cfg: Optimizer, steps: int, averages: bool = False
+                    ) -> dict[str, float]:
+    """Return the mean bytes per parameter of the optimizer state: {"optimizer_bytes": those on the device, with those
+    of the average of the weights, "host_bytes": those in the host's memory}."""
     one_device = MeshSpec({})
     held = state_spec(model, optimizer_cfg, steps, Layout(rules.parse(""), one_device.sizes), one_device.abstract(),
                       averages=averages)
     leaves = jax.tree.leaves((held.abstract.opt_state, held.abstract.ema))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / sum(info.size for info in model.parameters())
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    host = held.offload.host_bytes(held.abstract.opt_state) if held.offload else 0
+    count = sum(info.size for info in model.parameters())
+    return {"optimizer_bytes": (whole - host) / count, "host_bytes": host / count}

@@ -15,11 +15,12 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from meshtrain import flags
+from meshtrain import flags, jax_private
+from meshtrain.config import ConfigError
 from meshtrain.model import float8, moe, mtp, params
 from meshtrain.model.stats import EXPERT_LOAD, SCORE_BOUND
 from meshtrain.names import PRNG
-from meshtrain.training import accumulate, average, pipelined, qk_clip, rounding
+from meshtrain.training import accumulate, average, offload, pipelined, qk_clip, rounding
 from meshtrain.training.optimizer import learning_rate_schedule, without_balance
 from meshtrain.training.state import State
 
@@ -52,6 +53,7 @@ class Program:
     scores: Callable | None
     step: accumulate.StepSpec
     compiler_options: dict
+    deviceless: bool        # compiled for GPUs that the machine does not have
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
@@ -85,7 +87,15 @@ class Program:
         whole = NamedSharding(self.step.mesh, P())
         limit = [jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)] * self.limited
         with jax.set_mesh(self.step.mesh):
-            return self.train.lower(self.step.state.abstract, self.step.batch, *limit)
+            lowered = self.train.lower(self.step.state.abstract, self.step.batch, *limit)
+        if (off := self.step.state.offload) and self.deviceless:
+            leaves = jax.tree.leaves_with_path(self.step.state.abstract)
+            states = [number for number, (path, _) in enumerate(leaves) if path[0].name == "opt_state"]
+            hosted = [number for number, owner in zip(states, off.owners, strict=True) if owner is not None]
+            if not jax_private.put_arguments_on_host(lowered, hosted):
+                raise ConfigError(f"optimizer.offload=true: jax {jax.__version__} has no way to compile arguments in "
+                                  f"host memory for GPUs that this machine lacks; use another jax, or leave it out")
+        return lowered
 
     def compile(self):
         """Return the compiled training step, ready to call."""
@@ -125,7 +135,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
     facts = {fact for fact, holds in (
         (flags.DEVICELESS, deviceless),
         (flags.DEVICELESS_11, deviceless and (0, 11) <= jax.__version_info__ < (0, 12)),
-        (flags.DETERMINISTIC, training.deterministic), (flags.OFFLOAD, training.remat == "offload"),
+        (flags.DETERMINISTIC, training.deterministic), (flags.OFFLOAD, training.remat == "offload" or run.optimizer.offload),
         (flags.EXPERTS_OLD, run.model.num_experts > 0 and jax.__version_info__ < (0, 11)),
         (flags.SEVERAL, step.schedule is not None or run.model.num_experts > 0),
         (flags.CUBLAS, not split and not run.model.num_experts or numerics.float8 is float8.BY_CUBLAS)) if holds}
@@ -145,7 +155,6 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
                        for g, count in zip(of_weights, jax.tree.leaves(grads), strict=True)]
             grads = jax.tree.unflatten(jax.tree.structure(grads), clipped)
         trained, frozen = model.divide(state.params)
-        updates, opt_state = state_spec.tx.update(grads, state.opt_state, trained, step=state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         if loss_limit:
             finite &= loss <= loss_limit[0]
@@ -155,12 +164,18 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
 
         def select(new, old):
             return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+        if state_spec.offload:
+            updates, opt_state = state_spec.offload.update(
+                grads, state.opt_state, trained, step=state.step, finite=finite)
+        else:
+            updates, opt_state = state_spec.tx.update(grads, state.opt_state, trained, step=state.step)
+            opt_state = select(opt_state, state.opt_state)
         moved = optax.apply_updates(optax.tree.cast(trained, jnp.float32), updates)
         if step.ex.bounds:      # not before the first step, where only the balance biases change
             bound_LN = jnp.where(state.step < 0, 0.0, of_layers[SCORE_BOUND])
             moved = qk_clip.clip(model, moved, bound_LN, run.optimizer.qk_clip)
         moved = rounding.round_weights(trained_infos, moved, run.run.seed, state.step)
-        trained, opt_state = select(moved, trained), select(opt_state, state.opt_state)
+        trained = select(moved, trained)
         p = params.join(trained, frozen)
         ema = state.ema and average.update(model, state.ema, p, training.ema, finite)
         shares = None if state.shares is None else select(moe.shares(of_layers[EXPERT_LOAD]), state.shares)
@@ -178,7 +193,10 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
     def initialize():
         p = model.init(jax.random.key(run.run.seed, impl=PRNG))
         ema = average.begin(model, p) if training.ema else None
-        return State(jnp.int32(0), p, state_spec.tx.init(model.divide(p)[0]), ema, state_spec.begin_shares())
+        opt_state = state_spec.tx.init(model.divide(p)[0])
+        if state_spec.offload:
+            opt_state = state_spec.offload.map_moments(offload.to_host, opt_state)
+        return State(jnp.int32(0), p, opt_state, ema, state_spec.begin_shares())
 
     batch_shardings, rows_shardings = ({name: abstract.sharding for name, abstract in arrays.items()}
                                        for arrays in (step.batch, step.rows))
@@ -194,4 +212,5 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         scores=jax.jit(functools.partial(accumulate.scores, step), out_shardings=whole,
                        in_shardings=(state_spec.sharding.params, batch_shardings)) if goal.scores else None,
         step=step,
-        compiler_options=flags.options(platform, facts, memory_share))
+        compiler_options=flags.options(platform, facts, memory_share),
+        deviceless=deviceless)

@@ -25,7 +25,7 @@ Widths = tuple[float, float]
 
 
 # The options that the functions kept below do not read. A search compares many schedules for each layout.
-NOT_READ = {"schedule", "chunks", "attended", "optimizer_bytes"}
+NOT_READ = {"schedule", "chunks", "attended", "optimizer_bytes", "host_bytes"}
 _read_options = operator.attrgetter(*sorted({field.name for field in dataclasses.fields(Options)} - NOT_READ))
 
 
@@ -54,6 +54,7 @@ def memory(placed: Placed, options: Options) -> dict[str, int]:
         held["activations"] = _weights_and_grads(placed, options) + _in_layers(placed, options)
     whole = {name: int(count) for name, count in held.items()}
     whole |= {"total": sum(whole.values())}
+    whole |= {"host": int(options.host_bytes * placed.held.stored)} if options.host_bytes else {}
     return options.teacher.beside(placed, options).add(whole) if options.teacher else whole
 
 

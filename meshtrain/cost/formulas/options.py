@@ -42,6 +42,7 @@ class Options:
     attended: Attended = dataclasses.field(default_factory=lambda: Attended({}, "cudnn"))
     loss_chunk: int = 2048
     optimizer_bytes: float = ADAMW_BYTES    # optimizer state per parameter
+    host_bytes: float = 0.0                 # of it in the host's memory, further bytes per parameter
     dispatch: str = "auto"      # how tokens reach their experts
     recurrence: str = "xla"     # engine of recurrences: xla, pallas
 

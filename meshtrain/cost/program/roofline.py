@@ -23,6 +23,7 @@ from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import attention_pairs, rates
 from meshtrain.cost.program import audit, hlo, timeline, work
 from meshtrain.cost.program.sources import ATTENTION, OPTIMIZER, RECURRENCE, Sources
+from meshtrain.scopes import HOST_MOMENTS
 from meshtrain.sharding.mesh import AnyMesh
 
 MATMUL, ELEMENTWISE = "matmul", "elementwise"
@@ -233,6 +234,8 @@ class _Program:
         if not cost.known:
             self.uncounted.add(f"{ins.name} ({ins.target or ins.op}) {audit.short_source(ins.op_name)}".strip())
         seconds = max(self._math_s(cost), self.prices.stream_s(cost.hbm_bytes)) + self.prices.launch_s
+        if HOST_MOMENTS.form in ins.op_name and "S(5)" in ins.type_text:        # S(5) is the host's memory
+            seconds += self.prices.host_s(cost.hbm_bytes / 2)                   # the device's side counts half of it
         return seconds, self._part(computation, ins, cost)
 
     def _math_s(self, cost: work.Work) -> float:

@@ -18,7 +18,7 @@ from meshtrain.cost.program import hlo
 ATTENTION, RECURRENCE, OPTIMIZER = "attention", "recurrence", "optimizer"
 _SCOPES = re.compile(rf"(?:^|[/(])({ATTENTION}|{RECURRENCE})(?:[/)]|$)")
 _RECURRENCE_FILES = re.compile(r"meshtrain/(kernels/(recurrence\w*|convolution)|parallel/context/recurrence)\.py$")
-_OPTIMIZER_FILES = re.compile(r"meshtrain/training/(optimizer|adafactor|muon)\.py$")
+_OPTIMIZER_FILES = re.compile(r"meshtrain/training/(optimizer|adafactor|muon|offload)\.py$")
 _STEP_FILE = re.compile(r"meshtrain/training/step\.py$")
 _TRACING_FILE = re.compile(r"(^|/)meshtrain/inspection/functions\.py$")
 _OURS = re.compile(r"(^|/)(meshtrain/.*)$")
