@@ -115,17 +115,20 @@ TRAINING: tuple[Check, ...] = (
     Conflict(lambda run: run.optimizer.schedule == "wsd" and not run.optimizer.decay_steps,
              "{optimizer.schedule} ends with a decay, but {optimizer.decay_steps}",
              lambda run: f"use e.g. {max(1, run.training.steps // 10)}"),
-    *(Conflict(lambda run, when=when: run.optimizer.offload and when(run), f"{{optimizer.offload}}: {because}",
-               f"{remedy}, or leave offload out") for when, because, remedy in (
-        (lambda run: "muon" in (run.optimizer.name, *(row.rule for row in run.optimizer.groups.rows.values())),
-         "muon needs whole matrices, but moments in host memory are updated shard by shard",
-         'use optimizer.name="adamw" or "lion"'),
-        (lambda run: run.optimizer.name == "adafactor",
-         "{optimizer.name} has no moments of the size of the weights", 'use optimizer.name="adamw" or "lion"'),
-        (lambda run: custom.is_path(run.optimizer.name),
-         "{optimizer.name} may read other elements of a weight than the one it updates, but moments in host memory are "
-         "updated piece by piece", 'use optimizer.name="adamw" or "lion"'),
-        (lambda run: run.lora.rank, "{lora.rank} trains only adapters, whose moments are small", "train all weights"))),
+    Conflict(lambda run: run.optimizer.offload and (run.optimizer.name == "muon" or any(
+                 row.rule == "muon" for row in run.optimizer.groups.rows.values())),
+             "{optimizer.offload}: muon needs whole matrices, but moments in host memory are updated shard by shard",
+             'use optimizer.name="adamw" or "lion", or leave offload out'),
+    Conflict(lambda run: run.optimizer.offload and run.optimizer.name == "adafactor",
+             "{optimizer.offload}: {optimizer.name} has no moments of the size of the weights",
+             'use optimizer.name="adamw" or "lion", or leave offload out'),
+    Conflict(lambda run: run.optimizer.offload and custom.is_path(run.optimizer.name),
+             "{optimizer.offload}: {optimizer.name} may read other elements of a weight than the one it updates, but "
+             "moments in host memory are updated piece by piece",
+             'use optimizer.name="adamw" or "lion", or leave offload out'),
+    Conflict(lambda run: run.optimizer.offload and run.lora.rank,
+             "{optimizer.offload}: {lora.rank} trains only adapters, whose moments are small",
+             "train all weights, or leave offload out"),
 )
 
 GROUPS: tuple[Check, ...] = (

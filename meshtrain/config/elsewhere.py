@@ -52,6 +52,7 @@ WORDS = {
     "optimizer.weight_decay": "wd adam_weight_decay",
     "optimizer.b1": "beta1 adam_beta1 adam_b1", "optimizer.b2": "beta2 adam_beta2 adam_b2",
     "optimizer.eps": "adam_eps adam_epsilon epsilon",
+    "optimizer.offload": "optimizer_cpu_offload optimizer_memory_host_offload offload_optimizer",
     "optimizer.schedule": "lr_decay_style lr_scheduler lr_scheduler_type decay_type",
     "optimizer.warmup_steps": "warmup warmup_iters lr_warmup_iters num_warmup_steps warmup_ratio",
     "optimizer.decay_steps": "lr_decay_iters decay_ratio",

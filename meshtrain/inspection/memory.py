@@ -47,9 +47,7 @@ def measure(made: Assembly, executable, text: str | None = None) -> dict:
 
 def host_moments(made: Assembly) -> int:
     """Return the bytes of one device's moments in the host's memory; 0 on CPUs, whose memory is the host's."""
-    spec = made.program.step.state
-    return spec.offload.host_bytes(spec.abstract.opt_state) if spec.offload and made.mesh.devices.flat[
-        0].platform != "cpu" else 0
+    return made.program.step.state.host_bytes if made.mesh.devices.flat[0].platform != "cpu" else 0
 
 
 def _loop(made: Assembly):

@@ -143,7 +143,7 @@ class LocalSampler:
         if gpu is None or not gpu.hbm_bytes:
             return self
         state = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-                    for leaf in jax.tree.leaves(self.made.state_shapes))
+                    for leaf in jax.tree.leaves(self.made.state_shapes)) - self.made.program.step.state.host_bytes
         held, usable = state + self.costs.copy_bytes(), hardware.usable_bytes(gpu)
         slots = self.costs.fitting_beside(state, usable)
         if not slots:

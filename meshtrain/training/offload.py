@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from meshtrain.training import rounding
 
 KIND = "pinned_host"        # jax's name of the memory from which a GPU copies without the CPU
 MOST_PIECES = 16            # of an embedding and a head, which have no layers
-Numbered = Mapping[int, Any]        # number of a leaf -> array
+Numbered = dict[int, Any]        # number of a leaf -> array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,64 +54,68 @@ class Offload:
         return sum(sizes)
 
     def update(self, grads, state, params, *, step, finite) -> tuple[Any, optax.OptState]:
-        """Return what `tx.update` returns, and the old state unless `finite`."""
-        gs, ps, leaves = (dict(enumerate(jax.tree.leaves(tree))) for tree in (grads, params, state))
-        moved = {owner for owner in self.owners if owner is not None}
+        """Return what `tx.update` returns, but the old state unless `finite`."""
+        trees = grads, params, state
+        gs, ps, leaves = (dict(enumerate(jax.tree.leaves(tree))) for tree in trees)
         hosted = {number: to_host(leaf) for number, leaf in leaves.items() if self.owners[number] is not None}
-        near = {number: leaf for number, leaf in leaves.items() if number not in hosted}
-
-        def call(gs: Numbered, ps: Numbered, leaves: Numbered, step, **more) -> tuple[Numbered, Numbered]:
-            """Update some parameters; the others are arrays without elements."""
-            def fill(numbered: Numbered, tree):
-                return jax.tree.unflatten(jax.tree.structure(tree), [
-                    numbered.get(number, jnp.zeros(0, leaf.dtype))
-                    for number, leaf in enumerate(jax.tree.leaves(tree))])
-            updates, new = self.tx.update(fill(gs, grads), fill(leaves, state), fill(ps, params), step=step, **more)
-            return tuple(dict(enumerate(jax.tree.leaves(tree))) for tree in (updates, new))
-
-        def update_shards(gs: Numbered, ps: Numbered, hosted: Numbered, near: Numbered, step, finite):
-            for count, members in self._pieces({number: gs[number].shape for number in moved}).items():
-                def update_piece(at, carry, count=count, members=members):
-                    gs, hosted = carry
-
-                    def cut(array):
-                        size = len(array) // count
-                        return jax.lax.dynamic_slice_in_dim(array, at * size, size)
-
-                    def put(array, piece):
-                        return jax.lax.dynamic_update_slice_in_dim(array, piece, at * (len(array) // count), 0)
-                    with jax.named_scope(HOST_MOMENTS.form):
-                        old = {number: jax.device_put(cut(leaf), jax.memory.Space.Device)
-                               for number, leaf in hosted.items()}
-                    windows = {self.infos[number].name: self._window(number, gs[number].shape, at, count)
-                               for number in members}
-                    updates, new = call({number: cut(gs[number]) for number in members},
-                                        {number: cut(ps[number]) for number in members}, near | old, step,
-                                        windows=windows)
-                    kept = {number: jnp.where(finite, new[number], leaf) for number, leaf in old.items()}
-                    with jax.named_scope(HOST_MOMENTS.form):
-                        written = {number: put(leaf, to_host(kept[number])) for number, leaf in hosted.items()}
-                    return {number: put(gs[number], updates[number]) for number in members}, written
-                own = [number for number in hosted if self.owners[number] in members]
-                updated, written = jax.lax.fori_loop(
-                    0, count, update_piece, ({number: gs[number] for number in members},
-                                             {number: hosted[number] for number in own}))
-                gs, hosted = gs | updated, hosted | written
-            return {number: gs[number] for number in moved}, hosted
-
+        near = _without(leaves, hosted)
+        moved = dict.fromkeys(self._owner(number) for number in hosted)
         spec = {number: self.places[number].spec for number in moved}
-        host_spec = {number: spec[self.owners[number]] for number in hosted}
-        far, hosted = jax.shard_map(
-            update_shards, mesh=self.places[0].mesh, check_vma=False, out_specs=(spec, host_spec),
-            in_specs=(spec, spec, host_spec, {number: P() for number in near}, P(), P()))(
-                {number: gs[number] for number in moved}, {number: ps[number] for number in moved}, hosted,
-                {number: leaf if leaf.ndim == 0 else jnp.zeros(0, leaf.dtype) for number, leaf in near.items()},
-                step, finite)
-        updates, new = call({number: g for number, g in gs.items() if number not in moved},
-                            {number: p for number, p in ps.items() if number not in moved}, near, step)
+        host_spec = {number: spec[self._owner(number)] for number in hosted}
+        counts = {number: leaf for number, leaf in near.items() if leaf.ndim == 0}
+        updated, hosted = jax.shard_map(
+            lambda *of_shard: self._update_shard(trees, *of_shard), mesh=self.places[0].mesh, check_vma=False,
+            in_specs=(spec, spec, host_spec, P(), P(), P()), out_specs=(spec, host_spec))(
+                _pick(gs, moved), _pick(ps, moved), hosted, counts, step, finite)
+        updates, new = self._call(trees, _without(gs, moved), _without(ps, moved), near, step=step)
         kept = {number: jnp.where(finite, new[number], leaf) for number, leaf in near.items()} | hosted
-        return (jax.tree.unflatten(jax.tree.structure(grads), [(updates | far)[number] for number in gs]),
+        return (jax.tree.unflatten(jax.tree.structure(grads), [(updates | updated)[number] for number in gs]),
                 jax.tree.unflatten(jax.tree.structure(state), [kept[number] for number in leaves]))
+
+    def _update_shard(self, trees: tuple, gs: Numbered, ps: Numbered, hosted: Numbered, counts: Numbered, step, finite
+                      ) -> tuple[Numbered, Numbered]:
+        """Return (updates, new moments) of a device's shards. Updates take the memory of the gradients."""
+        for count, members in self._pieces({number: g.shape for number, g in gs.items()}).items():
+            def update_piece(at, carry, count=count, members=members):
+                gs, moments = carry
+
+                def cut(array):
+                    size = len(array) // count
+                    return jax.lax.dynamic_slice_in_dim(array, at * size, size)
+
+                def put(array, piece):
+                    return jax.lax.dynamic_update_slice_in_dim(array, piece, at * len(piece), 0)
+                with jax.named_scope(HOST_MOMENTS.form):
+                    old = {number: jax.device_put(cut(leaf), jax.memory.Space.Device)
+                           for number, leaf in moments.items()}
+                updates, new = self._call(
+                    trees, jax.tree.map(cut, gs), jax.tree.map(cut, _pick(ps, members)), counts | old, step=step,
+                    windows={self.infos[number].name: self._window(number, gs[number].shape, at, count)
+                             for number in members})
+                kept = {number: jnp.where(finite, new[number], leaf) for number, leaf in old.items()}
+                with jax.named_scope(HOST_MOMENTS.form):
+                    written = {number: put(leaf, to_host(kept[number])) for number, leaf in moments.items()}
+                return {number: put(g, updates[number]) for number, g in gs.items()}, written
+            own = _pick(gs, members), {
+                number: leaf for number, leaf in hosted.items() if self.owners[number] in members}
+            updates, moments = jax.lax.fori_loop(0, count, update_piece, own)
+            gs, hosted = gs | updates, hosted | moments
+        return gs, hosted
+
+    def _call(self, trees: tuple, gs: Numbered, ps: Numbered, leaves: Numbered, **more) -> tuple[Numbered, Numbered]:
+        """Return the updates and the new leaves of some parameters. Arrays without elements stand for the others.
+        trees: gradients, parameters and state, for their structures and dtypes."""
+        def fill(numbered: Numbered, tree):
+            return jax.tree.unflatten(jax.tree.structure(tree), [
+                numbered.get(number, jnp.zeros(0, leaf.dtype)) for number, leaf in enumerate(jax.tree.leaves(tree))])
+        full_grads, full_params, full_state = map(fill, (gs, ps, leaves), trees)
+        updates, new = self.tx.update(full_grads, full_state, full_params, **more)
+        return dict(enumerate(jax.tree.leaves(updates))), dict(enumerate(jax.tree.leaves(new)))
+
+    def _owner(self, number: int) -> int:
+        owner = self.owners[number]
+        assert owner is not None
+        return owner
 
     def _pieces(self, shapes: Mapping[int, Sequence[int]]) -> Mapping[int, list[int]]:
         """Return number of pieces -> the parameters that are cut into so many along their first dim. shapes: of the
@@ -141,6 +145,14 @@ def put(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     assert isinstance(leaf.sharding, NamedSharding)
     place = NamedSharding(leaf.sharding.mesh, leaf.sharding.spec, memory_kind=KIND)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+
+def _pick(numbered: Numbered, numbers: Iterable[int]) -> Numbered:
+    return {number: numbered[number] for number in numbers}
+
+
+def _without(numbered: Numbered, numbers: Container[int]) -> Numbered:
+    return {number: leaf for number, leaf in numbered.items() if number not in numbers}
 
 
 def find(state: Any, params: Any, infos: Sequence[ParamInfo]) -> list[int | None]:

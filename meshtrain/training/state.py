@@ -57,6 +57,11 @@ class StateSpec:
         return jnp.full(shares.shape, 1 / shares.shape[-1], shares.dtype)
 
     @property
+    def host_bytes(self) -> int:
+        """The bytes of one device's moments that are in the host's memory."""
+        return self.offload.host_bytes(self.abstract.opt_state) if self.offload else 0
+
+    @property
     def sharding(self) -> State:
         return jax.tree.map(lambda a: a.sharding, self.abstract)
 
@@ -119,6 +124,5 @@ def optimizer_bytes(model: Transformer, optimizer_cfg: Optimizer, steps: int, av
                       averages=averages)
     leaves = jax.tree.leaves((held.abstract.opt_state, held.abstract.ema))
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    host = held.offload.host_bytes(held.abstract.opt_state) if held.offload else 0
     count = sum(info.size for info in model.parameters())
-    return {"optimizer_bytes": (whole - host) / count, "host_bytes": host / count}
+    return {"optimizer_bytes": (whole - held.host_bytes) / count, "host_bytes": held.host_bytes / count}

@@ -69,7 +69,7 @@ def test_auto_takes_what_fits_into_the_gpus_memory():
     assert made.choice.schedule.name == free.schedule.name
     total = footprint.memory(made.placed, Options.of(
         run, schedule=free.schedule.name, chunks=free.schedule.num_chunks,
-        optimizer_bytes=state.optimizer_bytes(made.model, run.optimizer, run.training.steps)))["total"]
+        **state.optimizer_bytes(made.model, run.optimizer, run.training.steps)))["total"]
     enough = math.ceil(total / hardware.MEMORY_SHARE) + 1
     assert of(dataclasses.replace(GPU, hbm_bytes=enough)).schedule.name == free.schedule.name
     tight = of(dataclasses.replace(GPU, hbm_bytes=enough - 4))

@@ -84,7 +84,7 @@ def test_each_part_of_ones_own_is_in_the_model_the_objective_and_the_state():
     assert {"layers/1/custom/inward/kernel", "layers/0/attention/query/kernel"} <= names
     assert type(objective.of_run(run)).__name__ == "Focal"
     assert activations.find(run.model.activation)(-1.0, 2.0) == 0 and run.model.gated
-    assert state.optimizer_bytes(made.model, run.optimizer, 9) == 4.0     # a parameter; AdamW has 8
+    assert state.optimizer_bytes(made.model, run.optimizer, 9)["optimizer_bytes"] == 4.0     # a parameter; AdamW has 8
     rate = optimizer.learning_rate_schedule(run.replace(optimizer={"warmup_steps": 2}).optimizer, 9)
     assert [float(rate(n)) for n in (0, 2)] == [0, pytest.approx(1e-3)]
     assert {row.split("=")[0] for row in made.notes if "cost formulas" in row} == {

@@ -158,7 +158,7 @@ def test_the_rounding_sends_nothing(rules, mesh):
 def test_moments_take_half_the_bytes(name, wide):
     run = run_of({}, "ddp", dict(name=name), model=dict(embed_dim=64, mlp_dim=256))
     made = design.make(run, MeshSpec(config.mesh_sizes(run, 1), run.mesh.placement), "cpu", None)
-    held = [state.optimizer_bytes(made.model, run.replace(optimizer={"moments_dtype": dtype}).optimizer, 9)
+    held = [state.optimizer_bytes(made.model, run.replace(optimizer={"moments_dtype": dtype}).optimizer, 9)["optimizer_bytes"]
             for dtype in ("float32", "bfloat16")]
     # of muon, tables have two moments
     assert held[0] == pytest.approx(wide, abs=0.6 if name == "muon" else 0.15)

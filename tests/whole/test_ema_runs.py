@@ -181,7 +181,7 @@ def test_its_bytes_are_counted_with_the_optimizers(tiny):
         return [memory[kind]["optimizer"] for kind in ("formula", "compiled")], memory["compiled"]["params"]
     run = run_files.load([*tiny, *ZERO3])
     model = transformer.build(run.model)
-    alone, beside = (state.optimizer_bytes(model, run.optimizer, 6, averages) for averages in (False, True))
+    alone, beside = (state.optimizer_bytes(model, run.optimizer, 6, averages)["optimizer_bytes"] for averages in (False, True))
     assert beside - alone == pytest.approx(4, abs=1e-3)         # what plan counts
     (formula, compiled), params = optimizer_bytes()
     (more, compiled_more), _ = optimizer_bytes(*EMA)
