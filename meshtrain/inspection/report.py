@@ -166,7 +166,7 @@ def memory_table(step: Inspected) -> str:
         lines += [f"of {size(usable)} usable on {gpu.name}, {hardware.memory_share():g} of its {whole}: {fits}"]
     if step.program.prices and (moments := memory.host_moments(made)):
         gpus = min(made.mesh_spec.num_devices, step.program.prices.gpu.gpus_per_host)
-        copies_s = 2 * step.program.prices.host_s(moments)
+        copies_s = 2 * step.program.prices.host_copy_s(moments)
         lines += [f"moments in host memory: {size(gpus * moments)} on each host of {amount(gpus, 'GPU')}; their copies "
                   f"take {seconds(copies_s)} of a step, if nothing hides them (assumed: offload.gb_per_s)"]
     if again := step.program.num_recomputed:

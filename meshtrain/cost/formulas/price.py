@@ -174,7 +174,7 @@ class Pricing:
         stored, host_bytes = self.placed.held.stored, self.options.host_bytes * self.placed.held.stored
         state_bytes = self.options.optimizer_bytes * stored + host_bytes        # read and written
         update_s = self.rated.stream_s(calibrations.UPDATE.value * self.placed.held.updated + 2 * state_bytes)
-        update_s += 2 * self.rated.host_s(host_bytes)       # to the device and back, and not hidden
+        update_s += 2 * self.rated.host_copy_s(host_bytes)      # to the device and back, and not hidden
         if self.num_stages > 1:
             return update_s
         return update_s + self.rated.stream_s(calibrations.ACCUMULATOR.value * self.placed.held.grads)
@@ -267,7 +267,7 @@ class Waits:
             self.layer_s += exposed_s if layer else 0.0
         if options.remat == "offload":      # each layer's input is copied to the host and back
             copy_bytes = placed.itemsize * placed.tokens(options) * placed.cfg.embed_dim / placed.stream_shards
-            copy_s = rated.host_s(copy_bytes)
+            copy_s = rated.host_copy_s(copy_bytes)
             self.exposed["offload"] = m * layers * sum(
                 max(0.0, copy_s - assumed["overlap.fsdp"] * work.compute_s[kind])
                 for kind in (FORWARD, BACKWARD))

@@ -161,7 +161,7 @@ class Rates:
         depth_s = (group.per_domain - 1) * tree_hop_s + math.log2(group.domains) * tree_host_hop_s
         return start_s + 2 * min(round_s, max(inside, between) / TREE_SHARE + depth_s)
 
-    def host_s(self, num_bytes: float) -> float:
+    def host_copy_s(self, num_bytes: float) -> float:
         """Return the seconds of a copy to or from the host's memory."""
         return num_bytes / (1e9 * self.assumed["offload.gb_per_s"])
 

@@ -43,7 +43,7 @@ class Kernel:
     seconds: float
     flops: float
     hbm_bytes: int
-    bound: str          # FLOPs, HBM or launch: what takes most of its time
+    bound: str          # FLOPs, HBM, launch or host: what takes most of its time
     instructions: tuple[str, ...]   # all of them, as a profile names them
 
     def as_json(self) -> dict:
@@ -234,9 +234,14 @@ class _Program:
         if not cost.known:
             self.uncounted.add(f"{ins.name} ({ins.target or ins.op}) {audit.short_source(ins.op_name)}".strip())
         seconds = max(self._math_s(cost), self.prices.stream_s(cost.hbm_bytes)) + self.prices.launch_s
-        if HOST_MOMENTS.form in ins.op_name and "S(5)" in ins.type_text:        # S(5) is the host's memory
-            seconds += self.prices.host_s(cost.hbm_bytes / 2)                   # the device's side counts half of it
+        seconds += self._host_copy_s(ins, cost)
         return seconds, self._part(computation, ins, cost)
+
+    def _host_copy_s(self, ins: hlo.Instruction, cost: work.Work) -> float:
+        """Return the seconds of a copy of moments from or to the host's memory, S(5) in HLO; 0 for other kernels."""
+        if HOST_MOMENTS.form not in ins.op_name or "S(5)" not in ins.type_text:
+            return 0.0
+        return self.prices.host_copy_s(cost.hbm_bytes / 2)      # bytes are counted as read and as written
 
     def _math_s(self, cost: work.Work) -> float:
         seconds = sum(map(self.prices.matmul_s, cost.matmuls))
@@ -279,18 +284,19 @@ class _Program:
             seconds, part = self.kernel(computation, ins)
             origin = self._origin(computation, ins)
             key = part, audit.short_source(origin.op_name) or name, self.sources.line(origin)
-            merged[key].append((runs * seconds, runs, cost, name))
+            merged[key].append((runs * seconds, runs, cost, name, runs * self._host_copy_s(ins, cost)))
         rows = []
         for (part, source, line), same in merged.items():
             runs, seconds = sum(row[1] for row in same), sum(row[0] for row in same)
-            math_s, stream_s = (sum(n * price(cost) for _, n, cost, _ in same) for price in
+            math_s, stream_s = (sum(n * price(cost) for _, n, cost, *_ in same) for price in
                                 (self._math_s, lambda cost: self.prices.stream_s(cost.hbm_bytes)))
-            costs = {"FLOPs": math_s, "HBM": stream_s, "launch": runs * self.prices.launch_s}
+            costs = {"FLOPs": math_s, "HBM": stream_s, "launch": runs * self.prices.launch_s,
+                     "host": sum(row[4] for row in same)}
             rows.append(Kernel(
                 name=max(same, key=lambda row: row[0])[3], part=part, source=source,
                 line=line, runs=runs, seconds=seconds,
-                flops=sum(n * cost.flops for _, n, cost, _ in same),
-                hbm_bytes=sum(n * cost.hbm_bytes for _, n, cost, _ in same), bound=max(costs, key=costs.__getitem__),
+                flops=sum(n * cost.flops for _, n, cost, *_ in same),
+                hbm_bytes=sum(n * cost.hbm_bytes for _, n, cost, *_ in same), bound=max(costs, key=costs.__getitem__),
                 instructions=tuple(row[3] for row in same)))
         return tuple(sorted(rows, key=lambda row: -row.seconds))
 
