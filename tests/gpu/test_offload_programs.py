@@ -36,8 +36,8 @@ def test_the_device_holds_less_by_the_moments_and_the_prices_agree(rules, dtype)
     stats = far.executable.memory_analysis()
     assert stats.host_argument_size_in_bytes == stats.host_alias_size_in_bytes == moments, "updated in place"
     assert stats.host_temp_size_in_bytes == 0 == near.executable.memory_analysis().host_argument_size_in_bytes
-    layer = moments / 8         # the moments of two layers
-    assert far.memory_bytes["total"] < near.memory_bytes["total"] - moments + layer
+    # at most, the old and the new moments of one of a stage's four layers, or of two of eight
+    assert far.memory_bytes["total"] < near.memory_bytes["total"] - moments + moments / 4
     assert far.memory_bytes["host"] == far.formulas.memory_bytes["host"] == moments
     assert far.differences == near.differences == []
     gpu = hardware.get("h100")
@@ -46,19 +46,23 @@ def test_the_device_holds_less_by_the_moments_and_the_prices_agree(rules, dtype)
                   for one in (near, far)]
     copies_s = 2 * moments / 50e9
     assert by_formula[1].update_s - by_formula[0].update_s == pytest.approx(copies_s, rel=0.02)
-    assert far.program.roofline.parts["optimizer"] - near.program.roofline.parts["optimizer"] == pytest.approx(
-        copies_s, rel=0.25)
+    copies = [kernel for kernel in far.program.roofline.kernels if kernel.bound == "host"]
+    launches_s = sum(kernel.runs for kernel in copies) * rated.launch_s
+    assert copies_s < sum(kernel.seconds for kernel in copies) - launches_s < 1.1 * copies_s
+    assert {kernel.part for kernel in copies} == {"optimizer"}
+    assert not [kernel for kernel in near.program.roofline.kernels if kernel.bound == "host"]
     assert "on each host of 8 GPUs; their copies take" in report.memory_table(far)
     assert "S(5)" in far.program.text and "S(5)" not in near.program.text
 
 
 def test_a_jax_that_cannot_mark_arguments_and_a_host_that_is_too_small_are_refused(monkeypatch):
     made = assembled(run_of("zero3", True))
-    monkeypatch.setattr(jax, "local_devices", lambda: list(made.mesh.devices.flat))
-    step_costs.check_memory(made)
-    monkeypatch.setattr(devices, "machine_bytes", lambda: 2**20)
-    with pytest.raises(ConfigError, match="optimizer.offload=true: the moments of 8 GPUs take .* of this host, which has 1"):
+    with monkeypatch.context() as patched:
+        patched.setattr(jax, "local_devices", lambda: list(made.mesh.devices.flat))
         step_costs.check_memory(made)
+        patched.setattr(devices, "machine_bytes", lambda: 2**20)
+        with pytest.raises(ConfigError, match="the moments of 8 GPUs take .* of this host, which has 1"):
+            step_costs.check_memory(made)
     monkeypatch.setattr(jax_private, "put_arguments_on_host", lambda lowered, numbers: False)
     with pytest.raises(ConfigError, match="optimizer.offload=true: jax .* use another jax, or leave it out"):
         made.program.lower_step()
