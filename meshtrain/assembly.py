@@ -51,12 +51,17 @@ class BrokenProgramError(RunError):
 
 def compile_step(made: Assembly, lowered: jax.stages.Lowered, refuse_broken: bool = True) -> jax.stages.Compiled:
     """Return the compiled training step of the run. All processes call it together. lowered: the result of
-    `Program.lower_step`. Raises: as `check_program`, if refuse_broken.
+    `Program.lower_step`. Raises: as `check_program`, if refuse_broken; ConfigError if moments are not where
+    optimizer.offload puts them.
 
     If much of the step waits for communication, the step is compiled again with a profile (see
     `cost.program.scheduling`), and the better of the two programs is returned.
     """
     step = first = _compile(made, lowered)
+    moments = made.program.step.state.host_bytes
+    if made.program.deviceless and first.memory_analysis().host_argument_size_in_bytes < moments:
+        raise ConfigError(f"optimizer.offload=true: for GPUs that this machine lacks, jax {jax.__version__} compiles a "
+                          f"step whose moments are on the device; use another version of jax, or leave it out")
     profile = agree.on_first(lambda: _profile(made, first))
     path = profile and programs.keep_profile(profile)
     if path and (options := flags.profile_options(path)):

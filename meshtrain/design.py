@@ -13,7 +13,7 @@ from meshtrain.choices.setting import Choice, Refusal, Setting
 from meshtrain.config import ConfigError, Run
 from meshtrain.config.sections import Distill, Experts, Lora, Model, Optimizer
 from meshtrain.cost.formulas import assumptions, attention_pairs, flops, footprint, forward, price, rates, simulate
-from meshtrain.cost.formulas.options import Attended, Options
+from meshtrain.cost.formulas.options import Attended, Options, StepOptions
 from meshtrain.cost.formulas.place import place
 from meshtrain.cost.formulas.placed import Placed
 from meshtrain.huggingface import folder
@@ -237,8 +237,8 @@ def _choose_schedule(run: Run, mesh_spec: MeshSpec, model: transformer.Transform
     held = state.optimizer_bytes(model, run.optimizer, run.training.steps, run.training.ema > 0)
 
     def bytes_of(schedule: Schedule) -> simulate.StepBytes:
-        options = Options.of(run, gpu.name if gpu else "", schedule=schedule.name, chunks=schedule.num_chunks,
-                             **held)
+        options = StepOptions.of(run, gpu.name if gpu else "", schedule=schedule.name, chunks=schedule.num_chunks,
+                                 **held)
         return simulate.StepBytes(round(footprint.slot_bytes(placed, options)),
                                   footprint.memory(placed, options)["total"])
     usable_bytes = hardware.usable_bytes(gpu) if gpu and gpu.hbm_bytes else None

@@ -23,7 +23,7 @@ from meshtrain import hardware
 from meshtrain.choices.setting import Setting
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import assumptions, attention_pairs, calibrations, decode, mixers, rates
-from meshtrain.cost.formulas.options import Attended, DistillationOptions
+from meshtrain.cost.formulas.options import Attended, StepOptions
 from meshtrain.cost.formulas.place import place
 from meshtrain.cost.planner import gap, search
 from meshtrain.cost.program import compile as gpu_compile
@@ -338,7 +338,7 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
     held = state.optimizer_bytes(model, run.optimizer, run.training.steps, run.training.ema > 0)
     priced = design.price_teacher(run, rated.assumed)
     taught = transformer.of_run(design.teacher_run(run)) if run.distill.teacher else None
-    options_of_run = DistillationOptions.of(run, gpu.name, teacher=priced, **held)
+    options_of_run = StepOptions.of(run, gpu.name, teacher=priced, **held)
     return search.Question(run.model, model.parameters(), num_gpus, options_of_run, rated, usable, rule_files, fixed,
                            rate_attention, lay, faults_of)
 

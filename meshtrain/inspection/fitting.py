@@ -10,7 +10,7 @@ from meshtrain import hardware
 from meshtrain.design import Design, make, price_teacher
 from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import assumptions, attention_pairs, footprint
-from meshtrain.cost.formulas.options import Options, DistillationOptions
+from meshtrain.cost.formulas.options import Options, StepOptions
 from meshtrain.cost.formulas.rates import Rates
 from meshtrain.hardware import Gpu
 from meshtrain.names import REMAT
@@ -30,7 +30,7 @@ def options_of(made: Design, gpu: Gpu | None, rated: Rates) -> Options:
     """Return a run's settings as input of the formulas. gpu: None for simulated devices."""
     run, schedule = made.run, made.choice and made.choice.schedule
     pipelined = {"schedule": schedule.name, "chunks": schedule.num_chunks} if schedule else {}
-    return DistillationOptions.of(run, gpu.name if gpu else "", teacher=price_teacher(run, rated.assumed),
+    return StepOptions.of(run, gpu.name if gpu else "", teacher=price_teacher(run, rated.assumed),
                             attended=attention_pairs.count(run, made.layout, rated.assumed),
                             **state.optimizer_bytes(made.model, run.optimizer, run.training.steps,
                                                     run.training.ema > 0), **pipelined)

@@ -21,8 +21,8 @@ def formula(made: Assembly) -> dict:
                           grads_shardings(made))
     moments = host_moments(made)
     host = program_memory.host_bytes(made.run, made.layout) + moments
-    return (held | {"optimizer": held["optimizer"] - moments} | (program_memory.loop_bytes(_loop(made), made.run.model.compute_dtype) if made.choice else {})
-            | ({"host": host} if host else {}))
+    held |= {"optimizer": held["optimizer"] - moments} | ({"host": host} if host else {})
+    return held | (program_memory.loop_bytes(_loop(made), made.run.model.compute_dtype) if made.choice else {})
 
 
 def read_bytes(made: Assembly) -> int:

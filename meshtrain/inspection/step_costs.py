@@ -23,9 +23,9 @@ def check_memory(made: Assembly) -> None:
     local = jax.local_devices()
     if local[0].platform != "cpu":
         if (moments := len(local) * memory.host_moments(made)) > devices.machine_bytes():
-            raise ConfigError(f"optimizer.offload=true: the moments of {amount(len(local), 'GPU')} take {size(moments)} "
-                              f"of this host, which has {size(devices.machine_bytes())}; use more hosts, or "
-                              f'optimizer.moments_dtype="bfloat16"')
+            raise ConfigError(f"optimizer.offload=true: the moments of {amount(len(local), 'GPU')} take "
+                              f"{size(moments)} of this host, which has {size(devices.machine_bytes())}; use more "
+                              f'hosts, or optimizer.moments_dtype="bfloat16"')
         return
     held = memory.formula(made)
     teacher = teacher_forward.TeacherForward(made, None, {}).memory_bytes["weights"] if made.run.distill.teacher else 0

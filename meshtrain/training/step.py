@@ -16,7 +16,6 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import flags, jax_private
-from meshtrain.config import ConfigError
 from meshtrain.model import float8, moe, mtp, params
 from meshtrain.model.stats import EXPERT_LOAD, SCORE_BOUND
 from meshtrain.names import PRNG
@@ -92,9 +91,7 @@ class Program:
             leaves = jax.tree.leaves_with_path(self.step.state.abstract)
             states = [number for number, (path, _) in enumerate(leaves) if path[0].name == "opt_state"]
             hosted = [number for number, owner in zip(states, off.owners, strict=True) if owner is not None]
-            if not jax_private.put_arguments_on_host(lowered, hosted):
-                raise ConfigError(f"optimizer.offload=true: jax {jax.__version__} has no way to compile arguments in "
-                                  f"host memory for GPUs that this machine lacks; use another jax, or leave it out")
+            jax_private.put_arguments_on_host(lowered, hosted)      # `assembly.compile_step` checks the result
         return lowered
 
     def compile(self):
@@ -135,7 +132,8 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
     facts = {fact for fact, holds in (
         (flags.DEVICELESS, deviceless),
         (flags.DEVICELESS_11, deviceless and (0, 11) <= jax.__version_info__ < (0, 12)),
-        (flags.DETERMINISTIC, training.deterministic), (flags.OFFLOAD, training.remat == "offload" or run.optimizer.offload),
+        (flags.DETERMINISTIC, training.deterministic),
+        (flags.OFFLOAD, training.remat == "offload" or run.optimizer.offload),
         (flags.EXPERTS_OLD, run.model.num_experts > 0 and jax.__version_info__ < (0, 11)),
         (flags.SEVERAL, step.schedule is not None or run.model.num_experts > 0),
         (flags.CUBLAS, not split and not run.model.num_experts or numerics.float8 is float8.BY_CUBLAS)) if holds}

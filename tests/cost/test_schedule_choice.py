@@ -16,7 +16,7 @@ from meshtrain import assembly, config, design, run_files
 from meshtrain.commands import inspect, train
 from meshtrain import hardware
 from meshtrain.cost.formulas import footprint
-from meshtrain.cost.formulas.options import Options
+from meshtrain.cost.formulas.options import StepOptions
 from meshtrain.cost.program import carried as carried_by_loops, compile, hlo
 from meshtrain.cost.program import memory as program_memory
 from meshtrain.inspection import memory, report
@@ -67,7 +67,7 @@ def test_auto_takes_what_fits_into_the_gpus_memory():
     run, mesh_spec = run_of("ddp", dict(stage=4), "auto", training=dict(remat="full")), MeshSpec(dict(stage=4))
     made = assembly.assemble(run, jax.devices()[:4])
     assert made.choice.schedule.name == free.schedule.name
-    total = footprint.memory(made.placed, Options.of(
+    total = footprint.memory(made.placed, StepOptions.of(
         run, schedule=free.schedule.name, chunks=free.schedule.num_chunks,
         **state.optimizer_bytes(made.model, run.optimizer, run.training.steps)))["total"]
     enough = math.ceil(total / hardware.MEMORY_SHARE) + 1

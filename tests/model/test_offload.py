@@ -5,16 +5,19 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import parity
 import pytest
 from commands import call, refused
 from jax.extend.random import threefry2x32_p
-from model.test_moments import TINY, read, run_of
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from model.test_moments import BF16, TINY, read, run_of
 
 import meshtrain as mt
 from meshtrain import config
 from meshtrain.commands import train
-from meshtrain.run import replicas
+from meshtrain.model.params import ParamInfo
+from meshtrain.run import replicas, trees
 from meshtrain.training import offload, rounding
 
 FLOAT32 = dict(moments_dtype="float32")
@@ -57,6 +60,31 @@ def test_moments_have_the_bits_that_they_have_on_the_device(name):
     assert hosted > (0.98 if optimizer.get("name") == "lion" else 1.96) * trained
 
 
+def test_a_loop_over_layers_gives_the_updates_and_the_bits_of_one_update():
+    """Of sharded stacks and a sharded embedding; a norm stays on the device. The moments are bfloat16."""
+    infos = [ParamInfo(tuple(name.split("/")), shape, jnp.dtype("float32"), axes, role, 1) for name, shape, axes, role in (
+        ("embedding", (18, 4), ("vocab", "embed"), "embedding"), ("layers/norm", (3, 4), ("layers", "embed"), "norm"),
+        ("layers/up", (3, 4, 6), ("layers", "embed", "mlp"), "matrix"))]
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    axes = dict(vocab="tensor", embed="fsdp", mlp="tensor")
+    places = [NamedSharding(mesh, P(*map(axes.get, info.axes))) for info in infos]
+    rng = np.random.default_rng(0)
+    draw = lambda: trees.nest({info.name: rng.standard_normal(info.shape).astype(np.float32) for info in infos})
+    grads, params = draw(), draw()
+    tx = rounding.store_moments(optax.with_extra_args_support(optax.scale_by_adam(0.9, 0.95)), seed=7)
+    state = tx.init(draw())._replace(mu=jax.tree.map(lambda g: g.astype(BF16), draw()))
+    off = offload.Offload(tx, offload.find(state, params, infos), infos, places)
+    assert off.owners == [None, 0, None, 2, 0, None, 2]
+    split = lambda tree: jax.tree.unflatten(jax.tree.structure(tree), map(jax.device_put, jax.tree.leaves(tree), places))
+    state = state._replace(mu=split(state.mu), nu=split(state.nu))
+    update = jax.jit(lambda *trees, finite: off.update(*trees, step=3, finite=finite))
+    wanted, kept = jax.jit(lambda *trees: tx.update(*trees, step=3))(grads, state, params)
+    for finite in (True, False):
+        found = update(split(grads), state, split(params), finite=finite)
+        for a, b in zip(*map(jax.tree.leaves, (found, (wanted, kept if finite else state))), strict=True):
+            np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=3e-7)
+
+
 def test_a_window_has_the_bits_of_the_whole_array_also_beyond_32_bits():
     key = jax.random.key(3, impl="threefry2x32")
     whole = np.asarray(jax.random.bits(key, (3, 5, 7), jnp.uint32))
@@ -67,7 +95,8 @@ def test_a_window_has_the_bits_of_the_whole_array_also_beyond_32_bits():
     high, low = (jnp.asarray(half, jnp.uint32) for half in zip(*(divmod(number, 2**32) for number in numbers)))
     one, other = threefry2x32_p.bind(*jax.random.key_data(key), high, low)
     assert min(numbers) > 2**37
-    assert np.array_equal(rounding._bits(key, rounding.Window(shape, start), (1, 2, 3)).ravel(), one ^ other)
+    found = jax.jit(lambda: rounding._bits(key, rounding.Window(shape, start), (1, 2, 3)))()
+    assert np.array_equal(found.ravel(), one ^ other)
 
 
 @pytest.mark.full

@@ -25,7 +25,7 @@ Widths = tuple[float, float]
 
 
 # The options that the functions kept below do not read. A search compares many schedules for each layout.
-NOT_READ = {"schedule", "chunks", "attended", "optimizer_bytes", "host_bytes"}
+NOT_READ = {"schedule", "chunks", "attended", "optimizer_bytes"}
 _read_options = operator.attrgetter(*sorted({field.name for field in dataclasses.fields(Options)} - NOT_READ))
 
 

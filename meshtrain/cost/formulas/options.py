@@ -42,7 +42,6 @@ class Options:
     attended: Attended = dataclasses.field(default_factory=lambda: Attended({}, "cudnn"))
     loss_chunk: int = 2048
     optimizer_bytes: float = ADAMW_BYTES    # optimizer state per parameter
-    host_bytes: float = 0.0                 # of it in the host's memory, further bytes per parameter
     dispatch: str = "auto"      # how tokens reach their experts
     recurrence: str = "xla"     # engine of recurrences: xla, pallas
 
@@ -50,6 +49,11 @@ class Options:
     def teacher(self) -> TeacherModel | None:
         """The model whose forward comes before each step; None without one."""
         return None
+
+    @property
+    def host_bytes(self) -> float:
+        """Further bytes of optimizer state per parameter, in the host's memory."""
+        return 0.0
 
     @classmethod
     def of(cls, run: Run, gpu: str = "", **more) -> Options:
@@ -61,6 +65,7 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class DistillationOptions(Options):
-    """The settings of a step with a teacher."""
+class StepOptions(Options):
+    """The settings of a step that may have a teacher, or optimizer state in the host's memory."""
     teacher: TeacherModel | None = None
+    host_bytes: float = 0.0
