@@ -1,5 +1,6 @@
 """Moments in host memory: the same numbers on every layout, in checkpoints the same arrays, and clear refusals."""
 import dataclasses
+import math
 from pathlib import Path
 
 import jax
@@ -90,13 +91,14 @@ def test_a_window_has_the_bits_of_the_whole_array_also_beyond_32_bits():
     whole = np.asarray(jax.random.bits(key, (3, 5, 7), jnp.uint32))
     found = jax.jit(lambda at: rounding._bits(key, rounding.Window((3, 5, 7), [at, 2, 0]), (1, 2, 7)))(2)
     assert np.array_equal(found, whole[2:, 2:4])
-    shape, start = (80, 2**17, 2**16 - 1), (79, 2**17 - 2, 70)
-    numbers = [((start[0] * shape[1]) + start[1] + i) * shape[2] + start[2] + j for i in (0, 1) for j in range(3)]
-    high, low = (jnp.asarray(half, jnp.uint32) for half in zip(*(divmod(number, 2**32) for number in numbers)))
-    one, other = threefry2x32_p.bind(*jax.random.key_data(key), high, low)
-    assert min(numbers) > 2**37
-    found = jax.jit(lambda: rounding._bits(key, rounding.Window(shape, start), (1, 2, 3)))()
-    assert np.array_equal(found.ravel(), one ^ other)
+    for shape, start, size in (((80, 2**17, 2**16 - 1), (79, 2**17 - 2, 70), (1, 2, 3)), ((4, 2**31 - 1), (2, 0), (1, 4))):
+        numbers = [sum((first + more) * math.prod(shape[dim + 1:]) for dim, (first, more) in enumerate(zip(start, at)))
+                   for at in np.ndindex(*size)]
+        high, low = (jnp.asarray(half, jnp.uint32) for half in zip(*(divmod(number, 2**32) for number in numbers)))
+        one, other = threefry2x32_p.bind(*jax.random.key_data(key), high, low)
+        found = jax.jit(lambda shape=shape, start=start, size=size: rounding._bits(
+            key, rounding.Window(shape, start), size))()
+        assert max(numbers) > 2**32 and np.array_equal(found.ravel(), one ^ other)
 
 
 @pytest.mark.full
