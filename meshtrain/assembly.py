@@ -51,16 +51,16 @@ class BrokenProgramError(RunError):
 
 def compile_step(made: Assembly, lowered: jax.stages.Lowered, refuse_broken: bool = True) -> jax.stages.Compiled:
     """Return the compiled training step of the run. All processes call it together. lowered: the result of
-    `Program.lower_step`. Raises: as `check_program`, if refuse_broken; ConfigError for moments in the host
-    memory of absent GPUs, if this jax lacks the private name.
+    `Program.lower_step`. Raises: as `check_program`, if refuse_broken; ConfigError for moments in the host memory of
+    absent GPUs, if this jax lacks the private name.
 
     If much of the step waits for communication, the step is compiled again with a profile (see
     `cost.program.scheduling`), and the better of the two programs is returned.
     """
     if made.run.optimizer.offload and made.program.deviceless and (
             "mhlo.memory_kind" not in lowered.as_text().partition(" -> ")[0]):      # in the arguments of its function
-        raise ConfigError(f"optimizer.offload=true: jax {jax.__version__} cannot say that moments are in host memory of "
-                          f"GPUs that this machine lacks; use another version of jax, or leave it out")
+        raise ConfigError(f"optimizer.offload=true: jax {jax.__version__} cannot say that moments are in host memory "
+                          f"of GPUs that this machine lacks; use another version of jax, or leave it out")
     step = first = _compile(made, lowered)
     profile = agree.on_first(lambda: _profile(made, first))
     path = profile and programs.keep_profile(profile)
