@@ -227,7 +227,7 @@ def difference(read: list, wanted: Any) -> str:
     if read == wanted:
         return ""
     if isinstance(wanted, list) and read[0] != wanted[0]:
-        return f"{read[0]} bytes, {wanted[0]} were written"
+        return f"{read[0]} bytes, but {wanted[0]} were written"
     return "its checksum differs"
 
 

@@ -150,7 +150,7 @@ def test_what_is_kept_set_aside_and_left_over(place):
         content = buckets.read(place.below(one))
         buckets.write(place.below(one), content[:-1])
         assert checkpoints.newest().step == 4 and "6.damaged" in names(place)
-        assert f"is damaged ({one} has {len(content) - 1} bytes, {len(content)} were written), kept as 6.damaged" in told[0]
+        assert f"is damaged ({one} has {len(content) - 1} bytes, but {len(content)} were written), kept as 6.damaged" in told[0]
         buckets.write(place.below("4"), b"{")
         with pytest.raises(ConfigError, match="has no intact checkpoint, only damaged ones .4.damaged, 6.damaged"):
             checkpoints.newest()

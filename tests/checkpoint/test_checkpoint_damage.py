@@ -88,7 +88,7 @@ def test_any_truncated_or_missing_file_is_noticed_told_and_passed_over(two):
         if name != "checksums.json":
             with copied(two) as directory:
                 os.truncate(directory / "2" / name, size - 1)
-                check_passed_over(directory, name, f": {size - 1} bytes, {size} were written")
+                check_passed_over(directory, name, f": {size - 1} bytes, but {size} were written")
     with copied(two) as directory:
         os.truncate(directory / "2" / "checksums.json", 100)
         assert latest(directory)[0] == 1

@@ -168,8 +168,8 @@ def test_moments_take_half_the_bytes(name, wide):
 def test_rows_and_columns_of_adafactor_stay_float32_and_that_is_told():
     run = run_of({}, "ddp", dict(name="adafactor"))
     assert [line for line in messages(run) if line.startswith("optimizer.moments_dtype")] == [
-        'optimizer.moments_dtype="bfloat16" has no effect here; it needs moments of the size of the weights; '
-        '"adafactor" keeps rows and columns, in float32']
+        'optimizer.moments_dtype="bfloat16" has no effect here; it needs moments of the size of the weights, '
+        'unlike "adafactor", which keeps rows and columns in float32']
     assert not [line for line in messages(run_of({})) if "moments" in line]
     spec = parity.assemble(run).program.step.state.abstract
     assert {leaf.dtype for leaf in jax.tree.leaves(spec.opt_state)} == {np.dtype("float32"), np.dtype("int32")}

@@ -12,7 +12,7 @@ import pytest
 from commands import call, refused
 from jax.extend.random import threefry2x32_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from model.test_moments import BF16, TINY, read, run_of
+from test_moments import BF16, TINY, read, run_of
 
 import meshtrain as mt
 from meshtrain import config
