@@ -9,7 +9,7 @@ from mkdocs.structure.files import File
 # Keys in tables are not broken inside a word.
 STYLE = ".md-typeset td code { word-break: normal; }\n"
 ROOT = Path(__file__).resolve().parent.parent
-LINK = re.compile(r"(!?)\[([^]\n]*)\]\(((?![a-z]+:)[^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"(!?)\[((?:[^]\n]|\n(?!\s*\n))*)\]\(((?![a-z]+:)[^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_config(config):
