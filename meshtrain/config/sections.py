@@ -556,7 +556,7 @@ class WeightGroups(Table):
     preset: Literal["", "mup"] = key("", "mup: rates that carry over from a narrower model")
     # When a run file is read, the base's keys of [model] take the place of its name, so that they are kept.
     base: Annotated[Any, AfterValidator(_check_base)] = key(
-        "", "mup: the model at whose width the learning rate was found: a preset, a run file, or a table of [model]")
+        "", "mup: the model for which the learning rate was tuned: a preset, a run file, or a table of [model]")
 
     @property
     def rows(self) -> dict[str, WeightGroup]:
