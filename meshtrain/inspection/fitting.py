@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshtrain import hardware
+from meshtrain.config import ConfigError, problems
 from meshtrain.design import Design, make, price_teacher
-from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import assumptions, attention_pairs, footprint
 from meshtrain.cost.formulas.options import Options, StepOptions
 from meshtrain.cost.formulas.rates import Rates
@@ -37,8 +37,9 @@ def options_of(made: Design, gpu: Gpu | None, rated: Rates) -> Options:
 
 
 def remedy(made: Design, gpu: Gpu, total_bytes: int) -> str:
-    """Return a text that names the smallest change of rules, remat and microbatches with which a step fits; "" if none
-    does. total_bytes: memory of the compiled step on one GPU; the formulas' bytes are scaled up to them."""
+    """Return a text that names the smallest change of rules, remat and microbatches with which a step fits, or the
+    smallest that also moves the moments to the host; "" if none does. total_bytes: memory of the compiled step on one
+    GPU; the formulas' bytes are scaled up to them."""
     rated, usable = rates_of(gpu), hardware.usable_bytes(gpu)
     by_formula = footprint.memory(made.placed, options_of(made, gpu, rated))["total"]
     for keys, held in _changes(made, gpu, rated):
@@ -47,10 +48,11 @@ def remedy(made: Design, gpu: Gpu, total_bytes: int) -> str:
     return ""
 
 
-def _cost(tried: tuple[str, tuple[int, str], tuple[int, int]]) -> tuple:
-    """Return the sort key of a change: fewer keys first, then changes of rules first, then the smaller step of each."""
-    rules, (level, _), (doublings, _) = tried
-    return bool(rules) + bool(level) + bool(doublings), not rules, level, doublings
+def _cost(tried: tuple[bool, str, tuple[int, str], tuple[int, int]]) -> tuple:
+    """Return the sort key of a change: those without copies of moments first, then fewer keys, then changes of rules,
+    then the smaller step of each."""
+    offload, rules, (level, _), (doublings, _) = tried
+    return offload, bool(rules) + bool(level) + bool(doublings), not rules, level, doublings
 
 
 def _changes(made: Design, gpu: Gpu, rated: Rates) -> Iterator[tuple[dict[str, object], int]]:
@@ -65,13 +67,18 @@ def _changes(made: Design, gpu: Gpu, rated: Rates) -> Iterator[tuple[dict[str, o
             pass        # the mesh or the model does not allow zero3
     remats = ["", *REMAT[REMAT.index(run.training.remat) + 1:]] if run.training.remat in REMAT else [""]
     counts = [run.training.microbatches * 2**k for k in range(MOST_DOUBLINGS + 1 if not made.choice else 1)]
-    options = {rules: options_of(design, gpu, rated) for rules, design in rule_files.items()}
-    tried = itertools.product(rule_files, enumerate(remats), enumerate(counts))
-    for rules, (level, remat), (doublings, count) in sorted(tried, key=_cost):
+    options = {(False, rules): options_of(design, gpu, rated) for rules, design in rule_files.items()}
+    on_host = run.replace(optimizer={"offload": True})
+    if not run.optimizer.offload and not problems(on_host):
+        options |= {(True, rules): options_of(replace(design, run=on_host), gpu, rated)
+                    for rules, design in rule_files.items()}
+    tried = ((*key, *more) for key, more in itertools.product(
+        options, itertools.product(enumerate(remats), enumerate(counts))))
+    for offload, rules, (level, remat), (doublings, count) in sorted(tried, key=_cost):
         design = rule_files[rules]
         shards = design.layout.num_shards(design.layout.rules.mesh_axes("activations", "batch"))
         keys = ({"sharding.rules": rules} if rules else {}) | ({"training.remat": remat} if level else {}) | (
-            {"training.microbatches": count} if doublings else {})
+            {"training.microbatches": count} if doublings else {}) | ({"optimizer.offload": "true"} if offload else {})
         if keys and run.data.global_batch % (count * shards) == 0:
-            changed = replace(options[rules], remat=remat or run.training.remat, microbatches=count)
+            changed = replace(options[offload, rules], remat=remat or run.training.remat, microbatches=count)
             yield keys, footprint.memory(design.placed, changed)["total"]

@@ -19,7 +19,8 @@ def designed(topology: str, *words: str) -> tuple[design.Design, hardware.Gpu, i
 @pytest.mark.parametrize("topology, words, keys", [
     ("h100:64", ("--sharding.rules", "ddp", "--training.microbatches", "1"), {"sharding.rules": "zero3"}),
     ("h100:64", ("--training.microbatches", "1", "--training.remat", "none"), {"training.remat": "selective"}),
-    ("h100:8", ("--training.microbatches", "1", "--training.remat", "none"), {"training.microbatches": "8"})])
+    ("h100:8", ("--training.microbatches", "1", "--training.remat", "none"), {"training.microbatches": "8"}),
+    ("h100:2", ("--training.remat", "full", "--training.microbatches", "32"), {"optimizer.offload": "true"})])
 def test_the_remedy_fits_by_the_formulas(topology, words, keys):
     made, gpu, held = designed(topology, *words)
     told = fitting.remedy(made, gpu, max(held, hardware.usable_bytes(gpu) + 1))
