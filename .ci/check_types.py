@@ -1,8 +1,8 @@
-"""python .ci/check_types.py [--write]: mypy's errors by file may fall and not rise.
+"""python .ci/check_types.py [--write]: the number of mypy errors in a file may fall but not rise.
 
-What it found when the table was last written is in .ci/types.json. Of tests and benchmarks, whose functions have few
-types, it counts names alone: an attribute, a parameter or a name that is not there. Packages are taken as untyped, so that
-the count is the same in every environment.
+.ci/types.json has the numbers of the last time that the table was written. Functions of tests and benchmarks have few
+types, so only errors of names count there: an attribute, a parameter or a name that does not exist. Packages count as
+untyped, so that the number is the same in every environment.
 """
 import collections
 import json
@@ -18,7 +18,7 @@ NAMES = ("attr-defined", "call-arg", "name-defined")
 
 
 def run_mypy(*args: str, path: str = "") -> list[str]:
-    """Return mypy's lines of errors. path: folders whose files are modules by their own names, separated by colons."""
+    """Return mypy's error lines. path: folders whose files are modules by their own names, separated by colons."""
     done = subprocess.run([sys.executable, "-m", "mypy", "--no-site-packages", "--ignore-missing-imports",
                            "--python-version", "3.11", *args], cwd=ROOT, env=os.environ | {"MYPYPATH": path},
                           capture_output=True, text=True)
@@ -28,8 +28,8 @@ def run_mypy(*args: str, path: str = "") -> list[str]:
 
 
 def find_names_not_there() -> list[str]:
-    """Return the errors of names in tests and benchmarks. Tests import one another by `import steps`, and benchmarks
-    import them by `from tests import steps`. mypy knows a file by one name, so that it runs twice."""
+    """Return the errors of names in tests and benchmarks. Tests import each other by `import steps`; benchmarks import
+    them by `from tests import steps`. mypy knows a file by one name only, so it runs twice."""
     folders = sorted({path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")})
     files = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py"))
     options = ("--check-untyped-defs", "--cache-dir=.mypy_cache/names")
@@ -40,7 +40,7 @@ def find_names_not_there() -> list[str]:
 
 
 def count_errors() -> tuple[dict[str, int], list[str]]:
-    """(errors by file, mypy's lines)."""
+    """Return (errors by file, mypy's lines)."""
     lines = run_mypy("meshtrain", "launch") + find_names_not_there()
     return dict(sorted(collections.Counter(line.partition(":")[0] for line in lines).items())), lines
 

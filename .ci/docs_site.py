@@ -1,5 +1,6 @@
-"""Hooks of mkdocs: the navigation is docs/README.md, the pages of benchmarks/ belong to the site, and links to other files of the
-repository become text."""
+"""Hooks of mkdocs. The navigation is docs/README.md. The pages of benchmarks/ belong to the site. Links to other files
+of the repository become text.
+"""
 import posixpath
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ LINK = re.compile(r"(!?)\[((?:[^]\n]|\n(?!\s*\n))*)\]\(((?![a-z]+:)[^)#\s]+)(#[^
 
 
 def on_config(config):
-    """A section of the navigation for each heading of docs/README.md that has pages below it."""
+    """Make a section of the navigation for each heading of docs/README.md that has pages below it."""
     text, config.nav, seen = (ROOT / "docs" / "README.md").read_text(encoding="utf-8"), ["README.md"], set()
     for title, body in re.findall(r"^## (.*)\n((?:(?!## ).*\n?)*)", text, re.MULTILINE):
         links = dict.fromkeys(site(f"docs/{link}") for _, _, link, _ in LINK.findall(body))
@@ -48,7 +49,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def site(path: str) -> str | None:
-    """The address in the site of a file of the repository; None if the site does not have it."""
+    """Return the address of a repository file in the site; None if the site does not have the file."""
     path = posixpath.normpath(path)
     if re.match(r"benchmarks/[\w-]+\.(md|svg)$", path):
         return path

@@ -1,8 +1,9 @@
-"""python benchmarks/bubble.py: how long a pipeline's stages really stand idle, beside what the simulator says.
+"""python benchmarks/bubble.py: the measured idle time of pipeline stages, compared with the simulator's.
 
-Stages sleep instead of computing: a layer's F, B and W each wait in a callback on the host, the same time each.
-Sleeping needs no core, so four simulated devices overlap on any machine as four real ones would, and what is measured
-is the program that the executor makes of a schedule: its order, its permutes, its scans. Writes benchmarks/bubble.md.
+The stages sleep instead of computing. F, B and W of a layer each wait for the same time in a callback on the host.
+Sleeping needs no core, so four simulated devices overlap on any machine as four real devices would. The benchmark
+measures the program that the executor builds from a schedule: its order, its permutes and its scans. Writes
+benchmarks/bubble.md.
 """
 from __future__ import annotations
 
@@ -29,16 +30,16 @@ from meshtrain.training import executor, shard
 
 STAGES, MICROBATCHES = 4, 8
 CASES = [(name, 2 if name in schedules.INTERLEAVED else 1) for name in schedules.NAMES]
-# the shortest op, of one of two chunks: long beside what a busy machine adds to a tick
+# Duration of the shortest op, which is that of one of two chunks. It is long compared with what a busy machine adds.
 CHUNK_S = 0.2
 STAGE_S = 2 * CHUNK_S
 REPEATS = 3
-WITHIN = 0.05                       # of the simulator's bubble
+WITHIN = 0.05                       # largest difference from the simulator's bubble
 AT_MOST = {"interleaved_zero_bubble": 0.16}
 
 
 def sleeper(op: str, seconds: float, slept: list):
-    """x -> 0.0, after `seconds`."""
+    """Return a function x -> 0.0 that takes `seconds`."""
     def sleep(_):
         time.sleep(seconds)
         slept.append(op)
@@ -47,20 +48,20 @@ def sleeper(op: str, seconds: float, slept: list):
 
 
 def sleeping_layer(seconds: float, slept: list):
-    """A layer y = x with the costs F:B:W = 1:1:1. Its gradients come from different callbacks, so the split parts
-    them."""
+    """Return a layer y = x with the costs F:B:W = 1:1:1. Different callbacks compute its gradients, so a schedule can
+    split them."""
     forward, input_grad, weight_grad = (sleeper(op, seconds, slept) for op in "FBW")
     layer = jax.custom_vjp(lambda w, x: x + forward(x))
 
     def backward(w, dy):
         dx = dy + input_grad(dy)
-        return w * 0 + weight_grad(dx), dx          # after dx: where W is not split off, the two must not overlap
+        return w * 0 + weight_grad(dx), dx          # dx comes first: without a split the two must not overlap
     layer.defvjp(lambda w, x: (layer(w, x), w), backward)
     return layer
 
 
 def compiled_step(schedule: schedules.Schedule, mesh, slept: list):
-    """The step of a model whose stages only sleep: a chunk is one layer, embedding and head cost nothing."""
+    """Compile the step of a model whose stages only sleep. A chunk is one layer; embedding and head cost nothing."""
     layer = sleeping_layer(STAGE_S / schedule.num_chunks, slept)
     model = shard.ModelFunctions(
         prepare=lambda microbatch, extra: (),
@@ -81,23 +82,24 @@ def compiled_step(schedule: schedules.Schedule, mesh, slept: list):
 
 
 def sleeps(schedule: schedules.Schedule) -> dict[str, int]:
-    """How often the stages together do each op in a step."""
+    """Count how often all stages together execute each op in a step."""
     on = schedule.ops[..., 0] >= 0                                     # [T, P, op]
-    on = on | on.any(1, keepdims=True)                                 # a stage without work does it masked
+    on = on | on.any(1, keepdims=True)                                 # a stage without work executes the op masked
     if not schedule.split:
-        on[..., schedules.W] = on[..., schedules.B]                    # both in one
+        on[..., schedules.W] = on[..., schedules.B]                    # B includes W
     return dict(zip(schedules.KINDS, on.sum((0, 1)).tolist()))
 
 
 def apart(schedule: schedules.Schedule) -> float:
-    """The bubble of Megatron-LM's order of this schedule where every stage has a program of its own and goes on as soon
-    as what it needs has arrived, with F = B = W. Sources: arXiv:2104.04473; arXiv:2401.10241 (ZB-H1)."""
+    """Return the bubble of Megatron-LM's order of this schedule, for F = B = W. There every stage runs its own program
+    and continues as soon as its inputs arrive. Sources: arXiv:2104.04473; arXiv:2401.10241 (ZB-H1)."""
     waits = (schedule.num_stages - 1) / schedule.num_chunks * (1 if schedule.split else 3)
     return waits / (3 * schedule.num_microbatches + waits)
 
 
 def measure(schedule: schedules.Schedule, mesh) -> float:
-    """Share of the step, the fastest of REPEATS, in which a stage does not work on its microbatches."""
+    """Return the share of the step in which a stage does not work on its microbatches, for the fastest of REPEATS
+    steps."""
     slept = []
     step, args = compiled_step(schedule, mesh, slept)
     times = []
@@ -113,7 +115,7 @@ def measure(schedule: schedules.Schedule, mesh) -> float:
 
 def main(argv) -> int:
     words.Parser(__doc__).parse_args(argv)
-    os.environ.setdefault("NPROC", "32")               # a sleeping callback holds a thread of the CPU client's pool
+    os.environ.setdefault("NPROC", "32")               # a sleeping callback occupies a thread of the CPU client's pool
     devices = local_devices.start(config.Run(mesh=dict(stage=STAGES, simulated_devices=STAGES)))
     mesh = jax.make_mesh((STAGES,), (executor.STAGE,), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
     rows, missed = [], []

@@ -1,9 +1,9 @@
-"""python benchmarks/checkpoint.py [DIRECTORY]: what a checkpoint costs the run, and how close it comes to the disk.
+"""python benchmarks/checkpoint.py [DIRECTORY]: the cost of a checkpoint to a run, compared with the speed of the disk.
 
-Two states: that of the model in benchmarks/step.toml (params and adamw's moments), whose own step is timed too, and one
-of 1 GB. Each is saved a few times; beside each time stands what plain file reads and writes of as many bytes take, of
-the same random numbers, in the same directory and turn by turn. DIRECTORY (a temporary one) is where the run.dir of a
-run would be: a local disk or the cluster's file system. Writes benchmarks/checkpoint.md.
+There are two states. One belongs to the model in benchmarks/step.toml (params and adamw's moments), whose training step
+is timed too. The other has 1 GB. Each is saved several times. Each time is compared with plain writes and reads of a
+file with the same number of random bytes, in the same directory and in turns. DIRECTORY (default: a temporary one) is
+where the run.dir of a run would be: on a local disk or in the cluster's file system. Writes benchmarks/checkpoint.md.
 """
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ GB = 1e9
 
 
 def timed(action) -> float:
-    """Wall seconds. What was written before is on the disk first: nothing pays for the dirty pages of another."""
+    """Return the wall seconds of an action. Earlier writes are synced first, so that no action pays for the dirty pages
+    of another."""
     os.sync()
     start = time.perf_counter()
     action()
@@ -42,7 +43,8 @@ def timed(action) -> float:
 
 
 def forget(directory: Path) -> None:
-    """Drops the files from the page cache, as after a reboot or on another host; needs no root for files on disk."""
+    """Drop the files from the page cache, as after a reboot or on another host. Files on a disk need no root for
+    this."""
     for path in directory.rglob("*"):
         if path.is_file():
             with open(path, "rb") as file:
@@ -65,7 +67,8 @@ def plain_read(path: Path) -> None:
 
 
 def measure(directory: Path, state) -> dict[str, float]:
-    """Medians over ROUNDS: seconds of each thing that is done with a checkpoint, and of the plain file beside it."""
+    """Return medians over ROUNDS: the seconds of each checkpoint operation and of the same operation on a plain
+    file."""
     nbytes = sum(x.nbytes for x in jax.tree.leaves(state))
     data = np.random.default_rng(0).random(nbytes // 4, np.float32)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
@@ -76,7 +79,7 @@ def measure(directory: Path, state) -> dict[str, float]:
 
             def write() -> float:
                 return timed(lambda: plain_write(directory / "plain", data))
-            if step % 2:                    # the disk's cache may favour whoever comes first or last
+            if step % 2:                    # alternate: the disk's cache may favour the first or the last
                 once["write"] = write()
             os.sync()
             start = time.perf_counter()
@@ -98,13 +101,13 @@ def measure(directory: Path, state) -> dict[str, float]:
             once["on_disk"] = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
             (directory / "plain").unlink()
             runs.append(once)
-    once = {name: statistics.median(run[name] for run in runs[1:]) for name in runs[0]}     # the first warms up
+    once = {name: statistics.median(run[name] for run in runs[1:]) for name in runs[0]}     # without the warm-up
     copies = [timed(lambda: jax.tree.map(lambda x: np.array(jax.device_get(x)), state)) for _ in range(ROUNDS)]
     return once | {"bytes": nbytes, "copy": statistics.median(copies)}
 
 
 def model() -> tuple[object, float]:
-    """The state of the model in benchmarks/step.toml, random, and the seconds of its training step."""
+    """Return (a random state of the model in benchmarks/step.toml, the seconds of its training step)."""
     run = run_files.load([str(ROOT / "benchmarks/step.toml"), "--sharding.rules", str(ROOT / "sharding_rules/ddp.toml")])
     made = assembly.assemble(run, jax.devices()[:1])
     rng = np.random.default_rng(0)
@@ -125,7 +128,8 @@ def model() -> tuple[object, float]:
 
 
 def large() -> object:
-    """1 GB of random numbers in matrices like those of a transformer of 83M parameters with adamw's moments."""
+    """Return 1 GB of random numbers, in matrices with the shapes of an 83M-parameter transformer with adamw's
+    moments."""
     keys = jax.random.split(jax.random.key(0), 20)
     return {f"w{i}": jax.random.normal(key, (3125, 4000), jnp.float32) for i, key in enumerate(keys)}
 

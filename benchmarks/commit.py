@@ -1,8 +1,8 @@
-"""python benchmarks/commit.py [PROCESSES …]: how long a checkpoint of thousands of processes takes to become whole.
+"""python benchmarks/commit.py [PROCESSES …]: the time until a checkpoint of thousands of processes is complete.
 
-Simulated here: the files, written as orbax writes them (a store of its own for each process, with its pieces of every
-array). Real: what each process does with its own files, one after the other here, and all that process 0 does when the
-last has ended. Without PROCESSES: 64, 512 and 2048. Writes benchmarks/commit.md.
+The files are simulated. They are written as orbax writes them: each process has its own store, with its pieces of every
+array. The work of each process on its own files is real, one process after the other. So is all that process 0 does
+after the last process has finished. PROCESSES: default 64, 512 and 2048. Writes benchmarks/commit.md.
 """
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from benchmarks import machine, words
 from meshtrain.checkpoint import commit
 
 COUNTS = (64, 512, 2048)
-# of a process: as many arrays as Llama's with adamw's moments, pieces of each, and their numbers
+# For one process: as many arrays as Llama with adamw's moments, the pieces of each array, and the numbers of a piece.
 ARRAYS, PIECES, WIDTH = 36, 4, 40
-GROUPS = 4                             # in which a process writes them: about as many files of data as orbax makes
+GROUPS = 4                             # groups of a process's pieces: about as many data files as orbax makes
 
 
 def simulate(place: Path, count: int, handler: ocp.PyTreeCheckpointHandler, arrays: int = ARRAYS) -> dict[
         str, np.ndarray]:
-    """place/state as `count` processes leave it behind, each with its rows of every array; returns the whole arrays."""
+    """Write place/state as `count` processes leave it, each with its rows of every array. Return the whole arrays."""
     whole = {f"w{i:02}": np.random.default_rng(i).random((count * PIECES, WIDTH), np.float32) for i in range(arrays)}
     (place / "state").mkdir(parents=True)
     handler.save(epath.Path(place / "state"),

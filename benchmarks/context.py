@@ -1,18 +1,18 @@
-"""python benchmarks/context.py [SEQ_LEN ...]: what ring, gather and ulysses send, hold and take, over S and context.
+"""python benchmarks/context.py [SEQ_LEN ...]: bytes, memory and time of ring, gather and ulysses, by S and context.
 
-One layer's attention, forward and backward, of one sequence, in the engine that a run would get: on 8 simulated
-devices, or on all GPUs there are. Outputs of the methods must agree before anything is timed; then they are timed in
-turns. Bytes are read off the compiled program. Writes benchmarks/context.md.
+One layer's attention, forward and backward, of one sequence, with the engine that a run would choose. It runs on 8
+simulated devices, or on all GPUs of the machine. The outputs of the methods must agree before they are timed. The
+methods are timed in turns. The bytes are read from the compiled program. Writes benchmarks/context.md.
 
-When does the ring hide what it sends? With chunks of c = S / (2·context) tokens, N heads and K key/value heads of size
-H, a step of the forward computes two c × c blocks, 2 · 4·c²·N·H FLOPs, while K and V of two chunks travel on, in bf16 2
-· 2c·K·H · 2 bytes. Both are 8·c·H times something, and c·N / FLOPs per second ≥ K / bytes per second gives
+When does the ring hide its communication? The chunks have c = S / (2·context) tokens; there are N heads and K key/value
+heads of size H. A step of the forward computes two c × c blocks, 2 · 4·c²·N·H FLOPs. Meanwhile it sends K and V of two
+chunks in bf16, 2 · 2c·K·H · 2 bytes. Dividing both by 8·c·H gives c·N / FLOPs per second ≥ K / bytes per second, so
 
     c ≥ FLOPs per second ÷ bytes per second × K/N.
 
-A step of the backward computes 2.5 times as much (five products for two) and sends three times as much: K and V again,
-and dK and dV in float32. So it asks for 3 / 2.5 = 1.2 times that c. Tensor parallelism divides N and K alike and
-changes nothing. Kernels stay below their peak, so the true c is smaller.
+A step of the backward computes 2.5 times as much (five products instead of two). It sends three times as much: K and V
+again, and dK and dV in float32. So it needs 3 / 2.5 = 1.2 times this c. Tensor parallelism divides N and K equally and
+changes nothing. Kernels do not reach their peak, so the true c is smaller.
 """
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from meshtrain.sharding.mesh import MeshSpec
 ROUNDS = 5
 SIMULATED = 8
 SHAPES = {"cpu": (8, 2, 32, (1024, 4096)), "gpu": (32, 8, 128, (8192, 32768, 131072))}   # N, K, H, lengths
-AGREE = {"float32": 1e-4, "bfloat16": 3e-2}       # of the largest output
-K_TO_N = 8 / 32                                   # Llama 3 8B; 70B and 405B have fewer key/value heads yet
+AGREE = {"float32": 1e-4, "bfloat16": 3e-2}       # share of the largest output
+K_TO_N = 8 / 32                                   # Llama 3 8B; 70B and 405B have a smaller ratio
 TABLE_CONTEXT = 8
 
 
 class Contestant:
-    """One method at one S and context: compiled, its inputs on the mesh in its own order."""
+    """One method at one S and context. It is compiled, and its inputs are on the mesh in the method's order."""
 
     def __init__(self, method: str, S: int, cp: int, devices):
         on_cpu = devices[0].platform == "cpu"
@@ -68,7 +68,7 @@ class Contestant:
         self.order = attention.METHODS[method].order(S, cp)
         self.dtype = run.model.compute_dtype
 
-        # Two programs: in one, XLA would share what forward and backward both send. A training step keeps them apart.
+        # Two programs. In one program, XLA would share transfers that both need. A training step keeps the two apart.
         def forward(q, k, v, segments):
             return jax.vjp(lambda q, k, v: attend(layout, q, k, v, segments)[0], q, k, v)
 
@@ -91,7 +91,7 @@ class Contestant:
         self.temp_bytes = max(program.memory_analysis().temp_size_in_bytes for program in (compiled, self.backward))
 
     def results(self) -> list[np.ndarray]:
-        """o, dq, dk, dv in natural order."""
+        """Return o, dq, dk and dv in natural order."""
         o, back = self.forward()
         return [np.asarray(x, np.float32)[:, np.argsort(self.order)] for x in (o, *self.backward(back, self.do))]
 
@@ -110,7 +110,7 @@ class Contestant:
 
 
 def measure(S: int, cp: int, devices) -> list[Contestant]:
-    """Every method, timed in turns. Raises SystemExit where their outputs differ."""
+    """Time every method in turns. Raises: SystemExit if their outputs differ."""
     contestants = [Contestant(method, S, cp, devices) for method in attention.METHODS]
     results = [c.results() for c in contestants]
     for c, found in zip(contestants, results):
@@ -125,7 +125,7 @@ def measure(S: int, cp: int, devices) -> list[Contestant]:
 
 
 def bounds() -> list[str]:
-    """The bound of every GPU whose peak and links are known, as a table."""
+    """Return a table with the bound for every GPU whose peak and links are known."""
     out = ["## When the ring hides what it sends", "",
            "A chunk (S / (2 · context) tokens) must have at least FLOP/s ÷ bandwidth × K/N tokens for the forward, and "
            "1.2 times as many for the backward; `benchmarks/context.py` has the derivation. The last column is the "

@@ -1,13 +1,16 @@
-"""python benchmarks/data.py: how many tokens a second the loader makes, and what it costs to open 10^8 documents.
+"""python benchmarks/data.py: tokens per second of the data loader, and the cost of opening 10^8 documents.
 
-Sources of documents of some 1,000 tokens: text (a file each), a memory-mapped uint16 token file, the same in 1,000
-files, and a mixture of one part of that text and three of the tokens. Nothing but Packed.iterate runs: no step, no
-device. The limit is the memory bandwidth of the copy: the bytes of a batch's arrays at the rate of np.copyto between
-arrays that no cache holds. Whole documents are the same tokens with none cut (data.packing). The index: a file of where
-10^8 documents end (0.8 GB, memory-mapped, in the page cache), documents so long that they make 10^10 sequences, with
-0.1% held out; of their tokens nothing exists, a read gives zeros. A process of its own opens it, makes its first batch,
-and then single sequences anywhere and in order; its own memory is RssAnon. Once more with documents of 500 tokens, none
-cut: those of the first windows are counted. Writes benchmarks/data.md.
+There are four sources of documents with about 1,000 tokens: text (one file each), a memory-mapped uint16 token file,
+the same tokens in 1,000 files, and a mixture of one part text and three parts tokens. Only Packed.iterate runs: there
+is no step and no device. The limit is the memory bandwidth of the copy: the bytes of a batch's arrays at the rate of
+np.copyto between arrays that no cache holds. Whole documents (data.packing) are the same tokens, and no document is
+cut.
+
+The index is a file with the ends of 10^8 documents (0.8 GB, memory-mapped, in the page cache). The documents are long
+enough for 10^10 sequences, and 0.1% of them are held out. Their tokens do not exist; a read returns zeros. A separate
+process opens the index, makes its first batch, and then makes single sequences at random positions and in order. Its
+own memory is RssAnon. A second measurement has documents of 500 tokens, of which none is cut; it counts the documents
+of the first windows. Writes benchmarks/data.md.
 """
 from __future__ import annotations
 
@@ -39,19 +42,19 @@ from meshtrain.data.documents.contracts import Source
 from meshtrain.data.files import token_files
 
 BATCH_TOKENS = 1 << 17
-DOCUMENT_TOKENS = 1000          # on average; exponentially distributed, at least 1
+DOCUMENT_TOKENS = 1000          # mean; exponentially distributed, at least 1
 TOKEN_DOCUMENTS, TEXT_FILES = 60_000, 10_000
 COPY_BYTES = 1 << 28
 ROUNDS, ROUND_S = 7, 0.7
 SEQ_LENS, PREFETCH = (256, 4096), (0, 2)
 MANY_FILES = 1000
-INDEX_DOCUMENTS, INDEX_TOKENS = 10**8, 410_000      # and tokens of a document, on average
-# of a document, on average, where none is cut; and documents that are counted
+INDEX_DOCUMENTS, INDEX_TOKENS = 10**8, 410_000      # number of documents, and their mean tokens
+# For whole documents: the mean tokens of a document, and the number of documents that are counted.
 WHOLE_TOKENS, WHOLE_COUNTED = 500, 2 * 10**6
 
 
 class Index:
-    """A Source without tokens: only where its documents end is a file."""
+    """A Source without tokens. Only the ends of its documents are in a file."""
 
     def __init__(self, path: str):
         self._ends = np.load(path, mmap_mode="r").view(np.ndarray)
@@ -70,7 +73,7 @@ class Index:
 
 
 class Short(Index):
-    """The same documents, of WHOLE_TOKENS on average."""
+    """The same documents, with a mean of WHOLE_TOKENS tokens."""
 
     def ends(self, documents: np.ndarray) -> np.ndarray:
         return self._ends[documents] // (INDEX_TOKENS // WHOLE_TOKENS)
@@ -79,7 +82,7 @@ class Short(Index):
 def write_index(path: str) -> None:
     random, step, total = np.random.default_rng(0), 1 << 22, 0
     ends = np.lib.format.open_memmap(path, "w+", np.int64, (INDEX_DOCUMENTS,))
-    some = random.exponential(INDEX_TOKENS, step).astype(np.int64)      # drawn once: the order does not care
+    some = random.exponential(INDEX_TOKENS, step).astype(np.int64)      # drawn once, because their order is irrelevant
     for first in range(0, INDEX_DOCUMENTS, step):
         part = np.cumsum(some[:INDEX_DOCUMENTS - first]) + total
         ends[first:first + len(part)], total = part, int(part[-1])
@@ -90,8 +93,8 @@ def own_memory() -> int:
 
 
 def measure_index(path: str, seq_len: int, results) -> None:
-    """In a process of its own: seconds to the first batch, bytes, seconds for a sequence anywhere and for the next
-    one."""
+    """Measure in a separate process: seconds to the first batch, bytes, and seconds of a sequence at a random position
+    and of the next one."""
     before, clock, cpu = own_memory(), time.perf_counter(), time.process_time()
     packed = packing.pack([Index(path)], [1.0], Packing(0, seq_len, global_batch=1, seed=0, validation_fraction=0.001))
     packed.batch(0)
@@ -108,7 +111,7 @@ def measure_index(path: str, seq_len: int, results) -> None:
 
 
 def measure_whole(path: str, seq_len: int, counted: int, results) -> None:
-    """In a process of its own: seconds to the first batch, to count documents, and for 2000 sequences; bytes."""
+    """Measure in a separate process: seconds to the first batch, to count documents, and for 2000 sequences; bytes."""
     before, clock, cpu = own_memory(), time.perf_counter(), time.process_time()
     packed = packing.pack([Short(path)], [1.0], Packing(0, seq_len, global_batch=1, seed=0, packing="whole"))
     times = []
@@ -173,7 +176,7 @@ def make_sources(folder: Path) -> tuple[Source, Source, Source]:
 
 
 def tokens_per_s(step, tokens: int) -> tuple[float, float]:
-    """(per second of the clock, per second of CPU in all threads), medians of the rounds."""
+    """Return (tokens per wall second, tokens per CPU second of all threads), medians of the rounds."""
     rates = []
     step()
     for _ in range(ROUNDS):
@@ -186,13 +189,14 @@ def tokens_per_s(step, tokens: int) -> tuple[float, float]:
 
 
 def copy_bytes_per_s() -> tuple[float, float]:
-    """Bytes copied per second of the clock and of CPU, one thread, from memory to memory that is already there."""
+    """Return the bytes that one thread copies per wall second and per CPU second, between arrays that are already in
+    memory."""
     source, target = (np.ones(COPY_BYTES, np.uint8) for _ in range(2))
     return tokens_per_s(lambda: np.copyto(target, source), COPY_BYTES)
 
 
 def batch_rows(folder: Path, copied: float) -> tuple[list[str], float]:
-    """(rows of the table, bytes of a token in a batch). copied: bytes per CPU second."""
+    """Return (rows of the table, bytes of a token in a batch). copied: bytes per CPU second."""
     lines, (text, ids, many) = [], make_sources(folder)
     for seq_len in SEQ_LENS:
         shape = Packing(50_000, seq_len, BATCH_TOKENS // seq_len, seed=0)

@@ -1,16 +1,16 @@
-"""python benchmarks/experts.py [step] [dispatch] [balance] [learning]: what experts cost, send and are worth, beside a
-dense model.
+"""python benchmarks/experts.py [step] [dispatch] [balance] [learning]: cost, traffic and benefit of experts, compared
+with a dense model.
 
-step: a training step of experts and one of a dense model of the same active parameters, timed in turns within one run;
-on GPUs layers of Qwen3-30B-A3B, as many as the memory holds, and their MFU by active parameters.
-dispatch: what a layer sends and holds by method and number of shards, from programs compiled for H100 (the extra
-gpu-compile, no GPU). Also draws benchmarks/experts.svg, what is sent over the tokens of a GPU, by formula.
-balance: the roofline of the shipped runs on 64 H100 with experts that are equally busy, as where tokens are dealt out by
-force, and with those of a router that prefers some; from programs compiled for them.
-learning: configs/quickstart-experts.toml and the same file with a dense MLP as wide as a token's experts together, for
-each of three seeds: the loss on held-out text after equal steps. Tens of CPU minutes.
-No word: step, and where there is no GPU dispatch. Each writes its own section of benchmarks/experts.md and leaves the
-others.
+step: a training step with experts and one of a dense model with the same number of active parameters, timed in turns in
+one run. On GPUs: as many layers of Qwen3-30B-A3B as fit in memory, and their MFU by active parameters.
+dispatch: the bytes that a layer sends and holds, by method and number of shards, from programs compiled for H100. Needs
+the extra gpu-compile and no GPU. Also draws benchmarks/experts.svg: bytes sent by formula over the tokens of a GPU.
+balance: the roofline of the shipped runs on 64 H100, from programs compiled for them. In one case all experts are
+equally busy. In the other cases the router prefers some experts.
+learning: configs/quickstart-experts.toml, and the same file with a dense MLP as wide as all experts of one token, for
+three seeds: the loss on held-out text after the same number of steps. Takes tens of CPU minutes.
+Without arguments: step, and also dispatch if there is no GPU. Each writes its own section of benchmarks/experts.md and
+keeps the other sections.
 """
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MIB, GIB = 2**20, 2**30
 
 # ---- step: a training step -------------------------------------------------------------------------------------------
 
-MLP_DIM = 704                                       # of the dense model; K experts of a token are as wide together
+MLP_DIM = 704                                       # of the dense model, and of all K experts of a token
 CHOICES = ((8, 2), (32, 4))                         # E, K
 AIM, MFU_AIM = 1.35, .35
 ROUNDS, STEPS = 5, 2
@@ -71,7 +71,7 @@ def narrow(*overrides: str) -> config.Run:
 
 
 def with_experts(E: int, K: int, width: int) -> tuple[str, ...]:
-    """Overrides: E experts, K of which are as wide as an MLP of `width`."""
+    """Return overrides for E experts, of which K together are as wide as an MLP of `width`."""
     return ("--model.num_experts", str(E), "--model.experts_per_token", str(K), "--model.expert_mlp_dim",
             str(width // K))
 
@@ -115,8 +115,9 @@ NO_EXPERTS = ("--model.num_experts", "0", "--model.experts_per_token", "0", "--m
 
 
 def on_gpus(devices, plan: gpu_speed.Plan = A3B, sizes: gpu_speed.Sizes = A3B_SIZES) -> list[str]:
-    """plan: experts; 16 sequences of a GPU and step, and experts over pairs of GPUs, as in its run file. The dense
-    model beside it has as many layers, and its MLP of mlp_dim is as wide as a token's experts."""
+    """Time a step with experts and a step of a dense model. plan: the run with experts; each GPU has 16 sequences in a
+    step, and pairs of GPUs share the experts, as in its run file. The dense model has the same number of layers, and
+    its MLP of mlp_dim is as wide as all experts of one token."""
     if len(devices) % 2 == 0:
         plan = plan._replace(overrides=(*plan.overrides, "--mesh.fsdp", "2"))
     bare = plan._replace(name="dense", overrides=plan.overrides + NO_EXPERTS)
@@ -141,17 +142,17 @@ ROW = ("layers", "tokens", "step, s", "tokens/s a GPU", "MFU", "peak, GiB", "by 
 
 
 def active(made) -> int:
-    """Parameters that one token uses, the whole embedding among them."""
+    """Count the parameters that one token uses, including the whole embedding."""
     return sum(flops.active(info, made.run.model) for info in made.model.parameters())
 
 
 # ---- dispatch: what a layer sends and holds --------------------------------------------------------------------------
 
-TOKENS = 4096                   # of a GPU and microbatch
+TOKENS = 4096                   # per GPU and microbatch
 
 
 class Shape(NamedTuple):
-    """A layer's experts, and over how many GPUs they are compiled."""
+    """The experts of a layer, and the numbers of GPUs for which they are compiled."""
     name: str
     D: int
     F: int
@@ -161,9 +162,9 @@ class Shape(NamedTuple):
 
 
 LAYERS = (Shape("Mixtral 8x7B", 4096, 14336, 8, 2, (2, 8)), Shape("Qwen3-30B-A3B", 2048, 768, 128, 8, (16,)))
-DEPTH = 2                       # of one layer XLA keeps the gathered weights, and gathers them once
+DEPTH = 2                       # with a single layer, XLA keeps the gathered weights and gathers them only once
 MOVES = ("all-gather", "reduce-scatter", "all-to-all")
-METHODS = {"gather": "expert", "all_to_all": "expert", "zero3": "expert_embed"}     # what is split over the GPUs
+METHODS = {"gather": "expert", "all_to_all": "expert", "zero3": "expert_embed"}     # dim that is split over GPUs
 
 
 def dispatch_section() -> list[str]:
@@ -191,14 +192,15 @@ def measured(shape: Shape, num_shards: int, method: str) -> tuple[str, ...]:
     made = assembled(shape, num_shards, method, TOKENS, gpu_compile.topology(f"h100:{num_shards}"))
     program = made.program.compile()
     moved = [c for c in audit.read(program.as_text(), made.mesh).collectives if c.kind in MOVES]
-    # of one round: the loop of further ones has no known count, and none is assumed
+    # One round: the loop over further rounds has no known count, and none is assumed.
     sent = sum(c.bytes for c in moved) / DEPTH
     by_formula = formula(shape, num_shards, method, TOKENS)
     return tuple(f"{count / MIB:,.0f}" for count in (sent, by_formula, program.memory_analysis().temp_size_in_bytes))
 
 
 def assembled(shape: Shape, num_shards: int, method: str, tokens: int, devices):
-    """A model of DEPTH layers, of which the experts alone are split; gradients of others are summed by all-reduces."""
+    """Assemble a model of DEPTH layers whose experts alone are split. All-reduces sum the gradients of all other
+    weights."""
     with tempfile.TemporaryDirectory() as scratch:
         rules = Path(scratch) / "rules.toml"
         rules.write_text(f'[params]\n{METHODS[method]} = "fsdp"\n[activations]\nbatch = "fsdp"\n')
@@ -212,11 +214,11 @@ def assembled(shape: Shape, num_shards: int, method: str, tokens: int, devices):
 
 
 def formula(shape: Shape, num_shards: int, method: str, tokens: int) -> float:
-    """Bytes that a GPU sends: tokens five times in bfloat16, or weights twice in bfloat16 and their gradients in
-    float32.
+    """Return the bytes that a GPU sends: tokens five times in bfloat16, or weights twice in bfloat16 and their
+    gradients in float32.
 
-    Choices and weights of the choices go beside tokens, there and there again in the backward, and a weight's gradient
-    back.
+    Choices and their weights travel with the tokens: there, and there again in the backward. The gradient of a weight
+    travels back.
     """
     over, choices = (num_shards - 1) / num_shards, shape.K * tokens
     if method == "zero3":
@@ -227,7 +229,7 @@ def formula(shape: Shape, num_shards: int, method: str, tokens: int) -> float:
 
 
 def picture() -> str:
-    """What a GPU sends for a layer of Qwen3-30B-A3B over its tokens: an SVG."""
+    """Draw an SVG of the bytes that a GPU sends for a layer of Qwen3-30B-A3B, over the GPU's tokens."""
     shape, most = LAYERS[1], 40960
     cases = [(num_shards, method) for num_shards in (8, 16) for method in ("gather", "all_to_all")]
     names = [f"{method}, {num_shards} shards" for num_shards, method in cases]
@@ -246,12 +248,12 @@ def picture() -> str:
 
 
 def within(points, most: float):
-    """A line from (0, 0), cut off where it goes beyond."""
+    """Cut a line from (0, 0) off where it exceeds `most`."""
     (x0, y0), (x1, y1) = points
     return [(x0, y0), (x1 * most / y1, most) if y1 > most else (x1, y1)]
 
 
-# ---- balance: what experts cost that are not equally busy -------------------------------------------------------------
+# ---- balance: the cost of experts that are not equally busy ----------------------------------------------------------
 
 BALANCED, LOADS = ("qwen3-30b-a3b-64", "mixtral-8x7b-64"), (1.1, dispatch.CAPACITY_FACTOR)
 
@@ -285,7 +287,7 @@ def balanced(name: str) -> list[str]:
 
 
 def loaded(text: str, load: float) -> str:
-    """A program whose busiest GPU has `load` times the balanced rows, as its scopes tell it."""
+    """Return a program's text with the rows in its scopes multiplied by `load`, as for the busiest GPU."""
     return BALANCED_ROWS.pattern.sub(lambda found: BALANCED_ROWS.write(round(load * int(found[1]))), text)
 
 
@@ -294,7 +296,7 @@ def loaded(text: str, load: float) -> str:
 SEEDS = (0, 1, 2)
 SMALL = tuple("--model.embed_dim 96 --model.num_layers 3 --training.steps 480 --data.global_batch 8 "
               "--model.embedding_std 1 --optimizer.warmup_steps 60".split())
-BOUND = 2           # of the load
+BOUND = 2           # limit for the load
 RUNS = {"dense": ("configs/quickstart.toml", (*SMALL, "--model.mlp_dim", "256")),
         "8 experts, 2 a token": ("configs/quickstart-experts.toml", (*SMALL, "--model.expert_mlp_dim", "128"))}
 ALONE = tuple("--mesh.data 1 --mesh.fsdp 1 --mesh.tensor 1 --mesh.simulated_devices 0 --sharding.rules "
@@ -321,12 +323,12 @@ def learning_section() -> list[str]:
 
 
 def trained(file: str, seed: int, given: tuple[str, ...] = ()) -> dict:
-    """As `outcome`, of a run on one device."""
+    """Return the `outcome` of a run on one device."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "meshtrain.train", str(ROOT / file), "--run.dir",
                    directory, "--run.seed", str(seed),
                    *ALONE, *given]
-        # A caller that simulates devices, as tests do, has them in XLA_FLAGS, and this run is to have one.
+        # XLA_FLAGS of a caller that simulates devices, such as a test, must not reach this run.
         env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
         subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, check=True)
         found = outcome(Path(directory))
@@ -335,8 +337,9 @@ def trained(file: str, seed: int, given: tuple[str, ...] = ()) -> dict:
 
 
 def outcome(directory: Path) -> dict:
-    """{loss: on held-out text after the last step, load: the largest, late: the largest in the second half of the
-    steps, above: how many are beyond BOUND, last: the step of the last of them}; loads are 0 without experts."""
+    """Read the results of a run. loss: on held-out text after the last step. load: the largest; late: the largest in
+    the second half of the steps. above: the number of steps with a load above BOUND; last: the last such step. Loads
+    are 0 without experts."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     load = [row.get("expert_load_max", 0) for row in rows]
     above = [row["step"] for row, found in zip(rows, load) if found > BOUND]
@@ -352,7 +355,7 @@ SECTIONS = {"step": ("A training step", step_section), "dispatch": ("What tokens
 
 
 def written(page: str, name: str, lines: list[str]) -> str:
-    """The page with that section anew; the others stay, in the order of SECTIONS."""
+    """Return the page with this section replaced. The other sections stay, in the order of SECTIONS."""
     kept = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", page, re.MULTILINE))
     kept[SECTIONS[name][0]] = "\n".join(["", *lines, ""])
     parts = ["# Experts\n\nWritten by `python benchmarks/experts.py`. The first lines of this script say what is measured and how.\n"]

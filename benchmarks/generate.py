@@ -1,14 +1,14 @@
-"""python benchmarks/generate.py: tokens a second with keys and values kept, beside whole forward passes and the
-memory's limit.
+"""python benchmarks/generate.py: tokens per second with a KV cache, compared with whole forward passes and with the
+limit of the memory.
 
-Whole passes are what a sampler without a cache does: for every token the forward of all seq_len places, of which one is
-read. With a cache a token reads every weight once and the keys and values before it; a machine that does nothing but
-read these bytes at the speed of its memory (a sum over an array of the weights' size, measured beside) would make the
-tokens of the last column but one. Both samplers are greedy and must agree.
+Whole passes are what a sampler without a cache computes: for every token the forward of all seq_len positions, of which
+it reads one. With a cache, a token reads every weight once and the keys and values before it. The memory limit is the
+last column but one: the tokens of a machine that only reads these bytes at the speed of its memory. This speed is
+measured as a sum over an array of the weights' size. Both samplers are greedy and must agree.
 
-Lockstep is what a sampler does whose rows begin together and end with the longest of them; slots are filled again as
-sequences end. Lengths are geometric: every token is one of the stop tokens with the same probability. CPU seconds, in
-turns. On the devices that there are; writes benchmarks/generate.md.
+Lockstep is a sampler whose rows begin together and end with the longest row. The other sampler refills slots when
+sequences end. The lengths are geometric: every token is one of the stop tokens with the same probability. Times are CPU
+seconds, measured in turns. Uses the devices of the machine and writes benchmarks/generate.md.
 """
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ SHAPES = {      # name: (layers, width, heads, kv heads, MLP, vocabulary)
 }
 CASES = [("2 million", 256, 1), ("2 million", 1024, 1), ("2 million", 256, 8), ("25 million", 256, 1),
          ("25 million", 256, 8)]
-PROMPT, NEW, WHOLE = 16, 64, 4     # tokens; of whole passes some are enough
+PROMPT, NEW, WHOLE = 16, 64, 4     # tokens; whole passes need only a few
 SAMPLES, MOST, SLOTS, TURNS = 512, 224, (16, 64), 3
 
 
 def placed(name: str, devices) -> trained.LoadedModel:
-    """A model with random weights on one device."""
+    """Return a model with random weights on one device."""
     layers, width, heads, kv_heads, mlp, vocab = SHAPES[name]
     run = config.Run(model=dict(vocab_size=vocab, embed_dim=width, num_layers=layers,
                                 num_heads=heads, num_kv_heads=kv_heads, mlp_dim=mlp,
@@ -58,7 +58,7 @@ def placed(name: str, devices) -> trained.LoadedModel:
 
 
 def whole_passes(made: trained.LoadedModel, prompts: np.ndarray, seq_len: int):
-    """(params, tokens) -> the next WHOLE tokens, by whole forward passes."""
+    """Return a function that samples the next WHOLE tokens by whole forward passes."""
     index = jnp.broadcast_to(jnp.arange(seq_len), (len(prompts), seq_len))
     batch = {"segments": jnp.ones_like(index), "positions": index, "index": index,
              "sequence": jnp.zeros(len(prompts), jnp.int32)}
@@ -77,7 +77,7 @@ def whole_passes(made: trained.LoadedModel, prompts: np.ndarray, seq_len: int):
 
 
 def seconds(call, repeats: int = 2) -> tuple[float, object]:
-    """(the least of some runs, the first apart, which compiles; what it gives)."""
+    """Return (the smallest seconds of several runs, the result). A first run, which compiles, is not counted."""
     found, least = call(), float("inf")
     for _ in range(repeats):
         began = time.perf_counter()
@@ -87,7 +87,7 @@ def seconds(call, repeats: int = 2) -> tuple[float, object]:
 
 
 def bytes_per_s(nbytes: int) -> float:
-    """At which this many bytes are read, once the device has seen them."""
+    """Return the rate at which the device reads this many bytes that are already in its memory."""
     array, total = jnp.ones(nbytes // 4, jnp.float32), jax.jit(jnp.sum)
     return nbytes / seconds(lambda: total(array).block_until_ready(), 5)[0]
 
@@ -112,7 +112,8 @@ def measure(name: str, seq_len: int, rows: int, devices) -> str:
 
 
 def refilled(devices) -> list[str]:
-    """Rows of the second table: all samples at once, beside as many at a time as there are slots."""
+    """Return the rows of the second table: batches of `slots` samples in lockstep, compared with slots that are
+    refilled."""
     made, lines = placed("1 million", devices), []
     stops = tuple(range(3))
     prompts = np.random.default_rng(0).integers(2, 64, (SAMPLES, PROMPT)).tolist()
@@ -125,7 +126,7 @@ def refilled(devices) -> list[str]:
                 return [answer for at in range(0, SAMPLES, slots)
                         for answer in generator.complete(prompts[at:at + slots], limits, how)]
             ways = {"lockstep": lockstep, "refilled": lambda: generator.complete(prompts, limits, how)}
-            spent, answers = {name: [] for name in ways}, {name: way() for name, way in ways.items()}    # compiles
+            spent, answers = {name: [] for name in ways}, {name: way() for name, way in ways.items()}    # compile
             assert answers["lockstep"] == answers["refilled"], "the two do not agree"
             for _ in range(TURNS):
                 for name, way in ways.items():

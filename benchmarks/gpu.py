@@ -1,12 +1,13 @@
 """python -m benchmarks.gpu [--minutes 8] [--checks] [--jobs N] [--items GLOB …] [--out DIR]: the first minutes on any
-GPU machine, one GPU or eight.
+GPU machine, with one GPU or eight.
 
-Attention engines, other kernels, rule files, kinds of layers and schedules against the CPU, the same bits twice, then
-speed, memory and kernels of a step beside the roofline, and tiles; what is worth most comes first. Needs no network and
-no data. Writes gpu-NAME.md and .json after every item and goes on from there, unless GPU, versions or code are others.
-Items run in processes of their own: one that raises, crashes or hangs is recorded, and the rest go on. --jobs N runs
-the checks in N processes side by side, since most of their time is compiling, and then what is timed, one at a time.
-Exit codes: 0 · 1 something is wrong or failed · 2 no GPU, or no such item.
+First come comparisons with the CPU: attention engines, other kernels, rule files, kinds of layers, and schedules. Two
+runs must give the same bits. Then come speed, memory and kernels of a step compared with the roofline, and tiles. The
+most useful items come first. Needs no network and no data. After every item it writes gpu-NAME.md and gpu-NAME.json. A
+later call continues from them, unless the GPU, the versions or the code differ. Items run in separate processes: one
+that raises, crashes or hangs is recorded, and the others continue. --jobs N runs the checks in N processes at once,
+because most of their time is compilation; timed items follow one at a time. Exit codes: 0 · 1 a result is wrong or an
+item failed · 2 no GPU, or no such item.
 """
 from __future__ import annotations
 
@@ -33,10 +34,10 @@ from meshtrain import devices as local_devices
 from meshtrain import hardware
 from meshtrain.config import ConfigError
 
-LONGEST_S = 240         # of an item, but for what it guesses itself; a hang is ended
-START_S = 180           # of a process, before its first item and between two
-GRACE_S = 60            # after the minutes are up, for the item that was begun before
-# Of a worker: nothing is left to begin; the next item wants an empty GPU; no item has such a key.
+LONGEST_S = 240         # limit for an item, in addition to its own estimate; a hanging item is killed
+START_S = 180           # limit for a process, before its first item and between two items
+GRACE_S = 60            # extra time for the current item when the minutes are over
+# Exit codes of a worker: no item is left to start; the next item needs an empty GPU; no item has such a key.
 DONE, AGAIN, NOTHING = 0, 3, 4
 CHECKS = ("attention", "kernel", "layout", "layers", "schedule", "deterministic")
 
@@ -45,21 +46,21 @@ CHECKS = ("attention", "kernel", "layout", "layers", "schedule", "deterministic"
 
 
 def by_worth(devices, cpu, out: Path) -> list[Item]:
-    """All items of these devices: what a first run must know soonest, then the rest of what is right or wrong, then
+    """Return all items of these devices: first the most useful ones for a first run, then the other checks, then
     speed."""
     attention, steps = gpu_attention.items(devices, cpu), gpu_steps.items(devices, cpu)
     measured = gpu_speed.items(devices, out)
     bf16 = [item for item in steps if "bfloat16" in item.key]
     float32 = [item for item in steps if item not in bf16]
-    first, rest = len(attention) // 3 + 1, 3            # one head_dim; the rule files that most runs take
+    first, rest = len(attention) // 3 + 1, 3            # items of one head_dim; rule files that most runs use
     return [*attention[:first], *bf16[:rest], *measured[:2], *attention[first:], *gpu_kernels.items(devices, cpu),
             *float32[:rest], *bf16[rest:], *measured[2:],
             *float32[rest:], *gpu_sampling.items(devices, out), *gpu_flags.items(devices)]
 
 
 class Asked(NamedTuple):
-    """What a process is to do: the items of these groups whose keys fit one of the patterns; of those that may run
-    beside others, number, number + jobs, …"""
+    """The items of a process: those of these groups whose keys match one of the patterns. Of the items that may run
+    beside others, the process takes number, number + jobs, …"""
     groups: tuple[str, ...] = tuple(GROUPS)
     patterns: tuple[str, ...] = ("*",)
     number: int = 0
@@ -70,7 +71,7 @@ class Asked(NamedTuple):
             fnmatch.fnmatchcase(item.key, pattern) for pattern in self.patterns)]
 
     def share(self, planned: Sequence[Item]) -> list[Item]:
-        """Items that are compared with the same numbers go to the same process."""
+        """Return this process's share. Items with the same reference go to the same process."""
         if self.jobs == 1:
             return list(planned)
         beside = [item for item in planned if not item.alone]
@@ -79,7 +80,7 @@ class Asked(NamedTuple):
 
 
 def identity(devices) -> tuple[str, dict]:
-    """(name of the files, what their numbers hold for)."""
+    """Return (the name of the files, the machine and versions for which their numbers are valid)."""
     device = devices[0]
     gpu = hardware.from_device_kind(device.device_kind)
     name = f"{gpu.name if gpu else device.platform}-x{len(devices)}"
@@ -95,7 +96,8 @@ def identity(devices) -> tuple[str, dict]:
 
 
 def usable(devices) -> bool:
-    """Whether this process can still compute there: a kernel that reads astray leaves every later one an error."""
+    """Return whether this process can still compute on the devices. After an illegal memory access by a kernel, every
+    later kernel fails."""
     try:
         return all(float(jax.device_put(1.0, device) + 1) == 2 for device in devices)
     except jax.errors.JaxRuntimeError:
@@ -104,12 +106,12 @@ def usable(devices) -> bool:
 
 def work(items: Sequence[Item], record: Record, until: float, devices, tell: Callable = lambda *news: None,
          planned: Sequence[Item] = ()) -> int:
-    """Does what is open, until time.time() says `until`. Returns DONE, or AGAIN where the next item wants a fresh
-    process.
+    """Run the open items until time.time() reaches `until`. Return DONE, or AGAIN if the next item needs a new process.
 
-    tell("begin", key, seconds) and ("end", key). What seems too long for the time left makes way for what is shorter.
+    Calls tell("begin", key, seconds) and tell("end", key). Skips items that seem too long for the remaining time, so
+    that shorter ones run.
     """
-    used = spent = False        # this process: by items that leave it as good as new, by one that does not
+    used = spent = False        # used: an item ran in this process; spent: no other item may run in it
     for item in record.open(items, planned):
         if time.time() + item.seconds > until:
             continue
@@ -131,7 +133,7 @@ def work(items: Sequence[Item], record: Record, until: float, devices, tell: Cal
 
 
 def worker(pipe: Connection, out: Path, until: float, asked: Asked) -> None:
-    """Exits with what `work` returns, or 2 where jax finds no GPU."""
+    """Exit with the result of `work`, or with 2 if jax finds no GPU."""
     devices = jax.devices()
     sys.exit(2 if devices[0].platform == "cpu" else compute(pipe, devices, jax.devices("cpu")[0], out, until, asked))
 
@@ -145,15 +147,15 @@ def compute(pipe: Connection, devices, cpu, out: Path, until: float, asked: Aske
     return work(asked.share(planned), record, until, devices, lambda *news: pipe.send(news), planned)
 
 
-# ---- in the process that watches -------------------------------------------------------------------------------------
+# ---- in the process that supervises ----------------------------------------------------------------------------------
 
 
 def supervise(target: Callable, args: tuple, until: float, longest_s: float = LONGEST_S,
               grace_s: float = GRACE_S) -> tuple[int, Record | None]:
-    """Runs target(pipe, *args) in fresh processes until one is done. Returns its exit code and the record that it told
-    of.
+    """Run target(pipe, *args) in new processes until one is done. Return its exit code and the record that it named.
 
-    What a process had begun when it died or hung has failed; where it began nothing, its end is final.
+    An item fails if its process dies or hangs during it. If a process ends without having started an item, its exit
+    code is final.
     """
     spawn = multiprocessing.get_context("spawn")
     while True:
@@ -164,7 +166,7 @@ def supervise(target: Callable, args: tuple, until: float, longest_s: float = LO
         record, begun, hung = _listen(mine, child, until, longest_s, grace_s)
         child.join()
         code = child.exitcode
-        if time.time() > until + grace_s and hung:      # cut off by the clock: it may begin again
+        if time.time() > until + grace_s and hung:      # stopped at the time limit: the item may start again
             return DONE, record
         if begun:
             record.fail(begun, f"no end within {hung:.0f} s" if hung else f"its process ended with code {code}")
@@ -175,7 +177,8 @@ def supervise(target: Callable, args: tuple, until: float, longest_s: float = LO
 
 def _listen(pipe: Connection, child, until: float, longest_s: float, grace_s: float) -> tuple[
         Record | None, str, float]:
-    """(the record, the item begun and not ended, after how many seconds the child was ended for it)."""
+    """Return (the record, the item that started and did not end, the seconds after which the child was killed for
+    it)."""
     place, begun, since, limit = None, "", time.time(), START_S
     while True:
         try:
@@ -187,7 +190,7 @@ def _listen(pipe: Connection, child, until: float, longest_s: float, grace_s: fl
                     begun, since, limit = news[0], time.time(), longest_s + news[1]
                 else:
                     begun, since, limit = "", time.time(), START_S
-        except EOFError:            # the child is gone
+        except EOFError:            # the child has ended
             return place and Record(*place), begun, 0.0
         if time.time() > min(since + limit, until + grace_s):
             child.kill()
@@ -196,8 +199,8 @@ def _listen(pipe: Connection, child, until: float, longest_s: float, grace_s: fl
 
 
 def side_by_side(target: Callable, out: Path, until: float, asked: Asked) -> None:
-    """The items that may run beside others, by asked.jobs processes that share the GPUs' memory, in half of the time:
-    one that hangs leaves time to measure the others."""
+    """Run the items that may run beside others, in asked.jobs processes that share the GPUs' memory. They have half of
+    the time, so that a hanging process leaves time for the measurements."""
     half = (time.time() + until) / 2
     jobs = [threading.Thread(target=supervise, args=(target, (out, half, asked._replace(number=number)), half))
             for number in range(asked.jobs)]
@@ -233,7 +236,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 2
         if "cpu" not in (platforms := os.environ.get("JAX_PLATFORMS") or "cpu"):
-            os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"        # what the GPU is compared with
+            os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"        # the reference for the GPU
         asked.out.mkdir(parents=True, exist_ok=True)
         wanted = Asked(CHECKS if asked.checks else tuple(GROUPS), tuple(asked.items))
         if asked.jobs > 1:

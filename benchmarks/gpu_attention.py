@@ -1,5 +1,6 @@
-"""Every attention engine on a device against whole scores in float32 on the CPU: forward, backward, each kind of
-block."""
+"""Compare every attention engine on a device with attention over whole scores in float32 on the CPU: forward and
+backward, for each kind of block.
+"""
 from __future__ import annotations
 
 import functools
@@ -19,25 +20,27 @@ from meshtrain.kernels.engine import CAUSAL, MASKED, WHOLE, Engine, Mask
 from meshtrain.kernels.tiles import Tiles
 
 DTYPE = jnp.bfloat16
-# Of the largest number of a result: o, p and ds are rounded to 8 bits (2^-9 of themselves) before they are summed.
+# Share of the largest number of a result: o, p and ds are rounded to 8 bits (2^-9 of each number) before they are
+# summed.
 TOLERANCE = 1e-2
-SMALLEST = 0.1          # what counts as the largest number where all are nearly zero
+SMALLEST = 0.1          # smallest value that counts as a largest number, for results that are nearly zero
 
 
 class Sizes(NamedTuple):
-    """queries, other_keys: lengths that no tile divides. widths: of keys and of values, the last as latents have."""
+    """queries, other_keys: lengths that no tile divides. widths: of keys and of values; the last pair is that of latent
+    attention."""
     rows: int = 2
     queries: int = 1400
     other_keys: int = 900
     heads: int = 8
     kv_heads: int = 2
     widths: tuple[tuple[int, int], ...] = ((128, 128), (64, 64), (256, 256), (192, 128))
-    tiles: Tiles | None = None      # in place of the table's
+    tiles: Tiles | None = None      # instead of the tiles in the table
     block: int = blockwise.BLOCK
 
 
 class Case(NamedTuple):
-    """Segments [B, T] and [B, S] of queries and keys."""
+    """Segments [B, T] of queries and [B, S] of keys."""
     name: str
     q_segments: np.ndarray
     k_segments: np.ndarray
@@ -45,13 +48,13 @@ class Case(NamedTuple):
 
 
 def documents(rng, rows: int, length: int, mean: float) -> np.ndarray:
-    """int32 [rows, length]: documents numbered from 1."""
+    """Return int32 [rows, length]: the number of each token's document, from 1."""
     return (1 + np.cumsum(rng.random((rows, length)) < 1 / mean, 1)).astype(np.int32)
 
 
 def cases(sizes: Sizes, with_documents: bool) -> Iterator[Case]:
-    """What a device is given without context, and what ring and gather give it of a split sequence: two shapes, since
-    compiling is what costs."""
+    """Yield the inputs of a device without context parallelism, and its inputs from ring and gather for a split
+    sequence. They have only two shapes, because compilation takes most of the time."""
     rng, (B, T, S) = np.random.default_rng(0), sizes[:3]
 
     def ones(length: int) -> np.ndarray:
@@ -66,9 +69,9 @@ def cases(sizes: Sizes, with_documents: bool) -> Iterator[Case]:
     yield Case("documents within a window", packed, packed, near)
     yield Case("an earlier chunk at the window's edge", ones(T), ones(S), near._replace(causal=False, ahead=T // 16))
     line = documents(rng, B, T + S, T / 3)
-    line[1, S + 5:] = 0                                              # what follows the last document
+    line[1, S + 5:] = 0                                              # padding after the last document
     yield Case("documents over two chunks", line[:, S:], line[:, :S], WHOLE)
-    # a document begins behind what is hidden: the tokens of each are neighbours
+    # new documents begin after the hidden tokens, so that the tokens of each document are contiguous
     blind, unseen = ((packed + np.where(np.arange(T) < T // 2, 0, T)).astype(np.int32) for _ in range(2))
     blind[:, T // 4:T // 2], unseen[:, T // 4:T // 2], blind[-1], unseen[-1] = -1, -2, -1, -2
     yield Case("rows that see nothing", blind, unseen, CAUSAL)
@@ -76,7 +79,7 @@ def cases(sizes: Sizes, with_documents: bool) -> Iterator[Case]:
 
 
 def visible(case: Case) -> np.ndarray:
-    """bool [B, T, S]."""
+    """Return bool [B, T, S]: which keys each query sees."""
     seen = case.q_segments[:, :, None] == case.k_segments[:, None, :]
     within = case.mask.sees(np.arange(seen.shape[1])[:, None], np.arange(seen.shape[2]))
     return seen if within is None else seen & within
@@ -84,7 +87,7 @@ def visible(case: Case) -> np.ndarray:
 
 @jax.jit
 def plain_forward(q, k, v, seen_BTS):
-    """(o, lse) of whole scores; zeros and MASKED where nothing is seen."""
+    """Return (o, lse) of whole scores; zeros and MASKED for queries that see nothing."""
     G = q.shape[2] // k.shape[2]
     s_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q, jnp.repeat(k, G, 2)) * q.shape[3] ** -0.5
     s_BNTS = jnp.where(seen_BTS[:, None], s_BNTS, -jnp.inf)
@@ -98,7 +101,7 @@ def plain_forward(q, k, v, seen_BTS):
 
 @jax.jit
 def plain_backward(q, k, v, seen_BTS, o, lse_BTN, do):
-    """dq, dk, dv of these pairs, o and lse given."""
+    """Return dq, dk and dv of these pairs for a given o and lse."""
     (B, S, K, H), G = k.shape, q.shape[2] // k.shape[2]
 
     def expand(x: jax.Array) -> jax.Array:
@@ -115,16 +118,16 @@ def plain_backward(q, k, v, seen_BTS, o, lse_BTN, do):
 
 
 def check(functions: Callable, case: Case, widths: tuple[int, int], sizes: Sizes, device, cpu) -> dict[str, float]:
-    """The engine's errors, of the largest number of each result; inf where rows that see nothing are not zeros and
-    MASKED.
+    """Return the engine's errors as shares of the largest number of each result. An error is inf if rows that see
+    nothing are not zeros and MASKED.
 
-    functions: the engine's forward and backward of a mask, jitted. The backward is given o and lse as if the queries
-    saw other keys as well, on another device.
+    functions: for a mask, the engine's jitted forward and backward. The backward gets o and lse as if the queries also
+    saw other keys on another device.
     """
     rng, (H, V) = np.random.default_rng(widths[0]), widths
     B, T, S = *case.q_segments.shape, case.k_segments.shape[1]
 
-    def exact(x: np.ndarray) -> np.ndarray:      # numbers that the dtype has
+    def exact(x: np.ndarray) -> np.ndarray:      # round to numbers of the dtype
         return np.asarray(jnp.asarray(x, DTYPE), np.float32)
 
     def draw(*shape: int) -> np.ndarray:
@@ -158,12 +161,12 @@ def check(functions: Callable, case: Case, widths: tuple[int, int], sizes: Sizes
 
 
 def has_mosaic(gpu: hardware.Gpu | None) -> bool:
-    """Whether the Mosaic kernels run on this GPU."""
+    """Return whether the Mosaic kernels run on this GPU."""
     return bool(gpu and gpu.chip and gpu.chip.compute_capability == mosaic.COMPUTE_CAPABILITY)
 
 
 def engines(widths: tuple[int, int], gpu: str, sizes: Sizes, interpret: bool) -> dict[str, Callable[[], Engine]]:
-    """By name, the likeliest to be run first; made when they are asked for."""
+    """Return engines by name, the most likely choice of a run first. Each is made when its function is called."""
     chosen = sizes.tiles or tiles.of(widths[0], gpu, value_dim=widths[1])
     made = {}
     if chosen:
@@ -178,7 +181,7 @@ def engines(widths: tuple[int, int], gpu: str, sizes: Sizes, interpret: bool) ->
 
 
 def measured(make: Callable[[], Engine], widths: tuple[int, int], with_documents: bool, sizes: Sizes, device, cpu) -> dict:
-    """What Item.measure returns; a case that raises is told and the others go on."""
+    """Return what Item.measure returns. A case that raises is recorded, and the others continue."""
     compared, errors, engine = {}, {}, make()
 
     def jit(mask: Mask) -> list[Callable]:
@@ -194,7 +197,7 @@ def measured(make: Callable[[], Engine], widths: tuple[int, int], with_documents
 
 
 def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
-    """By worth: the engines that a run of Llama's shape takes first."""
+    """Return the items, first those of engines that a run of Llama's shape chooses first."""
     device = devices[0]
     gpu = hardware.from_device_kind(device.device_kind)
     out = []

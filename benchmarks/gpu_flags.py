@@ -1,6 +1,7 @@
-"""Step time and losses with each unproven flag of `meshtrain.flags` off and on, garbage collection left alone and by
-step, the process unbound and bound to its GPUs' NUMA node, and on several GPUs the step compiled without and with a
-profile from the roofline. One 1B shape; the row says what the table should be."""
+"""Compare step times and losses with settings off and on: each unproven flag of `meshtrain.flags`, garbage collection
+by step, and the binding of the process to its GPUs' NUMA node. On several GPUs, also compare the step compiled without
+and with a profile from the roofline. All use one 1B shape. Each row says what the table should contain.
+"""
 from __future__ import annotations
 
 import contextlib
@@ -19,13 +20,15 @@ from meshtrain.run import garbage
 
 PLAN = gpu_speed.Plan(*gpu_speed.ONE, True, "selective")        # 1B, packed
 STEPS, WARM = 40, 3
-GAIN = 0.005        # of a step's time: less is noise
-# The same numbers added in another order, in bfloat16, over STEPS; reported corruption of training is far beyond.
+GAIN = 0.005        # share of a step's time; a smaller gain is noise
+# Tolerance of losses over STEPS, in bfloat16: the order of sums differs. The reported corruption of training is far
+# larger.
 LOSS = 2e-2
 
 
 def trained(made, step, around: Callable = contextlib.nullcontext) -> tuple[list[float], list[float]]:
-    """(seconds of each step, losses). around: () -> a context around the steps; what it gives is called after each."""
+    """Return (seconds of each step, losses). around: () -> a context around the steps; its value is called after each
+    step."""
     batch, state, times, losses = made.program.place(gpu_speed.rows(made.run)), assembly.initialize(made), [], []
     with around() as after:
         for number in range(STEPS):
@@ -39,7 +42,7 @@ def trained(made, step, around: Callable = contextlib.nullcontext) -> tuple[list
 
 
 def compared(off, on, kept: str, taken: str) -> dict:
-    """Item's found. kept, taken: what to do where `on` gains nothing, and where it gains."""
+    """Return Item's results. kept, taken: the advice if `on` gains nothing, and if it gains."""
     (off_s, off_loss), (on_s, on_loss) = off, on
     before, after = statistics.median(off_s), statistics.median(on_s)
     differ = max(abs(a - b) / abs(b) for a, b in zip(on_loss, off_loss, strict=True))
@@ -60,7 +63,8 @@ def flag(row: flags.Flag, devices, sizes: gpu_speed.Sizes) -> dict:
 
 
 def profile(devices, sizes: gpu_speed.Sizes) -> dict:
-    """Without and with; the same program twice where too little of the step waits for links."""
+    """Compare the step without and with a profile. Both are the same program if too little of the step waits for
+    links."""
     made, step, _ = gpu_speed.compiled(PLAN, devices, sizes)
     return compared(trained(made, made.program.compile()), trained(made, step), "no gain on these GPUs",
                     "a gain: the step is compiled with the profile, as it is")
@@ -73,7 +77,7 @@ def collection(devices, sizes: gpu_speed.Sizes) -> dict:
 
 
 def binding(devices, sizes: gpu_speed.Sizes) -> dict:
-    """Of the first GPU alone: a process with GPUs of several nodes is not bound."""
+    """Compare unbound with bound, for the first GPU alone: a process with GPUs of several nodes is not bound."""
     made, step, _ = gpu_speed.compiled(PLAN, devices[:1], sizes)
     unbound = trained(made, step)
     said = numa.bind((0,), os.environ)

@@ -1,4 +1,4 @@
-"""Grouped matmuls, recurrences, float8 matmuls and decode attention on a device against float32 on the CPU."""
+"""Compare grouped matmuls, recurrences, float8 matmuls and decode attention on a device with float32 on the CPU."""
 from __future__ import annotations
 
 from functools import partial
@@ -16,13 +16,14 @@ from meshtrain.kernels.activations import ACTIVATIONS, SLOPES
 from meshtrain.kernels.engine import Scores
 from meshtrain.model import float8
 
-# Of the largest number of a result. bfloat16: operands are exact, sums float32, results rounded to 2^-9 of themselves;
-# recurrences round operands between their products. float32: sums of some hundred products in another order.
+# Share of the largest number of a result. bfloat16: operands are exact, sums are float32, and results are rounded to
+# 2^-9 of each number; recurrences also round operands between their products. float32: sums of some hundred products in
+# another order.
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-5}
 
 
 class Sizes(NamedTuple):
-    """groups: rows of each. The widths fill no tile of 256 whole."""
+    """groups: rows of each. The widths are not multiples of a tile of 256."""
     groups: tuple[int, ...] = (300, 0, 1, 128, 700, 77)
     contracted: int = 320
     columns: int = 448
@@ -33,7 +34,7 @@ class Sizes(NamedTuple):
 
 
 def errors(found, expected) -> list[float]:
-    """Largest difference of each array, of its largest number."""
+    """Return the largest difference of each array as a share of its largest number."""
     return [float(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max() / np.abs(b).max())
             for a, b in zip(found, expected, strict=True)]
 
@@ -42,8 +43,8 @@ def errors(found, expected) -> list[float]:
 
 
 def products(engine: grouped.GroupedEngine, dims: str, x, w, y, number, groups, used, share):
-    """Rows of x times matrices, as they are and with numbers beside them, rows of y times the transposed ones, and
-    outer products; what no row uses is zero."""
+    """Compute rows of x times matrices, without and with an epilogue over `share` and y; rows of y times the transposed
+    matrices; and outer products. Unused rows become zero."""
     taken, turned = engine.take(x, number), dims.translate(str.maketrans("kn", "nk"))
     ordered = grouped.GroupedOperands(jnp.where(used[:, None], x[jnp.maximum(number, 0)], 0), w, dims)
     of = [grouped.GroupedOperands(taken, w, dims)]
@@ -62,7 +63,7 @@ def products(engine: grouped.GroupedEngine, dims: str, x, w, y, number, groups, 
 
 
 def compare_grouped(engine: grouped.GroupedEngine, dims: str, dtype: str, sizes: Sizes, device, cpu) -> dict:
-    """Item's found. Half of the rows are taken twice, and a block is left over."""
+    """Return Item's results. Half of the rows are taken twice, and one block is unused."""
     rng, block = np.random.default_rng(0), engine.block(0, 0)
     count = sum(-(-size // block) for size in sizes.groups) + 1
     with jax.default_device(cpu):
@@ -92,13 +93,13 @@ KINDS = {"G, gated delta rule": (True, False), "K, Kimi delta attention": (True,
 
 
 def both_ways(recur, inputs, segments, do):
-    """(o, gradients of the inputs)."""
+    """Return (o, gradients of the inputs)."""
     o, back = jax.vjp(lambda *inputs: recur(*inputs, segments).o_BTNV, *inputs)
     return [o, *(a for a in back(do.astype(o.dtype)) if a is not None)]
 
 
 def compare_recurrence(recur, delta: bool, by_channel: bool, sizes: Sizes, device, cpu) -> dict:
-    """Item's found."""
+    """Return Item's results."""
     rng, (B, T, N, H) = np.random.default_rng(0), (sizes.rows, sizes.tokens, sizes.heads, sizes.width)
 
     def normal(*shape: int) -> np.ndarray:
@@ -127,12 +128,13 @@ def compare_recurrence(recur, delta: bool, by_channel: bool, sizes: Sizes, devic
 
 # ---- float8 ----------------------------------------------------------------------------------------------------------
 
-# Of the largest number of a result. cuBLAS adds 128 products in about 14 bits, then these sums in float32.
+# Share of the largest number of a result. cuBLAS adds 128 products with about 14 bits, and then adds these sums in
+# float32.
 FLOAT8_TOLERANCE = 2e-3
 
 
 def compare_float8(sizes: Sizes, device) -> dict:
-    """Item's found: products of operands that are float8 already, as in `model.float8`."""
+    """Return Item's results for products of operands that are already float8, as in `model.float8`."""
     rng, (M, K, N) = np.random.default_rng(0), (sizes.tokens // 8 * 8, 4096, sizes.columns)
 
     def normal(*shape: int) -> np.ndarray:
@@ -158,7 +160,8 @@ def compare_float8(sizes: Sizes, device) -> dict:
 
 
 def compare_mlp(activation: str, programs: int, sizes: Sizes, device) -> dict:
-    """Item's found: `kernels.mosaic_mlp` against float64. The reference takes the kernels' rounded gate and up."""
+    """Return Item's results: `kernels.mosaic_mlp` against float64. The reference uses the kernels' rounded gate and
+    up."""
     rng, (R, K, F) = np.random.default_rng(0), (sizes.tokens // 128 * 128, 4096, 1024)
 
     def draw(scale: float, *shape: int) -> jax.Array:
@@ -183,8 +186,8 @@ def compare_mlp(activation: str, programs: int, sizes: Sizes, device) -> dict:
 
 
 def compare_decode(dtype: str, slots: int, sizes: Sizes, device, cpu) -> dict:
-    """Item's found, of a layer with a window and sinks and of one without; slots of random lengths. The caches must be
-    equal to the bit."""
+    """Return Item's results for a layer with a window and sinks and for one without, with slots of random lengths. The
+    caches must be bitwise equal."""
     rng, (N, K, H, R) = np.random.default_rng(0), (sizes.heads, 2, sizes.width, 512)
 
     def normal(*shape: int) -> np.ndarray:
@@ -220,7 +223,7 @@ def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
             for dtype in TOLERANCE for slots in (3, 200)]
     gpu = hardware.from_device_kind(device.device_kind)
     if mosaic.runs_on(gpu):
-        whole = sizes._replace(contracted=384, columns=512)         # tiles of 192 and of 256
+        whole = sizes._replace(contracted=384, columns=512)         # fills tiles of 192 and of 256
         by_mosaic = grouped.kernels(programs=gpu.num_sms)
         out += [Item(f"kernel/grouped matmuls with Mosaic, matrices as {dims}, bfloat16",
                      partial(compare_grouped, by_mosaic, dims, "bfloat16", whole, device, cpu), 15)

@@ -1,5 +1,6 @@
-"""What the first minutes on a GPU have shown so far: on disk after every item, to be read (.md) and to go on from
-(.json)."""
+"""The results of the first minutes on a GPU. They are on disk after every item: the .md for readers, the .json for a
+later call that continues.
+"""
 from __future__ import annotations
 
 import contextlib
@@ -15,7 +16,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("meshtrain/**/*.py", "benchmarks/gpu*.py", "sharding_rules/*.toml", "configs/**/*.toml")
 BEGUN, RIGHT, WRONG, FAILED = "begun", "right", "WRONG", "FAILED"
-TOLD = ("date", "commit")       # of a record, and no reason to do anything again: committing its tables makes a commit
+TOLD = ("date", "commit")       # ignored when a call continues a record: committing the record changes HEAD
 GROUPS = {"attention": "Attention engines against whole scores in float32 on the CPU",
           "kernel": "Grouped matmuls and recurrences against XLA in float32 on the CPU",
           "layout": "One step of every rule file against one CPU device in float32",
@@ -30,8 +31,9 @@ GROUPS = {"attention": "Attention engines against whole scores in float32 on the
 
 
 class Choice(NamedTuple):
-    """A key whose "auto" a measurement decides. of: its other values, the safe one first, and the items that tell their
-    steps, of the same run but for the value. compared: how items begin that tell whether the last one is right."""
+    """A key whose "auto" a measurement decides. of: the other values of the key, the safe one first, and the item that
+    has the step time of each; these runs differ only in the value. compared: prefixes of the items that check the last
+    value."""
     key: str
     of: Mapping[str, str]
     compared: tuple[str, ...]
@@ -44,11 +46,11 @@ CHOICES = (Choice("attention", {"pallas": PACKED.format(""), "mosaic": PACKED.fo
 
 
 class Item(NamedTuple):
-    """One thing to find out. key: GROUP/…; it begins with what is listed in GROUPS.
+    """One measurement. key: GROUP/…, with a group from GROUPS.
 
-    measure() -> found, plain JSON: `compared` {what: (error, tolerance)} decides between right and wrong, `errors`
-    {what: words} are parts that raised, the rest is told. seconds: a guess. alone: in a process of its own, that begins
-    with an empty GPU.
+    measure() returns plain JSON. `compared` {what: (error, tolerance)} decides whether the item is right or wrong.
+    `errors` {what: message} has the parts that raised. All other entries are shown. seconds: an estimate. alone:
+    whether the item needs its own process, which starts with an empty GPU.
     """
     key: str
     measure: Callable[[], dict]
@@ -61,7 +63,7 @@ class Item(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The key without its dtype."""
+        """Return the key without its dtype."""
         return self.key.removesuffix(", bfloat16").removesuffix(", float32")
 
 
@@ -73,7 +75,8 @@ def verdict(found: Mapping) -> str:
 
 
 def code_digest(root: Path = ROOT) -> str:
-    """Of every file that decides what the items compute; a copy of the tree may lie where no git is."""
+    """Return the digest of every file that affects what the items compute. It does not use git, because a copy of the
+    tree may be without it."""
     digest = hashlib.sha256()
     for path in sorted(path for pattern in CODE for path in root.glob(pattern)):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -82,7 +85,7 @@ def code_digest(root: Path = ROOT) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: Path):
-    """Alone among the processes that write there."""
+    """Hold the lock of a folder against other processes that write there."""
     number = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(number, fcntl.LOCK_EX)
@@ -92,8 +95,8 @@ def _locked(folder: Path):
 
 
 class Record:
-    """The items of one machine and one state of the code. `of`: what they hold for; with another, none of them counts.
-    Several processes may write one record."""
+    """The items of one machine and one state of the code. `of`: the machine, versions and code for which they are
+    valid; a record with another `of` is ignored. Several processes may write one record."""
 
     def __init__(self, directory: Path, name: str, of: Mapping[str, object]):
         self.path, self.name, self.of, self.items, self.planned = (
@@ -109,12 +112,13 @@ class Record:
 
     @property
     def left(self) -> list[str]:
-        """What has not come to an end."""
+        """Return the keys of items that have not ended."""
         return [key for key in self.planned if self.items.get(key, {}).get("status", BEGUN) == BEGUN]
 
     def open(self, items: list[Item], planned: Sequence[Item] = ()) -> list[Item]:
-        """Those still to do. One that was cut off once comes last: it may have been innocent; cut off twice it has
-        failed. planned: all items, where `items` is this process' share."""
+        """Return the items that have not ended. An item that was interrupted once comes last, because it may not be the
+        cause. An item that was interrupted twice has failed. planned: all items, if `items` is only this process's
+        share."""
         self.planned = [item.key for item in planned or items]
         for item in items:
             if self.items.get(item.key, {}).get("tries", 0) >= 2:
@@ -133,7 +137,7 @@ class Record:
         self._note(key, {"status": FAILED, "errors": {"": error}})
 
     def _note(self, key: str, item: Mapping) -> None:
-        """Writes what this process found beside what others have written meanwhile."""
+        """Write this process's result in addition to what other processes have written."""
         planned = self.planned
         with _locked(self.path.parent):
             self._read()
@@ -182,7 +186,8 @@ def page(record: Record) -> str:
 
 
 def advice(items: Mapping[str, dict]) -> list[str]:
-    """In one line for each choice what "auto" should take for packed rows; nothing until both values have run."""
+    """Return one line for each choice: the value that "auto" should take for packed rows. No line before both values
+    have run."""
     lines = []
     for choice in CHOICES:
         steps = {name: float(items[key]["row"]["step, s"].replace(",", "")) for name, key in choice.of.items()
@@ -200,7 +205,8 @@ def advice(items: Mapping[str, dict]) -> list[str]:
 
 
 def _checks(items: Mapping[str, dict]) -> list[str]:
-    """Of each item the comparison that is nearest to its tolerance, or farthest beyond; all of those that are wrong."""
+    """Return for each item the comparison with the largest error relative to its tolerance, or all comparisons that are
+    wrong."""
     rows = []
     for key, item in items.items():
         compared = sorted(item.get("compared", {}).items(), key=lambda pair: -_excess(*pair[1]))
@@ -216,7 +222,7 @@ def _excess(error: float, tolerance: float) -> float:
 
 
 def _measured(items: Mapping[str, dict]) -> list[str]:
-    """A row an item of its `row`, then what it says below."""
+    """Return the tables, with a row for each item that has a `row`, and then the lines of the items."""
     lines, tables = [], {}
     for key, item in items.items():
         if "row" in item:

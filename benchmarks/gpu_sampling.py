@@ -1,5 +1,6 @@
-"""Sampling on a GPU between the training steps of a run with [rl]: weight sync, reading of prompts and decoding,
-measured beside what `inspect` predicts."""
+"""Measure sampling between the training steps of a run with [rl] on a GPU: weight sync, prefill and decoding, compared
+with the predictions of `inspect`.
+"""
 from __future__ import annotations
 
 import statistics
@@ -23,7 +24,8 @@ from meshtrain.rl import samplers
 
 
 class Sizes(NamedTuple):
-    """prompt, answer: tokens; the first answer token is drawn from the prompt's last one. overrides: of the run."""
+    """prompt, answer: tokens. The first token of an answer is sampled from the last token of the prompt. overrides: of
+    the run."""
     slots: tuple[int, ...] = (64, 512)
     prompt: int = 129
     answer: int = 257
@@ -37,7 +39,7 @@ def run_of(slots: int, count: int, sizes: Sizes) -> config.Run:
 
 
 def median_s(call: Callable, rounds: int) -> float:
-    """Of some calls, the first, which compiles, apart."""
+    """Return the median over calls, without the first one, which compiles."""
     jax.block_until_ready(call())
     times = []
     for _ in range(rounds):
@@ -48,7 +50,7 @@ def median_s(call: Callable, rounds: int) -> float:
 
 
 def measure(slots: int, devices, sizes: Sizes, directory: Path) -> dict:
-    """Item's found. Every slot has an answer of the same length, so all are full until the end."""
+    """Return Item's results. All answers have the same length, so all slots are full until the end."""
     gpu_speed.take_turn(directory)
     made = assembly.assemble(run_of(slots, len(devices), sizes), devices)
     sampler, params = samplers.make(made), assembly.initialize(made).params

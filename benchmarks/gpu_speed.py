@@ -1,9 +1,9 @@
-"""What a training step takes on the GPUs at hand: speed, memory and kernels beside what `inspect` says of the same
-program.
+"""Measure a training step on the GPUs of this machine: speed, memory and kernels, compared with the predictions of
+`inspect` for the same program.
 
-Synthetic tokens in rows of documents as the roofline assumes them. A model that does not fit loses layers, and the
-table says how many; nothing else of its shape changes. Compilation apart, some steps not counted, each other one waited
-for, the median.
+The tokens are synthetic, in rows of documents with the lengths that the roofline assumes. A model that does not fit
+loses layers, and the table says how many; the rest of its shape stays. Compilation is measured separately. After some
+warm-up steps, each step is timed until its result is ready. The result is the median.
 """
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ GIB = 2**30
 
 
 class Plan(NamedTuple):
-    """A run file with overrides. rows: of each device and microbatch. packed: else every row is one document."""
+    """A run file with overrides. rows: per device and microbatch. packed: if false, every row is one document."""
     name: str
     run_file: str
     rows: int
@@ -75,21 +75,21 @@ class Sizes(NamedTuple):
     profiled: int = 2
     attention_widths: tuple[tuple[int, int], ...] = ((128, 128), (64, 64), (192, 128))
     tile_widths: tuple[int, ...] = (128, 64, 256)
-    tile_minutes: float = 1.5           # for each width
+    tile_minutes: float = 1.5           # per width
     tile_shape: tile_timing.Shape = tile_timing.PACKED
-    # without CUDA graphs, in which a trace names no instruction
+    # without CUDA graphs: their traces name no instruction
     to_profile: Mapping[str, object] = MappingProxyType({"xla_gpu_enable_command_buffer": ""})
 
 
-# ---- what is run -----------------------------------------------------------------------------------------------------
+# ---- runs ------------------------------------------------------------------------------------------------------------
 
-# of what is usable: from about .85 on XLA recomputes by itself, and another program would be measured
+# Share of the usable memory. From about .85 on, XLA recomputes by itself, so that another program would be measured.
 MARGIN = .80
-BESIDE = 5 * GIB    # a microbatch's logits and their gradient in chunks, the layer at work
+BESIDE = 5 * GIB    # the logits of a microbatch and their gradient in chunks, and the current layer
 
 
 def run_of(plan: Plan, count: int, microbatches: int, layers: int = 0) -> config.Run:
-    """layers: 0 as in the run file."""
+    """layers: 0 keeps the number in the run file."""
     given = ["--mesh.fsdp", count, "--training.remat", plan.remat, "--data.document_mask", str(plan.packed).lower(),
              "--data.global_batch", count * plan.rows * microbatches, "--training.microbatches", microbatches,
              "--optimizer.warmup_steps", 20, *plan.overrides]
@@ -98,10 +98,10 @@ def run_of(plan: Plan, count: int, microbatches: int, layers: int = 0) -> config
 
 
 def layers_that_fit(run: config.Run, devices) -> int:
-    """As many as the memory of a device holds with remat "none", so that plans that differ in remat alone can be
-    compared.
+    """Return the number of layers that fit in a device's memory with remat "none". So plans that differ only in remat
+    have the same layers.
 
-    State and gradients by the rules, weights in the compute dtype, and of a layer what its backward reads.
+    Counts state and gradients by the rules, weights in the compute dtype, and what the backward of each layer reads.
     """
     gpu, m = hardware.from_device_kind(devices[0].device_kind), run.model
     if gpu is None or not gpu.hbm_bytes:
@@ -120,7 +120,7 @@ def layers_that_fit(run: config.Run, devices) -> int:
 
 
 def documents(rng, rows: int, length: int) -> np.ndarray:
-    """bool [rows, length]: where documents start, of log-normal length as the roofline assumes it."""
+    """Return bool [rows, length]: where documents start. Their lengths are log-normal, as the roofline assumes."""
     mean, sigma = (assumptions.TABLE[f"documents.{name}"].of("") for name in ("mean", "sigma"))
     size = rows * length
     lengths = np.maximum(1, rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, 20 * (1 + int(size / mean)))).astype(
@@ -134,7 +134,8 @@ def documents(rng, rows: int, length: int) -> np.ndarray:
 
 
 def visited(starts: np.ndarray) -> float:
-    """Pairs that a block-skipping kernel visits in rows that begin documents here, as a share of length²/2."""
+    """Return the pairs that a block-skipping kernel visits, for rows with these document starts, as a share of
+    length²/2."""
     rows, length = starts.shape
     begins = np.maximum.accumulate(np.where(starts, np.arange(length), 0), 1)
     block = min(attention_pairs.BLOCK, length)
@@ -144,8 +145,8 @@ def visited(starts: np.ndarray) -> float:
 
 
 def typical(rows: int, length: int, draws: int = 64) -> np.ndarray:
-    """The draw of documents whose visited pairs are nearest to what the roofline expects: few rows have few documents,
-    and one long one among them doubles the pairs."""
+    """Return the draw of documents whose visited pairs are nearest to the roofline's expectation. A few rows have few
+    documents, so that one long document can double the pairs."""
     expected = attention_pairs.row_share(length, *(assumptions.TABLE[f"documents.{name}"].of("")
                                                      for name in ("mean", "sigma")))
     drawn = (documents(np.random.default_rng(seed), rows, length) for seed in range(draws))
@@ -153,7 +154,7 @@ def typical(rows: int, length: int, draws: int = 64) -> np.ndarray:
 
 
 def rows(run: config.Run, seed: int = 0) -> dict:
-    """A step's packed rows of tokens drawn at random."""
+    """Return a step's packed rows of random tokens."""
     rng, (B, T) = np.random.default_rng(seed), (run.data.global_batch, run.data.seq_len)
     index, starts = np.tile(np.arange(T), (B, 1)), typical(B, T)
     if not run.data.document_mask:
@@ -165,20 +166,21 @@ def rows(run: config.Run, seed: int = 0) -> dict:
     return {name: x.astype(np.int32) for name, x in out.items()}
 
 
-# ---- what is measured ------------------------------------------------------------------------------------------------
+# ---- measurements ----------------------------------------------------------------------------------------------------
 
 
 class Measured(NamedTuple):
     times: tuple[float, ...]            # seconds of each step
     compile_s: float
-    peak_bytes: int | None              # of the process so far; None where the device does not tell
+    peak_bytes: int | None              # of the process so far; None if the device does not report it
     kernels: Mapping[str, float]        # instruction → seconds a step on the first device
     losses: tuple[float, ...]
-    no_profile: str = ""                # why there is none
+    no_profile: str = ""                # why there is no profile
 
 
 def compiled(plan: Plan, devices, sizes: Sizes):
-    """(assembled run, compiled step, seconds of it), with fewer layers where the compiler says that they do not fit."""
+    """Return (assembled run, compiled step, seconds of compilation). It has fewer layers if the compiled program does
+    not fit."""
     run = run_of(plan, len(devices), sizes.microbatches)
     layers, gpu = layers_that_fit(run, devices), hardware.from_device_kind(devices[0].device_kind)
     while True:
@@ -197,8 +199,8 @@ _turn = None
 
 
 def take_turn(folder: Path) -> None:
-    """Waits for the other processes that time something for this folder, and keeps the turn until this process ends
-    and its memory is free. Compile within the turn: XLA times matmuls while it compiles."""
+    """Wait for other processes that time something for this folder. Keep the turn until this process ends and its
+    memory is free. Compile within the turn, because XLA times matmuls while it compiles."""
     global _turn
     if _turn is None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -207,7 +209,8 @@ def take_turn(folder: Path) -> None:
 
 
 def measure(made, step, to_profile, compile_s: float, sizes: Sizes, directory: Path) -> Measured:
-    """directory: for the profile of some more steps, of the program `to_profile`, and the program's text."""
+    """Time steps. directory: for the profile of some more steps of the program `to_profile`, and for the program's
+    text."""
     batch, state = made.program.place(rows(made.run)), assembly.initialize(made)
     times, losses = [], []
     for _ in range(sizes.warm + sizes.steps):
@@ -220,13 +223,13 @@ def measure(made, step, to_profile, compile_s: float, sizes: Sizes, directory: P
     try:
         (directory / "program.txt").write_text(step.as_text())
         profile, error = profiled(made, to_profile, state, batch, sizes.profiled, directory), ""
-    except Exception as failure:                # what was timed is kept
+    except Exception as failure:                # keep the timings
         profile, error = {}, f"{type(failure).__name__}: {failure}"
     return Measured(tuple(times[sizes.warm:]), compile_s, stats.get("peak_bytes_in_use"), profile, tuple(losses), error)
 
 
 def profiled(made, step, state, batch, steps: int, directory: Path) -> dict[str, float]:
-    """Instruction → seconds a step on the first device; the profile comes to lie in `directory`."""
+    """Return instruction → seconds a step on the first device. Writes the profile to `directory`."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     jax.profiler.start_trace(directory, profiler_options=options)
@@ -241,7 +244,7 @@ def profiled(made, step, state, batch, steps: int, directory: Path) -> dict[str,
 
 
 def kernels(path: Path, platform: str) -> Counter:
-    """Seconds by HLO instruction, on the first device, of a trace."""
+    """Return the seconds of each HLO instruction on the first device, from a trace."""
     seconds = Counter()
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         if plane.name != ("/host:CPU" if platform == "cpu" else "/device:GPU:0"):
@@ -255,14 +258,14 @@ def kernels(path: Path, platform: str) -> Counter:
     return seconds
 
 
-# ---- what is told ----------------------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------------------------------
 
 COSTLIEST = 14
 
 
 def told(plan: Plan, made, step, measured: Measured) -> dict:
-    """Item's found: a row of the table, and the kernels beside the roofline's. A loss that does not fall is wrong:
-    every step trains on the same rows."""
+    """Return Item's results: a row of the table, and the kernels compared with the roofline. A loss that does not fall
+    is wrong, because every step trains on the same rows."""
     run, count, gpu = made.run, made.mesh_spec.num_devices, hardware.from_device_kind(
         made.mesh.devices.flat[0].device_kind)
     step_s, tokens = statistics.median(measured.times), run.data.global_batch * run.data.seq_len
@@ -296,7 +299,7 @@ def costliest(measured: Measured) -> list[str]:
 
 
 def beside_roofline(line: roofline.Roofline, measured: Measured) -> list[str]:
-    """Parts of the step, then the kernels that lose the most against the roofline."""
+    """Return the parts of the step, and then the kernels that lose the most time against the roofline."""
     owner = {name: kernel for kernel in line.kernels for name in kernel.instructions}
     seconds, others = Counter(), Counter()
     for name, s in measured.kernels.items():
@@ -334,12 +337,12 @@ def speed(plan: Plan, devices, sizes: Sizes, directory: Path) -> dict:
     return told(plan, made, step, measure(made, step, to_profile, seconds, sizes, directory))
 
 
-# rows of 8,192 tokens with Llama 3 8B's heads
+# Rows of 8,192 tokens with the heads of Llama 3 8B.
 ATTENTION_ROWS, ATTENTION_LENGTH, HEADS, KV_HEADS = 2, 8192, 32, 8
 
 
 def timed_attention(engine: str, make, widths: tuple[int, int], packed: bool, gpu: hardware.Gpu) -> tuple[str, ...]:
-    """(ms, ms by the roofline, share of the peak) of an engine's forward and of its backward."""
+    """Return (ms, ms by the roofline, share of the peak) of an engine's forward, and the same of its backward."""
     (B, T), (H, V), rng = (ATTENTION_ROWS, ATTENTION_LENGTH), widths, np.random.default_rng(0)
     starts = typical(B, T)
     starts[:, 1:] &= packed
@@ -367,7 +370,7 @@ def timed_attention(engine: str, make, widths: tuple[int, int], packed: bool, gp
 
 
 def timed_engines(gpu: hardware.Gpu, sizes: Sizes, directory: Path) -> dict:
-    """Item's found: a row for each engine, width of heads, and kind of rows."""
+    """Return Item's results: a row for each engine, width of heads, and kind of rows."""
     take_turn(directory)
     rows, errors = [], {}
     for widths in sizes.attention_widths:
@@ -393,11 +396,11 @@ def timed_tiles(width: int, gpu: str, sizes: Sizes) -> dict:
 
 
 def timed_grouped(shape: grouped_tiles.Shape, seconds: float, directory: Path) -> dict:
-    """Item's found: each kernel's fastest block beside the one in use."""
+    """Return Item's results: the fastest block of each kernel, compared with the block in use."""
     found = grouped_tiles.timed(shape, os.cpu_count() or 1, time.time() + seconds, partial(take_turn, directory))
     rows = []
     for name, (kernel, times) in found.items():
-        if not times:           # the time was up
+        if not times:           # the time was over
             continue
         used = getattr(tiles.GROUPED[2], kernel.kind)
         of = dict((block, taken) for taken, block in times)
@@ -413,7 +416,7 @@ def timed_grouped(shape: grouped_tiles.Shape, seconds: float, directory: Path) -
 
 
 def items(devices, directory: Path, sizes: Sizes = Sizes()) -> list[Item]:
-    """By worth. directory: profiles come to lie below it."""
+    """Return the items, the most useful first. directory: the parent of the profiles."""
     out, gpu = [], hardware.from_device_kind(devices[0].device_kind)
     for plan in sizes.plans:
         if devices[0].platform != "cpu" and plan.overrides == IN_FLOAT8 and hardware.lacks_float8(gpu):

@@ -1,5 +1,6 @@
-"""One training step of every rule file and schedule that the devices allow against one CPU device, and the same bits
-twice."""
+"""Compare one training step of every rule file and schedule that the devices allow with one CPU device, and two runs
+bit by bit.
+"""
 from __future__ import annotations
 
 import contextlib
@@ -22,21 +23,21 @@ from meshtrain import hardware
 from meshtrain.training.state import State
 
 RULES = ROOT / "sharding_rules"
-# (loss, gradients). float32 at the highest precision: sums in another order, of the largest number of a gradient.
-# bfloat16: of a gradient's norm; activations and weights are rounded to 8 bits (2^-9 each) in some 60 operations
-# between the ends. Float8 is compared with the same on the CPU, of a gradient's norm. Sums in another order let some
-# numbers fall on the other side of a border, 6 or 12% away; the next rounding makes of a difference d about the root of
-# .06 d, so after five or six of them all numbers are rounded anew: a CPU whose weights change by 1e-7 is .20 from
-# itself, an H200 .22, in bfloat16 .30. Only scales are seen here: one that is wrong is wrong by a power of two.
-# `gpu_kernels` compares the products themselves.
-# Experts in bfloat16: a router sees rounded tokens and chooses other experts for some. By that, and by recurrences, a
-# CPU's bfloat16 is up to .15 from its float32 here.
+# (loss, gradients). float32 runs at the highest precision, so that only the order of sums differs; the error is a share
+# of a gradient's largest number. bfloat16: the error is a share of a gradient's norm; activations and weights are
+# rounded to 8 bits (2^-9 of each number) in some 60 operations from end to end. Float8 is compared with float8 on the
+# CPU, also by a gradient's norm. If sums have another order, some numbers round to a neighbouring value, 6 or 12% away.
+# Each further rounding turns a difference d into about the root of .06 d, so that after five or six roundings all
+# numbers are rounded differently: a CPU differs from itself by .20 if its weights change by 1e-7, an H200 by .22, and
+# by .30 in bfloat16. So this check finds only wrong scales, which are wrong by a power of two. `gpu_kernels` compares
+# the products themselves. Experts in bfloat16: a router sees rounded tokens and chooses other experts for some of them.
+# Because of this, and of recurrences, a CPU's bfloat16 differs from its float32 by up to .15 here.
 FLOAT8, ROUGH = "float8 in ", "experts or recurrences in "
 TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (2e-3, 5e-2), ROUGH + "bfloat16": (5e-3, .3),
              FLOAT8 + "float32": (1e-3, .4), FLOAT8 + "bfloat16": (1e-2, .4)}
-# A true gradient may be zero or nearly so: its rounding is measured against this share of the norm of all.
+# A true gradient may be zero or nearly so. An error is divided by at least this fraction of the norm of all gradients.
 FLOOR = {"float32": 1e-3} | dict.fromkeys(("bfloat16", ROUGH + "bfloat16", FLOAT8 + "float32", FLOAT8 + "bfloat16"), 1e-2)
-# (rule file, axes beside fsdp), by worth: what most runs take comes first.
+# (rule file, axes beside fsdp). Those that most runs use come first.
 LAYOUTS = (("zero3",), ("ddp",), ("zero1",), ("zero3", "stage", "tensor", "context"),
            ("zero3", "tensor"), ("zero3", "context"),
            ("zero1", "stage"), ("zero2",), ("hsdp", "data"), ("hsdp_zero1", "data"),
@@ -44,14 +45,14 @@ LAYOUTS = (("zero3",), ("ddp",), ("zero1",), ("zero3", "stage", "tensor", "conte
            ("ddp", "context"), ("ddp", "stage"), ("zero1", "context"), ("zero1", "stage", "tensor"),
            ("zero2", "stage", "tensor"),
            ("zero3", "stage", "tensor"), ("zero3_experts_fsdp",), ("zero3_experts_tensor", "tensor"))
-# Kinds of layers, with widths that the GPU's kernels take.
+# Kinds of layers, with widths that the GPU's kernels support.
 LAYERS = {
     "mosaic, head_dim 128": dict(attention="mosaic", head_dim=128),
     "head_dim 256, norms of heads": dict(head_dim=256, qk_norm="head"),
     "windows, softcap, four norms": dict(mixers="WF", window=48, score_softcap=50.0, logit_softcap=30.0,
                                          norm_placement="both", activation="geglu"),
     "MLP by mosaic": dict(attention="mosaic", mlp="mosaic"),
-    # so wide that XLA does not make one matmul of both, on one device
+    # so wide that XLA does not combine both matmuls on one device
     "residuals written in place": dict(mlp_dim=16384, num_layers=3),
     "windows, softcap, mosaic": dict(mixers="WF", window=48, score_softcap=50.0, attention="mosaic"),
     "experts, norms of heads": dict(num_experts=8, expert_mlp_dim=256, embedding_std=1.0, qk_norm="head"),
@@ -69,7 +70,7 @@ SCHEDULES = {"1f1b": 1, "interleaved_zero_bubble": 2, "zero_bubble": 1, "gpipe":
 
 
 class Sizes(NamedTuple):
-    """kernels: heads are wide enough for the GPU's attention kernels, which bfloat16 takes."""
+    """kernels: whether heads are wide enough for the GPU's attention kernels, which bfloat16 uses."""
     model: tuple = (("vocab_size", 512), ("embed_dim", 256), ("num_layers", 8), ("num_heads", 4), ("num_kv_heads", 2),
                     ("head_dim", 64), ("mlp_dim", 512))
     seq_len: int = 256
@@ -79,7 +80,7 @@ class Sizes(NamedTuple):
 
 
 def mesh_for(axes: Sequence[str], count: int) -> dict[str, int]:
-    """Two devices for each of these axes, as far as they go; the rest on fsdp."""
+    """Return a mesh with two devices on each of these axes, as far as the devices suffice, and the rest on fsdp."""
     sizes, left = {}, count
     for axis in axes:
         if left % 2 == 0:
@@ -100,8 +101,8 @@ def run_of(rule: str, mesh: dict, dtype: str, sizes: Sizes, **more) -> config.Ru
 
 @functools.cache
 def rows(step: int, sequences: int, length: int, vocab: int, mean: float) -> dict:
-    """Packed documents of geometric lengths; no target at a document's end, hardly any in a quarter of the
-    sequences."""
+    """Return packed documents of geometric lengths. The end of a document has no target, and a quarter of the sequences
+    has hardly any targets."""
     rng, shape = np.random.default_rng(step), (sequences, length)
     tokens, targets = rng.integers(0, vocab, (2, *shape))
     index = np.tile(np.arange(length), (sequences, 1))
@@ -128,10 +129,10 @@ _compiled: dict[str, object] = {}
 
 
 def compiled(made: assembly.Assembly):
-    """(the compiled step, whether another run of this process had the same program): on one device all rule files
-    have."""
+    """Return (the compiled step, whether another run of this process had the same program). On one device all rule
+    files have the same program."""
     program = made.program
-    # float32 as float32; programs in bfloat16 are those that a run has.
+    # compute float32 exactly; bfloat16 programs are those of a run
     exact = made.run.model.compute_dtype == "float32"
     with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
         with jax.set_mesh(made.mesh):
@@ -144,7 +145,8 @@ def compiled(made: assembly.Assembly):
 
 
 def train(made: assembly.Assembly, step, params) -> tuple[list[float], dict]:
-    """Losses of two steps from these host params, and the gradients of the first: adamw's first moment by 1 - b1."""
+    """Return the losses of two steps from these host params, and the gradients of the first step: adamw's first moment
+    divided by 1 - b1."""
     program = made.program
     # adamw starts from zeros
     opt_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), program.step.state.abstract.opt_state)
@@ -158,8 +160,8 @@ def train(made: assembly.Assembly, step, params) -> tuple[list[float], dict]:
 
 
 def reference(sizes: Sizes, cpu, packed: bool = True, model: Mapping = MappingProxyType({})):
-    """(params, losses, gradients) of one CPU device in float32, in as many microbatches where they are scaled by
-    themselves. model: keys beside sizes.model."""
+    """Return (params, losses, gradients) of one CPU device in float32. It uses the same number of microbatches if
+    float8 scales each separately. model: keys beside sizes.model."""
     return _reference(sizes, cpu, packed, json.dumps({**model, "attention": "auto"}, sort_keys=True))
 
 
@@ -180,7 +182,7 @@ def norm(x) -> float:
 
 
 def compare(losses, grads, expected_losses, expected, dtype: str) -> dict[str, tuple[float, float]]:
-    """Item's `compared`: the loss of both steps and every gradient leaf."""
+    """Return Item's `compared`: the losses of both steps and every gradient leaf."""
     loss_tolerance, tolerance = TOLERANCE[dtype]
     pairs = enumerate(zip(losses, expected_losses), 1)
     out = {f"loss of step {n}": (abs(a - b) / abs(b), n * loss_tolerance) for n, (a, b) in pairs}
@@ -193,7 +195,7 @@ def compare(losses, grads, expected_losses, expected, dtype: str) -> dict[str, t
 
 
 def check(run: config.Run, devices, cpu, sizes: Sizes, model: Mapping = MappingProxyType({})) -> dict:
-    """What Item.measure returns for a run on these devices. model: its keys beside sizes.model."""
+    """Return what Item.measure returns for a run on these devices. model: its keys beside sizes.model."""
     made = assembly.assemble(run, devices)
     dtype, in_float8 = run.model.compute_dtype, run.model.matmul_dtype == "float8"
     params, losses, grads = reference(sizes, cpu, run.data.document_mask, model)
@@ -206,8 +208,8 @@ def check(run: config.Run, devices, cpu, sizes: Sizes, model: Mapping = MappingP
 
 
 def same_bits(run: config.Run, devices) -> dict:
-    """Two runs of two steps, the second with a program compiled anew: how many bytes of the state and the metrics
-    differ."""
+    """Run two steps twice, the second time with a newly compiled program. Return how many bytes of the state and the
+    metrics differ."""
     made, bits = assembly.assemble(run, devices), []
     for _ in range(2):
         step, state = assembly.compile_step(made, made.program.lower_step()), assembly.initialize(made)
@@ -224,7 +226,7 @@ def same_bits(run: config.Run, devices) -> dict:
 
 
 def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
-    """By worth, in the dtype that a run has."""
+    """Return the items, the most useful first, in the dtype of a run."""
     devices = devices[: 2 ** int(math.log2(len(devices)))]
     count, out, gpu = len(devices), [], hardware.from_device_kind(devices[0].device_kind)
 
@@ -234,7 +236,7 @@ def items(devices, cpu, sizes: Sizes = Sizes()) -> list[Item]:
         out.append(Item(f"{group}/{what}, {dtype}", measure, 20))
 
     for dtype in sizes.dtypes:
-        for rule, *axes in LAYOUTS if count > 1 else LAYOUTS[:1]:       # on one device all have one program
+        for rule, *axes in LAYOUTS if count > 1 else LAYOUTS[:1]:       # all have one program on one device
             add("layout", " ".join([rule, *axes]), rule, mesh_for(axes, count), dtype)
         for remat in ("selective", "full", "offload"):
             add("layout", f"zero3, remat {remat}", "zero3", mesh_for((), count), dtype, training=dict(remat=remat))

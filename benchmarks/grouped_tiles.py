@@ -1,4 +1,5 @@
-"""Blocks of the grouped matmuls, timed on the GPU at hand: a table for each shape of experts, a row for each kernel."""
+"""Time blocks of the grouped matmuls on this machine's GPU: a table for each shape of experts, a row for each kernel.
+"""
 from __future__ import annotations
 
 import sys
@@ -23,7 +24,7 @@ BLOCK_ROWS = tiles.GROUPED[2].rows
 
 
 class Shape(NamedTuple):
-    """tokens: that each device sees of a microbatch, each with `chosen` of the experts."""
+    """tokens: those of a microbatch on one device. Each token chooses `chosen` of the experts."""
     name: str
     tokens: int
     experts: int
@@ -36,7 +37,7 @@ SHAPES = (Shape("Qwen3 30B-A3B", 16384, 128, 8, 2048, 768), Shape("Mixtral 8x7B"
 
 
 class Kernel(NamedTuple):
-    """call(engine) -> arrays. flops: of one call, padding not counted."""
+    """call(engine) -> arrays. flops: of one call, without padding."""
     kind: str
     call: Callable
     args: tuple
@@ -47,7 +48,8 @@ class Kernel(NamedTuple):
 ROWS = {(128, 256): ((64, 8, 3), (64, 8, 4), (32, 8, 6), (128, 8, 2)),
         (128, 128): ((64, 8, 3), (64, 8, 4), (64, 8, 6), (64, 4, 3), (64, 4, 4), (128, 8, 3), (32, 8, 6)),
         (128, 64): ((64, 4, 4), (128, 4, 3))}
-# Rows taken by number are two loads in a chain, so one stage fewer is on its way: steps are larger, or stages more.
+# Rows that are gathered by number need two dependent loads, so one stage fewer is in flight. So steps are larger, or
+# there are more stages.
 CANDIDATES = {
     "deep": ROWS, "small": ROWS,
     "beside": {(128, 64): ((64, 8, 3), (64, 8, 5), (64, 8, 7), (128, 8, 3), (128, 8, 4), (64, 4, 5)),
@@ -58,14 +60,14 @@ CANDIDATES = {
 
 
 def candidates(kind: str) -> list[GroupedBlock]:
-    """Blocks to time for this kind of kernel, the one in use first."""
+    """Return the blocks to time for this kind of kernel, first the one in use."""
     used = getattr(tiles.GROUPED[2], kind)
     every = [GroupedBlock(*size, *rest) for size, more in CANDIDATES[kind].items() for rest in more]
     return [used, *(block for block in every if block != used)]
 
 
 def draw(shape: Shape) -> dict:
-    """What the kernels of a layer's experts are given: tokens that choose experts at random, in bfloat16."""
+    """Return inputs for the kernels of a layer's experts: tokens that choose experts at random, in bfloat16."""
     rng, (_, A, E, K, D, F) = np.random.default_rng(0), shape
     chosen = np.argsort(rng.random((A, E)), 1)[:, :K]
     expert, token = chosen.ravel(), np.repeat(np.arange(A), K)
@@ -86,8 +88,8 @@ def draw(shape: Shape) -> dict:
 
 
 def kernels(shape: Shape, given: dict) -> dict[str, Kernel]:
-    """Those of a layer's forward and backward (`parallel.experts.dispatch`), and its product with SwiGLU's gradients in
-    one kernel."""
+    """Return the kernels of a layer's forward and backward (`parallel.experts.dispatch`), including the product that
+    computes SwiGLU's gradients in the same kernel."""
     of, one = grouped.GroupedOperands, 2.0 * shape.tokens * shape.chosen * shape.embed * shape.mlp
 
     def swiglu(gate, up):
@@ -126,7 +128,7 @@ def kernels(shape: Shape, given: dict) -> dict[str, Kernel]:
 
 
 def engine(kind: str, block: GroupedBlock, interpret: bool = False) -> grouped.GroupedEngine:
-    """With this block for every kernel of that kind."""
+    """Return an engine that uses this block for every kernel of its kind."""
     used = tiles.GROUPED[2]
     kinds = ("outer",) if kind == "outer" else ("deep", "small", "beside")
     return grouped.kernels({2: used._replace(**dict.fromkeys(kinds, block))}, interpret)
@@ -134,8 +136,9 @@ def engine(kind: str, block: GroupedBlock, interpret: bool = False) -> grouped.G
 
 def timed(shape: Shape, threads: int, until: float, take_turn: Callable) -> dict[str, tuple[
         Kernel, list[tuple[float, GroupedBlock]]]]:
-    """{name: (kernel, [(seconds, block)], the fastest first)}. Compiled by several threads, then timed one by one after
-    take_turn(); what does not compile is left out, and so is what makes other numbers than the block in use."""
+    """Return {name: (kernel, [(seconds, block)], the fastest first)}. Several threads compile, and then each is timed
+    alone after take_turn(). Blocks that do not compile, or whose results differ from those of the block in use, are
+    left out."""
     given = draw(shape)
     every = kernels(shape, given)
     jobs = [(name, block) for name, kernel in every.items() for block in candidates(kernel.kind)]

@@ -1,7 +1,9 @@
-"""python benchmarks/layouts.py: formula beside the roofline of the compiled step, layout by layout, in time and memory.
+"""python benchmarks/layouts.py: the formulas compared with the roofline of the compiled step, by layout, in time and
+memory.
 
-Each step is compiled for H100s that are not here; nothing is measured. Writes tests/goldens/rooflines.toml, with which
-tests/cost/test_orders.py compares the formulas of every commit, and benchmarks/layouts.md. Needs the extra gpu-compile.
+Each step is compiled for H100s that need not be present; nothing is measured. Writes benchmarks/layouts.md and
+tests/goldens/rooflines.toml, with which tests/cost/test_orders.py compares the formulas of every commit. Needs the
+extra gpu-compile.
 """
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ GOLDEN = ROOT / "tests" / "goldens" / "rooflines.toml"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layout of a model. Steps of one model, one batch and as many GPUs are compared."""
+    """A layout of a model. Only steps with the same model, batch and number of GPUs are compared."""
     model: str
     batch: int
     rule: str
@@ -67,7 +69,7 @@ class Case:
         pipeline = {"schedule": self.schedule, "chunks": self.chunks} if self.schedule else {}
         return plan.run_of(options).replace(mesh=self.mesh,
                           sharding={"rules": str(locate_shipped(f"sharding_rules/{self.rule}.toml"))},
-                          model={"attention": "pallas"},        # which every jax takes
+                          model={"attention": "pallas"},        # supported by every jax
                           training={"microbatches": self.microbatches, "remat": self.remat}, pipeline=pipeline)
 
 
@@ -87,7 +89,7 @@ CASES = [
 
 
 def priced(case: Case) -> Price:
-    """By the formulas."""
+    """Return the price by the formulas."""
     run, spec = case.run(), MeshSpec(case.mesh)
     model, rated = transformer.build(run.model), rates.Rates(hardware.get(GPU), Assumptions(GPU))
     layout = Layout(rules.load(locate_shipped(f"sharding_rules/{case.rule}.toml")), spec.sizes)
@@ -97,14 +99,14 @@ def priced(case: Case) -> Price:
 
 
 def compiled(case: Case) -> tuple[float, int]:
-    """(seconds by the roofline, bytes of a GPU) of the compiled step."""
+    """Return (seconds by the roofline, bytes of a GPU) of the compiled step."""
     made = assembly.assemble(case.run(), gpu_compile.topology(f"{GPU}:{case.gpus}"))
     executable = assembly.compile_step(made, made.program.lower_step())
     return CompiledProgram.of_run(made, executable).roofline.step_s, memory.measure(made, executable)["total"]
 
 
 def measure(case: Case) -> tuple[str, str]:
-    """A line of the record, and a row of the table."""
+    """Return a line of the record and a row of the table."""
     (step_s, held), formula = compiled(case), priced(case)
     total = formula.memory_bytes["total"]
     return (f'"{case.name}" = {{ step_s = {step_s:.4f}, bytes = {held} }}',

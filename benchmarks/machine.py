@@ -1,5 +1,6 @@
-"""Where and when a benchmark ran: the line under its title. Wall seconds mean little on a machine that others use,
-too."""
+"""The line under a benchmark's title: where and when it ran. Wall seconds mean little on a machine that has other
+users.
+"""
 from __future__ import annotations
 
 import datetime
@@ -7,7 +8,7 @@ import os
 import platform
 from importlib.metadata import version
 
-LOAD_BEFORE = os.getloadavg()[0]        # when the benchmark starts: it is imported first
+LOAD_BEFORE = os.getloadavg()[0]        # load at the start of the benchmark, which imports this module first
 
 
 def cores() -> int:
@@ -15,7 +16,7 @@ def cores() -> int:
 
 
 def line(devices: str = "", *packages: str) -> str:
-    """devices: what computes, where that is no CPU core."""
+    """Return the line. devices: what computes, if it is not CPU cores."""
     return " · ".join([f"{datetime.date.today()}", *([devices] if devices else []),
                        f"{cores()} CPU cores ({platform.machine()}), load average {LOAD_BEFORE:.1f} before and "
                        f"{os.getloadavg()[0]:.1f} after", f"Python {platform.python_version()}",

@@ -1,9 +1,9 @@
-"""How other frameworks run a step, where it is not as we do: subclasses of what the formulas are made of, to price
+"""Where other frameworks run a step differently from ours: subclasses of the parts of the formulas, which price
 published runs.
 
-Each of their pipeline stages runs a program of its own, with the head on the last stage. They reduce gradients in
-buckets, overlapped with the backward. Their kernels wait for the host, and each expert has products of its own.
-tests/published.py and benchmarks/published_2026.py have the runs.
+Each of their pipeline stages runs its own program, with the head on the last stage. They reduce gradients in buckets,
+overlapped with the backward. Their kernels wait for the host, and each expert has its own products. tests/published.py
+and benchmarks/published_2026.py contain the runs.
 """
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class OtherRates(rates.Rates):
     def attention_s(self, kernel: AttentionKernel) -> float:
         if kernel.engine != "scores":
             return super().attention_s(kernel)
-        # Scores are bound by HBM traffic, whatever the width of heads.
+        # HBM traffic limits scores for every width of heads.
         share = self.assumed[f"attention.scores_{kernel.direction}"] * self.assumed["matmul.clock"]
         share *= kernel.num_keys / (kernel.num_keys + self.assumed["attention.ramp"])
         share *= min(kernel.head_dim, 128) / 128
@@ -265,5 +265,5 @@ class OtherPricing(price.Pricing):
         return (self.num_stages - 1) / self.options.chunks * self.stage_s()
 
     def update_s(self) -> float:
-        moments_bytes = 2 * 8       # AdamW's two in float32, read and written
+        moments_bytes = 2 * 8       # two moments of AdamW in float32, read and written
         return self.rated.stream_s((calibrations.UPDATE.value + moments_bytes) * self.placed.held.updated)

@@ -1,15 +1,16 @@
 """python benchmarks/peers.py [--part 1|2] [--only NAME …] [--minutes 6]: trainers in turns on one GPU.
 python benchmarks/peers.py --compiled [--topology h100:8] [--only NAME …] [--write]: their steps on absent GPUs.
 
-In turns: the same Llama, tokens and precision in each. A contender is a process. meshtrain and one other live at once
-and take turns of a few steps, whose order alternates; ratios are of pairs of turns, each with the smallest and the
-largest. Llama 3 8B's widths, with as many layers as two contenders hold. Part 1 has Hugging Face, part 2 the others;
-no contender starts that would end after the minutes, and one that could not run is listed with the reason. On a CPU all
-of it is tiny. Checked before anything is timed: numbers of parameters, the loss of step 1, that it falls on one batch,
-and that the loss of a second document is independent of the first. Exit code 1 if a check fails.
+In turns: every trainer has the same Llama, tokens and precision. Each contender is a process. meshtrain and one other
+contender run at the same time and take turns of a few steps. The order of turns alternates. Ratios are of pairs of
+turns, and each is shown with the smallest and the largest. The model has Llama 3 8B's widths, and as many layers as fit
+for two contenders. Part 1 has Hugging Face, part 2 the others. No contender starts if it would end after the minutes.
+A contender that could not run is listed with the reason. On a CPU all sizes are tiny. Checks before the timing: the
+number of parameters, the loss of step 1, that the loss falls on one batch, and that the loss of a second document is
+independent of the first. Exit code 1 if a check fails.
 
 Compiled: seconds by part from the roofline, for programs by the same XLA. Exit code 1 if a ratio to meshtrain has
-fallen by 2% of what benchmarks/peers.json keeps; --write replaces what it keeps. Nothing is executed.
+fallen by 2% from its value in benchmarks/peers.json. --write replaces the values in that file. Nothing is executed.
 """
 from __future__ import annotations
 
@@ -42,12 +43,12 @@ from benchmarks.contenders.processes import SHARE, CheckFailure, Child, Contende
 NEAR = 1.0                  # nats between the loss of step 1 and ln V: heads start with scores of variance 0.4 to 1.6
 APART = 1e-6                # relative, between losses that must not depend on another document
 FALLEN = 0.98               # the loss after `Sizes.falls` steps on one batch, at most this share of the first
-LEFT_S = 100                # of a part, with which a contender is still started
+LEFT_S = 100                # remaining time of a part in which another contender may start
 
 
 class Sizes(NamedTuple):
-    """How long is measured: pairs of turns, steps of a turn after one that is not counted, steps of the check that the
-    loss falls, seconds of a part."""
+    """How long to measure: pairs of turns, steps of a turn after one that is not counted, steps of the check that the
+    loss falls, and seconds of a part."""
     rounds: int = 3
     steps: int = 4
     falls: int = 10
@@ -61,7 +62,7 @@ LIGER = "its kernels are Triton's"
 
 
 def list_contenders(flags: str = "") -> tuple[Contender, ...]:
-    """flags: XLA's, for MaxText on GPUs."""
+    """Return the contenders. flags: of XLA, for MaxText on GPUs."""
     return (
         Contender("Hugging Face + torch.compile", "hugging_face", 1, True, needs=TORCH),
         Contender("torchtitan", "titan", 2, True, needs=TITAN, gpu="varlen_attn is FlashAttention's"),
@@ -73,7 +74,7 @@ def list_contenders(flags: str = "") -> tuple[Contender, ...]:
         Contender("MaxText, embedding looked up", "max_text", 2, False, "lookup", ("maxtext",), flags=flags))
 
 
-# Never run: (name, why).
+# Contenders that never run: (name, why).
 ABSENT = (
     ("torchtitan 0.3.0", "imports DataParallelMeshDims of torch.distributed.fsdp, which torch 2.11 does not have"),
     ("TransformerEngine for jax", "has no wheel, and its build needs a CUDA toolkit"),
@@ -84,7 +85,7 @@ ABSENT = (
 
 
 def check(child: Child, case: Case, folder: Path, sizes: Sizes) -> None:
-    """Raises: CheckFailure. Leaves the contender after `sizes.falls` steps on the batch that is timed."""
+    """Check a contender. Leaves it after `sizes.falls` steps on the batch that is timed. Raises: CheckFailure."""
     if child.started["params"] != case.num_params:
         raise CheckFailure(f"it has {child.started['params']:,} parameters, and the case {case.num_params:,}")
     if case.packed:
@@ -99,7 +100,7 @@ def check(child: Child, case: Case, folder: Path, sizes: Sizes) -> None:
 
 
 def check_apart(child: Child, folder: Path) -> None:
-    """Raises: CheckFailure if the loss of second documents depends on the first ones."""
+    """Check that the loss does not depend on other documents. Raises: CheckFailure."""
     losses = []
     for half in ("half0.npz", "half1.npz"):
         child.ask("reset")
@@ -153,7 +154,7 @@ def take_turns(ours: Child, other: Child, sizes: Sizes, until: float) -> list[li
 
 
 def missing(contender: Contender, on_gpu: bool) -> str:
-    """Why a contender cannot run here; "" if it can."""
+    """Return why a contender cannot run here; "" if it can."""
     absent = [name for name in contender.needs if importlib.util.find_spec(name) is None]
     if absent:
         return f"{', '.join(absent)} not installed"
@@ -162,9 +163,9 @@ def missing(contender: Contender, on_gpu: bool) -> str:
 
 def run_part(contenders: Sequence[Contender], case: Case, sizes: Sizes, folder: Path, on_gpu: bool
              ) -> tuple[list[Pair], list[tuple[str, str]], list[str]]:
-    """Return (pairs, what is missing with its reason, failed checks). All contenders import their libraries at once and
-    then wait. Those of the same rows share one process of meshtrain. A part that has used its time less that of a
-    contender starts none."""
+    """Return (pairs, missing contenders with reasons, failed checks). All contenders first import their libraries at
+    the same time and then wait. Contenders with the same rows share one process of meshtrain. No contender starts if
+    the remaining time is too short for it."""
     begun = time.monotonic()
     absent = [(label(one), reason) for one in contenders if (reason := missing(one, on_gpu))]
     able = [one for one in contenders if not missing(one, on_gpu)]
@@ -201,7 +202,7 @@ def run_part(contenders: Sequence[Contender], case: Case, sizes: Sizes, folder: 
 
 
 def failure_of(child: Child, case: Case, folder: Path, sizes: Sizes) -> list[str]:
-    """Return what `check` finds wrong; such a contender is timed all the same."""
+    """Return the failures that `check` finds. The contender is timed in any case."""
     try:
         check(child, case, folder, sizes)
     except CheckFailure as failure:
@@ -227,17 +228,17 @@ def label(contender: Contender) -> str:
     return f"{contender.name}, {'packed' if contender.packed else 'whole'} rows"
 
 
-# ---- what is told ----------------------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 def spread(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """The ratio of pairs: the median with the smallest and the largest."""
+    """Return the ratio of pairs: the median with the smallest and the largest."""
     ratios = [b / a for a, b in zip(ours, theirs)]
     return f"**{statistics.median(ratios):.3f}** [{min(ratios):.3f}, {max(ratios):.3f}]"
 
 
 def tell(pairs: Sequence[Pair], case: Case, flops: float, peak: float | None) -> list[str]:
-    """Return the rows of a table. flops: of the model in a step; peak: FLOP/s of the GPU; None on a CPU."""
+    """Return the rows of a table. flops: of the model in a step. peak: FLOP/s of the GPU; None on a CPU."""
     header = ("contender", "rows", "ms a step", "÷ meshtrain, seconds", "÷ meshtrain, CPU seconds", "tokens/s", "MFU",
               "predicted, ms", "peak, GiB", "s to the first step", "settings")
     rows = [header, ("---",) * len(header)]
@@ -277,8 +278,8 @@ TINY_SIZES = Sizes(rounds=4, steps=3, falls=10)
 
 
 def fit(hbm_bytes: float) -> tuple[int, int]:
-    """Return (layers, tokens of a row) of Llama 3 8B's widths that each of two contenders holds: 18 bytes a parameter
-    with its copy in bfloat16, 10 bytes a logit, 34 bytes × 2 widths a token and layer without checkpointing."""
+    """Return (layers, tokens of a row) of Llama 3 8B's widths that fit for each of two contenders: 18 bytes a parameter
+    with its copy in bfloat16, 10 bytes a logit, and 34 bytes × 2 widths per token and layer without checkpointing."""
     from benchmarks import peers_compiled
     for seq_len in (8192, 4096, 2048):
         one, two = (peers_compiled.case_of(4, 1, num_layers=n, seq_len=seq_len) for n in (1, 2))
@@ -291,7 +292,8 @@ def fit(hbm_bytes: float) -> tuple[int, int]:
 
 
 def find_gpu() -> str:
-    """Return the name of the GPU by nvidia-smi; "" without one. This process must not take its memory."""
+    """Return the name of the GPU by nvidia-smi; "" if there is none. This process must not allocate the GPU's
+    memory."""
     try:
         done = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True,
                               text=True)
@@ -301,7 +303,7 @@ def find_gpu() -> str:
 
 
 def run_turns(parts: Sequence[int], only: Sequence[str], minutes: float) -> int:
-    os.environ["JAX_PLATFORMS"] = "cpu"         # of this process, which only draws rows
+    os.environ["JAX_PLATFORMS"] = "cpu"         # of this process, which only generates rows
     from benchmarks import peers_compiled
     from benchmarks.contenders import max_text
     from meshtrain import hardware

@@ -75,7 +75,7 @@ def time_action(action: Callable[[], object]) -> tuple[Seconds, object]:
 
 def measure(directory: Path, nbytes: float, rounds: int = ROUNDS) -> dict[str, dict[str, list[Seconds]]]:
     """Return "save" and "restore" -> contender -> seconds of each round but the first. Raises: AssertionError if a
-    restored state is another one."""
+    restored state differs."""
     devices = np.array(jax.devices()[:DEVICES])
     state = draw(nbytes, Mesh(devices.reshape(1, -1), ("data", "fsdp")))
     wanted = describe(state, Mesh(devices.reshape(2, -1), ("data", "fsdp")))

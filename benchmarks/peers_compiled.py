@@ -83,7 +83,7 @@ def has_cudnn() -> bool:
 
 
 def missing(name: str) -> str:
-    """Why a program cannot be compiled here; "" if it can."""
+    """Return why a program cannot be compiled here; "" if it can."""
     if name in (MAXTEXT, LOOKUP):
         if importlib.util.find_spec("maxtext") is None:
             return "maxtext is not installed (pip install maxtext==0.2.5, Python 3.12)"
@@ -92,7 +92,7 @@ def missing(name: str) -> str:
 
 
 def stand_in(mesh, gpu: str):
-    """Attention of whole rows by meshtrain's Pallas kernels, for a program whose batch `fsdp` splits."""
+    """Return attention of whole rows by meshtrain's Pallas kernels, for a program that splits the batch over `fsdp`."""
     sizes, mask = tiles.of(128, gpu), Mask(documents=False)
     assert sizes is not None
     kernel = pallas.engine(sizes)
@@ -118,7 +118,8 @@ def stand_in(mesh, gpu: str):
 
 
 def rates_of_stand_in(gpu: str) -> dict[str, float]:
-    """Assumptions with which the stand-in takes as long as cuDNN: it multiplies seven times backward, cuDNN five."""
+    """Return assumptions by which the stand-in takes as long as cuDNN: its backward has seven products, cuDNN's has
+    five."""
     forward, backward = (assumptions.TABLE[f"attention.cudnn_{way}"].of(gpu) for way in ("forward", "backward"))
     return {"attention.pallas_forward": forward, "attention.pallas_backward": backward * 7 / 5}
 
@@ -184,7 +185,8 @@ def tell(found: Mapping[str, Priced]) -> list[str]:
 
 
 def key_of(topology: str) -> str:
-    """What a kept ratio depends on: programs differ by version and by the attention that could be compiled."""
+    """Return the key of kept ratios. It has what they depend on: the versions, and the attention that could be
+    compiled."""
     version = ".".join(jax.__version__.split(".")[:2])
     return f"{topology}, jax {version}, attention by {'cuDNN' if has_cudnn() else 'the stand-in'}"
 

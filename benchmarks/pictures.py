@@ -1,7 +1,7 @@
-"""Draws the pictures of README.md and docs/README.md again: python -m benchmarks.pictures [NAME ...].
+"""python -m benchmarks.pictures [NAME ...]: draws the pictures of README.md and docs/README.md again.
 
-mesh: 32 GPUs on four hosts. traffic: what a GPU of eight sends in a step of each layout, compiled without GPUs (some
-minutes). plan: the plans of Llama 3 70B on 64 H100, memory against step time.
+mesh: 32 GPUs on four hosts. traffic: the bytes that one of eight GPUs sends in a step of each layout, compiled without
+GPUs (takes some minutes). plan: the plans of Llama 3 70B on 64 H100, as memory against step time.
 """
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""python benchmarks/pipeline.py [RUN.toml] [--section.key value …]: every pipeline schedule against plain autodiff
-GPipe.
+"""python benchmarks/pipeline.py [RUN.toml] [--section.key value …]: every pipeline schedule compared with GPipe by
+autodiff.
 
-The baseline below is the pipeline that one writes first: a scan over ticks with a permute, differentiated by jax, of
-the same model with the same remat. Loss and gradients must agree before anything is timed. All are timed in turns
-within one process, a step each, round by round: what else the machine does then hits all of them alike. Simulated
-devices share the cores, so time there is work: masked ticks cost as much as others, and no bubble shows (for that:
-benchmarks/bubble.py). On GPUs it shows. Where there are GPUs the same command takes mesh.stage of them. Writes
-benchmarks/pipeline.md.
+The baseline below is the simplest pipeline: a scan over ticks with a permute, differentiated by jax. It has the same
+model and the same remat. Loss and gradients must agree before anything is timed. All pipelines run in one process and
+are timed in turns of one step, so that other load on the machine affects all of them equally. Simulated devices share
+the cores, so their time measures work: masked ticks cost as much as others, and no bubble is visible
+(benchmarks/bubble.py measures it). On GPUs it is visible. If there are GPUs, the same command uses mesh.stage of them.
+Writes benchmarks/pipeline.md.
 """
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ REMATS = ("none", "full")
 SCHEDULES = [(name, 2 if name in schedules.INTERLEAVED else 1) for name in schedules.NAMES]
 BASELINE = "autodiff GPipe"
 ROUNDS, COMPILES = 5, 3
-AGREE = {"float32": 1e-4, "bfloat16": 3e-2}    # relative: loss, and the norm of the gradients' difference
+AGREE = {"float32": 1e-4, "bfloat16": 3e-2}    # relative: loss, and the norm of the difference of gradients
 FLOPS_AIM, COMPILE_AIM = 1.02, 2.0
 NO_SLOWER = ("1f1b", "interleaved")
 
@@ -52,10 +52,11 @@ NO_SLOWER = ("1f1b", "interleaved")
 # --- the baseline ----------------------------------------------------------------------------------------------------
 
 def autodiff_gpipe(made):
-    """(params, batch) -> (grads, loss): stage s does microbatch t − s in tick t, and jax.grad makes the way back.
+    """Return a function (params, batch) -> (grads, loss). Stage s computes microbatch t − s in tick t, and jax.grad
+    derives the backward.
 
-    Embedding and head stand outside the loop, vocabulary-parallel over the stages by the partitioner, all microbatches
-    at once. The model's own layers, with the run's remat.
+    Embedding and head are outside the loop. They process all microbatches at once, and the partitioner shards the
+    vocabulary over the stages. The layers are the model's own, with the run's remat.
     """
     run, model, ex, mesh = made.run, made.model, made.program.step.ex, made.mesh
     num_stages, M = run.mesh.stage, run.training.microbatches
@@ -76,7 +77,7 @@ def autodiff_gpipe(made):
             y, _ = lax.scan(layer, x, (ws, stage * depth + jnp.arange(depth)))
             return lax.ppermute(y, "stage", [(i, (i + 1) % num_stages) for i in range(num_stages)]), y
         _, y = lax.scan(tick, jnp.zeros_like(x_MBTD[0]), jnp.arange(M + num_stages - 1))
-        return y[None, num_stages - 1:]                                    # real on the last stage
+        return y[None, num_stages - 1:]                                    # valid on the last stage
 
     through = jax.shard_map(stages, mesh=mesh, axis_names={"stage"}, in_specs=(P("stage"), P("stage"), P(), P()),
                             out_specs=P("stage"), check_vma=False)
@@ -97,7 +98,7 @@ def autodiff_gpipe(made):
 
 
 def no_baseline(run) -> list[str]:
-    """What the run asks for that the baseline has not; empty: they can be compared."""
+    """Return what the run requests and the baseline does not support; empty if they can be compared."""
     m = run.model
     odd = {f"mesh.{axis}={getattr(run.mesh, axis)}": axis != "stage" and getattr(run.mesh, axis) != 1
            for axis in config.AXES}
@@ -107,11 +108,11 @@ def no_baseline(run) -> list[str]:
     return [what for what, asked in odd.items() if asked]
 
 
-# --- what is counted and timed ---------------------------------------------------------------------------------------
+# --- measurements ----------------------------------------------------------------------------------------------------
 
 @dataclasses.dataclass
 class Contestant:
-    """One pipeline: step(*args) -> (grads, loss). FLOPs are matmuls, of one device in a step."""
+    """One pipeline: step(*args) -> (grads, loss). FLOPs are those of matmuls, of one device in a step."""
     name: str
     remat: str
     step: Callable
@@ -120,16 +121,16 @@ class Contestant:
     compile_cpu_s: float
     temp_bytes: int
     flops: float                           # of the compiled program
-    table_flops: float | None              # what the ticks of its schedule imply
+    table_flops: float | None              # by the ticks of its schedule
     times: list = dataclasses.field(default_factory=list)
     cpu_times: list = dataclasses.field(default_factory=list)
 
 
 def contestant(name: str, made, f, args, table_flops: float | None = None) -> Contestant:
-    """f(*args), compiled and audited."""
+    """Compile and audit f(*args)."""
     compile_s = compile_cpu_s = math.inf
     for _ in range(COMPILES):
-        jax.clear_caches()                                                # what was traced before is not taken over
+        jax.clear_caches()                                                # do not reuse earlier traces
         clock, cpu = time.perf_counter(), time.process_time()
         step = jax.jit(f).lower(*args).compile(made.program.compiler_options)
         compile_s = min(compile_s, time.perf_counter() - clock)
@@ -143,9 +144,9 @@ def contestant(name: str, made, f, args, table_flops: float | None = None) -> Co
 
 
 def taken(schedule) -> float:
-    """In what share of the ticks, which all count in the audit, a branch with matmuls is taken.
+    """Return the share of ticks in which a branch with matmuls is taken; the audit counts it in all ticks.
 
-    It is the loss of runs in which only some ticks have one.
+    The branch is the loss, in phases in which only some ticks compute one.
     """
     runs = [run for run in schedule.phases() if run.loss == "sometimes"]
     return sum(schedule.shared["loss_on"][run.start:run.stop].sum() for run in runs) / max(
@@ -157,30 +158,31 @@ def tokens_of(run) -> int:
 
 
 def head_flops(run) -> int:
-    """Of one microbatch: logits, dx and dw."""
+    """Return the FLOPs of the head for one microbatch: logits, dx and dw."""
     return 3 * 2 * tokens_of(run) * run.model.embed_dim * transformer.pad_vocab(run.model)
 
 
 def table_flops(made, forward: float, backward: float) -> float:
-    """FLOPs that the schedule implies for a device; forward, backward: those of a layer for one microbatch."""
+    """Return the FLOPs of a device by its schedule. forward, backward: those of a layer for one microbatch."""
     run, schedule, layout = made.run, made.choice.schedule, made.layout
     executed, depth = schedule.executed, run.model.num_layers // (schedule.num_stages * schedule.num_chunks)
     weight = 2 * tokens_of(run) * sum(i.size for i in made.model.parameters()
                                       if i.role == "matrix") / run.model.num_layers
-    more = (executed["W"] - executed["B"]) * weight if schedule.split else 0       # W has ticks of its own, and fewer
+    more = (executed["W"] - executed["B"]) * weight if schedule.split else 0       # W has its own, fewer ticks
     head = head_flops(run) / layout.num_shards(layout.mesh_axes("params", "vocab"))
     return depth * (executed["F"] * forward + executed["B"] * backward + more) + executed["loss"] * head
 
 
 def ideal_flops(made, forward: float, backward: float) -> float:
-    """Of a device, where all share the work and none is done twice or masked; forward, backward: without remat."""
+    """Return the FLOPs of a device if all share the work and nothing is repeated or masked. forward, backward: without
+    remat."""
     run = made.run
     return run.training.microbatches * (run.model.num_layers * (forward + backward) + head_flops(run)) / run.mesh.stage
 
 
 def layer_flops(made, params) -> tuple[float, float]:
-    """Matmul FLOPs of one layer and microbatch as plain autodiff makes it: forward, backward with what remat
-    repeats."""
+    """Return the matmul FLOPs of one layer and microbatch under plain autodiff: (forward, backward with the repeated
+    products of remat)."""
     run, model, ex = made.run, made.model, made.program.step.ex
     shape = (tokens_of(run) // run.data.seq_len, run.data.seq_len)
     inputs = jax.eval_shape(model.inputs, dict.fromkeys(("segments", "index", "positions"), jax.ShapeDtypeStruct(
@@ -206,7 +208,7 @@ def timed(c: Contestant) -> None:
 
 
 def ratio(a: Contestant, b: Contestant, of: str = "times") -> float:
-    """The median over the rounds of a's time by b's in the same round."""
+    """Return the median over the rounds of a's time divided by b's time in the same round."""
     return statistics.median(x / y for x, y in zip(getattr(a, of), getattr(b, of)))
 
 
@@ -241,7 +243,7 @@ def assembled(run, devices, remat: str, schedule: str, chunks: int) -> assembly.
 
 
 def measure(run: config.Run, devices) -> str:
-    """The page. Raises SystemExit where a schedule is not the baseline's model."""
+    """Return the page. Raises: SystemExit if a schedule and the baseline differ in loss or gradients."""
     contestants = []
     made = assembled(run, devices, "none", "1f1b", 1)
     with jax.set_mesh(made.mesh):
@@ -271,7 +273,7 @@ def measure(run: config.Run, devices) -> str:
 
 
 def rows(run) -> dict:
-    """One step of random tokens, a document a sequence."""
+    """Return one step of random tokens. Each sequence is one document."""
     d, rng = run.data, np.random.default_rng(0)
     shape = (d.global_batch, d.seq_len)
     tokens, index = rng.integers(0, run.model.vocab_size, shape), np.tile(np.arange(d.seq_len), (d.global_batch, 1))

@@ -1,11 +1,12 @@
-"""python benchmarks/plan.py: what a search for the best layout costs as the number of GPUs grows, and how far the
-formulas are from the runs that others published in 2026. Writes benchmarks/plan.md.
+"""python benchmarks/plan.py: the cost of a search for the best layout by number of GPUs, and the errors of the formulas
+for runs that others published in 2026. Writes benchmarks/plan.md.
 
 python benchmarks/plan.py --rows FILE: prints the comparison for other rows with the columns of
 tests/goldens/published_2026.csv; nothing is fitted to them, and nothing is written.
 
-CPU seconds of one process from the parsed command to the ranked plans, imports apart: the slowest of three. Model and
-batch of each row are as large as its GPUs are used for, so that no row is short for want of layouts that fit.
+The search is measured in CPU seconds of one process, from the parsed command to the ranked plans, without imports. The
+result is the slowest of three. The model and batch of each row are typical for its number of GPUs, so that every search
+has enough layouts that fit.
 """
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ not propose them.
 
 
 def searched(model: str, gpus: int, batch: int, length: int) -> tuple[float, search.Answer]:
-    """(CPU seconds, the answer)."""
+    """Return (CPU seconds, the answer)."""
     begin = time.process_time()
     options = plan.COMMAND.read(f"{model} --gpus {gpus} --gpu h100 --global-batch {batch} --seq-len {length}".split())
     answer = search.search(plan.question_of(plan.run_of(options), options, gpus))
@@ -58,7 +59,7 @@ def searched(model: str, gpus: int, batch: int, length: int) -> tuple[float, sea
 
 
 def measure(model: str, gpus: int, batch: int, length: int) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     times, answers = zip(*(searched(model, gpus, batch, length) for _ in range(REPEATS)))
     row = (f"| {model} | {gpus:,} | {length:,} | {answers[0].tried:,} | {len(answers[0].plans):,} | "
            f"{max(times):.1f} |")
@@ -72,7 +73,7 @@ def main(argv) -> None:
     if path := parser.parse_args(argv).rows:
         print("\n".join(published_2026.table(path)))
         return
-    searched(*ROWS[0])                  # what the first call alone pays
+    searched(*ROWS[0])                  # warm-up: only the first call pays for some work
     rows = [measure(*row) for row in ROWS]
     lines = ["# Searching layouts", "", "Written by `python benchmarks/plan.py`. The first lines of this script say what is measured and how.", "",
              machine.line("", "jax"), "",

@@ -1,10 +1,10 @@
-"""python -m benchmarks.pods: what it costs a step to be watched: watchdog, agreement, checks of replicas, the account
-of all seconds.
+"""python -m benchmarks.pods: the cost of supervision to a step: watchdog, agreement, checks of replicas, and the
+account of all seconds.
 
-Seconds are CPU seconds, for each call of what a step calls: on a machine that others use, too, wall seconds say
-nothing. Those of the thread that drives the steps are what a step is longer by; those of the others run beside it. The
-agreement runs in real processes over loopback; checks of replicas stand beside `x + 1` over the same arrays. Writes
-benchmarks/pods.md.
+Times are CPU seconds per call of each function that a step calls, because wall seconds mean nothing on a machine with
+other users. CPU seconds of the thread that drives the steps make a step longer. Those of other threads run beside it.
+The agreement runs in real processes over loopback. The checks of replicas are compared with `x + 1` over the same
+arrays. Writes benchmarks/pods.md.
 """
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import machine, words
 
 PROCESSES, DEVICES, CALLS, ROUNDS = 2, 4, 2000, 5
-STEP_S, EVERY = 1.0, 100        # of the steps that all is compared with; between two checks of replicas
+STEP_S, EVERY = 1.0, 100        # seconds of the steps with which all is compared; steps between two checks of replicas
 HBM_BYTES, HBM_BYTES_PER_S = 80e9, 3.35e12     # of an H100
 WIDTH, ARRAYS = 1024, 12        # of the state whose replicas are checked: ARRAYS × 8 × WIDTH², float32
 
 
 def cpu_s(call, calls: int = CALLS) -> tuple[float, float]:
-    """CPU seconds for each call, of this thread and of all others of the process; medians of ROUNDS."""
+    """Return the CPU seconds per call, of this thread and of all other threads of the process; medians of ROUNDS."""
     found = []
     for _ in range(ROUNDS):
         own, all_ = time.thread_time(), time.process_time()

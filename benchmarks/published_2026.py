@@ -34,16 +34,16 @@ FILE = Path(__file__).resolve().parent.parent / "tests" / "goldens" / "published
 SHAPES = tomllib.loads(FILE.with_suffix(".toml").read_text())
 DTYPES = (("nvfp4", "nvfp4"), ("mx", "mxfp8"), ("fp8", "float8"), ("bf16", "bfloat16"))
 FRAMEWORKS = {"automodel": "automodel", "torchtitan": "torchtitan", "marin": "marin", "maxtext": "maxtext",
-              "primus": "primus"}       # Megatron's, with NeMo and Megatron-Bridge, are the others
-# Fractions of a layer's products, attention and elementwise work. Single modules: elementwise work alone.
+              "primus": "primus"}       # all others: Megatron, also with NeMo or Megatron-Bridge
+# Recomputed fractions of a layer's products, attention and elementwise work. Single modules: only elementwise work.
 FULL = (1, 1, 1)
 RECOMPUTED = {"": (0, 0, 0), "none": (0, 0, 0), "full": FULL, "per-op selective": (.5, 0, 1), "core_attn": (0, 1, 0)}
 SINGLE = (0, 0, .6)
-# At one layout and in a narrow dtype, throughput grows by this share a year from release to release of Megatron-Bridge;
-# the assumptions are those of MIDDLE.
+# For one layout in a narrow dtype, throughput grows by this share per year with the releases of Megatron-Bridge. The
+# assumptions are those of MIDDLE.
 RELEASES, MIDDLE = .12, 2026.25
 HIDDEN_EXCHANGE = .80       # see overlap.exchange
-FAR = 1.15                  # throughputs that differ by less have no order
+FAR = 1.15                  # throughputs that differ by less are not ordered
 SPLIT = 'layers = "stage"\nheads = "tensor"\nkv_heads = "tensor"\nmlp = "tensor"\nvocab = "tensor"\n'
 ACTIVATIONS = """
 [activations]
@@ -61,16 +61,16 @@ class NotPriced(ValueError):
     """Why a row has no price."""
 
 
-# ---- what a row says -------------------------------------------------------------------------------------------------
+# ---- the contents of a row -------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Row:
-    """One published run: the columns of the file."""
+    """One published run: the columns of a row of the file."""
     columns: Mapping[str, str]
 
     def count(self, name: str) -> int:
-        """A column's number; 1 where it is empty."""
+        """Return a column's number; 1 if it is empty."""
         return int(self.columns[name] or 1)
 
     @property
@@ -83,7 +83,7 @@ class Row:
 
     @functools.cached_property
     def shape(self) -> str:
-        """The name of its model in the table of shapes, or of a preset."""
+        """Return the name of the row's model in the table of shapes, or of a preset."""
         name = re.sub(r"\(.*?\)|\bsft\b|\blora\b|\bpretrain\b", "", self.columns["model"].lower())
         name = re.sub(r"[^a-z0-9.]+", "-", name).strip("-")
         name = re.sub(r"llama-?3\.[13]", "llama3", name)
@@ -96,7 +96,7 @@ class Row:
 
     @property
     def dtype(self) -> str:
-        """Of the products of layers and experts."""
+        """Return the dtype of the products of layers and experts."""
         text = self.columns["dtype"].lower()
         return text if "expert" in text else next((dtype for mark, dtype in DTYPES if mark in text), text)
 
@@ -111,20 +111,20 @@ class Row:
 
     @property
     def kind(self) -> str:
-        """Its class: dense or MoE, the dtype, the generation."""
+        """Return the row's class: dense or MoE, the dtype, the generation."""
         made = {"h": "Hopper", "b": "Blackwell", "g": "Blackwell", "a": "Ampere"}.get(self.gpu[0], "AMD")
         dtype = {"bfloat16": "bf16", "float8": "fp8"}.get(self.dtype, self.dtype)
         return f"{'MoE' if self.moe else 'dense'} {dtype} {made}"
 
     @property
     def layout(self) -> tuple:
-        """All that its price depends on but for the release."""
+        """Return all that the price depends on, except the release."""
         names = [name for name in self.columns if name not in ("metric", "value", "source")]
         return tuple(self.columns[name] for name in names) + (self.microbatch,)
 
     @property
     def tokens_per_s(self) -> float:
-        """Published tokens per second and GPU."""
+        """Return published tokens per second and GPU."""
         metric, value = self.columns["metric"], self.columns["value"]
         if metric == "tokens/s/GPU":
             return float(value)
@@ -140,19 +140,19 @@ class Row:
 
     @property
     def stated_microbatch(self) -> int:
-        """Sequences of a microbatch; 0 where the source does not say."""
+        """Return the sequences of a microbatch; 0 if the source does not state them."""
         found = re.search(r"(?:mbs[ =]|local batch |batch a GPU |\(b |; b )(\d+)", self.source)
         return int(found[1]) if found else 0
 
     @property
     def microbatch(self) -> int:
-        """assumption: 1 where the source does not say. torchtitan's pipelines cut the local batch into sequences."""
+        """assumption: 1 if the source states none. torchtitan's pipelines cut the local batch into sequences."""
         alone = self.framework == "torchtitan" and self.count("pp") > 1
         return 1 if alone else self.stated_microbatch or 1
 
     @property
     def year(self) -> float:
-        """When the software was released, as the source says; MIDDLE where it does not."""
+        """Return the release date of the software as a year; MIDDLE if the source does not state it."""
         found = re.search(r"NeMo (\d\d)\.(\d\d)|support/(\d\d)\.(\d\d)", self.source)
         if not found:
             return MIDDLE
@@ -167,7 +167,7 @@ def rows(path: Path = FILE) -> list[Row]:
 
 @functools.cache
 def model(name: str):
-    """(the [model] section, its parameter table). Raises: NotPriced."""
+    """Return (the [model] section, its parameter table). Raises: NotPriced."""
     keys = dict(SHAPES["models"].get(name) or {"preset": name})
     if reason := keys.pop("not_priced", ""):
         raise NotPriced(reason)
@@ -193,7 +193,7 @@ class Ways:
     sharded: tuple[str, ...] = ()
 
     def rules(self) -> str:
-        """The rule file: optimizer state is sharded over all replicas."""
+        """Return the rule file. Optimizer state is sharded over all replicas."""
         def toml(axes: Iterable[str]) -> str:
             return str(list(axes)).replace("'", '"')
 
@@ -207,10 +207,10 @@ class Ways:
 
 
 def ways(row: Row) -> Ways:
-    """The axis fsdp is the part of the replicas that experts, or weights, are sharded over; data the rest of them.
+    """Return the row's layout. fsdp is the part of the replicas that shards experts or weights; data is the rest.
 
-    Megatron's experts are sharded over tensor, context and data together, neighbours first; with expert tensor
-    parallelism (ETP) over data alone. Raises: NotPriced.
+    Megatron shards experts over tensor, context and data together, neighbours first. With expert tensor parallelism
+    (ETP) it shards them over data alone. Raises: NotPriced.
     """
     if not row.columns["gpus"] or not row.columns["tp"]:
         raise NotPriced("the layout is not published")
@@ -224,7 +224,7 @@ def ways(row: Row) -> Ways:
     def make(n: int, **more) -> Ways:
         return Ways((("stage", p), ("data", replicas // n), ("fsdp", n), ("context", c), ("tensor", t)), **more)
     e = row.count("ep")
-    if cfg.num_experts and not row.columns["ep"] and "DeepEP" in row.source:    # which moves tokens to other devices
+    if cfg.num_experts and not row.columns["ep"] and "DeepEP" in row.source:    # DeepEP sends tokens to other devices
         e = math.gcd(gpus, cfg.num_experts)
     if not cfg.num_experts or e == 1:
         n = int(found[1]) if found else replicas if fsdp else 1
@@ -240,8 +240,8 @@ def ways(row: Row) -> Ways:
 
 
 def copies(row: Row, laid: Ways) -> float:
-    """How often a token is sent to its experts, evenly chosen: once to each device of a link domain (HybridEP, DeepEP),
-    once to each host where they are on several. 0: once to each expert."""
+    """Return how often a token is sent to its experts, which are chosen evenly: once to each device of a link domain
+    (HybridEP, DeepEP), or once to each host if they are on several hosts. 0: once to each expert."""
     if not laid.experts or "alltoall" in row.source:
         return 0.0
     domain = hardware.get(row.gpu).domain_gpus(row.count("gpus"))
@@ -255,7 +255,7 @@ def copies(row: Row, laid: Ways) -> float:
 
 @functools.cache
 def placed_as(shape: str, laid: Ways, habits: Habits, frozen: bool) -> OtherPlaced:
-    """frozen: whether the matrices have no gradients (LoRA, whose adapters are left out)."""
+    """Return the model under the layout. frozen: matrices have no gradients (LoRA; its adapters are left out)."""
     cfg, table = model(shape)
     if frozen:
         table = [dataclasses.replace(info, trainable=False) for info in table]
@@ -286,7 +286,7 @@ def priced(row: Row, given: Mapping[str, float] | None = None) -> Price:
     habits = Habits(
         RECOMPUTED.get(row.columns["recompute"], SINGLE), eager=row.framework == "automodel",
         narrow="" if row.dtype == "bfloat16" else row.dtype, copies=copies(row, laid),
-        # Layers that do not divide among the chunks leave room for embedding and head.
+        # If the chunks have unequal layers, embedding and head take the place of layers.
         spreads_head=stages > 1 and cfg.num_layers % (stages * chunks) > 0)
     placed = placed_as(row.shape, laid, habits, row.lora)
     length = row.count("seq_len")
@@ -299,14 +299,14 @@ def priced(row: Row, given: Mapping[str, float] | None = None) -> Price:
     rated = OtherRates(gpu, OtherAssumptions(row.gpu, _said(row, gpu) | dict(given or {})))
     one = OtherPricing(placed, rated, options).price()
     if row.framework == "automodel" and sum(one.memory_bytes.values()) > gpu.hbm_bytes:
-        # Not said there: what does not fit otherwise is recomputed.
+        # assumption: a run recomputes all if it would not fit otherwise. The source does not state it.
         again = dataclasses.replace(habits, recompute=FULL)
         one = OtherPricing(placed_as(row.shape, laid, again, row.lora), rated, options).price()
     return one
 
 
 def _said(row: Row, gpu: hardware.Gpu) -> dict[str, float]:
-    """Assumptions that the source replaces."""
+    """Return the assumptions that the source replaces."""
     found = {}
     if row.framework == "megatron" and not row.moe:
         found["overlap.tensor"] = TABLE["overlap.user_buffers"].of(row.gpu)
@@ -319,7 +319,7 @@ def _said(row: Row, gpu: hardware.Gpu) -> dict[str, float]:
 
 
 def tokens_per_s(row: Row, given: Mapping[str, float] | None = None, releases: float = RELEASES) -> float:
-    """Priced tokens per second and GPU with the row's release. Raises: NotPriced."""
+    """Return priced tokens per second and GPU for the row's release. Raises: NotPriced."""
     matures = row.framework == "megatron" and row.dtype != "bfloat16"
     return priced(row, given).tokens_per_s_per_gpu * math.exp(releases * matures * (row.year - MIDDLE))
 
@@ -328,7 +328,7 @@ Errors = list[tuple[Row, float]]
 
 
 def errors(path: Path = FILE) -> tuple[Errors, list[tuple[Row, str]]]:
-    """([(row, priced throughput over published − 1)], [(row, why it has no price)])."""
+    """Return ([(row, priced throughput / published − 1)], [(row, why it has no price)])."""
     found, left = [], []
     for row in rows(path):
         try:
@@ -339,8 +339,8 @@ def errors(path: Path = FILE) -> tuple[Errors, list[tuple[Row, str]]]:
 
 
 def pairs(found: Errors) -> tuple[int, int, int]:
-    """(pairs of one model, number and kind of GPU whose throughputs are further apart than FAR, those in the published
-    order, those of one layout)."""
+    """Return the number of pairs with one model and the same number and kind of GPU whose throughputs differ by more
+    than FAR; how many of them have the published order; how many have one layout."""
     count = right = same = 0
     for (a, x), (b, y) in itertools.combinations(found, 2):
         ratio = a.tokens_per_s / b.tokens_per_s
@@ -351,10 +351,10 @@ def pairs(found: Errors) -> tuple[int, int, int]:
     return count, right, same
 
 
-# ---- rows that no constant has seen ----------------------------------------------------------------------------------
+# ---- rows that no constant was fitted to -----------------------------------------------------------------------------
 
 B2, B3 = ("b2", "gb2"), ("b3", "gb3")
-# ((assumption, GPUs), where a fit begins, what it tries), first those of dense rows, then those of experts.
+# ((assumption, GPUs), start of the fit, values that it tries), first for dense rows, then for experts.
 FITTED = {
     False: ((("matmul.sustained", B2 + B3), .64, (.56, .60, .64, .68, .72, .76)),
             (("matmul.float8", B2), 1, (.9, 1, 1.1, 1.2, 1.3)),
@@ -366,17 +366,17 @@ FITTED = {
            (("gap.expert_us", ("",)), 0, (0, 100, 150, 200, 250, 300, 350)),
            (("gap.narrow_us", ("",)), 0, (0, 40, 80, 120)),
            (("releases", ("",)), 0, (0, .06, .12, .18)))}
-ROUNDS, FAR_OFF = 2, .5         # an error of more counts no more
+ROUNDS, FAR_OFF = 2, .5         # larger errors count as FAR_OFF
 
 
 class Fit:
-    """Fits FITTED to rows, one constant after the other."""
+    """Fit FITTED to rows, one constant after the other."""
 
     def __init__(self, all_rows: Iterable[Row]):
         self.rows, self.known = list(all_rows), {}
 
     def error(self, row: Row, values: Mapping[tuple, float]) -> float:
-        """The logarithm of the priced throughput over the published one."""
+        """Return the logarithm of the priced throughput divided by the published one."""
         mine = tuple((name, value) for (name, gpus), value in values.items() if row.gpu.startswith(gpus)
                      and (name not in ("matmul.float8", "matmul.mxfp8") or name.endswith(row.dtype)))
         if (row, mine) not in self.known:
@@ -386,7 +386,7 @@ class Fit:
         return self.known[row, mine]
 
     def without(self, left_out: Callable[[Row], bool]) -> dict[tuple, float]:
-        """The constants by the other rows."""
+        """Fit the constants to the other rows."""
         values = {key: start for table in FITTED.values() for key, start, _ in table}
         for moe, table in FITTED.items():
             seen = [row for row in self.rows if row.moe == moe and not left_out(row)]
@@ -399,7 +399,7 @@ class Fit:
 
 
 def held_out(found: Errors, group: Callable[[Row], str]) -> Errors:
-    """[(row, its error)] by constants that were fitted to the rows of the other groups."""
+    """Return [(row, its error)], with constants that were fitted to the rows of the other groups."""
     fit, made = Fit(row for row, _ in found), []
     for name in dict.fromkeys(group(row) for row, _ in found):
         values = fit.without(lambda row, name=name: group(row) == name)
@@ -411,12 +411,12 @@ def held_out(found: Errors, group: Callable[[Row], str]) -> Errors:
 
 
 def source(row: Row) -> str:
-    """The page or repository that a row is from, its releases together."""
+    """Return the page or repository of a row. All its releases count as one."""
     return re.split(r"[@ ]", row.source)[0] + (" skills" if "skills/" in row.source else "")
 
 
 def by_kind(found: Errors) -> dict[str, list[float]]:
-    """Absolute errors of all, of dense and MoE rows by generation, and of each class."""
+    """Return the absolute errors of all rows, of dense and MoE rows by generation, and of each class."""
     kinds = defaultdict(list)
     for row, error in found:
         first, dtype, generation = row.kind.split()
@@ -430,7 +430,7 @@ def ninth(errors: list[float]) -> float:
 
 
 def table(path: Path = FILE) -> list[str]:
-    """The comparison in Markdown."""
+    """Return the comparison as Markdown."""
     found, left = errors(path)
     unseen = [by_kind(held_out(found, group)) for group in (lambda row: row.shape, source)] if path == FILE else []
     head = "| class | rows | median | 90th percentile |" + " median, its model left out | its source left out |" * bool(

@@ -38,7 +38,8 @@ RUNS = {"float32": ("ddp", 0), "bfloat16, ring": ("ddp", 0), "bfloat16": (NARROW
 
 
 def round_sums() -> pytest.MonkeyPatch:
-    """Round every gradient of a matrix, and the sum to which it is added, to bfloat16. Return what undoes it."""
+    """Round every gradient of a matrix, and the sum to which it is added, to bfloat16. Return an object that reverts
+    this."""
     patch, add, add_at = pytest.MonkeyPatch(), accumulators.add, accumulators.add_at
 
     def narrow(tree, dims: int):

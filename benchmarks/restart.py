@@ -1,9 +1,9 @@
 """python -m benchmarks.restart [--processes N] [--kills K] [RUN.toml] [--section.key value …]
 
-What a restart costs, from the kill of a process to the next step that counts, by phase. Starts the run under
-launch.local, kills one process with SIGKILL after a checkpoint, and reads from the lines of the launcher when it has
-noticed, when the next start had imported everything and its processes had met, when the state was restored, when its
-programs were there, and when the row of its first step was. Prints a table of the medians.
+Measures the cost of a restart by phase, from the kill of a process to the next step that counts. It starts the run
+under launch.local and kills one process with SIGKILL after a checkpoint. The launcher's lines give the end of each
+phase: the launcher noticed the kill; the new processes had imported everything and had met; the state was restored; the
+programs were ready; the first step had its row. Prints a table of the medians.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import words
 from meshtrain import config, run_files
 
-PHASES = (      # (name, what a line says when it is over)
+PHASES = (      # (name, the line that ends it)
     ("noticing it, ending the others", r"starting again"),
     ("imports, meeting, run.dir, data", r"planned: "),
     ("restore", r"resuming after step"),
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measure(processes: int, kills: int, run_words: list[str]) -> list[list[float]]:
-    """Seconds of each phase, for each kill but the first."""
+    """Return the seconds of each phase, for each kill except the first."""
     with tempfile.TemporaryDirectory() as home:
         argv = [sys.executable, "-u", "-m", "meshtrain.launch.local", "--processes", str(processes),
                 "--max-restarts", str(kills + 2), "--", *run_words,
@@ -65,12 +65,13 @@ def measure(processes: int, kills: int, run_words: list[str]) -> list[list[float
 
 
 def _find_newest(directory: Path) -> int:
-    """The step of the newest whole checkpoint; 0: none."""
+    """Return the step of the newest complete checkpoint; 0 if there is none."""
     return max((int(path.name) for path in (directory / "checkpoints").glob("[0-9]*")), default=0)
 
 
 def _kill(run: subprocess.Popen, directory: Path, number: int) -> list[float]:
-    """Seconds of the phases; none the first time, when there was nothing to load."""
+    """Kill one process. Return the seconds of the phases; none the first time, because there was no checkpoint to
+    restore."""
     before = _find_newest(directory)
     while _find_newest(directory) <= before:
         if run.poll() is not None:

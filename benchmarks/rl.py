@@ -48,12 +48,12 @@ def copies(prompt, answer, line):
 
 
 def coin(prompt, answer, line):
-    """Says nothing of what is right, and is a function of the answer all the same."""
+    """Return a reward that says nothing about correctness but is a function of the answer."""
     return reversals(prompt, answer, line) | {"reward": hashlib.blake2b((prompt + answer).encode()).digest()[0] % 2}
 
 
 def run(name: str, *keys: str) -> float:
-    """Seconds of processor time of the command."""
+    """Run the command. Return its CPU seconds."""
     begun = os.times()
     subprocess.run([sys.executable, "-m", "meshtrain.train", f"configs/{name}.toml", *keys], check=True, cwd=ROOT,
                    stdout=subprocess.DEVNULL, env={**os.environ, "NPROC": "32"})
@@ -68,7 +68,7 @@ def rows(directory: str) -> list[dict]:
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 def words_learned(place: str, seed: int) -> tuple[list[str], float]:
-    """Rows of the table, and the share of steps with the same reward on eight devices."""
+    """Return the rows of the table, and the share of steps with the same reward on eight devices."""
     sft = f"{place}/sft{seed}"
     cpu, lines, same = run("quickstart-rl-sft", f"--run.dir={sft}", f"--run.seed={seed}"), [], 0.0
     lines.append(f"| {seed} | demonstrations | | | | {rows(sft)[-1]['elapsed_s']:.0f} | {cpu:.0f} |")
@@ -112,7 +112,7 @@ LEARN = (ROWS, "--rl.reward=number", "--rl.max_tokens=20", "--validation.every=0
 
 
 def worked(a: int, b: int, chance: random.Random) -> str:
-    """A sum as it is demonstrated: the columns from the last one, with what was carried, and the number they make."""
+    """Return a demonstration of a sum: the columns from the last one, with the carry, and the resulting number."""
     columns, carried = [], 0
     for place in (1, 10, 100):
         column = a // place % 10 + b // place % 10 + carried
@@ -125,8 +125,8 @@ def worked(a: int, b: int, chance: random.Random) -> str:
 
 
 def write_sums(place: str) -> float:
-    """demonstrations.jsonl, prompts.jsonl and held_out.jsonl, no sum in two of them. Returns the share of
-    demonstrations that are right."""
+    """Write demonstrations.jsonl, prompts.jsonl and held_out.jsonl, with no sum in two of them. Return the share of
+    correct demonstrations."""
     chance, right = random.Random(0), 0
     drawn = [(100 + n // 900, 100 + n % 900) for n in chance.sample(range(900 * 900), 2 * SUMS + HELD_OUT)]
     with open(f"{place}/demonstrations.jsonl", "w") as file:
@@ -141,8 +141,8 @@ def write_sums(place: str) -> float:
 
 
 def sums_right(place: str, weights: str) -> tuple[float, float, float]:
-    """(share of right answers to held-out sums, its standard error, share of sums with one of eight). The first batch
-    of a run is drawn with the weights that it starts from."""
+    """Return (share of right answers to held-out sums, its standard error, share of sums with at least one right answer
+    of eight). The first batch of a run is sampled with its initial weights."""
     run("quickstart-rl", f"--run.dir={weights}-asked", f'--data.paths=["{place}/held_out.jsonl"]',
         "--data.validation_paths=[]", f"--checkpoint.init_from={weights}", *LEARN, f"--rl.prompts={HELD_OUT}",
         "--training.steps=1", "--data.global_batch=512", "--training.microbatches=32")
@@ -157,7 +157,7 @@ def sums_right(place: str, weights: str) -> tuple[float, float, float]:
 
 
 def sums_learned(place: str, seed: int) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     shown = (ROWS, f'--data.paths=["{place}/demonstrations.jsonl"]', f"--run.seed={seed}", "--validation.every=0")
     first, learned, more = (f"{place}/{name}{seed}" for name in ("first", "learned", "more"))
     cpu_s = run("quickstart-rl-sft", f"--run.dir={first}", f"--training.steps={STEPS}", *shown)

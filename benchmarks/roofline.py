@@ -1,10 +1,10 @@
-"""python benchmarks/roofline.py: what a step of the shipped runs would take on GPUs that are not here, beside published
-runs.
+"""python benchmarks/roofline.py: predicted times of a step of the shipped runs on GPUs that need not be present, and of
+published runs.
 
-Each run's step is compiled for the GPU and priced kernel by kernel (meshtrain/cost/program/roofline.py); nothing is measured.
-Needs the extra gpu-compile. Two sets of rates: the named assumptions, which fit published runs, and flat ones, with
-which aims were set. Published runs of the same layouts are compiled with their shapes, batches and recomputation.
-Writes benchmarks/roofline.md.
+Each step is compiled for the GPU and priced kernel by kernel (meshtrain/cost/program/roofline.py); nothing is measured.
+Needs the extra gpu-compile. There are two sets of rates: the named assumptions, which fit published runs, and flat
+rates, which served to set the aims. Published runs of the same layouts are compiled with their shapes, batches and
+recomputation. Writes benchmarks/roofline.md.
 """
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from meshtrain.cost.program.compiled import CompiledProgram
 from meshtrain.inspection import memory
 
 GPUS, HOPPER = ("h100", "a100-80gb", "h200", "b200"), ("h100", "h200")
-PARTS = tuple(part for part in roofline.PARTS if part != roofline.RECURRENCE)       # no shipped run has such mixers
+PARTS = tuple(part for part in roofline.PARTS if part != roofline.RECURRENCE)       # no shipped run has one
 FLAT = {"matmul.best": .78, "matmul.sustained": 1, "matmul.clock": 1, "matmul.wave": 0, "matmul.k0": 0,
         "attention.cudnn_forward": .60, "attention.cudnn_backward": .50, "attention.pallas_forward": .38,
         "attention.pallas_backward": .28, "attention.ramp": 0, "hbm.share": .85, "link.start_us": 15,
@@ -41,7 +41,7 @@ FLAT = {"matmul.best": .78, "matmul.sustained": 1, "matmul.clock": 1, "matmul.wa
 
 @dataclass(frozen=True)
 class Case:
-    """A run: its file with overrides, on how many GPUs."""
+    """A run: its file with overrides, and its number of GPUs."""
     name: str
     run_file: str
     num_gpus: int
@@ -64,23 +64,24 @@ SHIPPED = (
 
 @dataclass(frozen=True)
 class Published:
-    """A published run. given: assumptions that its software or network asks for; apart: where ours is not the same
-    program."""
+    """A published run. given: assumptions that its software or network needs. apart: the difference, if our program is
+    not the same."""
     case: Case
     gpu: str
-    tokens_per_s: float         # of a GPU
+    tokens_per_s: float         # per GPU
     source: str
     given: dict
     apart: str = ""
 
 
-# Theirs attend to whole rows. Ours do so with the Pallas kernels, compiled as a stand-in (cuDNN's need its library) and
-# priced at the rate of the published engine; where that multiplies five times backward, these multiply seven times.
+# Published runs attend to whole rows. Ours do so with the Pallas kernels as a stand-in, because cuDNN's kernels need
+# its library. The stand-in is priced at the rate of the published engine; its backward has seven products instead of
+# five.
 WHOLE = "--data.document_mask false --model.attention pallas "
 CUDNN = {"attention.pallas_forward": .58, "attention.pallas_backward": .50 * 7 / 5}
 FLASH_2 = {"h100-96gb": {"attention.pallas_forward": .37, "attention.pallas_backward": .33 * 7 / 5},
            "a100": {"attention.pallas_forward": .58, "attention.pallas_backward": .50 * 7 / 5}}
-SLOW_NETWORK = {"nic.share": .2}            # 400 Gb/s a host, where the table has 200 Gb/s a GPU
+SLOW_NETWORK = {"nic.share": .2}            # 400 Gb/s a host; the table has 200 Gb/s a GPU
 LLAMA_3 = "--data.global_batch {} --training.microbatches 1 --training.remat {} " + WHOLE
 LLAMA_2 = "--model.preset llama2-7b --data.seq_len 4096 " + LLAMA_3
 PUBLISHED = (
@@ -106,7 +107,7 @@ PUBLISHED = (
 
 @functools.cache
 def program(gpu: str, case: Case):
-    """(assembled run, its compiled step)."""
+    """Return (assembled run, its compiled step)."""
     run = run_files.load([str(ROOT / "configs" / case.run_file), *case.words.split()])
     made = assembly.assemble(run, gpu_compile.topology(f"{gpu}:{case.num_gpus}"))
     return made, assembly.compile_step(made, made.program.lower_step(), refuse_broken=False)
@@ -144,7 +145,7 @@ def table(header: tuple, rows: list[list[str]]) -> list[str]:
 
 
 def with_table(gpu: str, case: Case) -> str:
-    """A sentence: the case's MFU at flat rates, where it is counted as 6·N with the embedding in N."""
+    """Return a sentence with the case's MFU at flat rates if it counts 6·N and N includes the embedding."""
     made, _ = program(gpu, case)
     cfg, table = made.run.model, made.model.parameters()
     counted = flops.model_flops_per_token(table, cfg, made.run.data.seq_len)
@@ -155,7 +156,7 @@ def with_table(gpu: str, case: Case) -> str:
 
 
 def costliest(gpu: str, case: Case, count: int = 10) -> list[str]:
-    """A table of the costliest kernels, and the sentence above it."""
+    """Return a table of the most expensive kernels, with a sentence above it."""
     line = line_of(gpu, case)
     rows = [[kernel.part, f"{kernel.runs:,}", f"{1e3 * kernel.seconds:,.0f}", f"{kernel.seconds / line.step_s:.1%}",
              kernel.bound, kernel.line, f"`{kernel.source[-60:]}`"] for kernel in line.kernels[:count]]

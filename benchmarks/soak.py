@@ -1,26 +1,27 @@
 """python -m benchmarks.soak [--faults N] [--parts A,B] [--seed S] [--json FILE] [--add FILE,FILE]
 
-Fault after fault, N in all (default 100), at random moments of starts, restores, steps, saves and exports of a tiny
-run; each run that was hit is compared with one that was not: rows, order of the data, every array of its final state,
-its exports. Seven parts:
+Injects N faults (default 100), one after the other, at random moments of starts, restores, steps, saves and exports of
+a tiny run. Each run with faults is compared with a run without: its rows, the order of its data, every array of its
+final state, and its exports. There are seven parts:
 
-processes   runs under launch.local, in one, two and four processes: kill -9 of one, of all or of the launcher, SIGTERM,
-            SIGSTOP for good or for seconds, no compiled programs any more when the next start begins
-calls       system calls on files that fail, one or all from then on, or at which the run is killed or stopped: ENOSPC,
-            EIO, ESTALE; a twentieth of them in the command itself, the others with a stand-in for its compiled step
+processes   runs under launch.local in one, two and four processes: kill -9 of one process, of all or of the launcher;
+            SIGTERM; SIGSTOP for good or for seconds; no compiled programs at the next start
+calls       system calls on files: one call or all calls from then on fail (ENOSPC, EIO, ESTALE), or the run is killed
+            or stopped at a call. A twentieth are in the command itself, the others with a stand-in for its compiled step
 bucket      run.dir in a bucket on loopback: the server answers 500, says SlowDown, breaks off, is slow, refuses some
-            requests or all for a while (403, an expired token), lets 200 kB/s pass, or has or returns damaged pieces;
-            kills, after which an empty machine goes on, or the same without its caches
-requests    starts of a run in a bucket, with the stand-in: refused, a slow line, damaged pieces, no caches any more
+            requests or all for a while (403, an expired token), sends 200 kB/s, or has or returns damaged pieces. Also
+            kills, after which the run continues on an empty machine or without its caches
+requests    starts of a run in a bucket, with the stand-in: refused, a slow line, damaged pieces, no caches
 stops       SIGSTOP for longer than every limit of the run: of one process, of all, of all and the launcher
-samplers    a run that learns from rewards, with two samplers apart: one is killed, or its main thread stands still for
-            some seconds, less or longer than it may, or for good
-hosts       two hosts with a name and a disk each, which are namespaces: one is killed, or is killed and loses its disk
+samplers    a run that learns from rewards, with two separate samplers: one is killed, or its main thread stops for good
+            or for some seconds, below or above its limit
+hosts       two hosts, which are namespaces with their own name and disk: one is killed, or is killed and loses its disk
 
-Prints one table and ends with 1 if anything was lost, repeated or wrong. Its seconds: from the fault to the next row
-that counts; of calls from the start of the run that goes on to its end. Not named: nobody was left who could, or asking
-again was enough. Silent: the longest time without a line from the fault to that row; of calls all of the run. --json
-writes the table down, and --add takes such files into it. Linux only; hosts need root.
+Prints one table. The exit code is 1 if anything was lost, repeated or wrong. Seconds: from the fault to the next row
+that counts; for calls, from the start of the run that continues to its end. Not named: no message named the fault,
+because no process was left or a retry was enough. Silent: the longest time without a line from the fault to that row;
+for calls, in the whole run. --json writes the table to a file, and --add adds such files to it. Linux only; hosts need
+root.
 """
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ from benchmarks import words
 from tests import disturbed, refusing, soak
 
 SHARES = {"processes": 0.07, "calls": 0.46, "bucket": 0.1, "requests": 0.2, "stops": 0.06, "samplers": 0.08, "hosts": 0.03}
-REAL = 1 / 20       # of the calls, in the command itself
+REAL = 1 / 20       # share of the calls in the command itself
 KILLS = {"kill": 5, "kill all": 1, "kill launcher": 1, "terminate": 2}
 MOMENTS = {"save": "saving", "local": "saving", "export": "exporting", "export last": "exporting", "start": "starting",
            "resume": "compiling", "rollback": "compiling", "reference": "starting"}
@@ -57,7 +58,7 @@ SAID = re.compile(r"^error: |not saved|not kept|failed|cannot be|asked again|cou
 
 @dataclasses.dataclass
 class Line:
-    """Of the table."""
+    """A line of the table."""
     met: int = 0
     moments: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     named: collections.Counter = dataclasses.field(default_factory=collections.Counter)
@@ -74,7 +75,7 @@ class Line:
         self.wrong += wrong
 
     def add_all(self, other: dict) -> None:
-        """other: as it is written down."""
+        """Add the counts of another line. other: as read from a file."""
         self.met, self.wrong = self.met + other["met"], self.wrong + other["wrong"]
         self.moments.update(other["moments"])
         self.named.update({json.loads(key): number for key, number in other["named"].items()})
@@ -83,7 +84,7 @@ class Line:
 
 
 class Table(collections.defaultdict[tuple[str, str], Line]):
-    """(part, fault) -> a line. path: a file for it."""
+    """(part, fault) -> a line. path: the file to write."""
 
     def __init__(self, path: Path | None):
         super().__init__(Line)
@@ -122,7 +123,7 @@ def main() -> int:
 
 
 def _parted(count: int, *shares: float) -> list[int]:
-    """The count, divided; the first has what is left over."""
+    """Split the count by shares. The first part gets the remainder."""
     rest = [round(count * share / sum(shares)) for share in shares[1:]]
     return [count - sum(rest), *rest]
 
@@ -141,7 +142,7 @@ def bucket(home: Path, count: int, seed: int, table: Table) -> int:
     server, draw, runs = stores.Server(), random.Random(f"bucket {seed}"), 0
     home.mkdir(parents=True)
     os.environ |= stores.environment(server, home)
-    # many of those that end no start fall into one run
+    # one run has many of those faults that do not end a start
     kinds = {fault: 0.2 * weight for fault, weight in KILLS.items()} | dict.fromkeys(soak.SERVER, 3) | {
         "refused": 6, "expired": 6, "200 kB/s": 6, "damaged": 0.5, "damaged for good": 0.5, "empty caches": 0.5}
     for some, number in zip(_parted(count, 0.7, 0.3), (1, 2), strict=True):
@@ -161,7 +162,7 @@ def requests(home: Path, count: int, seed: int, table: Table) -> int:
     while done < count:
         fault = draw.choice(list(refusing.FAULTS))
         found = harness.check(fault, draw)
-        if found.met:       # else the run made no such request
+        if found.met:       # otherwise the run made no such request
             done += 1
             table["requests", fault].add(found.moment, found.named, None, found.silent_s, bool(found.wrong))
             table.write()
@@ -214,7 +215,7 @@ def calls(home: Path, count: int, seed: int, table: Table) -> int:
         while done < share:
             for cell in harness.drawn(places, list(disturbed.FAULTS), share - done, draw):
                 wrong, met = harness.check(cell)
-                if not met:         # of threads the order of calls is not always the same
+                if not met:         # the order of calls of threads can differ
                     continue
                 done, runs = done + 1, runs + 1
                 named = None if cell.fault == "kill" or not SAID.search(harness.first.said) else True

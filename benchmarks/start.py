@@ -1,9 +1,9 @@
 """python -m benchmarks.start [--rounds N] [--devices N]
 
-What a start costs in CPU seconds, beside a trainer written by hand (benchmarks/contenders/plain_flax.py): from the
-command to the first loss of the same Llama, on simulated devices with an empty compilation cache, in turns; where the
-seconds of each go; --help of each command; and the trace of configs/llama3-70b-pipeline.toml for 64 H100 that are not
-there. Prints tables. benchmarks/start.md has what was measured.
+Measures the cost of a start in CPU seconds, compared with a trainer written by hand
+(benchmarks/contenders/plain_flax.py). Both train the same Llama on simulated devices with an empty compilation cache,
+in turns, from the command to the first loss. Also measures the parts of a start, --help of each command, and the trace
+of configs/llama3-70b-pipeline.toml for 64 absent H100. Prints tables. benchmarks/start.md has the results.
 """
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import machine, words
 
 SHAPE = dict(vocab_size=2048, embed_dim=256, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=32, mlp_dim=1024)
-SEQ_LEN, ROWS = 256, 2          # rows of a device
+SEQ_LEN, ROWS = 256, 2          # rows per device
 TICKS = os.sysconf("SC_CLK_TCK")
 POLL_S, LIMIT_S = 0.01, 1800.0
 PIPELINE = ROOT / "configs" / "llama3-70b-pipeline.toml"
 
 
 def words_of_run(devices: int, directory: Path, *more: str) -> list[str]:
-    """Return the words of the command: the run that the trainer by hand trains."""
+    """Return the arguments of the command, for the run that the handwritten trainer trains."""
     keys = {f"model.{name}": value for name, value in SHAPE.items()} | {
         "model.compute_dtype": "float32", "mesh.data": 1, "mesh.fsdp": devices, "mesh.tensor": 1,
         "mesh.simulated_devices": devices, "data.seq_len": SEQ_LEN, "data.global_batch": ROWS * devices,
@@ -67,7 +67,8 @@ def until(command: list[str], sign: Path) -> float:
 
 
 def first_steps(rounds: int, devices: int) -> dict[str, list[float]]:
-    """Return the CPU seconds to the first loss, by turns. as it is: the run validates, too, which no other does."""
+    """Return the CPU seconds to the first loss, by turns. "as it is": the run also validates, which no other run
+    does."""
     taken: dict[str, list[float]] = {"meshtrain": [], "meshtrain, without validation": [], "plain flax": []}
     for _ in range(rounds):
         for name, seconds in taken.items():
@@ -95,10 +96,10 @@ def answer_help() -> dict[str, float]:
     return taken
 
 
-# ---- processes of their own: what they print is a JSON object of CPU seconds ------------------------------------------
+# ---- separate processes, which print a JSON object of CPU seconds ----------------------------------------------------
 
 class Parts:
-    """CPU seconds of the parts of a start, each since the end of the one before."""
+    """CPU seconds of the parts of a start. Each part begins at the end of the previous one."""
 
     def __init__(self):
         self.taken, self._last = {}, 0.0
@@ -109,7 +110,7 @@ class Parts:
 
 
 def alone_plain(devices: int, sign: str) -> dict[str, float]:
-    """Start the trainer by hand and take its first step. sign: a file that gets its loss; "": none."""
+    """Start the handwritten trainer and take its first step. sign: a file that gets its loss; "": none."""
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     parts = Parts()
     import jax
@@ -141,7 +142,7 @@ def alone_plain(devices: int, sign: str) -> dict[str, float]:
 
 
 def alone_ours(devices: int) -> dict[str, float]:
-    """Do what a start does until its first step, in the order of the command."""
+    """Execute a start until its first step, in the order of the command."""
     parts = Parts()
     with tempfile.TemporaryDirectory() as home:
         import jax

@@ -1,10 +1,11 @@
-"""python benchmarks/step.py [RUN.toml] [--section.key value …]: what meshtrain costs over a plain JAX step.
+"""python benchmarks/step.py [RUN.toml] [--section.key value …]: the cost of meshtrain's step compared with a plain JAX
+step.
 
-Measures the training step on 1 device, on 8 simulated ones (or on all GPUs there are), the loop around it, and a step
-written by hand in `baseline` below: same model, same mathematics, no mesh and no rules. What is compared is timed in
-turns, a few steps each, round by round: what else the machine does then hits all of it alike. Simulated devices take
-their turns in a process of their own, since their threads and flags would slow one device down. Loss and gradient norm
-of the two implementations must agree before anything is timed. Writes benchmarks/step.md.
+Measures the training step on 1 device, on 8 simulated devices (or on all GPUs of the machine), the loop around it, and
+the handwritten step in `baseline` below. The baseline has the same model and mathematics, without mesh and rules. All
+are timed in turns of a few steps, so that other load on the machine affects all equally. Simulated devices run in a
+separate process, since their threads and flags would slow one device down. Loss and gradient norm of the two
+implementations must agree before anything is timed. Writes benchmarks/step.md.
 """
 from __future__ import annotations
 
@@ -45,17 +46,18 @@ from meshtrain.run.feeds import BatchFeed
 from meshtrain.training.optimizer import learning_rate_schedule
 
 ROUNDS, STEPS = 15, 4
-AGREE = 1e-4                   # relative, loss and gradient norm of the first step, float32
+AGREE = 1e-4                   # relative: loss and gradient norm of the first step, float32
 SIMULATED = 8
 
 
-# --- the step written by hand ----------------------------------------------------------------------------------------
+# --- the handwritten step --------------------------------------------------------------------------------------------
 
 def baseline(run, roles):
-    """(step, init) of the model in plain JAX for one device: step(params, opt_state, batch) -> (…, loss, grad norm).
+    """Return (step, init) of the model in plain JAX for one device: step(params, opt_state, batch) -> (…, loss, grad
+    norm).
 
-    params: meshtrain's tree, so that both start from the same numbers. The loss sees whole logits, attention whole
-    scores.
+    params: meshtrain's tree, so that both start from the same numbers. The loss computes whole logits. Attention
+    computes whole scores.
     """
     cfg, dtype = run.model, jnp.dtype(run.model.compute_dtype)
     decayed = jax.tree.map(lambda role: role in ("matrix", "embedding", "head"), roles)
@@ -114,7 +116,7 @@ def baseline(run, roles):
 
 
 def no_baseline(run) -> list[str]:
-    """What the run has that the step by hand has not; empty: they can be compared."""
+    """Return what the run has and the handwritten step does not support; empty if they can be compared."""
     m, t = run.model, run.training
     odd = {"model.norm": m.norm != "rmsnorm", "model.activation": m.activation != "swiglu",
            "model.position": m.position != "rope", "model.rope_scaling": m.rope_scaling.rope_type != "default",
@@ -167,7 +169,8 @@ def hand_written(run, made, rows) -> Contestant:
 
 
 def ours(name: str, made, rows) -> tuple[Contestant, list, object]:
-    """The bare compiled step on a batch that is placed once. Also returns its state and step, for the loop."""
+    """Return the compiled step without the loop, on a batch that is placed once. Also return its state and step, for
+    the loop."""
     with jax.set_mesh(made.mesh):
         started = time.perf_counter()
         compiled = made.program.compile()
@@ -188,8 +191,8 @@ def ours(name: str, made, rows) -> tuple[Contestant, list, object]:
 
 
 def looped(name: str, run, made, carry, compiled, corpus, directory) -> Contestant:
-    """`training.loop.train` with its data pipeline and metrics, on the same compiled step and state."""
-    warm_up = 2                        # the first rows hold the start of the data threads
+    """Return `training.loop.train` with its data pipeline and metrics, on the same compiled step and state."""
+    warm_up = 2                        # the first rows include the start of the data threads
 
     def go(n):
         last = int(carry[0].step) + warm_up + n
@@ -208,8 +211,8 @@ def looped(name: str, run, made, carry, compiled, corpus, directory) -> Contesta
 
 
 def timed(steps):
-    """go(n) of a Contestant from steps(n): what every thread of the process does counts as CPU seconds. One untimed
-    step comes first: the caches are another program's."""
+    """Return go(n) of a Contestant from steps(n). CPU seconds include all threads of the process. One untimed step
+    comes first, because the caches have the data of another program."""
     def go(n):
         steps(1)
         clock, cpu = time.perf_counter(), time.process_time()
@@ -224,7 +227,7 @@ def peak_bytes(compiled) -> int:
 
 
 def first_step_s(directory: Path, cache: Path, run_file: Path = run_files.QUICKSTART) -> float:
-    """Seconds from starting `python -m meshtrain.train` to the first row of its metrics."""
+    """Return the seconds from the start of `python -m meshtrain.train` to the first row of its metrics."""
     command = [sys.executable, "-m", "meshtrain.train", str(run_file), "--training.steps", "2", "--run.dir",
                str(directory), "--run.compilation_cache", str(cache), "--run.sample_tokens", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)} | {"XLA_FLAGS": ""}
@@ -261,7 +264,7 @@ def main(argv) -> int:
 
 
 def measure(run: config.Run, scratch: Path) -> str:
-    """The page. Raises SystemExit where the two implementations differ."""
+    """Return the page. Raises: SystemExit if the two implementations differ."""
     print("the quickstart, twice …", file=sys.stderr)
     starts = {"empty": first_step_s(scratch / "cold", scratch / "cache"),
               "filled": first_step_s(scratch / "warm", scratch / "cache")}
@@ -301,11 +304,11 @@ def measure(run: config.Run, scratch: Path) -> str:
     return report(run, made, devices, contestants, aims, starts)
 
 
-_simulated: list[Contestant] = []      # in the process of the simulated devices: theirs
+_simulated: list[Contestant] = []      # those of the process with the simulated devices
 
 
 def simulated(run, rows) -> Contestant:
-    """SIMULATED simulated devices in this process, without `go`, which cannot travel to another."""
+    """Return a Contestant with SIMULATED simulated devices in this process. It has no `go`, which cannot be pickled."""
     devices = local_devices.start(run.model_copy(
         update={"mesh": run.mesh.model_copy(update={"simulated_devices": SIMULATED})}))
     _simulated.append(ours(f"meshtrain, {SIMULATED} simulated devices (zero3)", assembly.assemble(
@@ -318,7 +321,7 @@ def simulated_steps(n: int) -> tuple[float, float]:
 
 
 def sharded(run, n: int):
-    """The run with ZeRO-3 over n devices."""
+    """Return the run with ZeRO-3 over n devices."""
     return run.model_copy(update={"mesh": run.mesh.model_copy(update={"fsdp": n}), "sharding":
                                   config.Sharding(rules=str(ROOT / "sharding_rules" / "zero3.toml"))})
 
@@ -333,7 +336,7 @@ def take_turns(contestants, rounds: int, steps: int) -> None:
 
 
 def ratio(a: Contestant, b: Contestant, of: str = "times") -> float:
-    """The median over the rounds of a's time by b's in the same round."""
+    """Return the median over the rounds of a's time divided by b's time in the same round."""
     return statistics.median(x / y for x, y in zip(getattr(a, of), getattr(b, of)))
 
 

@@ -1,10 +1,10 @@
-"""python -m benchmarks.tiles [--write] [--minutes 5] [HEAD_DIM ...]: times tiles of the Pallas kernels on the GPU at
-hand.
+"""python -m benchmarks.tiles [--write] [--minutes 5] [HEAD_DIM ...]: times tiles of the Pallas kernels on this
+machine's GPU.
 
-Forward, dq and dkv each by itself, on packed rows: 8,192 tokens, documents of 2,000 on average, Llama 3 8B's heads. The
-tiles in use come first; candidates that the compiler refuses or whose numbers differ are left out. --write puts the
-fastest of each head_dim (64, 128 and 256 unless named) as a line into TIMED of meshtrain/kernels/tiles.py, where the
-next run finds them.
+Times forward, dq and dkv separately on packed rows: 8,192 tokens, documents of 2,000 tokens on average, Llama 3 8B's
+heads. The tiles in use come first. Candidates that the compiler rejects or whose numbers differ are left out. --write
+puts the fastest tiles of each head_dim (64, 128 and 256 by default) as a line into TIMED of meshtrain/kernels/tiles.py,
+where the next run finds them.
 """
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from meshtrain.kernels.tiles import Blocks, Tiles
 
 TABLE = ROOT / "meshtrain" / "kernels" / "tiles.py"
 ROUNDS, CALLS = 5, 10
-AGREE = 2e-2            # of the largest number: bfloat16, summed in another order
+AGREE = 2e-2            # share of the largest number: bfloat16, sums in another order
 
 
 class Shape(NamedTuple):
@@ -46,14 +46,15 @@ PACKED = Shape(2, 8192, 32, 8, 2000)
 
 
 def candidates(kernel: str) -> list[Blocks]:
-    """Tiles worth a try, the likeliest first."""
+    """Return the candidate tiles, the most likely first."""
     sizes = ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (64, 32), (32, 64)) if kernel == "forward" else (
         (64, 64), (128, 64), (64, 128), (64, 32), (128, 32), (32, 64), (128, 128))
     return [Blocks(*size, warps, stages) for warps, stages, size in itertools.product((4, 8), (2, 3, 1), sizes)]
 
 
 def kernels(head_dim: int, shape: Shape, full: int = tiles.FULL, interpret: bool = False):
-    """{kernel: function of its Blocks} that calls it on one draw of packed rows, and returns what it makes."""
+    """Return {kernel: function of its Blocks}. Each function calls its kernel on the same packed rows and returns the
+    result."""
     rng = np.random.default_rng(0)
     B, T, N, K, document = shape
 
@@ -77,7 +78,7 @@ def kernels(head_dim: int, shape: Shape, full: int = tiles.FULL, interpret: bool
 
 
 def seconds(function, args, rounds: int = ROUNDS, calls: int = CALLS) -> float:
-    """Of one call: the median of some rounds of some calls, the first not counted."""
+    """Return the seconds of one call: the median of some rounds of some calls, without the first round."""
     jax.block_until_ready(function(*args))
     times = []
     for _ in range(rounds):
@@ -90,7 +91,7 @@ def seconds(function, args, rounds: int = ROUNDS, calls: int = CALLS) -> float:
 
 
 def fastest(make, first: Blocks, others: list[Blocks], until: float, clock=seconds) -> list[tuple[float, Blocks]]:
-    """[(seconds, tile)], the fastest first, of those that compile and agree with `first`; none is begun after
+    """Return [(seconds, tile)], the fastest first, of the tiles that compile and agree with `first`. None starts after
     `until`."""
     function, args = make(first)
     expected = jax.tree.leaves(jax.device_get(function(*args)))
@@ -103,7 +104,7 @@ def fastest(make, first: Blocks, others: list[Blocks], until: float, clock=secon
         function, args = make(blocks)
         try:
             made = jax.tree.leaves(jax.device_get(function(*args)))
-        except jax.errors.JaxRuntimeError as error:         # registers, shared memory or tensor memory
+        except jax.errors.JaxRuntimeError as error:         # not enough registers, shared memory or tensor memory
             print(f"  {tuple(blocks)}: {str(error).splitlines()[0][:100]}")
             continue
         if all(np.abs(np.float32(a) - np.float32(b)).max() <= AGREE * max(1, np.abs(np.float32(b)).max())
@@ -115,7 +116,8 @@ def fastest(make, first: Blocks, others: list[Blocks], until: float, clock=secon
 
 
 def timed(head_dim: int, gpu: str, minutes: float, shape: Shape = PACKED) -> tuple[Tiles, str]:
-    """The fastest tiles of a head_dim on this GPU, and their times in words. minutes: for all three kernels."""
+    """Return the fastest tiles of a head_dim on this GPU, and a text with their times. minutes: for all three
+    kernels."""
     width = min(width for width in tiles.WIDTHS if head_dim <= width)
     used, best, said, started = tiles.of(head_dim, gpu) or tiles.COMPILED[9][width, width], {}, [], time.monotonic()
     for n, (kernel, make) in enumerate(kernels(width, shape).items(), 1):
@@ -130,7 +132,7 @@ def timed(head_dim: int, gpu: str, minutes: float, shape: Shape = PACKED) -> tup
 
 
 def written(text: str, gpu: str, width: int, chosen: Tiles, said: str) -> str:
-    """The text of tiles.py with this line in TIMED, in place of an older one."""
+    """Return the text of tiles.py with this line in TIMED. It replaces an older line."""
     key = f'    ("{gpu}", {width}, {width}): '
     line = f"{key}Tiles({', '.join(f'Blocks{tuple(blocks)}' for blocks in chosen)}),  # {said}\n"
     head, start, rest = text.partition("TIMED: dict[tuple[str, int, int], Tiles] = {\n")

@@ -1,9 +1,9 @@
-"""python benchmarks/weights.py: a model folder of Hugging Face's in and out, beside the disk's own speed.
+"""python benchmarks/weights.py: export and import of a Hugging Face model folder, compared with the speed of the disk.
 
-A Llama of 0.27 billion random weights, 1.1 GB in float32, is written by `run.export` and read by `run.pretrained`, from
-and onto one device and eight simulated ones, split as ZeRO-3 has them. Beside them stands what this disk needs for as
-many bytes, written in one piece to where they are safe (fsync), and read again: out of memory, as the folder is, which
-has just been written. Writes benchmarks/weights.md.
+A Llama with 0.27 billion random weights, 1.1 GB in float32, is written by `run.export` and read by `run.pretrained`. It
+is on one device, or on eight simulated devices split as with ZeRO-3. Both are compared with plain files of the same
+size: one write until the bytes are safe (fsync), and one read. The read comes from memory, as that of the folder does,
+because the file was just written. Writes benchmarks/weights.md.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def timed(call) -> tuple[float, object]:
 
 
 def disk(place: Path, size: int) -> tuple[float, float]:
-    """Seconds to write and to read so many bytes in one file."""
+    """Return the seconds to write and to read this many bytes in one file."""
     data, path = os.urandom(2**24), place / "bytes"
 
     def write():
@@ -51,7 +51,7 @@ def disk(place: Path, size: int) -> tuple[float, float]:
 
 
 def measure(dtype: str, count: int, place: Path) -> str:
-    """A row of the table, in this process, which simulates the devices."""
+    """Return a row of the table. This process simulates the devices."""
     import jax
 
     from meshtrain import config, devices

@@ -1,4 +1,4 @@
-"""The words of a benchmark: --help shows its docstring; what it does not know ends it with one line and exit code 2."""
+"""The arguments of a benchmark. --help shows its docstring. An unknown argument exits with one line and code 2."""
 from __future__ import annotations
 
 import argparse
@@ -12,7 +12,7 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def add_alone(self, *names: str) -> None:
-        """What a benchmark says to a process of its own, and no one else."""
+        """Add the hidden arguments that a benchmark passes only to its own processes."""
         self.add_argument("--alone", nargs=len(names) or "+", metavar=names or "WORD", help=argparse.SUPPRESS)
 
     def error(self, message: str):

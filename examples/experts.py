@@ -40,7 +40,7 @@ def embed(ends, rows):
 
 
 def layer(w, x):
-    """Each row goes to its two best experts. All experts compute all rows; four small ones are fast enough."""
+    """Send each row to its two best experts. All experts compute all rows; four small ones are fast enough."""
     scores = jax.nn.softmax(x @ w["router"])
     best = scores >= jax.lax.top_k(scores, 2)[0][:, -1:]
     h = jax.nn.relu(jnp.einsum("bd,edf->bef", x, w["up"]))

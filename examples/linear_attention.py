@@ -37,7 +37,7 @@ def normalize(x):
 
 
 def attend(q, k, v):
-    """Causal attention in time linear in T: it keeps sums over earlier tokens instead of scores."""
+    """Compute causal attention in time linear in T. It keeps sums over earlier tokens instead of scores."""
     q, k = jax.nn.elu(q) + 1, jax.nn.elu(k) + 1
     values = jnp.cumsum(jnp.einsum("BTNH,BTNV->BTNHV", k, v), 1)
     return jnp.einsum("BTNH,BTNHV->BTNV", q, values) / jnp.einsum("BTNH,BTNH->BTN", q, jnp.cumsum(k, 1))[..., None]
@@ -60,7 +60,7 @@ def head(ends, x, rows):
 
 
 def draw_rows(n):
-    """Each token is three times the one before, plus one."""
+    """Return rows in which each token is three times the previous one, plus one."""
     tokens = np.random.default_rng(n).integers(0, V, (B, 1))
     for _ in range(T):
         tokens = np.concatenate([tokens, (3 * tokens[:, -1:] + 1) % V], 1)
