@@ -181,7 +181,7 @@ def _window_of(run: Run, within: int) -> str:
     count = sum(pattern.mixer(kind.mixer).windowed for kind in pattern.kinds(run.model))
     if not within:
         return ""
-    return f", window {within:,}" + (f" in {count} layers of {run.model.num_layers}" * (count < run.model.num_layers))
+    return f", window {within:,}" + (f" in {count} of {run.model.num_layers} layers" * (count < run.model.num_layers))
 
 
 def _engine_of(name: str, need: Need, place: Place, head_dim: int, value_dim: int, scores: Scores) -> Engine:

@@ -10,6 +10,7 @@ from meshtrain.config.sections import Run
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.pattern import LONGEST_PERIOD, count_padded, count_staged, leading, period
 from meshtrain.sharding.rules import Rules
+from meshtrain.units import amount
 
 
 def problems(run: Run, loaded: Rules, sizes: Mapping[str, int]) -> list[str]:
@@ -82,14 +83,14 @@ def costs(run: Run, schedule: schedules.Schedule) -> tuple[str, ...]:
     lines, extra = [], count_padded(run.model, num_stages * chunks) - num_layers
     if first := leading(run.model):
         idle = -schedule.num_microbatches % num_stages
-        lines.append(f"pipeline: {first} layers run before the stages: every stage holds all of their weights and "
-                     f"states, and runs them for one microbatch in {num_stages}, forward before the first tick and "
-                     "backward after the last" + (
+        lines.append(f"pipeline: every stage holds all weights and states of the {amount(first, 'layer')} before the "
+                     f"stages, and computes this part for one microbatch in {num_stages}, forward before the first tick "
+                     "and backward after the last" + (
                         f"; with training.microbatches={schedule.num_microbatches}, {idle} of {num_stages} stages are "
                         f"idle in the last round; use a multiple of {num_stages} to avoid this" if idle else ""))
     if extra:
         lines.append(f"pipeline: {num_layers} layers over mesh.stage={num_stages} × pipeline.chunks={chunks} are "
-                    f"padded with {extra} identity layers; they take as much time as the others")
+                    f"padded with {amount(extra, 'identity layer')}; padding takes as much time as other layers")
     if chunks % num_stages and num_stages % chunks:
         lines.append(f"pipeline: neither of pipeline.chunks={chunks} and mesh.stage={num_stages} divides the other: "
                     "once a step every stage gathers the layers of all stages and selects its own")

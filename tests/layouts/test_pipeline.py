@@ -174,9 +174,9 @@ def test_a_section_that_the_mesh_has_no_use_for_is_named():
 
 def test_padding_and_what_does_not_divide_is_said_once():
     notes = assembled("ddp", dict(stage=3), model=dict(num_layers=5)).notes
-    for part in ("identity layers", "do not divide", "vocabulary of 512"):
+    for part in ("identity layer", "do not divide", "vocabulary of 512"):
         assert sum(part in note for note in notes) == 1, part
-    assert not [note for note in assembled("ddp", dict(stage=4)).notes if "identity layers" in note or "divide" in note]
+    assert not [note for note in assembled("ddp", dict(stage=4)).notes if "identity layer" in note or "divide" in note]
     for stages, chunks, gathers in ((2, 3, True), (4, 2, False), (2, 4, False)):
         notes = assembled("ddp", dict(stage=stages), "interleaved", dict(num_layers=24), chunks=chunks).notes
         assert sum("gathers the layers of all" in note for note in notes) == gathers
