@@ -84,8 +84,8 @@ def costs(run: Run, schedule: schedules.Schedule) -> tuple[str, ...]:
     if first := leading(run.model):
         idle = -schedule.num_microbatches % num_stages
         lines.append(f"pipeline: every stage holds all weights and states of the {amount(first, 'layer')} before the "
-                     f"stages, and computes this part for one microbatch in {num_stages}, forward before the first tick "
-                     "and backward after the last" + (
+                     f"stages, and computes this part for one microbatch in {num_stages}, forward before the first "
+                     "tick and backward after the last" + (
                         f"; with training.microbatches={schedule.num_microbatches}, {idle} of {num_stages} stages are "
                         f"idle in the last round; use a multiple of {num_stages} to avoid this" if idle else ""))
     if extra:
