@@ -59,8 +59,8 @@ def compile_step(made: Assembly, lowered: jax.stages.Lowered, refuse_broken: boo
     """
     if made.run.optimizer.offload and made.program.deviceless and (
             "mhlo.memory_kind" not in lowered.as_text().partition(" -> ")[0]):      # in the arguments of its function
-        raise ConfigError(f"optimizer.offload=true: jax {jax.__version__} cannot say that moments are in host memory "
-                          f"of GPUs that this machine lacks; use another version of jax, or leave it out")
+        raise ConfigError(f"optimizer.offload=true: jax {jax.__version__} cannot compile moments in host memory for "
+                          "GPUs that this machine does not have; use another version of jax, or leave it out")
     step = first = _compile(made, lowered)
     profile = agree.on_first(lambda: _profile(made, first))
     path = profile and programs.keep_profile(profile)

@@ -157,7 +157,7 @@ MTP: tuple[Check, ...] = (
              "{model.mtp_layers} feeds later tokens at the positions of earlier ones, so {model.position} would embed "
              "wrong positions", 'use model.position="rope", or model.mtp_layers=0'),
     Conflict(lambda run: not pattern.mixer(pattern.depth_kind(run.model).mixer).attends,
-             "{model.mtp_layers} adds copies of the last layer with attention, but no layer has it ({model.mixers})",
+             "{model.mtp_layers} adds layers like the last one with attention, but no layer has it ({model.mixers})",
              "use a pattern with attention, e.g. GGGF, or model.mtp_layers=0"),
     Conflict(lambda run: run.training.mtp_weight and run.lora.rank and "mtp" not in run.lora.also,
              "{training.mtp_weight:g} trains the depths of {model.mtp_layers}, which {lora.rank} freezes",

@@ -31,9 +31,9 @@ def options_of(made: Design, gpu: Gpu | None, rated: Rates) -> Options:
     run, schedule = made.run, made.choice and made.choice.schedule
     pipelined = {"schedule": schedule.name, "chunks": schedule.num_chunks} if schedule else {}
     return StepOptions.of(run, gpu.name if gpu else "", teacher=price_teacher(run, rated.assumed),
-                            attended=attention_pairs.count(run, made.layout, rated.assumed),
-                            **state.optimizer_bytes(made.model, run.optimizer, run.training.steps,
-                                                    run.training.ema > 0), **pipelined)
+                          attended=attention_pairs.count(run, made.layout, rated.assumed),
+                          **state.optimizer_bytes(made.model, run.optimizer, run.training.steps,
+                                                  run.training.ema > 0), **pipelined)
 
 
 def remedy(made: Design, gpu: Gpu, total_bytes: int) -> str:

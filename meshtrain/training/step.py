@@ -91,7 +91,7 @@ class Program:
             leaves = jax.tree.leaves_with_path(self.step.state.abstract)
             states = [number for number, (path, _) in enumerate(leaves) if path[0].name == "opt_state"]
             hosted = [number for number, owner in zip(states, off.owners, strict=True) if owner is not None]
-            jax_private.put_arguments_on_host(lowered, hosted)      # `assembly.compile_step` checks the result
+            jax_private.put_arguments_on_host(lowered, hosted)
         return lowered
 
     def compile(self):
