@@ -122,8 +122,8 @@ def test_the_choice_is_said_in_one_line_with_its_reason(with_cudnn, monkeypatch)
     assert chosen(platform="cpu")[1] == ""
     assert chosen(platform="cpu", model=dict(attention="blockwise"))[1].endswith("because model.attention=blockwise")
     windowed = chosen(data=WHOLE, model=dict(window=64, mixers="WWWWWF", num_layers=6), sizes=dict(context=2))[1]
-    assert windowed.startswith("attention: Pallas kernels that skip blocks outside documents, window 64 in 5 layers "
-                               "of 6, because")
+    assert windowed.startswith("attention: Pallas kernels that skip blocks outside documents, window 64 in 5 of 6 "
+                               "layers, because")
     assert 'no window over the chunks of context.method="ring" (model.window=64)' in windowed
     assert chosen(platform="cpu", model=dict(window=64))[1] == "attention: blockwise XLA engine, window 64"
     assert chosen(platform="cpu", model=dict(window=256))[1] == ""          # of sequences of 256
