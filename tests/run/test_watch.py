@@ -267,6 +267,11 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
+def ignores(pid: int, number: signal.Signals) -> bool:
+    ignored = Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0]
+    return bool(int(ignored, 16) >> number - 1 & 1)
+
+
 def is_zombie(pid: int) -> bool:
     return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
 
@@ -325,8 +330,10 @@ def test_a_monitor_that_is_stopped_ends_with_its_process(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", WORKING.format(body=body), tmp_path], cwd=ROOT, text=True,
                              stdout=subprocess.PIPE)
     assert child.stdout.readline() == "ready\n"
-    time.sleep(0.5)     # for the monitor's first lines
-    monitor = monitor_of(child.pid)
+    monitor, deadline = monitor_of(child.pid), time.monotonic() + 20
+    while not ignores(monitor, signal.SIGTSTP):     # the last of the monitor's first lines
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     os.kill(monitor, signal.SIGSTOP)
     child.kill()
     child.wait()
