@@ -202,7 +202,7 @@ def test_a_server_that_says_nothing_is_given_up(act, server, monkeypatch):
     began = time.monotonic()
     with pytest.raises(files.FileSystemError, match="did not answer in time, 5 times in a row|not answer within 0.2 s; check"):
         act(addresses.parse(f"s3://{BUCKET}/silent"))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     line.close()
 
 
