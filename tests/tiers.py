@@ -24,7 +24,7 @@ import pytest
 TIERS = ("core", "full", "long")
 TABLE = Path(__file__).with_suffix(".toml")
 OPTIONS = {"core": "pytest", "full": "pytest --full", "long": "pytest --long"}
-LANDINGS = {"full": 16, "cell": 16, "long": 60}      # parts of the full tests, of cells, of the other long tests
+LANDINGS = {"full": 48, "cell": 48, "long": 240}      # parts of the full tests, of cells, of the other long tests
 BLOCKS = {"full": 8, "cell": 8, "long": 1}           # tests at most
 
 
