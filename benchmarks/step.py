@@ -204,7 +204,7 @@ def looped(name: str, run, made, carry, compiled, corpus, directory) -> Contesta
                 log = Journal(this, kept, Progress(last), Flops(0.0))
                 feed = BatchFeed(this, made.program, corpus, int(carry[0].step))
                 carry[0], _ = loop.train(made.program.limit, compiled, carry[0], feed, last, log, (),
-                                         loop.Stop(SimpleNamespace(number=None)))
+                                         loop.Stop())
         return sum(row["step_time_s"] for row in rows[warm_up:]) / n, None
 
     return Contestant(name, None, None, None, go, made.mesh_spec.num_devices)

@@ -90,7 +90,7 @@ def _train_from(beginning: Beginning, here: Places, exporting: Exports, attempt:
     agree.everywhere(lambda: step_costs.write_cost(compiled.made, compiled.step, here.directory))
     state = trainer.warm_up_biases(compiled, start, state, feed, account)
     with account.count_as("rest"), stops.defer() as listener:
-        stop = loop.Stop(listener, here.claim)
+        stop = loop.Stop(listener.requested, here.claim)
         end = Trainer(compiled, opened, beginning.named, here, exporting, attempt, stop, step_costs.flops_of_step(made),
                       step_costs.memory_reader(compiled.made, compiled.step)).train(start, state, feed)
         finished = end.step == run.training.steps

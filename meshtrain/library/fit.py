@@ -153,7 +153,7 @@ def fit(loss: Callable, params: Any, axes: Any = None, *, layout: TreeLayout,
 def _train_here(run: Run, guards: Sequence, taken: list[Row]) -> Iterator[LoopParts]:
     """Context of a loop without a directory: rows are appended to `taken`, and nothing is printed or saved."""
     journal = Journal(run, run_dir.RowList(taken), _Silent(), Flops(0.0), guards=guards)
-    yield LoopParts(journal, (), loop.Stop(_NoSignals()))
+    yield LoopParts(journal, (), loop.Stop())
 
 
 class _Silent:
@@ -161,11 +161,6 @@ class _Silent:
 
     def step(self, row: Row) -> None:
         pass
-
-
-class _NoSignals:
-    """A loop.StopRequest that never requests a stop."""
-    number: int | None = None
 
 
 class _Feed:

@@ -86,24 +86,18 @@ class NoBatch(Exception):
     """The run has to stop before the feed has a batch. All processes raise it together."""
 
 
-class StopRequest(Protocol):
-    """A stop request. number: the number of the signal that requested a stop; None: no request yet. See
-    `stops.Listener`."""
-    number: int | None
-
-
 class Stop:
-    """Makes all processes end the loop after the same step, once one of them got a stop request (`listener`) or lost
-    its `claim` on run.dir."""
+    """Makes all processes end the loop after the same step, once one of them got a stop request or lost its `claim` on
+    run.dir. requested: returns whether this process got a stop request."""
 
-    def __init__(self, listener: StopRequest, claim: rundir.Claim | None = None):
-        self.listener, self.claim, self.agreement, self.agreed = listener, claim, agree.StopAgreement(), False
+    def __init__(self, requested: Callable[[], bool] = lambda: False, claim: rundir.Claim | None = None):
+        self.requested, self.claim, self.agreement, self.agreed = requested, claim, agree.StopAgreement(), False
 
     def must_stop(self, late_s: float | None = None) -> bool:
         """Return whether to stop now. All processes call it at the same steps. late_s: see `agree.StopAgreement`.
         Raises: LostClaimError, in all processes."""
         lost = self.claim and self.claim.lost
-        wish = self.agreed or self.agreement.ask(LOST if lost else self.listener.number is not None, late_s)
+        wish = self.agreed or self.agreement.ask(LOST if lost else self.requested(), late_s)
         if wish == LOST:
             raise agree.mark_agreed(lost or rundir.LostClaimError("run.dir was taken over by another start"))
         self.agreed = bool(wish)

@@ -60,6 +60,9 @@ class Listener:
                 signal.signal(number, handler)
         os.close(self._wake)
 
+    def requested(self) -> bool:
+        return self.number is not None
+
     def ending(self, finished: bool) -> str:
         """Return how a loop ended without an error, as text for the history. finished: all steps are done."""
         if finished:

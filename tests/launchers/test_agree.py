@@ -64,7 +64,7 @@ said["stopped"] = step
 from types import SimpleNamespace as Any
 from meshtrain.run import loop, rundir
 lost = rundir.LostClaimError("another start has it") if index == 1 else None
-stop = loop.Stop(Any(number=15 if index == 2 else None), Any(lost=lost))
+stop = loop.Stop(lambda: index == 2, Any(lost=lost))
 raised("lost", lambda: [stop.must_stop(), stop.must_stop()])
 if index == 2:
     time.sleep(4)       # it does not come

@@ -45,7 +45,7 @@ class Bench:
         self.data = SimpleNamespace(tokens=lambda batches: 100 * batches, validation=(),
                                     batch=lambda n, rows: n)
         self.listener = SimpleNamespace(number=None)
-        self.stop = loop.Stop(self.listener)
+        self.stop = loop.Stop(lambda: self.listener.number is not None)
 
     def train(self, *hooks: loop.Hook, start: int = 0) -> int:
         writer = SimpleNamespace(write=lambda row: (self.rows.append(row), self.events.append(("row", row["step"]))))
