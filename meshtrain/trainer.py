@@ -9,9 +9,9 @@ from typing import NamedTuple
 from meshtrain import assembly, starts, training_data
 from meshtrain.assembly import Assembly
 from meshtrain.checkpoint import resume
-from meshtrain.checkpoint.places import Places
+from meshtrain.checkpoint.places import Places, SaveInRunDir, SaveOnHosts
 from meshtrain.cluster import agree, watch
-from meshtrain.huggingface.weights.exports import Exports
+from meshtrain.huggingface.weights.exports import Export, Exports
 from meshtrain.journal import goodput, metrics
 from meshtrain.journal.guards import TooManyRollbacks
 from meshtrain.journal.history import Attempt
@@ -110,9 +110,9 @@ class Trainer:
                 journal.add({"rollbacks": start.rollbacks, "skipped_batches": start.skip_batches})
             if start.saved is None and self.opened.corpus.lines_left_out:
                 journal.add({"lines_left_out": self.opened.corpus.lines_left_out})
-            shared = hooks.SaveInRunDir(places.checkpoints, metadata)
-            saving = (shared, hooks.SaveOnHosts(places.local, metadata, shared),
-                      hooks.Export(self.exporting, self.opened.ends))
+            shared = SaveInRunDir(places.checkpoints, metadata)
+            saving = (shared, SaveOnHosts(places.local, metadata, shared),
+                      Export(self.exporting, self.opened.ends))
             checks = [hooks.CheckReplicas(self.compiled.replicas, run.training.check_replicas_every, saving)
                       ] if self.compiled.replicas else []
             prepare = hooks.Prepare(validation, self.compiled.compile_evaluation)

@@ -1,18 +1,22 @@
-"""The places of a run's state: its claimed directory, the checkpoints there, and the checkpoints on the hosts."""
+"""The places of a run's state: its claimed directory, the checkpoints there, and the checkpoints on the hosts; and the
+hooks of the loop that save there."""
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshtrain.checkpoint import resume
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.local import LocalCheckpoints
+from meshtrain.checkpoint.saved import BackgroundSaves
 from meshtrain.cluster.watch import Watchdog
 from meshtrain.config import Run
 from meshtrain.run import bucket, contents, rundir
+from meshtrain.run.loop import Hook
 from meshtrain.storage import addresses, copies, mirror
+from meshtrain.training.state import State
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,3 +48,28 @@ def claim(run: Run, watchdog: Watchdog) -> Iterator[Places]:
         local = LocalCheckpoints(run.checkpoint.local_dir, run.checkpoint.local_every, directory, fallback=fallback)
         checkpoints.fallback = local if remote else None
         yield Places(held, checkpoints, local)
+
+
+class SaveInRunDir(Hook):
+    """Saves the state in run.dir, regularly and at the end. metadata: step -> the metadata of the step's checkpoint."""
+    part = "checkpoint"
+
+    def __init__(self, checkpoints: BackgroundSaves, metadata: Callable[[int], dict]):
+        self.checkpoints, self.metadata = checkpoints, metadata
+
+    def due(self, step: int, ending: bool) -> bool:
+        return ending or self.checkpoints.due(step)
+
+    def act(self, step: int, state: State) -> dict[str, float]:
+        return {"checkpoint_wait_s": self.checkpoints.save(step, state, self.metadata(step))}
+
+
+class SaveOnHosts(SaveInRunDir):
+    """Saves the state on the hosts, at steps that `shared` does not save."""
+
+    def __init__(self, checkpoints: BackgroundSaves, metadata: Callable[[int], dict], shared: SaveInRunDir):
+        super().__init__(checkpoints, metadata)
+        self.shared = shared
+
+    def due(self, step: int, ending: bool) -> bool:
+        return self.checkpoints.due(step) and not self.shared.due(step, ending)

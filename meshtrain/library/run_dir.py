@@ -19,6 +19,7 @@ import jax
 from meshtrain import config, files
 from meshtrain.checkpoint import resume
 from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.checkpoint.places import SaveInRunDir
 from meshtrain.cluster import agree
 from meshtrain.config import ConfigError
 from meshtrain.config.messages import toml
@@ -28,7 +29,7 @@ from meshtrain.journal.guards import Guard
 from meshtrain.journal.journal import Flops, Journal, RowWriter
 from meshtrain.journal.progress import Progress
 from meshtrain.journal.rows import Row
-from meshtrain.run import contents, hooks, loop, rundir, say, stops
+from meshtrain.run import contents, loop, rundir, say, stops
 from meshtrain.storage import addresses
 from meshtrain.training.state import State
 
@@ -139,6 +140,6 @@ class FitDirectory:
             with (metrics.open_writers(self.run, directory, start) as writers,
                   Progress(self.run.training.steps) as progress, account.count_as(goodput.LOOP)):
                 journal = Journal(self.run, RowList(taken, writers), progress, Flops(0.0), account, guards=guards)
-                yield LoopParts(journal, (hooks.SaveInRunDir(self.checkpoints, describe),), stop)
+                yield LoopParts(journal, (SaveInRunDir(self.checkpoints, describe),), stop)
             self.checkpoints.wait()
             attempt.end(listener.ending(not stop.agreed), code=stops.STOPPED if stop.agreed else stops.DONE)

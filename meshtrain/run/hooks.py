@@ -1,4 +1,5 @@
-"""Hooks of the loop between two steps: validation, traces, saving, exports, the check of replicas.
+"""Hooks of the loop between two steps: validation, traces, the check of replicas. `checkpoint.places` has those that
+save, `huggingface.weights.exports` the one that exports.
 
 The validation loss is the mean of nats per target token over a fixed number of held-out batches. With several sources,
 each source is measured separately, and the total is the mean of the sources, weighted as in the mixture. The trace is
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -177,39 +178,6 @@ class Trace(Hook):
         self._stop()
 
 
-class StateSaver(Protocol):
-    """See `checkpoint.saved.BackgroundSaves`."""
-
-    def due(self, step: int) -> bool: ...
-
-    def save(self, step: int, state: State, metadata: dict) -> float: ...
-
-
-class SaveInRunDir(Hook):
-    """Saves the state in run.dir, regularly and at the end. metadata: step -> the metadata of the step's checkpoint."""
-    part = "checkpoint"
-
-    def __init__(self, checkpoints: StateSaver, metadata: Callable[[int], dict]):
-        self.checkpoints, self.metadata = checkpoints, metadata
-
-    def due(self, step: int, ending: bool) -> bool:
-        return ending or self.checkpoints.due(step)
-
-    def act(self, step: int, state: State) -> dict[str, float]:
-        return {"checkpoint_wait_s": self.checkpoints.save(step, state, self.metadata(step))}
-
-
-class SaveOnHosts(SaveInRunDir):
-    """Saves the state on the hosts, at steps that `shared` does not save."""
-
-    def __init__(self, checkpoints: StateSaver, metadata: Callable[[int], dict], shared: SaveInRunDir):
-        super().__init__(checkpoints, metadata)
-        self.shared = shared
-
-    def due(self, step: int, ending: bool) -> bool:
-        return self.checkpoints.due(step) and not self.shared.due(step, ending)
-
-
 class CheckReplicas(Hook):
     """Checks that replicas are equal, every `every` steps and before each hook of `saving`, so that no detectable fault
     is saved. Raises: ReplicasDiffer."""
@@ -223,24 +191,3 @@ class CheckReplicas(Hook):
     def act(self, step: int, state: State) -> dict:
         self.replicas.check(step, state)
         return {}
-
-
-class Exporter(Protocol):
-    """See `huggingface.weights.exports.Exports`."""
-
-    def due(self, step: int, ending: bool) -> bool: ...
-
-    def make(self, step: int, params: dict, of: Any) -> dict: ...
-
-
-class Export(Hook):
-    """Exports weights as model folders. ends: the stop tokens of answers, written into the folders."""
-
-    def __init__(self, exporter: Exporter, ends: Any):
-        self.exporter, self.ends = exporter, ends
-
-    def due(self, step: int, ending: bool) -> bool:
-        return self.exporter.due(step, ending)
-
-    def act(self, step: int, state: State) -> dict:
-        return self.exporter.make(step, state.params, self.ends)

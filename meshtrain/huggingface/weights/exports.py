@@ -26,9 +26,11 @@ from meshtrain.huggingface.weights.ends import Ends
 from meshtrain.huggingface.weights.pretrained import parameter_paths
 from meshtrain.model.transformer import Transformer
 from meshtrain.run import contents, say
+from meshtrain.run.loop import Hook
 from meshtrain.run.trees import leaves_of
 from meshtrain.storage import addresses, buckets, mirror, model_folder
 from meshtrain.storage.addresses import Address, StorageError
+from meshtrain.training.state import State
 
 
 class Exports:
@@ -161,6 +163,19 @@ class Exports:
         model = self.transformer.cfg
         family = settings.family_of(settings.read(source)) if source else settings.family_for(model)
         folder.rows(family, model, parameter_paths(self.transformer))
+
+
+class Export(Hook):
+    """Exports weights as model folders. ends: the stop tokens of answers, written into the folders."""
+
+    def __init__(self, exports: Exports, ends: Ends):
+        self.exports, self.ends = exports, ends
+
+    def due(self, step: int, ending: bool) -> bool:
+        return self.exports.due(step, ending)
+
+    def act(self, step: int, state: State) -> dict:
+        return self.exports.make(step, state.params, self.ends)
 
 
 GONE = "; and its checkpoint is no longer there"
