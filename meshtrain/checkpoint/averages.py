@@ -97,8 +97,7 @@ def open_last(run_dir: str, count: int, step: int, shape: str | Sequence[float])
             f"checkpoint.keep"))
     saved = []
     for wanted in steps[-count:]:
-        checkpoints = resume.checkpoints_there(run_dir)     # each has its own, since a bucket keeps one open index
-        assert checkpoints is not None
+        checkpoints = resume.checkpoints_of(run_dir)    # each has its own, since a bucket keeps one open index
         if fault := checkpoints.fault(wanted, only_params=True):
             raise agree.mark_agreed(ConfigError(
                 f"{option}: {checkpoints.path_of(wanted)} is damaged ({fault}), and the mean of the others is a "

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import json
 import logging
@@ -33,7 +32,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from etils import epath
@@ -56,11 +55,7 @@ class DirectoryStore:
     borne_s = 0.0
 
     def __init__(self, directory: str | pathlib.Path):
-        # orbax logs 60 lines per save, and on a full disk one traceback per array
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-        if not isinstance(sys.unraisablehook, _Unraisable):
-            sys.unraisablehook = _Unraisable(sys.unraisablehook)
+        _silence_orbax()
         self.place = pathlib.Path(directory).absolute()     # orbax refuses relative paths
 
     @functools.cached_property
@@ -157,7 +152,6 @@ class DirectoryStore:
         return removed
 
     def _rename_for_removal(self, path: pathlib.Path, step: int) -> pathlib.Path:
-        """Rename a directory for removal; return its new name."""
         return files.patiently(lambda: path.rename(self.place / f".{step}.deleting-{secrets.token_hex(4)}"))
 
 
@@ -209,7 +203,7 @@ class DirectoryStep:
         A checkpoint is damaged if a file has a wrong size or checksum, or if process 0 misses a file. Raises:
         CheckpointError also if only processes other than 0 miss a file.
         """
-        faults = [_Fault(*values) for values in agree.exchange(dataclasses.astuple(self._check_share(only_params)))]
+        faults = [_Fault(*values) for values in agree.exchange(self._check_share(only_params))]
         # Process 0 decides on files that others miss.
         visible = agree.on_first(lambda: [fault.file for fault in faults
                                           if fault.kind == MISSING and _is_visible(self.place / fault.file)])
@@ -246,8 +240,7 @@ class DirectoryStep:
         return _Fault("", "", "", host)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Fault:
+class _Fault(NamedTuple):
     """The fault that a process met in its share of the files. kind: REFUSED is an error of the file system, DAMAGED and
     MISSING are faults of the checkpoint; empty: no fault. text: follows the name of the file."""
     kind: str
@@ -256,17 +249,18 @@ class _Fault:
     host: str
 
 
-class _Unraisable:
-    """A hook for sys.unraisablehook that ignores writes which end after their save has failed. On a full disk,
-    tensorstore's threads call orbax's closed event loop, and Python would print one traceback per array. `_save`
-    reports the failure."""
+@functools.cache
+def _silence_orbax() -> None:
+    """Drop what orbax prints: 60 lines of log per save and, on a full disk, one traceback per array, because
+    tensorstore's threads call its closed event loop after the save has failed. `Checkpoints` reports the failure."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    before = sys.unraisablehook
 
-    def __init__(self, before: Callable):
-        self.before = before
-
-    def __call__(self, unraisable) -> None:
+    def hook(unraisable) -> None:
         if str(getattr(unraisable, "exc_value", "")) != "Event loop is closed":
-            self.before(unraisable)
+            before(unraisable)
+    sys.unraisablehook = hook
 
 
 @contextlib.contextmanager

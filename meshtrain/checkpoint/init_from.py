@@ -23,8 +23,6 @@ from meshtrain.sharding.rules import Layout
 from meshtrain.training import state
 from meshtrain.training.state import State
 
-DENSE = dict(num_experts=0, shared_expert_dim=0, mlps="d")
-
 
 def initial_state(run: Run, model: transformer.Transformer, layout: Layout, mesh: jax.sharding.Mesh, shapes: State,
                   fresh: State) -> State:
@@ -98,7 +96,7 @@ def upcycle(run: Run, layout: Layout, mesh: jax.sharding.Mesh, source: Saved, fr
     if len(set(pattern.kinds(cfg))) > 1 + bool(first):
         raise ValueError(f'model.mixers="{cfg.mixers}" and model.mlps="{cfg.mlps}": experts cannot start from a dense '
                          f"run if the layers are of several kinds; leave the patterns out")
-    dense = transformer.build(cfg.model_copy(update=DENSE | {"mlp_dim": width}))
+    dense = transformer.build(cfg.model_copy(update=dict(num_experts=0, shared_expert_dim=0, mlps="d", mlp_dim=width)))
     wanted = state.describe_params(dense, layout, mesh)
     restored = leaves_of(adapters.restore(source, wanted))
     adapters.warn_left_out(source, wanted)

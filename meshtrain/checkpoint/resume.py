@@ -67,7 +67,6 @@ CHANGES = (
     ("*", RECORDED),
 )
 RETRIED = ("optimizer.*", "data.*", "run.code", "training.grad_clip", "training.z_loss")
-RECORD = "changes.jsonl"
 Value = TypeVar("Value")
 
 
@@ -250,7 +249,7 @@ def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalCheckpoi
     if start.back:
         changes.append(("checkpoint.step", None, start.step))
     _write(directory, lambda: rundir.write_settings(run.replace(checkpoint={"step": 0}), directory, rules_text))
-    _write(directory, lambda: record_changes(directory / RECORD, start.step, changes))
+    _write(directory, lambda: record_changes(directory / contents.CHANGES, start.step, changes))
     _write(directory, lambda: rows.cut_after(directory / rows.NAME, start.step))
     if local is not None:
         local.begin(start.step, start.is_of(local))

@@ -101,7 +101,7 @@ class Attempt:
     def describe(self) -> str:
         """Return the goodput of the run so far as a line of text; "" if the history cannot be read."""
         with contextlib.suppress(OSError):
-            return goodput.describe(goodput.sum_parts_s(goodput.list_attempts(list(_open_log(self.path.parent)))))
+            return goodput.describe(goodput.sum_parts_s(goodput.list_attempts(list(rows.Log(self.path, _is_line)))))
         return ""
 
     def beat(self) -> None:
@@ -176,11 +176,7 @@ def find_ending(directory: Path, began: float) -> tuple[str, bool]:
 
 def read(directory: Path) -> list[dict]:
     """Return the lines of the history. Invalid lines are reported and left out. Raises: OSError."""
-    return _open_log(directory).read()
-
-
-def _open_log(directory: Path) -> rows.Log:
-    return rows.Log(directory / HISTORY, _is_line)
+    return rows.Log(directory / HISTORY, _is_line).read()
 
 
 def _is_line(row: Mapping) -> bool:

@@ -207,8 +207,8 @@ def set_aside_after(path: Path, step: int) -> str:
 def _copy_aside(path: Path, start: int) -> str:
     """Copy the complete lines from offset `start` on to a new file. Return its name. The copy is complete or absent.
     Raises: OSError."""
-    names = (f"{path.stem}.aside{more}{path.suffix}" for more in ("", *(f"-{i}" for i in range(2, 1000))))
-    kept = path.with_name(next(name for name in names if not path.with_name(name).exists()))
+    stem = files.free_name(f"{path.stem}.aside", lambda stem: path.with_name(stem + path.suffix).exists())
+    kept = path.with_name(stem + path.suffix)
     temporary = kept.with_name(kept.name + ".tmp")
     end = next((line.end for line in MetricRows(path).lines_reversed()), 0)
     try:

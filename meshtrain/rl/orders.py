@@ -54,7 +54,7 @@ class Orders:
 
     words: the tokens and strings that end an answer. kept: the files of the run's batches. local: the sampler on the
     run's mesh for answers that belong to no batch. sent: the trained weights. frozen: the untrained weights, if there
-    are any. queue: the result of `queue` that was saved in the checkpoint that the run resumes from.
+    are any. queue: that of `position` in the checkpoint that the run resumes from.
     """
     saves = True
 
@@ -81,27 +81,22 @@ class Orders:
         return self.local.generator(params)
 
     def position(self, steps: int) -> dict:
-        return {"queue": self.queue(steps)}
-
-    def queue(self, steps: int) -> list:
-        """Return [batch, version, checksum of the weights] for the requested batches that are trained on after `steps`
-        and sampled with weights from before. A checkpoint saves this list. Waits until these weights are on disk.
-        Raises: FileSystemError."""
+        """Return {"queue": [[batch, version, checksum of the weights], …]} for the requested batches that are trained
+        on after `steps` and sampled with weights from before. Waits until these weights are on disk. Raises:
+        FileSystemError."""
         self.sent.store.wait()
         updates = self.rl.updates
-        return [[batch, order.version, order.weights] for batch, order in sorted(self.given.items())
-                if batch >= steps // updates and order.version * updates < steps]
+        return {"queue": [[batch, order.version, order.weights] for batch, order in sorted(self.given.items())
+                          if batch >= steps // updates and order.version * updates < steps]}
 
     def request(self, number: int, part: int, first: int, params: dict, pause: Pause) -> SamplingWeights:
-        """Request batch `number` as in samplers.Sampler, and order the rl.lag batches after it. Raises:
-        FileSystemError."""
         with pause.time("sync", "sync_s"):
-            self.offer(number, part, first, params)
+            self._offer(number, part, first, params)
         return SamplingWeights(self.given[number].weights, self.given[number].version)
 
-    def offer(self, number: int, part: int, first: int, params: dict) -> None:
+    def _offer(self, number: int, part: int, first: int, params: dict) -> None:
         """Write the orders of batch `number` and of the rl.lag batches after it, except those already written. The
-        weights are saved if an order needs them. The parameters are those of `request`. Raises: FileSystemError."""
+        weights are saved if an order needs them. Parameters: as of `request`. Raises: FileSystemError."""
         begins, self._has_begun = not self._has_begun, True
         if begins and self.frozen:
             self._of_frozen = self._save_frozen(self.frozen, self.frozen.cast(params))
@@ -123,7 +118,7 @@ class Orders:
     def _choose_versions(self, wanted: Sequence[int], number: int, part: int, first: int, begins: bool) -> dict:
         """In process 0: choose the version of the weights for each batch of `wanted`.
 
-        number, part, first: see `offer`. begins: whether this is the first call after a start. Return JSON. versions:
+        number, part, first: see `_offer`. begins: whether this is the first call after a start. Return JSON. versions:
         [batch, version]. lost: whether weights of an older version no longer exist. saved: the checksum of the saved
         weights of version `number`, or None.
         """
@@ -221,11 +216,8 @@ class Orders:
     def open(self, kept: Kept, weights: SamplingWeights, params: dict, pause: Pause) -> ArrivingAnswers:
         """Return the answers of a requested batch, to be read while they arrive from the samplers."""
         order = self.given[kept.number]
-
-        def write_again() -> None:
-            if not self.place.has(order):
-                self._write_order(order)
-        agree.on_first(write_again)
+        if not agree.on_first(lambda: self.place.has(order)):
+            agree.on_first(lambda: self._write_order(order))
         return ArrivingAnswers(self, order, pause.stopping)
 
 
@@ -304,6 +296,5 @@ class ArrivingAnswers:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, if it exists."""
     if path.exists():
         files.remove(path.rename(path.with_name(f".{path.name}.deleting-{secrets.token_hex(4)}")))

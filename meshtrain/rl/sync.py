@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +33,7 @@ def read_dtype(info: ParamInfo, dtype: jnp.dtype) -> jnp.dtype:
 
 def cast(model: Transformer, params: dict, dtype: jnp.dtype) -> dict:
     """Return the weights in the dtypes that samplers read, in the sharding in which they are stored."""
-    def cast_one(info: ParamInfo, w: Any) -> jax.Array:
-        return w.astype(read_dtype(info, dtype))
-    return map_params(model.parameters(), cast_one, params)
+    return map_params(model.parameters(), lambda info, w: w.astype(read_dtype(info, dtype)), params)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,10 +65,7 @@ class WeightSync:
     def moves(self, info: ParamInfo) -> moves.Moves | None:
         """Return the moves of a weight; None if the sampler reads the stored array."""
         planned = moves.of_weight(info.shape, info.axes, self.stored, self.read)
-        return None if planned.before == planned.after and info.dtype == self.dtype_of(info) else planned
-
-    def dtype_of(self, info: ParamInfo) -> jnp.dtype:
-        return read_dtype(info, self.dtype)
+        return None if planned.before == planned.after and info.dtype == read_dtype(info, self.dtype) else planned
 
     def program(self, infos: Sequence[ParamInfo]):
         """Return a jitted function that maps the stored arrays to the sampler's weights."""
@@ -83,7 +77,7 @@ class WeightSync:
         def moved(arrays: list) -> list:
             weights = []
             for (info, along), w in zip(way.items(), arrays, strict=True):
-                w = w.astype(self.dtype_of(info))
+                w = w.astype(read_dtype(info, self.dtype))
                 for split in (along.before, along.between):
                     w = jax.lax.with_sharding_constraint(w, sharding_of(info, split))
                 weights.append(w)
@@ -94,7 +88,8 @@ class WeightSync:
     def abstract(self) -> dict:
         """Return the weights as ShapeDtypeStructs with shardings."""
         return tree(self.model.parameters(), lambda info: jax.ShapeDtypeStruct(
-            info.shape, self.dtype_of(info), sharding=NamedSharding(self.mesh, self.read.spec("params", info.axes))))
+            info.shape, read_dtype(info, self.dtype),
+            sharding=NamedSharding(self.mesh, self.read.spec("params", info.axes))))
 
     def program_of(self, stored: dict):
         """Return the compiled program that moves the trained weights, from shapes alone; None if nothing moves.

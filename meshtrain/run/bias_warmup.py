@@ -29,14 +29,11 @@ def balance(program: Program, step: Callable, state: State, data: Batches, passe
     """
     params, opt_state, ema, shares = state.params, state.opt_state, state.ema, state.shares
     placed = program.step.state.sharding.step
-
-    def before_first() -> jax.Array:
-        return jax.make_array_from_callback((), placed, lambda index: np.int32(-1))
-
     del state
     with contextlib.closing(contracts.iterate(data, 0, rows=program.rows)) as batches:
         for _ in range(passes):
-            state, _ = step(State(before_first(), params, opt_state, ema, shares), program.place(next(batches)),
+            before = jax.make_array_from_callback((), placed, lambda index: np.int32(-1))
+            state, _ = step(State(before, params, opt_state, ema, shares), program.place(next(batches)),
                             *program.limit(math.inf))
             params, opt_state, ema, shares = state.params, state.opt_state, state.ema, state.shares
             watch.progress()

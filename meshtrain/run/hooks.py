@@ -59,7 +59,7 @@ class LossValidation(Hook):
         if len(complete) < len(losses):
             say.out(f"step {step}: the validation was interrupted, because the run is stopping")
             return {}
-        self.loss, *of_average = (self._sum_up(complete[begin:begin + len(self.sets)])
+        self.loss, *of_average = (sum(held.weight * loss for held, loss in zip(self.sets, complete[begin:]))
                                   for begin in range(0, len(complete), len(self.sets)))
         each = {held.name: loss for held, loss in zip(self.sets, complete)} if len(self.sets) > 1 else {}
         by_source = f" ({', '.join(f'{name} {loss:.4f}' for name, loss in each.items())})" if each else ""
@@ -67,10 +67,6 @@ class LossValidation(Hook):
         say.out(f"step {step}: validation loss {self.loss:.4f} {self.unit}{by_source}{beside}")
         return {"val_loss": self.loss} | {f"val_loss/{name}": loss for name, loss in each.items()} | dict(
             zip(["val_loss_ema"], of_average))
-
-    def _sum_up(self, losses: Sequence[float]) -> float:
-        """Return the loss on all sets from that on each."""
-        return sum(held.weight * loss for held, loss in zip(self.sets, losses, strict=True))
 
     def _measure(self, params: dict, held: ValidationSet) -> float | None:
         """Return the loss on one held-out set; None if the run has to stop before the measurement is complete."""

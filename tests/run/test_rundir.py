@@ -374,11 +374,11 @@ def test_what_refuses_the_claim_is_a_mistake_or_a_moment(tmp_path, monkeypatch, 
 
 def test_every_name_that_a_start_leaves_is_in_the_table(tmp_path):
     from meshtrain.data import sources
-    from meshtrain.checkpoint import local, resume
+    from meshtrain.checkpoint import local
     from meshtrain.journal import history
     from meshtrain.run import dpo_reference
-    assert {history.HISTORY, contents.ALIVE, contents.STACKS, sources.CACHE, dpo_reference.FILE,
-            resume.RECORD} <= contents.BEFORE_THE_FIRST_STEP
+    assert {history.HISTORY, contents.ALIVE, contents.STACKS, sources.CACHE,
+            dpo_reference.FILE} <= contents.BEFORE_THE_FIRST_STEP
     assert (restart.LINEAGE, restart.INDEX) == (local.LINEAGE, local.INDEX)
     for name in (".lock", "reference.npy", "reference.npy.17.tmp", "rules.toml", "history.jsonl",
                  ".alive.tmp", ".nfs0001"):
