@@ -103,8 +103,7 @@ class Process:
 
 @dataclasses.dataclass(eq=False)
 class Member(supervise.Child):
-    """One process, as seen by the driver. lost: whether the node or Ray worker of the process is gone, so that the exit
-    code is unknown."""
+    """One process, as seen by the driver. lost: whether its node or Ray worker is gone, with an unknown exit code."""
     actor: Any = None
     host: str = ""
     pid: int = 0
@@ -317,8 +316,7 @@ class Room:
 
 
 def life(room: Room, rest: Sequence[str], left: Path) -> supervise.LaunchOutcome:
-    """Run one start of all processes to its end; return its outcome. left: the directory with stacks of hanging
-    processes."""
+    """Run one start of all processes; return its outcome. left: the directory with stacks of hanging processes."""
     start, since = time.monotonic(), time.time()
     count, bundle = room.count, room.bundle
     # Concurrent, because it is polled while it runs the process.
@@ -352,9 +350,8 @@ def life(room: Room, rest: Sequence[str], left: Path) -> supervise.LaunchOutcome
 
 
 def _polling(running: dict[object, Member], room: Room) -> Callable[[float], Iterable[Member]]:
-    """Return a function that waits for processes to end and yields the ended processes. The function also forwards the
-    output of processes, and forwards received signals to processes. running: Ray's reference to the end of a process ->
-    the process."""
+    """Return a function that waits for processes to end and yields those. It also forwards their output, and signals to
+    them. running: Ray's reference to the end of a process -> the process."""
     asked = room.asked
     members, passed_on = list(running.values()), 0
 

@@ -69,8 +69,7 @@ def newest(run: Run) -> int:
 
 
 def _usable_steps(home: Path, lineage: dict) -> Iterator[int]:
-    """Yield the steps of this host's local checkpoints that the next start may use. Steps of a start that was rolled
-    back are left out."""
+    """Yield the steps of this host's local checkpoints that the next start may use: none of a start rolled back."""
     for place in home.glob("process-*/*"):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
             step, start = int(place.name), json.loads((place / INDEX).read_text(encoding="utf-8").partition("\n")[2])[
@@ -236,8 +235,7 @@ def wait(seconds: float) -> None:
 
 
 def leave_on_request() -> None:
-    """Make each stop signal end this process at once, with exit code 75. This process has no child that needs the
-    signal."""
+    """Make each stop signal end this process, which has no child, at once with exit code 75."""
     for number in stops.stop_signals():
         signal.signal(number, _leave)
 

@@ -51,8 +51,7 @@ def words(count: int, each: int, rest: Sequence[str], first: int = 0) -> list[st
 
 
 def divide_gpus(run: Run, count: int, each: int, environ: Mapping[str, str]) -> tuple[dict, dict]:
-    """Return (environment of the trainer, environment of the samplers). The samplers get the last GPUs. Raises:
-    ConfigError."""
+    """Return (environment of the trainer, of the samplers). The samplers get the last GPUs. Raises: ConfigError."""
     if not count or not each:
         return dict(environ), dict(environ)
     there = gpus.visible(environ)
@@ -86,8 +85,7 @@ def main(given: config.Arguments) -> int:
 
 
 def _run(argv: Sequence[str], environs: Sequence[Mapping[str, str]], first: int) -> int:
-    """Run the samplers until all have ended for good; return the exit code. The launcher uses no threads, because it
-    forks repeatedly."""
+    """Run the samplers until all have ended for good; return the exit code. No threads, as it forks repeatedly."""
     asked_by: list[int] = []
     for number in stops.stop_signals():
         signal.signal(number, lambda number, frame: asked_by.append(number))
@@ -117,8 +115,7 @@ def _run(argv: Sequence[str], environs: Sequence[Mapping[str, str]], first: int)
 
 
 def end(processes: Collection[subprocess.Popen], limit_s: float) -> None:
-    """Send SIGTERM to the processes, and SIGKILL to those that still run after limit_s seconds; wait for all of them.
-    """
+    """Send SIGTERM to the processes, and SIGKILL to those that still run after limit_s seconds; wait for all."""
     for process in processes:
         process.terminate()
     until = time.monotonic() + limit_s

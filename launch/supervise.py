@@ -102,8 +102,7 @@ class Child:
         return self.still_s() is not None
 
     def still_s(self) -> float | None:
-        """Return the seconds for which the process has been stopped; None if the process runs or has run since the last
-        call."""
+        """Return the seconds for which the process has been stopped; None if it runs or has run since the last call."""
         stood, self.stood = self.stood, None
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
@@ -192,8 +191,7 @@ def begin(argv: Sequence[str], environ: Mapping[str, str], **options: Any) -> su
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """Return a preexec_fn for Popen: the kernel kills the child when the parent ends, even by a crash. parent: pid of
-    the parent."""
+    """Return a preexec_fn for Popen: the kernel kills the child when the parent (a pid) ends, even by a crash."""
     prctl = ctypes.CDLL(None).prctl
 
     def apply():
@@ -309,8 +307,7 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
 
 
 def _culprit(ended: Sequence[Child], stuck: int | None) -> Child | None:
-    """Return the process that failed first, or None. ended: all processes in the order of their ends. stuck: the
-    process that the stacks name."""
+    """Return the process that failed first, or None. ended: all in the order of their ends. stuck: named by stacks."""
     failed = [child for child in ended if child.failed]
     unheard = {int(index) for child in failed for line in child.lines for match in lost.UNHEARD.findall(line)
                for index in match if index}
@@ -336,8 +333,7 @@ def _find_awaited(ended: Sequence[Child]) -> list[Child]:
 
 
 def free_port(host: str = "127.0.0.1", first: int = FIRST_PORT) -> int:
-    """Return a free port below the ephemeral range: a process that retries to connect to an ephemeral port can reach
-    itself."""
+    """Return a free port below the ephemeral range, where a process that retries to connect can reach itself."""
     while True:
         port = random.randint(first, LAST_PORT)
         with contextlib.suppress(OSError), socket.create_server((host, port)):

@@ -1,5 +1,4 @@
-"""Reads a run's parameters from its checkpoint and merges LoRA adapters into them. Callers need not know of adapters.
-"""
+"""Reads a run's parameters from its checkpoint and merges LoRA adapters into them. Callers know no adapters."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -64,8 +63,7 @@ def restore(saved: Saved, wanted: dict, dtype: DTypeLike | None = None) -> dict:
 
 
 def _read(saved: Saved, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Return path -> parameter of a checkpoint, or the parameter's average, in float32, if `saved` asks for averages
-    and the parameter has one."""
+    """Return path -> parameter of a checkpoint, or its average (float32) if `saved` asks for averages and has one."""
     averages = {}
     if saved.averaged:
         stored = saved.checkpoints.forms(saved.step)
@@ -100,8 +98,7 @@ def leaf(transformer: Transformer, leaves: Mapping[str, jax.Array]) -> Callable[
 
 def leaf_of_saved(saved: Saved, wanted: Mapping[str, jax.ShapeDtypeStruct], *,
                   merge: bool) -> Callable[[str], jax.Array | None]:
-    """Return a function that reads the parameter at a path from a checkpoint. The function returns None if `wanted`
-    lacks the path.
+    """Return a function that reads the parameter at a path from a checkpoint; None if `wanted` lacks the path.
 
     wanted: path -> shape and dtype, with a NamedSharding. merge: merge adapters into their kernels, in float32.
     """
@@ -121,8 +118,7 @@ def target_of(path: str) -> str:
 
 
 def adapter_path(path: str, matrix: str) -> str:
-    """Return the path that a parameter's adapter would have. The parameter is a projection's kernel or a matrix of
-    experts. matrix: a or b."""
+    """Return the path of the adapter of a projection's kernel or of a matrix of experts. matrix: a or b."""
     home, _, name = path.rpartition("/")
     return f"{home}/{LORA}/{matrix if name == KERNEL else f'{name}_{matrix}'}"
 

@@ -221,8 +221,7 @@ def _read(address: Address) -> dict:
 
 @contextlib.contextmanager
 def _judge_errors(what: str) -> Iterator[None]:
-    """Convert errors of the bucket. A rejected request raises ConfigError, since the user can correct it; a failing
-    server raises CheckpointError."""
+    """A rejected request raises ConfigError, since the user can correct it; a failing server raises CheckpointError."""
     try:
         yield
     except (addresses.Missing, CheckpointError):

@@ -139,8 +139,7 @@ class Checkpoints(BackgroundSaves):
             self.tell(self._failure)
 
     def _clean_after(self, save: Save, index: int) -> None:
-        """Check whether another start has claimed the directory. If not, process 0 removes checkpoints beyond `keep`,
-        and leftovers of failed saves."""
+        """Unless another start has the directory, remove checkpoints beyond `keep` and leftovers of failed saves."""
         try:
             self.check_claim()
             if index == 0:

@@ -11,10 +11,9 @@ arrays to the host before it returns, so the next step may donate them.
     <step>.damaged/   its checksums did not match; kept for inspection
     <step>.aside/     complete, but later than the step (checkpoint.step) that a run resumed from
 
-Orbax's CheckpointManager is not used to commit: it has no checksums, and if one process fails to write, the others
-wait at its barrier until the timeout. Processes share the directory; only process 0 renames and deletes. Readers of
-weights (generate, evaluate, convert, init_from) read and verify only params/. The state may be any pytree of jax
-arrays.
+Orbax's CheckpointManager is not used to commit: it has no checksums, and if one process fails to write, the others wait
+at its barrier until the timeout. Processes share the directory; only process 0 renames and deletes. Readers of weights
+(generate, evaluate, convert, init_from) read and verify only params/. The state is any pytree of arrays.
 """
 from __future__ import annotations
 
@@ -173,8 +172,7 @@ class DirectoryStep:
         return {name: form for forms in self._forms_of_folders(only_params).values() for name, form in forms.items()}
 
     def _forms_of_folders(self, only_params: bool) -> dict[str, dict[str, ArrayForm]]:
-        """Return folder -> array -> (shape, dtype). only_params: leave out all other arrays if these have a folder of
-        their own."""
+        """Return folder -> array -> (shape, dtype). only_params: without other arrays that have their own folder."""
         if only_params not in self._forms:
             with _reading(self.place):
                 names = files.patiently(lambda: os.listdir(self.place), missing=True)
@@ -265,8 +263,7 @@ def _silence_orbax() -> None:
 
 @contextlib.contextmanager
 def _reading(place: pathlib.Path):
-    """Raise every error of the block as CheckpointError. Checksums and shapes were compared before, so the file system
-    is the cause."""
+    """Raise all errors of the block as CheckpointError: checksums and shapes fit, so the file system is the cause."""
     try:
         yield
     except Exception as error:

@@ -90,8 +90,7 @@ class LocalCheckpoints(BackgroundSaves):
 
     def newest(self, after: int, wanted: Any) -> Saved | None:
         """Return the newest step after `after` that can be restored onto `wanted`; None if no step can. wanted: a
-        pytree of jax.ShapeDtypeStruct with shardings. Every process reads its pieces; all processes return the same
-        step."""
+        pytree of jax.ShapeDtypeStruct with shardings. Every process reads its pieces; all return the same step."""
         self._join()
         self._fetch_missing(after)
         parts = collections.defaultdict(list)
@@ -146,8 +145,7 @@ class LocalCheckpoints(BackgroundSaves):
 
     def begin(self, step: int, used: bool) -> None:
         """Set which local checkpoints are valid, before training continues after `step`: the checkpoints of this start
-        and, if `used`, the checkpoint of `step` from which this start resumed. All other local checkpoints of this run
-        are removed."""
+        and, if `used`, the checkpoint of `step` from which this start resumed. All others of this run are removed."""
         self._join()
         lineage = self._lineage
         if lineage is None and self._root is None:
@@ -189,8 +187,7 @@ class LocalCheckpoints(BackgroundSaves):
         return time.perf_counter() - began
 
     def last(self) -> int:
-        """Return the newest step that every process has saved, or that `newest` has returned; 0: none. Waits for a save
-        in progress."""
+        """Wait for a save. Return the newest step that all have saved, or that `newest` has returned; 0: none."""
         self._settle()
         return self._whole
 

@@ -38,8 +38,7 @@ class TransferError(OSError):
 
 
 def host_of(directory: Path) -> list:
-    """Return [host name, device, inode] of a directory. The list is equal in processes that see the same directory on
-    the same host."""
+    """Return [host name, device, inode] of a directory, equal in processes that see the same directory on one host."""
     status = os.stat(directory)
     return [socket.gethostname(), status.st_dev, status.st_ino]
 
@@ -119,8 +118,7 @@ class Exchange:
                 raise OSError("the other host could not keep the files")
 
     def fetch(self, at: Sequence[list], process: int, step: int) -> None:
-        """Fetch the files of `process` to this host. at: the addresses of the process that has them. Raises:
-        TransferError."""
+        """Fetch the files of `process`. at: the addresses of the process that has them. Raises: TransferError."""
         with self._ask(at, {"does": "give", "process": process, "step": step}) as link:
             self._receive(link, process, step)
 

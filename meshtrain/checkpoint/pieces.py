@@ -143,8 +143,7 @@ def as_bytes(data: np.ndarray) -> memoryview:
 
 
 def cut(region: Region, itemsize: int, most: int = PIECE_BYTES) -> list[Region]:
-    """Cut a region along its first dims into regions of at most `most` bytes, in order. A region has at least one
-    element."""
+    """Cut a region along its first dims into regions of at most `most` bytes (or one element), in order."""
     if volume(region) * itemsize <= most or not region:
         return [region]
     (start, stop), *rest = region
@@ -192,8 +191,7 @@ def select_needed(some: Iterable[Piece], leaf: jax.ShapeDtypeStruct) -> list[Pie
 
 
 def fetch(piece: Piece, dtype: np.dtype, read: Read) -> np.ndarray:
-    """Read a piece, verify its checksum and return its data in the shape of its region. Raises: DamagedPiece; any
-    exception of `read`."""
+    """Read and verify a piece; return its data in the shape of its region. Raises: DamagedPiece; as `read`."""
     size = volume(piece.region) * dtype.itemsize
     for _ in range(2):      # a second read if the transfer damaged the first
         data = read(piece.object, piece.offset, piece.offset + size)

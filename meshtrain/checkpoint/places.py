@@ -21,8 +21,7 @@ from meshtrain.training.state import State
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Places:
-    """Where a run saves. claim: the claim on run.dir. checkpoints: the checkpoints in run.dir. local: the checkpoints
-    on hosts' disks."""
+    """Where a run saves. claim: the claim on run.dir. checkpoints: those in run.dir. local: those on hosts' disks."""
     claim: rundir.Claim
     checkpoints: Checkpoints
     local: LocalCheckpoints
@@ -34,8 +33,7 @@ class Places:
 
 @contextlib.contextmanager
 def claim(run: Run, watchdog: Watchdog) -> Iterator[Places]:
-    """Context: claim run.dir, so that only this start writes there. The watchdog keeps its stacks in run.dir. All
-    processes call it.
+    """Context: claim run.dir, so that only this start writes there, also its watchdog's stacks. All processes call it.
 
     Raises: ConfigError if another start has claimed it.
     """

@@ -117,8 +117,7 @@ def rule(key: str) -> str:
 
 def find(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = None, wanted: object = None,
          named: Mapping[str, str] | None = None) -> Start:
-    """Find the checkpoint that the run resumes from: checkpoint.step if it is set, otherwise the newest complete one.
-    All processes call this function.
+    """Find the checkpoint to resume from: checkpoint.step if set, else the newest complete one. All processes call it.
 
     local: may have a newer checkpoint than the shared `checkpoints`. wanted: the state to restore, as a pytree of
     jax.ShapeDtypeStruct with shardings. named: file contents by the key that names the
@@ -147,8 +146,7 @@ def find(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = No
 
 
 def in_force(run: Run, start: Start) -> Run:
-    """Return the run with data.eos of its checkpoint if the run file names none. So the token that ends documents stays
-    the same."""
+    """Return the run with data.eos of its checkpoint if the run file names none, so that documents end as before."""
     eos = start.saved.run["data"].get("eos", "") if start.saved else ""
     return run if run.data.eos or not eos else run.replace(data={"eos": eos})
 
@@ -182,8 +180,7 @@ def before_spike(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, 
 
 
 def check_tokenizer(run: Run, start: Start, tokenizer: Tokenizer) -> None:
-    """Check that the tokenizer is that of the run, before tokenizing, which may take hours. Raises: ConfigError if the
-    tokenizer differs."""
+    """Check that the tokenizer is that of the run, before hours of tokenizing. Raises: ConfigError if it differs."""
     if (data := start.value_of("data")) and data["tokenizer"] != [tokenizer.key, tokenizer.bos]:
         raise ConfigError(f"data.tokenizer={json.dumps(run.data.tokenizer)} has another content than the tokenizer of "
                           f"the run in {run.run.dir}; give the run's tokenizer, or another run.name")
@@ -208,8 +205,7 @@ def check_prompts(run: Run, start: Start, digest: str) -> None:
 
 
 def position(start: Start, pack: Callable[[dict | None], Batches]) -> Batches:
-    """Return the run's batches from `start` on. pack: returns batches from the data position of an earlier start; None:
-    from the beginning."""
+    """Return the run's batches from `start` on. pack: data position -> batches from there; None: from the beginning."""
     data = pack(start.saved and start.saved.metadata["data"]["position"])
     if not start.skip_batches:
         return data
@@ -220,17 +216,15 @@ def position(start: Start, pack: Callable[[dict | None], Batches]) -> Batches:
 
 
 def data_metadata(corpus: Corpus, data: Batches, step: int, ends: Mapping[str, object]) -> dict:
-    """Return the entry "data" of a checkpoint's metadata. ends: the stop tokens to save, which this package does not
-    read."""
+    """Return the entry "data" of a checkpoint's metadata. ends: the stop tokens to save; not read by this package."""
     return {"fingerprint": corpus.fingerprint, "tokenizer": [corpus.tokenizer.key, corpus.tokenizer.bos],
             "position": data.position(step), "ends": dict(ends)}
 
 
 def begin(run: Run, start: Start, checkpoints: Checkpoints, local: LocalCheckpoints | None,
           rules_text: str) -> None:
-    """Set aside checkpoints after `start`, report and record changed settings, and drop metrics of steps that will be
-    repeated. This is the last action before the first step. Raises: ConfigError or FileSystemError if
-    run.dir cannot be written."""
+    """Set aside checkpoints after `start`, report and record changed settings, and drop metrics of repeated steps: the
+    last action before the first step. Raises: ConfigError, FileSystemError."""
     directory, messages = mirror.directory(run.run.dir), []
     if start.back:
         kept_rows = _write(directory, lambda: rows.set_aside_after(directory / rows.NAME, start.step))
@@ -281,9 +275,8 @@ def checkpoints_there(run_dir: str) -> Checkpoints | None:
 
 
 def source_of(run_dir: str, step: int, weights: str) -> Saved:
-    """Return the checkpoint whose weights a command reads: the checkpoint of `step`, or the newest if `step` is 0.
-    weights: LAST, or EMA for the average of the weights. All processes call it. Raises: ConfigError if the checkpoint
-    or its average is missing."""
+    """Return the checkpoint whose weights a command reads: that of `step`, or the newest if `step` is 0. weights: LAST,
+    or EMA for their average. All processes call it. Raises: ConfigError if the checkpoint or its average is missing."""
     saved = source(run_dir, step, run_dir, "--step ", only_params=weights == LAST)
     if weights == EMA and not saved.has(AVERAGE):
         raise agree.mark_agreed(ConfigError(
@@ -366,15 +359,13 @@ def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple
 
 
 def _rules_of(groups: Any) -> list[tuple[str, str]]:
-    """Return the patterns of optimizer.groups with their rules, on which the optimizer's state depends; [] if no row
-    has a rule."""
+    """Return optimizer.groups as (pattern, rule), on which the optimizer's state depends; [] if no row has a rule."""
     chosen = [(pattern, row.get("rule", "")) for pattern, row in groups.items() if pattern not in ("preset", "base")]
     return chosen if any(rule_ for _, rule_ in chosen) else []
 
 
 def _parse(content: str) -> object:
-    """Return the parsed TOML of a rule file, so that its spelling does not matter; return any other content as it is.
-    """
+    """Return the parsed TOML of a rule file, so that its spelling does not matter; any other content as it is."""
     try:
         return tomllib.loads(content)
     except tomllib.TOMLDecodeError:
@@ -382,9 +373,8 @@ def _parse(content: str) -> object:
 
 
 def record_changes(path: Path, step: int, changes: Sequence[tuple[str, object, object]]) -> None:
-    """Append changes (key, old value, new value) to the record, except those that a start killed before its first
-    checkpoint has already recorded.
-    """
+    """Append changes (key, old, new) to the record, except those that a start killed before its first checkpoint has
+    already recorded."""
     known = [(row["step"], row["key"], row["to"]) for row in rows.Log(path, rows.is_change).read()]
     added = [{"step": step, "key": key, "from": old, "to": new, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
              for key, old, new in changes if (step, key, new) not in known]

@@ -19,9 +19,8 @@ MOST_DIFFERENCES = 8
 
 
 class BackgroundSaves(abc.ABC):
-    """Saves the state of a run in the background: `Checkpoints`, or `LocalCheckpoints` (per host). All processes make
-    the same calls. every: steps between regular saves; 0: none. tell: receives each failure at once, from any
-    thread."""
+    """Saves a run in the background: `Checkpoints`, or `LocalCheckpoints` (per host). All processes make the same
+    calls. every: steps between regular saves; 0: none. tell: receives each failure at once, from any thread."""
 
     def __init__(self, every: int, tell: Callable[[str], None]):
         self.every, self.tell = every, tell
@@ -54,8 +53,7 @@ class BackgroundSaves(abc.ABC):
         """Return (shape, dtype) by array name for a saved step. only_params: leave out all arrays but the params."""
 
     def arrays(self, step: int, *, only_params: bool = False) -> dict:
-        """Return shapes and dtypes of a saved step, or of its params: nested dicts of jax.ShapeDtypeStruct without
-        shardings."""
+        """Return a saved step, or its params, as nested dicts of jax.ShapeDtypeStruct without shardings."""
         forms = self.forms(step, only_params=only_params)
         return trees.nest({name: jax.ShapeDtypeStruct(*form) for name, form in forms.items()})
 
@@ -96,8 +94,7 @@ class Saved:
 
 
 def check_fit(name: str, stored: Mapping[str, ArrayForm], wanted: Any, part: bool) -> list[str]:
-    """Compare stored arrays with those of `wanted`; return the names of arrays that are read with another dtype, see
-    `widens`.
+    """Compare stored arrays with `wanted`; return the names of those that are read with another dtype, see `widens`.
 
     name: the checkpoint in messages. stored: array -> (shape, dtype). part: `wanted` may lack arrays; it may always
     lack optional parts. Raises: ValueError that lists the first differences, with parameters before the optimizer."""
@@ -130,8 +127,7 @@ def format_form(form: ArrayForm | None) -> str:
 
 
 def widens(stored: ArrayForm | None, wanted: ArrayForm | None) -> bool:
-    """Return whether an array is read with a wider dtype than the stored dtype: bfloat16 as float32, in the same shape.
-    None: absent."""
+    """Return whether an array is read with a wider dtype: bfloat16 as float32, in the same shape. None: absent."""
     return stored is not None and wanted is not None and stored[0] == wanted[0] and (
         str(stored[1]), str(wanted[1])) == ("bfloat16", "float32")
 

@@ -50,8 +50,7 @@ class StoredStep(Protocol):
         `forms`. part: `wanted` may lack arrays. Raises: CheckpointError."""
 
     def rename(self, name: str) -> None:
-        """Rename the checkpoint, so that the store no longer lists it as a step. Process 0 calls it. Raises: OSError,
-        ValueError."""
+        """Rename the checkpoint, so that it is no step any more. Process 0 calls it. Raises: OSError, ValueError."""
 
 
 class Store(Protocol):

@@ -91,8 +91,7 @@ def on_errors() -> Iterator[None]:
 
 
 def same_everywhere(name: str, text: str) -> None:
-    """Check that all processes pass the same text. Raises: ConfigError, in every process, with the differing lines and
-    their processes."""
+    """Check that all processes pass one text. Raises: ConfigError, everywhere, with differing lines and processes."""
     holders: dict[str, list[int]] = {}
     for index, other in enumerate(exchange(text)):
         holders.setdefault(other, []).append(index)
@@ -164,8 +163,7 @@ def _gather() -> None:
 
 
 def leave_word(key: str, text: str) -> None:
-    """Publish a text under a key; `word` reads it in another process. Any thread may call it. A failure raises nothing.
-    """
+    """Publish a text under a key, for `word` in another process. Any thread may call it. A failure raises nothing."""
     with contextlib.suppress(Exception):
         jax_private.coordination_client().key_value_set(f"meshtrain {key}", text)
 
@@ -190,9 +188,8 @@ def part(timeout_s: float = 5.0) -> None:
 class StopAgreement:
     """Makes all processes stop after the same step: the step that follows the first request of any process.
 
-    Requests are read one step later, so that no process waits. The cost is 12 bytes per device and step. late:
-    (process, seconds), the last process to reach the step that was read last, and its delay behind the earliest one;
-    None: unknown.
+    Requests are read one step later, so that no process waits; cost: 12 bytes per device and step. late: (process,
+    seconds), the last process to reach the step read last, and its delay behind the first; None: unknown.
     """
 
     def __init__(self):
@@ -215,12 +212,10 @@ class StopAgreement:
         return jax.make_array_from_callback(self._shape, self._split, lambda index: row)
 
     def ask(self, wish: int, late_s: float | None = None) -> int:
-        """Return the largest wish of all processes at the previous step: the reason why all stop now; 0: go on. Every
-        process calls this once per step. A single process gets its own wish. wish: the reason why this process should
-        stop, 1 or 2; 0: none.
+        """Return the largest wish of all processes at the previous step: why all stop now; 0: go on. Every process
+        calls it once per step; a single one gets its own wish. wish: why this process should stop, 1 or 2; 0: none.
 
-        late_s: the seconds for which this process's devices were idle before the step; None: unknown, in all processes
-        alike.
+        late_s: seconds for which this process's devices were idle before the step; None: unknown, in all processes.
         """
         if jax.process_count() == 1:
             return wish

@@ -171,8 +171,7 @@ def _jax(environ: Mapping[str, str], address: str, launched: bool) -> Cluster | 
 
 def _torch(environ: Mapping[str, str], address: str, launched: bool) -> Cluster | None:
     """Return the cluster in the variables of torchrun and Kubeflow's PyTorch runtime; None if they are not set. Below
-    srun and mpirun, batch scripts export all of them but RANK for every task. Without RANK they identify no process and
-    are ignored."""
+    srun and mpirun, batch scripts export all of them but RANK for every task. Without RANK they are ignored."""
     if not any(name in environ for name in TORCH) or launched and "RANK" not in environ:
         return None
     _whole_or_nothing(environ, TORCH, address)

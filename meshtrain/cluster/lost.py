@@ -22,8 +22,7 @@ TIMED_OUT = re.compile(r"(?:timed out task names|stopped sending heartbeats\)):\
 
 
 def others(error: BaseException | str) -> list[int] | None:
-    """Return the processes that an error reports as lost, sorted; empty if it names none; None: the error is not of
-    this kind."""
+    """Return the processes that an error reports as lost, sorted; [] if it names none; None: another kind of error."""
     text = str(error)
     if not (isinstance(error, PeerError) or LOST.search(text)):
         return None

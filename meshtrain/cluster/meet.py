@@ -1,5 +1,4 @@
-"""Rendezvous of a run's processes at one port. The rendezvous precedes jax's own rendezvous, which aborts without
-naming the missing processes.
+"""Rendezvous of a run's processes at one port, before jax's own, which aborts without naming the missing processes.
 
 Each process sends the token of its start. Processes of another start or run are reported and disconnected. The token is
 no secret: whoever reaches the port can disturb the run. This module knows no run, model or data.
@@ -32,9 +31,8 @@ SHUTDOWN_TIMEOUT_S = 120        # how long finished processes wait for one that 
 def meet(cluster: Cluster, timeout_s: float) -> None:
     """Wait until all processes of the cluster are present; then return in every process.
 
-    No process waits longer than timeout_s (for process 0: counted from the first arrival). Raises: PeerError that names
-    the missing processes, a taken port, or contradicting processes (perhaps of an older start). The next attempt may
-    succeed.
+    No process waits longer than timeout_s (process 0: from the first arrival). Raises: PeerError that names the missing
+    processes, a taken port, or contradicting processes (perhaps of an older start). The next attempt may succeed.
     """
     (_receive if cluster.index == 0 else _arrive)(cluster, timeout_s)
 
@@ -91,8 +89,7 @@ def _end_alone(kind, error, trace) -> None:
 
 
 def _receive(cluster: Cluster, timeout_s: float) -> None:
-    """Wait in process 0 for all others at the coordinator's port; then release all of them, or send the fault to all.
-    """
+    """Wait in process 0 for all others at the coordinator's port; then release all, or send the fault to all."""
     began = time.monotonic()
     deadline, tell_at = began + timeout_s, began + TELL_AFTER_S
     arrived: dict[int, tuple[socket.socket, dict]] = {}
@@ -158,8 +155,7 @@ def _report_stranger(cluster: Cluster, about: dict, strangers: dict[str, str]) -
 
 
 def _contradiction(cluster: Cluster, about: dict, before: dict | None) -> str | None:
-    """Return the fault in a process's `about`; None if it has no fault. before: the `about` of a process already
-    present with the same index."""
+    """Return the fault in a process's `about`, or None. before: that of a process already there with this index."""
     index, first = about["index"], _about(cluster)
     if about["count"] != cluster.count:
         return (f"process {index} ({_where(about)}) has distributed.num_processes={about['count']}, but process 0 "
@@ -172,8 +168,7 @@ def _contradiction(cluster: Cluster, about: dict, before: dict | None) -> str | 
 
 
 def _arrive(cluster: Cluster, timeout_s: float) -> None:
-    """Report to process 0 and wait for its answer, which process 0 sends when all processes are present. Every other
-    process calls it."""
+    """Report to process 0 and wait for its answer, which it sends when all are present. All others call it."""
     began, why, warned = time.monotonic(), "no connection", False
     deadline = began + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:

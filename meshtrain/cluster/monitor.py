@@ -69,8 +69,7 @@ def within(limit_s: float, function: Callable[[], object]) -> None:
 
 
 class Monitor:
-    """The watched process's side of its monitor. head: the number of bytes before the stacks in a stack file. tell:
-    prints a line."""
+    """The watched process's side of its monitor. head: bytes before the stacks in a stack file. tell: prints a line."""
 
     def __init__(self, head: int, tell: Callable[[str], None]):
         self.head, self.tell = head, tell
@@ -206,8 +205,7 @@ def _stacks_of(parent: int, thread: int, stacks: int) -> bytes:
 
 
 def end(parent: int, stacks: bytes, words: str, path: str, ending: int, head: int) -> None:
-    """End the watched process. Print `words` on the terminal and write the stacks to `path`; if `path` is empty, also
-    print the stacks."""
+    """End the watched process. Print `words`, and write the stacks to `path`; if `path` is empty, print them, too."""
     def speak():
         place = path if path else "\n" + stacks.decode(errors="replace")
         os.write(2, f"error: {words}; its stacks: {place}\n".encode())

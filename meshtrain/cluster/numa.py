@@ -20,8 +20,7 @@ ROOT = Path("/")
 
 
 def bind(local_devices: Sequence[int] | None, environ: Mapping[str, str], root: Path = ROOT) -> str:
-    """Bind all threads of this process; the threads that they start inherit the binding. Return a line that reports the
-    binding; empty: nothing was bound.
+    """Bind all threads of this process, and so those that they start. Return a line about it; empty: nothing was bound.
 
     local_devices: indices of the process's GPUs among the visible GPUs; None: all. root: a directory with proc, sys and
     dev.
@@ -75,8 +74,7 @@ def _find_gpus(root: Path) -> list[tuple[str, str, str]]:
 
 
 def _opens(device: Path) -> bool:
-    """Return whether this process may use a device. A container does not show other devices; a cgroup (Slurm) refuses
-    to open other devices."""
+    """Return whether this process may use a device. A container hides the others; a cgroup (Slurm) refuses them."""
     try:
         os.close(os.open(device, os.O_RDONLY | os.O_CLOEXEC))
     except OSError:
@@ -85,8 +83,7 @@ def _opens(device: Path) -> bool:
 
 
 def _beside(addresses: Sequence[str], root: Path) -> tuple[set[int], int]:
-    """Return (the CPUs of the NUMA node of these PCI devices, the node). The set of CPUs is empty unless all devices
-    are on one node."""
+    """Return (the CPUs of the NUMA node of these PCI devices, the node); no CPUs unless all devices are on one node."""
     places = [root / "sys/bus/pci/devices" / address for address in addresses]
     nodes = {int((place / "numa_node").read_text(encoding="utf-8")) for place in places}
     if len(nodes) != 1 or min(nodes) < 0:       # -1: unknown, as on most virtual machines

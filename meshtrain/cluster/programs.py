@@ -3,8 +3,7 @@
 Only process 0 writes jax's own cache. The other processes would compile again at each start if hosts do not share the
 directory, and on CPUs, where keys differ between processes. In these cases each process has its own jax cache for each
 program. A program is taken from this cache only if every process has one: on GPUs a process that compiles waits for the
-autotuning results of the others. A program is machine code: whoever writes one can run code in every process that loads
-it.
+autotuning results of the others. A program is machine code: whoever writes one runs code in all processes that load it.
 """
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ def _is_whole(place: Path) -> bool:
 
 
 def keep_profile(content: str) -> Path | None:
-    """Write a profile that XLA reads; return its path, or None if any process cannot write the file. All processes call
-    it.
+    """Write a profile for XLA; return its path, or None if any process cannot write it. All processes call it.
 
     The path is a function of the content. The path is a compiler option, and compiler options are part of the key by
     which the next start finds the compiled program.
@@ -109,8 +107,7 @@ def _is_shared(directory: Path) -> bool:
 
 
 def _key(lowered: jax.stages.Lowered, options: dict, devices: Sequence[jax.Device]) -> str:
-    """Return a hash of everything that the compiled program depends on, except what jax's own keys inside the directory
-    cover."""
+    """Return a hash of all that the compiled program depends on, except what jax's own keys in the directory cover."""
     parts = [lowered.as_text(), sorted((key, str(value)) for key, value in options.items()), jax.__version__,
              devices[0].client.platform_version, os.environ.get("XLA_FLAGS", "")]
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

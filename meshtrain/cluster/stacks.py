@@ -105,8 +105,7 @@ class Report:
 
     @property
     def where(self) -> str:
-        """The main thread's innermost frame that does more than wait for another thread of the process; empty without
-        stacks."""
+        """The main thread's innermost frame that does more than wait for another thread; empty without stacks."""
         frames = [frame for frame in self.main if not _in(JOINS, frame)] or self.main
         return f" in {frames[0]}" if frames else ""
 
@@ -124,8 +123,7 @@ def at(wall: float) -> str:
 
 
 def begin(directory: Path) -> str:
-    """Move the stacks of earlier starts away and return a name for this start. One process calls it, before any process
-    writes stacks."""
+    """Move earlier starts' stacks away; return a name for this start. Called once, before any stacks are written."""
     directory.mkdir(parents=True, exist_ok=True)
     earlier = read(directory)
     if any(report.threads is not None or report.state.state != "runs" for report in earlier.values()):
@@ -142,8 +140,7 @@ def begin(directory: Path) -> str:
 
 
 def read(directory: Path, since: float = 0.0) -> dict[int, Report]:
-    """Return process -> report for the newest start. since: wall clock in seconds; files last written before it are
-    ignored."""
+    """Return process -> report for the newest start. since: wall clock in seconds; older files are ignored."""
     reports = [_report_in(path, since) for path in Path(directory).glob("process-*.txt")]
     by_process = {report.state.process: report for report in reports if report}
     newest = max(by_process.values(), key=lambda report: report.state.since, default=None)
@@ -191,8 +188,7 @@ def _report_in(path: Path, since: float = 0.0) -> Report | None:
 
 
 def find_dead(directory: Path) -> tuple[int, str] | None:
-    """Return (process, how) of a process on this host that died without a report, usually by kill -9; None if no
-    process did.
+    """Return (process, how) of a process on this host that died without a report, usually by kill -9; None if none did.
 
     Each live process holds a lock on its file. Other hosts are not checked: not every file system shares locks.
     """
@@ -232,8 +228,7 @@ def _in(functions: Sequence[tuple[str, str]], *frames: StackFrame) -> bool:
 
 
 def format_stacks(threads: Sequence[tuple[int, str, FrameType | None]]) -> str:
-    """Return stacks in faulthandler's format, without its limit on the number of threads. threads: (ident, name,
-    innermost frame) of each."""
+    """Return stacks in faulthandler's format, of any number of threads: (ident, name, innermost frame) of each."""
     lines = []
     for ident, name, frame in threads:
         lines += ["", f"Thread 0x{ident:016x} [{name}] (most recent call first):"]

@@ -1,5 +1,4 @@
-"""A watchdog in every process. A process that makes no progress in time writes its stacks and exits, and the culprit is
-named.
+"""A watchdog in every process. A process without progress in time writes its stacks and exits; the culprit is named.
 
 Each phase has a limit. Keys of the run file set the limits of start, compile, restore and save. A step may take
 LONGER_THAN_MEDIAN times the median of earlier steps, at least LEAST_STEP_S. A thread checks every LOOK_S. On a timeout
@@ -56,8 +55,7 @@ UNLIMITED = ""
 
 @dataclasses.dataclass(frozen=True)
 class PhaseLimits:
-    """Seconds that each kind of phase may last. Below 0: no limit. step=0: the limit follows from the median of the
-    steps."""
+    """Seconds that each kind of phase may last; below 0: no limit. step=0: set by the median of the steps."""
     step: float = 0.0
     start: float = 300.0
     compile: float = 3600.0
@@ -102,8 +100,7 @@ class Watchdog:
             threading.Thread(target=self._watch_clock, daemon=True, name="clock").start()
 
     def enter(self, phase: str, kind: str, limit_s: float | None = None) -> None:
-        """Begin another phase. kind: a key of KEYS, or UNLIMITED. limit_s: the limit in seconds; None: the limit of its
-        kind."""
+        """Begin another phase. kind: a key of KEYS, or UNLIMITED. limit_s: in seconds; None: that of its kind."""
         before, now = self._now.kind, self._clock.now()
         if self._in_step:
             self._steps_s.append(now - self._now.began)
@@ -115,8 +112,7 @@ class Watchdog:
             self._note()
 
     def step(self, number: int) -> None:
-        """Begin another step. The first two steps have the limit of a compile phase, because they load programs and
-        connect devices."""
+        """Begin another step. The first two load programs and connect devices: they have the limit of a compile."""
         self.enter(f"step {number}", "step" if len(self._steps_s) + self._in_step >= 2 else "compile")
         self._in_step = True
 

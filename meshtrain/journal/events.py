@@ -58,8 +58,7 @@ def _varint(number: int) -> bytes:
 
 
 def _key(field: int, wire: int) -> bytes:
-    """Return the key of a field. wire: how the value is encoded: 0 varint, 1 eight bytes, 2 length and bytes, 5 four
-    bytes."""
+    """Return the key of a field. wire: its encoding: 0 varint, 1 eight bytes, 2 length and bytes, 5 four bytes."""
     return _varint(field << 3 | wire)
 
 

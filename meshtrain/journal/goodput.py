@@ -155,8 +155,7 @@ def derive_start(attempts: Sequence[Mapping], start: Mapping, lines: Sequence[Ma
     """Return the fields of a start's history line that follow from earlier attempts: the run's age, the time since the
     last attempt, the steps that this start repeats.
 
-    attempts: the earlier attempts, see `list_attempts`. start: the other fields of the line. lines: the history. rows:
-    metrics.
+    attempts: earlier ones, see `list_attempts`. start: the other fields of the line. lines: the history. rows: metrics.
     """
     if not attempts:
         return {"elapsed_s": 0.0, "down_s": 0.0, "counted_s": sum_steps_s(rows, start["step"]),
@@ -175,8 +174,7 @@ def derive_start(attempts: Sequence[Mapping], start: Mapping, lines: Sequence[Ma
 
 
 def sum_parts_s(attempts: Sequence[Mapping]) -> dict[str, float]:
-    """Return name of a part (a value of PARTS) -> its seconds over all attempts. Their sum is the time since the first
-    attempt began."""
+    """Return part (a value of PARTS) -> its seconds over all attempts; in sum, the time since the first began."""
     total = {part: sum(attempt["spent_s"].get(part, 0.0) for attempt in attempts) for part in PARTS}
     again_s = min(total["steps"], sum(attempt["again_s"] for attempt in attempts))
     total |= {"steps": total["steps"] - again_s, "again": total["again"] + again_s,

@@ -114,8 +114,7 @@ class Stragglers:
     """Finds a straggler: a process whose host dispatches last in most steps, so that all devices wait for it. Single
     late steps (garbage collection, disk) do not count. A slow device is not found, because its host is on time.
 
-    hosts: the host name of each process. named: (process, seconds it costs per step, share of a step's time); None: no
-    straggler.
+    hosts: the host name of each process. named: (process, seconds it costs per step, share of a step's time), or None.
     """
 
     def __init__(self, hosts: Sequence[str] = ()):

@@ -56,8 +56,7 @@ class _Step(NamedTuple):
 class Journal:
     """Writes metrics rows and progress lines, and calls the guards.
 
-    account: counts goodput. spikes: the losses so far. hosts: the host name of each process. guards: guards that
-    replace those of the run.
+    account: counts goodput. spikes: the losses so far. hosts: the host name of each process. guards: replace the run's.
     """
 
     def __init__(self, run: Run, writer: RowWriter, progress: RowDisplay, flops: Flops,
@@ -87,8 +86,7 @@ class Journal:
         self._pending = _Step(number, tokens, own, metrics, ended, paused_s)
 
     def settle(self) -> None:
-        """Wait for the dispatched step, read its metrics, write its row and call the guards. A second call does
-        nothing.
+        """Wait for the dispatched step, if there is one, read its metrics, write its row and call the guards.
 
         Raises: TooManySkippedSteps, LossSpike.
         """
@@ -109,14 +107,12 @@ class Journal:
 
     @contextlib.contextmanager
     def pause(self, part: str = "rest") -> Iterator[None]:
-        """Context between two steps: its time is not counted as step time. part: the part of the goodput account that
-        counts it."""
+        """Context between two steps: its time is no step time. part: the part of the goodput account that counts it."""
         with self.times.pause(self._pending and self._pending.ended), self.account.count_as(part):
             yield
 
     def add_lateness(self, late: tuple[int, float] | None) -> None:
-        """Add the process that dispatched the step last and its delay in seconds; print a new straggler. See
-        `Stragglers.add_step`."""
+        """Add the process that dispatched the step last, and its delay in seconds; see `Stragglers.add_step`."""
         if self.times.last_s is not None:
             self.stragglers.add_step(late, self.times.last_s)
 

@@ -77,8 +77,7 @@ class MetricsWriter(rows.Appended):
 
 
 def peak_bytes(devices: Sequence[jax.Device]) -> int:
-    """Return the peak memory in bytes, since the process began, of the device with the highest peak; 0 if the backend
-    does not report it (CPUs)."""
+    """Return the highest peak memory of a device since the process began, in bytes; 0 if not reported (CPUs)."""
     return max(((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices), default=0)
 
 

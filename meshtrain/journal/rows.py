@@ -143,8 +143,7 @@ class Log:
 
 
 def _read_line(file: BinaryIO) -> tuple[bytes | None, int, bool]:
-    """Return (a line with its newline, its bytes, whether it ends with a newline). The line is None if it is too long
-    for a row."""
+    """Return (a line, its bytes, whether it ends with a newline). The line is None if it is too long for a row."""
     text: bytes | None = file.readline(MOST_LINE_BYTES)
     length, whole = len(text or b""), (text or b"").endswith(b"\n")
     while not whole and (more := file.readline(MOST_LINE_BYTES)):

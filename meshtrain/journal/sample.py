@@ -63,8 +63,7 @@ def of(log: MetricRows) -> Sample:
 
 
 def find_steps(log: MetricRows, first: int, last: int) -> Iterator[Row]:
-    """Yield the rows of steps [first, last]. Rows are in step order, so in a long file only their part is read. Raises:
-    OSError."""
+    """Yield the rows of steps [first, last]. In a long file only their part is read. Raises: OSError."""
     size = log.size()
     begin, stop = 0, size
     if size > WHOLE_BYTES:

@@ -1,5 +1,4 @@
-"""Measures how long steps take: from the end of one step to the end of the next on the device, as seen by the host,
-without pauses."""
+"""Measures how long steps take, without pauses: from end to end on the device, as seen by the host."""
 from __future__ import annotations
 
 import contextlib
@@ -24,8 +23,7 @@ class SinceRow(NamedTuple):
 
 
 class StepTimes:
-    """The times of steps. last_s: seconds of the last step; None: no step has ended. since_row: the steps since the
-    last written row."""
+    """The times of steps. last_s: seconds of the last step; None: none has ended. since_row: see `SinceRow`."""
 
     def __init__(self):
         self.last_s: float | None = None
@@ -35,8 +33,7 @@ class StepTimes:
 
     @contextlib.contextmanager
     def pause(self, running: Future[StepEnd] | None) -> Iterator[None]:
-        """Context: a pause between two steps. The pause begins when the step `running` ends, or now if `running` is
-        None."""
+        """Context: a pause between two steps, which begins when the step `running` ends; None: now."""
         began = time.perf_counter() if running is None else max(running.result().seen, self._paused_until)
         try:
             yield
@@ -50,8 +47,7 @@ class StepTimes:
         return paused_s
 
     def add_step(self, ended: StepEnd, tokens: int, paused_s: float) -> float:
-        """Add the next step. Return the seconds of this step. paused_s: the pauses between the previous step and this
-        step."""
+        """Add the next step; return its seconds. paused_s: the pauses between the previous step and this one."""
         took_s = max(ended.seen - self._mark - paused_s, 1e-9)
         since = self.since_row
         # The step may have begun before the end of the one before was seen, unless the device paused between the two.

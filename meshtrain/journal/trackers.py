@@ -48,8 +48,7 @@ class Tracker(contextlib.AbstractContextManager, Protocol):
 
 
 def check(run: Run) -> None:
-    """Check that the packages of the configured trackers are installed. Raises: ConfigError. Called by commands that
-    train."""
+    """Check that the packages of the configured trackers are installed. Raises: ConfigError."""
     for name in ("wandb", "mlflow"):
         if (value := getattr(run.metrics, name)) and importlib.util.find_spec(name) is None:
             raise ConfigError(f'metrics.{name}="{value}" needs the package {name}, which is not installed; run pip '
@@ -289,8 +288,7 @@ class MLflow(contextlib.AbstractContextManager):
 
 
 class Prometheus(contextlib.AbstractContextManager):
-    """Serves the numbers of the last row at http://HOST:PORT/metrics, in Prometheus' text format (version 0.0.4), with
-    the run's name as a label."""
+    """Serves the last row at HOST:PORT/metrics, in Prometheus' text format (0.0.4), with the run's name as a label."""
 
     def __init__(self, port: int, name: str):
         label = name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,5 +1,4 @@
-"""Packs generated answers into batches and computes the advantages of their rewards. Each answer follows its prompt in
-a row.
+"""Packs generated answers, each after its prompt, into rows of batches; computes the advantages of their rewards.
 
 Everything is a function of the answers and the settings, so that all processes make the same batch. A prompt and its
 answer are one segment. The generated tokens, including the end token, are the targets.
@@ -46,8 +45,7 @@ def advantages(rewards_PN: np.ndarray, how: str) -> np.ndarray:
     """Return the advantages, float64 [prompts, samples], by `rl.advantage`. NaN means no reward: it does not count in
     the baseline, and its advantage is 0.
 
-    All advantages of a group are 0 if it has fewer than 2 rewards, or if its rewards are bitwise equal. Deviations are
-    unbiased.
+    All advantages of a group are 0 if it has fewer than 2 rewards, or bitwise equal ones. Deviations are unbiased.
     """
     have = ~np.isnan(rewards_PN)
     count = have.sum(1, keepdims=True)
@@ -121,8 +119,7 @@ def pack(answers: Sequence[DrawnAnswer], rl, rows: int, seq_len: int, first: int
 
 
 def _weights(answers: Sequence[DrawnAnswer], rl, targets: int) -> np.ndarray:
-    """Return float64 [answers]: the weight of each token of an answer by `rl.aggregate`, times the number of targets of
-    the step."""
+    """Return float64 [answers]: the weight of each token of an answer by `rl.aggregate`, times the step's `targets`."""
     lengths = np.array([len(answer.tokens) for answer in answers], np.float64)
     learned = np.array([answer.learned for answer in answers], bool)
     divisor = {"token": np.full(len(answers), lengths[learned].sum()),

@@ -120,8 +120,7 @@ class KeptBatches:
         return Kept(self.directory, number, self._key(number))
 
     def _key(self, number: int) -> str:
-        """Return a hash of everything that determines batch `number`, except the weights. It includes the text of the
-        reward function's file."""
+        """Return a hash of all that determines batch `number` but the weights, with the text of the reward's file."""
         run = self.run
         identity = [number, run.run.seed, run.rl.model_dump(exclude=set(FREE)), run.data.seq_len,
                     run.data.global_batch, run.model.model_dump(), run.lora.model_dump(), self.prompts.digest,
@@ -199,8 +198,7 @@ class Kept:
                            {name: arrays[name] for name in arrays.keys() - ARRAYS})
 
     def find(self, weights: str) -> tuple[dict, dict] | None:
-        """Return (JSON object, arrays) of the batch in this process; None if it is missing, or its key or weights
-        differ."""
+        """Return (JSON object, arrays) of the batch here; None if it is missing, or its key or weights differ."""
         content = unpack_arrays(self.path)
         return content if self._fits(content, weights) else None
 

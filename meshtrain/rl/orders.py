@@ -43,8 +43,7 @@ class SentWeights:
     document: dict
 
     def save(self, step: int, params: dict, digest: str) -> None:
-        """Save the result of `cast`. Returns before it is on disk. digest: checksum, which samplers compare. Raises:
-        FileSystemError."""
+        """Begin to save the result of `cast`. digest: checksum, which samplers compare. Raises: FileSystemError."""
         self.store.save(step, {"params": params}, self.document | {"weights": digest})
 
 
@@ -81,9 +80,8 @@ class Orders:
         return self.local.generator(params)
 
     def position(self, steps: int) -> dict:
-        """Return {"queue": [[batch, version, checksum of the weights], …]} for the requested batches that are trained
-        on after `steps` and sampled with weights from before. Waits until these weights are on disk. Raises:
-        FileSystemError."""
+        """Return {"queue": [[batch, version, checksum of the weights], …]} for requested batches that are trained on
+        after `steps` and sampled with earlier weights. Waits until these are on disk. Raises: FileSystemError."""
         self.sent.store.wait()
         updates = self.rl.updates
         return {"queue": [[batch, order.version, order.weights] for batch, order in sorted(self.given.items())

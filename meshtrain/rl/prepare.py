@@ -1,5 +1,4 @@
-"""Opens the prompts of a run that samples answers. Makes its feed, with sampler, reference model and separate samplers.
-"""
+"""Opens the prompts of a run that samples answers, and makes its feed, with samplers and reference model."""
 from __future__ import annotations
 
 import functools

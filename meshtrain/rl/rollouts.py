@@ -41,8 +41,7 @@ SCORES = ("old", "reference")       # fields of a batch: log-probabilities from 
 
 
 def check(run: Run, prompts: Prompts) -> None:
-    """Check the settings before weights are read. Raises: ConfigError if answers may not fit into a batch, or the
-    reward function cannot be used."""
+    """Check settings before weights are read. Raises: ConfigError if answers may not fit, or the reward is unusable."""
     rl, data = run.rl, run.data
     count = rl.prompts * rl.samples // rl.updates
     longest = prompts.longest_with_answer(rl.max_tokens)
@@ -60,8 +59,7 @@ def check(run: Run, prompts: Prompts) -> None:
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """The reference of rl.kl. weights: function from a step's weights to the reference weights; None without rl.kl.
-    origin: [digest of the reference weights, step of checkpoint.init_from]; [] if the reference is the base model of
-    adapters."""
+    origin: [digest of the reference weights, step of checkpoint.init_from]; [] for the base model of adapters."""
     weights: Callable[[dict], dict] | None
     origin: list
 
@@ -165,8 +163,7 @@ class Rollouts:
     def _draw(self, kept: Kept, weights: SamplingWeights, first: int, state: State, pause: Pause) -> AnswerBatch:
         """Sample and score the batch of `kept`, and return it.
 
-        weights: the weights that sample the batch. first: number of prompts drawn for earlier batches. Raises: NoBatch
-        if the run has to stop.
+        weights: sample the batch. first: number of prompts drawn before it. Raises: NoBatch if the run has to stop.
         """
         number = kept.number
         before: list[Completion] = []
@@ -257,8 +254,7 @@ class Rollouts:
     # ---- what is learned ---------------------------------------------------------------------------------------------
 
     def _pack(self, groups: Sequence[Group], first: int) -> list[dict]:
-        """Return a batch for each update u, with groups u, u + rl.updates, … first: step of the first update, from 0.
-        """
+        """Return a batch for each update u, of groups u, u + rl.updates, … first: step of the first update, from 0."""
         rl, data = self.rl, self.run.data
         reward_GN = np.array([[answer.reward for answer in group.answers] for group in groups])
         gain_GN = answers.advantages(reward_GN, rl.advantage) if groups else []

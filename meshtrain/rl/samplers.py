@@ -34,8 +34,7 @@ from meshtrain.units import size
 
 
 class SamplingWeights(NamedTuple):
-    """The weights that sample a batch. checksum: None if unknown. version: the number of batches on which the weights
-    were trained."""
+    """The weights that sample a batch. checksum: None if unknown. version: number of batches that trained them."""
     checksum: str | None
     version: int
 
@@ -68,8 +67,7 @@ class Sampler(Protocol):
         params: the weights before that update. first: number of prompts drawn for earlier batches."""
 
     def open(self, kept: Kept, weights: SamplingWeights, params: dict, pause: Pause) -> Completer:
-        """Return the Completer of the prompts of a requested batch. kept: its file. weights: from `request`. params:
-        the weights of the state."""
+        """Return the Completer of a requested batch. kept: its file. weights: of `request`. params: of the state."""
 
     def generator(self, params: dict) -> Completer:
         """Return the Completer of prompts that belong to no batch: on the run's mesh, with the weights of the state."""
@@ -83,8 +81,7 @@ class LocalSampler:
     """Samples answers between two steps of a training run, on the run's mesh. One sampler serves the whole run, because
     its programs are compiled with the first answers.
 
-    slots: number of sequences that are generated at the same time. room: largest number of tokens of a prompt with its
-    answer.
+    slots: number of sequences generated at a time. room: largest number of tokens of a prompt with its answer.
     """
     made: assembly.Assembly
     ex: Execution

@@ -53,8 +53,7 @@ class SeparateSampler:
         return saved.restore({"params": self.model.divide(wanted)[1 if frozen else 0]}, part=True)["params"]
 
     def generator(self, weights: dict, slots: int, room: int) -> Generator:
-        """Return a generator. weights: all weights, from `restore`. Call this and the generator inside
-        `jax.set_mesh(mesh)`."""
+        """Return a generator with all weights, from `restore`. Call both inside `jax.set_mesh(mesh)`."""
         return Generator(self.model, self.ex, weights, self.compile, slots, room, self._programs)
 
     def words(self, stops: Sequence[str], stop_ids: Sequence[int]) -> Words:
@@ -66,8 +65,7 @@ class SeparateSampler:
 
     @property
     def on(self) -> str:
-        """The sampler's mesh, devices and jax version, as text. Samplers with the same text give bit-identical answers.
-        """
+        """The sampler's mesh, devices and jax version. Samplers with the same text give bit-identical answers."""
         sizes = " ".join(f"{axis}={n}" for axis, n in self.ex.layout.sizes.items() if n > 1)
         return f"{self.mesh.size} × {self.mesh.devices.flat[0].device_kind} {sizes} jax {jax.__version__}"
 
@@ -90,8 +88,7 @@ def make(saved: Saved, run_dir: str, words: Sequence[str]) -> SeparateSampler:
 
 
 class OrderSampler:
-    """Samples answers with the weights of the last order, and loads other weights when an order needs them. words: keys
-    of the command line."""
+    """Samples answers, and loads other weights when an order needs them. words: keys of the command line."""
 
     def __init__(self, run_dir: Path, words: Sequence[str], queue: WorkQueue):
         self.run_dir, self.words, self.queue = run_dir, words, queue
@@ -122,8 +119,7 @@ class OrderSampler:
             return self._draw(sampler, self._generator, order, part), sampler.on
 
     def _load(self, sampler: SeparateSampler, saved: Saved, order: Order, path: str) -> Generator:
-        """Return a generator with the weights of an order. path: the path of the weights, for messages. Raises: as
-        `answers`."""
+        """Return a generator with the weights of an order. path: of the weights, for messages. Raises: as `answers`."""
         self.queue.slow = True
         with watch.phase(f"reading version {order.version}", "part", self.queue.most_s):
             weights, checksum = self._restore(sampler, saved)

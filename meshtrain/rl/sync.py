@@ -1,9 +1,8 @@
 """The weights of a training run as its sampler reads them: cast, and moved from one layout to another.
 
 Both layouts are on the same mesh. Every array is cast where it is stored, before it moves, and moves as
-`sharding.moves` plans. An array that already has the final sharding and dtype is not copied. Adapters are not merged
-into their projections. The layers add adapters as in training, because rounding the merged weights would give the
-sampler another policy.
+`sharding.moves` plans. An array that already has the final sharding and dtype is not copied. Adapters are not merged:
+rounding the merged weights would give the sampler another policy.
 """
 from __future__ import annotations
 

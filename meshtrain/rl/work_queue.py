@@ -53,8 +53,7 @@ class WorkQueue:
             self.release()
 
     def progress(self) -> None:
-        """Record progress of the main thread. A sampler without progress for `most_s` counts as hanging and is ended.
-        """
+        """Record progress of the main thread. A sampler without it for `most_s` counts as hanging and is ended."""
         self._work += 1
         watch.progress()
 

@@ -111,8 +111,7 @@ def _text(address: Address) -> str | None:
 
 
 def _check_seen(address: Address, nonce: str) -> None:
-    """Check that this process reads the lease that process 0 wrote. Raises: ConfigError if this process reads another
-    bucket, or may not read."""
+    """Check that this process reads process 0's lease. Raises: ConfigError if it reads another bucket, or may not."""
     with user_errors("run.dir: "):
         if (rundir.read_owner(_text(address) or "") or {}).get("nonce") != nonce:
             raise ConfigError(f"run.dir={address} is not the same place for all processes: process "

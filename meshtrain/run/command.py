@@ -41,9 +41,8 @@ def entry(command: Command, about: str | None, failures: tuple[type[Exception], 
           reported: Callable[[Exception], bool] = lambda error: False):
     """Return a decorator that turns `body(arguments)` into `main(argv)`, which parses argv and returns the exit code.
 
-    body returns an exit code, or None for 0. about: the module's docstring, shown by --help. failures: exceptions whose
-    message is printed without a traceback, with exit code 1. reported: returns whether another process prints this
-    exception.
+    body returns an exit code, or None for 0. about: the module's docstring, shown by --help. failures: exceptions that
+    are printed without a traceback, with exit code 1. reported: returns whether another process prints this exception.
     """
     expected: tuple[type[Exception], ...] = (FileSystemError, *failures)
 

@@ -49,8 +49,7 @@ def is_sent(name: str) -> bool:
 
 
 def is_read_by_all(name: str) -> bool:
-    """Return whether all processes read this file; other files are read by process 0 only. name: relative to run.dir.
-    """
+    """Return whether all processes read this file, and not only process 0. name: relative to run.dir."""
     return name.split(os.sep)[0] in (ROLLOUTS, KEPT, REFERENCE)
 
 

@@ -102,8 +102,7 @@ class Prepare(Hook):
 
 
 class RewardValidation(LossValidation):
-    """Measures the mean reward of one answer to each held-out prompt. rollouts: `rl.rollouts.Rollouts`. loss: the last
-    mean reward."""
+    """Measures the mean reward (`loss`) of one answer to each held-out prompt. rollouts: `rl.rollouts.Rollouts`."""
 
     def __init__(self, run: Run, rollouts, stop: Stop):
         self.rollouts, self.sets, self.stop, self.loss = rollouts, rollouts.prompts.held, stop, None

@@ -22,12 +22,10 @@ from meshtrain.training.step import Program
 
 
 class Hook(Protocol):
-    """Acts between two steps. All processes run it together, with the device idle; its time is not counted as step
-    time.
+    """Acts between two steps. All processes run it together, with the device idle; its time is no step time.
 
     after_row: whether the row of this step is written first, which may end the run (too many skipped steps). part: the
-    part of the goodput account that counts its time, see `goodput.PARTS`. The watchdog's limit for a hook is the limit
-    of a save.
+    part of the goodput account that counts its time, see `goodput.PARTS`. The watchdog's limit is that of a save.
     """
     after_row: bool = True
     part: str = "rest"
@@ -165,8 +163,7 @@ def train(limit: Callable[[float], Sequence[jax.Array]], step: Callable, state: 
         return acted
 
     def only_at_the_end(hook: Hook) -> bool:
-        """Return whether the hook is due only because the loop ends here: a hook that is due anyway has acted already.
-        """
+        """Return whether the hook is due only because the loop ends here; otherwise it has acted already."""
         return done > first and hook.due(done, True) and not hook.due(done, False)
 
     with contextlib.closing(feed), StepClock() as clock, garbage.by_step() as collect:

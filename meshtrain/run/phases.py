@@ -59,8 +59,7 @@ def end() -> None:
 
 
 class Moving(contextlib.AbstractContextManager):
-    """An animated line, shown until it is closed. The line gives way to other live lines, e.g. a count of bytes read.
-    """
+    """An animated line, shown until it is closed. It gives way to other live lines, e.g. a count of bytes read."""
 
     _shown: list[Moving] = []        # open lines; the innermost is last and is the one shown
 

@@ -64,8 +64,7 @@ class Replicas:
         return self
 
     def check(self, step: int, state: Any) -> None:
-        """Compare the replicas of a state. Raises: ReplicasDiffer in all processes, with the names of arrays and
-        devices."""
+        """Compare the replicas of a state. Raises: ReplicasDiffer, in all processes, that names arrays and devices."""
         if faults := self.faults(state):
             hosts = agree.exchange(socket.gethostname())
             named = "; ".join(f"{name}: {_words(groups, hosts)}" for name, groups in faults[:MOST_NAMED])

@@ -1,8 +1,7 @@
 """The run directory on a file system: claimed by one start at a time, shared by all processes. Buckets: see `bucket`.
 
 A lock file marks a run in progress. On a file system without locks (Lustre without `-o flock`, FUSE), the lock file
-still names its owner, and a second run on the owner's host is refused. `resume` decides which settings a resumed run
-may change.
+still names its owner, and a second run on the owner's host is refused. `resume` decides which settings may change.
 """
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ class Claim:
     lost: LostClaimError | None = None
 
     def check(self) -> None:
-        """Check that the claim is still valid. Every process calls this before it renames or removes files in run.dir.
-        Raises: LostClaimError."""
+        """Check that the claim is valid, before files in run.dir are renamed or removed. Raises: LostClaimError."""
         text = None if self.lost else self.look()
         if text is not None and (owner := read_owner(text)) and owner.get("nonce") != self.nonce:
             self.lose(text)
@@ -99,8 +97,7 @@ def _text(directory: Path) -> str | None:
 
 
 def _try_claim(run: Run, stack: contextlib.ExitStack, waiting: files.Waiting) -> str | None:
-    """Claim the directory in process 0 and return the nonce; None if another run holds the lock. `stack` releases the
-    claim."""
+    """Claim the directory in process 0 ; return the nonce, or None if another run has the lock. `stack` releases it."""
     try:
         return stack.enter_context(_claim_directory(run))
     except _Held as held:
@@ -156,9 +153,8 @@ def _claim_directory(run: Run) -> Iterator[str]:
 def check_contents(run: Run, name: str, names: set[str], *, has_checkpoints: bool) -> str:
     """Check that a run may start or resume in run.dir.
 
-    names: file names in run.dir. Return the run file saved in the newest checkpoint if config.toml is missing, so
-    that it can be restored; else "". Raises: ConfigError if run.dir has other files, or holds a run and
-    checkpoint.resume is "never".
+    names: of its files. Return the run file of the newest checkpoint if config.toml is missing, to restore it; else "".
+    Raises: ConfigError if run.dir has other files, or holds a run and checkpoint.resume is "never".
     """
     has_config = contents.CONFIG in names
     saved = files.attempt(lambda: contents.read_run_file(name), f"run.dir={name} cannot be read", REMEDY, ConfigError
@@ -187,8 +183,7 @@ def space() -> str:
 
 
 def _lock(lock: TextIO, directory: Path) -> None:
-    """Lock an open lock file. Raises: ConfigError if a process of this host uses the directory; _Held if a process of
-    another host may use it."""
+    """Lock an open lock file. Raises: ConfigError if this host uses the directory; _Held if another host may use it."""
     def flock() -> str:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -228,8 +223,7 @@ def _owner(directory: Path) -> dict | None:
 
 
 def read_owner(text: str) -> dict | None:
-    """Return the owner named in the text of a lock; None if the text names no owner. A lease also gives "beat", its
-    last renewal."""
+    """Return the owner that the text of a lock names, or None. A lease also gives "beat", its last renewal."""
     try:
         owner, _, beat = text.partition("\n")
         owner = json.loads(owner) | ({"beat": float(beat)} if beat else {})

@@ -74,8 +74,7 @@ _lock = threading.RLock()
 
 
 def format_lines(form: str, process: int = 0, count: int = 1) -> None:
-    """Set the format of all further lines. form: `run.log_format`. process: index of this process. count: number of
-    processes."""
+    """Set the format of further lines. form: `run.log_format`. process: index of this one among `count` processes."""
     kind = form if form != "auto" else "time" if count > 1 and not on_terminal() else "plain"
     _output.format = None if kind == "plain" else LineFormat(kind, process)
 
@@ -329,14 +328,12 @@ def _escape_for(stream: TextIO, text: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Return a line of foreign text with control characters escaped for every stream: a terminal may show a file later.
-    """
+    """Return a line of foreign text with control characters escaped, also for files, which a terminal may show."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def _over_live(text: str, colour: Callable[[TextIO, str], str] = lambda stream, text: text) -> str:
-    """Return the text to write over the live line, padded to cover the live line. colour: function (stream, text) ->
-    coloured text."""
+    """Return the text to write over the live line, padded to cover it. colour: (stream, text) -> coloured text."""
     was, _output.live = _output.live, 0
     first, *rest = text.split("\n")
     lead, first = ("\r", first.ljust(was)) if was and (first or _output.passing) else ("", first)

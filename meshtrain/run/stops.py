@@ -107,8 +107,7 @@ class Listener:
                 self._end(f"{name} again: stopped at once, without saving")
 
     def _end(self, words: str) -> None:
-        """Print and record `words`, then end the process by os._exit. An exception would not reach the main thread
-        while C++ runs."""
+        """Print and record `words`, then call os._exit: no exception would reach the main thread while C++ runs."""
         def speak() -> None:
             say.out(words)
             say.end()
@@ -124,15 +123,13 @@ _listener: Listener | None = None
 
 
 def listen(words: str = BEFORE_THE_LOOP) -> None:
-    """Handle stop signals from here on. This is the first call of a command. words: the text printed when a signal ends
-    the command."""
+    """Handle stop signals from here on: the first call of a command. words: printed when a signal ends the command."""
     global _listener
     _listener = Listener(words)
 
 
 def end_together(meet_the_others: Callable[[], None]) -> None:
-    """Set the function that is called before a signal ends this process at once. The function must return within
-    seconds."""
+    """Set the function that is called before a signal ends this process at once; it must return within seconds."""
     if _listener is not None:
         _listener._before_ending = meet_the_others
 

@@ -1,2 +1,1 @@
-"""Files at addresses (s3://, gs://, hf:// and https://): listing them, comparing their etags, and copying them to the
-host."""
+"""Files at addresses (s3://, gs://, hf://, https://): lists them, compares their etags, copies them to the host."""

@@ -21,8 +21,7 @@ class StorageError(ValueError):
 
 
 class Refused(StorageError):
-    """The credentials do not permit the request. Unlike a wrong name, a refusal may be temporary: credentials expire
-    and are renewed."""
+    """The credentials do not permit the request. This may be temporary: credentials expire and are renewed."""
 
 
 class Missing(StorageError):
@@ -75,8 +74,7 @@ class Address:
 @dataclasses.dataclass(frozen=True)
 class RemoteFile:
     """A file at an address. etag: changes with the content; "" if the server has none. size: bytes; None: unknown.
-    commit: the commit on the hub, or "". A RemoteFile has no URL: a URL from a file could name a host that must not get
-    the credentials."""
+    commit: on the hub, or "". It has no URL: a URL from a file could name a host that must not get the credentials."""
     address: Address
     size: int | None
     etag: str
@@ -98,8 +96,7 @@ def hide_secrets(text: str) -> str:
 
 
 def parse(text: str) -> Address:
-    """Return the address that a text names. Raises: StorageError if the text has no known form, or may hold a secret.
-    """
+    """Return the address that a text names. Raises: StorageError if it has no known form, or may hold a secret."""
     scheme, _, rest = text.partition("://")
     home, _, path = rest.partition("/")
     if scheme not in (*BUCKETS, *WEB, HUB):

@@ -1,8 +1,7 @@
 """Reads and writes objects of buckets: s3:// and gs:// through obstore, and the schemes of `addresses.BUCKETS`.
 
-Credentials come from the environment: AWS_*, GOOGLE_*. Credentials are sent only to the store's own host. Messages hide
-everything in the library's text that may be secret. A request is repeated if the server fails or does not answer. This
-module knows no cache.
+Credentials come from the environment (AWS_*, GOOGLE_*) and go only to the store's own host. Messages hide what may be
+secret in the library's text. A request is repeated if the server fails or does not answer. This module knows no cache.
 """
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ class Objects(Protocol):
         """Yield batches of the objects below a folder, or of all: "path", "size" (bytes) and "e_tag"."""
 
     def list_with_delimiter(self, prefix: str | None = None) -> Mapping[str, Any]:
-        """Return "objects" directly in a folder, as in `list`, and "common_prefixes", the paths of folders in this
-        folder."""
+        """Return "objects" directly in a folder, as in `list`, and "common_prefixes", the paths of its folders."""
 
     def get(self, path: str, *, options: Any = None) -> Any:
         """Return an object: bytes(), its meta (as in `list`, and "version") and the attributes of its write. options:
@@ -131,15 +129,13 @@ def _range(remote: RemoteFile, start: int, stop: int) -> Any:
 
 
 def read(address: Address, start: int = 0, stop: int | None = None) -> bytes:
-    """Return an object of a bucket, or bytes [start, stop) of it. Raises: Missing if the object does not exist;
-    StorageError."""
+    """Return an object, or bytes [start, stop) of it. Raises: Missing if it does not exist; StorageError."""
     options = None if stop is None else {"range": (start, stop)}
     return _ask(address, lambda store: bytes(store.get(address.path, options=options).bytes()))
 
 
 def read_versioned(address: Address) -> tuple[bytes, Version] | None:
-    """Return an object of a bucket and its version for `write_if`; None if the object does not exist. Raises:
-    StorageError."""
+    """Return an object and its version for `write_if`; None if it does not exist. Raises: StorageError."""
     answer = _with_attributes(address)
     return answer and answer[:2]
 
@@ -176,9 +172,8 @@ def create(address: Address, path: Path) -> str:
 
 
 def write_if(address: Address, content: bytes, before: Version | None, *, patient: bool = False) -> Version | None:
-    """Write an object of a bucket if its version is still `before` (None: if the object does not exist). Return the new
-    version, or None if another process has written the object. patient: repeat a failed request for longer. Raises:
-    StorageError."""
+    """Write an object if its version is still `before` (None: if it does not exist). Return the new version, or None if
+    another process has written it. patient: repeat a failed request for longer. Raises: StorageError."""
     named = {"e_tag": before.etag, "version": before.number} if before else {}
     mode = {key: value for key, value in named.items() if value is not None} or "create"
     nonce = uuid.uuid4().hex
@@ -242,8 +237,7 @@ def _check_environment(address: Address) -> None:
 
 
 def endpoints(address: Address) -> list[str]:
-    """Return the servers that the environment sets in place of the store's own. Without these servers, a bucket's name
-    is ambiguous."""
+    """Return the servers that the environment sets for the store. Without them a bucket's name is ambiguous."""
     return [value for key, value in _environment() if key.startswith(BUCKETS[address.scheme].endpoint)]
 
 

@@ -36,8 +36,7 @@ MOST_INDEX_BYTES = 100_000_000
 @dataclasses.dataclass
 class _Seen:
     """The files that this process found. files: address -> file; None: no file is there. folders: completely listed
-    folders. digests: name in the run file -> digest of its files. remote: files without a copy, by the path that a copy
-    would have."""
+    folders. digests: name in the run file -> digest of its files. remote: files without a copy, by the copy's path."""
     files: dict[str, RemoteFile | None] = dataclasses.field(default_factory=dict)
     folders: set[Address] = dataclasses.field(default_factory=set)
     digests: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -55,8 +54,7 @@ def forget() -> None:
 
 
 def identities() -> str:
-    """Return a line for each address that this process has listed. The text is equal in two processes that saw the same
-    files."""
+    """Return a line for each address that this process has listed, equal in two processes that saw the same files."""
     return "\n".join(f"{name} {digest}" for name, digest in sorted(_seen.digests.items()))
 
 
@@ -200,8 +198,7 @@ def folder(name: str, companions: Sequence[str], index: str, suffix: str, *, wei
     """Return the local directory of a model folder at an address.
 
     companions: names of small files, any of which may be missing. index: the companion whose weight_map names the
-    weight files, in JSON. suffix: the end of the names of weight files. weights: see `Weights`. Raises: as
-    `copy_files`.
+    weight files, in JSON. suffix: of weight files. weights: see `Weights`. Raises: as `copy_files`.
     """
     place = addresses.parse(name)
     entries = _web_folder(place, companions, index, suffix) if place.scheme in WEB else [

@@ -101,12 +101,10 @@ def fetch(source: Address, target: Path, wanted: Callable[[str], bool], within: 
 
 
 def _fetch_log(remote: addresses.RemoteFile, path: Path) -> None:
-    """Make a local file equal to a log in the bucket, in pieces. From the second time on, only the new end of the log
-    is fetched.
+    """Make a local file equal to a log in the bucket, in pieces. From the second time on, only its new end is fetched.
 
     Every row of the log has its time, so a log that was cut and written again has other bytes. So if the end of the
-    local file is equal to the same range in the bucket, everything before the end is equal, too. Raises: StorageError,
-    OSError.
+    local file is equal to the same range in the bucket, all before it is equal, too. Raises: StorageError, OSError.
     """
     for _ in range(MOST_TRIES):
         with open(path, "ab+") as file:
@@ -149,8 +147,7 @@ def _state(path: Path) -> tuple[int, ...] | None:
 
 
 def _names(directory: Path, refused: Callable[[OSError], None]) -> Iterator[str]:
-    """Yield the names of the files inside, without those that are being written. refused: receives the error if a
-    directory cannot be read."""
+    """Yield the names of files that are not being written. refused: receives the error of an unreadable directory."""
     for at, _, names in os.walk(directory, onerror=refused):
         inside = os.path.relpath(at, directory)
         yield from (os.path.normpath(os.path.join(inside, name)) for name in names if not TEMPORARY.fullmatch(name))
@@ -170,8 +167,7 @@ _at_work: list[Mirror] = []
 
 
 def remove(path: Path) -> None:
-    """Remove a file from a run's directory, and from the bucket if this process sends the directory there. Raises:
-    OSError."""
+    """Remove a file from a run's directory, and from its bucket if this process sends it there. Raises: OSError."""
     for mirror in _at_work:
         if path.is_relative_to(mirror.source):
             mirror.forget(os.path.relpath(path, mirror.source))
@@ -179,8 +175,7 @@ def remove(path: Path) -> None:
 
 
 class Mirror(contextlib.AbstractContextManager):
-    """Sends changed files of a local directory to a bucket, every few seconds and on request. One process of a run has
-    a Mirror.
+    """Sends changed files of a directory to a bucket, every few seconds and on request. One process of a run has one.
 
     It adds and replaces objects, and removes only those that `forget` names. The object of a file that is gone from the
     directory stays, and the file is not sent again: someone has emptied this host's cache, and later writes to the file
@@ -302,8 +297,7 @@ class Mirror(contextlib.AbstractContextManager):
         self._thread.join()     # nothing is sent after it
 
     def __exit__(self, kind, *_) -> None:
-        """Send the remaining changes. Raises: FileSystemError if some cannot be sent, unless the block has raised an
-        error."""
+        """Send the remaining changes. Raises: FileSystemError if some cannot be sent, unless the block has failed."""
         if self._done.is_set():
             return
         self.stop()
@@ -328,8 +322,7 @@ def _list(names: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _collect(failed: dict[str, Exception], name: str) -> Iterator[None]:
-    """Store an error of the block in failed[name]. This includes a panic of obstore, which is no Exception;
-    LostClaimError is raised."""
+    """Store an error of the block in failed[name], also a panic of obstore (no Exception). Raises: LostClaimError."""
     try:
         yield
     except LostClaimError:
@@ -341,8 +334,7 @@ def _collect(failed: dict[str, Exception], name: str) -> Iterator[None]:
 
 
 class LeaseHeld(Exception):
-    """Another process has the lease. text: the content of the lease. sign: a value that changes as long as the owner
-    lives."""
+    """Another process has the lease. text: its content. sign: changes as long as the owner lives."""
 
     def __init__(self, text: str, sign: object):
         super().__init__()
@@ -350,8 +342,7 @@ class LeaseHeld(Exception):
 
 
 class Lease:
-    """A lock in a bucket: an object that one process owns. The owner rewrites the object every BEAT_S, only while the
-    object is still the owner's.
+    """A lock in a bucket: an object that its owner rewrites every BEAT_S, only while the object is still the owner's.
 
     If the object does not change for LEASE_S, another process may take it. The taker measures with its own clock,
     because clocks of hosts differ. lost: called with the text of the process that has taken the lease. tell: receives
@@ -415,8 +406,7 @@ class Lease:
         return None
 
     def leave(self, *, remove: bool = False) -> None:
-        """Give the lease back if it is still held, so that another process may take it at once. remove: remove the
-        object, too."""
+        """Give the lease back if it is still held, so that another process may take it. remove: remove the object."""
         if self._done.is_set():
             return
         self._done.set()

@@ -34,9 +34,8 @@ def local_path(source: str | Path, *, weights: copies.Weights = "",
                tell: Callable[[str], None] = lambda line: None) -> Path:
     """Return the directory of a model folder or a run: the path itself, or this host's copy for an address.
 
-    weights: how weights of a model folder are read, see `copies.Weights`; "": only its companion files are copied.
-    tell: receives a line if copying takes long. Raises: StorageError (a ValueError) if the folder cannot be read;
-    FileSystemError.
+    weights: how weights of a model folder are read, see `copies.Weights`; "": only companion files. tell: receives a
+    line if copying takes long. Raises: StorageError (a ValueError) if the folder cannot be read; FileSystemError.
     """
     if not addresses.is_remote(source):
         return Path(source)
@@ -47,7 +46,6 @@ def local_path(source: str | Path, *, weights: copies.Weights = "",
 
 
 def companion_folders(run_dir: str, init_from: str) -> list[Path]:
-    """Return folders that may have companion files of a run's model: the run's own, and init_from (a model folder or a
-    run)."""
+    """Return folders that may have companion files of a run's model: its own, and init_from (a model folder or run)."""
     there = [local_path(init_from), local_path(init_from) / KEPT] if init_from else []
     return [mirror.directory(run_dir) / KEPT, *there]

@@ -1,5 +1,4 @@
-"""Repeats requests to servers of files, and judges their answers. This module knows no server's protocol but HTTP's
-status codes."""
+"""Repeats requests to servers of files, and judges their answers. Of protocols it knows HTTP's status codes alone."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -22,11 +21,9 @@ class Moment(Exception):
 
 def patiently(address: Address, act: Callable[[], Value], done: Callable[[], int] = lambda: 0, *,
               verb: str = "read", patient: bool = False) -> Value:
-    """Return act(). If the server fails, call act again after each pause. If done() has grown meanwhile, begin again
-    with the first pause.
+    """Return act(), called again after each pause if the server fails. If done() has grown, begin with the first pause.
 
-    Raises: FileSystemError if the server still fails after all pauses: this is no mistake of the user's, and a launcher
-    starts again. StorageError.
+    Raises: StorageError; FileSystemError if the server still fails after all pauses, so that a launcher starts again.
     """
     tries, before, pauses_s = 0, done(), PATIENT_PAUSES_S if patient else PAUSES_S
     while True:

@@ -1,5 +1,4 @@
-"""Built-in rewards: functions (prompt, answer, line) -> 1.0 or 0.0, which compare the answer with a column of the
-prompt's line.
+"""Built-in rewards: functions (prompt, answer, line) -> 1.0 or 0.0, which compare the answer with a column of the line.
 
 This file imports only the standard library: workers load it without the package.
 """

@@ -31,8 +31,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def load(reward: str):
-    """Return the function of "name" (built-in) or "file.py:name". Raises: TypeError if it cannot be called with an
-    answer."""
+    """Return the function of "name" (built-in) or "file.py:name". Raises: TypeError if it takes no answer."""
     path, _, name = reward.rpartition(":")
     if not path:
         return getattr(_module("meshtrain_builtin", os.path.join(os.path.dirname(__file__), "builtin.py")), name)
@@ -113,8 +112,7 @@ def main(reward: str, source: str, target: str, memory: str) -> None:
         ended = 0
 
         def stop(*_) -> None:
-            """End the child. An exception here could interrupt the cleanup below and leave files that it should remove.
-            """
+            """End the child. An exception here could interrupt the cleanup below and leave files behind."""
             nonlocal stopped
             stopped = True
             with contextlib.suppress(ProcessLookupError):

@@ -96,8 +96,7 @@ class RewardWorkers:
             thread.start()
 
     def submit(self, number: int, prompt: str, answer: str, line: dict) -> None:
-        """Submit an answer to be scored; return at once. number: identifies the answer in `results`. line: the prompt's
-        line."""
+        """Submit an answer to be scored. number: identifies it in `results`. line: the prompt's line."""
         request = json.dumps([prompt, answer, line]).encode() + b"\n"
         times = 2 if is_checked(request, self.check) else 1
         with self._changed:
@@ -174,8 +173,7 @@ def _is_reply(reply: Any) -> bool:
 
 
 class _Process:
-    """A worker process. usable: whether it accepts another request. closing: set when its answers are no longer needed.
-    """
+    """A worker process. usable: whether it accepts another request. closing: set when no answer is needed."""
 
     def __init__(self, reward: str, memory_gb: float, closing: threading.Event):
         path, _, name = reward.rpartition(":")
