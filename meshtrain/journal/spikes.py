@@ -56,15 +56,11 @@ class Spikes:
         # The training step compares in float32.
         return float(np.float32(median + self.threshold * max(TO_SIGMA * spread, LEAST_SPREAD * abs(median))))
 
-    def add(self, step: int, loss: float) -> None:
-        """Add a loss to the window, if it is finite."""
+    def columns(self, step: int, loss: float) -> dict[str, float]:
+        """Add a finite loss of a step to the window. Return the columns of its row if it is a spike: the limit."""
+        limit = self.limit(step)
         if math.isfinite(loss):
             self._losses = [*self._losses, (step, loss)][-WINDOW - LAG:]
-
-    def columns(self, step: int, loss: float) -> dict[str, float]:
-        """Add the loss of a step to the window. Return the columns that its row has if it is a spike: the limit."""
-        limit = self.limit(step)
-        self.add(step, loss)
         return {"spike_limit": limit} if loss > limit else {}
 
     def see(self, row: Row) -> None:

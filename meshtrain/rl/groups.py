@@ -116,16 +116,13 @@ class KeptBatches:
         self._of_reward = workers.digest(run.rl.reward)     # of the file before the workers start; it may be edited
 
     def of(self, number: int) -> Kept:
-        """Return the file of batch `number`."""
-        return Kept(self.directory, number, self._key(number))
-
-    def _key(self, number: int) -> str:
-        """Return a hash of all that determines batch `number` but the weights, with the text of the reward's file."""
+        """Return the file of batch `number`. Its key covers all that determines the batch but the weights."""
         run = self.run
         identity = [number, run.run.seed, run.rl.model_dump(exclude=set(FREE)), run.data.seq_len,
                     run.data.global_batch, run.model.model_dump(), run.lora.model_dump(), self.prompts.digest,
                     self._of_reward]
-        return hashlib.blake2b(json.dumps(identity).encode(), digest_size=10).hexdigest()
+        key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=10).hexdigest()
+        return Kept(self.directory, number, key)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -168,7 +168,6 @@ class Orders:
         return Order(batch, version, self.checksums[version], self.draws, room, part, ids)
 
     def _is_answered(self, order: Order) -> bool:
-        """Return whether the answers to all parts of an order are on disk."""
         return all(has_answers(self.place.answers(order.batch, part), order) for part in order.parts)
 
     def _write_order(self, order: Order) -> None:

@@ -197,13 +197,11 @@ class Rollouts:
         answers repeatedly while scores are missing; may raise NoBatch. Raises: RolloutError.
         """
         text: dict[int, str] = {}
-        def own(i: int) -> bool:
-            return i % jax.process_count() == jax.process_index()
 
         def submit(i: int, answer: Completion) -> None:
             watch.progress()
             text[i] = self.words.text(answer.tokens)
-            if own(i):
+            if i % jax.process_count() == jax.process_index():
                 prompt = prompts[i // samples]
                 self.rewards.submit(i, prompt.text, text[i], prompt.line)
         limits = GenerationLimits(self.rl.max_tokens, self.words.stop_ids, ended=self.words.at_string)

@@ -112,7 +112,6 @@ def of_run(run: Run, state: Any, mesh: Mesh) -> Replicas | None:
 
 
 def _replica_axes(leaf: Any, mesh: Mesh) -> tuple[str, ...]:
-    """Return the mesh axes over which an array has replicas."""
     split = jax.tree.leaves(tuple(leaf.sharding.spec)) if leaf.size else mesh.axis_names
     return tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis not in split)
 

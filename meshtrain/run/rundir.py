@@ -34,12 +34,10 @@ NO_CONFIG = "{} has checkpoints but no config.toml: config.toml is restored from
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
 
 
+@dataclasses.dataclass(eq=False)
 class _Held(Exception):
     """The lock is held, possibly by a host that is down. owner: see `_owner`."""
-
-    def __init__(self, owner: dict | None):
-        super().__init__()
-        self.owner = owner
+    owner: dict | None
 
 
 @dataclasses.dataclass(eq=False)
@@ -216,7 +214,6 @@ def is_here(owner: dict | None) -> TypeGuard[dict]:
 
 
 def _owner(directory: Path) -> dict | None:
-    """Return the owner named in the lock file of a directory; None if there is none."""
     with contextlib.suppress(OSError):
         return read_owner((directory / LOCK).read_text(encoding="utf-8"))
     return None

@@ -123,7 +123,6 @@ def read_range(remote: RemoteFile, start: int, stop: int) -> bytes:
 
 
 def _range(remote: RemoteFile, start: int, stop: int) -> Any:
-    """Return the bytes of one range request."""
     options = {"range": (start, stop)} | ({"if_match": remote.etag} if remote.etag else {})
     return _ask(remote.address, lambda store: store.get(remote.address.path, options=options).bytes())
 

@@ -101,7 +101,6 @@ def match(pattern: str) -> list[str]:
 
 
 def _file(address: Address) -> RemoteFile | None:
-    """Return the file at an address; None if there is none."""
     name = str(address)
     if address.scheme == HUB and address.at("") not in _seen.folders:
         _listing(address)
@@ -113,7 +112,6 @@ def _file(address: Address) -> RemoteFile | None:
 
 
 def _listing(folder: Address) -> list[RemoteFile]:
-    """Return every file below a folder."""
     if folder.scheme == HUB:
         folder = folder.at("")
     if folder not in _seen.folders:
@@ -306,7 +304,6 @@ def _read_into(entry: RemoteFile, file: BinaryIO, grew: Callable[[int], None]) -
 
 
 def _protocol(address: Address) -> ModuleType:
-    """Return the module that reads files at such addresses."""
     return buckets if address.scheme in BUCKETS else web
 
 

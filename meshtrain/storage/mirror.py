@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -129,7 +130,6 @@ Sent = dict[str, tuple[str, tuple[int, ...] | None]]
 
 
 def _read_sent(directory: Path) -> Sent | None:
-    """Return the record of sent files; None if there is none."""
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
         kept = json.loads(directory.with_name(f"{directory.name}.sent").read_text(encoding="utf-8"))
         return {name: (etag, state and tuple(state)) for name, (etag, state) in kept.items()}
@@ -333,12 +333,11 @@ def _collect(failed: dict[str, Exception], name: str) -> Iterator[None]:
         failed[name] = files.FileSystemError(files.describe(error))
 
 
+@dataclasses.dataclass(eq=False)
 class LeaseHeld(Exception):
     """Another process has the lease. text: its content. sign: changes as long as the owner lives."""
-
-    def __init__(self, text: str, sign: object):
-        super().__init__()
-        self.text, self.sign = text, sign
+    text: str
+    sign: object
 
 
 class Lease:

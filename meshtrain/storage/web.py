@@ -106,7 +106,7 @@ def _send_request(address: Address, url: str, headers: dict[str, str] | None = N
     """Send a request; return the open response. Raises: retries.Moment, StorageError."""
     try:
         request = urllib.request.Request(url, headers={"User-Agent": "meshtrain", **(headers or {})}, method=method)
-        if token := _token(address):
+        if address.scheme == HUB and (token := os.environ.get("HF_TOKEN", "").strip()):
             request.add_unredirected_header("Authorization", f"Bearer {token}")
         return _OPENER.open(request, timeout=retries.SILENCE_S)
     except ValueError:      # its text has the header's value
@@ -127,10 +127,6 @@ def _send_request(address: Address, url: str, headers: dict[str, str] | None = N
 def hub() -> str:
     """Return the address of the hub."""
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
-
-
-def _token(address: Address) -> str:
-    return os.environ.get("HF_TOKEN", "").strip() if address.scheme == HUB else ""
 
 
 def list_files(folder: Address) -> list[RemoteFile]:

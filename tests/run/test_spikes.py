@@ -22,7 +22,7 @@ from test_local_checkpoints import crashing, state_of  # noqa: F401
 def spikes(*words, losses=(), saved=None):
     made = Spikes(run_files.load(list(words)), saved)
     for number, loss in enumerate(losses, 1):
-        made.add(number, loss)
+        made.columns(number, loss)
     return made
 
 

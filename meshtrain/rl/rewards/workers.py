@@ -194,14 +194,10 @@ class _Process:
 
     def wait_for_start(self) -> str:
         """Wait until the function is loaded. Return why it cannot be called; empty if it can."""
-        return self._reply(START_S, b"").get("failure", "")
+        return self.ask(b"", START_S).get("failure", "")
 
     def ask(self, request: bytes, timeout_s: float) -> dict:
-        """Return the reply to a request; after `timeout_s`, a failure."""
-        return self._reply(timeout_s, request)
-
-    def _reply(self, timeout_s: float, request: bytes) -> dict:
-        """Write the request and return the next line as a reply, or a failure."""
+        """Write the request and return the next line as its reply; after `timeout_s`, or for no reply, a failure."""
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._rest:
             left_s = deadline - time.monotonic()
