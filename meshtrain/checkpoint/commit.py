@@ -6,7 +6,6 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,7 +48,9 @@ def commit(place: Path, count: int, document: str, merge: Callable[[Path], None]
     for name in FOLDERS:
         if (place / name).exists():
             merge(place / name)
-    shutil.rmtree(place / RECORDS)
+    for name in os.listdir(place / RECORDS):
+        os.unlink(place / RECORDS / name)
+    (place / RECORDS).rmdir()
     owned = {os.path.join(place, name, f"ocdbt.process_{index}") for name in FOLDERS for index in range(count)}
     known = {os.path.join(place, name) for name in checksums}
     directories, others = [], []
