@@ -44,8 +44,7 @@ class Checkpoints(BackgroundSaves):
         super().__init__(every, tell or say.err)
         self.store, self.place, self.read_only = store, store.place, read_only
         self.keep, self.keep_every = keep, keep_every
-        # whether a step is still needed, see `removable`
-        self.is_needed: Callable[[int], bool] = lambda step: False
+        self.is_needed: Callable[[int], bool] = lambda step: False     # whether a step is still needed, see `removable`
         self.fallback: LocalCheckpoints | None = None   # saves the state after a failed save
         self.check_claim, self._claimed = check_claim, False
         self._failure, self._failed = "", 0  # of the last save; consecutive failures, counted by process 0

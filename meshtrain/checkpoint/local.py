@@ -68,8 +68,7 @@ class LocalCheckpoints(BackgroundSaves):
         self._root = Path(local_dir).absolute() if local_dir else fallback
         self._lineage = agree.on_first(self._read_lineage)
         self._failure, self._reported = "", ""
-        # last step whose save began; last step complete in every process
-        self._started, self._whole = 0, 0
+        self._started, self._whole = 0, 0     # last step whose save began; last step complete in every process
         agree.everywhere(self._check_writable)
         # step -> (array -> the pieces that `newest` has verified, array -> its form)
         self._used: dict[int, tuple[dict[str, list[Piece]], dict[str, ArrayForm]]] = {}

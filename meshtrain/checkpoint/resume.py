@@ -41,8 +41,7 @@ CONTENT = "content"         # the content read is compared, not the spelling
 RECORDED = "recorded"       # valid from the next step; reported and recorded
 FREE = "free"               # affects no number, or this start only
 
-# The first matching pattern applies.
-CHANGES = (
+CHANGES = (     # the first matching pattern applies
     ("run.seed", STAYS), ("run.code", RECORDED),
     ("run.*", FREE),
     ("model.compute_dtype", RECORDED), ("model.matmul_dtype", RECORDED),
@@ -329,8 +328,7 @@ def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple
     contents_then = {"sharding.rules": saved.metadata.get("rules"), **saved.metadata.get("files", {})}
     for section, values in rundir.settings(run).items():
         for key, new in values.items():
-            # a new key had its default
-            name, was = f"{section}.{key}", saved.run.get(section, {}).get(key, new)
+            name, was = f"{section}.{key}", saved.run.get(section, {}).get(key, new)     # a new key had its default
             if name == "data.mixture":
                 was, new = ([source["weight"] for source in mixture] for mixture in (was, new))
             if named and name in named and (then := contents_then.get(name)) is not None:

@@ -14,8 +14,7 @@ from meshtrain.run import say, trees
 
 # Version of a checkpoint; readers refuse higher ones. 1 has no checksums, 2 another data order, 3 all arrays in state/.
 FORMAT = 4
-# Arrays that a message lists.
-MOST_DIFFERENCES = 8
+MOST_DIFFERENCES = 8     # arrays that a message lists
 
 
 class BackgroundSaves(abc.ABC):

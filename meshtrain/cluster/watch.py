@@ -35,8 +35,7 @@ from meshtrain.config import ConfigError
 
 LEAST_STEP_S, LONGER_THAN_MEDIAN = 60.0, 10.0
 LOOK_S = 1.0
-# at most, from the first watchdog's stacks to the exit: time for the others and for the monitors
-WINDOW_S = 8.0
+WINDOW_S = 8.0     # at most, from the first watchdog's stacks to the exit: time for the others and for the monitors
 LOCK_HELD_S = 4.0   # the monitor waits this much longer, within the others' window
 LISTEN_S = 0.25     # minimum time between polls for others' stacks
 LAST_S = 1.0        # process 0 exits this long after it has seen all stacks, because jax then aborts the rest

@@ -22,8 +22,7 @@ from meshtrain.names import MISMATCH_MAX
 from meshtrain.training import objective
 
 WAITS = ("data_wait_s", "checkpoint_wait_s")    # seconds, summed since the row before
-# metrics of every model; layers add more
-STEP_METRICS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped")
+STEP_METRICS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped")     # of every model; layers add more
 # means over the sampled tokens that are trained on; null for a batch without any
 OF_DRAWN = ("ratio", "clip_low", "clip_high", "kl", "entropy", "mismatch_mean", MISMATCH_MAX)
 

@@ -190,8 +190,7 @@ def begin(level: int = 2) -> None:
     its descriptor and receive C++ logs.
     """
     _output.ended = False
-    # jax's C++ reads it when it is loaded
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", str(level))
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", str(level))     # jax's C++ reads it when it is loaded
     for number in (0, 1, 2):
         try:
             os.fstat(number)

@@ -182,8 +182,7 @@ def write_if(address: Address, content: bytes, before: Version | None, *, patien
     except Missing:         # it was removed
         return None
     except Changed:
-        # A try whose answer was lost may have written it.
-        answer = _with_attributes(address)
+        answer = _with_attributes(address)     # a try whose answer was lost may have written it
         return answer[1] if answer and answer[2].get(WRITER) == nonce else None
 
 
