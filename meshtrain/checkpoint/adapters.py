@@ -72,8 +72,7 @@ def _read(saved: Saved, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str,
     trees = {PARAMS: nest({path: form for path, form in wanted.items() if path not in averages}),
              AVERAGE: {PARAMS: nest(averages)}}
     taken = saved.restore({name: tree for name, tree in trees.items() if leaves_of(tree)}, part=True)
-    averaged = leaves_of(taken.get(AVERAGE, {}).get(PARAMS, {}))
-    return leaves_of(taken.get(PARAMS, {})) | averaged
+    return leaves_of(taken.get(PARAMS, {})) | leaves_of(taken.get(AVERAGE, {}).get(PARAMS, {}))
 
 
 def warn_left_out(saved: Saved, params: dict) -> None:

@@ -92,8 +92,7 @@ class BucketStore:
         marker = {"metadata": json.loads(document), "folder": folder.path.rpartition("/")[2], **index.as_json()}
         self.before_commit()
         check_claim()
-        text = json.dumps(marker).encode()
-        if buckets.write_if(self.place.below(name), text, None, patient=True) is None:
+        if buckets.write_if(self.place.below(name), json.dumps(marker).encode(), None, patient=True) is None:
             raise CheckpointError("another start has saved this step")
         self._folders[name] = marker["folder"]
         buckets.remove([folder.below(f"{process}.json") for process in range(len(parts))])

@@ -191,8 +191,7 @@ class DirectoryStep:
                 restore_args = ocp.checkpoint_utils.construct_restore_args(of_folder)
                 args = ocp.args.PyTreeRestore(of_folder, restore_args=restore_args, partial_restore=part)
                 with _reading(self.place):
-                    restored = self._store.arrays.restore(epath.Path(self.place / folder), args=args)
-                    leaves |= trees.leaves_of(restored)
+                    leaves |= trees.leaves_of(self._store.arrays.restore(epath.Path(self.place / folder), args=args))
         return jax.tree.map_with_path(lambda path, _: leaves[trees.name(path)], wanted)
 
     def fault(self, *, only_params: bool = False) -> str:
@@ -226,8 +225,7 @@ class DirectoryStep:
             names = sorted(wanted)[jax.process_index():: jax.process_count()]
             there = files.checksums(place, (place / name for name in names), missing=not first)
             if wrong := [name for name in names if files.difference(there[name], wanted[name])]:
-                difference = files.difference(there[wrong[0]], wanted[wrong[0]])
-                return _Fault(DAMAGED, wrong[0], f": {difference}", host)
+                return _Fault(DAMAGED, wrong[0], f": {files.difference(there[wrong[0]], wanted[wrong[0]])}", host)
         except FileNotFoundError as error:
             return _Fault(MISSING, os.path.relpath(error.filename, place), " is missing", host)
         except OSError as error:

@@ -181,8 +181,7 @@ class LocalCheckpoints(BackgroundSaves):
         self._settle()
         self._started = step
         document = {"format": LOCAL_FORMAT, "start": self._lineage["start"], "metadata": {"format": FORMAT, **metadata}}
-        own = list(pieces.own(state, copies=True))
-        self._start(self._write, step, document, Index.begin(state), own)
+        self._start(self._write, step, document, Index.begin(state), list(pieces.own(state, copies=True)))
         return time.perf_counter() - began
 
     def last(self) -> int:
@@ -201,8 +200,7 @@ class LocalCheckpoints(BackgroundSaves):
         """Wait for the last save and agree on its result. Remove older steps if it succeeded everywhere, else report it
         and remove its files."""
         self._join()
-        failures = agree.exchange(self._failure)
-        bad = [f"process {index}: {text}" for index, text in enumerate(failures) if text]
+        bad = [f"process {index}: {text}" for index, text in enumerate(agree.exchange(self._failure)) if text]
         if self._started <= self._whole:
             return
         if not bad:

@@ -75,5 +75,4 @@ def _is_bound(seen: int, local_count: int, environ: Mapping[str, str]) -> bool:
 
 
 def _divisors(n: int) -> str:
-    words = [str(i) for i in range(1, n + 1) if n % i == 0]
-    return f"{' or '.join(words)} processes"
+    return f"{' or '.join(str(i) for i in range(1, n + 1) if n % i == 0)} processes"

@@ -125,8 +125,7 @@ def at(wall: float) -> str:
 def begin(directory: Path) -> str:
     """Move earlier starts' stacks away; return a name for this start. Called once, before any stacks are written."""
     directory.mkdir(parents=True, exist_ok=True)
-    earlier = read(directory)
-    if any(report.threads is not None or report.state.state != "runs" for report in earlier.values()):
+    if any(report.threads is not None or report.state.state != "runs" for report in read(directory).values()):
         tries = sorted((int(path.name[4:]), path) for path in directory.glob("try-*") if path.name[4:].isdecimal())
         place = directory / f"try-{tries[-1][0] + 1 if tries else 1}"
         place.mkdir()

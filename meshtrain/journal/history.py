@@ -129,8 +129,7 @@ class Attempt:
 
 
 def _encode(row: Mapping) -> bytes:
-    line = json.dumps(row).encode()
-    return line.ljust(BEAT_BYTES * (row["event"] == "beat") - 1) + b"\n"
+    return json.dumps(row).encode().ljust(BEAT_BYTES * (row["event"] == "beat") - 1) + b"\n"
 
 
 @contextlib.contextmanager

@@ -42,8 +42,7 @@ def with_references(run: Run, program: Program, pairs: Pairs, corpus: Corpus, di
                               f"No checkpoint has the reference's weights; restore the file, or start a new run with "
                               f"another run.name")
         return pairs.with_references(values)
-    key = _key(run, corpus, pairs, params)
-    shared = Path(corpus.sources[0].pairs[0].path).parent / f"reference-{key}.npy"
+    shared = Path(corpus.sources[0].pairs[0].path).parent / f"reference-{_key(run, corpus, pairs, params)}.npy"
     values, began = _read(shared, count), time.perf_counter()
     if any(agree.exchange(values is None)):     # caches of hosts may differ, and all processes compute together
         values = _compute(program, pairs, count, params)
