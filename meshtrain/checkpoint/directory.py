@@ -54,7 +54,11 @@ class DirectoryStore:
     borne_s = 0.0
 
     def __init__(self, directory: str | pathlib.Path):
-        _silence_orbax()
+        # orbax logs 60 lines per save, and on a full disk one traceback per array
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        if not isinstance(sys.unraisablehook, _Unraisable):
+            sys.unraisablehook = _Unraisable(sys.unraisablehook)
         self.place = pathlib.Path(directory).absolute()     # orbax refuses relative paths
 
     @functools.cached_property
@@ -245,18 +249,17 @@ class _Fault(NamedTuple):
     host: str
 
 
-@functools.cache
-def _silence_orbax() -> None:
-    """Drop what orbax prints: 60 lines of log per save and, on a full disk, one traceback per array, because
-    tensorstore's threads call its closed event loop after the save has failed. `Checkpoints` reports the failure."""
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    before = sys.unraisablehook
+class _Unraisable:
+    """A hook for sys.unraisablehook that ignores writes which end after their save has failed. On a full disk,
+    tensorstore's threads call orbax's closed event loop, and Python would print one traceback per array. `Checkpoints`
+    reports the failure."""
 
-    def hook(unraisable) -> None:
+    def __init__(self, before: Callable):
+        self.before = before
+
+    def __call__(self, unraisable) -> None:
         if str(getattr(unraisable, "exc_value", "")) != "Event loop is closed":
-            before(unraisable)
-    sys.unraisablehook = hook
+            self.before(unraisable)
 
 
 @contextlib.contextmanager
