@@ -37,8 +37,7 @@ def hand_over(place: Path, index: int) -> None:
 
 def commit(place: Path, count: int, document: str, merge: Callable[[Path], None],
            reason: Callable[[int], str] = lambda index: "") -> None:
-    """Complete a checkpoint on disk, with checksums of all its files. Process 0 calls it when all `count` processes
-    have finished.
+    """Complete a checkpoint on disk, with checksums of all files. Process 0 calls it after all `count` have finished.
 
     place: the directory of the save. document: the checkpoint's metadata, as JSON. merge: merges the array indexes of
     the processes in a folder. reason: process -> why it failed. Raises: NotHandedOver.

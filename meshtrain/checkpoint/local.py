@@ -197,8 +197,7 @@ class LocalCheckpoints(BackgroundSaves):
             files.remove(self._home())
 
     def _settle(self) -> None:
-        """Wait for the last save and agree on its result. Remove older steps if it succeeded everywhere, else report it
-        and remove its files."""
+        """Wait for the last save. Remove older steps if it succeeded everywhere, else report it and remove it."""
         self._join()
         bad = [f"process {index}: {text}" for index, text in enumerate(agree.exchange(self._failure)) if text]
         if self._started <= self._whole:

@@ -44,8 +44,7 @@ def host_of(directory: Path) -> list:
 
 
 def partner_of(hosts: Sequence[list], index: int) -> int | None:
-    """Return the process that keeps the files of process `index`; None if all processes are on one host. hosts:
-    `host_of` for each process."""
+    """Return which process keeps the files of process `index`; None if all are on one host. hosts: by `host_of`."""
     distinct = list(dict.fromkeys(map(tuple, hosts)))
     if len(distinct) < 2:
         return None

@@ -171,8 +171,7 @@ def origin(run: Run) -> Saved | None:
 def before_spike(run: Run, start: Start, spiked: int, checkpoints: Checkpoints, local: LocalCheckpoints,
                  wanted: object) -> Start:
     """Return the start after the newest checkpoint before a loss spike. The batches up to the spike are skipped.
-    Batches that `start` skips after the same checkpoint stay skipped. start: the start of this run. spiked: the step of
-    the spike."""
+    Batches that `start` skips after the same checkpoint stay skipped. start: of this run. spiked: the spike's step."""
     new = find(run.replace(checkpoint={"step": 0}), checkpoints, local, wanted)
     again = start.skip_batches if new.step == start.step else 0
     return dataclasses.replace(new, changes=(), skip_batches=again + spiked - new.step, back=True)

@@ -56,8 +56,7 @@ class StoredStep(Protocol):
 class Store(Protocol):
     """The complete checkpoints in one place, named by step.
 
-    place: a directory, or an address. borne_s: the time in seconds that training goes on without a checkpoint while the
-    server of the place fails.
+    place: a directory or an address. borne_s: seconds that training goes on without a checkpoint if its server fails.
     """
     place: Any
     borne_s: float

@@ -56,8 +56,7 @@ MPI_JOBS = ("FLUX_JOB_ID", "PALS_APID", "PMI_JOBID", "PBS_JOBID", "SLURM_JOB_ID"
 @dataclasses.dataclass(frozen=True)
 class Cluster:
     """One process among `count`. coordinator: "host:port" of process 0. local_devices: indices of the process's own
-    GPUs on this host; None: all visible GPUs. token: identifies this start of the run; process 0 rejects processes with
-    another token."""
+    GPUs on this host; None: all visible GPUs. token: identifies this start; process 0 rejects other tokens."""
     coordinator: str
     count: int
     index: int
@@ -246,8 +245,7 @@ def _token(environ: Mapping[str, str], names: Sequence[str]) -> str:
 
 
 def _slurm(environ: Mapping[str, str], address: str) -> Cluster:
-    """Return the cluster of the tasks of one srun. Batch scripts and salloc's shell have most of srun's variables, but
-    are no tasks."""
+    """Return the cluster of the tasks of one srun. Batch scripts and salloc's shell have most variables but no task."""
     count = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
     per_node = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "1"))
     local_count = per_node[min(int(environ.get("SLURM_NODEID", 0)), len(per_node) - 1)]

@@ -22,8 +22,7 @@ ROOT = Path("/")
 def bind(local_devices: Sequence[int] | None, environ: Mapping[str, str], root: Path = ROOT) -> str:
     """Bind all threads of this process, and so those that they start. Return a line about it; empty: nothing was bound.
 
-    local_devices: indices of the process's GPUs among the visible GPUs; None: all. root: a directory with proc, sys and
-    dev.
+    local_devices: indices of the process's GPUs among the visible ones; None: all. root: of proc, sys and dev.
     """
     try:
         cpus, node = _beside(_addresses(local_devices, environ, root), root)

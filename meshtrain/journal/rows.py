@@ -64,8 +64,7 @@ class Log:
     def lines(self, ranges: Iterable[tuple[int, int | None]] = ((0, None),)) -> Iterator[Line]:
         """Yield every line, including those that are no rows. Raises: OSError if the file cannot be read.
 
-        ranges: offsets (first, stop) in increasing order; only lines that begin in one of them are yielded. None: the
-        end of the file.
+        ranges: offsets (first, stop) increasing; lines that begin in one are yielded. None: the end of the file.
         """
         with self._open() as file:
             for first, stop in ranges:
@@ -204,8 +203,7 @@ def set_aside_after(path: Path, step: int) -> str:
 
 
 def _copy_aside(path: Path, start: int) -> str:
-    """Copy the complete lines from offset `start` on to a new file. Return its name. The copy is complete or absent.
-    Raises: OSError."""
+    """Copy all complete lines from offset `start` on to a new file, or none; return its name. Raises: OSError."""
     stem = files.free_name(f"{path.stem}.aside", lambda stem: path.with_name(stem + path.suffix).exists())
     kept = path.with_name(stem + path.suffix)
     temporary = kept.with_name(kept.name + ".tmp")

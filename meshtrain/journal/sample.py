@@ -40,8 +40,7 @@ class Sample:
 
     def lines(self) -> Iterator[tuple[Line, bool]]:
         """Yield (line, whether it was drawn) in the order of the file. All rows are drawn with the same probability, so
-        statistics use only the drawn rows. The other rows are the needed rows and the first and last rows. Raises:
-        OSError."""
+        statistics use only the drawn rows. The others are the needed, first and last rows. Raises: OSError."""
         if self.is_whole:
             return ((line, True) for line in self.log.lines())
         begin, end = ENDS_BYTES, self.size - ENDS_BYTES

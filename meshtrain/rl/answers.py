@@ -66,11 +66,9 @@ def advantages(rewards_PN: np.ndarray, how: str) -> np.ndarray:
 
 
 def count_needed_rows(answers: int, longest: int, seq_len: int) -> int:
-    """Return a number of rows that always suffices for `answers` answers of at most `longest` positions
-    (`DrawnAnswer.length`).
+    """Return a number of rows that suffices for `answers` answers of at most `longest` positions, see `DrawnAnswer`.
 
-    First-fit puts at least seq_len // longest answers into every row but the last. Raises: ValueError if one answer
-    does not fit in a row.
+    First-fit puts seq_len // longest answers or more into all rows but the last. Raises: ValueError if one is too long.
     """
     if longest > seq_len:
         raise ValueError(f"data.seq_len={seq_len} does not hold a prompt with its answer, up to {longest} tokens; use "

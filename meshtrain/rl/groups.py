@@ -52,8 +52,7 @@ class ScoredAnswer:
 
 @dataclasses.dataclass(eq=False)
 class Group:
-    """The answers to one prompt. row: number of the prompt in the batch. unsteady: number of answers that were scored
-    twice with different rewards."""
+    """The answers to one prompt. row: its number in the batch. unsteady: answers with two different rewards."""
     prompt: Prompt
     row: int
     answers: list[ScoredAnswer]
@@ -70,9 +69,8 @@ class AnswerBatch:
     """A batch of answers.
 
     drawn: number of prompts that the run has drawn up to this batch. equal: share of groups with equal rewards, among
-    the groups that were sampled for the batch. version: the version of the weights that sampled the batch (the number
-    of batches on which they were trained). scores: name -> log-probabilities from the trainer's forward pass, float32
-    [updates, rows, T].
+    the groups that were sampled for the batch. version: of the weights that sampled the batch (number of batches that
+    trained them). scores: name -> log-probabilities from the trainer's forward pass, float32 [updates, rows, T].
     """
     groups: list[Group]
     drawn: int

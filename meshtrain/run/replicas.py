@@ -98,8 +98,7 @@ class Replicas:
 
 
 def of_run(run: Run, state: Any, mesh: Mesh) -> Replicas | None:
-    """Return the compiled check of a run; None if the check is not configured, or the state has no replicas. state: see
-    `Replicas`."""
+    """Return the compiled check of a run; None if not configured, or without replicas. state: see `Replicas`."""
     every = run.training.check_replicas_every
     if not every:
         return None
@@ -117,8 +116,7 @@ def _replica_axes(leaf: Any, mesh: Mesh) -> tuple[str, ...]:
 
 
 def checksum(array: jax.Array) -> jax.Array:
-    """Return a uint32 scalar that depends on all bits of an array and their positions. For a global array, the scalar
-    is the same in every layout."""
+    """Return a uint32 scalar of all bits of an array and their positions, the same in every layout."""
     words = jax.lax.bitcast_convert_type(array, WORDS[array.dtype.itemsize]) if array.dtype != bool else array
     words = words.astype(jnp.uint32)
     words = words ^ words >> 15     # a bijection; without it, flipped sign bits of two elements would cancel
