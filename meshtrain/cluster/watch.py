@@ -189,6 +189,10 @@ class Watchdog:
         if index in self._others:
             self._keep_of(index, agree.word(f"stacks {self._attempt} {index} {state}"))
 
+    def _fetch_all(self) -> None:
+        for index in self._others:
+            self._fetch(index, "hangs")
+
     def _record_error(self, error: Exception) -> bool:
         """Record an error that this process met alone in its file; return whether it did."""
         if isinstance(error, ConfigError) or getattr(error, "agreed", False):
@@ -276,7 +280,7 @@ class Watchdog:
             heard.wait(deadline - time.monotonic())
         if self.index < READERS:
             if self.index:
-                within(STUCK_S, lambda: [self._fetch(index, "hangs") for index in self._others])
+                within(STUCK_S, self._fetch_all)
             within(STUCK_S, self._name_culprit)
         else:       # a launcher on this host would report processes of other hosts as silent
             self._forget_others()

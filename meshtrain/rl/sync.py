@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,9 @@ def read_dtype(info: ParamInfo, dtype: jnp.dtype) -> jnp.dtype:
 
 def cast(model: Transformer, params: dict, dtype: jnp.dtype) -> dict:
     """Return the weights in the dtypes that samplers read, in the sharding in which they are stored."""
-    return map_params(model.parameters(), lambda info, w: w.astype(read_dtype(info, dtype)), params)
+    def cast_one(info: ParamInfo, w: Any) -> jax.Array:
+        return w.astype(read_dtype(info, dtype))
+    return map_params(model.parameters(), cast_one, params)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
