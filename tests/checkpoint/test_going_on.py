@@ -77,7 +77,7 @@ def test_a_new_run_begins_with_or_without_the_optimizers_state(along, tiny, fini
 def test_rows_that_pad_a_runs_vocabulary_are_not_taken_as_trained_rows(size, tiny, finished, tmp_path):  # noqa: F811
     ran = call(train.main, *tiny, "--run.dir", tmp_path / "new", "--checkpoint.init_from", finished,
                "--model.vocab_size", size)
-    refused(ran, "checkpoint.init_from: ", "model.vocab_size=", f"this run {size}", "meshtrain.convert")
+    refused(ran, "checkpoint.init_from: ", "model.vocab_size=", f"this run has {size}", "meshtrain.convert")
 
 
 def test_checkpoints_kept_for_ever_stay_when_a_later_start_keeps_others(tiny, tmp_path):
