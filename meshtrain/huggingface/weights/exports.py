@@ -10,6 +10,7 @@ import contextlib
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -30,7 +31,6 @@ from meshtrain.run.loop import Hook
 from meshtrain.run.trees import leaves_of
 from meshtrain.storage import addresses, buckets, mirror, model_folder
 from meshtrain.storage.addresses import Address, StorageError
-from meshtrain.training.state import State
 
 
 class Exports:
@@ -174,7 +174,7 @@ class Export(Hook):
     def due(self, step: int, ending: bool) -> bool:
         return self.exports.due(step, ending)
 
-    def act(self, step: int, state: State) -> dict:
+    def act(self, step: int, state: Any) -> dict:
         return self.exports.make(step, state.params, self.ends)
 
 
