@@ -221,7 +221,7 @@ def over_devices(row: Row):
     mesh, layout = laid_out(row.mesh)
     method, engine = attention.METHODS.get(row.method), blind(engine_of(row))
     order = method.order(row.T, row.mesh["context"]) if method else np.arange(row.T)
-    split = attention.ContextParallel(method, engine) if method else attention.Local(engine)
+    split = attention.PlainMethod(engine, method)
 
     def body(q, k, v, segments, o, lse, do, sinks):
         pin = lambda x, axis: layout.act(x, "batch", "seq", axis, "head_dim")

@@ -33,7 +33,7 @@ B, T, N, K, H = 4, 1024, 8, 4, 64
 def lowered(method: str, window: int = 0) -> str:
     mesh_spec = MeshSpec(SIZES)
     layout, mesh = Layout(RULES, mesh_spec.sizes), mesh_spec.build(jax.devices())
-    attend = partial(attention.attend, attention.ContextParallel(attention.METHODS[method], cudnn.engine()), layout,
+    attend = partial(attention.attend, attention.PlainMethod(cudnn.engine(), attention.METHODS[method]), layout,
                      mask=Mask(window=window, documents=False))
 
     def both(q, k, v, segments, do):

@@ -187,7 +187,7 @@ def test_in_a_region_that_is_manual_over_stage_kernels_have_own_heads_only_where
     mesh, layout = laid_out(dict(stage=2, tensor=2), "zero3", compile.topology("h100:4"))
     kernel = pallas.engine(tiles.of(H, "h100"))
     kernel = kernel if nested else kernel._replace(partitions=True)
-    attend = partial(attention.attend, attention.Local(kernel), layout)
+    attend = partial(attention.attend, attention.PlainMethod(kernel), layout)
 
     def body(*args):
         pin = lambda x, axis: layout.act(x, "batch", "seq", axis, "head_dim")

@@ -105,52 +105,41 @@ class RunAttention:
         mask = mask if self.documents else mask._replace(documents=False)
         if expansion is None:
             engine = self.engine_of(q_BTNH.shape[-1], v.shape[-1], scores)
-            method = Local(engine) if self.method is None else ContextParallel(self.method, engine)
-            return _attend(method, layout, mask, bounded, operands, sinks_N)
+            return _attend(PlainMethod(engine, self.method), layout, mask, bounded, operands, sinks_N)
         key, value, *how = expansion
         latent = LatentMethod(self.engine_of(q_BTNH.shape[-1], value.shape[-1], scores), self.method, *how)
         return _attend(latent, layout, mask, bounded, (q_BTNH, k, v, key, value, segments_BT), sinks_N)
 
 
-class Local(NamedTuple):
-    """The method without context parallelism: one engine on whole sequences."""
+class PlainMethod(NamedTuple):
+    """A method for `attend` on global arrays [B, T, …]: queries, keys, values and segments.
+
+    method: a module of METHODS; None if sequences are not split. If `context` is already manual (inside a pipeline),
+    the arrays are this device's shards.
+    """
     engine: Engine
+    method: ModuleType | None = None
 
     def forward(self, layout: Layout, mask: Mask, q, k, v, segments):
-        if self.engine.partitions or not automatic_axes():
+        if self._takes_global_arrays():
+            return _over_shards(partial(self.forward, layout, mask), layout, (q, k, v, segments))
+        if self.method is None:
             return self.engine.forward(q, k, v, segments, segments, mask.within(q.shape[1]))
-        return _over_shards(partial(self.forward, layout, mask), layout, (q, k, v, segments))
+        return self.method.forward(self.engine, mask, q, k, v, segments)
 
     def backward(self, layout: Layout, mask: Mask, q, k, v, segments, *output):
-        if self.engine.partitions or not automatic_axes():
+        if self._takes_global_arrays():
+            return _over_shards(partial(self.backward, layout, mask), layout, (q, k, v, segments, *output))
+        if self.method is None:
             return self.engine.backward(q, k, v, segments, segments, *output, mask.within(q.shape[1]))
-        return _over_shards(partial(self.backward, layout, mask), layout, (q, k, v, segments, *output))
+        return self.method.backward(self.engine, mask, q, k, v, segments, Output(*output))
 
-
-class ContextParallel(NamedTuple):
-    """A context-parallel method on global arrays [B, T, …].
-
-    If `context` is already manual (inside a pipeline), the arrays are this device's shards.
-    """
-    method: ModuleType
-    engine: Engine
-
-    def forward(self, layout: Layout, mask: Mask, *args):
-        if self._is_manual():
-            return self.method.forward(self.engine, mask, *args)
-        return _over_shards(partial(self.forward, layout, mask), layout, args)
-
-    def backward(self, layout: Layout, mask: Mask, q, k, v, segments, *output):
-        if self._is_manual():
-            return self.method.backward(self.engine, mask, q, k, v, segments, Output(*output))
-        return _over_shards(partial(self.backward, layout, mask), layout, (q, k, v, segments, *output))
-
-    def _is_manual(self) -> bool:
-        """Return whether all axes are manual, or `context` is manual and XLA can partition the engine over the other
-        axes.
+    def _takes_global_arrays(self) -> bool:
+        """Return whether an automatic axis splits the sequences of a method, or cannot be left to XLA's partitioning of
+        the engine.
         """
         axes = automatic_axes()
-        return not axes or self.engine.partitions and AXIS not in axes
+        return bool(axes) and (not self.engine.partitions or self.method is not None and AXIS in axes)
 
 
 def _over_shards(local, layout: Layout, args):
