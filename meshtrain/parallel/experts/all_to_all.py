@@ -9,14 +9,10 @@ Sources: arXiv:2006.16668 (GShard), which drops overflow. XLA's ragged all-to-al
 """
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from meshtrain.parallel.experts.permutation import sort_by
-from meshtrain.scopes import FURTHER_ROUNDS
 
 CAPACITY_FACTOR = 1.25
 
@@ -47,13 +43,9 @@ class AllToAll:
     def round(self, n) -> Round:
         return Round(self, n)
 
-    def further_rounds(self, one_round: Callable, first):
-        """Return first + the sum of one_round(round) over all later rounds."""
-        def step(carry):
-            number, total = carry
-            return number + 1, jax.tree.map(jnp.add, total, one_round(self.round(number)))
-        with jax.named_scope(FURTHER_ROUNDS.write()):
-            return lax.while_loop(lambda carry: carry[0] < self.rounds, step, (jnp.int32(1), first))[1]
+    def has_more(self, number):
+        """Return whether any device sends rows in round `number`."""
+        return number < self.rounds
 
 
 class Round:

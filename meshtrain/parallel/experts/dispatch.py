@@ -29,7 +29,7 @@ from meshtrain.names import EXPERT_AXES
 from meshtrain.parallel.experts import all_to_all
 from meshtrain.parallel.experts.permutation import ExpertRows, SortedAssignments
 from meshtrain.parallel.experts.region import ExpertShards, ManualRegion
-from meshtrain.scopes import BALANCED_ROWS
+from meshtrain.scopes import BALANCED_ROWS, FURTHER_ROUNDS
 from meshtrain.sharding import reduced
 from meshtrain.sharding.mesh import automatic_axes, on_shards
 from meshtrain.sharding.rules import Layout
@@ -220,11 +220,9 @@ def _letters(axes: tuple[str | None, ...], columns: str | None) -> str:
     return "".join("g" if axis == "expert" else "n" if axis == columns else "k" for axis in axes)
 
 
-def _sort_assignments(experts: RoutedExperts, region: ManualRegion, chosen_AK,
-                        matrices: ExpertMatrices) -> SortedAssignments:
-    e = matrices.e
-    return SortedAssignments(chosen_AK, region.first_expert(e), e, experts.num_experts,
-                             experts.capacity_factor, experts.engine.block)
+def _sort_assignments(experts: RoutedExperts, region: ManualRegion, chosen_AK, e: int) -> SortedAssignments:
+    return SortedAssignments(chosen_AK, region.first_expert(e), e, experts.num_experts, experts.capacity_factor,
+                             experts.engine.block)
 
 
 class RoutedTokens(NamedTuple):
@@ -237,7 +235,7 @@ class RoutedTokens(NamedTuple):
 def _forward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens, matrices: ExpertMatrices):
     """Return (y [T, D], outputs of gate and up in the first round). tokens: after the gather."""
     (x_AD, chosen_AK, weight_AK), K = tokens, tokens.chosen_TK.shape[1]
-    assignments = _sort_assignments(experts, region, chosen_AK, matrices)
+    assignments = _sort_assignments(experts, region, chosen_AK, matrices.e)
 
     def weigh(last, weight_R1, *others):
         # The weight is applied before `down`, so its gradient does not need y.
@@ -254,7 +252,7 @@ def _forward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens,
     T = len(x_AD) // region.num_shards(region.gathered)
     with jax.named_scope(BALANCED_ROWS.write(region.rows_if_balanced(T, K))):
         y_AD, inward = one_round(assignments.round(0))
-        y_AD = assignments.further_rounds(lambda rows: one_round(rows)[0], y_AD)
+        y_AD = _add_further_rounds(assignments, lambda rows: one_round(rows)[0], y_AD)
     return region.combine(y_AD), inward
 
 
@@ -300,7 +298,7 @@ def _backward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens
     (x_AD, chosen_AK, weight_AK), dy_AD = tokens, region.gather_tokens(dy_TD)
     K, dtype = chosen_AK.shape[1], x_AD.dtype
     balanced_rows = region.rows_if_balanced(len(dy_TD), K)
-    assignments = _sort_assignments(experts, region, chosen_AK, matrices)
+    assignments = _sort_assignments(experts, region, chosen_AK, matrices.e)
 
     def gradients(dhw, weight_R1, *inward):
         dhw, *inward = (a.astype(jnp.float32) for a in (dhw, *inward))
@@ -333,6 +331,21 @@ def _backward(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens
     return region.combine(dx_AD), region.combine(dweight_AK), rest
 
 
+def _add_further_rounds(of: SortedAssignments | all_to_all.AllToAll, one_round: Callable, first):
+    """Return first + the sum of one_round(round) over all later rounds. Usually there are none.
+
+    Only the device knows the number of rounds. The loop's sums take memory in addition to the sums of the first round.
+    """
+    if of.one_round:
+        return first
+
+    def step(carry):
+        number, total = carry
+        return number + 1, jax.tree.map(jnp.add, total, one_round(of.round(number)))
+    with jax.named_scope(FURTHER_ROUNDS.write()):
+        return lax.while_loop(lambda carry: of.has_more(carry[0]), step, (jnp.int32(1), first))[1]
+
+
 def _rounds(of: SortedAssignments | all_to_all.AllToAll, one_round: Callable, saved, matrices: ExpertMatrices,
             split: bool):
     """Return (dx, dweight, gradients), summed over all rounds. With `split`, the third is WeightGradOperands.
@@ -344,15 +357,15 @@ def _rounds(of: SortedAssignments | all_to_all.AllToAll, one_round: Callable, sa
         return operands.gradients(matrices.engine, matrices.axes)
     dx, dweight, operands = one_round(of.round(0), saved)
     if not split:
-        dx, dweight = of.further_rounds(lambda now: one_round(now)[:2], (dx, dweight))
-        return dx, dweight, of.further_rounds(lambda now: gradients(one_round(now)[2]), gradients(operands))
+        dx, dweight = _add_further_rounds(of, lambda now: one_round(now)[:2], (dx, dweight))
+        return dx, dweight, _add_further_rounds(of, lambda now: gradients(one_round(now)[2]), gradients(operands))
     if of.one_round:
         return dx, dweight, operands
 
     def whole_round(now):
         dx, dweight, operands = one_round(now)
         return dx, dweight, gradients(operands)
-    dx, dweight, more = of.further_rounds(whole_round, (dx, dweight, matrices.zeros()))
+    dx, dweight, more = _add_further_rounds(of, whole_round, (dx, dweight, matrices.zeros()))
     return dx, dweight, dataclasses.replace(operands, more=more)
 
 
@@ -378,7 +391,7 @@ def _forward_by_all_to_all(experts: RoutedExperts, region: ManualRegion, tokens:
         y, inward = _forward(experts, received, sent, matrices)
         return now.send_back(y).sum(1), inward
     y_TD, inward = one_round(exchange.round(0))
-    return exchange.further_rounds(lambda now: one_round(now)[0], y_TD).astype(tokens.x_TD.dtype), inward
+    return _add_further_rounds(exchange, lambda now: one_round(now)[0], y_TD).astype(tokens.x_TD.dtype), inward
 
 
 def _backward_by_all_to_all(experts: RoutedExperts, region: ManualRegion, tokens: RoutedTokens,

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshtrain.kernels import grouped
-from meshtrain.scopes import FURTHER_ROUNDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,23 +90,9 @@ class SortedAssignments:
         return ExpertRows(groups, assignment_R,
                           jnp.where(here, groups.first[group] * self.block + place - low[group], -1))
 
-    def further_rounds(self, one_round: Callable, first):
-        """Return first + the sum of one_round(rows) over all later rounds. Usually there are none.
-
-        Only the device knows the number of rounds. The loop's sums take memory in addition to the sums of the first
-        round.
-        """
-        if self.one_round:
-            return first
-
-        def step(carry):
-            number, total = carry
-            return number + 1, jax.tree.map(jnp.add, total, one_round(self.round(number)))
-
-        def has_more(carry):
-            return carry[0] * self.rows < self.sizes.sum()
-        with jax.named_scope(FURTHER_ROUNDS.write()):
-            return lax.while_loop(has_more, step, (jnp.int32(1), first))[1]
+    def has_more(self, number):
+        """Return whether round `number` has rows."""
+        return number * self.rows < self.sizes.sum()
 
 
 def sort_by(key, e: int):
