@@ -101,17 +101,13 @@ class TokenRuns(NamedTuple):
 # ---- the convolution -------------------------------------------------------------------------------------------------
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 5))
 def convolve(runs: TokenRuns, layout: Layout, xs, ws, segments_BT, axes=CHANNEL_AXES):
     """Convolve each x [B, T, heads, d] with its weights [W, heads, d], causally and within segments.
 
     There is no bias and no activation. axes: logical axis of each x's heads. Sums and weight gradients are float32.
     Each y has the dtype of its x.
     """
-    return _convolve(runs, layout, axes, xs, ws, segments_BT)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _convolve(runs, layout: Layout, axes, xs, ws, segments_BT):
     tokens, weights, rows = _convolution_specs(layout, axes)
     return on_shards(partial(_convolve_shard, runs), (tokens, weights, rows), tokens)(xs, ws, segments_BT)
 
@@ -138,7 +134,7 @@ def _convolve_backward(runs, layout: Layout, axes, saved, dys):
     return *on_shards(local, (tokens, weights, rows, tokens), (tokens, weights))(*saved, dys), None
 
 
-_convolve.defvjp(lambda runs, layout, axes, *given: (_convolve(runs, layout, axes, *given), given), _convolve_backward)
+convolve.defvjp(lambda runs, layout, *given: (convolve(runs, layout, *given), given[:3]), _convolve_backward)
 
 
 def _convolution_specs(layout: Layout, axes):
@@ -170,17 +166,13 @@ class Recurrence(NamedTuple):
         return runs.join_heads(result.o_BTNV), result.states_ZBNHV
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def recur(of: Recurrence, layout: Layout, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN, segments_BT):
     """Return o_BTNV of the recurrence over whole sequences, within segments.
 
     Arguments are those of `kernels.recurrence`.
     """
-    return _recur(of, layout, (q_BTKH, k_BTKH, v_BTNV, g, beta_BTN), segments_BT)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _recur(of, layout: Layout, inputs, segments_BT):
-    return _recur_with_states(of, layout, inputs, segments_BT)[0]
+    return _recur_with_states(of, layout, (q_BTKH, k_BTKH, v_BTNV, g, beta_BTN), segments_BT)[0]
 
 
 def _recur_with_states(of, layout: Layout, inputs, segments_BT):
@@ -188,7 +180,8 @@ def _recur_with_states(of, layout: Layout, inputs, segments_BT):
     return on_shards(of.shard, (by_input, rows), (heads, states))(inputs, segments_BT)
 
 
-def _recur_forward(of, layout: Layout, inputs, segments_BT):
+def _recur_forward(of, layout: Layout, *given):
+    inputs, segments_BT = given[:5], given[5]
     o_BTNV, states_ZBNHV = _recur_with_states(of, layout, inputs, segments_BT)
     # Named, so that remat can save the states. With them the backward repeats neither the scan nor its gathers.
     states_ZBNHV = checkpoint_name(states_ZBNHV, "linear_states")
@@ -199,10 +192,10 @@ def _recur_backward(of, layout: Layout, saved, do_BTNV):
     def local(inputs, segments_BT, states_ZBNHV, do_BTNV):
         return jax.vjp(lambda inputs: of.shard(inputs, segments_BT, states_ZBNHV)[0], inputs)[1](do_BTNV)[0]
     by_input, rows, heads, states = _recurrence_specs(layout)
-    return on_shards(local, (by_input, rows, states, heads), by_input)(*saved, do_BTNV), None
+    return *on_shards(local, (by_input, rows, states, heads), by_input)(*saved, do_BTNV), None
 
 
-_recur.defvjp(_recur_forward, _recur_backward)
+recur.defvjp(_recur_forward, _recur_backward)
 
 
 def _recurrence_specs(layout: Layout):
