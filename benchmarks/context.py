@@ -63,7 +63,7 @@ class Contestant:
         self.method, self.S, self.cp, self.times = method, S, cp, []
         self.mesh, layout = mesh_spec.build(devices), rules.Layout(rules.load(run.sharding.rules), mesh_spec.sizes)
         gpu = hardware.from_device_kind(devices[0].device_kind)
-        chosen = choices.choose(Setting(run, layout, devices[0].platform, gpu))
+        chosen = choices.choose(Setting(layout, devices[0].platform, gpu, run=run))
         attend, self.note = chosen.value, "".join(chosen.why)
         self.order = attention.METHODS[method].order(S, cp)
         self.dtype = run.model.compute_dtype

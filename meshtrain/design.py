@@ -54,13 +54,13 @@ def make(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | None,
          device: jax.Device | None = None) -> Design:
     """Check the layout and make the choices that the run leaves open. They are the same in all processes and restarts.
 
-    platform, gpu, device: as in `Setting`. Raises: ConfigError with every fault of mesh and rules.
+    platform, gpu: as in `Place`. device: one of the devices; None if they are only named. Raises: ConfigError with every
+    fault of mesh and rules.
     """
     sizes = mesh_spec.sizes
     with config.user_errors():
         loaded = rules.load(run.sharding.rules)
-        setting = Setting(run, Layout(loaded, sizes), platform, gpu, device)
-        if faults := engines.find_float8_faults(setting):
+        if faults := engines.find_float8_faults(run, platform, gpu, device):
             raise ConfigError(*faults)
         model = transformer.of_run(run)
         own_code.check(run, model, loaded)
@@ -69,7 +69,7 @@ def make(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | None,
     if laid.faults:
         raise ConfigError(*laid.faults)
     try:
-        chosen = choose_engines(dataclasses.replace(setting, layout=laid.layout), model)
+        chosen = choose_engines(Setting(laid.layout, platform, gpu, run=run), model)
     except Refusal as refusal:
         raise ConfigError(*refusal.faults) from None
     choice = _choose_schedule(run, mesh_spec, model, laid.layout, gpu) if sizes["stage"] > 1 else None
@@ -103,7 +103,7 @@ def refusals(run: Run, platform: str, gpu: hardware.Gpu | None, model: transform
         loaded, model = rules.load(run.sharding.rules), model or transformer.of_run(run)
         describe_groups(run, model)
     laid = lay_out(run, {axis: getattr(run.mesh, axis) for axis in AXES}, loaded, model)
-    return laid.faults or engine_faults(Setting(run, laid.layout, platform, gpu, installed=False), model)
+    return laid.faults or engine_faults(Setting(laid.layout, platform, gpu, installed=False, run=run), model)
 
 
 # ---- the layout ------------------------------------------------------------------------------------------------------

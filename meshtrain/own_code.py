@@ -96,7 +96,7 @@ def _try_layers(part: OwnPart | None, run: Run, model: Transformer, rules: Rules
     plain = run.replace(model={"attention": "blockwise", "mlp": "auto", "matmul_dtype": "auto"})
     layout = Layout(rules, dict.fromkeys(AXES, 1))
     ex = Execution(layout, Numerics(jnp.dtype(run.model.compute_dtype)),
-                   choose(Setting(plain, layout, "cpu", installed=False)).value)
+                   choose(Setting(layout, "cpu", installed=False, run=plain)).value)
     weights = params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype))
     batch = {name: jax.ShapeDtypeStruct((ROWS, *[run.data.seq_len] * dims), dtype)
              for name, (dims, dtype) in goal.fields.items()}

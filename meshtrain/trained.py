@@ -228,8 +228,8 @@ def execution(run: Run, model: transformer.Transformer, layout: Layout, mesh: ja
     run = run.replace(model={"attention": "blockwise"}, data={"seq_len": 2**31 - 1, "document_mask": True})
     device = mesh.devices.flat[0]
     platform, gpu = device.platform, hardware.from_device_kind(device.device_kind)
-    plain = Setting(run, whole, platform)
-    engines = Engines(attention.choose(plain).value, experts.choose(Setting(run, layout, platform, gpu)).value,
+    plain = Setting(whole, platform, run=run)
+    engines = Engines(attention.choose(plain).value, experts.choose(Setting(layout, platform, gpu, run=run)).value,
                       recurrence=recurrence.choose(plain).value, by_kernels=hardware.runs_kernels(gpu))
     return Execution(layout, Numerics(jnp.dtype(run.model.compute_dtype)), engines, in_order=by_gloo(mesh))
 

@@ -121,7 +121,7 @@ def find_problems(need: Need, layout: Layout) -> list[str]:
 def choose(setting: Setting) -> Choice[RunAttention]:
     """Choose the attention of a run. Raises: Refusal if model.attention names an engine that cannot serve the run."""
     need, name = need_of(setting.run), engine(setting)
-    return Choice(build(name.value, need, setting.place), name.why)
+    return Choice(build(name.value, need, setting), name.why)
 
 
 def build(name: str, need: Need, place: Place) -> RunAttention:
@@ -136,7 +136,7 @@ def engine(setting: Setting) -> Choice[str]:
     Raises: Refusal if model.attention names an engine that cannot serve the run.
     """
     need = need_of(setting.run)
-    name, reasons = choose_engine(need, setting.place)
+    name, reasons = choose_engine(need, setting)
     return Choice(name, _why(setting, need, name, reasons))
 
 

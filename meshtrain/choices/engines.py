@@ -2,6 +2,8 @@
 the devices or the layout do not allow."""
 from __future__ import annotations
 
+import jax
+
 from meshtrain import hardware
 from meshtrain.choices import attention, experts, mlp, recurrence
 from meshtrain.choices.setting import Choice, Refusal, Setting
@@ -30,13 +32,15 @@ def choose(setting: Setting) -> Choice[Engines]:
                   tuple(line for choice in chosen.values() for line in choice.why))
 
 
-def find_float8_faults(setting: Setting) -> list[str]:
-    """Return the reasons why the devices have no float8 matmuls, if the run uses them. The layout has no influence."""
-    if setting.run.model.matmul_dtype != "float8" or setting.platform == "cpu":
+def find_float8_faults(run: Run, platform: str, gpu: hardware.Gpu | None, device: jax.Device | None) -> list[str]:
+    """Return the reasons why the devices have no float8 matmuls, if the run uses them.
+
+    platform, gpu: as in `Place`. device: one of the devices; None if they are only named."""
+    if run.model.matmul_dtype != "float8" or platform == "cpu":
         return []
-    if not hardware.lacks_float8(setting.gpu, getattr(setting.device, "compute_capability", None)):
+    if not hardware.lacks_float8(gpu, getattr(device, "compute_capability", None)):
         return []
-    name = setting.gpu_name or setting.device and setting.device.device_kind
+    name = gpu.name if gpu else device and device.device_kind
     return [f'model.matmul_dtype="float8": {name} has no float8 matmuls (e4m3fn, e5m2), which NVIDIA GPUs have since '
             f'H100; use model.matmul_dtype="auto", or other GPUs']
 

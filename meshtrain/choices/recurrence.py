@@ -46,7 +46,7 @@ def choose(setting: Setting) -> Choice[LinearAttention | None]:
 
 
 def engine(run: Run, platform: str, gpu: hardware.Gpu | None) -> Choice[str]:
-    """Choose "pallas" or "xla". The layout has no influence. platform, gpu: as in `Setting`."""
+    """Choose "pallas" or "xla". The layout has no influence. platform, gpu: as in `Place`."""
     reasons = _against_kernels(run, platform, gpu)
     line = "linear attention: " + (f"XLA, because {'; '.join(reasons)}" if reasons else "Pallas kernels")
     return Choice("xla" if reasons else "pallas", (line,) if platform in GPU_PLATFORMS else ())

@@ -1,10 +1,8 @@
 """The inputs of a choice, its result, and the error with which it refuses a run."""
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
-
-import jax
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from meshtrain.config.sections import Run
 from meshtrain.hardware import Gpu
@@ -14,7 +12,8 @@ GPU_PLATFORMS = ("gpu", "cuda")
 T = TypeVar("T", covariant=True)
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Place:
     """Devices and the layout on them.
 
     platform: jax's name of the platform. gpu: the devices' row in the hardware table; None if it has none. installed:
@@ -37,30 +36,9 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
-    """What the choices of a run may look at: the run, and the fields of a `Place`.
-
-    device: one of the devices; None if they are only named.
-    """
-    run: Run
-    layout: Layout
-    platform: str
-    gpu: Gpu | None = None
-    device: jax.Device | None = None
-    installed: bool = True
-
-    @property
-    def place(self) -> Place:
-        return Place(self.layout, self.platform, self.gpu, self.installed)
-
-    @property
-    def on_gpus(self) -> bool:
-        return self.place.on_gpus
-
-    @property
-    def gpu_name(self) -> str:
-        """The GPU's name in the hardware table; "" if it has no row."""
-        return self.place.gpu_name
+class Setting(Place):
+    """What the choices of a run may look at: the run and its place."""
+    run: Run = field(kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -317,7 +317,7 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
         faults += apart[loaded.path]
         laid = design.lay_out(asked, sizes, loaded, model)
         if not faults + laid.faults:
-            faults = design.engine_faults(Setting(asked, laid.layout, "gpu", gpu, installed=False), model)
+            faults = design.engine_faults(Setting(laid.layout, "gpu", gpu, installed=False, run=asked), model)
             if taught and not faults:
                 faults = design.check_teacher(asked.replace(mesh=sizes, sharding={"rules": files[loaded.path]}),
                                               "gpu", gpu, taught)

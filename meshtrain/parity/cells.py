@@ -206,7 +206,7 @@ class _Choices:
 
     def _layout_faults(self, run: config.Run, sizes: dict[str, int], loaded: rules.Rules) -> list[str]:
         laid = design.lay_out(run, sizes, loaded, self.model)
-        return laid.faults or design.engine_faults(Setting(run, laid.layout, "cpu", installed=False), self.model)
+        return laid.faults or design.engine_faults(Setting(laid.layout, "cpu", installed=False, run=run), self.model)
 
     def _choices(self, wanted: tuple) -> dict[str, str]:
         """Return a pair of `pair` as factor -> value. "True" becomes a value that has an effect, "False" one that has

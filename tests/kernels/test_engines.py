@@ -43,7 +43,7 @@ def asked_for(model={}, data={}, training={}, table=SPLIT_ALIKE, sizes={}):
 def chosen(model={}, data={}, training={}, platform="gpu", gpu="h100", table=SPLIT_ALIKE, sizes={}) -> tuple[str, str]:
     """(name of the engine, note)."""
     run, layout = asked_for(model, data, training, table, sizes)
-    choice = choices.choose(Setting(run, layout, platform, hardware.GPUS.get(gpu)))
+    choice = choices.choose(Setting(layout, platform, hardware.GPUS.get(gpu), run=run))
     made_in = choice.value.engine_of(run.model.head_dim, attention.value_dim(run.model), Scores()).forward
     return getattr(made_in, "func", made_in).__module__.rpartition(".")[2], "\n".join(choice.why)
 

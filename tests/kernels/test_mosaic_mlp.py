@@ -145,7 +145,7 @@ def chosen(gpu="h100", mesh=None, lora=None, **model):
                      model=dict(vocab_size=256, embed_dim=64, num_layers=2, num_heads=2, mlp_dim=256, mlp="mosaic") | model)
     loaded = rules.load(str(ROOT / "sharding_rules/tensor.toml"))
     layout = Layout(loaded, dict.fromkeys(AXES, 1) | (mesh or {}))
-    return choices.choose(Setting(run, layout, "gpu", hardware.GPUS.get(gpu))).value
+    return choices.choose(Setting(layout, "gpu", hardware.GPUS.get(gpu), run=run)).value
 
 
 @pytest.mark.parametrize("given, words", [

@@ -74,7 +74,7 @@ def test_kernels_compiled_for_a_gpu_spill_little_fit_its_shared_memory_and_are_p
 
 def test_kernels_are_chosen_where_they_are_compiled_for_and_the_reason_is_said_elsewhere():
     run, (_, layout) = config.Run(model=dict(mixers="G", compute_dtype="bfloat16")), laid_out({})
-    chosen = lambda run, platform, gpu: choices.choose(Setting(run, layout, platform, hardware.GPUS.get(gpu)))
+    chosen = lambda run, platform, gpu: choices.choose(Setting(layout, platform, hardware.GPUS.get(gpu), run=run))
     engine = lambda *args: chosen(*args).value.recur.args[0].engine
     assert engine(run, "cuda", "h100").func is recurrence_pallas.engine().func
     (line,) = chosen(config.Run(model=dict(mixers="K", compute_dtype="bfloat16")), "cuda", "b200").why

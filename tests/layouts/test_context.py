@@ -95,7 +95,7 @@ def test_ring_computes_at_most_six_tenths_of_full_attention(cp):
     B, T, N, K, H = 1, 4096, 8, 4, 16
     mesh, layout = laid_out({"context": cp})
     run = run_of("ddp", dict(context=cp)).replace(data=dict(seq_len=T, global_batch=B))
-    engine = choices.choose(Setting(run, layout, "cpu")).value
+    engine = choices.choose(Setting(layout, "cpu", run=run)).value
 
     def attend(*operands):
         return engine(layout, *operands)[0]

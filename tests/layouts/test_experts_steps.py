@@ -178,7 +178,7 @@ def test_the_three_products_of_experts_weight_gradients_stand_in_w_alone(tmp_pat
         return split
     monkeypatch.setattr(backward, "SplitLayer", counted)
     # Pallas kernels, which have names; they are not compiled
-    experts = choice_of_experts.choose(Setting(run, made.layout, "gpu")).value
+    experts = choice_of_experts.choose(Setting(made.layout, "gpu", run=run)).value
     traced.split_layer(run, made.model, made.layout, made.mesh_spec.abstract(), made.program.step.ex.engines.attention, experts)
     # Behind the first round each of the further ones, which mostly are none, has products of its own.
     # gate and up transposed are one product of two pairs.
@@ -191,7 +191,7 @@ def test_the_three_products_of_experts_weight_gradients_stand_in_w_alone(tmp_pat
 def test_gate_and_up_are_made_again_where_remat_keeps_less_than_all(remat, again):
     run = run_of("sharding_rules/ddp.toml", {}, dict(expert_mlp_dim=32), dict(remat=remat))
     made, m = assembly.assemble(run, jax.devices()[:1]), run.model
-    experts = choice_of_experts.choose(Setting(run, made.layout, "gpu")).value
+    experts = choice_of_experts.choose(Setting(made.layout, "gpu", run=run)).value
     x_BTD, choices = jnp.ones((2, 16, m.embed_dim)), (2, 16, m.experts_per_token)
     into = jnp.ones((m.num_experts, m.embed_dim, m.expert_mlp_dim))
     weights = dict(gate=into, up=into, down=into.swapaxes(1, 2))

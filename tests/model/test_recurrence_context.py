@@ -39,7 +39,7 @@ def drawn(kind: str, dtype=jnp.float32):
                                                                               dtype)
 
 
-def both_ways(functions: linear.LinearAttention, layout, inputs, ws, segments, do):
+def both_ways(functions: LinearAttention, layout, inputs, ws, segments, do):
     """o of convolution and recurrence, gradients of all inputs and weights."""
     def layer(inputs, ws):
         q, k, v = functions.convolve(layout, inputs[:3], ws, segments)
