@@ -28,7 +28,6 @@ def choose(setting: Setting) -> Choice[RoutedExperts | None]:
         programs=gpu.num_sms or 0 if gpu and mosaic.is_taken_on(gpu) else 0)
     sent = dispatch(run.experts.dispatch, run.model.experts_per_token, layout)
     experts = RoutedExperts(engine, run.model.num_experts, activations.find(run.model.activation),
-                            run.experts.aux_loss, run.experts.z_loss,
                             saves_inward=saves_inward(run.training.remat, layout.sizes["stage"]),
                             by_all_to_all=sent.value == "all_to_all",
                             adapter_scale=run.lora.alpha / run.lora.rank if run.lora.rank else 1.0)

@@ -7,7 +7,8 @@ from meshtrain import hardware, pattern
 from meshtrain.choices.setting import GPU_PLATFORMS, Choice, Setting
 from meshtrain.config.sections import Run
 from meshtrain.kernels import recurrence, recurrence_pallas
-from meshtrain.parallel.context.recurrence import LinearAttention, Recurrence, TokenRuns, convolve, recur
+from meshtrain.model.execution import LinearAttention
+from meshtrain.parallel.context.recurrence import Recurrence, TokenRuns, convolve, recur
 from meshtrain.parallel.context.zigzag import AXIS
 from meshtrain.sharding.rules import Layout
 

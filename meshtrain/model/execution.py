@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from meshtrain.model import float8
 from meshtrain.model.fused_mlp import FusedMLP
 from meshtrain.sharding import order
 from meshtrain.sharding.rules import Layout
-
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,30 +27,14 @@ class Numerics:
     float8: jax.lax.DotAlgorithmPreset | None = None
 
 
-class ExpertEngine(Protocol):
-    """A function that computes the experts of tokens, on any devices. `parallel.experts.dispatch` has the engines.
+class LinearAttention(NamedTuple):
+    """The functions that recurrent mixers call.
 
-    aux_loss, z_loss: weights of the router's losses.
+    convolve(layout, xs, ws, segments_BT, axes=CHANNEL_AXES) -> ys. recur(layout, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN,
+    segments_BT) -> o_BTNV. Both are in `parallel.context.recurrence`.
     """
-    @property
-    def aux_loss(self) -> float: ...
-
-    @property
-    def z_loss(self) -> float: ...
-
-    def __call__(self, layout: Layout, x_BTD, chosen_BTK, weight_BTK, weights) -> jax.Array:
-        """Return y_BTD."""
-
-
-class RecurrenceEngine(Protocol):
-    """The function that recurrent mixers call, for example `parallel.context.recurrence.LinearAttention`."""
-    @property
-    def convolve(self) -> Callable: ...
-
-    @property
-    def recur(self) -> Callable: ...
-
-    def _replace(self, *, convolve: Callable = ..., recur: Callable = ...) -> RecurrenceEngine: ...
+    convolve: Callable
+    recur: Callable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,13 +42,14 @@ class Engines:
     """The functions that depend on devices and on how sequences and experts are split.
 
     attention: (layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask=, scores=, sinks_N=, bounded=) -> (o_BTNV, an upper
-    bound of each head's scores [N] if bounded, else None). by_kernels: whether `kernels.rotation` norms and rotates
-    queries and keys, and `kernels.decode` attends to the cache.
+    bound of each head's scores [N] if bounded, else None). experts: `parallel.experts.dispatch.RoutedExperts`, or a
+    function like it. by_kernels: whether `kernels.rotation` norms and rotates queries and keys, and `kernels.decode`
+    attends to the cache.
     """
     attention: Callable
-    experts: ExpertEngine | None = None          # None: no experts
+    experts: Callable | None = None         # None: no experts
     mlp: FusedMLP | None = None             # None: XLA's matmuls
-    recurrence: RecurrenceEngine | None = None    # None: no recurrent mixers
+    recurrence: LinearAttention | None = None    # None: no recurrent mixers
     by_kernels: bool = False
 
 
@@ -79,6 +63,7 @@ class Execution:
     in_parts: bool = False  # the layer sees one part of a microbatch, and its weights are `parts.share`
     # (number of layers, most heads of a layer): the stats of a layer have SCORE_BOUND; None: they do not
     bounds: tuple[int, int] | None = None
+    router_losses: tuple[float, float] = (0.0, 0.0)     # weights of the experts' balance loss and of the z-loss
 
     @property
     def early(self) -> bool:

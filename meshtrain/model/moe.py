@@ -190,9 +190,8 @@ class MoE(nnx.Module):
         chosen_BTK, weight_BTK, counts_BE = route(ex.layout, self.routing, logits_BTE, bias_E, real_BT)
         weights = {name: param[...] for home in (self, self.lora) for name in EXPERT_AXES
                    if (param := getattr(home, name, None)) is not None}
-        experts = ex.engines.experts
-        assert experts is not None
-        y_BTD = experts(ex.layout, x_BTD, chosen_BTK, weight_BTK, weights)
+        assert ex.engines.experts is not None
+        y_BTD = ex.engines.experts(ex.layout, x_BTD, chosen_BTK, weight_BTK, weights)
         if self.down_bias is not None:
             y_BTD = y_BTD + self._down_biases(ex, chosen_BTK, weight_BTK)
         if self.shared is not None:
@@ -206,9 +205,9 @@ class MoE(nnx.Module):
         # divided by the number of devices that share a sequence over manual axes, because these are summed later
         load_E = counts_BE.sum(0) / ex.layout.num_shards(ex.layout.manual_axes("activations", "residual_seq"))
         stats = LayerStats.of("target", **{EXPERT_LOAD: jnp.where(layer, load_E, 0.0)})
-        if experts.aux_loss or experts.z_loss:
+        if any(ex.router_losses):
             f_E = None if inputs.shares_LE is None else inputs.shares_LE[number]
-            loss = balance_loss(self.routing, experts.aux_loss, experts.z_loss, logits_BTE, counts_BE, real_BT, f_E)
+            loss = balance_loss(self.routing, *ex.router_losses, logits_BTE, counts_BE, real_BT, f_E)
             stats |= LayerStats.of("token", **{AUX_LOSS: loss})
         return y_BTD, stats
 

@@ -79,7 +79,8 @@ def step_spec(run: Run, model: Transformer, layout: Layout, mesh: Mesh, engines:
     replicas = layout.num_shards(deferred)
     precision = float8.precision(mesh.devices.flat[0].platform) if run.model.matmul_dtype == "float8" else None
     numerics = Numerics(jnp.dtype(run.model.compute_dtype), training.remat, precision)
-    ex = Execution(layout, numerics, engines, in_order=not schedule and by_gloo(mesh), bounds=qk_clip.bounds(run))
+    ex = Execution(layout, numerics, engines, in_order=not schedule and by_gloo(mesh), bounds=qk_clip.bounds(run),
+                   router_losses=(run.experts.aux_loss, run.experts.z_loss))
 
     def place(dims: int) -> NamedSharding:
         logical = ("batch", "seq")[:1 + dims]

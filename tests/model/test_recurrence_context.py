@@ -16,6 +16,7 @@ from test_recurrence import ENGINES
 from meshtrain import config
 from meshtrain.choices import recurrence
 from meshtrain.choices.setting import Setting
+from meshtrain.model.execution import LinearAttention
 from meshtrain.parallel.context import attention
 from meshtrain.parallel.context import recurrence as linear
 
@@ -24,9 +25,9 @@ MESHES = {"context 2": dict(context=2), "context 4, tensor 2": dict(context=4, t
           "context 2, tensor 2, fsdp 2": dict(context=2, tensor=2, fsdp=2), "fsdp 2": dict(fsdp=2)}
 
 
-def chosen(method: str, layout) -> linear.LinearAttention:
+def chosen(method: str, layout) -> LinearAttention:
     run = config.Run(model=dict(mixers="G"), context=dict(method=method))
-    return recurrence.choose(Setting(run, layout, "cpu")).value
+    return recurrence.choose(Setting(layout, "cpu", run=run)).value
 
 
 def drawn(kind: str, dtype=jnp.float32):

@@ -27,16 +27,6 @@ from meshtrain.sharding.rules import Layout
 CHANNEL_AXES = ("kv_heads", "kv_heads", "heads")        # of q, k and v
 
 
-class LinearAttention(NamedTuple):
-    """The functions that recurrent mixers call.
-
-    convolve(layout, xs, ws, segments_BT, axes=CHANNEL_AXES) -> ys. recur(layout, q_BTKH, k_BTKH, v_BTNV, g, beta_BTN,
-    segments_BT) -> o_BTNV.
-    """
-    convolve: Callable
-    recur: Callable
-
-
 # ---- runs of a sequence that is split over `context` -----------------------------------------------------------------
 
 

@@ -48,15 +48,12 @@ ADAPTERS = "_a", "_b"       # ends of the names of adapters' matrices
 class RoutedExperts:
     """Settings with which a run's experts are executed. The caller adds the biases of the experts' outputs.
 
-    activation: maps the outputs of the inward matrices (gate, up) to h. aux_loss, z_loss: weights of the router's
-    losses. capacity_factor: see CAPACITY_FACTOR; with 0 the buffer holds any load. saves_inward: see the function
-    `saves_inward`. adapter_scale: alpha/rank of [lora].
+    activation: maps the outputs of the inward matrices (gate, up) to h. capacity_factor: see CAPACITY_FACTOR; with 0
+    the buffer holds any load. saves_inward: see the function `saves_inward`. adapter_scale: alpha/rank of [lora].
     """
     engine: grouped.GroupedEngine
     num_experts: int
     activation: Callable
-    aux_loss: float = 0.0
-    z_loss: float = 0.0
     capacity_factor: float = CAPACITY_FACTOR
     saves_inward: bool = False
     by_all_to_all: bool = False
