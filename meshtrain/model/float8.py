@@ -33,7 +33,6 @@ SCALE = "float8_scale"              # name of the forward's scales; every remat 
 # also for tensors of zeros; a product of two scales stays near or above float32's smallest normal number
 SMALLEST_SCALE = 2.0 ** -100
 
-
 ALGORITHM = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 BY_CUBLAS = lax.Precision.HIGHEST  # cuBLASLt accumulates in float32; the program is compiled without Triton matmuls
 
@@ -101,13 +100,13 @@ def project(ex: Execution, forms, out_axes, frozen, x, ws):
 
 
 def _forward(ex: Execution, forms, out_axes, frozen, x, ws):
-    sx = _name_scale(scale_of(over_tokens(ex.layout, largest([x])), E4M3))
+    sx = checkpoint_name(scale_of(over_tokens(ex.layout, largest([x])), E4M3), SCALE)
     qx = quantize(x, sx, E4M3)
     if not out_axes:                        # sequence parallel: (N-1)/N of B·T·D bytes, half of bfloat16's
         qx = ex.layout.act(_on_residual(ex, qx), "batch", "seq", None)
     # Cast to the compute dtype first, because some layouts read weights that were cast once per step, others the master
     # weights.
-    sw = _name_scale(scale_of(largest([w.astype(ex.numerics.dtype) for w in ws]), E4M3))
+    sw = checkpoint_name(scale_of(largest([w.astype(ex.numerics.dtype) for w in ws]), E4M3), SCALE)
     full = _gather_quantized(ex, forms, ws, sw)
     ys = []
     for (eq, _), w in zip(forms, full, strict=True):
@@ -143,10 +142,6 @@ def _backward(ex: Execution, forms, out_axes, frozen, saved, dys):
 
 
 project.defvjp(_forward, _backward)
-
-
-def _name_scale(scale):
-    return checkpoint_name(scale, SCALE)
 
 
 def _gather_quantized(ex: Execution, forms, ws, scale):

@@ -67,10 +67,6 @@ class LayerStats:
     def __or__(self, other: LayerStats) -> LayerStats:
         return LayerStats(self.by_name | other.by_name)
 
-    def add_if(self, on: jax.Array, other: LayerStats) -> LayerStats:
-        """Return the numbers, with the numbers of `other` added if `on`."""
-        return self | LayerStats({name: self.by_name[name] + stat.where(on) for name, stat in other.by_name.items()})
-
     def combine(self) -> LayerStats:
         """Return each number combined over its leading dim."""
         return LayerStats({name: stat.combine() for name, stat in self.by_name.items()})

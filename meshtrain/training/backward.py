@@ -260,12 +260,8 @@ class LayerStack:
     in_place: bool = False
 
     @property
-    def stats(self):
-        return self.layer.stats
-
-    @property
     def residuals(self) -> Residuals:
-        return Residuals(*(self._stack(avals) for avals in self.layer.residuals))
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((self.depth, *a.shape), a.dtype), self.layer.residuals)
 
     def forward(self, weights: Weights, x, inputs, buffers: Residuals | None = None):
         """Return y, stats, residuals.
@@ -281,7 +277,7 @@ class LayerStack:
             if buffers is None:
                 return (y, None), (stats, saved)
             return (y, put(carry[1], saved, i)), (stats, None)
-        (y, filled), (stats, saved) = jax.lax.scan(visit, (x, buffers), self._numbers())
+        (y, filled), (stats, saved) = jax.lax.scan(visit, (x, buffers), jnp.arange(self.depth))
         return y, jax.tree.map(lambda a: a.sum(0), stats), saved if buffers is None else filled
 
     def backward(self, weights: Weights, inputs, saved: Residuals, dy, total, on=True):
@@ -292,10 +288,10 @@ class LayerStack:
             (dy, total), (i, saved_i) = carry, entry
             dx, d_trained = self.layer.backward(self._entry(weights, i), inputs, saved_i, dy)
             return (dx, accumulators.add_at(total, self.first + i, d_trained, on)), None
-        return jax.lax.scan(visit, (dy, total), (self._numbers(), saved), reverse=True)[0]
+        return jax.lax.scan(visit, (dy, total), (jnp.arange(self.depth), saved), reverse=True)[0]
 
     def _forward_in_place(self, weights: Weights, x, inputs, buffers: Residuals):
-        numbers = self._numbers()
+        numbers = jnp.arange(self.depth)
 
         def visit(i, carry):
             x, buffers, stats = carry
@@ -310,13 +306,6 @@ class LayerStack:
 
     def _entry(self, weights: Weights, i) -> Weights:
         return take(weights, self.first + i)
-
-    def _numbers(self):
-        # made on use: these functions may be called in another trace than the one in which the stack was made
-        return jnp.arange(self.depth)
-
-    def _stack(self, avals: list) -> list:
-        return [jax.ShapeDtypeStruct((self.depth, *a.shape), a.dtype) for a in avals]
 
 
 def of_one_layer(stacked):

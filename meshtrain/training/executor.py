@@ -65,8 +65,7 @@ def gradients(schedule: Schedule, model: ModelFunctions, placement: Placement, w
     replicated. R: a dim whose size is the product of the sizes of the summed axes, sharded over these axes. If some
     summed axes already shard a leaf, R leaves these axes out for this leaf.
     """
-    return _over_stages(partial(_execute, schedule, model, order.on_cpus(placement.mesh), True),
-                        True, placement, weights, batch, extra)
+    return _over_stages(schedule, model, True, placement, weights, batch, extra)
 
 
 def evaluate(model: ModelFunctions, placement: Placement, weights, batch: dict, extra):
@@ -76,12 +75,12 @@ def evaluate(model: ModelFunctions, placement: Placement, weights, batch: dict, 
     """
     microbatches, stages = jax.tree.leaves(batch)[0].shape[0], jax.tree.leaves(weights[0])[0].shape[1]
     schedule = schedules.make("gpipe", stages, microbatches)
-    return _over_stages(partial(_execute, schedule, model, order.on_cpus(placement.mesh), False),
-                        False, placement, weights, batch, extra)[0]
+    return _over_stages(schedule, model, False, placement, weights, batch, extra)[0]
 
 
-def _over_stages(execute, differentiate: bool, placement: Placement, weights, batch: dict, extra):
-    """Run execute(stage [1], weights, batch, extra) on all devices. Return the same as `gradients`, or (metric,)."""
+def _over_stages(schedule: Schedule, model: ModelFunctions, differentiate: bool, placement: Placement, weights,
+                 batch: dict, extra):
+    """Run `_execute` on all devices. Return the same as `gradients`, or (metric,) without `differentiate`."""
     layers, _, leading = weights
     replicas, by_stage = P(placement.summed_axes or None), P((*placement.summed_axes, STAGE))
 
@@ -107,6 +106,7 @@ def _over_stages(execute, differentiate: bool, placement: Placement, weights, ba
                     placement.ends_specs,
                     by_leaf(leading, placement.leading_axes, lambda axes: P(None, *dims(axes))))
     in_specs = P(STAGE), weight_specs, placement.batch_specs, jax.tree.map(lambda _: P(), extra)
+    execute = partial(_execute, schedule, model, order.on_cpus(placement.mesh), differentiate)
     step = jax.shard_map(execute, mesh=placement.mesh, axis_names={STAGE, *placement.summed_axes}, in_specs=in_specs,
                          out_specs=tuple(out_specs), check_vma=False)
     return step(jnp.arange(placement.mesh.shape[STAGE]), weights, batch, extra)
@@ -169,7 +169,7 @@ def _run_layers(this: Shard, kinds: set[str], wait: Callable, c: Carry, tick, x)
             c = add_grads(c, "W", back, dw)
         if "F" in kinds:
             c = replace(c, R=put(c.R, r, tick["F_r"], i), Q=put(c.Q, q, tick["F_q"], i),
-                        stats=c.stats.add_if(tick["F_on"] > 0, stats))
+                        stats=c.stats + stats.where(tick["F_on"] > 0))
         return (c, x, dx), None
 
     dx = take(c.D, tick["B_d"]) if "B" in kinds else None
@@ -184,7 +184,7 @@ def _add_loss(this: Shard, phase: _Phase, c: Carry, tick, y):
     here, on, number = tick["loss_here"], tick["loss_on"], tick["loss_mb"]
 
     def metric():
-        return c.metric.add_if(on > 0, this.head(this.ends[0], _share(y, here), number)[1])
+        return c.metric + this.head(this.ends[0], _share(y, here), number)[1].where(on > 0)
 
     def with_gradients():
         shared = _share(y, here)
@@ -193,7 +193,7 @@ def _add_loss(this: Shard, phase: _Phase, c: Carry, tick, y):
             return this.head(ends, y, number)
         (_, metric), (new, dy) = jax.value_and_grad(head, (0, 1), has_aux=True)(
             accumulators.widen(this.ends[0]), shared)
-        return c.metric.add_if(on > 0, metric), accumulators.add(c.end_grads, new, on > 0), dy
+        return c.metric + metric.where(on > 0), accumulators.add(c.end_grads, new, on > 0), dy
 
     # Only new values pass through the cond, because XLA would copy the buffers.
     if not this.split_layer:
@@ -243,7 +243,7 @@ def _leading_forward(this: Shard, c: Carry):
         e = this.prepare(i)
         if this.leading_stack:
             y, stats, saved = this.leading_stack.forward(this.leading, x, e)
-            return sums.add_if(on, stats), (y, saved)
+            return sums + stats.where(on), (y, saved)
 
         def through(x, weights):
             return this.model.leading(weights, x, e)[0], None
@@ -305,8 +305,9 @@ def _of_round(this: Shard, k, s):
 
 def _tick(this: Shard, phase: _Phase, wait: Callable, c, following):
     """Run one tick of a phase and return (carry, None). following: the numbers of the next tick."""
-    tick, num_stages = this.name_tick(c.tick), this.schedule.num_stages
-    
+    numbers, prepared = c.tick
+    tick, num_stages = dict(zip(this.columns, numbers)) | prepared, this.schedule.num_stages
+
     def send(array, by: int):
         return lax.ppermute(array, STAGE, [(i, (i + by) % num_stages) for i in range(num_stages)])
     if not this.split_layer:

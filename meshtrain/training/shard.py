@@ -86,11 +86,6 @@ class Shard:
         kinds = "FB" if self.split_layer else "F"
         return numbers, {f"{kind}_e": self.prepare(numbers[self.columns.index(f"{kind}_mb")]) for kind in kinds}
 
-    def name_tick(self, prepared) -> dict:
-        """Return the result of `prepare_tick` as one dict {name: value}."""
-        numbers, seen = prepared
-        return dict(zip(self.columns, numbers)) | seen
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +145,7 @@ def make_shard(schedule: Schedule, model: ModelFunctions, differentiate: bool, s
             saved.for_weights, slots["Q"], depth), D=buffer(x, slots["D"]))
         carry = replace(carry, layer_grads=accumulators.zeros(flat), end_grads=accumulators.zeros(ends),
                         leading_grads=accumulators.zeros(leading.trained),
-                        stats=buffer(stats | leading_stack.stats if leading_stack else stats))
+                        stats=buffer(stats | leading_stack.layer.stats if leading_stack else stats))
         if schedule.split:
             carry = replace(carry, Z=buffer(split_layer.passed, slots["Z"], depth))
     # The numbers are in the carry, because XLA would otherwise fuse their selection into each use and repeat it per

@@ -85,8 +85,7 @@ class Program:
         """Return the training step before XLA compiles it: (state, batch) -> (state, metrics)."""
         whole = NamedSharding(self.step.mesh, P())
         limit = [jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)] * self.limited
-        with jax.set_mesh(self.step.mesh):
-            lowered = self.train.lower(self.step.state.abstract, self.step.batch, *limit)
+        lowered = self.lower(self.train, self.step.state.abstract, self.step.batch, *limit)
         if (off := self.step.state.offload) and self.deviceless:
             leaves = jax.tree.leaves_with_path(self.step.state.abstract)
             states = [number for number, (path, _) in enumerate(leaves) if path[0].name == "opt_state"]
@@ -180,8 +179,7 @@ def build(step: accumulate.StepSpec, memory_share: float = flags.MEMORY_SHARE) -
         new = State(state.step + 1, p, opt_state, ema, shares)
         rate = learning_rate_schedule(run.optimizer, training.steps)(state.step)
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(rate, jnp.float32),
-                   "tokens": count,
-                   "skipped": ~finite}
+                   "tokens": count, "skipped": ~finite}
         return new, metrics | qk_clip.report_bounds(mtp.report(moe.report_load(of_layers)), run.optimizer.qk_clip)
 
     def evaluate(p, batch: dict):

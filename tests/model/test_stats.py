@@ -27,8 +27,8 @@ def test_a_missing_name_counts_as_zero_on_either_side():
 
 def test_numbers_that_do_not_count_change_nothing():
     total, new = stats_of(1, [2.0, 0.0], 5), LayerStats.of("step", score_bound=jnp.float32(9))
-    assert values(total.add_if(jnp.bool_(False), new)) == values(total)
-    assert values(total.add_if(jnp.bool_(True), new)) == values(total) | dict(score_bound=9)
+    assert values(total + new.where(jnp.bool_(False))) == values(total)
+    assert values(total + new.where(jnp.bool_(True))) == values(total) | dict(score_bound=9)
 
 
 def test_a_step_reports_means_over_tokens_and_targets_and_maxima_as_they_are():
