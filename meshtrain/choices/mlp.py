@@ -8,8 +8,6 @@ from meshtrain.kernels.activations import SLOPES
 from meshtrain.model.fused_mlp import FusedMLP
 from meshtrain.sharding.rules import GATHERED
 
-AUTO = "xla"        # what model.mlp = "auto" selects until both are compared on a GPU (`python -m benchmarks.gpu`)
-
 
 def choose(setting: Setting) -> Choice[FusedMLP | None]:
     """Choose the fused kernels, or None for XLA's matmuls.
@@ -17,16 +15,14 @@ def choose(setting: Setting) -> Choice[FusedMLP | None]:
     Raises: Refusal if model.mlp is "mosaic" and the kernels do not support the run.
     """
     model = setting.run.model
-    if (AUTO if model.mlp == "auto" else model.mlp) != "mosaic":
+    if model.mlp != "mosaic":       # "auto": XLA, until both are compared on a GPU (`python -m benchmarks.gpu`)
         return Choice(None)
     if reasons := _against(setting):
-        if model.mlp == "auto":
-            return Choice(None)
         raise Refusal(f'model.mlp="mosaic" cannot serve this run: {"; ".join(reasons)}; use "auto" or "xla"')
     num_sms = setting.gpu and setting.gpu.num_sms
     assert num_sms, "the kernels run on GPUs of the hardware table"
     return Choice(FusedMLP(model.activation, num_sms), (
-        f"MLPs: activation fused into the matmuls, Mosaic kernels (model.mlp={model.mlp})",))
+        "MLPs: activation fused into the matmuls, Mosaic kernels (model.mlp=mosaic)",))
 
 
 def _against(setting: Setting) -> list[str]:

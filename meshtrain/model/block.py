@@ -230,7 +230,8 @@ class Layer(nnx.Module):
             x_BTD = residual(self._add(x_BTD, dropout(ex, y_BTD, self.dropout, inputs, 2 * number)))
             if self.attention_post_norm is None:
                 x_BTD = checkpoint_name(x_BTD, "attention_stream")
-        if self.mlp is not None and ex.early and not ex.in_parts and not self.mlp.down.frozen:
+        in_stages = ex.layout.sizes["stage"] > 1        # a pipeline may run all weight gradients (W) later
+        if self.mlp is not None and not in_stages and not ex.in_parts and not self.mlp.down.frozen:
             x_BTD, self.mlp.down.kernel[...] = wait_for_gradient(x_BTD, self.mlp.down.kernel[...])
         if self.mlp is not None or self.moe is not None:
             h_BTD = apply_norm(self.mlp_norm, x_BTD)

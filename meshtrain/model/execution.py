@@ -65,13 +65,6 @@ class Execution:
     bounds: tuple[int, int] | None = None
     router_losses: tuple[float, float] = (0.0, 0.0)     # weights of the experts' balance loss and of the z-loss
 
-    @property
-    def early(self) -> bool:
-        """Return whether the MLP's down projection gets its gradient before the mixer's backward.
-
-        See `block.wait_for_gradient`. It is false in a pipeline, which may run all weight gradients (W) later."""
-        return self.layout.sizes["stage"] == 1
-
     def after(self, values, done):
         """Return `values`, which depend on `done` if the order of collectives matters. Both are pytrees."""
         return order.after(values, done) if self.in_order else values

@@ -30,7 +30,7 @@ from meshtrain.model.execution import Execution
 from meshtrain.model.latent import LatentAttention
 from meshtrain.model.layers import kv_heads
 from meshtrain.model.linear import RecurrentMixer
-from meshtrain.model.loss import LossSpec, cap, loss_sums, token_losses, token_nll, with_balance_loss
+from meshtrain.model.loss import LossSpec, cap, loss_sums, token_nll, with_balance_loss
 from meshtrain.model.mlp import MLP
 from meshtrain.model.moe import MoE
 from meshtrain.model.parts import Inputs
@@ -212,25 +212,17 @@ class Transformer:
         """Return the nll of each token [B, T], float32, from the last layer's output; 0 without a target."""
         return token_nll(ex, *self.head_inputs(ex, p, x_BTD, chunk, temperature=temperature), targets_BT)
 
-    def head_token_losses(self, ex: Execution, p, x_BTD, batch: dict, of_token, chunk: int, temperature: float):
-        """Return `loss.token_losses` of the last layer's output: (sum of the losses `of_token`, log-probability
-        and entropy of each token [B, T]). batch: "targets" and the arrays that `of_token` takes."""
-        spec, x_BTD, w = self.head_inputs(ex, p, x_BTD, chunk, temperature=temperature)
-        given = {name: x for name, x in batch.items() if name != "targets"}
-        return token_losses(ex, spec, of_token, x_BTD, w, batch["targets"], given)
-
     def head_inputs(self, ex: Execution, p, x_BTD, chunk: int, *, z_loss: float = 0.0, temperature: float = 1.0):
         """Return (LossSpec, output of the final norm, weight of the head), as the functions of `loss` take them."""
         p = self._read_after(ex, p, x_BTD)
-        spec, w = self._loss_spec(p, z_loss, chunk)
-        x_BTD = self._scale_for_head(ex, self._ends(p).final_norm(ex, x_BTD))
-        return dataclasses.replace(spec, temperature=temperature), x_BTD, w
+        spec, w = self._loss_spec(p, z_loss, chunk, temperature=temperature)
+        return spec, self._scale_for_head(ex, self._ends(p).final_norm(ex, x_BTD)), w
 
-    def _loss_spec(self, p, z_loss: float, chunk: int):
+    def _loss_spec(self, p, z_loss: float, chunk: int, **more):
         """Return (LossSpec, weight of the head)."""
         axes, w = self._head(p)
         frozen = self.lora is not None and self._head_name not in self.lora.also
-        return LossSpec(axes, self.cfg.vocab_size, z_loss, chunk, self.cfg.logit_softcap, frozen), w
+        return LossSpec(axes, self.cfg.vocab_size, z_loss, chunk, self.cfg.logit_softcap, frozen, **more), w
 
     def depth_losses(self, ex: Execution, p, x_BTD, batch: dict, chunk: int = 2048):
         """Return ([(objective, [nll, number of hits]) of each depth of MTP, as `head_loss`, without dropout and
@@ -239,9 +231,9 @@ class Transformer:
         batch: also contains the arrays of `mtp.shift`, and the step's normalizers for the balance loss of experts. At
         places without a token, no token goes to experts.
         """
-        (spec, w), normalizers, sums, stats = self._loss_spec(p, 0.0, chunk), batch.get("normalizers"), [], LayerStats()
+        spec, w = self._loss_spec(p, 0.0, chunk, counts_hits=True)
+        normalizers, sums, stats = batch.get("normalizers"), [], LayerStats()
         inputs = self.inputs(batch, shares_LE=normalizers and normalizers.shares_LE)
-        spec = dataclasses.replace(spec, counts_hits=True)
         h_BTD = self.final_state(ex, p, x_BTD)
         for k in range(1, self.cfg.mtp_layers + 1):
             tokens_BT = batch[f"tokens_{k}"]

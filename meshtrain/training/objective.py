@@ -20,6 +20,7 @@ from meshtrain.config.sections import OBJECTIVE, Run
 from meshtrain.model import mtp
 from meshtrain.model.divergence import DivergenceSpec, distillation_sums
 from meshtrain.model.execution import Execution
+from meshtrain.model.loss import token_losses
 from meshtrain.model.stats import LayerStats
 from meshtrain.model.transformer import Transformer
 from meshtrain.names import CHOSEN, MISMATCH_MAX, NO_TARGET, PADDING, REJECTED, TEACHER_IDS, TEACHER_LOGP
@@ -243,9 +244,9 @@ class PolicyGradient(Objective):
         given = {name: jnp.where(real_BT, batch[name], 0.0) for name in self.policy.reads}
         of_answers = {} if self.policy.elementwise else self._of_answers(model, ex, p, x_BTD, batch, given)
         metrics = of_answers.pop("metrics", None)
-        loss, logp_BT, entropy_BT = model.head_token_losses(
-            ex, p, x_BTD, {"targets": targets_BT, **(of_answers or given)}, self.policy.of_token, self.chunk,
-            self.temperature)
+        spec, x_BTD, w = model.head_inputs(ex, p, x_BTD, self.chunk, temperature=self.temperature)
+        loss, logp_BT, entropy_BT = token_losses(ex, spec, self.policy.of_token, x_BTD, w, targets_BT,
+                                                 of_answers or given)
         if metrics is None:
             _, _, metrics = self.policy.losses(logp_BT, given)
         # compares with the weights that sampled: after the first update these are the weights before it

@@ -161,12 +161,10 @@ def test_what_they_cannot_serve_is_said(given, words):
     assert 'use "auto" or "xla"' in str(raised.value)
 
 
-def test_they_are_taken_where_they_are_asked_for(monkeypatch):
+def test_they_are_taken_where_they_are_asked_for():
     assert chosen() == FusedMLP("swiglu", hardware.GPUS["h100"].num_sms)
     assert chosen(gpu="h200", activation="geglu").activation == "geglu"
     assert chosen(mlp="xla", gpu="a100-80gb") is None and chosen(mlp="auto") is None, "no GPU has compared them"
-    monkeypatch.setattr(choices, "AUTO", "mosaic")
-    assert chosen(mlp="auto") == chosen() and chosen(mlp="auto", mlp_bias=True) is None
 
 
 def test_the_roofline_counts_products_and_the_activations_bytes():
