@@ -23,8 +23,7 @@ STAGES = {256: 3, 192: 4, 128: 6}
 
 
 def columns_of(width: int, *summed: float) -> int:
-    """Return the tile width for a matrix with `width` columns; 0 if no tile fits. summed: sizes of the contracted dims.
-    """
+    """Return the tile width for a matrix of `width` columns; 0 if none fits. summed: sizes of the contracted dims."""
     return next((columns for columns in STAGES if width % columns == 0 and not any(k % STEP for k in summed)), 0)
 
 

@@ -232,8 +232,7 @@ def _by_channel(q, k, v, decay, beta, documents: Documents) -> _Parts:
 
 
 def _delta(pairs, beta):
-    """Return (I + A)^-1 diag(beta), which maps values to updates of the state. A = beta_i pairs_ij below the diagonal.
-    """
+    """Return (I + A)^-1 diag(beta), which maps values to state updates. A: beta_i pairs_ij below the diagonal."""
     below = np.tril(np.ones(pairs.shape[-2:], bool), -1)
     return inverse(jnp.where(below, pairs * beta[..., None], 0)) * beta[..., None, :]
 

@@ -84,8 +84,7 @@ def _multiplier(launch: Launch, writes, w, through):
 
 
 def _levels(C: int) -> tuple[int, int]:
-    """Return (first, stop): the range of levels. A level has halves of 2^level tokens, from LEAF up to half the chunk.
-    """
+    """Return (first, stop) of the levels. A level has halves of 2^level tokens, from LEAF up to half the chunk."""
     return LEAF.bit_length() - 1, C.bit_length() - 1
 
 

@@ -198,8 +198,7 @@ def _rows(launch: Launch, k, N: int, columns: int):
 
 
 def _inside_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, states_ref, u_ref, w_ref, T_ref):
-    """Compute u and w of one chunk and head. If the state is given, compute u - w S instead of u, and also the inverse.
-    """
+    """Compute u and w of one chunk and head. If the state is given, compute u - w S instead of u, and the inverse."""
     segment_ref, start_ref, end_ref = segments
     z, C = pl.program_id(0), k_ref.shape[0]
     k, beta = k_ref[...], beta_ref[...]

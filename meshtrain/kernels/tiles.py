@@ -50,8 +50,7 @@ TIMED: dict[tuple[str, int, int], Tiles] = {
 
 
 class GroupedBlock(NamedTuple):
-    """A program of the grouped matmuls: `rows` × `columns` of the result, with `step` of the contracted dim at a time.
-    """
+    """A program of the grouped matmuls: `rows` × `columns` of the result, by steps of `step` of the contracted dim."""
     rows: int
     columns: int
     step: int

@@ -65,8 +65,7 @@ def _has_algorithm() -> bool:
 
 
 def over_tokens(layout: Layout, largest):
-    """Return the maximum over the manual axes that split tokens, by an all-reduce. Automatic axes are already included.
-    """
+    """Return the maximum over manual axes that split tokens, by an all-reduce. It includes automatic axes already."""
     manual = tuple(a for a in layout.token_axes if a in get_abstract_mesh().manual_axes)
     return pmax(largest, manual) if manual else largest
 

@@ -335,7 +335,6 @@ with_loss.defvjp(lambda y, loss: (y, None), lambda _, dy: (dy, jnp.float32(1)))
 
 
 def with_balance_loss(y, stats: LayerStats, tokens):
-    """Return y. In the backward, the objective also contains the balance loss of `stats`, divided by the step's tokens.
-    """
+    """Return y. In the backward, the objective also has the balance loss of `stats`, divided by the step's tokens."""
     balance = stats.by_name.get(AUX_LOSS)
     return y if balance is None else with_loss(y, balance.value / tokens)

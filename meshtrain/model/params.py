@@ -40,8 +40,7 @@ class ParamInfo:
 
     @property
     def matrix_dims(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return (input dims, output dims) of a matrix, without the dims of layers and experts; None for other roles.
-        """
+        """Return (input dims, output dims) of a matrix, without dims of layers and experts; None for other roles."""
         if self.role != "matrix":
             return None
         first = sum(axis in (LAYERS, LEADING, "expert") for axis in self.axes)       # stacks of matrices

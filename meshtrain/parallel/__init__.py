@@ -1,2 +1,1 @@
-"""Distribution of the work: split sequences, experts, pipeline schedules. Works on given functions; imports no model.
-"""
+"""Distribution of the work: split sequences, experts, pipeline schedules. Takes functions; imports no model."""

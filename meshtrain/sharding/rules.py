@@ -362,8 +362,7 @@ class Layout:
         return tuple(a for a in axes if a not in manual) if manual else axes
 
     def manual_axes(self, table: str, logical: str | None) -> tuple[str, ...]:
-        """Return the manual axes that split this dim. Its size here is local, and the caller must sum over these axes.
-        """
+        """Return the manual axes that split this dim. Its size here is local; the caller must sum over these axes."""
         manual = get_abstract_mesh().manual_axes
         return tuple(a for a in self.all_axes(table, logical) if a in manual)
 

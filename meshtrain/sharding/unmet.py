@@ -1,5 +1,4 @@
-"""Names and lines of a rule file that no parameter has. The layout would keep arrays whole that its file should split.
-"""
+"""Names and lines of a rule file that no parameter has. The layout would keep arrays whole that the file splits."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

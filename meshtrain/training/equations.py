@@ -1,5 +1,4 @@
-"""Tools for the equations of a jaxpr: inline calls, evaluate equations, find the equations on which an output depends.
-"""
+"""Tools for equations of a jaxpr: inline calls, evaluate equations, find those on which an output depends."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -60,8 +60,7 @@ def assign(cfg: Optimizer, infos: Sequence[ParamInfo], model: Model) -> list[Tre
 
 
 def _matches(pattern: str, info: ParamInfo) -> bool:
-    """Return whether the pattern matches. No pattern matches the biases that balance experts: no optimizer moves them.
-    """
+    """Return whether the pattern matches. None matches the biases that balance experts: no optimizer moves them."""
     if info.role == "balance":
         return False
     if pattern.startswith(ROLE):

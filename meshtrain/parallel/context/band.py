@@ -60,8 +60,7 @@ def distances(mask: Mask, chunk: int, cp: int) -> list[Distances]:
     free = mask.window // chunk - 1         # whole chunks are visible up to this distance
 
     def mask_at(distance: int) -> tuple[bool, Mask]:
-        """Return (whether early chunks also have keys at this distance, the mask between a query and the chunk there).
-        """
+        """Return (whether early chunks have keys at this distance, too; the mask of a query and that chunk)."""
         seen = mask._replace(causal=False, window=0) if distance <= free else mask._replace(
             causal=False, ahead=distance * chunk)
         return distance < cp, seen
@@ -182,8 +181,7 @@ RING = ChunkExchange(_send_on, _receive_from_neighbour, _add_travelling, _return
 
 
 def _place(half, d):
-    """Return the position in the gathered sequence of the chunk at distance d, or of the first chunk if there is none.
-    """
+    """Return the position in the gathered sequence of the chunk at distance d; without one, of the first chunk."""
     return place(jnp.maximum(_number(half, lax.axis_index(AXIS), lax.axis_size(AXIS)) - d, 0))
 
 

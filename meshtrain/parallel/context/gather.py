@@ -66,8 +66,7 @@ def backward(engine: Engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, ou
 
 
 def gradients_gathered(engine: Engine, mask: Mask, q_BTNH, own: Keys, every: Keys, out: Output):
-    """Return the gradients of `attend_gathered`, float32: dq, and dK and dV of the whole sequence from these queries.
-    """
+    """Return the gradients of `attend_gathered`, float32: dq, and dK, dV of the whole sequence from these queries."""
     i, cp, whole = lax.axis_index(AXIS), lax.axis_size(AXIS), mask._replace(causal=False)
     early, late = zip(*map(halves, (q_BTNH, own.segments_BS, *out)))
     (k0, k1), (v0, v1) = halves(own.k_BSKH), halves(own.v_BSKV)

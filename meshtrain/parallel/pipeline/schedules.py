@@ -302,8 +302,7 @@ MOST_FAULTS = 10
 
 def _table_faults(ticks_of: Mapping[tuple[int, int, int], Sequence[int]], p: int, m: int, v: int, split: bool
                   ) -> list[str]:
-    """Return the messages about missing, repeated or early ops. ticks_of: (kind, virtual stage, microbatch) -> ticks.
-    """
+    """Return messages about missing, repeated or early ops. ticks_of: (kind, virtual stage, microbatch) -> ticks."""
     faults = []
 
     def name_op(kind: int, g: int, i: int) -> str:
