@@ -6,6 +6,7 @@ import numpy as np
 
 from meshtrain.kernels import products
 from meshtrain.kernels.engine import CAUSAL, MASKED, Mask, Scores
+from meshtrain.parallel.context.attention import RunAttention
 
 
 def attend(q_BTNH, k_BSKH, v_BSKV, segments_BT, mask: Mask = CAUSAL, scores: Scores = Scores(), sinks_N=None):
@@ -23,6 +24,11 @@ def attend(q_BTNH, k_BSKH, v_BSKV, segments_BT, mask: Mask = CAUSAL, scores: Sco
         s_BKGTS = jnp.concatenate([s_BKGTS, sinks], -1)
     p_BKGTS = jax.nn.softmax(s_BKGTS, -1)[..., :T].astype(q_BTNH.dtype)
     return products.einsum("BKGTS,BSKV->BTKGV", p_BKGTS, v_BSKV).reshape(B, T, N, -1)
+
+
+def by_engine(engine, method, layout, *operands, **more):
+    """Attention of a run in which one engine computes all layers. method: None if sequences are not split."""
+    return RunAttention(lambda *_: engine, method)(layout, *operands, **more)[0]
 
 
 def seen_pairs(q_segments, k_segments, mask: Mask) -> np.ndarray:

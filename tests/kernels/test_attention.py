@@ -229,11 +229,11 @@ def over_devices(row: Row):
         if not row.differentiated:
             return [*split.forward(layout, row.mask, q, k, v, segments),
                     *split.backward(layout, row.mask, q, k, v, segments, o, lse, do)], None
-        attend = partial(attention.attend, split, layout, segments_BT=segments, mask=row.mask)
+        attend = partial(plain.by_engine, engine, method, layout, mask=row.mask)
         if not row.sinks:
-            o, back = jax.vjp(attend, q, k, v)
+            o, back = jax.vjp(lambda q, k, v: attend(q, k, v, segments), q, k, v)
             return [o, *back(do)], None
-        o, back = jax.vjp(lambda q, k, v, sinks: attend(q, k, v, sinks_N=sinks), q, k, v, sinks)
+        o, back = jax.vjp(lambda q, k, v, sinks: attend(q, k, v, segments, sinks_N=sinks), q, k, v, sinks)
         *grads, dsinks = back(do)
         return [o, *grads], jax.lax.psum(dsinks, row.manual) if row.manual else dsinks
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import plain_attention
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -33,7 +34,7 @@ B, T, N, K, H = 4, 1024, 8, 4, 64
 def lowered(method: str, window: int = 0) -> str:
     mesh_spec = MeshSpec(SIZES)
     layout, mesh = Layout(RULES, mesh_spec.sizes), mesh_spec.build(jax.devices())
-    attend = partial(attention.attend, attention.PlainMethod(cudnn.engine(), attention.METHODS[method]), layout,
+    attend = partial(plain_attention.by_engine, cudnn.engine(), attention.METHODS[method], layout,
                      mask=Mask(window=window, documents=False))
 
     def both(q, k, v, segments, do):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import plain_attention
 import pytest
 import sampling
 from gpu_programs import kernels, needs_compiler
@@ -187,7 +188,7 @@ def test_in_a_region_that_is_manual_over_stage_kernels_have_own_heads_only_where
     mesh, layout = laid_out(dict(stage=2, tensor=2), "zero3", compile.topology("h100:4"))
     kernel = pallas.engine(tiles.of(H, "h100"))
     kernel = kernel if nested else kernel._replace(partitions=True)
-    attend = partial(attention.attend, attention.PlainMethod(kernel), layout)
+    attend = partial(plain_attention.by_engine, kernel, None, layout)
 
     def body(*args):
         pin = lambda x, axis: layout.act(x, "batch", "seq", axis, "head_dim")

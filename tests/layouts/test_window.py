@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import numpy as np
 import parity
+import plain_attention
 import pytest
 import sampling
 import test_layouts
@@ -53,8 +54,7 @@ def test_distances_are_those_at_which_a_window_reaches_a_chunk_and_whole_ones_ne
 def audited(method: str, cp: int, T: int, window: int):
     """What (forward, forward and backward) of one attention compute and send."""
     mesh, layout = laid_out({"context": cp})
-    split = attention.PlainMethod(blockwise.engine(8), attention.METHODS[method])
-    attend = partial(attention.attend, split, layout, mask=near(window))
+    attend = partial(plain_attention.by_engine, blockwise.engine(8), attention.METHODS[method], layout, mask=near(window))
     q, k = (jax.ShapeDtypeStruct((1, T, n, 8), np.float32) for n in (4, 2))
     segments = jax.ShapeDtypeStruct((1, T), np.int32)
 

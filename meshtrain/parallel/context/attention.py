@@ -28,22 +28,14 @@ from meshtrain.sharding.rules import Layout
 METHODS: dict[str, ModuleType] = {"ring": ring, "gather": gather, "ulysses": ulysses}
 
 
-def attend(method, layout: Layout, q_BTNH, k_BSKH, v_BSKV, segments_BT, mask: Mask = CAUSAL, sinks_N=None):
-    """Return attention [B, T, N, V] within segments and the mask.
-
-    N query heads are a multiple of the K key/value heads.
-
-    method: forward(layout, mask, q, k, v, segments) -> o, lse and backward(layout, mask, q, k, v, segments, o, lse, do)
-    -> dq, dk, dv. sinks_N: one score per head that takes part in the softmax and has no value.
-    """
-    return _attend(method, layout, mask, False, (q_BTNH, k_BSKH, v_BSKV, segments_BT), sinks_N)[0]
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _attend(method, layout: Layout, mask: Mask, bounded, operands, sinks_N):
-    """Return (the output, an upper bound of each head's scores [N]). The bound is None if not `bounded`.
+def attend(method, layout: Layout, mask: Mask, bounded, operands, sinks_N):
+    """Return (attention [B, T, N, V] within segments and the mask, an upper bound of each head's scores [N]).
 
-    operands: queries first, segments last. The bound of a head is the largest log-sum-exp, without sinks, of its real
+    method: forward(layout, mask, *operands) -> o, lse and backward(layout, mask, *operands, o, lse, do) -> gradients.
+    operands: queries first, segments last. sinks_N: one score per head that takes part in the softmax and has no value.
+
+    The bound is None if not `bounded`. The bound of a head is the largest log-sum-exp, without sinks, of its real
     tokens, but at least 0. It is an upper bound, because a token's log-sum-exp is at least its largest score. It is not
     differentiated.
     """
@@ -80,7 +72,7 @@ def _attend_backward(method, layout: Layout, mask: Mask, bounded, saved, cotange
     return grads, dsinks_N
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+attend.defvjp(_attend_forward, _attend_backward)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,7 +88,7 @@ class RunAttention:
 
     def __call__(self, layout: Layout, *operands, mask: Mask = CAUSAL, scores: Scores = Scores(), sinks_N=None,
                  expansion: Expansion | None = None, bounded: bool = False):
-        """Return the same as `_attend`.
+        """Return the same as `attend`.
 
         operands: q_BTNH, k_BSKH, v_BSKV, segments_BT. With an expansion: q_BTNH, latents [B, T, C], rotated keys [B, T,
         R], segments_BT.
@@ -105,10 +97,10 @@ class RunAttention:
         mask = mask if self.documents else mask._replace(documents=False)
         if expansion is None:
             engine = self.engine_of(q_BTNH.shape[-1], v.shape[-1], scores)
-            return _attend(PlainMethod(engine, self.method), layout, mask, bounded, operands, sinks_N)
+            return attend(PlainMethod(engine, self.method), layout, mask, bounded, operands, sinks_N)
         key, value, *how = expansion
         latent = LatentMethod(self.engine_of(q_BTNH.shape[-1], value.shape[-1], scores), self.method, *how)
-        return _attend(latent, layout, mask, bounded, (q_BTNH, k, v, key, value, segments_BT), sinks_N)
+        return attend(latent, layout, mask, bounded, (q_BTNH, k, v, key, value, segments_BT), sinks_N)
 
 
 class PlainMethod(NamedTuple):
