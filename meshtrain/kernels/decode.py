@@ -21,8 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshtrain.kernels import tiles
-from meshtrain.kernels.engine import MASKED, Scores
-from meshtrain.kernels.pallas import LOG2E, MIN_WIDTH, dot, compute_scores
+from meshtrain.kernels.engine import LOG2E, MASKED, Scores
+from meshtrain.kernels.pallas import MIN_WIDTH, dot, compute_scores
 from meshtrain.lazy import triton
 
 NAME = "meshtrain_decode"           # kernel name in profiles and in the compiled program

@@ -7,12 +7,14 @@ from it (FlashAttention-2, arXiv:2307.08691). This module knows no mesh.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 
 MASKED = -1e30       # finite: a query without visible keys gives zeros, not NaN
+LOG2E = math.log2(math.e)       # scores of kernels are base-2 exponents: exp2 is one instruction, exp is two
 
 
 class Mask(NamedTuple):

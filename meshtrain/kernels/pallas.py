@@ -18,11 +18,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshtrain.kernels import tiles as tile_table
-from meshtrain.kernels.engine import MASKED, Engine, Mask, Scores
+from meshtrain.kernels.engine import LOG2E, MASKED, Engine, Mask, Scores
 from meshtrain.kernels.tiles import Blocks, Tiles
 from meshtrain.lazy import triton
 
-LOG2E = math.log2(math.e)               # scores are base-2 exponents: exp2 is one instruction, exp is two
 LAST = jnp.iinfo(jnp.int32).max
 MIN_WIDTH = 16                          # smallest head_dim that tensor cores contract
 NAME = "meshtrain_attention"            # kernel name in profiles and in the compiled program

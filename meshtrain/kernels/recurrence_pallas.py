@@ -182,15 +182,18 @@ def _of_row(z, C: int, decay_ref, segments) -> tuple:
 def _rows(launch: Launch, k, N: int, columns: int):
     """Return the specs of whole rows for a grid (blocks of columns, N, B).
 
-    They are the specs of keys, of `columns` of the values, of decays, of segments, and of states [B, N, H, V].
+    They are the specs of keys, of w, of `columns` of the values, of decays, of segments, of states [Z, B, N, H, V], and
+    of one state.
     """
     (B, T, K, H), G = k.shape, N // k.shape[2]
     Z = T // launch.chunk
     by_chunk = pl.BlockSpec((None, Z), lambda i, n, b: (b, 0))
     return (pl.BlockSpec((None, T, None, H), lambda i, n, b: (b, 0, n // G, 0)),
+            pl.BlockSpec((None, T, None, H), lambda i, n, b: (b, 0, n, 0)),
             pl.BlockSpec((None, T, None, columns), lambda i, n, b: (b, 0, n, i)),
             pl.BlockSpec((None, None, T), lambda i, n, b: (b, n, 0)),
             (pl.BlockSpec((None, T), lambda i, n, b: (b, 0)), by_chunk, by_chunk),
+            pl.BlockSpec((Z, None, None, H, columns), lambda i, n, b: (0, b, n, 0, i)),
             pl.BlockSpec((None, None, H, columns), lambda i, n, b: (b, n, 0, i)))
 
 
@@ -263,19 +266,15 @@ def _forward(launch: Launch, q, k, u, w, decay, segments, S0, kept):
     (B, T, _, H), N = k.shape, decay.shape[1]
     V, Z = (H if u is None else u.shape[3]), T // launch.chunk
     columns = min(launch.columns, V)
-    key, value, row, rows, state = _rows(launch, k, N, columns)
-    by_value_head = pl.BlockSpec((None, T, None, H), lambda i, n, b: (b, 0, n, 0))
-    array, o = jax.ShapeDtypeStruct, None if q is None else jax.ShapeDtypeStruct((B, T, N, V), k.dtype)
-    states = pl.BlockSpec((Z, None, None, H, columns), lambda i, n, b: (0, b, n, 0, i))
-    what = "summary" if q is None else "forward"
+    key, key_of_w, value, row, rows, states, state = _rows(launch, k, N, columns)
+    array, out = jax.ShapeDtypeStruct, partial(spec_for, q)
     o, passed, end = call(
-        launch, partial(_forward_kernel, C=launch.chunk), what, 4, 2, w is not None,
+        launch, partial(_forward_kernel, C=launch.chunk), "summary" if q is None else "forward", 4, 2, w is not None,
         grid=(V // columns, N, B),
-        in_specs=[spec_for(q, key), key, spec_for(u, value), spec_for(w, by_value_head), row, rows,
-                  spec_for(S0, state)],
-        out_specs=(spec_for(q, value), spec_for(q, states), state),
-        out_shape=(o, o and array((Z, B, N, H, V), k.dtype), array((B, N, H, V), jnp.float32)),
-    )(q, k, u, w, decay, segments, S0)
+        in_specs=[out(key), key, spec_for(u, value), spec_for(w, key_of_w), row, rows, spec_for(S0, state)],
+        out_specs=(out(value), out(states), state),
+        out_shape=(out(array((B, T, N, V), k.dtype)), out(array((Z, B, N, H, V), k.dtype)),
+                   array((B, N, H, V), jnp.float32)))(q, k, u, w, decay, segments, S0)
     return (o, passed, end) if kept is None else (o, kept, None)
 
 
@@ -307,17 +306,15 @@ def _reverse(launch: Launch, q, k, w, decay, do, segments, dend, only_end: bool 
     """
     (B, T, _, H), (N, V) = k.shape, do.shape[2:]
     Z, columns, array = T // launch.chunk, min(launch.columns, V), jax.ShapeDtypeStruct
-    key, value, row, rows, state = _rows(launch, k, N, columns)
-    by_value_head = pl.BlockSpec((None, T, None, H), lambda i, n, b: (b, 0, n, 0))
-    states = pl.BlockSpec((Z, None, None, H, columns), lambda i, n, b: (0, b, n, 0, i))
-    outputs = ((value, array(do.shape, k.dtype)), (states, array((Z, B, N, H, V), k.dtype)))
-    outputs = ((None, None),) * 2 if only_end else outputs
-    specs, shapes = zip(*outputs, (state, array((B, N, H, V), jnp.float32)))
+    key, key_of_w, value, row, rows, states, state = _rows(launch, k, N, columns)
+    out = partial(spec_for, None if only_end else do)
     return call(
-        launch, partial(_reverse_kernel, C=launch.chunk), "reverse_end" if only_end else "reverse", 4, 2, w is not None,
+        launch, partial(_reverse_kernel, C=launch.chunk), "reverse" + "_end" * only_end, 4, 2, w is not None,
         grid=(V // columns, N, B),
-        in_specs=[key, key, spec_for(w, by_value_head), row, value, rows, spec_for(dend, state)], out_specs=specs,
-        out_shape=shapes)(q, k, w, decay, do.astype(k.dtype), segments, dend)
+        in_specs=[key, key, spec_for(w, key_of_w), row, value, rows, spec_for(dend, state)],
+        out_specs=(out(value), out(states), state),
+        out_shape=(out(array(do.shape, k.dtype)), out(array((Z, B, N, H, V), k.dtype)),
+                   array((B, N, H, V), jnp.float32)))(q, k, w, decay, do.astype(k.dtype), segments, dend)
 
 
 # ---- all other gradients ---------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from functools import partial
 from typing import NamedTuple
 
@@ -17,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from meshtrain.kernels.engine import LOG2E
 from meshtrain.lazy import plgpu
 
-LOG2E = math.log2(math.e)               # scores are base-2 exponents: exp2 is one instruction, exp is two
 ROWS = 64                               # rows of a warp group
 COMPUTE = 2                             # warp groups that compute; the next one loads
 TILE = COMPUTE * ROWS                   # rows of a program
