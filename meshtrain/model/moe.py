@@ -96,7 +96,7 @@ def route(layout: Layout, routing: Routing, logits_BTE, bias_E, real_BT):
         chosen = jnp.where(real[..., None], routing.select(scores, bias), -1)
         counts = _counts(routing, chosen, (1, 2))
         return chosen, routing.weigh(scores, chosen), lax.psum(counts, axes) if axes else counts
-    tokens, bias = layout.spec("activations", ("batch", "residual_seq", None)), _whole(bias_E)
+    tokens, bias = layout.spec("activations", ("batch", "residual_seq", None)), None if bias_E is None else P()
     out = tokens, tokens, layout.spec("activations", ("batch", None))
     return on_shards(local, (tokens, bias, P(*tokens[:2])), out)(logits_BTE, bias_E, real_BT)
 
@@ -117,16 +117,12 @@ def _route_backward(layout: Layout, routing, saved, cotangents):
             return back(dweight)[0], None
         counts = _counts(routing, chosen, (0, 1, 2))
         return back(dweight)[0], (lax.psum(counts, axes) if axes else counts).astype(bias.dtype)
-    tokens, bias = layout.spec("activations", ("batch", "residual_seq", None)), _whole(bias_E)
+    tokens, bias = layout.spec("activations", ("batch", "residual_seq", None)), None if bias_E is None else P()
     args = logits_BTE, chosen_BTK, cotangents[1], bias_E
     return *on_shards(local, (tokens, tokens, tokens, bias), (tokens, bias))(*args), None
 
 
 route.defvjp(_route_forward, _route_backward)
-
-
-def _whole(bias_E):
-    return None if bias_E is None else P()
 
 
 def _counts(routing: Routing, chosen, dims):

@@ -119,7 +119,7 @@ def infos(module: Module, prefix: tuple[str, ...] = (), num_layers: int | None =
         if "logical_axes" not in meta:
             raise ValueError(f"the parameter {'/'.join(path)} has no logical axes; declare it by Linear or Norm of "
                              f"meshtrain.model.layers, or by declare of meshtrain.model.params")
-        value = variable.get_value() if hasattr(variable, "get_value") else variable.value
+        value = variable.get_value()
         rows.append(ParamInfo(prefix + path, lead + tuple(value.shape), jnp.dtype(value.dtype),
                               lead_axes + meta["logical_axes"], meta["role"], meta["fan_in_dims"]))
     return rows

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +18,6 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh
 
 from meshtrain.names import AXES, PLACEMENT
-
-
-class AnyMesh(Protocol):
-    """A mesh with any axes: jax's Mesh or AbstractMesh, or a MeshSpec."""
-
-    @property
-    def shape(self) -> Mapping[str, int]:
-        """Axis → size. Partition i has the row-major index i over these axes."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -123,6 +114,9 @@ class MeshSpec:
 
     def __str__(self) -> str:
         return " × ".join(f"{axis} {n}" for axis, n in self.sizes.items() if n > 1) or "one device"
+
+
+AnyMesh = Mesh | AbstractMesh | MeshSpec        # with any axes. Partition i has the row-major index i over its `shape`.
 
 
 def psum(x, axes):

@@ -330,11 +330,8 @@ def _whole_activations(rules: Rules, sizes: Mapping[str, int], tensors: Sequence
 
 
 def _name(rules: Rules, tensor: Tensor) -> str:
-    return f"{rules.path} [{tensor.table}] {tensor.name} {_shape(tensor)}"
-
-
-def _shape(tensor: Tensor) -> str:
-    return "[" + ", ".join(f"{a or '·'}={n}" for a, n in zip(tensor.axes, tensor.shape)) + "]"
+    shape = ", ".join(f"{a or '·'}={n}" for a, n in zip(tensor.axes, tensor.shape))
+    return f"{rules.path} [{tensor.table}] {tensor.name} [{shape}]"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity: a static argument of custom_vjp

@@ -9,8 +9,7 @@ from jax.extend.core import JaxprEqn, Literal
 from meshtrain import jax_private
 
 # Calls that are inlined, so that their equations can be split. Loops, kernels and shard_maps stay whole, in B.
-INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call",
-           "custom_vjp_call", "custom_vjp_call_jaxpr"}
+INLINED = {"jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call"}
 
 
 def inline(closed, args):
