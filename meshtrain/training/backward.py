@@ -69,13 +69,9 @@ class SplitLayer:
         self._forward = _Forward(closed, outputs, given)
         self._backward = _Backward(self._forward, weights, inputs)
         self.stats = self._forward.stats_avals
+        self.writes_in_place = bool(self._forward.in_place)     # some residuals, directly into their buffers
         self.residuals = self._split([_aval(v.aval) for v in self._forward.saved])
         self.passed = [_aval(v.aval) for v in self._backward.passed_on]
-
-    @property
-    def writes_in_place(self) -> bool:
-        """Whether some residuals can be written directly into their buffers."""
-        return bool(self._forward.in_place)
 
     def forward(self, weights: Weights, x, inputs):
         """Return y, stats, residuals."""
@@ -246,7 +242,7 @@ class _Backward:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerStack:
-    """`depth` layers in sequence, all like `layer`: entries first … first + depth − 1 of the stacked weights [n, …].
+    """`depth` layers in sequence, all like `layer`, with stacked weights [depth, …].
 
     The forward and the backward are scans of `SplitLayer`'s. Residuals and their structs are stacked [depth, …]; stats
     are summed over the layers. All layers share `inputs`.
@@ -256,7 +252,6 @@ class LayerStack:
     """
     layer: SplitLayer
     depth: int
-    first: int = 0
     in_place: bool = False
 
     @property
@@ -273,7 +268,7 @@ class LayerStack:
             return self._forward_in_place(weights, x, inputs, buffers)
 
         def visit(carry, i):
-            y, stats, saved = self.layer.forward(self._entry(weights, i), carry[0], inputs)
+            y, stats, saved = self.layer.forward(take(weights, i), carry[0], inputs)
             if buffers is None:
                 return (y, None), (stats, saved)
             return (y, put(carry[1], saved, i)), (stats, None)
@@ -281,13 +276,13 @@ class LayerStack:
         return y, jax.tree.map(lambda a: a.sum(0), stats), saved if buffers is None else filled
 
     def backward(self, weights: Weights, inputs, saved: Residuals, dy, total, on=True):
-        """Return dx, and `total` [n, …] with the gradients of weights.trained added to it if `on`.
+        """Return dx, and `total` [depth, …] with the gradients of weights.trained added to it if `on`.
 
         Gradients are added in place, because the stacked gradients of one microbatch would be as large as the total."""
         def visit(carry, entry):
             (dy, total), (i, saved_i) = carry, entry
-            dx, d_trained = self.layer.backward(self._entry(weights, i), inputs, saved_i, dy)
-            return (dx, accumulators.add_at(total, self.first + i, d_trained, on)), None
+            dx, d_trained = self.layer.backward(take(weights, i), inputs, saved_i, dy)
+            return (dx, accumulators.add_at(total, i, d_trained, on)), None
         return jax.lax.scan(visit, (dy, total), (jnp.arange(self.depth), saved), reverse=True)[0]
 
     def _forward_in_place(self, weights: Weights, x, inputs, buffers: Residuals):
@@ -295,17 +290,13 @@ class LayerStack:
 
         def visit(i, carry):
             x, buffers, stats = carry
-            weights_i = self._entry(weights, i)
             entry = StackEntry(i, jnp.where(i < self.depth, i, 0),
                                jax.lax.dynamic_index_in_dim(numbers, i, keepdims=False))
-            y, stats_i, buffers = self.layer.forward_into(buffers, entry, weights_i, x, inputs)
+            y, stats_i, buffers = self.layer.forward_into(buffers, entry, take(weights, i), x, inputs)
             return y, buffers, put(stats, stats_i, i)
         none = jax.tree.map(lambda a: jnp.zeros((self.depth, *a.shape), a.dtype), self.layer.stats)
         y, buffers, stats = jax.lax.fori_loop(0, self.depth, visit, (x, buffers, none))
         return y, jax.tree.map(lambda a: a.sum(0), stats), buffers
-
-    def _entry(self, weights: Weights, i) -> Weights:
-        return take(weights, self.first + i)
 
 
 def of_one_layer(stacked):
