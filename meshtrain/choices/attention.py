@@ -171,8 +171,11 @@ def _why(setting: Setting, need: Need, name: str, reasons: list[str]) -> tuple[s
         return ()
     if need.asked != "auto":
         reasons = [f"model.attention={need.asked}"]
-    wide = _list_pallas_heads(need) if name == "mosaic" else ""
-    label = LABELS[name] + (f" ({wide})" if wide else "") + _window_of(setting.run, need.window)
+    label = LABELS[name]
+    wide = sorted({of.head_dim for of in need.heads if not mosaic.widths_of(of.head_dim, of.value_dim)})
+    if name == "mosaic" and wide:
+        label += f" (heads of {', '.join(map(str, wide))}: Pallas kernels)"
+    label += _window_of(setting.run, need.window)
     return (f"attention: {label}" + (f", because {'; '.join(reasons)}" if reasons else ""),)
 
 
@@ -193,7 +196,7 @@ def _engine_of(name: str, need: Need, place: Place, head_dim: int, value_dim: in
         return kernel
     if name == "mosaic" and mosaic.widths_of(head_dim, value_dim):
         return mosaic.engine(scores)
-    if name in ("pallas", "mosaic"):        # `_list_pallas_heads`: layers with wide heads
+    if name in ("pallas", "mosaic"):        # with "mosaic": layers with wide heads
         sizes = tiles.of(head_dim, place.gpu_name, bool(scores.softcap), value_dim)
         assert sizes is not None, "`choose_engine` has looked for tiles"
         return pallas.engine(sizes, scores)
@@ -274,12 +277,6 @@ def _against_mosaic(need: Need, place: Place) -> list[str]:
         most, (keys, values) = " or ".join("{} and {}".format(*pair) for pair in mosaic.BLOCKS), widths[0]
         return [f"the Mosaic kernels take keys and values of a width of at most {most}, not {keys} and {values}"]
     return _against_pallas(need, place)
-
-
-def _list_pallas_heads(need: Need) -> str:
-    """Return which heads the Pallas kernels compute in a run with "mosaic"; "" if there are none."""
-    wide = sorted({of.head_dim for of in need.heads if not mosaic.widths_of(of.head_dim, of.value_dim)})
-    return f"heads of {', '.join(map(str, wide))}: Pallas kernels" if wide else ""
 
 
 def _has_cudnn() -> bool:

@@ -19,7 +19,7 @@ KNOWN = (pattern.ATTENTION, pattern.RECURRENT, "")
 def problems(run: Run, layout: Layout) -> list[str]:
     """Return the reasons why this layout cannot run the model's recurrent mixers; empty if it can."""
     faults, cp, T, width = [], layout.sizes[AXIS], run.data.seq_len, run.model.linear.conv_width
-    if not _is_present(run):
+    if not pattern.has(run.model, pattern.RECURRENT):
         return []
     heads, kv_heads = (layout.mesh_axes("activations", axis) for axis in ("heads", "kv_heads"))
     if heads != kv_heads:
@@ -38,7 +38,7 @@ def choose(setting: Setting) -> Choice[LinearAttention | None]:
     run = setting.run
     # mixers of other families may call the functions, with widths of their own
     own = any(pattern.mixer(letter).family not in KNOWN for letter in pattern.present(run.model))
-    if not _is_present(run) and not own:
+    if not pattern.has(run.model, pattern.RECURRENT) and not own:
         return Choice(None)
     runs = TokenRuns(0) if setting.layout.sizes[AXIS] == 1 else TokenRuns(1 if run.context.method == "ulysses" else 2)
     name = Choice("xla") if own else engine(run, setting.platform, setting.gpu)
@@ -51,11 +51,6 @@ def engine(run: Run, platform: str, gpu: hardware.Gpu | None) -> Choice[str]:
     reasons = _against_kernels(run, platform, gpu)
     line = "linear attention: " + (f"XLA, because {'; '.join(reasons)}" if reasons else "Pallas kernels")
     return Choice("xla" if reasons else "pallas", (line,) if platform in GPU_PLATFORMS else ())
-
-
-def _is_present(run: Run) -> bool:
-    """Return whether the model has recurrent mixers."""
-    return pattern.has(run.model, pattern.RECURRENT)
 
 
 def _against_kernels(run: Run, platform: str, gpu: hardware.Gpu | None) -> list[str]:
