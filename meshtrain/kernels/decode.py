@@ -54,17 +54,12 @@ class Token(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """Sizes.
-
-    G: query heads per KV head. H, V: head_dim of keys and of values. R: places per slot. block: places per block.
-    splits: programs per KV head and slot.
-    """
-    G: int
-    H: int
-    V: int
-    R: int
-    block: int
-    splits: int
+    G: int          # query heads per KV head
+    H: int          # head_dim of keys
+    V: int          # head_dim of values
+    R: int          # places per slot
+    block: int      # places per block
+    splits: int     # programs per KV head and slot
 
 
 def _load(ref, index, live):

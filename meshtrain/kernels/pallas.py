@@ -237,10 +237,7 @@ def _dq_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, d
 def _dkv_kernel(spans_ref, q_ref, k_ref, v_ref, q_segments_ref, k_segments_ref, do_ref,
                 lse_ref, delta_ref, dk_ref, dv_ref, *,
                 mask, scale, softcap, step, heads):
-    """Compute dk and dv of one block of keys.
-
-    Scores are [keys, queries], so that the matmuls with q and do transpose no p.
-    """
+    """Compute dk and dv of one block of keys. Scores are [keys, queries]: the matmuls with q and do transpose no p."""
     block = k_ref.shape[0]
     j = pl.program_id(0)                    # if causal, the first keys have the most queries
     k, v, k_segments = k_ref[...], v_ref[...], k_segments_ref[...]

@@ -186,10 +186,8 @@ class _Parts(NamedTuple):
 
 
 def _by_head(q, k, v, decay, beta, documents: Documents) -> _Parts:
-    """Return the parts of chunks with decays per head [Z, B, K, G, C].
-
-    The decays multiply values and scores, so that keys stay at K heads.
-    """
+    """Return the parts of chunks with decays per head [Z, B, K, G, C], which multiply values and scores: keys stay at K
+    heads."""
     last = decay[..., -1:]
     since_start, until_end = mask_exp(documents.of_start, decay), mask_exp(documents.of_end, last - decay)
     between = mask_exp(documents.pairs, decay[..., :, None] - decay[..., None, :])

@@ -120,10 +120,8 @@ def _neighbours(back: int, columns, decay_ref, segment_ref):
 
 
 def _pairs(q_ref, k_ref, decay_ref, segment_ref, width: int):
-    """Return (pairs of queries with keys, pairs of keys with keys below the diagonal), each [C, C] float32.
-
-    width: columns of the keys that are read at a time.
-    """
+    """Return (pairs of queries with keys, pairs of keys with keys below the diagonal), each [C, C] float32. width:
+    columns of the keys that are read at a time."""
     C, H = k_ref.shape
     i, j = jnp.arange(C)[:, None], jnp.arange(C)[None, :]
 
@@ -166,10 +164,7 @@ def _edges(columns, decay_ref, ends):
 
 def _inside_kernel(q_ref, k_ref, v_ref, decay_ref, beta_ref, segments, states_ref, u_ref, w_ref, reads_ref, writes_ref,
                    scores_ref, T_ref, *, width: int):
-    """Compute u, w, decayed queries and keys, and scores of one chunk.
-
-    If the state is given, compute u - w S instead of u, and also the inverse.
-    """
+    """Compute u, w, decayed queries and keys, and scores of one chunk. With the state: u - w S, and the inverse."""
     H, beta, dtype, ends = k_ref.shape[1], beta_ref[...], w_ref.dtype, _ends(segments)
     scores, of_keys = _pairs(q_ref, k_ref, decay_ref, segments[0], width)
     scores_ref[...] = scores.astype(dtype)
@@ -242,10 +237,7 @@ def _rows(T: int, Z: int, H: int, columns: int):
 
 
 def _forward(launch: Launch, reads, writes, u, w, scores, through, S0):
-    """Return (o, states [Z, B, N, H, V], end [B, N, H, V]).
-
-    Without reads only the end is computed. u None means zeros.
-    """
+    """Return (o, states [Z, B, N, H, V], end [B, N, H, V]); without reads only the end. u None means zeros."""
     (B, T, N, H), Z, array = writes.shape, through.shape[2], jax.ShapeDtypeStruct
     V = H if u is None else u.shape[3]
     columns = min(launch.columns, V)
@@ -278,10 +270,7 @@ def _reverse_kernel(reads_ref, writes_ref, w_ref, scores_ref, through_ref, do_re
 
 
 def _reverse(launch: Launch, reads, writes, w, scores, through, do, dend, only_end: bool = False):
-    """Return the gradients of the new values, of the states after each chunk, and of S0.
-
-    They are [B, T, N, V], [Z, B, N, H, V] and [B, N, H, V].
-    """
+    """Return the gradients of new values [B, T, N, V], of states after chunks [Z, B, N, H, V], of S0 [B, N, H, V]."""
     (B, T, N, H), Z, V, array = writes.shape, through.shape[2], do.shape[3], jax.ShapeDtypeStruct
     columns = min(launch.columns, V)
     key, value, square, decays, states, state = _rows(T, Z, H, columns)

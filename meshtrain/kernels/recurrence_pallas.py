@@ -219,10 +219,7 @@ def _inside_kernel(k_ref, v_ref, decay_ref, beta_ref, segments, states_ref, u_re
 
 
 def _inside(launch: Launch, k, v, decay, beta, segments, states=None):
-    """Return u [B, T, N, V] and w [B, T, N, H].
-
-    If the states are given, return u - w S, w, and the inverses [B, N, Z, C, C] float32.
-    """
+    """Return u [B, T, N, V], w [B, T, N, H]. With states: u - w S, w, and the inverses [B, N, Z, C, C] float32."""
     (B, T, _, H), (N, V), C, array = k.shape, v.shape[2:], launch.chunk, jax.ShapeDtypeStruct
     of, row, rows, state, inverse = chunks(launch, k, N)
     known = partial(spec_for, states)
@@ -259,10 +256,7 @@ def _forward_kernel(q_ref, k_ref, u_ref, w_ref, decay_ref, segments, S0_ref, o_r
 
 
 def _forward(launch: Launch, q, k, u, w, decay, segments, S0, kept):
-    """Return (o, states [Z, B, N, H, V], end [B, N, H, V]).
-
-    Without q only the end is computed. u None means zeros.
-    """
+    """Return (o, states [Z, B, N, H, V], end [B, N, H, V]); without q only the end. u None means zeros."""
     (B, T, _, H), N = k.shape, decay.shape[1]
     V, Z = (H if u is None else u.shape[3]), T // launch.chunk
     columns = min(launch.columns, V)
@@ -300,10 +294,7 @@ def _reverse_kernel(q_ref, k_ref, w_ref, decay_ref, do_ref, segments, dend_ref, 
 
 
 def _reverse(launch: Launch, q, k, w, decay, do, segments, dend, only_end: bool = False):
-    """Return the gradients of the new values, of the states after each chunk, and of S0.
-
-    They are [B, T, N, V], [Z, B, N, H, V] and [B, N, H, V].
-    """
+    """Return the gradients of new values [B, T, N, V], of states after chunks [Z, B, N, H, V], of S0 [B, N, H, V]."""
     (B, T, _, H), (N, V) = k.shape, do.shape[2:]
     Z, columns, array = T // launch.chunk, min(launch.columns, V), jax.ShapeDtypeStruct
     key, key_of_w, value, row, rows, states, state = _rows(launch, k, N, columns)

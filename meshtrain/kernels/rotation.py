@@ -26,10 +26,7 @@ def fits(head_dim: int, rotated: int) -> bool:
 
 
 class _Rows:
-    """A program's block of rows, loaded as two halves of head_dim, with the cos and sin of its tokens.
-
-    heads: per token.
-    """
+    """A program's block of rows, loaded as two halves of head_dim, with the cos and sin of its tokens."""
 
     def __init__(self, heads: int, num_rows: int, block: int, half: int):
         self.rows, self.half = pl.program_id(0) * block + jnp.arange(block), half

@@ -317,10 +317,8 @@ def _lookup_backward(ex: Execution, axes, saved, dx_BTD):
 
 
 def _by_shard(layout: Layout, axes, zeros, ids_BT, dx_BTD):
-    """Return the table's gradient [n, rows, D] in float32: one summand for each of the n token shards.
-
-    XLA would reduce a sum over all tokens in the dtype of the sum, which must be float32.
-    """
+    """Return the table's gradient [n, rows, D] in float32, a summand for each of the n token shards. XLA would reduce
+    their sum in its dtype, which must be float32."""
     batch, seq = (layout.mesh_axes("activations", name) for name in ("batch", "seq"))
     b, c = layout.num_shards(batch), layout.num_shards(seq)
 

@@ -104,10 +104,7 @@ def _sharpness(scaling) -> float:
 
 
 def _slow_down(freq, fast, factor: float):
-    """Return the scaled frequencies.
-
-    fast: for each pair of dims, 0 divides the frequency by `factor`, 1 leaves it unchanged, values between interpolate.
-    """
+    """Return the frequencies; divided by `factor` where `fast` is 0, unchanged where it is 1, interpolated between."""
     return freq * (fast + (1 - fast) / factor)
 
 

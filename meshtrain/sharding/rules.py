@@ -310,10 +310,7 @@ def _split_by(layout: Layout, products: Sequence[Tensor]) -> dict[str, set[str]]
 
 
 def _whole_activations(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor]) -> list[str]:
-    """Return faults of weights whose dim [params] splits while [activations] does not split the same dim.
-
-    XLA would gather the outputs of the projections.
-    """
+    """Return faults of dims that [params] splits and [activations] does not: XLA would gather projections' outputs."""
     def axes_in(table: str) -> set[str | None]:
         return {logical for tensor in tensors if tensor.table == table for logical in tensor.axes}
     tokens = rules.mesh_axes("activations", "batch") + rules.mesh_axes("activations", "seq")

@@ -203,10 +203,7 @@ def _add_loss(this: Shard, phase: _Phase, c: Carry, tick, y):
 
 
 def _embedding_gradient(this: Shard, c, tick, dx):
-    """Return (gradients of embedding and head, dx of the first stage), computed by all stages.
-
-    With leading layers, the gradients are returned unchanged.
-    """
+    """Return (gradients of embedding and head, unchanged with leading layers; dx of the first stage) on all stages."""
     shared = _share(dx, tick["B_first"])
     if this.model.leading:
         return c.end_grads, shared
@@ -214,10 +211,7 @@ def _embedding_gradient(this: Shard, c, tick, dx):
 
 
 def _add_embedding_gradient(this: Shard, end_grads, i, dx, on):
-    """Return `end_grads` (gradients of embedding and head) with those of microbatch i's embedding added if `on`.
-
-    dx: cotangent of the embedding.
-    """
+    """Return `end_grads` with the gradients of microbatch i's embedding added if `on`. dx: its cotangent."""
     _, vjp = jax.vjp(lambda ends: this.embed(ends, i), accumulators.widen(this.ends[0]))
     return accumulators.add(end_grads, vjp(dx)[0], on)
 
@@ -229,14 +223,11 @@ def _add_embedding_gradient(this: Shard, end_grads, i, dx, on):
 
 
 def _leading_forward(this: Shard, c: Carry):
-    """Run the forward of the leading layers. Return (c with L and their stats, their residuals for each round).
-
-    All stages compute an embedding together.
-    """
+    """Run the leading layers. Return (c with L and their stats, their residuals for each round)."""
     num_stages = this.schedule.num_stages
 
     def run_round(sums, k):
-        def embed_of(x, s):
+        def embed_of(x, s):     # by all stages together
             return jnp.where(s == this.stage, this.embed(this.ends[0], _of_round(this, k, s)[0]), x), None
         x = lax.scan(embed_of, jnp.zeros(this.x.shape, this.x.dtype), jnp.arange(num_stages))[0]
         i, on = _of_round(this, k, this.stage)
@@ -259,10 +250,7 @@ def _leading_output(this: Shard, c: Carry, i):
 
 
 def _store_leading_cotangent(this: Shard, c: Carry, tick, dx):
-    """Write dx into L.
-
-    dx is the cotangent of the leading layers' output for the tick's microbatch, the same on all stages.
-    """
+    """Write into L the cotangent dx of the leading layers' output for the tick's microbatch, known on all stages."""
     k, s = (of(tick["embed_grad_mb"], this.schedule.num_stages) for of in (lax.div, lax.rem))
     here = (tick["embed_grad_on"] > 0) & (s == this.stage)
     return replace(c, L=put(c.L, jnp.where(here, dx, take(c.L, k)), k))
@@ -292,10 +280,7 @@ def _rounds(this: Shard) -> int:
 
 
 def _of_round(this: Shard, k, s):
-    """Return (number of the microbatch of stage s in round k, whether the microbatch counts).
-
-    The last round is padded with the last microbatch.
-    """
+    """Return (microbatch of stage s in round k, whether it counts). The last microbatch pads the last round."""
     i, last = k * this.schedule.num_stages + s, this.schedule.num_microbatches - 1
     return jnp.minimum(i, last), i <= last
 

@@ -203,11 +203,8 @@ def _scale_by_learning_rate(schedule, treatments):
 
 
 def _muon(labels, matrix_dims, placements, dtype):
-    """Return the transformation to the orthogonalized momentum of every matrix, scaled to the root mean square of
-    AdamW's updates.
-
-    An orthogonal [fan_in, fan_out] matrix has root mean square 1/√max(fan_in, fan_out), which is divided out.
-    """
+    """Return the transformation to the orthogonalized momentum of every matrix, with the root mean square of AdamW's
+    updates instead of 1/√max(fan_in, fan_out)."""
 
     def describe(label, dims, placement=None):
         return muon.MatrixDims(*map(tuple, dims), placement) if label == "muon" else optax.MaskedNode()

@@ -139,10 +139,7 @@ def _functions(step: StepSpec, virtual_stages: int) -> tuple[ModelFunctions, Mod
 
 
 def _into_loop(step: StepSpec, p, num_stages: int, num_chunks: int):
-    """Return (layers, ends, leading layers), each as (trained, frozen), gathered once per step in the compute dtype.
-
-    The loop holds the layers of a whole stage, and all leading layers.
-    """
+    """Return (layers, ends, leading layers), each as (trained, frozen), gathered once per step in the compute dtype."""
     layout, model = step.layout, step.model
     periods = pattern.count_padded(step.run.model, num_stages * num_chunks) // len(model.period)
 

@@ -49,10 +49,8 @@ def _scale(attention: dict, factors: dict) -> dict:
 
 
 def _of_heads(cfg: Model, gamma_LN) -> dict:
-    """Return the factors of query and key weights.
-
-    Heads that share a key use their smallest gamma. If keys are also the values, only queries are scaled.
-    """
+    """Return the factors of query and key weights. Heads that share a key use their smallest gamma. If keys are also
+    the values, only queries are scaled."""
     num_heads, num_kv_heads = cfg.num_heads, cfg.num_kv_heads
     worst_LK = gamma_LN[:, :num_heads].reshape(-1, num_kv_heads, num_heads // num_kv_heads).min(-1)
     key = worst_LK if cfg.tie_values else jnp.sqrt(worst_LK)
@@ -61,10 +59,8 @@ def _of_heads(cfg: Model, gamma_LN) -> dict:
 
 
 def _of_latents(cfg: Model, gamma_LN) -> dict:
-    """Return the factors of query and key weights.
-
-    All heads share the rotated key, so the rotated part of the queries is scaled by the full gamma instead.
-    """
+    """Return the factors of query and key weights. All heads share the rotated key, so the full gamma scales the
+    rotated part of the queries instead."""
     gamma_LN1, rotated = gamma_LN[:, :cfg.num_heads, None], cfg.latent.rope_dim
     root = jnp.sqrt(gamma_LN1)
     query = jnp.concatenate([jnp.repeat(root, cfg.head_dim - rotated, -1), jnp.repeat(gamma_LN1, rotated, -1)], -1)

@@ -60,11 +60,8 @@ class LatentMethod(NamedTuple):
         return dq, *latents, *map(self.place, dws)
 
     def _specs(self, layout: Layout):
-        """Return the specs of the operands, of arrays [B, T, N, …], and of weight gradients with a leading dim of
-        devices.
-
-        The operands are queries, latents, weights and segments.
-        """
+        """Return the specs of the operands (queries, latents, weights, segments), of arrays [B, T, N, …], and of weight
+        gradients with a leading dim of devices."""
         seq = None if self.method is None else "seq"
 
         def act(*axes: str) -> P:
@@ -129,10 +126,7 @@ def _forward(engine: Engine, method, mask: Mask, q_BTNH, latents, weights, segme
 
 
 def _backward(engine: Engine, method, mask: Mask, q_BTNH, latents, weights, segments_BT, out):
-    """Return dq, (dc, dr) of this device's tokens, and (dkey, dvalue), which the caller sums over devices.
-
-    out: o, lse, do.
-    """
+    """Return dq, (dc, dr) of this device's tokens, (dkey, dvalue) for a sum over devices. out: o, lse, do."""
     if method is None:
         k, v = _expand(*latents, *weights)
         dq, dk, dv = engine.backward(q_BTNH, k, v, segments_BT, segments_BT, *out, mask.within(q_BTNH.shape[1]))

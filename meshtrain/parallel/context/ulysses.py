@@ -50,10 +50,7 @@ def backward(engine: Engine, mask: Mask, q_BTNH, k_BTKH, v_BTKH, segments_BT, ou
 
 
 def _repeat(x_BTKH, cp: int):
-    """Repeat each key/value head until cp divides the number of heads.
-
-    Copies are adjacent, so query groups stay together.
-    """
+    """Repeat key/value heads until cp divides their number. Copies are adjacent, so query groups stay together."""
     K = x_BTKH.shape[2]
     return jnp.repeat(x_BTKH, cp // math.gcd(K, cp), axis=2)
 

@@ -370,10 +370,7 @@ def _rounds(of: SortedAssignments | all_to_all.AllToAll, one_round: Callable, sa
 
 
 def _after_sending(experts: RoutedExperts, region: ManualRegion, chosen_TK, matrices: ExpertMatrices):
-    """Return (RoutedExperts, ManualRegion, AllToAll) for received rows, which have one expert each.
-
-    The buffer holds all received rows.
-    """
+    """Return (RoutedExperts, ManualRegion, AllToAll) for received rows of one expert each, all in one buffer."""
     exchange = all_to_all.AllToAll(region.experts, region.num_shards(region.experts), matrices.e, chosen_TK)
     region = dataclasses.replace(region, received=True, occupancy=exchange.occupancy)
     return dataclasses.replace(experts, capacity_factor=0.0), region, exchange

@@ -377,10 +377,7 @@ def _work(ops: np.ndarray, p: int, v: int):
 
 
 def _slots(ops: np.ndarray, tick: np.ndarray, p: int, m: int, v: int, split: bool):
-    """Return (slot columns, number of slots of each buffer).
-
-    Each value takes the lowest slot that is free when it is created.
-    """
+    """Return (slot columns, slots of each buffer). A value takes the lowest slot that is free when it is created."""
     num_ticks, last_g = len(ops), p * v - 1
     weight_op = W if split else B
 
