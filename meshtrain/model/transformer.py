@@ -221,7 +221,8 @@ class Transformer:
     def _loss_spec(self, p, z_loss: float, chunk: int, **more):
         """Return (LossSpec, weight of the head)."""
         axes, w = self._head(p)
-        frozen = self.lora is not None and self._head_name not in self.lora.also
+        name = "embedding" if self.cfg.tie_embeddings else "head"
+        frozen = self.lora is not None and name not in self.lora.also
         return LossSpec(axes, self.cfg.vocab_size, z_loss, chunk, self.cfg.logit_softcap, frozen, **more), w
 
     def depth_losses(self, ex: Execution, p, x_BTD, batch: dict, chunk: int = 2048):
@@ -304,11 +305,6 @@ class Transformer:
         looks_up = self.cfg.tie_embeddings or self.cfg.mtp_layers and self.trains_depths
         unread = {"position"} if looks_up else {"position", "embedding"}
         return {name: subtree for name, subtree in ends.items() if name not in unread}
-
-    @property
-    def _head_name(self) -> str:
-        """The key of the head's weight in the parameter tree."""
-        return "embedding" if self.cfg.tie_embeddings else "head"
 
     def _head(self, p):
         if self.cfg.tie_embeddings:
