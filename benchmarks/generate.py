@@ -66,7 +66,7 @@ def whole_passes(made: trained.LoadedModel, prompts: np.ndarray, seq_len: int):
     @jax.jit
     def sample(p, tokens_BT):
         def extend(i, tokens_BT):
-            x_BTD, _ = made.model.through_layers(made.ex, p, {**batch, "tokens": tokens_BT})
+            x_BTD = made.model.through_layers(made.ex, p, {**batch, "tokens": tokens_BT})
             logits_BV = made.model.head_logits(made.ex, p, jax.lax.dynamic_slice_in_dim(x_BTD, i, 1, 1))[:, 0]
             return jax.lax.dynamic_update_slice(
                 tokens_BT, jnp.argmax(logits_BV, -1)[:, None].astype(jnp.int32), (0, i + 1))

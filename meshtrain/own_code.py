@@ -100,7 +100,7 @@ def _try_layers(part: OwnPart | None, run: Run, model: Transformer, rules: Rules
     weights = params.tree(model.parameters(), lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype))
     batch = {name: jax.ShapeDtypeStruct((ROWS, *[run.data.seq_len] * dims), dtype)
              for name, (dims, dtype) in goal.fields.items()}
-    x_BTD, _ = jax.eval_shape(lambda p, batch: model.through_layers(ex, p, batch), weights, batch)
+    x_BTD = jax.eval_shape(lambda p, batch: model.through_layers(ex, p, batch), weights, batch)
     if part is None:
         return
     count = part.trace(goal.count, batch)

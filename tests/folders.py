@@ -58,7 +58,7 @@ class Loaded:
         def every(params, batch):
             params = made.model.as_read(made.layout, params, jnp.float32)
             ex = made.program.step.ex
-            return made.model.head_logits(ex, params, made.model.through_layers(ex, params, batch)[0])[
+            return made.model.head_logits(ex, params, made.model.through_layers(ex, params, batch))[
                 :, jnp.argsort(order)]
 
         with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):

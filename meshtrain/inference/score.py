@@ -50,7 +50,7 @@ class Scorer:
         All logits exist in memory together.
         """
         def whole(p, batch):
-            x_BTD, _ = self.model.through_layers(self.ex, p, batch)
+            x_BTD = self.model.through_layers(self.ex, p, batch)
             return self.model.head_logits(self.ex, p, x_BTD)
         layout = self.ex.layout
         tokens = np.pad(tokens_BT, ((0, -len(tokens_BT) % layout.num_shards(layout.batch_axes)), (0, 0)))
@@ -70,7 +70,7 @@ class Scorer:
         return self.programs[key](self.params, placed)
 
     def _score(self, p, batch):
-        x_BTD, _ = self.model.through_layers(self.ex, p, batch)
+        x_BTD = self.model.through_layers(self.ex, p, batch)
         B, T, D = x_BTD.shape
         count = -(-T // PLACES)
         size = -(-T // count)

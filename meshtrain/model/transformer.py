@@ -256,17 +256,15 @@ class Transformer:
         x_BTD = x_BTD if num_tokens is None else with_balance_loss(x_BTD, stats, num_tokens)
         return ex.layout.act(depth.norm(ex, x_BTD), "batch", "residual_seq", None), stats
 
-    def through_layers(self, ex: Execution, p, batch: dict, dropout_key=None):
-        """Return (output of the last layer, the layers' stats added)."""
-        inputs, stats = self.inputs(batch, dropout_key), LayerStats()
-        x_BTD = self.embed(ex, p, batch, dropout_key)
+    def through_layers(self, ex: Execution, p, batch: dict):
+        """Return the output of the last layer, without dropout."""
+        inputs, x_BTD = self.inputs(batch), self.embed(ex, p, batch)
         for first, group in self.number_groups():
             def repeat(x_BTD, scanned, group=group):
                 weights, number = scanned
-                return group.apply(ex, weights, x_BTD, inputs, number)
-            x_BTD, by_repeat = jax.lax.scan(repeat, x_BTD, (self.weights(p, group), group.numbers(first)))
-            stats += by_repeat.combine()
-        return x_BTD, stats
+                return group.apply(ex, weights, x_BTD, inputs, number)[0], None
+            x_BTD, _ = jax.lax.scan(repeat, x_BTD, (self.weights(p, group), group.numbers(first)))
+        return x_BTD
 
     def final_state(self, ex: Execution, p, x_BTD):
         """Return the state [B, T, D] after the final norm, from the last layer's output."""

@@ -129,7 +129,7 @@ def evaluate(step: StepSpec, p, batch: dict):
     model, loss = step.model, step.objective.loss
 
     def add_loss(total, microbatch: dict, p):
-        x_BTD, _ = model.through_layers(step.ex, p, microbatch)
+        x_BTD = model.through_layers(step.ex, p, microbatch)
         return total + loss(model, step.ex, p, x_BTD, microbatch), None
 
     def losses(batch: dict, p):
@@ -150,7 +150,7 @@ def scores(step: StepSpec, p, batch: dict):
 
         def put(carry, microbatch):
             m, scores = carry
-            x_BTD, _ = step.model.through_layers(step.ex, p, microbatch)
+            x_BTD = step.model.through_layers(step.ex, p, microbatch)
             new = goal.scores(step.model, step.ex, p, x_BTD, microbatch)
             return (m + 1, jax.lax.dynamic_update_index_in_dim(scores, new, m, 0)), LayerStats()
         B, T = batch["targets"].shape[1:]
@@ -167,7 +167,7 @@ def top_tokens(step: StepSpec, k: int, temperature: float, p, batch: dict):
     log-probabilities, float32. Not for a model with a pipeline schedule."""
     def find(batch, p):
         def find_in(_, microbatch: dict):
-            x_BTD, _ = step.model.through_layers(step.ex, p, microbatch)
+            x_BTD = step.model.through_layers(step.ex, p, microbatch)
             spec, x_BTD, w = step.model.head_inputs(step.ex, p, x_BTD, step.run.training.loss_chunk,
                                                     temperature=temperature)
             return None, divergence.top_tokens(step.ex, spec, k, x_BTD, w, microbatch["targets"])

@@ -93,7 +93,7 @@ def foretell(on: trained.LoadedModel, answers) -> collections.Counter:
         at_BT = jnp.arange(tokens_BT.shape[1])[None]
         batch = dict(tokens=tokens_BT, segments=jnp.ones_like(at_BT), index=at_BT, positions=at_BT,
                      sequence=jnp.arange(1))
-        h_BTD, chosen = model.final_state(on.ex, params, model.through_layers(on.ex, params, batch)[0]), []
+        h_BTD, chosen = model.final_state(on.ex, params, model.through_layers(on.ex, params, batch)), []
         for k in range(1, N + 1):
             ahead = batch | dict(tokens=jnp.roll(tokens_BT, -k, 1))
             h_BTD, _ = model.depth_state(on.ex, params, k, h_BTD, ahead, model.inputs(batch))

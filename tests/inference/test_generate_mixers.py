@@ -45,7 +45,7 @@ def test_the_cache_gives_what_whole_passes_give(model):
     batch = dict(tokens=rows, segments=np.ones_like(rows), index=index, positions=index, sequence=np.arange(len(rows)))
 
     def logits(params):
-        x_BTD, _ = alone.model.through_layers(alone.ex, params, jax.tree.map(jnp.asarray, batch))
+        x_BTD = alone.model.through_layers(alone.ex, params, jax.tree.map(jnp.asarray, batch))
         return alone.model.head_logits(alone.ex, params, x_BTD)
     with jax.set_mesh(alone.mesh), jax.default_matmul_precision("highest"):
         wanted = np.asarray(jax.jit(logits)(alone.params)).argmax(-1)

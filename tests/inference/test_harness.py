@@ -51,7 +51,7 @@ class Plain:
         self.placed = placed = trained.describe(str(run_dir), 0, ["--mesh.tensor=1"], "evaluate").place()
 
         def forward(batch):
-            x_BTD, _ = placed.model.through_layers(placed.ex, placed.params, batch)
+            x_BTD = placed.model.through_layers(placed.ex, placed.params, batch)
             return jax.nn.log_softmax(placed.model.head_logits(placed.ex, placed.params, x_BTD)[0])
         self.forward = jax.jit(forward)
 

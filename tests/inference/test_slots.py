@@ -62,7 +62,7 @@ def _whole(experts: bool, T: int):
         index = jnp.broadcast_to(jnp.arange(T), tokens_BT.shape)
         batch = dict(tokens=tokens_BT, segments=jnp.ones_like(index), index=index, positions=index,
                      sequence=jnp.arange(len(tokens_BT)))
-        x_BTD, _ = on.model.through_layers(on.ex, params, batch)
+        x_BTD = on.model.through_layers(on.ex, params, batch)
         return on.model.head_logits(on.ex, params, x_BTD)
     return logits
 
@@ -271,6 +271,6 @@ def test_tensor_need_not_divide_the_key_heads(model):
         with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
             ex = trained.execution(run, built, layout, mesh)
             params = jax.jit(built.init)(jax.random.key(0))
-            x_BTD, _ = jax.jit(lambda p: built.through_layers(ex, p, jax.tree.map(jnp.asarray, batch)))(params)
+            x_BTD = jax.jit(lambda p: built.through_layers(ex, p, jax.tree.map(jnp.asarray, batch)))(params)
             logits.append(np.asarray(x_BTD))
     np.testing.assert_allclose(*logits, atol=1e-4)

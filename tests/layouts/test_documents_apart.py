@@ -64,7 +64,7 @@ def computed(model: str, mesh: dict, *batches: dict):
     @jax.jit
     def both(p, batch):
         one = {name: a[0, 0] for name, a in batch.items()}
-        x = made.model.through_layers(step.ex, p, one)[0]
+        x = made.model.through_layers(step.ex, p, one)
         return made.model.head_token_nll(step.ex, p, x, one["targets"]), program.gradients(p, batch, None)[0]
     back = slice(None) if step.order is None else np.argsort(step.order)
     found = []

@@ -228,7 +228,7 @@ def test_tokens_from_a_cache_are_those_without(keys):
             outputs.append(x)
         return jnp.concatenate(outputs, 1), caches
 
-    whole, _ = jax.jit(lambda p: model.through_layers(ex, p, batch_of(tokens_BT, at, np.ones_like(at))))(p)
+    whole = jax.jit(lambda p: model.through_layers(ex, p, batch_of(tokens_BT, at, np.ones_like(at))))(p)
     got, caches = by_cache(p)
     for slot, row in ((0, 1), (2, 0)):
         # float32: latents are multiplied in another order

@@ -72,7 +72,13 @@ def model_of(*groups: tuple[str, tuple, int]) -> transformer.Transformer:
 
 def loss(model, ex, p, batch, dropout_key=None, **head):
     """(objective, nll, sums by name) of all layers at once; head: of `Transformer.head_loss`."""
-    x_BTD, stats = model.through_layers(ex, p, batch, dropout_key)
+    inputs, x_BTD, stats = model.inputs(batch, dropout_key), model.embed(ex, p, batch, dropout_key), LayerStats()
+    for first, group in model.number_groups():
+        def repeat(x_BTD, scanned, group=group):
+            return group.apply(ex, scanned[0], x_BTD, inputs, scanned[1])
+        x_BTD, by_repeat = jax.lax.scan(repeat, x_BTD, (model.weights(p, group), group.numbers(first)))
+        stats += by_repeat.combine()
+    x_BTD = model.through_layers(ex, p, batch) if dropout_key is None else x_BTD
     objective, nll = model.head_loss(ex, p, x_BTD, batch["targets"], **head)
     sums = {name: stat.value for name, stat in stats.by_name.items()}
     return objective + sums.get(AUX_LOSS, 0.0), nll, sums

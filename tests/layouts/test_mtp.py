@@ -216,7 +216,7 @@ def test_what_two_replicas_and_two_microbatches_report_is_a_mean_over_the_target
     model, ex = made.model, made.program.step.ex
     rows = {name: jnp.asarray(x) for name, x in (batch | mtp.shift(batch, 2)).items()}
     with jax.default_matmul_precision("highest"), jax.set_mesh(made.mesh):
-        sums = jax.jit(lambda p: model.depth_losses(ex, p, model.through_layers(ex, p, rows)[0], rows))(params)
+        sums = jax.jit(lambda p: model.depth_losses(ex, p, model.through_layers(ex, p, rows), rows))(params)
     for k, (_, (nll, hits)) in enumerate(sums[0], 1):
         count = (rows[f"targets_{k}"] != NO_TARGET).sum()
         assert float(metrics[f"mtp_loss_{k}"]) == pytest.approx(float(nll / count), rel=1e-5)

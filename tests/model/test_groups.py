@@ -214,7 +214,7 @@ def change(width: int, name: str, groups: dict) -> tuple[float, float]:
 
     @jax.jit
     def outputs(p):
-        x_BTD = made.model.through_layers(ex, p, rows)[0]
+        x_BTD = made.model.through_layers(ex, p, rows)
         y = x_BTD * jax.lax.rsqrt(jnp.mean(x_BTD ** 2, -1, keepdims=True) + 1e-6)
         return x_BTD, y @ p["head"]["kernel"]
     before, step, placed = outputs(state.params), made.program.compile(), made.program.place(batch)
