@@ -54,8 +54,8 @@ def make(run: Run, mesh_spec: MeshSpec, platform: str, gpu: hardware.Gpu | None,
          device: jax.Device | None = None) -> Design:
     """Check the layout and make the choices that the run leaves open. They are the same in all processes and restarts.
 
-    platform, gpu: as in `Place`. device: one of the devices; None if they are only named. Raises: ConfigError with every
-    fault of mesh and rules.
+    platform, gpu: as in `Place`. device: one of the devices; None if they are only named. Raises: ConfigError with
+    every fault of mesh and rules.
     """
     sizes = mesh_spec.sizes
     with config.user_errors():
