@@ -120,14 +120,10 @@ class Mesh(Section):
     tensor: int = key(1, "devices over which each matmul is sharded; -1 = the devices that are left", ge=-1)
     stage: int = key(1, "pipeline stages; -1 = the devices that are left", ge=-1)
     context: int = key(1, "devices over which each sequence is sharded; -1 = the devices that are left", ge=-1)
-    placement: tuple[str, ...] = key(
-        PLACEMENT, "the five axes, from the slowest link to the fastest", strict=False
-    )
+    placement: tuple[str, ...] = key(PLACEMENT, "the five axes, from the slowest link to the fastest", strict=False)
     full_devices: int = key(
-        0,
-        "number of devices for which training.microbatches is set: on fewer devices, the axis with -1 shrinks and "
-        "training.microbatches grows; 0 = all present", ge=0
-    )
+        0, "number of devices for which training.microbatches is set: on fewer devices, the axis with -1 shrinks and "
+        "training.microbatches grows; 0 = all present", ge=0)
     simulated_devices: int = key(
         0, "CPU devices to simulate, the total over all processes; 0 = the real devices", ge=0, le=4096)
 
@@ -168,8 +164,7 @@ class RopeScaling(Table):
     beta_fast: float = key(
         32.0, "yarn: pairs that turn more often than this over the original length are unchanged", gt=0)
     truncate: bool = key(True, "yarn: the two bounds are rounded to whole pairs")
-    attention_factor: float = key(
-        0.0, "yarn, longrope: factor on queries and keys; 0 = derived from factor", ge=0)
+    attention_factor: float = key(0.0, "yarn, longrope: factor on queries and keys; 0 = derived from factor", ge=0)
     mscale: float = key(0.0, "yarn, with mscale_all_dim: weight in the derived attention_factor; 0 = none", ge=0)
     mscale_all_dim: float = key(0.0, "yarn, with mscale: weight in the divisor of that factor; 0 = none", ge=0)
     short_factor: tuple[float, ...] = key(
@@ -292,13 +287,11 @@ class Model(Section):
         "before", "norms before mixer and MLP, after them, or both")
     norm_eps: float = key(1e-5, "added to the variance in a norm", gt=0)
     norm_offset: float = key(0.0, "added to a norm's weights; with 1 (Gemma) stored weights are around 0", ge=0, le=1)
-    activation: Activation = key(
-        "swiglu", "swiglu, geglu and swiglu_clamped have three matrices, gelu and relu2 two")
+    activation: Activation = key("swiglu", "swiglu, geglu and swiglu_clamped have three matrices, gelu and relu2 two")
     multipliers: Multipliers = key(Multipliers(), "constant factors, e.g. {residual = 0.22, logits = 0.1}")
     layer_scale: bool = key(False, "multiply each layer's output by a fixed number of its own")
-    embedding_std: float = key(0.02,
-                               "standard deviation of the embedding's initial weights; use 1 with experts and an "
-                               "untied head", gt=0)
+    embedding_std: float = key(
+        0.02, "standard deviation of the embedding's initial weights; use 1 with experts and an untied head", gt=0)
     position: Literal["rope", "learned"] = key("rope", "rotated queries and keys, or a learned table")
     max_seq_len: int = key(
         0, "rows of the table of learned positions, or the sequence length for longrope; 0 = data.seq_len", ge=0)
@@ -332,8 +325,7 @@ class Model(Section):
     router_scale: float = key(1.0, "factor of the weights", gt=0)
     router_groups: tuple[int, ...] = key(
         (), "[groups of experts, groups that a token may use]; groups are ranked by their two best experts; empty = "
-            "none",
-        strict=False)
+        "none", strict=False)
     router_bias: Literal["none", "choice", "logits"] = key(
         "none", "choice: biases that affect only the choice (experts.bias_rate enables and moves them); logits: "
                 "trained biases")
@@ -341,21 +333,16 @@ class Model(Section):
     embedding_dropout: float = key(0.0, "dropout after the embedding", ge=0, lt=1)
     residual_dropout: float = key(0.0, "dropout of the outputs of attention and MLP", ge=0, lt=1)
     attention: Literal["auto", "blockwise", "cudnn", "mosaic", "pallas"] = key(
-        "auto",
-        "engine of attention; auto: by GPU and shape; blockwise: XLA, anywhere; cudnn: whole rows; pallas: packed "
-        "documents; mosaic: packed documents on H100 and H200"
-    )
+        "auto", "engine of attention; auto: by GPU and shape; blockwise: XLA, anywhere; cudnn: whole rows; pallas: "
+        "packed documents; mosaic: packed documents on H100 and H200")
     mlp: Literal["auto", "xla", "mosaic"] = key(
-        "auto",
-        "engine of dense MLPs: auto: xla (not yet compared with mosaic on a GPU); mosaic: activation fused into the "
-        "matmuls, on H100 and H200"
-    )
+        "auto", "engine of dense MLPs: auto: xla (not yet compared with mosaic on a GPU); mosaic: activation fused "
+        "into the matmuls, on H100 and H200")
     param_dtype: Literal["float32", "bfloat16"] = key(
         "float32", "dtype of stored matrices and tables; bfloat16: rounded stochastically. All else is float32")
     compute_dtype: Literal["float32", "bfloat16"] = key("bfloat16", "dtype of activations and gathered weights")
     matmul_dtype: Literal["auto", "bfloat16", "float8"] = key(
-        "auto", "dtype of the layers' matmuls and of the gathered weights: compute_dtype, or float8 (H100 and later)"
-    )
+        "auto", "dtype of the layers' matmuls and of the gathered weights: compute_dtype, or float8 (H100 and later)")
 
     @model_validator(mode="after")
     def _fill_in(self):
@@ -432,22 +419,17 @@ class Data(Section):
     """[data]: the data, and the size of a batch."""
 
     source: DataSource = key(
-        "",
-        "stdlib: the sources of Python's library; mixture: data.mixture; else the format of data.paths (chat: "
-        "conversations as lines of JSON); empty = by the suffix of data.paths"
-    )
+        "", "stdlib: the sources of Python's library; mixture: data.mixture; else the format of data.paths (chat: "
+        "conversations as lines of JSON); empty = by the suffix of data.paths")
     paths: Paths = key(
         (), "files or globs, also at s3://, gs://, hf:// and https://; text and jsonl may end in .gz or .zst; tokens: "
-        "X.tokens.npy with X.ends.npy, or X.bin, also as X",
-        strict=False
-    )
+        "X.tokens.npy with X.ends.npy, or X.bin, also as X", strict=False)
     field: str = key("text", "key (jsonl) or column (parquet, arrow) of a document's text")
     split_at: str = key(
         "", "marker that splits text, jsonl, parquet and arrow into documents, e.g. <|endoftext|>; it is removed")
     mixture: tuple[Component, ...] = key(
         (), 'several sources: [{source="jsonl", paths=["a.jsonl"], weight=0.7}, …]; weight: share of tokens',
-        strict=False
-    )
+        strict=False)
     tokenizer: PathKey = key("bytes", "bytes, or a tokenizer.json: its path or address, or hf://OWNER/NAME")
     bos_token: str = key(
         "", "token before every document; empty = the tokenizer's; give its id if tokens have no tokenizer")
@@ -460,8 +442,7 @@ class Data(Section):
     template_arguments: TemplateArguments = key(
         TemplateArguments(), "variables for the chat template, unless a line's chat_template_kwargs set them, "
         "e.g. {enable_thinking = false}")
-    loss_on: Literal["assistant", "all"] = key(
-        "assistant", "loss targets of chat: the assistant's tokens, or all")
+    loss_on: Literal["assistant", "all"] = key("assistant", "loss targets of chat: the assistant's tokens, or all")
     faulty: Literal["stop", "leave out"] = key(
         "stop", "a faulty line of chat or preferences ends the run, or is left out and reported at every start")
     cache: PathKey = key(
@@ -472,10 +453,8 @@ class Data(Section):
     validation_fraction: float = key(0.02, "share of the data held out for validation; 0 = none", ge=0, lt=1)
     validation_paths: Paths = key((), "files to validate on, instead of a held-out share", strict=False)
     validation_sources: tuple[Component, ...] = key(
-        (),
-        'sources to validate on, each with its own curve, instead of a held-out share: tables as in '
-        'data.mixture', strict=False
-    )
+        (), 'sources to validate on, each with its own curve, instead of a held-out share: tables as in data.mixture',
+        strict=False)
     packing: Literal["stream", "whole"] = key(
         "stream", "stream: concatenate documents and cut them into sequences; whole: never cut a document, pad the rest"
     )
@@ -493,9 +472,7 @@ class Training(Section):
     steps: int = key(100, "optimizer steps", ge=1, lt=2**31)
     microbatches: int = key(1, "microbatches per step", ge=1)
     remat: Literal["none", "selective", "full", "offload"] = key(
-        "none",
-        "what the backward recomputes instead of storing; offload: as full, with layers' inputs in host memory"
-    )
+        "none", "what the backward recomputes instead of storing; offload: as full, with layers' inputs in host memory")
     grad_clip: float = key(1.0, "largest global norm of the gradient; 0 = off", ge=0)
     ema: float = key(
         0.0, "decay of an exponential moving average of the trained weights, e.g. 0.999, beside them; 0 = none", ge=0,
@@ -507,8 +484,7 @@ class Training(Section):
     mtp_weight: float = key(
         0.1, "weight of the mean loss of model.mtp_layers; 0 = the step leaves them out and keeps their weights", ge=0)
     z_loss: float = key(0.0, "weight of the z-loss (squared log-partition), which keeps logits small; 0 = off", ge=0)
-    loss_chunk: int = key(
-        2048, "tokens whose logits are in memory at once; a smaller number is slower on GPUs", ge=1)
+    loss_chunk: int = key(2048, "tokens whose logits are in memory at once; a smaller number is slower on GPUs", ge=1)
     deterministic: bool = key(
         False, "the same bits in every run on the same GPUs, but slower; CPUs always give the same bits")
     check_replicas_every: int = key(
@@ -516,21 +492,15 @@ class Training(Section):
     max_skipped_steps: int = key(
         10, "skipped steps in a row (for example without a finite gradient) that end the run", ge=1)
     loss_spike: Literal["off", "warn", "skip", "rollback"] = key(
-        "warn",
-        "reaction to a loss far above earlier ones: warn, skip the step, or roll back to a checkpoint and skip the "
-        "batches"
-    )
+        "warn", "reaction to a loss far above earlier ones: warn, skip the step, or roll back to a checkpoint and skip "
+        "the batches")
     spike_threshold: float = key(
         10.0, "a spike exceeds the median of the last 128 losses by this many times their spread", ge=1)
     step_timeout_s: int = key(
-        0, "time limit of a step in seconds; 0 = 10 times the median step, at least 60; -1 = no limit",
-        ge=-1
-    )
+        0, "time limit of a step in seconds; 0 = 10 times the median step, at least 60; -1 = no limit", ge=-1)
     phase_timeout_s: int = key(
-        3600,
-        "time limit in seconds of compiling, restoring or initializing, saving, and each batch of a validation; -1 = "
-        "no limit", ge=-1
-    )
+        3600, "time limit in seconds of compiling, restoring or initializing, saving, and each batch of a validation; "
+        "-1 = no limit", ge=-1)
 
 
 class WeightGroup(Table):
@@ -599,23 +569,18 @@ class Lora(Section):
     alpha: float = key(16.0, "an adapter's output is multiplied by alpha / rank", gt=0)
     targets: Strings = key(
         (), f"projections with an adapter: any of {', '.join((*LORA_TARGETS, *LORA_EXPERTS))}; empty = all but "
-        "those of routed experts", strict=False
-    )
-    also: Strings = key((), f"what is trained whole besides the adapters: any of {', '.join(LORA_ALSO)}",
-                                strict=False)
+        "those of routed experts", strict=False)
+    also: Strings = key((), f"what is trained whole besides the adapters: any of {', '.join(LORA_ALSO)}", strict=False)
     init_from: PathKey = key("", "folder of adapters in PEFT's format that a new run starts from; decides rank, alpha, "
                              "targets and also")
     export: Literal["merged", "adapters"] = key(
-        "merged", "content of checkpoint.export: the merged model, or the adapters in PEFT's format"
-    )
+        "merged", "content of checkpoint.export: the merged model, or the adapters in PEFT's format")
 
 
 class Pipeline(Section):
     """[pipeline]: the schedule if mesh.stage is larger than 1."""
 
-    schedule: Literal["auto", *PIPELINE_SCHEDULES] = key(
-        "auto", "order of forwards and backwards over the stages"
-    )
+    schedule: Literal["auto", *PIPELINE_SCHEDULES] = key("auto", "order of forwards and backwards over the stages")
     chunks: int = key(1, "chunks of layers on each stage (interleaved schedules)", ge=1)
 
 
@@ -630,18 +595,15 @@ class Experts(Section):
 
     dispatch: Literal["auto", "gather", "all_to_all"] = key(
         "auto", "gather all tokens over the axes of experts, or send each token to its experts; auto: the one that "
-                "sends less"
-    )
+        "sends less")
     aux_loss: float = key(0.01, "weight of the balance loss; 0 = off", ge=0)
     balance: Literal["sequence", "batch"] = key(
         "sequence", "what the balance loss balances: each sequence, or the batches of all replicas together, by the "
                     "experts' shares in the previous step")
     z_loss: float = key(0.0, "weight of the router's squared log-partition; 0 = off", ge=0)
-    bias_rate: float = key(
-        0.0, "step of the biases towards experts with too few tokens, e.g. 0.001; 0 = off", ge=0)
+    bias_rate: float = key(0.0, "step of the biases towards experts with too few tokens, e.g. 0.001; 0 = off", ge=0)
     bias_rule: Literal["sign", "error"] = key(
-        "sign", "sign: a bias moves by bias_rate; error: by bias_rate times the relative error of its expert's load"
-    )
+        "sign", "sign: a bias moves by bias_rate; error: by bias_rate times the relative error of its expert's load")
     bias_warmup: int = key(0, "first batches of the run that move only the biases, before the first step", ge=0)
 
 
@@ -677,8 +639,7 @@ class Rl(Section):
     reward_memory_gb: float = key(2.0, "memory limit of a scoring process", gt=0)
     reward_failures: Literal["drop", "zero", "stop"] = key(
         "drop", "an answer whose score failed: drop it from its group, give it reward 0, or end the run")
-    reward_check: float = key(0.01, "share of the answers that are scored twice, to find unstable rewards", ge=0,
-                              le=1)
+    reward_check: float = key(0.01, "share of the answers that are scored twice, to find unstable rewards", ge=0, le=1)
     advantage: Literal["group_std", "group", "loo", "batch_std"] = key(
         "group_std", "reward minus the mean of its group; group_std, batch_std: divided by the deviation of the group "
                      "or batch; loo: minus the mean of the other answers")
@@ -721,20 +682,17 @@ class Checkpoint(Section):
     keep_every: int = key(0, "steps between additional checkpoints kept for ever; a multiple of every; 0 = none", ge=0)
     resume: Literal["auto", "never"] = key(
         "auto", "auto: resume from run.dir's newest checkpoint; never: raise an error if there is one")
-    local_every: int = key(0,
-                           "steps between copies in local_dir, used after a crash if all hosts still have them; "
-                           "0 = none", ge=0)
+    local_every: int = key(
+        0, "steps between copies in local_dir, used after a crash if all hosts still have them; 0 = none", ge=0)
     local_dir: PathKey = key("", "directory on each host's own disk or in its memory, e.g. /dev/shm/meshtrain")
-    step: int = key(0,
-                    "step to resume from (later ones are set aside); in a new run, the step of init_from; 0 = newest",
-                    ge=0)
+    step: int = key(
+        0, "step to resume from (later ones are set aside); in a new run, the step of init_from; 0 = newest", ge=0)
     init_from: PathKey = key("",
                              "weights a new run starts from: another run's run.dir, or a folder of Hugging Face's, "
                              "which decides [model]; or the address of either, e.g. hf://OWNER/NAME")
     init_optimizer: bool = key(False, "also load the optimizer's state of init_from")
     export: Literal["off", "last", "every"] = key(
-        "off", "write Hugging Face folders run.dir/export/STEP: after the last step, or with every checkpoint"
-    )
+        "off", "write Hugging Face folders run.dir/export/STEP: after the last step, or with every checkpoint")
 
 
 class Metrics(Section):
@@ -761,8 +719,7 @@ class Distributed(Section):
     process_id: int = key(-1, "index of this process, from 0; -1 = given by the launcher", ge=-1)
     timeout_s: int = key(300, "seconds that processes wait for each other at the start", ge=1)
     heartbeat_timeout_s: int = key(
-        30, "seconds without a heartbeat (a debugger, a live migration) before a process counts as lost", ge=10
-    )
+        30, "seconds without a heartbeat (a debugger, a live migration) before a process counts as lost", ge=10)
 
     def without_place(self) -> Distributed:
         """Return the section without the keys that identify this process."""
