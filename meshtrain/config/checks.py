@@ -86,14 +86,12 @@ def _check_clip(run: Run) -> Iterator[str]:
     elif normed:
         yield (f"{key} scales the weights of queries and keys, but model.qk_norm={toml(model.of(normed[0]).qk_norm)} "
                f"divides by their length, so it has no effect; leave one of them out")
-    for check in conflicts.QK_CLIP:
-        yield from check(run)
+    yield from problems(run, conflicts.QK_CLIP)
 
 
 def _check_depths(run: Run) -> Iterator[str]:
     if run.model.mtp_layers and not any(layer_checks.check_layers(run)):
-        for check in conflicts.MTP:
-            yield from check(run)
+        yield from problems(run, conflicts.MTP)
 
 
 def _check_custom(run: Run) -> Iterator[str]:
@@ -102,45 +100,38 @@ def _check_custom(run: Run) -> Iterator[str]:
 
 
 def _check_lora_targets(run: Run) -> Iterator[str]:
-    lora = run.lora
-    for name in dict.fromkeys(lora.targets):
-        if name not in (known := (*LORA_TARGETS, *LORA_EXPERTS)):
-            yield unknown_name("lora.targets", name, known)
-        if lora.targets.count(name) > 1:
-            yield f"lora.targets={toml(lora.targets)} names {toml(name)} twice; name it once"
-    for name in dict.fromkeys(lora.also):
-        if name not in LORA_ALSO:
-            yield unknown_name("lora.also", name, LORA_ALSO)
-        if lora.also.count(name) > 1:
-            yield f"lora.also={toml(lora.also)} names {toml(name)} twice; name it once"
+    for key, known in (("targets", (*LORA_TARGETS, *LORA_EXPERTS)), ("also", LORA_ALSO)):
+        given = getattr(run.lora, key)
+        for name in dict.fromkeys(given):
+            if name not in known:
+                yield unknown_name(f"lora.{key}", name, known)
+            if given.count(name) > 1:
+                yield f"lora.{key}={toml(given)} names {toml(name)} twice; name it once"
 
 
 def _check_preferences(run: Run) -> Iterator[str]:
-    for check in conflicts.PREFERENCES if run.data.source == "preferences" else ():
-        yield from check(run)
+    if run.data.source == "preferences":
+        yield from problems(run, conflicts.PREFERENCES)
 
 
-def _check_rl(run: Run) -> Iterator[str]:
-    learns, rl = run.training.objective == "rl", run.rl
+def _check_prompts(run: Run) -> Iterator[str]:
+    learns = run.training.objective == "rl"
     if learns != (run.data.source == "prompts") and run.data.source:
         yield (f'training.objective={toml(run.training.objective)} and data.source={toml(run.data.source)}: '
                f'training.objective="rl" and data.source="prompts" need each other; set both, or neither')
-    if learns:
-        for check in conflicts.RL:
-            yield from check(run)
-    elif given := [f"rl.{key}={toml(value)}" for key, value in rl if value != type(rl).model_fields[key].default]:
-        yield (f"{join(given, 'and')}: only training.objective=\"rl\" reads section [rl], not "
-               f'{toml(run.training.objective)}; use "rl", or leave the section out')
 
 
-def _check_distill(run: Run) -> Iterator[str]:
-    if run.training.objective == "distill":
-        for check in conflicts.DISTILL:
-            yield from check(run)
-    elif given := [f"distill.{key}={toml(value)}" for key, value in run.distill
-                   if value != type(run.distill).model_fields[key].default]:
-        yield (f"{join(given, 'and')}: only training.objective=\"distill\" reads section [distill], not "
-               f'{toml(run.training.objective)}; use "distill", or leave the section out')
+def _check_objectives(run: Run) -> Iterator[str]:
+    """Check the sections that a single objective reads."""
+    objective = run.training.objective
+    for name, rows in (("distill", conflicts.DISTILL), ("rl", conflicts.RL)):
+        section = getattr(run, name)
+        if objective == name:
+            yield from problems(run, rows)
+        elif given := [f"{name}.{key}={toml(value)}" for key, value in section
+                       if value != type(section).model_fields[key].default]:
+            yield (f'{join(given, "and")}: only training.objective="{name}" reads section [{name}], not '
+                   f'{toml(objective)}; use "{name}", or leave the section out')
 
 
 def is_address(text: str) -> bool:
@@ -190,8 +181,7 @@ CHECKS: tuple[Check, ...] = (
     layer_checks.check_experts, data_checks.check_data,
     *conflicts.TRAINING, *conflicts.GROUPS, _check_clip, _check_depths, _check_lora_targets,
     *conflicts.LORA,
-    *conflicts.DPO, _check_preferences, _check_distill, _check_rl,
-    _check_distributed,
+    *conflicts.DPO, _check_preferences, _check_prompts, _check_objectives, _check_distributed,
     Conflict(lambda run: run.metrics.wandb in ("off", "on", "online", "offline", "true", "false"),
              "{metrics.wandb} is the name of the project at Weights & Biases",
              'use e.g. "meshtrain", with WANDB_MODE=offline in the environment to write it for later, or "" for none'),
@@ -249,16 +239,14 @@ def mesh_sizes(run: Run, device_count: int, enough: str = "mesh.simulated_device
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if -1 in sizes.values():
         if device_count % fixed or device_count == 0:
-            raise ConfigError(
-                f"{product} cannot fill {device_count} devices: not a multiple of {fixed}; use e.g. "
-                f"{next_multiple(max(device_count, 1), fixed)} devices, or axes whose product divides {device_count}"
-            )
+            raise ConfigError(f"{product} cannot fill {device_count} devices: not a multiple of {fixed}; use e.g. "
+                              f"{next_multiple(max(device_count, 1), fixed)} devices, or axes whose product divides "
+                              f"{device_count}")
         return {axis: device_count // fixed if size == -1 else size for axis, size in sizes.items()}
     if fixed != device_count:
-        raise ConfigError(
-            f"{product} takes {fixed} devices, and there are {device_count}; {_mesh_remedy(sizes, fixed, device_count)}"
-            f"or {enough.format(fixed)}"
-        )
+        remedy = _mesh_remedy(sizes, fixed, device_count)
+        raise ConfigError(f"{product} takes {fixed} devices, and there are {device_count}; {remedy}or "
+                          f"{enough.format(fixed)}")
     return sizes
 
 

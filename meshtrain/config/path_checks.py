@@ -34,52 +34,55 @@ def _strings(value: object) -> Iterator[str]:
         yield from _strings(dict(value))
 
 
-def check_texts(run: Run) -> Iterator[str]:
-    """Report text that UTF-8 cannot encode, paths that this locale cannot encode, and unknown home directories."""
+def _list_texts(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield (section.key, string) for each string of a run."""
     for section, table in run:
         for key, value in table:
-            name = f"{section}.{key}"
             for text in _strings(value):
-                try:
-                    text.encode()
-                except UnicodeEncodeError:
-                    yield (f"{name}={ascii(text)} is not UTF-8, but config.toml must be; rename the file, or name it "
-                           f"by a link or a glob"
-                           if sys.getfilesystemencoding() == "utf-8" else
-                           f"{name}={ascii(text)} is not text in this locale ({sys.getfilesystemencoding()}); set "
-                           f"PYTHONUTF8=1, or LC_ALL=C.UTF-8")
-                    continue
-                if name not in PATHS:
-                    continue
-                if "\0" in text:
-                    yield f"{name}={toml(text)} has a null character, which file names cannot contain; remove it"
-                    continue
-                try:
-                    os.fsencode(text)
-                except UnicodeEncodeError:
-                    yield (f"{name}={ascii(text)} cannot be the name of a file in this locale "
-                           f"({sys.getfilesystemencoding()}); set PYTHONUTF8=1, or LC_ALL=C.UTF-8")
-                if text.startswith("~") and name != "run.compilation_cache" and not os.path.exists(text):
-                    yield (f"{name}={toml(text)} has an unknown home directory (HOME is not set, or there is no such "
-                           f"user); write the full path")
+                yield f"{section}.{key}", text
+
+
+def check_texts(run: Run) -> Iterator[str]:
+    """Report text that UTF-8 cannot encode, paths that this locale cannot encode, and unknown home directories."""
+    encoding = sys.getfilesystemencoding()
+    for name, text in _list_texts(run):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            yield (f"{name}={ascii(text)} is not UTF-8, but config.toml must be; rename the file, or name it by a link "
+                   f"or a glob" if encoding == "utf-8" else
+                   f"{name}={ascii(text)} is not text in this locale ({encoding}); set PYTHONUTF8=1, or LC_ALL=C.UTF-8")
+            continue
+        if name not in PATHS:
+            continue
+        if "\0" in text:
+            yield f"{name}={toml(text)} has a null character, which file names cannot contain; remove it"
+            continue
+        try:
+            os.fsencode(text)
+        except UnicodeEncodeError:
+            yield (f"{name}={ascii(text)} cannot be the name of a file in this locale ({encoding}); set PYTHONUTF8=1, "
+                   f"or LC_ALL=C.UTF-8")
+        if text.startswith("~") and name != "run.compilation_cache" and not os.path.exists(text):
+            yield (f"{name}={toml(text)} has an unknown home directory (HOME is not set, or there is no such user); "
+                   f"write the full path")
 
 
 def check_addresses(run: Run) -> Iterator[str]:
     """Report addresses of an unknown form, addresses with secrets, and addresses where a directory is needed."""
-    for section, table in run:
-        for key, value in table:
-            name = f"{section}.{key}"
-            for text in filter(addresses.is_remote, _strings(value) if name in READ + WRITTEN else ()):
-                if name in WRITTEN:
-                    yield (f"{name}={toml(addresses.hide_secrets(text))} is an address, but must be a directory; "
-                           f"mount it, or name a directory that all hosts have")
-                    continue
-                try:
-                    if addresses.parse(text).scheme not in addresses.BUCKETS and name == "run.dir":
-                        yield (f"run.dir={toml(addresses.hide_secrets(text))} cannot be written; give a directory, or "
-                               f"an address in a bucket, s3://BUCKET/… or gs://BUCKET/…")
-                except addresses.StorageError as error:
-                    yield f"{name}: {error}"
+    for name, text in _list_texts(run):
+        if name not in READ + WRITTEN or not addresses.is_remote(text):
+            continue
+        if name in WRITTEN:
+            yield (f"{name}={toml(addresses.hide_secrets(text))} is an address, but must be a directory; mount it, or "
+                   f"name a directory that all hosts have")
+            continue
+        try:
+            if addresses.parse(text).scheme not in addresses.BUCKETS and name == "run.dir":
+                yield (f"run.dir={toml(addresses.hide_secrets(text))} cannot be written; give a directory, or an "
+                       f"address in a bucket, s3://BUCKET/… or gs://BUCKET/…")
+        except addresses.StorageError as error:
+            yield f"{name}: {error}"
 
 
 def check_init_from(run: Run) -> Iterator[str]:

@@ -12,7 +12,6 @@ from meshtrain.config.messages import SECTIONS, join, toml
 from meshtrain.config.sections import Run
 from meshtrain.storage import addresses, model_folder
 
-
 TEXTS = ("text", "jsonl", "parquet", "arrow")       # sources whose documents are divided at data.split_at
 
 
