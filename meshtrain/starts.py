@@ -144,9 +144,7 @@ def with_weights(made: assembly.Assembly, given: FolderWeights | None, state: St
     if given:
         pretrained.tell(given[0])
         params = pretrained.load(*given, made.model.places(), state.params)
-        if growth.is_grown(given[0], run):
-            params = growth.grow(given[0], run, params)
-        state = dataclasses.replace(state, params=params)
+        state = dataclasses.replace(state, params=growth.grow(given[0], run, params))
     elif run.checkpoint.init_from:
         state = init_from.initial_state(run, made.model, made.layout, made.mesh, made.state_shapes, state)
     if run.lora.init_from:

@@ -187,11 +187,10 @@ GPT_OSS_TENSORS = ENDS | ATTENTION | NORMS | {
 GATED_ATTENTION = _rows(LAYER + "self_attn.", q_proj=(
     "layers/attention/query/kernel: (N *H) D -> D N H", "layers/attention/gate/kernel: (N *H) D -> D N H"))
 DECAY = {"A_log_": "layers/linear/A_log: n -> n", "dt_bias_": "layers/linear/dt_bias: n -> n"}
-DELTA = _rows(
-    LAYER + "linear_attn.", **DECAY, norm="layers/linear/norm/scale: v -> v",
-    out_proj="layers/linear/out/kernel: D (n v) -> n v D", conv1d=(
-        "layers/linear/query_conv/kernel: *(k d) 1 w -> w k d", "layers/linear/key_conv/kernel: *(k d) 1 w -> w k d",
-        "layers/linear/value_conv/kernel: *(n v) 1 w -> w n v"))
+CONVS = ("layers/linear/query_conv/kernel: *(k d) 1 w -> w k d", "layers/linear/key_conv/kernel: *(k d) 1 w -> w k d",
+         "layers/linear/value_conv/kernel: *(n v) 1 w -> w n v")
+DELTA = _rows(LAYER + "linear_attn.", **DECAY, norm="layers/linear/norm/scale: v -> v",
+              out_proj="layers/linear/out/kernel: D (n v) -> n v D", conv1d=CONVS)
 QWEN3_5_TENSORS = LLAMA_TENSORS | GATED_ATTENTION | DELTA | _rows(
     LAYER + "linear_attn.", in_proj_qkv=(
         "layers/linear/query/kernel: *(k d) D -> D k d", "layers/linear/key/kernel: *(k d) D -> D k d",
@@ -208,8 +207,6 @@ QWEN3_NEXT_TENSORS = _without(QWEN3_5_MOE_TENSORS, ".in_proj_") | _rows(
         "layers/linear/value/kernel: (k *(g v)) D -> D (k g) v",
         "layers/linear/gate/kernel: (k *(g v)) D -> D (k g) v"),
     in_proj_ba=("layers/linear/beta/kernel: (k *g) D -> D (k g)", "layers/linear/decay/kernel: (k *g) D -> D (k g)"))
-CONVS = ("layers/linear/query_conv/kernel: *(k d) 1 w -> w k d", "layers/linear/key_conv/kernel: *(k d) 1 w -> w k d",
-         "layers/linear/value_conv/kernel: *(n v) 1 w -> w n v")
 APART = {"q_proj": "layers/linear/query/kernel: (k d) D -> D k d",
          "k_proj": "layers/linear/key/kernel: (k d) D -> D k d",
          "v_proj": "layers/linear/value/kernel: (n v) D -> D n v", "b_proj": "layers/linear/beta/kernel: n D -> D n",
@@ -243,9 +240,7 @@ def _mamba(where: str) -> dict:
             "layers/linear/gate/kernel: *(n v) D -> D n v", "layers/linear/value/kernel: *(n v) D -> D n v",
             "layers/linear/key/kernel: *(k d) D -> D k d", "layers/linear/query/kernel: *(k d) D -> D k d",
             "layers/linear/decay/kernel: *n D -> D n"),
-        conv1d=("layers/linear/value_conv/kernel: *(n v) 1 w -> w n v",
-                "layers/linear/key_conv/kernel: *(k d) 1 w -> w k d",
-                "layers/linear/query_conv/kernel: *(k d) 1 w -> w k d"),
+        conv1d=CONVS[::-1],
         conv1d__bias_=("layers/linear/value_conv/bias: *(n v) -> n v", "layers/linear/key_conv/bias: *(k d) -> k d",
                        "layers/linear/query_conv/bias: *(k d) -> k d"))
 

@@ -181,7 +181,8 @@ def settings_of(directory: Path) -> dict:
         entries, _ = weight_files.entries(directory) if model["tie_embeddings"] else ({}, [])
     except ValueError:
         return model        # missing or faulty weights are reported when they are opened
-    return _untie(family, model, _of_text(family, config, model, entries))[0]
+    named = _names_in_family(family, config, model, entries)
+    return _untie(family, model, {named[name]: entry for name, entry in entries.items()})[0]
 
 
 def open_folder(directory: Path) -> Folder:
@@ -202,16 +203,10 @@ def open_folder(directory: Path) -> Folder:
     family, config, model, entries, notes = contents
     named = _names_in_family(family, config, model, entries)
     carried = {name: entry for name, entry in entries.items() if named[name] is None}
-    entries = _of_text(family, config, model, entries)
+    entries = {named[name]: entry for name, entry in entries.items() if named[name] is not None}
     model, untied = _untie(family, model, entries)
     notes = [*notes, *untied, *spellings.compare(settings.text_of(config), family)[1]]
     return Folder(directory, family, config, model, entries, carried, tuple(f"{directory}: {note}" for note in notes))
-
-
-def _of_text(family: Family, config: Mapping, model: Mapping, entries: Mapping) -> dict[str, safetensors.Entry]:
-    """Return the tensors of the text model, under its family's names."""
-    named = _names_in_family(family, config, model, entries)
-    return {named[name]: entry for name, entry in entries.items() if named[name] is not None}
 
 
 def ends_of(family: Family) -> tuple[str, str]:

@@ -29,9 +29,9 @@ DTYPES = {"F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dt
 # float8 weights with scales by block, such scales, and bytes of MXFP4.
 READABLE = DTYPES | {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
                      "U8": np.dtype(np.uint8)}
-# Known but unsupported dtypes, of other quantized weights: bytes of an element.
-OTHER_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1,
-               "BOOL": 1, "F8_E5M2": 1}
+# Bytes of an element. Dtypes that are not in READABLE, of other quantized weights, are known but unsupported.
+SIZES = {name: dtype.itemsize for name, dtype in READABLE.items()} | {
+    "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "BOOL": 1, "F8_E5M2": 1}
 NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 
 
@@ -104,9 +104,8 @@ def _entry(path: Path, name: str, given: Any, first: int) -> Entry:
     try:
         dtype, shape, (start, stop) = given["dtype"], given["shape"], given["data_offsets"]
         numbers = [*shape, start, stop]
-        bytes_each = READABLE[dtype].itemsize if dtype in READABLE else OTHER_BYTES[dtype]
         sound = (len(shape) <= MOST_DIMS and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
-                 and stop - start == math.prod(shape) * bytes_each)
+                 and stop - start == math.prod(shape) * SIZES[dtype])
     except (KeyError, TypeError, ValueError):
         sound = False
     if not sound:
@@ -153,7 +152,7 @@ def _bytes(path: Path, start: int, stop: int) -> bytearray | bytes:
 
 def copy(entries: Mapping[str, Entry], path: Path) -> None:
     """Write a file with these tensors of any dtype, copied byte for byte."""
-    text, _ = _header({name: (entry.dtype, entry.shape, entry.stop - entry.start) for name, entry in entries.items()})
+    text, _ = header({name: (entry.dtype, entry.shape) for name, entry in entries.items()})
     with open(path, "wb") as file:
         file.write(text)
         for entry in entries.values():
@@ -163,16 +162,12 @@ def copy(entries: Mapping[str, Entry], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def header(tensors: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[bytes, dict[str, int]]:
-    """Return (the first bytes of a file with these tensors, name -> offset of the tensor's first byte). dtype: the
-    dtype's name in safetensors."""
-    return _header({name: (dtype, shape, math.prod(shape) * DTYPES[dtype].itemsize) for name, shape in tensors.items()})
-
-
-def _header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[bytes, dict[str, int]]:
-    """Return the same as `header`. tensors: name -> (dtype, shape, bytes)."""
+def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """Return (the first bytes of a file with these tensors, name -> offset of the tensor's first byte). tensors: name
+    -> (dtype's name in safetensors, shape)."""
     at, entries = 0, {}
-    for name, (dtype, shape, size) in tensors.items():
+    for name, (dtype, shape) in tensors.items():
+        size = math.prod(shape) * SIZES[dtype]
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps({"__metadata__": {"format": "pt"}} | entries, separators=(",", ":")).encode()

@@ -105,7 +105,8 @@ def test_a_folder_in_another_dtype_and_several_files_is_the_same_model(kind, tmp
     entries = safetensors.read_header(source / "model.safetensors")
     names, weight_map = sorted(entries), {}
     for number, part in enumerate((names[:9], names[9:])):
-        text, _ = safetensors.header({name.removeprefix("transformer."): entries[name].shape for name in part}, kind)
+        text, _ = safetensors.header({
+            name.removeprefix("transformer."): (kind, entries[name].shape) for name in part})
         numbers = [safetensors.read(entries[name], 0, math.prod(entries[name].shape)) for name in part]
         rounded = [np.asarray(jnp.asarray(x, jnp.bfloat16)).astype(safetensors.DTYPES[kind]) for x in numbers]
         (tmp_path / f"{number}.safetensors").write_bytes(text + b"".join(x.tobytes() for x in rounded))

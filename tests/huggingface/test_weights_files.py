@@ -277,7 +277,7 @@ def test_every_fault_of_a_folder_stands_in_one_message(bad):
     shapes["model.embed_tokens.weight"] = (200, 31)
     shapes["model.layers.0.self_attn.rotary_emb.inv_freq"] = (4,)       # a buffer, which older files have
     shapes["model.layers.1.adapter.weight"] = (2, 2)
-    text, _ = safetensors.header(shapes, "F32")
+    text, _ = safetensors.header({name: ("F32", shape) for name, shape in shapes.items()})
     text = text.replace(b'"model.layers.0.mlp.up_proj.weight":{"dtype":"F32"',
                         b'"model.layers.0.mlp.up_proj.weight":{"dtype":"I32"')
     numbers = sum(int(np.prod(shape)) for shape in shapes.values())

@@ -58,9 +58,13 @@ class TextPiece(NamedTuple):
 def read(format: str, path: str, field: str) -> Iterator[TextPiece]:
     """Yield the documents of a file. format: text, jsonl, parquet or arrow. field: the key or column of the text.
     Raises: ValueError for a faulty file."""
-    reader: Any = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet, "arrow": read_arrow}[format]
     with reading(path):
-        yield from reader(path) if format == "text" else reader(path, field)
+        if format == "text":
+            yield from read_text(path)
+        elif format == "jsonl":
+            yield from read_jsonl(path, field)
+        else:
+            yield from _read_texts(path, field, BATCHES[format])
 
 
 @contextlib.contextmanager
@@ -141,23 +145,12 @@ def read_rows(path: str, example: str, columns: Sequence[str] = (),
         return chosen
 
     row = 0
-    for batch, position in (_parquet_batches if kind == "parquet" else _arrow_batches)(path, choose):
+    for batch, position in BATCHES[kind](path, choose):
         for first in range(0, len(batch), ROWS):
             for found in _objects(path, batch.slice(first, ROWS), row, leave_out):
                 row += 1
                 if found is not None:
                     yield _row(row - 1), found, position(row)
-
-
-def read_parquet(path: str, field: str) -> Iterator[TextPiece]:
-    """Yield one document per row. A null is an error, as in JSON lines, because it must not be dropped silently."""
-    return _read_texts(path, field, _parquet_batches)
-
-
-def read_arrow(path: str, field: str) -> Iterator[TextPiece]:
-    """Yield one document per row of Arrow's IPC format, a stream (as saved by the datasets library) or a file
-    (Feather). A null is an error, as in `read_parquet`."""
-    return _read_texts(path, field, _arrow_batches)
 
 
 def _parquet_batches(path: str, choose: Callable) -> Iterator[tuple]:
@@ -176,7 +169,8 @@ def _parquet_batches(path: str, choose: Callable) -> Iterator[tuple]:
 
 
 def _arrow_batches(path: str, choose: Callable) -> Iterator[tuple]:
-    """As `_parquet_batches`, for Arrow."""
+    """As `_parquet_batches`, for Arrow's IPC format: a stream (as saved by the datasets library) or a file (Feather).
+    """
     pyarrow = import_extra("pyarrow", f"the Arrow file {path}")
     ipc = import_extra("pyarrow.ipc", f"the Arrow file {path}")
     with open(path, "rb") as file:
@@ -196,6 +190,9 @@ def _arrow_batches(path: str, choose: Callable) -> Iterator[tuple]:
             yield batch.select(columns), lambda row: raw.tell()
 
 
+BATCHES: dict[str, Callable] = {"parquet": _parquet_batches, "arrow": _arrow_batches}
+
+
 @contextlib.contextmanager
 def _not_whole(path: str, what: str, pyarrow) -> Iterator[None]:
     try:
@@ -213,7 +210,8 @@ def _not_whole(path: str, what: str, pyarrow) -> Iterator[None]:
 
 
 def _read_texts(path: str, field: str, batches: Callable) -> Iterator[TextPiece]:
-    """Yield the texts of a column, or of a struct's field, e.g. "meta.text"."""
+    """Yield one document per row: the text in a column, or in a struct's field, e.g. "meta.text". A null is an error,
+    as in JSON lines, because it must not be dropped silently."""
     names: list[str] = []
 
     def choose(schema) -> list[str]:

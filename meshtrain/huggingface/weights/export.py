@@ -157,7 +157,7 @@ class Files:
         self.dtype, self.size, self.failed = safetensors.DTYPES[kind], 0, None
         self.open, self.at = {}, {}
         for number, (name, tensors) in enumerate(parts.items()):
-            text, begins = safetensors.header(tensors, kind)
+            text, begins = safetensors.header({name: (kind, shape) for name, shape in tensors.items()})
             self.size += sum(math.prod(shape) for shape in tensors.values()) * self.dtype.itemsize
             if number % jax.process_count() == jax.process_index():
                 self.at |= {tensor: (name, begin) for tensor, begin in begins.items()}

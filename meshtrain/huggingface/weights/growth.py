@@ -24,19 +24,16 @@ NOISE = 1e-5
 CHUNK_ROWS = 4096
 
 
-def is_grown(source: folder.Folder, run: Run) -> bool:
-    """Return whether a run's vocabulary is larger than that of the folder that it starts from."""
-    return run.model.vocab_size > source.model["vocab_size"]
-
-
 def grow(source: folder.Folder, run: Run, weights: dict) -> dict:
-    """Return the weights, with new rows for the ids that the folder lacks, and print a line about the new rows. All
-    processes call it.
+    """Return the weights, with new rows for the ids that the folder lacks, and print a line about the new rows, if
+    there are any. All processes call it.
 
     weights: nested dicts of arrays, loaded from the folder; embedding and head are donated. Raises: ConfigError if
     embedding or head is quantized; CheckpointError if a file cannot be read.
     """
     old, new, leaves = source.model["vocab_size"], run.model.vocab_size, trees.leaves_of(weights)
+    if new <= old:
+        return weights
     ids, ends = np.arange(old, new), dict(zip(LORA_ALSO, folder.ends_of(source.family)))
     for number, (part, name) in enumerate(ends.items()):
         if part not in weights:

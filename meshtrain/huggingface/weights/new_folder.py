@@ -29,17 +29,15 @@ Target = Path | Address
 Value = TypeVar("Value")
 
 
-@contextlib.contextmanager
-def writing(target: Target) -> Iterator[Path]:
-    """Yield a temporary directory. At the end of the block its files become the files of `target`; after an exception,
-    `target` gets no files.
+def writing(target: Target) -> contextlib.AbstractContextManager[Path]:
+    """Context: a temporary directory. At the end of the block its files become the files of `target`; after an
+    exception, `target` gets no files.
 
     All processes enter the block together, and each writes files of its own. A second writer is refused: in a directory
     at once, in a bucket before the mark is written. Raises: ConfigError if `target` is not free; CheckpointError, in
     every process, if the file system or the bucket fails.
     """
-    with (_in_bucket(target) if isinstance(target, Address) else _in_directory(target)) as place:
-        yield place
+    return _in_bucket(target) if isinstance(target, Address) else _in_directory(target)
 
 
 @contextlib.contextmanager
