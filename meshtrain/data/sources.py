@@ -343,8 +343,7 @@ def on_this_host(paths: dict[str, str], source: str, cache: str, job: parts.Job 
     return dict(local.get(path, (path, root)) for path, root in paths.items())
 
 
-def _check_ids(parts: Sequence[tuple[token_files.IndexedTokens | None, Sequence[str]]],
-               described: Description) -> None:
+def _check_ids(parts: Sequence[tuple[token_files.IndexedTokens | None, Sequence[str]]], described: Description) -> None:
     """Check the ids of parts. Raises: ValueError that lists every part with an id beyond the vocabulary. parts: (pair,
     its files)."""
     faults, size = [], described.vocab_size

@@ -266,8 +266,7 @@ def _in_one_form(config: Mapping, family: Family):
         if alias in config:
             config.setdefault(key, config[alias])
     if isinstance(linear := config.get("linear_attn_config"), dict):
-        config |= {key: linear[theirs] for key, theirs in (
-            spellings.IN_LINEAR.items()) if theirs in linear}
+        config |= {key: linear[theirs] for key, theirs in spellings.IN_LINEAR.items() if theirs in linear}
         full, linear = linear.get("full_attn_layers"), linear.get("kda_layers")
         if isinstance(full, list) and isinstance(linear, list) and not config.get("layer_types"):
             config["layer_types"] = spellings.of_linear(full, linear)
@@ -606,8 +605,7 @@ def _one_rope(given: Mapping, config: Mapping, get: Get, family: Family) -> tupl
         if key.endswith("_factor") and isinstance(value, list) and value and all(map(_is_number, value)):
             scaling[key] = tuple(map(float, value))
             continue
-        if not _is_number(value) or key in ("short_factor", "long_factor") or (
-                key in WHOLE and type(value) is not int):
+        if not _is_number(value) or key in ("short_factor", "long_factor") or (key in WHOLE and type(value) is not int):
             faults.append(f"{CONFIG}: {key}={quote(value)} of the rope, {kind}, is not a number larger than 0")
         scaling[key] = value if key in WHOLE or not _is_number(value) else float(value)
     turned = given.pop("partial_rotary_factor", get("partial_rotary_factor"))

@@ -429,8 +429,7 @@ def _programs(model: Transformer, ex: Execution, S: int, room: int, how: samplin
                                       caches=caches)), drawn
         none_SU = jnp.zeros((S, LONGEST_STRIDE * T))
         drawn = Drawn(jnp.int32(0), none_SU.astype(jnp.int32) - 1, none_SU, none_SU)
-        slots, drawn = jax.lax.while_loop(
-            goes_on, one_more, (slots._replace(done_S=slots.done_S | free_S), drawn))
+        slots, drawn = jax.lax.while_loop(goes_on, one_more, (slots._replace(done_S=slots.done_S | free_S), drawn))
         return pin(slots), Drawn(*map(whole, drawn))
 
     return _Programs(jax.jit(empty), jax.jit(fill, donate_argnums=1), jax.jit(decode, donate_argnums=1))

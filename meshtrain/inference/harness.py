@@ -136,8 +136,7 @@ class HarnessModel(TemplateLM):
         new = min(new, max(self.length - 1, 1))
         drawn = options.get("do_sample", False)
         how = Picking(float(options.get("temperature") or 1.0), int(options.get("top_k") or 0),
-                      float(options.get("top_p") or 1.0),
-                      float(options.get("min_p") or 0.0)) if drawn else Picking()
+                      float(options.get("top_p") or 1.0), float(options.get("min_p") or 0.0)) if drawn else Picking()
         until = (until,) if isinstance(until, str) else tuple(until)
         words = dataclasses.replace(self.words, stops=(*until, *self.words.stops))
         # Cut on the left, as the harness does.
@@ -169,8 +168,7 @@ def results(model: HarnessModel, tasks: Sequence[str], num_fewshot: int | None, 
         guess = f"did you mean {near[0]}?" if near else "name a task, or the path of its .yaml file"
         raise ValueError(f"--tasks: {missing[0]} is not a task of the harness; {guess}")
     told = lm_eval.simple_evaluate(model, tasks=names, num_fewshot=num_fewshot, limit=limit,
-                                   task_manager=manager, log_samples=False,
-                                   bootstrap_iters=0)
+                                   task_manager=manager, log_samples=False, bootstrap_iters=0)
     return {task: {name.removesuffix(",none"): value for name, value in metrics.items() if type(value) in (int, float)}
             for task, metrics in told["results"].items()}
 

@@ -18,8 +18,7 @@ from meshtrain.sharding.rules import GATHERED, TABLES, Layout, Rules, Tensor
 NAME = "the layout of generation"
 SPLIT = ("heads", "kv_heads", "mlp", "vocab")
 WHAT = {"heads": "query heads", "kv_heads": "key and value heads", "mlp": "width of the MLP",
-        "vocab": "padded vocabulary",
-        "embed": "width"}
+        "vocab": "padded vocabulary", "embed": "width"}
 
 
 def command(model: Transformer, sizes: Mapping[str, int]) -> Layout:

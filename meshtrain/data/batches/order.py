@@ -271,8 +271,7 @@ class TokenStream:
         begin, end, low, high = table.begins[k], table.ends[k], start[run], stop[run]
         done, left = np.maximum(low - begin, 0), np.minimum(high, end)      # the separator is token 0
         pieces = Pieces(runs.line[run] + begin + done - low, left - begin - done, done == 0,
-                        left < end, end - begin == 1,
-                        table.documents[k], table.starts[k] + np.maximum(done - 1, 0))
+                        left < end, end - begin == 1, table.documents[k], table.starts[k] + np.maximum(done - 1, 0))
         assert pieces.count.sum() == runs.count.sum()
         return pieces
 
@@ -286,8 +285,7 @@ class TokenStream:
                 kept = sorted({*numbers,
                                *table.numbers}) if len(table.numbers) + len(missing) <= self._held else numbers
                 windows = [(number // self.num_windows * self.tokens_per_epoch,
-                            self.window(*divmod(number, self.num_windows)))
-                           for number in kept]
+                            self.window(*divmod(number, self.num_windows))) for number in kept]
                 ends = np.concatenate([before + window.ends for before, window in windows])
                 begins = np.concatenate([before + np.append(window.begin, window.ends[:-1])
                                          for before, window in windows])

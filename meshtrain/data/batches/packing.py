@@ -207,8 +207,7 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, val
     faults = (_check_lengths if cut else _check_whole)(shape, shares, streams, held)
     faults += [f"data.validation_sources[{i}] holds {stream.tokens_per_epoch:,} tokens, but one sequence of "
                f"data.seq_len={seq_len} takes {seq_len:,}; use more text or a shorter seq_len"
-               for i, (*_, stream) in enumerate(curve_streams)
-               if stream.tokens_per_epoch < seq_len]
+               for i, (*_, stream) in enumerate(curve_streams) if stream.tokens_per_epoch < seq_len]
     if faults:
         raise ValueError("\n".join(faults))
     # A lower bound of the longest document's tokens; exact if runs are single documents.

@@ -103,8 +103,7 @@ def open_pairs(data, corpus: sources.Corpus, seed: int, position: dict | None = 
         drawn = order.permutation(len(fitting), HELD)
         held, fitting = np.sort(fitting[drawn[:count]]), np.sort(fitting[drawn[count:]])
     now = Pairs(source, fitting, (PairValidation(source, held, data.seq_len, data.global_batch),) if len(held) else (),
-                seed, data.seq_len,
-                data.global_batch)
+                seed, data.seq_len, data.global_batch)
     for key, name in (("pairs", "the pairs that fit"), ("global_batch", "data.global_batch"),
                       ("seq_len", "data.seq_len")):
         if position is not None and position.get(key) != now.position(0)[key]:
@@ -150,5 +149,4 @@ def _rows(of: Pairs | PairValidation, n: int, pairs: np.ndarray, rows: Rows) -> 
     index = np.tile(np.arange(T, dtype=np.int32), (len(chosen), 1))
     sequence = ((n * of.global_batch + chosen) % 2**31).astype(np.int32)
     return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions,
-            "index": index, "sequence": sequence,
-            "reference": reference}
+            "index": index, "sequence": sequence, "reference": reference}

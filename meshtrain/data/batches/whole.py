@@ -161,8 +161,7 @@ class WholeStream:
         offset = (np.arange(len(which)) - np.repeat(np.cumsum(num) - num, num)) * T
         count = np.minimum(lengths[which] - offset, T)
         return Pieces(offset, count, offset == 0, offset + count < lengths[which], lengths[which] == 1,
-                      documents[which],
-                      starts[which] + np.maximum(offset - 1, 0))
+                      documents[which], starts[which] + np.maximum(offset - 1, 0))
 
 
 def ends_with_sequence(source: Source) -> bool:

@@ -36,8 +36,7 @@ BATCH_CHARS, BATCH_PIECES = 1 << 22, 1 << 13
 
 
 def open_tokenized(format: str, groups: Sequence[tuple[tuple[str, ...], Sequence[Path]]],
-                   field: str, tokenizer: Tokenizer,
-                   job: Job, chats: Chats | None = None,
+                   field: str, tokenizer: Tokenizer, job: Job, chats: Chats | None = None,
                    split_at: str = "") -> list[token_files.IndexedTokens | None]:
     """Return the tokens of the documents in text, jsonl, parquet, arrow or chat files, or of `own.OWN`, one result for
     each group; None for a missing part of another share (`parts.open_all`).

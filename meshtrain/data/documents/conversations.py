@@ -77,8 +77,7 @@ class Chats:
         left_out = (left_out or LeftOut(path)) if self.leave_out else None
         with formats.reading(path):
             example = '{"prompt": "…", "chosen": "…", "rejected": "…"}' if self.pairs else '{"messages": […]}'
-            for place, value, position in formats.read_rows(path, example, COLUMNS,
-                                                             left_out.add if left_out else None):
+            for place, value, position in formats.read_rows(path, example, COLUMNS, left_out.add if left_out else None):
                 try:
                     found = parse_pair(value) if self.pairs else [parse(value, self.learn_all)]
                 except ValueError as error:
@@ -371,8 +370,7 @@ def _content(value, name: str, place: str, others: dict):
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str)
-                                       and part.get("type") == "text"
-                                       for part in value):
+                                       and part.get("type") == "text" for part in value):
         return _content("".join(part["text"] for part in value), name, place, others)
     if value is None and others.get("tool_calls"):
         return ""

@@ -338,8 +338,7 @@ def _parse(path: str, number: int, line: bytes, example: str) -> dict:
         raise fault(path, place, f"is not UTF-8 ({error.reason}, byte {error.start} of the line)",
                     "convert the file") from None
     except json.JSONDecodeError as error:
-        raise fault(path, place, f"broken JSON ({error.msg}, column {error.colno})",
-                    "fix or remove the line") from None
+        raise fault(path, place, f"broken JSON ({error.msg}, column {error.colno})", "fix or remove the line") from None
     except (ValueError, RecursionError) as error:    # thousands of digits, or of nested brackets
         raise fault(path, place, f"JSON that cannot be read ({error})", "fix or remove the line") from None
     if not isinstance(value, dict):
@@ -365,8 +364,7 @@ def _check_characters(path: str, place: str, text: str, where: str = "") -> None
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise fault(path, place,
-                        f"has half a character{where} (\\u{ord(text[error.start]):04x}, a lone surrogate)",
+            raise fault(path, place, f"has half a character{where} (\\u{ord(text[error.start]):04x}, a lone surrogate)",
                         "fix or remove it") from None
 
 

@@ -44,8 +44,7 @@ def read(source: str, path: str, reader: Tokenizer) -> Iterator[formats.TextPiec
             yield _check_ids(path, place, document, reader.vocab_size)
         elif isinstance(reader, Ids):
             raise formats.fault(path, place, "is text, but with data.bos_token and no data.tokenizer, documents must "
-                                             "be ids",
-                                "yield ids, or name a tokenizer.json")
+                                             "be ids", "yield ids, or name a tokenizer.json")
         else:
             yield from formats.pieces_of(path, place, document)
         number += 1

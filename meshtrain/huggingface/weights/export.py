@@ -62,8 +62,7 @@ def write(target: new_folder.Target, transformer: Transformer, leaf: Callable[[s
         say.err(f"note: model.mtp_layers={model.mtp_layers}: {family.model_type} has no names for {left} of these "
                 f"depths; {target} is the model without them")
     written_names = {name for row in rows for layer in row.layers or (None,) for name in row.tensors(layer)}
-    parts = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes,
-                   whole=not set(beside) - written_names)
+    parts = _files(rows, model.num_layers, safetensors.NAMES[dtype], shard_bytes, whole=not set(beside) - written_names)
     with new_folder.writing(target) as place:
         written = Files(place, parts, safetensors.NAMES[dtype])
         for _, alike in itertools.groupby(rows, lambda row: row.kind):

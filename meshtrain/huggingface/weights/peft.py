@@ -120,8 +120,7 @@ def adapter_paths(transformer: Transformer, row: folder.WeightRow) -> list[str]:
     """Return the paths of a row's parameters that have adapters."""
     trainable = {info.name for info in transformer.parameters() if info.trainable}
     stacks = [transformer.places()[layer][0] for layer in row.layers][:1]
-    return [path for stack in stacks for path in paths_of(row, stack)
-            if adapter_path(path, "a") in trainable]
+    return [path for stack in stacks for path in paths_of(row, stack) if adapter_path(path, "a") in trainable]
 
 
 def shapes(row: folder.WeightRow, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -206,8 +205,7 @@ def _config(of: Lora, base: str, ranks: dict[str, int], conv1d: bool, whole: lis
         base, revision = parsed.home, parsed.revision or None
     others = {name: rank for name, rank in ranks.items() if rank != of.rank}
     return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
-            "r": of.rank, "lora_alpha": of.alpha,
-            "rank_pattern": others,
+            "r": of.rank, "lora_alpha": of.alpha, "rank_pattern": others,
             "alpha_pattern": {name: of.alpha * rank / of.rank for name, rank in others.items()},
             "fan_in_fan_out": conv1d,
             "bias": "none", "lora_dropout": 0.0, "init_lora_weights": True, "use_rslora": False, "use_dora": False,

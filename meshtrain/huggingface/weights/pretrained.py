@@ -80,8 +80,7 @@ def load(source: folder.Folder, rows: Sequence[folder.WeightRow], places: Sequen
         for layer in row.layers or (None,):
             stack, index = places[layer] if row.stacked else ("", 0)
             paths = paths_of(row, stack)
-            place = programs.setdefault((row.kind, stack), _program(
-                row, [leaves[path] for path in paths], mesh, block))
+            place = programs.setdefault((row.kind, stack), _program(row, [leaves[path] for path in paths], mesh, block))
             flat, scales = _shares(folder.entry_of(source, row, layer), shares), folder.scales_of(source, row, layer)
             whole = scales and _whole(scales, NamedSharding(mesh, P()))
             # Wait for the previous tensor, to bound memory and order the collectives.
