@@ -79,7 +79,7 @@ def check(cfg: Model) -> None:
 
 def constrain(layout: Layout, caches: list) -> list:
     """Return the cache with the sharding of its heads and slots."""
-    return [tuple(_Layer(layout, arrays).constrain() for arrays in group) for group in caches]
+    return [tuple(_constrain_layer(layout, arrays) for arrays in group) for group in caches]
 
 
 def lay(layout: Layout, caches: list, prompts: list, source_S, tokens_S) -> list:
@@ -88,7 +88,7 @@ def lay(layout: Layout, caches: list, prompts: list, source_S, tokens_S) -> list
     source_S: the number of the slot's prompt among the prompts of its shard of the batch; -1: the slot is unchanged.
     tokens_S: number of tokens of the prompt.
     """
-    return [tuple(_Layer(layout, arrays).lay(new, source_S, tokens_S) for arrays, new in zip(group, read, strict=True))
+    return [tuple(_lay_layer(layout, arrays, new, source_S, tokens_S) for arrays, new in zip(group, read, strict=True))
             for group, read in zip(caches, prompts, strict=True)]
 
 
@@ -98,51 +98,49 @@ def through(ex: Execution, cached) -> Execution:
                                                                recurrence=recurrence))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layer:
-    """The arrays of one layer of a period: none, two of attention, or four of a recurrent mixer; or `recent` alone."""
-    layout: Layout
-    arrays: tuple
+def _constrain_layer(layout: Layout, arrays: tuple) -> tuple:
+    """Constrain the arrays of one layer of a period: none, two of attention, or four of a recurrent mixer; or `recent`
+    alone."""
+    if len(arrays) == 4:
+        *tails, state = arrays
+        return (*(layout.act(x, None, "batch", None, axis, None) for x, axis in zip(tails, CHANNEL_AXES, strict=True)),
+                layout.act(state, None, "batch", "heads", None, None))
+    return tuple(_constrain(layout, x, None, "batch") for x in arrays)
 
-    def constrain(self) -> tuple:
-        if len(self.arrays) == 4:
-            *tails, state = self.arrays
-            return (*(self.layout.act(x, None, "batch", None, axis, None)
-                      for x, axis in zip(tails, CHANNEL_AXES, strict=True)),
-                    self.layout.act(state, None, "batch", "heads", None, None))
-        return tuple(_constrain(self.layout, x, None, "batch") for x in self.arrays)
 
-    def lay(self, prompts: tuple, source_S, tokens_S) -> tuple:
-        if len(self.arrays) in (0, 2):
-            return tuple(_constrain(self.layout, self._roll(*pair, source_S, tokens_S), None, "batch")
-                         for pair in zip(self.arrays, prompts, strict=True))
-        # A prompt without tokens leaves nothing in the state; the values that were read for it are padding.
+def _lay_layer(layout: Layout, arrays: tuple, prompts: tuple, source_S, tokens_S) -> tuple:
+    if len(arrays) in (0, 2):
+        return tuple(_constrain(layout, _roll(layout, *pair, source_S, tokens_S), None, "batch")
+                     for pair in zip(arrays, prompts, strict=True))
+    # A prompt without tokens leaves nothing in the state; the values that were read for it are padding.
 
-        def was(x):
-            return jnp.where(_over(tokens_S > 0, x), x, 0)
-        new = [jnp.where(_over(source_S >= 0, x), was(self._of_slots(read, source_S)), x).astype(x.dtype)
-               for x, read in zip(self.arrays, prompts, strict=True)]
-        return _Layer(self.layout, tuple(new)).constrain()
+    def was(x):
+        return jnp.where(_over(tokens_S > 0, x), x, 0)
+    new = [jnp.where(_over(source_S >= 0, x), was(_of_slots(layout, read, source_S)), x).astype(x.dtype)
+           for x, read in zip(arrays, prompts, strict=True)]
+    return _constrain_layer(layout, tuple(new))
 
-    def _of_slots(self, read, source_S):
-        """Return the prompt of each slot, from the slot's own shard, so that no data moves between devices."""
-        shards = self.layout.num_shards(self.layout.batch_axes)
-        R, B = read.shape[:2]
-        by_shard = read.reshape(R, shards, B // shards, *read.shape[2:])
-        take = jax.vmap(lambda read, source: read[:, source], in_axes=(1, 0), out_axes=1)
-        return take(by_shard, jnp.maximum(source_S, 0).reshape(shards, -1)).reshape(R, len(source_S), *read.shape[2:])
 
-    def _roll(self, x, read, source_S, tokens_S):
-        """Return the places of the cache, taken from prompts whose last token is at the end."""
-        T, R = read.shape[-2], x.shape[-2]
-        place = jnp.arange(T)
-        last_S1 = tokens_S[:, None] - 1
-        position = last_S1 - (last_S1 - place) % R
-        mine = self._of_slots(read, source_S)
-        take = jax.vmap(lambda rows, at: jnp.take(rows, at, rows.ndim - 2), in_axes=(1, 0), out_axes=1)
-        mine = take(mine, jnp.clip(position + T - tokens_S[:, None], 0, T - 1))
-        new = jnp.where(_over(source_S >= 0, mine), mine.astype(x.dtype), lax.slice_in_dim(x, 0, T, axis=-2))
-        return lax.dynamic_update_slice(x, new, (0,) * x.ndim)
+def _of_slots(layout: Layout, read, source_S):
+    """Return the prompt of each slot, from the slot's own shard, so that no data moves between devices."""
+    shards = layout.num_shards(layout.batch_axes)
+    R, B = read.shape[:2]
+    by_shard = read.reshape(R, shards, B // shards, *read.shape[2:])
+    take = jax.vmap(lambda read, source: read[:, source], in_axes=(1, 0), out_axes=1)
+    return take(by_shard, jnp.maximum(source_S, 0).reshape(shards, -1)).reshape(R, len(source_S), *read.shape[2:])
+
+
+def _roll(layout: Layout, x, read, source_S, tokens_S):
+    """Return the places of the cache, taken from prompts whose last token is at the end."""
+    T, R = read.shape[-2], x.shape[-2]
+    place = jnp.arange(T)
+    last_S1 = tokens_S[:, None] - 1
+    position = last_S1 - (last_S1 - place) % R
+    mine = _of_slots(layout, read, source_S)
+    take = jax.vmap(lambda rows, at: jnp.take(rows, at, rows.ndim - 2), in_axes=(1, 0), out_axes=1)
+    mine = take(mine, jnp.clip(position + T - tokens_S[:, None], 0, T - 1))
+    new = jnp.where(_over(source_S >= 0, mine), mine.astype(x.dtype), lax.slice_in_dim(x, 0, T, axis=-2))
+    return lax.dynamic_update_slice(x, new, (0,) * x.ndim)
 
 
 def _over(flag_S, x):
