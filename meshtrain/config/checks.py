@@ -114,13 +114,6 @@ def _check_preferences(run: Run) -> Iterator[str]:
         yield from problems(run, conflicts.PREFERENCES)
 
 
-def _check_prompts(run: Run) -> Iterator[str]:
-    learns = run.training.objective == "rl"
-    if learns != (run.data.source == "prompts") and run.data.source:
-        yield (f'training.objective={toml(run.training.objective)} and data.source={toml(run.data.source)}: '
-               f'training.objective="rl" and data.source="prompts" need each other; set both, or neither')
-
-
 def _check_objectives(run: Run) -> Iterator[str]:
     """Check the sections that a single objective reads."""
     objective = run.training.objective
@@ -181,7 +174,11 @@ CHECKS: tuple[Check, ...] = (
     layer_checks.check_experts, data_checks.check_data,
     *conflicts.TRAINING, *conflicts.GROUPS, _check_clip, _check_depths, _check_lora_targets,
     *conflicts.LORA,
-    *conflicts.DPO, _check_preferences, _check_prompts, _check_objectives, _check_distributed,
+    *conflicts.DPO, _check_preferences,
+    Conflict(lambda run: run.data.source and (run.training.objective == "rl") != (run.data.source == "prompts"),
+             '{training.objective} and {data.source}: training.objective="rl" and data.source="prompts" need each other',
+             "set both, or neither"),
+    _check_objectives, _check_distributed,
     Conflict(lambda run: run.metrics.wandb in ("off", "on", "online", "offline", "true", "false"),
              "{metrics.wandb} is the name of the project at Weights & Biases",
              'use e.g. "meshtrain", with WANDB_MODE=offline in the environment to write it for later, or "" for none'),
