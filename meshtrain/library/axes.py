@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +16,9 @@ from meshtrain.sharding.logical import nearest
 Axes = tuple[str | None, ...]
 
 
-def list_leaves(tree: Any) -> dict[str, Any]:
+def list_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Return path -> leaf, in the order of jax.tree.leaves. Raises: ValueError if two leaves have the same path."""
-    flat = [(trees.name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    flat = [(trees.name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf)[0]]
     if twice := [name for name, count in Counter(name for name, _ in flat).items() if count > 1]:
         raise ValueError(f"params: {twice[0]} is the path of {len(flat) - len(dict(flat)) + 1} arrays; rename one of "
                          f"their keys")
@@ -31,7 +31,8 @@ def match(leaves: Mapping[str, Any], given: Any) -> tuple[dict[str, Axes], list[
     given: a tree with the same paths whose leaves are tuples with a name or None for each dim, or a dict from globs of
     paths to such tuples; `*` stands for any text. Each entry must name a leaf, and a leaf has one entry.
     """
-    entries = list_entries(given)
+    flat = jax.tree_util.tree_flatten_with_path(given, is_leaf=lambda x: x is None or _is_entry(x))[0]
+    entries = {trees.name(path): entry for path, entry in flat}
     is_flat = isinstance(given, Mapping) and all(isinstance(key, str) and _is_entry(one) for key, one in given.items())
     matched: dict[str, Axes] = {}
     by: dict[str, str] = {}
@@ -52,12 +53,6 @@ def match(leaves: Mapping[str, Any], given: Any) -> tuple[dict[str, Axes], list[
             matched |= dict.fromkeys(names, tuple(entry))
             by |= dict.fromkeys(names, path)
     return matched, faults
-
-
-def list_entries(given: Any) -> dict[str, Any]:
-    """Return path -> entry for a tree of axes. Raises: ValueError."""
-    flat = jax.tree_util.tree_flatten_with_path(given, is_leaf=lambda x: x is None or _is_entry(x))[0]
-    return {trees.name(path): entry for path, entry in flat}
 
 
 def find_shape_faults(leaves: Mapping[str, Any], named: Mapping[str, Axes], remedy: str = "") -> list[str]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import hashlib
 import inspect
@@ -38,6 +37,7 @@ from meshtrain.library.stack import Stack
 from meshtrain.library.staged import GivenSchedule
 from meshtrain.run import loop, say, stops
 from meshtrain.run.loop import StepBatch
+from meshtrain.sharding.logical import nearest
 from meshtrain.shown import Rows, history
 from meshtrain.training.state import State
 from meshtrain.training.step import dropout_key
@@ -262,9 +262,7 @@ def _check(data: object, steps: object, options: Mapping[str, Any]) -> _Asked:
     known, faults = [field.name for field in dataclasses.fields(_Asked) if field.name != "steps"], []
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            faults.append(f"fit has no option {name!r}{hint}; its options are {', '.join(known)}")
+            faults.append(f"fit has no option {name!r}{nearest(name, known)}; its options are {', '.join(known)}")
     if not callable(data):
         faults.append(f"data={str(data)[:60]!r} is not a function; give data(n) -> rows of the step after n steps, so "
                       f"that a resumed run sees the same rows")

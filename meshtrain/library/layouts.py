@@ -77,14 +77,15 @@ class TreeLayout:
     def place(self, params: Any, axes: Any = None) -> Any:
         """Return params stored as in [optimizer]: arrays on the devices, or ShapeDtypeStructs with shardings."""
         params, named = self.name(params, axes)
-        return jax.tree.map(functools.partial(_put, jax.device_put), params, self._shard("optimizer", named))
+        shardings = rule_files.shardings(self.inner, self.mesh, "optimizer", named)
+        return jax.tree.map(functools.partial(_put, jax.device_put), params, shardings)
 
     def shardings(self, params: Any, axes: Any = None, table: str = "optimizer") -> Any:
         """Return a tree of NamedShardings. table: "params", "grads" or "optimizer"."""
         if table not in WEIGHTS:
             raise ConfigError(f"table={table!r}: no table of weights has this name{nearest(str(table), WEIGHTS)}; use "
                               f"{', '.join(WEIGHTS)}")
-        return self._shard(table, self.name(params, axes)[1])
+        return rule_files.shardings(self.inner, self.mesh, table, self.name(params, axes)[1])
 
     def states(self, tx: optax.GradientTransformation, params: Any, axes: Any = None) -> Any:
         """Return the shardings of `tx.init(params)` as in [optimizer]. Each leaf has the axes of its parameter."""
@@ -249,11 +250,11 @@ class TreeLayout:
         {'params': 16384, 'grads': 16384, 'optimizer': 4096}
         """
         params, named = self.name(params, axes)
-        leaves = axes_of.list_leaves(params)
-        notes = axes_of.find_sizes(leaves, dict(zip(leaves, jax.tree.leaves(named, is_leaf=rule_files.is_axes))))
+        leaves, axes_by_name = axes_of.list_leaves(params), axes_of.list_leaves(named, rule_files.is_axes)
+        notes = axes_of.find_sizes(leaves, axes_by_name)
         rows = []
-        for (name, leaf), one in zip(axes_of.list_leaves(params).items(), jax.tree.leaves(
-                named, is_leaf=rule_files.is_axes), strict=True):
+        for name, leaf in leaves.items():
+            one = axes_by_name[name]
             shape, itemsize = np.shape(leaf), np.dtype(leaf.dtype).itemsize
             split = {table: [list(self.inner.all_axes(table, axis)) for axis in one] for table in WEIGHTS}
             held = {table: math.prod(self._sharding(table, one).shard_shape(shape)) * itemsize for table in WEIGHTS}
@@ -285,9 +286,6 @@ class TreeLayout:
             f"note: {note}" for note in notes)])
 
     # ---- shardings ---------------------------------------------------------------------------------------------------
-
-    def _shard(self, table: str, named: Any) -> Any:
-        return rule_files.shardings(self.inner, self.mesh, table, named)
 
     def _sharding(self, table: str, names: Sequence[str | None]) -> NamedSharding:
         return NamedSharding(self.mesh, self.inner.spec(table, names))

@@ -7,7 +7,6 @@ sent.
 """
 from __future__ import annotations
 
-import difflib
 import functools
 import warnings
 from functools import partial
@@ -27,6 +26,7 @@ from meshtrain.parallel.context import zigzag
 from meshtrain.parallel.context.attention import METHODS
 from meshtrain.parallel.context.zigzag import AXIS
 from meshtrain.sharding import rules
+from meshtrain.sharding.logical import nearest
 from meshtrain.sharding.mesh import automatic_axes
 
 # Keys of run files in the messages of `choices.attention` -> the words of a caller from Python.
@@ -129,8 +129,7 @@ def check_layout(layout: object, name: str) -> None:
 
 def _check_method(method: str) -> None:
     if method not in METHODS:
-        near = difflib.get_close_matches(str(method), METHODS, 1)
-        raise ConfigError(f"method={method!r} is not a method{f' (did you mean {near[0]!r}?)' if near else ''}; use "
+        raise ConfigError(f"method={method!r} is not a method{nearest(str(method), METHODS)}; use "
                           f"{' or '.join(map(repr, METHODS))}")
 
 

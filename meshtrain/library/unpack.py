@@ -94,17 +94,11 @@ def _unpack_linen(variables: Any, axes: Any) -> Parts:
             other := [name for name in variables if name != "params"]):
         raise config.ConfigError(f"variables have the collection {other[0]!r} beside 'params', which is not a "
                                  f"function of parameters and rows; unpack {{'params': …}} alone")
-    boxes = axes_of.list_leaves(jax.tree.map(_Whole, variables, is_leaf=_is_box))
-    metadata = {name: found for name, box in boxes.items() if (found := _read_metadata({"sharding": getattr(
-        box.value, "names", None)})) is not None}
+    boxes = axes_of.list_leaves(variables, _is_box)
+    metadata = {name: found for name, box in boxes.items()
+                if (found := _read_metadata({"sharding": getattr(box, "names", None)})) is not None}
     params = jax.tree.map(lambda x: x.value if _is_box(x) else x, variables, is_leaf=_is_box)
     return Parts(params, _name(params, metadata, axes, LINEN_REMEDY), lambda params: params)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Whole:
-    """A wrapper that jax treats as a leaf; flax's boxes are nodes."""
-    value: Any
 
 
 def _is_box(x: Any) -> bool:
