@@ -193,8 +193,7 @@ def describe(data, *, vocab_size: int, folders: Sequence[Path] = ()) -> Descript
             faults.append(str(error))
     if faults:
         raise ValueError("\n".join(faults))
-    eos = _find_eos(data, reader, vocab_size)
-    _check_ends(data, reader, eos, vocab_size)
+    eos = _find_end(data, reader, vocab_size)
     return Description(tuple(components), eos, reader, vocab_size, data.cache, data.split_at, chats)
 
 
@@ -202,9 +201,7 @@ def reader_of(data, *, vocab_size: int) -> tuple[Tokenizer, int]:
     """Return (tokenizer, id of the document end) for the run file's [data], without looking for its data files. Raises:
     ValueError."""
     reader = _open_tokenizer(data, vocab_size)
-    eos = _find_eos(data, reader, vocab_size)
-    _check_ends(data, reader, eos, vocab_size)
-    return reader, eos
+    return reader, _find_end(data, reader, vocab_size)
 
 
 def notes(reader: Tokenizer, vocab_size: int) -> list[str]:
@@ -217,13 +214,15 @@ def notes(reader: Tokenizer, vocab_size: int) -> list[str]:
     return lines
 
 
-def _check_ends(data, reader: Tokenizer, eos: int, vocab_size: int) -> None:
-    """Check the separator and the end of documents. Raises: ValueError if one is beyond the vocabulary."""
+def _find_end(data, reader: Tokenizer, vocab_size: int) -> int:
+    """Return the id of the document end. Raises: ValueError if the id or the separator is beyond the vocabulary."""
+    eos = _find_eos(data, reader, vocab_size)
     for what, id in (("separator", reader.bos), ("end of documents", eos)):
         if id >= vocab_size:
             raise ValueError(f"data.tokenizer={data.tokenizer!r} has ids up to {reader.vocab_size - 1} (the {what} is "
                              f"{id}), but model.vocab_size={vocab_size} has 0 to {vocab_size - 1}; "
                              f"use model.vocab_size={reader.vocab_size} or more, or the tokenizer of the model folder")
+    return eos
 
 
 def _key_of_section(where: str, text: str) -> str:

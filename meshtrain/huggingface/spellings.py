@@ -132,20 +132,20 @@ def _interval(value: object) -> object:
 def _pairs_inside(given: Mapping) -> Iterator[list[tuple[str, object]]]:
     """Yield groups of (key, value) for settings that may also be inside another object."""
     linear, layers = given.get("linear_attn_config"), given.get("per_layer_config")
+    layer = next(iter(layers.values()), None) if isinstance(layers, dict) else None
+    for home, table, keys in (("linear_attn_config", linear, IN_LINEAR), ("per_layer_config", layer, IN_LAYERS)):
+        if not isinstance(table, dict):
+            continue
+        for key, inside in keys.items():
+            if key != "num_global_key_value_heads" or given.get("attention_k_eq_v"):
+                inner = _pairs_of(table, [inside])
+                yield _pairs_of(given, [key]) + [(f"{home}.{name}", value) for name, value in inner]
     if isinstance(linear, dict):
-        for key, inside in IN_LINEAR.items():
-            inner = _pairs_of(linear, [inside])
-            yield _pairs_of(given, [key]) + [(f"linear_attn_config.{name}", value) for name, value in inner]
         full, recurrent = linear.get("full_attn_layers"), linear.get("kda_layers")
         if isinstance(full, list) and isinstance(recurrent, list) and isinstance(given.get("layer_types"), list):
             names = of_linear(full, recurrent)
             yield [("layer_types", [LAYER_NAMES.get(str(name), name) for name in given["layer_types"]]),
                    ("linear_attn_config.full_attn_layers", names)]
-    if isinstance(layers, dict) and layers and isinstance(layer := next(iter(layers.values())), dict):
-        for key, inside in IN_LAYERS.items():
-            if key != "num_global_key_value_heads" or given.get("attention_k_eq_v"):
-                inner = _pairs_of(layer, [inside])
-                yield _pairs_of(given, [key]) + [(f"per_layer_config.{name}", value) for name, value in inner]
 
 
 def of_linear(full: list, recurrent: list) -> list[str]:

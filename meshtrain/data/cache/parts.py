@@ -115,16 +115,13 @@ def open_all(choices: Sequence[Sequence[Part]], job: Job) -> list[IndexedTokens 
     """
     # With --verify, existing parts are checked again. Parts of another share are skipped.
     mine = [k % job.share[1] == job.share[0] for k in range(len(choices))]
-    pairs = [None if job.verify and mine[k] else _look(parts) for k, parts in enumerate(choices)]
+    pairs = [None if job.verify and mine[k] else next(filter(None, map(Part.look, parts)), None)
+             for k, parts in enumerate(choices)]
     left = [k for k, pair in enumerate(pairs) if pair is None and mine[k]]
     if left:
         with contextlib.ExitStack() as stack:
             _Building(choices, pairs, job, _Locks(stack)).run(left)
     return pairs
-
-
-def _look(parts: Sequence[Part]) -> IndexedTokens | None:
-    return next((pair for part in parts if (pair := part.look()) is not None), None)
 
 
 class _Building:

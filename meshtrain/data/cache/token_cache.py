@@ -306,15 +306,12 @@ class Earlier:
 
     def document(self, identity: dict, job: Job) -> tuple[np.ndarray, int] | None:
         """Return (tokens, bytes if counted) of a text; None if no complete part has it."""
-        where = self._index.get(identity["blake2b"])
-        if not where:
-            return None
-        if where[0] not in self._pairs:
-            self._pairs[where[0]] = self._open_verified(where[0], job)
-        pair = self._pairs[where[0]]
+        manifest, document = self._index.get(identity["blake2b"], (None, 0))
+        if manifest and manifest not in self._pairs:
+            self._pairs[manifest] = self._open_verified(manifest, job)
+        pair = manifest and self._pairs[manifest]
         if not pair:
             return None
-        document = where[1]
 
         def span(ends: np.ndarray) -> slice:
             return slice(int(ends[document - 1]) if document else 0, int(ends[document]))

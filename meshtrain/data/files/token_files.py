@@ -227,18 +227,23 @@ def open_pair(path: str) -> IndexedTokens:
 
     Raises: ValueError if the files are malformed or do not match.
     """
-    if not path.endswith(TOKENS):
-        raise ValueError(f"{path} is not named like a token file; give X{TOKENS} (ids), with X{ENDS} beside it")
-    dtype, shape, offset = open_checked(path, read_header)
-    if len(shape) != 1 or dtype not in (np.dtype(np.uint16), np.dtype(np.uint32), np.dtype(np.int32)):
-        raise ValueError(f"{path} holds {_describe(dtype, shape)}, but token ids are one dimension of uint16, uint32 "
-                         f"or int32; write np.save(path, ids.astype(np.uint32))")
+    ids = _open_numbers(path, (np.uint16, np.uint32, np.int32), "token ids are one dimension of uint16, uint32 or "
+                        "int32; write np.save(path, ids.astype(np.uint32))")
     ends = open_ends(ends_path(path), path)
     last = open_checked(ends.path, lambda _: ends.last())
-    if last != shape[0]:
+    if last != ids.size:
         raise ValueError(f"{ends_path(path)}: the last document ends at {last:,}, but {os.path.basename(path)} has "
-                         f"{shape[0]:,} tokens; the two must agree: write both again")
-    return IndexedTokens(Numbers(path, open_checked(path, stamp), shape[0], dtype, offset), ends, last)
+                         f"{ids.size:,} tokens; the two must agree: write both again")
+    return IndexedTokens(ids, ends, last)
+
+
+def _open_numbers(path: str, dtypes: Sequence[type], rule: str) -> Numbers:
+    """Open an .npy file of one dimension. rule: which dtypes it may have, and the remedy, for the message. Raises:
+    ValueError."""
+    dtype, shape, offset = open_checked(path, read_header)
+    if len(shape) != 1 or dtype not in map(np.dtype, dtypes):
+        raise ValueError(f"{path} holds {dtype} [{', '.join(map(str, shape))}], but {rule}")
+    return Numbers(path, open_checked(path, stamp), shape[0], dtype, offset)
 
 
 def open_ends(path: str, tokens: str) -> Numbers:
@@ -247,23 +252,18 @@ def open_ends(path: str, tokens: str) -> Numbers:
     if files.status(path) is None:
         raise ValueError(f"{path} is missing next to {os.path.basename(tokens)}; write where each document ends, in "
                          f"tokens: np.save(path, np.cumsum(lengths))")
-    dtype, shape, offset = open_checked(path, read_header)
-    if len(shape) != 1 or dtype != np.dtype(np.int64):
-        raise ValueError(f"{path} holds {_describe(dtype, shape)}, but the ends of documents are one dimension of "
-                         f"int64; write np.save(path, np.cumsum(lengths, dtype=np.int64))")
-    return Numbers(path, open_checked(path, stamp), shape[0], dtype, offset)
+    return _open_numbers(path, (np.int64,), "the ends of documents are one dimension of int64; write "
+                         "np.save(path, np.cumsum(lengths, dtype=np.int64))")
 
 
 def open_mask(path: str, tokens: str, size: int) -> Numbers:
     """Open the mask in the file `path` for `size` ids. tokens: path of the ids, for messages. Raises: ValueError."""
-    dtype, shape, offset = open_checked(path, read_header)
-    if len(shape) != 1 or dtype not in (np.dtype(np.uint8), np.dtype(bool)):
-        raise ValueError(f"{path} holds {_describe(dtype, shape)}, but a mask is one dimension of uint8 or bool; write "
+    mask = _open_numbers(path, (np.uint8, bool), "a mask is one dimension of uint8 or bool; write "
                          "np.save(path, mask.astype(bool))")
-    if shape[0] != size:
-        raise ValueError(f"{path} has {shape[0]:,} entries, but {os.path.basename(tokens)} has {size:,} ids, and each "
+    if mask.size != size:
+        raise ValueError(f"{path} has {mask.size:,} entries, but {os.path.basename(tokens)} has {size:,} ids, and each "
                          f"needs an entry; write both again")
-    return Numbers(path, open_checked(path, stamp), size, np.dtype(np.uint8), offset)
+    return dataclasses.replace(mask, dtype=np.dtype(np.uint8))
 
 
 def check_rising(path: str, ends: np.ndarray) -> None:
@@ -384,10 +384,6 @@ def checksum(array: np.ndarray, check_stop: Callable[[], None] = lambda: None) -
         check_stop()
         crc = zlib.crc32(np.ascontiguousarray(chunk).view(np.uint8), crc)
     return crc
-
-
-def _describe(dtype: np.dtype, shape: Sequence[int]) -> str:
-    return f"{dtype} [{', '.join(map(str, shape))}]"
 
 
 class Writer:
