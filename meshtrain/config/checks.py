@@ -226,11 +226,8 @@ def notes(run: Run) -> list[str]:
 
 def mesh_sizes(run: Run, device_count: int, enough: str = "mesh.simulated_devices={} to try it on the CPU") -> dict[
         str, int]:
-    """Return the size of every axis on `device_count` devices, with -1 resolved.
-
-    enough: the remedy in the message; {} stands for the number of devices that the mesh needs. Raises: ConfigError if
-    the mesh does not fill the devices.
-    """
+    """Return the size of every axis on `device_count` devices, with -1 resolved. enough: the remedy in the message; {}
+    stands for the number of devices that the mesh needs. Raises: ConfigError if the mesh does not fill the devices."""
     sizes = {axis: getattr(run.mesh, axis) for axis in AXES}
     product = " × ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1) or "a mesh of 1"
     fixed = math.prod(size for size in sizes.values() if size != -1)

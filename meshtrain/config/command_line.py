@@ -43,10 +43,8 @@ def whole(least: int = 0, most: int = MOST) -> Callable[[str], int]:
 
 
 def number(what: str, least: float = 0, most: float = 1e18, positive: bool = False) -> Callable[[str], float]:
-    """Return a parser for numbers from `least` to `most`, above 0 if `positive`.
-
-    what: the expected value, for the message.
-    """
+    """Return a parser for numbers from `least` to `most`, above 0 if `positive`. what: the expected value, for the
+    message."""
     def parse(text: str) -> float:
         try:
             value = float(text)
@@ -134,10 +132,8 @@ class Command:
         return "\n".join(lines)
 
     def read(self, argv: Sequence[str]) -> Arguments:
-        """Parse `argv`. A value that begins with two dashes must be written as `--name=value`.
-
-        Raises: ConfigError with every fault.
-        """
+        """Parse `argv`. A value that begins with two dashes must be written as `--name=value`. Raises: ConfigError with
+        every fault."""
         words, faults, texts = [str(word) for word in argv], [], {}
         given = Arguments({name: [] if option.many else option.default for name, option in self.options.items()},
                           words=tuple(words))

@@ -39,10 +39,8 @@ _at_restart = contextvars.ContextVar("at_restart", default=False)
 
 @contextlib.contextmanager
 def restarting(restart: bool = True) -> Iterator[None]:
-    """Context in which all work belongs to a restart by a launcher.
-
-    With STARTS set, the whole process belongs to a restart.
-    """
+    """Context in which all work belongs to a restart by a launcher. With STARTS set, the whole process belongs to a
+    restart."""
     token = _at_restart.set(restart)
     try:
         yield
@@ -52,11 +50,8 @@ def restarting(restart: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def user_errors(prefix: str = "") -> Iterator[None]:
-    """Turn a ValueError of the block into a ConfigError with one message per line.
-
-    At a restart, refused credentials have worked before and have expired. The run file has no mistake, so a
-    FileSystemError is raised instead.
-    """
+    """Turn a ValueError of the block into a ConfigError with one message per line. At a restart, refused credentials
+    have worked before and have expired. The run file has no mistake, so a FileSystemError is raised instead."""
     try:
         yield
     except ConfigError:
@@ -179,10 +174,8 @@ def join(names: Iterable[str], word: str) -> str:
 
 
 def with_origins(message: str, origins: Mapping[str, str]) -> str:
-    """Return the message with the names of the files that set the message's keys.
-
-    origins: the file of each key that an extended file sets.
-    """
+    """Return the message with the names of the files that set the message's keys. origins: the file of each key that an
+    extended file sets."""
     extended = [name for name in origins if re.search(rf"\b{re.escape(name)}\b", message)]
     return f"{message} ({', '.join(f'{origins[name]} gives {name}' for name in extended)})" if extended else message
 

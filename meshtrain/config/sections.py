@@ -28,9 +28,7 @@ def key(default, description: str, **limits):
 
 def fill(section, **values):
     """Write derived values into a section under construction or into a copy. pydantic's setter refuses frozen sections.
-
-    The values do not count as given: section.model_fields_set does not change.
-    """
+    The values do not count as given: section.model_fields_set does not change."""
     section.__dict__.update(values)
     return section
 
@@ -147,10 +145,8 @@ class Table(Section):
 
 
 class RopeScaling(Table):
-    """model.rope_scaling, with the keys of Hugging Face's config.json.
-
-    Keys that the type does not read keep their defaults.
-    """
+    """model.rope_scaling, with the keys of Hugging Face's config.json. Keys that the type does not read keep their
+    defaults."""
 
     rope_type: Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"] = key(
         "default", "scaled frequencies: default: none; linear: all; llama3, yarn: the low ones; longrope: each by its "
@@ -187,10 +183,8 @@ class RopeScaling(Table):
 
 
 class MixerKeys(Table):
-    """model.kinds.LETTER: keys of [model] with a value of their own for the layers of one mixer.
-
-    A key that is left out has the value of [model].
-    """
+    """model.kinds.LETTER: keys of [model] with a value of their own for the layers of one mixer. A key that is left out
+    has the value of [model]."""
 
     num_heads: int | None = key(None, "query heads", ge=1)
     num_kv_heads: int | None = key(None, "key and value heads", ge=1)
@@ -217,10 +211,8 @@ class Kinds(Table):
 
 
 class LinearKeys(Table):
-    """model.linear: the recurrent mixers (G, K, M). Each value head has a state of key_dim × value_dim.
-
-    In Mamba-2, key heads are groups, key_dim is the width of the state, and value_dim is the width of a head.
-    """
+    """model.linear: the recurrent mixers (G, K, M). Each value head has a state of key_dim × value_dim. In Mamba-2, key
+    heads are groups, key_dim is the width of the state, and value_dim is the width of a head."""
 
     key_heads: int = key(0, "heads of queries and keys; 0 = no such layers", ge=0)
     value_heads: int = key(0, "heads of values, a multiple of key_heads", ge=0)
@@ -236,9 +228,7 @@ class LinearKeys(Table):
 
 class LatentKeys(Table):
     """model.latent: attention whose queries, keys and values are computed from narrow latents (MLA, arXiv:2405.04434).
-
-    head_dim is the width of queries and keys, including the rotated part.
-    """
+    head_dim is the width of queries and keys, including the rotated part."""
 
     kv_dim: int = key(0, "width of the latent of keys and values; 0 = plain attention", ge=0)
     query_dim: int = key(0, "width of the latent of queries; 0 = none", ge=0)

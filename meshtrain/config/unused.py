@@ -17,21 +17,16 @@ TEXTS = ("text", "jsonl", "parquet", "arrow")       # sources whose documents ar
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """A key that has no effect in some runs.
-
-    key: section.key. when: whether the key has an effect in a run. remedy: the setting that gives it one.
-    """
+    """A key that has no effect in some runs. key: section.key. when: whether the key has an effect in a run. remedy:
+    the setting that gives it one."""
     key: str
     when: Callable[[Run], bool]
     remedy: str
 
 
 def _caches_tokens(run: Run) -> bool:
-    """Return whether the run writes a token cache, or copies of files at addresses.
-
-    Plain text that is trained on as bytes needs neither a cache nor copies. For a glob the result is true, because it
-    may match other files.
-    """
+    """Return whether the run writes a token cache, or copies of files at addresses. Plain text that is trained on as
+    bytes needs neither a cache nor copies. For a glob the result is true, because it may match other files."""
     named = [*(run.data.mixture or [run.data]), *run.data.validation_sources]
     paths = [path for source in named for path in (*source.paths, *source.validation_paths)]
     return (run.data.tokenizer != "bytes" or bool(run.data.split_at)

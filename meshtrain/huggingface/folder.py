@@ -379,10 +379,8 @@ def _are_blocks(folder: Folder, name: str, shape: tuple[int, ...]) -> bool:
 
 
 def match(folder: Folder, model: Model, paths: Paths) -> list[WeightRow]:
-    """Return the rows of a model; the folder has the tensors of each. paths: paths of our parameters.
-
-    Raises: ValueError that lists all missing, unexpected and misshapen tensors, and unsupported dtypes.
-    """
+    """Return the rows of a model; the folder has the tensors of each. paths: paths of our parameters. Raises:
+    ValueError that lists all missing, unexpected and misshapen tensors, and unsupported dtypes."""
     most = max([len(folder.entries), *(max(entry.shape, default=0) for entry in folder.entries.values())])
     if model.num_experts > most:
         raise _at(folder.directory, [f"{settings.CONFIG} says {model.num_experts:,} experts, but there are only "

@@ -58,10 +58,8 @@ def places(window: int, room: int, drafts: int = 0) -> int:
 
 
 def slot_bytes(cfg: Model, room: int, itemsize: int) -> int:
-    """Return the bytes of the keys, values and latents of one slot.
-
-    States of recurrent mixers are not counted, because they do not grow.
-    """
+    """Return the bytes of the keys, values and latents of one slot. States of recurrent mixers are not counted, because
+    they do not grow."""
     def of(mixer: str) -> int:
         keys = cfg.of(mixer)
         latent = keys.latent
@@ -83,11 +81,8 @@ def constrain(layout: Layout, caches: list) -> list:
 
 
 def lay(layout: Layout, caches: list, prompts: list, source_S, tokens_S) -> list:
-    """Return the cache with prompts from `read` copied into some slots.
-
-    source_S: the number of the slot's prompt among the prompts of its shard of the batch; -1: the slot is unchanged.
-    tokens_S: number of tokens of the prompt.
-    """
+    """Return the cache with prompts from `read` copied into some slots. source_S: the number of the slot's prompt among
+    the prompts of its shard of the batch; -1: the slot is unchanged. tokens_S: number of tokens of the prompt."""
     return [tuple(_lay_layer(layout, arrays, new, source_S, tokens_S) for arrays, new in zip(group, read, strict=True))
             for group, read in zip(caches, prompts, strict=True)]
 
@@ -206,10 +201,8 @@ class SlotEngine:
         self.cache, self.index, self.reach, self.T = cache, index, reach, reach.at_BT.shape[1]
 
     def convolve(self, layout: Layout, xs, ws, segments_BT, axes=CHANNEL_AXES):
-        """Convolve the tokens of each slot with the tail in the cache.
-
-        segments are 0 for slots that are done; their output is not read.
-        """
+        """Convolve the tokens of each slot with the tail in the cache. segments are 0 for slots that are done; their
+        output is not read."""
         width, ys, tails = ws[0].shape[0], [], []
         for x, w, before in zip(xs, ws, map(self._own, self.cache[:3]), strict=True):
             before = convolution.Tail(before, jnp.ones(before.shape[:2], segments_BT.dtype))
@@ -338,9 +331,8 @@ class SlotEngine:
         return lax.dynamic_slice(stack, start, (1, *stack.shape[1:-2], size, stack.shape[-1]))[0]
 
     def _write(self, layout: Layout, stack, new):
-        """Return the stack with the tokens of each slot written at their places.
-
-        The write is a scatter with a batch dim, which stays on its device."""
+        """Return the stack with the tokens of each slot written at their places. The write is a scatter with a batch
+        dim, which stays on its device."""
         at_BT, place = self.reach.at_BT, stack.ndim - 2
         at = jnp.stack([jnp.broadcast_to(self.index, at_BT.shape), at_BT % stack.shape[place]], -1).astype(jnp.int32)
         numbers = lax.ScatterDimensionNumbers(
@@ -352,10 +344,8 @@ class SlotEngine:
 
 
 def _in_one_kernel(layout: Layout, N: int, keys, values) -> bool:
-    """Return whether `kernels.decode` supports this layer.
-
-    Query and KV heads must be sharded over the same mesh axes, and head_dim must not be sharded.
-    """
+    """Return whether `kernels.decode` supports this layer. Query and KV heads must be sharded over the same mesh axes,
+    and head_dim must not be sharded."""
 
     def split(logical):
         return layout.mesh_axes("activations", logical)
@@ -364,11 +354,8 @@ def _in_one_kernel(layout: Layout, N: int, keys, values) -> bool:
 
 
 def _against_latents(expansion: Expansion, q_BTNH):
-    """Return a function (latents, rotated keys) -> query-key products [B, 1, T, N, S].
-
-    The function does not expand the keys: it multiplies each query by the weight of its head's keys instead
-    (DeepSeek-V2, arXiv:2405.04434, 2.1.2).
-    """
+    """Return a function (latents, rotated keys) -> query-key products [B, 1, T, N, S]. The function does not expand the
+    keys: it multiplies each query by the weight of its head's keys instead (DeepSeek-V2, arXiv:2405.04434, 2.1.2)."""
     key_CNH = expansion.gather(expansion.key_CNH)
     plain = key_CNH.shape[2]
     q_BTNC = products.einsum("BTNH,CNH->BTNC", q_BTNH[..., :plain], key_CNH)

@@ -9,11 +9,8 @@ BROKEN = "\ufffd"       # the decoder's output for bytes that do not form a char
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """Turns the tokens of an answer into text.
-
-    decode: function ids -> text. stops: stop strings. stop_ids: stop tokens. ends: stop strings and stop tokens as
-    text, for messages.
-    """
+    """Turns the tokens of an answer into text. decode: function ids -> text. stops: stop strings. stop_ids: stop
+    tokens. ends: stop strings and stop tokens as text, for messages."""
     decode: Callable[[Sequence[int]], str]
     stops: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
@@ -43,9 +40,8 @@ class Words:
 
 
 class TextStream:
-    """Streams the text of an answer.
-
-    The stream holds back incomplete characters, and text that may be the start of a stop string."""
+    """Streams the text of an answer. The stream holds back incomplete characters, and text that may be the start of a
+    stop string."""
 
     def __init__(self, words: Words):
         self.words, self.told = words, ""

@@ -61,11 +61,8 @@ class SlotStates(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The result of a call of `decode`.
-
-    steps: number of passes. The other fields have, for each slot and pass, N + 1 tokens (-1 for tokens that do not
-    stay, and for slots that were done) and the numbers of `sampling.Draw`.
-    """
+    """The result of a call of `decode`. steps: number of passes. The other fields have, for each slot and pass, N + 1
+    tokens (-1 for tokens that do not stay, and for slots that were done) and the numbers of `sampling.Draw`."""
     steps: jax.Array
     token_SU: jax.Array
     logprob_SU: jax.Array
@@ -74,11 +71,8 @@ class Drawn(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """An answer to a prompt.
-
-    prompt, tokens: ids, including the stop token. stopped: "stop" or "length". logprobs, margins: for each token, see
-    `sampling.Draw`.
-    """
+    """An answer to a prompt. prompt, tokens: ids, including the stop token. stopped: "stop" or "length". logprobs,
+    margins: for each token, see `sampling.Draw`."""
     prompt: list[int]
     tokens: list[int]
     stopped: str
@@ -100,10 +94,8 @@ class GenerationLimits:
     ended: Callable[[int, list[int]], int | None] | None = None
 
     def of(self, prompt: Sequence[int]) -> int:
-        """Return the maximum of new tokens.
-
-        The last token is returned but never read by the model, so it needs no position.
-        """
+        """Return the maximum of new tokens. The last token is returned but never read by the model, so it needs no
+        position."""
         return min(self.tokens, self.length - len(prompt) + 1) if self.length else self.tokens
 
 
@@ -210,18 +202,14 @@ class Generator:
         return request
 
     def slots_for(self, count: int) -> int:
-        """Return the number of slots for this many requests.
-
-        The number is at least two: XLA turns a lookup by one id into a slice, and gathers a sharded table to slice it.
-        """
+        """Return the number of slots for this many requests. The number is at least two: XLA turns a lookup by one id
+        into a slice, and gathers a sharded table to slice it."""
         shards = self._shards()
         return max(-(-min(count, self.slots) // shards) * shards, 2)
 
     def programs(self, prompt: int) -> dict[str, jax.stages.Compiled]:
         """Return the compiled programs for all slots with `room`, from shapes alone: params may be ShapeDtypeStructs.
-
-        prompt: number of tokens of a prompt.
-        """
+        prompt: number of tokens of a prompt."""
         S, room = self.slots_for(self.slots), cache.round_room(max(self.room, _pad_length(prompt - 1)) + self.drafts)
         jitted = _programs(self.model, self.ex, S, room, sampling.Picking(1.0), (), self.drafts)
         empty = self.compiled("the allocation of the cache", jitted.empty, self.params)
@@ -245,11 +233,8 @@ class Generator:
 
 @dataclasses.dataclass(eq=False)
 class _Request:
-    """One requested completion.
-
-    of_prompt: the prompt's number. counters: (batch, row, sample). leg: tokens until its slot is done. turn: the length
-    at which the request is read again; 0: none.
-    """
+    """One requested completion. of_prompt: the prompt's number. counters: (batch, row, sample). leg: tokens until its
+    slot is done. turn: the length at which the request is read again; 0: none."""
     number: int
     of_prompt: int
     prompt: list[int]
@@ -309,10 +294,8 @@ def _pad_length(length: int) -> int:
 
 
 def _deal(waiting: collections.deque[_Request], owners: list[_Request | None], shards: int, drafts: int) -> Filling:
-    """Take waiting requests, assign free slots of the shard with the most free slots, and read each prompt once.
-
-    All requests have the same padded length, so that there are few compiled programs.
-    """
+    """Take waiting requests, assign free slots of the shard with the most free slots, and read each prompt once. All
+    requests have the same padded length, so that there are few compiled programs."""
     S = len(owners)
     free = [[s for s in range(S) if owners[s] is None and s * shards // S == shard] for shard in range(shards)]
     T = _pad_length(waiting[0].read)

@@ -76,10 +76,8 @@ class HarnessModel(TemplateLM):
         return lead + list(ids[len(lead):])[-(most - len(lead)):]
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
-        """Return (log-likelihood of the continuation, whether it is the greedy one) for each request.
-
-        A request is (texts, context ids, continuation ids).
-        """
+        """Return (log-likelihood of the continuation, whether it is the greedy one) for each request. A request is
+        (texts, context ids, continuation ids)."""
         rows = [self._cut(context + continuation, self.length + 1) for _, context, continuation in requests]
         order, results = sorted(range(len(rows)), key=lambda i: -len(rows[i])), {}
         while order:
@@ -155,10 +153,8 @@ class HarnessModel(TemplateLM):
 
 
 def results(model: HarnessModel, tasks: Sequence[str], num_fewshot: int | None, limit: int | None) -> dict[str, dict]:
-    """Return {task: {metric: value}}. tasks: names, or paths of YAML files.
-
-    Raises: ValueError for a task that does not exist.
-    """
+    """Return {task: {metric: value}}. tasks: names, or paths of YAML files. Raises: ValueError for a task that does not
+    exist."""
     files = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
     names = [_name_in(Path(task)) if Path(task) in files else task for task in tasks]
     manager = TaskManager(include_path=sorted({path.resolve().parent for path in files}) or None,
@@ -174,10 +170,7 @@ def results(model: HarnessModel, tasks: Sequence[str], num_fewshot: int | None, 
 
 
 def _name_in(path: Path) -> str:
-    """Return the task name in a YAML file.
-
-    Raises: ValueError if the file cannot be read or names no task.
-    """
+    """Return the task name in a YAML file. Raises: ValueError if the file cannot be read or names no task."""
     try:
         match = re.search(r"^task:\s*[\"']?([^\s\"']+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     except (OSError, UnicodeDecodeError) as error:

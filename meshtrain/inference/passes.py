@@ -21,11 +21,8 @@ def empty(model: Transformer, ex: Execution, p, slots: int, room: int, drafts: i
 
 
 def read(model: Transformer, ex: Execution, p, batch, drafts: int = 0) -> list:
-    """Run the prompts through the layers and return their caches.
-
-    Prompts are padded on the left, with segment 0. The last token is at the last place. drafts: number of depths that
-    will draft.
-    """
+    """Run the prompts through the layers and return their caches. Prompts are padded on the left, with segment 0. The
+    last token is at the last place. drafts: number of depths that will draft."""
     x_BTD, inputs, caches = model.embed(ex, p, batch), model.inputs(batch), []
     for first, group in model.number_groups():
         def repeat(x_BTD, scanned, group=group):

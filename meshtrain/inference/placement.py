@@ -22,10 +22,7 @@ WHAT = {"heads": "query heads", "kv_heads": "key and value heads", "mlp": "width
 
 
 def command(model: Transformer, sizes: Mapping[str, int]) -> Layout:
-    """Return the layout on the user's mesh, data × fsdp × tensor.
-
-    Raises: ValueError with every fault.
-    """
+    """Return the layout on the user's mesh, data × fsdp × tensor. Raises: ValueError with every fault."""
     faults = [f"mesh.{axis}={sizes[axis]} has no use here: a model answers without stages, and its sequences stay "
               f"whole; leave it out, and use mesh.tensor or mesh.fsdp"
               for axis in ("stage", "context") if sizes[axis] > 1]
@@ -52,9 +49,7 @@ def command(model: Transformer, sizes: Mapping[str, int]) -> Layout:
 
 def within(model: Transformer, trained: Layout) -> Layout:
     """Return the layout for one row on a training mesh, in which no device holds more of the weights than in training.
-
-    `tensor` splits the same dims as in training. All other axes split the embedding dim, as far as it divides.
-    """
+    `tensor` splits the same dims as in training. All other axes split the embedding dim, as far as it divides."""
     split = _split_in(trained)
     embed: tuple[str, ...] = ()
     for axis in ("data", "fsdp", "context", "stage"):       # in [optimizer]'s order; stages arrive by an all-to-all

@@ -13,11 +13,8 @@ from meshtrain.names import PRNG
 
 @dataclasses.dataclass(frozen=True)
 class Picking:
-    """How a token is chosen.
-
-    temperature: the temperature; 0: greedy. top_k: number of most likely tokens kept; 0: all. top_p: kept probability
-    mass. min_p: minimum probability, as a share of the most likely token's.
-    """
+    """How a token is chosen. temperature: the temperature; 0: greedy. top_k: number of most likely tokens kept; 0: all.
+    top_p: kept probability mass. min_p: minimum probability, as a share of the most likely token's."""
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -46,10 +43,8 @@ def key(seed, batch, row, sample):
 
 
 def pick(how: Picking, logits_BV, keys_B) -> Draw:
-    """Choose a token for each row. keys_B: a key for each row, used for this token alone.
-
-    The largest of logits plus Gumbel noise is a sample from their softmax.
-    """
+    """Choose a token for each row. keys_B: a key for each row, used for this token alone. The largest of logits plus
+    Gumbel noise is a sample from their softmax."""
     z_BV = (restrict(how, logits_BV) if how.temperature else logits_BV).astype(jnp.float32)
     noisy_BV = z_BV
     if how.temperature:
@@ -65,10 +60,8 @@ def pick(how: Picking, logits_BV, keys_B) -> Draw:
 
 
 def restrict(how: Picking, logits_BV):
-    """Return the logits divided by the temperature, with -inf for tokens that may not be sampled.
-
-    The filters apply in the order of transformers: top-k, top-p of the remaining tokens, min-p of the remaining tokens.
-    """
+    """Return the logits divided by the temperature, with -inf for tokens that may not be sampled. The filters apply in
+    the order of transformers: top-k, top-p of the remaining tokens, min-p of the remaining tokens."""
     z = logits_BV / how.temperature
     if 0 < how.top_k < z.shape[-1]:
         z = jnp.where(z < jax.lax.top_k(z, how.top_k)[0][..., -1:], -jnp.inf, z)

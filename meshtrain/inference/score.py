@@ -23,10 +23,8 @@ TOKENS = 8192       # tokens of a batch, on each device that has its own rows
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scorer:
-    """A model with its weights on the mesh that is in context.
-
-    compiled: (name, jitted, its arguments) -> the compiled function.
-    """
+    """A model with its weights on the mesh that is in context. compiled: (name, jitted, its arguments) -> the compiled
+    function."""
     model: Transformer
     ex: Execution
     params: dict
@@ -40,15 +38,12 @@ class Scorer:
 
     def score(self, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return (float32 log-probabilities in nats [B, T], whether they are the largest [B, T]) of batch["targets"].
-
         Both arrays are undefined where there is no target. batch: as in training, with `rows` rows."""
         return tuple(np.asarray(x) for x in self._run("the scoring of tokens", self._score, batch))
 
     def logits(self, tokens_BT: np.ndarray) -> np.ndarray:
-        """Return float32 logits [B, T, V] for the token after each token. A row is one document.
-
-        All logits exist in memory together.
-        """
+        """Return float32 logits [B, T, V] for the token after each token. A row is one document. All logits exist in
+        memory together."""
         def whole(p, batch):
             x_BTD = self.model.through_layers(self.ex, p, batch)
             return self.model.head_logits(self.ex, p, x_BTD)

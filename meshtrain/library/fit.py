@@ -219,7 +219,6 @@ def _make_step(layout: TreeLayout, gradients: Callable, optimizer: optax.Gradien
 
 def _compile(layout: TreeLayout, step: jax.stages.Wrapped, wanted: State, rows: Any) -> jax.stages.Compiled:
     """Compile the step for its arguments. Warn in one line if devices repeat matmuls, or if repeats cannot be detected.
-
     Raises: ConfigError if devices repeat all matmuls: a mesh axis then splits no work."""
     inspected = functions.inspect(step, (wanted, rows), functions.Target(options=functions.OURS))
     traced, repeats = inspected.traced, inspected.repeats

@@ -121,9 +121,8 @@ class TreeLayout:
     # ---- inside a step -----------------------------------------------------------------------------------------------
 
     def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
-        """Constrain an activation by [activations]: `layout.constrain(h_BTF, "batch", "seq", "mlp")`.
-
-        Axes that are manual at the call (in a shard_map, in `gradients`, in a pipeline) have no effect."""
+        """Constrain an activation by [activations]: `layout.constrain(h_BTF, "batch", "seq", "mlp")`. Axes that are
+        manual at the call (in a shard_map, in `gradients`, in a pipeline) have no effect."""
         faults = self._find_unknown("constrain", names) + axes_of.find_shape_faults({"constrain": x}, {
             "constrain": names})
         if not faults:
@@ -137,11 +136,8 @@ class TreeLayout:
         return self._constrain(x, "activations", names)
 
     def gathered(self, weights: Any, axes: Any) -> Any:
-        """Return weights as a matmul takes them: [params] without the axes that split tokens.
-
-        If this is called inside a layer, ZeRO-3 gathers layer by layer. weights: an array or a tree. axes: as for
-        `place`.
-        """
+        """Return weights as a matmul takes them: [params] without the axes that split tokens. If this is called inside
+        a layer, ZeRO-3 gathers layer by layer. weights: an array or a tree. axes: as for `place`."""
         leaves = axes_of.list_leaves(weights)
         named = self._match(leaves, axes, "gathered")
         return jax.tree.unflatten(jax.tree.structure(weights), [

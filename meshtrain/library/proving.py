@@ -99,9 +99,8 @@ def _count_arguments(loss: Callable) -> int:
 
 def _on_one_device(loss: Callable, params: Any, rows: Any,
                    key: jax.Array | None) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Return (the mean loss and its gradients by name, findings about the loss). key: see `gradients`.
-
-    Raises: ValueError if the loss does not return (sum, count)."""
+    """Return (the mean loss and its gradients by name, findings about the loss). key: see `gradients`. Raises:
+    ValueError if the loss does not return (sum, count)."""
     numbers = np.arange(count_rows(rows), dtype=np.uint32)
 
     @jax.jit

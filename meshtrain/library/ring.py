@@ -99,9 +99,7 @@ def token_order(length: int, layout: Layout, method: str = "ring") -> np.ndarray
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _reorder(axes: rules.Layout, dims: tuple[str | None, ...], into: bool, x_BT):
     """Return x [B, T, …] with its tokens moved from natural into zigzag order, or back. dims: logical axes after T.
-
-    Each device sends its tokens once over `context`.
-    """
+    Each device sends its tokens once over `context`."""
     spec = axes.spec("activations", ("batch", "seq", *dims))
     return jax.shard_map(zigzag.from_natural if into else zigzag.to_natural, in_specs=spec, out_specs=spec,
                          axis_names=set(automatic_axes()), check_vma=False)(x_BT)

@@ -53,9 +53,7 @@ class StagedStack:
 
     def differentiate(self, weights: Any, ends: Any, rows: Any) -> tuple[jax.Array, Any, Any]:
         """Return (the sums over all rows; the sum's gradients with respect to weights [R, V, P, n, …] and ends [R, …]).
-
-        The gradients are float32 and not yet added over R, which is sharded over the axes of the batch.
-        """
+        The gradients are float32 and not yet added over R, which is sharded over the axes of the batch."""
         sums, d_weights, d_ends, *_ = executor.gradients(self.schedule, *self._list_arguments(weights, ends, rows))
         return sums.combine().by_name["sums"].value, d_weights, d_ends
 
@@ -93,10 +91,8 @@ class StagedStack:
         return self._list_functions(weights, ends), placement, ((weights, {}), (ends, {}), ({}, {})), batch, {}
 
     def _list_functions(self, weights: Any, of_ends: Any) -> ModelFunctions:
-        """Return the stack as the functions that the executor calls with float32 weights.
-
-        The stack gets them in the dtypes of `weights` and `of_ends`. XLA removes the two casts.
-        """
+        """Return the stack as the functions that the executor calls with float32 weights. The stack gets them in the
+        dtypes of `weights` and `of_ends`. XLA removes the two casts."""
         stack = self.stack
 
         def narrow(wide, like, axes):

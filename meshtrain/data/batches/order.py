@@ -68,10 +68,8 @@ def bijection(indices: np.ndarray, count: int, *key: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SourcePart:
-    """The part of a source that one split reads: whole runs, or (side "head", "tail") a piece of every document.
-
-    Every document counts one token more than its text, even an empty one: the separator before it.
-    """
+    """The part of a source that one split reads: whole runs, or (side "head", "tail") a piece of every document. Every
+    document counts one token more than its text, even an empty one: the separator before it."""
     source: Source
     runs: np.ndarray        # int32 [runs], rising
     tokens: np.ndarray      # int64 [runs], with separators

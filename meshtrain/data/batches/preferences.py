@@ -88,10 +88,7 @@ class PairValidation:
 
 def open_pairs(data, corpus: sources.Corpus, seed: int, position: dict | None = None) -> Pairs:
     """Return the corpus of data.source = "preferences" as batches. position: the data position of the previous run, or
-    None.
-
-    Raises: ValueError if no pair fits, or if the previous run had other batches.
-    """
+    None. Raises: ValueError if no pair fits, or if the previous run had other batches."""
     (source,) = corpus.sources
     fitting, shortest = _fitting(source, data.seq_len)
     if not len(fitting):

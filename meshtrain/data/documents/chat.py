@@ -207,9 +207,7 @@ def prompt(template: Template, messages: Sequence[dict], tools: list | None = No
 
 def encode(template: Template, conversations: Sequence[Conversation], learn_all: bool = False) -> list[Encoded]:
     """Return the ids of conversations, with masks: the assistant's trained messages, or everything with learn_all.
-
-    Raises: Fault for the first conversation that cannot be encoded.
-    """
+    Raises: Fault for the first conversation that cannot be encoded."""
     return [one for one in encode_each(template, conversations, learn_all, go_on=False) if isinstance(one, Encoded)]
 
 

@@ -223,10 +223,8 @@ def mask_path(path: str) -> str:
 
 
 def open_pair(path: str) -> IndexedTokens:
-    """Open an X.tokens.npy with its X.ends.npy. `check_rising` separately checks that ends never fall.
-
-    Raises: ValueError if the files are malformed or do not match.
-    """
+    """Open an X.tokens.npy with its X.ends.npy. `check_rising` separately checks that ends never fall. Raises:
+    ValueError if the files are malformed or do not match."""
     ids = _open_numbers(path, (np.uint16, np.uint32, np.int32), "token ids are one dimension of uint16, uint32 or "
                         "int32; write np.save(path, ids.astype(np.uint32))")
     ends = open_ends(ends_path(path), path)

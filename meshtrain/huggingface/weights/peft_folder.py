@@ -169,10 +169,8 @@ def tell(found: PeftFolder) -> list[str]:
 
 
 def load(found: PeftFolder, model: Transformer, weights: dict) -> dict:
-    """Return the weights with the folder's adapters. All processes read all of them.
-
-    weights: nested dicts of arrays with the adapters of `found.lora`. Raises: CheckpointError if a file cannot be read.
-    """
+    """Return the weights with the folder's adapters. All processes read all of them. weights: nested dicts of arrays
+    with the adapters of `found.lora`. Raises: CheckpointError if a file cannot be read."""
     places = model.places()
     weights = pretrained.load(found.whole, [row for row in found.rows if not row.stacked], places, weights)
     leaves = trees.leaves_of(weights)
@@ -204,9 +202,7 @@ def _place(array: np.ndarray, like) -> jax.Array:
 def merge(found: PeftFolder, base: Transformer, sharding_of: Callable[[ParamInfo], NamedSharding],
           weights: dict) -> dict:
     """Return the weights of a model without adapters, with the folder's adapters merged into their kernels in float32.
-
-    base: the model. sharding_of: sharding of a parameter.
-    """
+    base: the model. sharding_of: sharding of a parameter."""
     model = transformer.build(base.cfg, Lora(**found.lora))
     own = {info.name: jnp.zeros(info.shape, info.dtype, device=sharding_of(info))
            for info in model.parameters() if LORA in info.path}

@@ -106,9 +106,7 @@ def keep_companions(run: Run, directory: Path) -> None:
 
 def copy_companions(source: Path, target: Path, names: Sequence[str] = model_folder.COMPANIONS) -> None:
     """Copy a folder's companion files of these names to `target`, which is created if needed. Raises: ValueError.
-
-    Tensors of the folder that the text model does not use are copied to one more file, model_folder.CARRIED.
-    """
+    Tensors of the folder that the text model does not use are copied to one more file, model_folder.CARRIED."""
     copies = {path.name: partial(shutil.copyfile, path) for path in folder.companions(source) if path.name in names}
     if model_folder.CARRIED in {*names} - copies.keys() and (carried := folder.read_carried(source)):
         copies[model_folder.CARRIED] = partial(safetensors.copy, carried)
