@@ -122,11 +122,10 @@ def fit(loss: Callable, params: Any, axes: Any = None, *, layout: TreeLayout,
     gradients = layout.gradients(loss, named, asked.microbatches, asked.compute, asked.schedule, asked.chunks)
     first = data(0)
     feed = _Feed(layout, data, list_leaves(first))
-    wanted = _describe_state(layout, optimizer, params, named)
+    run, wanted = _describe_run(asked, feed), _describe_state(layout, optimizer, params, named)
     with jax.set_mesh(layout.mesh), contextlib.ExitStack() as stack:
         directory = None
         if asked.dir is not None:
-            run = _describe_run(asked, feed)
             facts = _list_facts(layout, loss, named, asked, feed)
             directory = stack.enter_context(run_dir.open_directory(run, facts, layout.rules.text))
         state = directory.restore(wanted) if directory else None
@@ -140,8 +139,8 @@ def fit(loss: Callable, params: Any, axes: Any = None, *, layout: TreeLayout,
         step = _compile(layout, _make_step(layout, gradients, optimizer, asked, wanted), wanted, layout.batch(first))
         taken: list[Row] = []
         guards = SkippedSteps(MOST_SKIPPED, REMEDY),
-        with directory.train(start, str(layout.spec), guards, taken) if directory else _train_here(
-                _describe_run(asked, feed), guards, taken) as training:
+        with (directory.train(start, str(layout.spec), guards, taken) if directory else
+              _train_here(run, guards, taken)) as training:
             state, done = loop.train(lambda limit: (), step, state, feed, asked.steps, *training)
     if done < asked.steps:
         say.out(f"stopped after step {done}, saved in {asked.dir}; call fit again to resume")

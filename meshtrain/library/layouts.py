@@ -126,8 +126,7 @@ class TreeLayout:
         faults = self._find_unknown("constrain", names) + axes_of.find_shape_faults({"constrain": x}, {
             "constrain": names})
         if not faults:
-            manual = get_abstract_mesh().manual_axes
-            sizes = {axis: 1 if axis in manual else n for axis, n in self.spec.sizes.items()}
+            sizes = {**self.spec.sizes, **dict.fromkeys(get_abstract_mesh().manual_axes, 1)}
             faults = rule_files.problems(self.rules, sizes, [Tensor("activations", "constrain", x.shape, tuple(names))])
         if faults:
             more = ["constrain: if a call initializes the model, call it with a number of rows that divides"] * (

@@ -93,13 +93,10 @@ class FitDirectory:
         """Return the newest state, with the shardings of `wanted`; None if no state is saved. Report and record changed
         facts. Raises: ConfigError if the saved arrays differ from `wanted`."""
         saved = self.checkpoints.newest()
-        changes = []
-        if saved is not None:
-            before = saved.metadata[FIT]
-            changes = [(name, before.get(name), value) for name, value in self.facts.items()
-                       if before.get(name) != value]
+        before = saved.metadata[FIT] if saved else self.facts
+        changes = [(name, before.get(name), value) for name, value in self.facts.items() if before.get(name) != value]
         with config.user_errors():
-            state = None if saved is None else saved.restore(wanted)
+            state = saved.restore(wanted) if saved else None
         start = saved.step if saved else 0
         if jax.process_index() == 0:
             for name, old, new in changes:
