@@ -96,7 +96,7 @@ def measure_index(path: str, seq_len: int, results) -> None:
     """Measure in a separate process: seconds to the first batch, bytes, and seconds of a sequence at a random position
     and of the next one."""
     before, clock, cpu = own_memory(), time.perf_counter(), time.process_time()
-    packed = packing.pack([Index(path)], [1.0], Packing(0, seq_len, global_batch=1, seed=0, validation_fraction=0.001))
+    packed = packing.pack([Index(path)], [1.0], Packing(0, seq_len, 1, seed=0, eos=0, validation_fraction=0.001), [""])
     packed.batch(0)
     opened = time.perf_counter() - clock, time.process_time() - cpu
     count = packed.train[0].tokens_per_epoch // seq_len
@@ -113,7 +113,7 @@ def measure_index(path: str, seq_len: int, results) -> None:
 def measure_whole(path: str, seq_len: int, counted: int, results) -> None:
     """Measure in a separate process: seconds to the first batch, to count documents, and for 2000 sequences; bytes."""
     before, clock, cpu = own_memory(), time.perf_counter(), time.process_time()
-    packed = packing.pack([Short(path)], [1.0], Packing(0, seq_len, global_batch=1, seed=0, packing="whole"))
+    packed = packing.pack([Short(path)], [1.0], Packing(0, seq_len, 1, seed=0, eos=0, packing="whole"), [""])
     times = []
     for work in (lambda: packed.batch(0), lambda: packed.train[0].has(counted * WHOLE_TOKENS // seq_len),
                  lambda: all(packed.batch(n) for n in range(2000))):
@@ -199,12 +199,13 @@ def batch_rows(folder: Path, copied: float) -> tuple[list[str], float]:
     """Return (rows of the table, bytes of a token in a batch). copied: bytes per CPU second."""
     lines, (text, ids, many) = [], make_sources(folder)
     for seq_len in SEQ_LENS:
-        shape = Packing(50_000, seq_len, BATCH_TOKENS // seq_len, seed=0)
-        packs = {name: packing.pack(parts, weights, shape)
+        shape = Packing(50_000, seq_len, BATCH_TOKENS // seq_len, seed=0, eos=50_000)
+        packs = {name: packing.pack(parts, weights, shape, [""] * len(parts))
                  for name, parts, weights in (("text files", [text], [1]), ("uint16 tokens", [ids], [1]),
                                               (f"the same in {MANY_FILES:,} files", [many], [1]),
                                               ("mixture 1 : 3", [text, ids], [1, 3]))}
-        packs["whole documents of uint16 tokens"] = packing.pack([ids], [1], dataclasses.replace(shape, packing="whole"))
+        packs["whole documents of uint16 tokens"] = packing.pack(
+            [ids], [1], dataclasses.replace(shape, packing="whole"), [""])
         width = sum(array.nbytes for array in packs["uint16 tokens"].batch(0).values()) / BATCH_TOKENS
         limit = copied / width
         for name, packed in packs.items():

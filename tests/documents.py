@@ -41,7 +41,9 @@ SETTINGS = {field.name for field in dataclasses.fields(packing.Packing)}
 
 
 def pack(corpus, weights, **settings):
-    """packing.pack, with the fields of Packing among the keywords."""
+    """packing.pack, with the fields of Packing among the keywords. eos is bos, and names are numbers, by default."""
+    names = [""] if len(corpus) == 1 else [str(i) for i in range(len(corpus))]
+    settings = {"eos": settings["bos"], "names": names, **settings}
     shape = packing.Packing(**{name: value for name, value in settings.items() if name in SETTINGS})
     return packing.pack(corpus, weights, shape,
                         **{name: value for name, value in settings.items() if name not in SETTINGS})

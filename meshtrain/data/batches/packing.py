@@ -35,22 +35,18 @@ from meshtrain.names import NO_TARGET
 class Packing:
     """How documents become batches.
 
-    eos: the target after a document's last token; None: bos. document_mask: False makes a row one segment with
-    consecutive positions. packing: "stream", or "whole": no document is cut, and seq_len cannot change.
-    validation_fraction: share of each source's tokens to hold out.
+    eos: the target after a document's last token. document_mask: False makes a row one segment with consecutive
+    positions. packing: "stream", or "whole": no document is cut, and seq_len cannot change. validation_fraction: share
+    of each source's tokens to hold out.
     """
     bos: int
     seq_len: int
     global_batch: int
     seed: int
-    eos: int | None = None
+    eos: int
     document_mask: bool = True
     packing: str = "stream"
     validation_fraction: float = 0.0
-
-    @property
-    def end(self) -> int:
-        return self.bos if self.eos is None else self.eos
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +133,7 @@ class PackedValidation:
 
 def open_batches(data, corpus: sources.Corpus, seed: int, position: dict | None = None) -> Packed:
     """Return the run file's [data] as batches. position, errors: as in `pack`."""
-    return pack(corpus.sources, corpus.weights, _shape(data, corpus, seed), corpus.validation, corpus.names,
+    return pack(corpus.sources, corpus.weights, _shape(data, corpus, seed), corpus.names, corpus.validation,
                 corpus.curves, position)
 
 
@@ -149,8 +145,8 @@ def open_whole(data, corpus: sources.Corpus, seed: int) -> tuple[PackedValidatio
     a source has no target.
     """
     shape = dataclasses.replace(_shape(data, corpus, seed), validation_fraction=0.0)
-    parts = [(one.name, one.weight, one.source) for one in corpus.curves] or [*zip(
-        _names(corpus.names, len(corpus.sources)), corpus.weights, corpus.sources, strict=True)]
+    parts = [(one.name, one.weight, one.source) for one in corpus.curves] or [
+        *zip(corpus.names, corpus.weights, corpus.sources, strict=True)]
     kind = TokenStream if shape.packing == "stream" else WholeStream
     streams = [kind(order.whole(source), None, i, (Grid(0, shape.seq_len, None),))
                for i, (_, _, source) in enumerate(parts)]
@@ -170,21 +166,17 @@ def _shape(data, corpus: sources.Corpus, seed: int) -> Packing:
     return Packing(corpus.tokenizer.bos, seed=seed, eos=corpus.eos, **same)
 
 
-def _names(names: Sequence[str], count: int) -> list[str]:
-    return list(names) or ([""] if count == 1 else [str(i) for i in range(count)])
-
-
-def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, validation: Sequence[Source | None] = (),
-         names: Sequence[str] = (), curves: Sequence[sources.ValidationSource] = (),
+def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, names: Sequence[str],
+         validation: Sequence[Source | None] = (), curves: Sequence[sources.ValidationSource] = (),
          position: dict | None = None) -> Packed:
     """Return the batches of sources that are mixed in the proportions of `weights` (shares of tokens; positive, any
     sum).
 
-    validation: a validation source for each source, used instead of held-out documents. curves: validation sets that
-    are used instead of both. names: the names of the sources. position: `Packed.position(n)` of the previous run. With
-    equal settings all batches are bit-identical. Weights, seq_len and global_batch may differ: every source then
-    continues after its last token, and the sequences of its current chunk (order.CHUNK_TOKENS) keep their order, but
-    are cut at the new row ends.
+    names: the names of the sources. validation: a validation source for each source, used instead of held-out
+    documents. curves: validation sets that are used instead of both. position: `Packed.position(n)` of the previous
+    run. With equal settings all batches are bit-identical. Weights, seq_len and global_batch may differ: every source
+    then continues after its last token, and the sequences of its current chunk (order.CHUNK_TOKENS) keep their order,
+    but are cut at the new row ends.
 
     Raises: ValueError if a source is too short for its share of one batch, if its held-out part is too short for one
     sequence, or if the position belongs to other data.
@@ -217,7 +209,7 @@ def pack(corpus: Sequence[Source], weights: Sequence[float], shape: Packing, val
     phase = DataPhase(0, (0,) * len(corpus), shares, seq_len, shape.global_batch)
     if position is not None:
         streams, phase = _continue_streams(streams, phase, position, shape.packing)
-    curve_streams = curve_streams or list(zip(_names(names, len(corpus)), shares, held))
+    curve_streams = curve_streams or list(zip(names, shares, held))
     total = sum(weight for _, weight, _ in curve_streams)
     sets = tuple(PackedValidation(name, weight / total, stream, shape) for name, weight, stream in curve_streams)
     return Packed(streams, sets, shape, phase, quantum)
@@ -277,7 +269,7 @@ def _read(stream: TokenStream | WholeStream, pieces: Pieces, tokens: np.ndarray,
     count, first = pieces.count - has_separator, pieces.first - (pieces.begins & complete)
     next_target = np.full(len(pieces.line), NO_TARGET, np.int32)
     if not complete and stream.part.side != "head":
-        next_target[~pieces.empty] = shape.end
+        next_target[~pieces.empty] = shape.eos
     wanted = np.flatnonzero(count + pieces.goes_on)
     table = (pieces.line + has_separator, count, pieces.goes_on, pieces.document, first)
     masks = getattr(source, "masked", False)
