@@ -40,10 +40,10 @@ class HarnessModel(TemplateLM):
     """
 
     def __init__(self, scorer: Scorer, generator: Generator, encode: Callable[[str], list[int]], words: Words,
-                 prefix: int, length: int, lead: Sequence[int] = (), seed: int = 0):
+                 prefix: int, length: int, lead: Sequence[int] = ()):
         super().__init__()
         self.scorer, self.generator, self.encode, self.words = scorer, generator, encode, words
-        self.prefix, self.length, self.lead, self.seed = prefix, length, list(lead), seed
+        self.prefix, self.length, self.lead = prefix, length, list(lead)
 
     @property
     def eot_token_id(self) -> int:
@@ -145,8 +145,7 @@ class HarnessModel(TemplateLM):
         for number, prompt in enumerate(prompts):
             numbers.setdefault(tuple(prompt), []).append(number)
         limits = GenerationLimits(new, words.stop_ids, ended=words.at_string)
-        answers = self.generator.complete(list(numbers), limits, how, self.seed,
-                                          samples=list(map(len, numbers.values())))
+        answers = self.generator.complete(list(numbers), limits, how, samples=list(map(len, numbers.values())))
         texts = dict(zip(itertools.chain(*numbers.values()), (words.text(answer.tokens) for answer in answers),
                          strict=True))
         return [texts[number] for number in range(len(prompts))]

@@ -35,19 +35,19 @@ from meshtrain.shipped import find_file
 MICROBATCHES = 2
 
 
-def prove_loss(loss: Callable, params: Any, axes: Any, rows: Any, rules: Sequence[str] = (),
-               devices: Sequence[jax.Device] | None = None, cells: int | None = None) -> parity.Proof:
+def prove_loss(loss: Callable, params: Any, axes: Any, rows: Any, rules: Sequence[str], *,
+               cells: int | None) -> parity.Proof:
     """Compare the mean loss and its gradients on many layouts with those on one device.
 
     loss: a function loss(params, rows) -> (sum, count), or loss(params, rows, keys) with a key for each row, see
     `gradients`; or a `Stack`, which is also tested with stages; or make(layout) -> a loss, for a loss that constrains
     activations or splits sequences. params, axes: as for `Layout.place`. rows: a tree of arrays [B, …]. rules: rule
-    files; empty: the shipped rule files that differ for these params. devices: the devices; default: the devices of
-    this process. cells: largest number of layouts. Raises: ConfigError.
+    files; empty: the shipped rule files that differ for these params. cells: largest number of layouts; None: all.
+    Raises: ConfigError.
     """
     if rows is None:
         raise ConfigError("prove: a loss needs rows, arrays [B, …] that it takes; give rows=")
-    began, devices = time.monotonic(), jax.devices() if devices is None else devices
+    began, devices = time.monotonic(), jax.devices()
     with config.user_errors():
         loaded = [rule_files.load(find_file(path)) for path in dict.fromkeys(rules or cells_of.list_shipped_rules())]
         num_rows = count_rows(rows)
