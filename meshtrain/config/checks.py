@@ -176,8 +176,8 @@ CHECKS: tuple[Check, ...] = (
     *conflicts.LORA,
     *conflicts.DPO, _check_preferences,
     Conflict(lambda run: run.data.source and (run.training.objective == "rl") != (run.data.source == "prompts"),
-             '{training.objective} and {data.source}: training.objective="rl" and data.source="prompts" need each other',
-             "set both, or neither"),
+             '{training.objective} and {data.source}: training.objective="rl" and data.source="prompts" need each '
+             "other", "set both, or neither"),
     _check_objectives, _check_distributed,
     Conflict(lambda run: run.metrics.wandb in ("off", "on", "online", "offline", "true", "false"),
              "{metrics.wandb} is the name of the project at Weights & Biases",

@@ -60,7 +60,7 @@ def read(format: str, path: str, field: str) -> Iterator[TextPiece]:
     Raises: ValueError for a faulty file."""
     with reading(path):
         if format == "text":
-            yield from read_text(path)
+            yield from read_whole(path)
         elif format == "jsonl":
             yield from read_jsonl(path, field)
         else:
@@ -75,7 +75,7 @@ def reading(path: str) -> Iterator[None]:
         raise files.error_to_raise(error, f"{path} cannot be read", "fix it or take it out of data.paths") from None
 
 
-def read_text(path: str) -> Iterator[TextPiece]:
+def read_whole(path: str) -> Iterator[TextPiece]:
     """Yield the whole file as one document. As in `read_jsonl`, files named .gz or .zst are decompressed."""
     with open(path, "rb") as raw, compressed.decompress(path, raw) as unpacked, \
             io.TextIOWrapper(unpacked, encoding="utf-8", newline="\n") as file:
