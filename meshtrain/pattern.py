@@ -106,12 +106,7 @@ def _kinds(mixers: str, mlps: str, num_layers: int) -> tuple[Kind, ...]:
 
 def present(cfg: Model) -> frozenset[str]:
     """Return the letters of the layers' mixers."""
-    return _present(cfg.mixers, cfg.mlps, cfg.num_layers)
-
-
-@functools.lru_cache(256)
-def _present(mixers: str, mlps: str, num_layers: int) -> frozenset[str]:
-    return frozenset(kind.mixer for kind in _kinds(mixers, mlps, num_layers))
+    return frozenset(kind.mixer for kind in kinds(cfg))
 
 
 def rope_mixers(cfg: Model) -> dict:
@@ -202,15 +197,7 @@ def _parts(layers: tuple[Kind, ...]) -> list[tuple[tuple[Kind, ...], int]]:
 
 def leading(cfg: Model) -> int:
     """Return the number of layers before the stages of a pipeline."""
-    return _leading_and_period(cfg.mixers, cfg.mlps, cfg.num_layers)[0]
-
-
-@functools.lru_cache(256)
-def _leading_and_period(mixers: str, mlps: str, num_layers: int) -> tuple[int, int]:
-    made = _stretches(mixers, mlps, num_layers)
-    first, *_ = (stretch for stretch in made if not stretch.leading)
-    return sum(stretch.num_layers for stretch in made if stretch.leading), (
-        0 if first.name.startswith("part") else len(first.period))
+    return sum(stretch.num_layers for stretch in stretches(cfg) if stretch.leading)
 
 
 def count_staged(cfg: Model) -> int:
@@ -220,7 +207,8 @@ def count_staged(cfg: Model) -> int:
 
 def period(cfg: Model) -> int:
     """Return the length of the period. Stages of a pipeline hold complete periods. 0: the layers have no period."""
-    return _leading_and_period(cfg.mixers, cfg.mlps, cfg.num_layers)[1]
+    first = next(stretch for stretch in stretches(cfg) if not stretch.leading)
+    return 0 if first.name.startswith("part") else len(first.period)
 
 
 def count_padded(cfg: Model, virtual_stages: int) -> int:
@@ -232,7 +220,7 @@ def count_padded(cfg: Model, virtual_stages: int) -> int:
 def kv_heads_of(cfg: Model) -> dict[str, int]:
     """Return the number of key and value heads of each kind of mixer that the model has."""
     heads = {}
-    for letter in sorted({kind.mixer for kind in kinds(cfg)}):
+    for letter in sorted(present(cfg)):
         if mixer(letter).recurs:
             heads["recurrence"] = cfg.linear.key_heads
         elif mixer(letter).attends and not cfg.latent.kv_dim:

@@ -79,7 +79,7 @@ def check_context(case: parity.Compiled) -> None:
     The ring: forward (cp-1)·(K+V), backward as much again and cp·(dK+dV) in float32; the recomputation sends nothing.
     """
     run, program = case.made.run, case.audit
-    assert not program.partial_permutes
+    assert not program.broken_permutes
     if run.context.method != "ring":
         kinds = {c.kind for c in program.collectives if "context" in c.axes}
         assert dict(gather="all-gather", ulysses="all-to-all")[run.context.method] in kinds

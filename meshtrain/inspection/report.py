@@ -249,11 +249,11 @@ def roofline_table(line: roofline.Roofline, mesh: AnyMesh, change: str = "--assu
     shares = ", ".join(f"{name} {percent(share)}" for name, share in line.shares.items())
     domains = ", ".join(f"{axis} {n} GPUs over NVLink" if inside == n else
         f"{axis} {amount(n // inside, 'host')} with {amount(inside, 'network card')} each"
-        for axis, (n, inside) in roofline.links(line.gpu, mesh).items()) or "none"
+        for axis, (n, inside) in roofline.links(line.prices.gpu, mesh).items()) or "none"
     speed = f"{line.tokens_per_s / line.num_gpus:,.0f} tokens/s a GPU, " if line.workload.tokens else ""
     step = f"{line.step_s:.3f} s" if line.step_s >= 0.1 else seconds(line.step_s)
-    lines = [f"roofline on {line.num_gpus} × {line.gpu.name}, nothing measured: {step} a step, {speed}"
-             f"MFU {percent(line.mfu)} of the {line.mfu_dtype} peak",
+    lines = [f"roofline on {line.num_gpus} × {line.prices.gpu.name}, nothing measured: {step} a step, {speed}"
+             f"MFU {percent(line.mfu)} of the {line.workload.mfu_dtype} peak",
              f"of the step: {shares}",
              "communication = time spent waiting; contention = slowdown of kernels that overlap with communication; "
              f"{seconds(line.free_matmul_s)} of matmuls overlap with no communication",
@@ -276,7 +276,7 @@ def roofline_table(line: roofline.Roofline, mesh: AnyMesh, change: str = "--assu
     lines += [f"warning: the FLOPs of {name} are unknown, so only its bytes are counted" for name in line.uncounted]
     lines += ["", f"assumptions (change one with {change}; reasons: meshtrain/cost/formulas/assumptions.py): "
               + ", ".join(
-        f"{name} {value:g}" for name, value in line.assumed.as_dict().items())]
+        f"{name} {value:g}" for name, value in line.prices.assumed.as_dict().items())]
     return "\n".join(lines)
 
 

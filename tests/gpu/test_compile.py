@@ -136,4 +136,4 @@ def test_dropped_trip_counts_of_a_gpu_loop_are_derived():
     dropped = re.sub(r'"known_trip_count":\{"n":"\d+"\},?', "", text)
     assert dropped != text
     assert audit.read(dropped, mesh) == audit.read(text, mesh)
-    assert [r.count for r in audit.collectives(text, mesh)] == [6]
+    assert [r.count for r in audit.read(text, mesh).collectives] == [6]

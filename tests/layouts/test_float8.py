@@ -360,7 +360,7 @@ def test_a_layer_of_8b_takes_two_thirds_of_its_time_in_bfloat16():
         asked = ["configs/llama3-8b.toml", "--model.num_layers", str(num_layers), "--model.matmul_dtype", matmul_dtype]
         made = assembly.assemble(run_files.load(asked), gpu_compile.topology("h100:8"))
         line = CompiledProgram.of_run(made, made.program.compile()).roofline
-        assert not line.uncounted and line.mfu_dtype == "bfloat16"
+        assert not line.uncounted and line.workload.mfu_dtype == "bfloat16"
         return line.parts["matmul"] + line.parts["elementwise"]
     bfloat16, in_float8 = (seconds(dtype, 4) - seconds(dtype, 2) for dtype in ("bfloat16", "float8"))
     assert 1.5 * in_float8 < bfloat16 < 2 * in_float8

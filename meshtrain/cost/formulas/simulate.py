@@ -93,13 +93,19 @@ def _walk(schedule: Schedule, op_s, costs: Costs):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChosenSchedule:
-    """The schedule of a run. memory_bytes: bytes of its slots. why: the reason as one line for the log. fits: None if
-    the memory is unknown."""
+    """A schedule of a run. memory_bytes: bytes of its slots; total_bytes: bytes of a step, 0 if unknown. fits: whether
+    the step fits; None if the memory is unknown. why: the reason for the choice as one line for the log."""
     schedule: Schedule
     outcome: Outcome
     memory_bytes: int | None
     fits: bool | None
-    why: str
+    why: str = ""
+    total_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        chunks = self.schedule.num_chunks
+        return self.schedule.name if chunks == 1 else f"{self.schedule.name} of {chunks} chunks"
 
 
 def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(),
@@ -125,52 +131,34 @@ def choose(p: int, m: int, costs: Costs | Callable[[Schedule], Costs] = Costs(),
     # Rounded, so that sums of the same costs in another order are equal and the order of AUTOMATIC decides.
     first_s = tried[0].outcome.makespan_s
 
-    def cost(one: _Try) -> tuple[float, int]:
+    def cost(one: ChosenSchedule) -> tuple[float, int]:
         return round(one.outcome.makespan_s / first_s, 9), one.total_bytes
     fitting = [one for one in tried if one.fits is not False]
     best = min(fitting, key=cost) if fitting else min(tried, key=lambda one: (one.total_bytes, cost(one)))
-    return best.because(_why(tried, fitting, best, usable_bytes))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Try:
-    """A schedule that was simulated. bytes: bytes of a step; fits: whether the step fits. Each is None if unknown."""
-    schedule: Schedule
-    outcome: Outcome
-    bytes: StepBytes | None
-    fits: bool | None
-
-    @property
-    def total_bytes(self) -> int:
-        """Return the bytes of a step; 0 if unknown."""
-        return self.bytes.total if self.bytes else 0
-
-    @property
-    def name(self) -> str:
-        return _name(self.schedule)
-
-    def because(self, why: str) -> ChosenSchedule:
-        """Return the choice of this schedule with its reason."""
-        return ChosenSchedule(self.schedule, self.outcome, self.bytes.slots if self.bytes else None, self.fits, why)
+    return dataclasses.replace(best, why=_why(tried, fitting, best, usable_bytes or 0))
 
 
 def _try(schedule: Schedule, costs: Costs | Callable[[Schedule], Costs],
-         memory: Callable[[Schedule], StepBytes] | None, usable_bytes: int | None) -> _Try:
-    needed = memory(schedule) if memory else None
-    fits = needed.total <= usable_bytes if needed and usable_bytes is not None else None
-    return _Try(schedule, simulate(schedule, costs(schedule) if callable(costs) else costs), needed, fits)
+         memory: Callable[[Schedule], StepBytes] | None, usable_bytes: int | None) -> ChosenSchedule:
+    outcome = simulate(schedule, costs(schedule) if callable(costs) else costs)
+    if memory is None:
+        return ChosenSchedule(schedule, outcome, None, None)
+    needed = memory(schedule)
+    fits = None if usable_bytes is None else needed.total <= usable_bytes
+    return ChosenSchedule(schedule, outcome, needed.slots, fits, total_bytes=needed.total)
 
 
-def _why(tried: Sequence[_Try], fitting: Sequence[_Try], best: _Try, usable_bytes: int | None) -> str:
+def _why(tried: Sequence[ChosenSchedule], fitting: Sequence[ChosenSchedule], best: ChosenSchedule, usable_bytes: int
+         ) -> str:
     what = _what(best)
     if best.fits is False:
-        return (f"{what}; none of {len(tried)} schedules fits into {_limit(usable_bytes)}, and this one needs the "
+        return (f"{what}; none of {len(tried)} schedules fits into {gib(usable_bytes)}, and this one needs the "
                 "least memory")
     faster = [one for one in tried if one.fits is False and one.outcome.makespan_s < best.outcome.makespan_s]
     if faster:
         first = min(faster, key=lambda one: one.outcome.makespan_s)
         return (f"{what}; {first.name} ({first.outcome.bubble:.1%}) is faster but needs "
-                f"{gib(first.total_bytes)} of {_limit(usable_bytes)}")
+                f"{gib(first.total_bytes)} of {gib(usable_bytes)}")
     rest = [one for one in fitting if one is not best]
     if not rest:
         return f"{what}; the only schedule {'that fits' if best.fits else 'there is'}"
@@ -178,18 +166,14 @@ def _why(tried: Sequence[_Try], fitting: Sequence[_Try], best: _Try, usable_byte
     return f"{what}, the fastest of {len(fitting)} schedules; next {second.name} ({second.outcome.bubble:.1%})"
 
 
-def _what(one: _Try) -> str:
-    slots = f", {gib(one.bytes.slots)} of activations" if one.bytes is not None else ""
+def _what(one: ChosenSchedule) -> str:
+    slots = "" if one.memory_bytes is None else f", {gib(one.memory_bytes)} of activations"
     return f"{one.name}: modelled bubble {one.outcome.bubble:.1%}{slots}"
 
 
 def gib(count: int) -> str:
     """Format a number of bytes in GiB, or in MiB if small."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 100 else f"{count / 2**20:.2f} MiB"
-
-
-def _name(schedule: Schedule) -> str:
-    return schedule.name if schedule.num_chunks == 1 else f"{schedule.name} of {schedule.num_chunks} chunks"
 
 
 def chunk_counts(num_layers: int, p: int, most: int = 4) -> tuple[int, ...]:
@@ -220,8 +204,6 @@ def of_run(run: Run, costs: Costs | Callable[[Schedule], Costs], p: int,
         return choose(p, m, costs, memory, usable_bytes, counts)
     only = _try(schedules.make(name, p, m, v), costs, memory, usable_bytes)
     why = f"{_what(only)}, as requested"
-    return only.because(why + (f"; it does not fit into {_limit(usable_bytes)}" if only.fits is False else ""))
-
-
-def _limit(usable_bytes: int | None) -> str:
-    return gib(usable_bytes or 0)
+    if only.fits is False:
+        why += f"; it does not fit into {gib(usable_bytes or 0)}"
+    return dataclasses.replace(only, why=why)

@@ -43,7 +43,6 @@ class Collective:
     source: str  # shortened JAX path
     trips: int  # executions of the instruction
     group_size: int
-    is_async: bool
     in_branch: bool  # inside a conditional: see `hlo.Visit`
     arrays: tuple[tuple[int, ...], ...]  # dims of each operand's full array over the group
     line: str = ""  # of Python, see `sources.line_of`
@@ -72,8 +71,6 @@ class ProgramAudit:
     dots: tuple[Dot, ...]
     unknown_loops: tuple[str, ...]  # loops of unknown length around a collective or a dot: counted ONCE above
     broken_permutes: tuple[str, ...]  # permutes that leave devices with zeros for no known reason
-    # shifts without wrap-around and parts of uneven arrays: some devices correctly receive zeros
-    partial_permutes: tuple[str, ...]
     uncounted: tuple[str, ...]  # kernels that do matmuls of unknown size: not in dots
     further_rounds: int = 0  # number of loops that run only if experts are unbalanced; their contents are not counted
 
@@ -110,7 +107,6 @@ def read(text: str, mesh: AnyMesh) -> ProgramAudit:
     dots: list[Dot] = []
     uncounted: list[str] = []
     broken: list[str] = []
-    partial: list[str] = []
     for visit in visits:
         ins = visit.instruction
         if ins.further_rounds or not (_kind(ins) or visit.trips):
@@ -124,11 +120,9 @@ def read(text: str, mesh: AnyMesh) -> ProgramAudit:
         if visit.trips or visit.in_branch:      # of further rounds, none
             collectives += collective_rows(module, visit, mesh_shape, sources)
         if _kind(ins) == "collective-permute":
-            wrong, note = _permute_coverage(ins.attrs, ins.op_name, mesh_shape)
-            if note:
-                (broken if wrong else partial).append(f"{ins.name}: {note} {short_source(ins.op_name)}".strip())
-    return ProgramAudit(tuple(collectives), tuple(dots), tuple(unknown), tuple(broken),
-                        tuple(partial), tuple(uncounted),
+            if fault := _find_fault(ins.attrs, ins.op_name, mesh_shape):
+                broken.append(f"{ins.name}: {fault} {short_source(ins.op_name)}".strip())
+    return ProgramAudit(tuple(collectives), tuple(dots), tuple(unknown), tuple(broken), tuple(uncounted),
                         sum(visit.instruction.further_rounds for visit in visits))
 
 
@@ -139,9 +133,8 @@ def broken_permutes(text: str, mesh: AnyMesh) -> list[str]:
     for line in _PERMUTE.finditer(text):
         op_name = re.search(r'op_name="([^"]*)"', line.group(0))
         source = op_name.group(1) if op_name else ""
-        wrong, note = _permute_coverage(line.group(0), source, mesh_shape)
-        if wrong:
-            broken.append(f"{line.group(1)}: {note} {short_source(source)}".strip())
+        if fault := _find_fault(line.group(0), source, mesh_shape):
+            broken.append(f"{line.group(1)}: {fault} {short_source(source)}".strip())
     return broken
 
 
@@ -151,11 +144,6 @@ def count_recomputed(text: str) -> int:
 
 
 _PERMUTE = re.compile(r"^ *(?:ROOT )?%?(\S+) = .* collective-permute(?:-start)?\(.*$", re.MULTILINE)
-
-
-def collectives(text: str, mesh: AnyMesh) -> list[Collective]:
-    """Return the collectives of a program. Raises: ValueError if one is in a loop of unknown length."""
-    return list(read(text, mesh).require_known().collectives)
 
 
 def summarize(rows: Iterable[Collective]) -> list[dict]:
@@ -245,12 +233,11 @@ def collective_rows(module: hlo.HloModule, visit: hlo.Visit, mesh_shape: dict[st
     rows, named = [], _named(module, visit)
     for dtype, sizes in by_dtype.items():
         payload = sum(sizes) * visit.trips * (n if kind == "all-gather" else 1)
-        started = ins.op.endswith("-start") or visit.is_async
         rows.append(Collective(
             kind=kind, axes=axes, bytes=ring_bytes(kind, payload, n),
             payload_bytes=payload, dtype=dtype, source=short_source(named.op_name), trips=visit.trips, group_size=n,
-            is_async=started and '"is_sync":true' not in ins.attrs, in_branch=visit.in_branch,
-            arrays=tuple(arrays[dtype][:1] if one_array else arrays[dtype]), line=sources.line(named),
+            in_branch=visit.in_branch, arrays=tuple(arrays[dtype][:1] if one_array else arrays[dtype]),
+            line=sources.line(named),
         ))  # fmt: skip
     return rows
 
@@ -338,9 +325,9 @@ def source_target_pairs(attrs: str) -> np.ndarray:
 _UNEVEN = re.compile(r"(?:^|/)(?:slice|dynamic_slice|pad|concatenate|rev)$")
 
 
-def _permute_coverage(attrs: str, op_name: str, mesh_shape: dict[str, int]) -> tuple[bool, str]:
-    """Return (whether the permute is broken, a note if some devices receive nothing). Devices that receive nothing hold
-    zeros, and XLA reports no error.
+def _find_fault(attrs: str, op_name: str, mesh_shape: dict[str, int]) -> str:
+    """Return the fault of a permute that is broken, as text; "" for others. Devices that receive nothing hold zeros,
+    and XLA reports no error.
 
     XLA's all-gather-to-collective-permute-simplifier makes permutes without pairs on GPUs (openxla/xla #45218); these
     are broken. A shift without wrap-around is not broken. Nor is the permute of a slice of a sharded array, which sends
@@ -348,13 +335,10 @@ def _permute_coverage(attrs: str, op_name: str, mesh_shape: dict[str, int]) -> t
     """
     pairs, num_devices = source_target_pairs(attrs), math.prod(mesh_shape.values())
     targets = set(pairs[:, 1].tolist())
-    if len(targets) == num_devices:
-        return False, ""
     if not len(pairs):
-        return True, "EMPTY source_target_pairs: its output is zeros on every device"
-    coverage = f"covers {len(targets)} of {num_devices} devices"
-    if _UNEVEN.search(op_name):
-        return False, f"moves a part of an unevenly split array, {coverage}"
+        return "EMPTY source_target_pairs: its output is zeros on every device"
+    if len(targets) == num_devices or _UNEVEN.search(op_name):
+        return ""
     sizes = tuple(mesh_shape.values())
     source, target = (np.stack(np.unravel_index(p, sizes), -1) for p in pairs.T)
     step = (target - source)[0]
@@ -362,8 +346,8 @@ def _permute_coverage(attrs: str, op_name: str, mesh_shape: dict[str, int]) -> t
         axis = int(np.flatnonzero(step)[0])
         length = sizes[axis] - abs(int(step[axis]))
         if len(pairs) == num_devices // sizes[axis] * length:
-            return False, f"shift by {step[axis]} along {list(mesh_shape)[axis]} without wrap-around, {coverage}"
-    return True, coverage + "; the others receive zeros"
+            return ""
+    return f"covers {len(targets)} of {num_devices} devices; the others receive zeros"
 
 
 # ---- matmuls ---------------------------------------------------------------------------------------------------------

@@ -184,7 +184,6 @@ class Visit:
     computation: str
     instruction: Instruction
     trips: int  # executions per step
-    is_async: bool  # inside an async wrapper
     in_branch: bool  # inside a conditional, each of whose branches counts with the fraction `Instruction.branch_share`
 
 
@@ -198,11 +197,11 @@ def walk(module: HloModule, wanted: Callable[[Instruction], bool]) -> tuple[list
     holds = _holders(module, wanted)
     visits, unknown = [], []
 
-    def visit(name, params, trips, is_async, in_branch):
+    def visit(name, params, trips, in_branch):
         frame = _Frame(module, name, params)
         for ins in module.computations[name].values():
             if wanted(ins):
-                visits.append(Visit(name, ins, trips, is_async, in_branch))
+                visits.append(Visit(name, ins, trips, in_branch))
             called = [c for c in ins.callees if c in holds]
             if called and ins.op == "while":
                 body, condition = ins.attr("body"), ins.attr("condition")
@@ -216,15 +215,14 @@ def walk(module: HloModule, wanted: Callable[[Instruction], bool]) -> tuple[list
                 inner = _invariants(module, body, state)
                 for part, runs in ((body, n), (condition, n + 1)):
                     if part in called and (runs or ins.further_rounds):
-                        visit(part, [inner], trips * runs, is_async, in_branch)
+                        visit(part, [inner], trips * runs, in_branch)
             elif called:
                 branch = ins.op == "conditional"
                 args = [] if branch else [frame.thunk(o) for o in ins.operands]
                 for part in called:
-                    visit(part, args, round(trips * ins.branch_share), is_async or ins.op.endswith("-start"),
-                          in_branch or branch)
+                    visit(part, args, round(trips * ins.branch_share), in_branch or branch)
 
-    visit(module.entry, [], 1, False, False)
+    visit(module.entry, [], 1, False)
     return visits, sorted(set(unknown))
 
 

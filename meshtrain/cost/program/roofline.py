@@ -19,7 +19,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meshtrain import hardware
-from meshtrain.cost.formulas.assumptions import Assumptions
 from meshtrain.cost.formulas import attention_pairs, rates
 from meshtrain.cost.program import audit, hlo, timeline, work
 from meshtrain.cost.program.sources import ATTENTION, OPTIMIZER, RECURRENCE, Sources
@@ -98,20 +97,12 @@ class Roofline:
     uncounted: tuple[str, ...]      # matmul kernels of unknown size: counted by their bytes
 
     @property
-    def gpu(self) -> hardware.Gpu:
-        return self.prices.gpu
-
-    @property
-    def assumed(self) -> Assumptions:
-        return self.prices.assumed
-
-    @property
     def compute_s(self) -> float:
         return sum(self.parts.values())
 
     @property
     def contention_s(self) -> float:
-        return self.assumed["link.contend"] * self.hidden_s
+        return self.prices.assumed["link.contend"] * self.hidden_s
 
     @property
     def busy_s(self) -> float:
@@ -119,7 +110,7 @@ class Roofline:
 
     @property
     def host_s(self) -> float:
-        return self.assumed["step.overhead"] * self.busy_s
+        return self.prices.assumed["step.overhead"] * self.busy_s
 
     @property
     def step_s(self) -> float:
@@ -131,11 +122,7 @@ class Roofline:
 
     @property
     def mfu(self) -> float:
-        return self.workload.model_flops / (self.step_s * self.num_gpus * self.prices.peak(self.mfu_dtype))
-
-    @property
-    def mfu_dtype(self) -> str:
-        return self.workload.mfu_dtype
+        return self.workload.model_flops / (self.step_s * self.num_gpus * self.prices.peak(self.workload.mfu_dtype))
 
     @property
     def shares(self) -> dict[str, float]:
@@ -160,16 +147,16 @@ class Roofline:
         the shares whose sum is `share["other"]`."""
         other = {name: share for name, share in self.shares.items() if name not in PARTS}
         share = {part: self.shares[part] for part in PARTS if part in self.shares} | {"other": sum(other.values())}
-        return {"gpu": self.gpu.name, "num_gpus": self.num_gpus, "step_time_s": self.step_s,
+        return {"gpu": self.prices.gpu.name, "num_gpus": self.num_gpus, "step_time_s": self.step_s,
             "tokens_per_s": self.tokens_per_s,
-            "mfu": self.mfu, "mfu_dtype": self.mfu_dtype, "compute_s": self.compute_s,
+            "mfu": self.mfu, "mfu_dtype": self.workload.mfu_dtype, "compute_s": self.compute_s,
             "communication_s": self.communication_s,
             "exposed_s": self.exposed_s, "exposed_s_by_axes": self.exposed_by_axes, "hidden_s": self.hidden_s,
             "free_matmul_s": self.free_matmul_s, "share": share, "other": other,
             "traffic": [dataclasses.asdict(row) for row in self.traffic],
             "kernels": [row.as_json() for row in self.kernels], "unknown_loops": self.unknown_loops,
-            "uncounted": self.uncounted, "assumed": self.assumed.as_dict(),
-            "reasons": self.assumed.reasons()}
+            "uncounted": self.uncounted, "assumed": self.prices.assumed.as_dict(),
+            "reasons": self.prices.assumed.reasons()}
 
     @property
     def exposed_by_axes(self) -> dict[str, float]:
@@ -315,7 +302,7 @@ class _Program:
         core = next((i for i in held if i.op.removesuffix("-start") in audit.KINDS), None)
         if core is None:
             return None
-        rows = audit.collective_rows(self.module, hlo.Visit(inside, core, 1, started, False), self.mesh_shape,
+        rows = audit.collective_rows(self.module, hlo.Visit(inside, core, 1, False), self.mesh_shape,
                                      self.sources)
         kind, group = core.op.removesuffix("-start"), self._group(core)
         seconds = self.prices.collective_s(kind, sum(row.payload_bytes for row in rows), group)
