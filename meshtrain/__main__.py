@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import runpy
 import sys
 from collections.abc import Sequence
@@ -128,18 +127,12 @@ def completion(words: Sequence[str]) -> str:
     """Return the script that completes commands in a shell. Raises: ConfigError."""
     if list(words) not in [[shell] for shell in SHELLS]:
         raise ConfigError(f"completion needs the name of a shell; use one of {', '.join(SHELLS)}")
-    words_of = {name: _words_of(_module_of(name)) for name in COMMANDS}
+    words_of = {name: _words_of(f"meshtrain.commands.{name}") for name in COMMANDS}
     words_of |= {f"launch {name}": _words_of(f"meshtrain.launch.{name}") for name in LAUNCHERS}
     cases = "\n".join(f'        "{name}") words="{" ".join(some)}" ;;' for name, some in words_of.items())
     script = BASH.format(cases=cases, commands=" ".join([*COMMANDS, "launch", "completion"]),
                          launchers=" ".join(LAUNCHERS), shells=" ".join(SHELLS))
     return script if words[0] == "bash" else ZSH + script
-
-
-def _module_of(name: str) -> str:
-    """Return the module with a command's options."""
-    inside = f"meshtrain.commands.{name}"
-    return inside if importlib.util.find_spec(inside) else f"meshtrain.{name}"
 
 
 def _words_of(module: str) -> list[str]:

@@ -176,19 +176,23 @@ def start(run: Run, cluster: find.Cluster | None = None, cheaply: bool = False) 
     return devices
 
 
-def simulate(count: int) -> None:
-    """Start jax in this process with `count` simulated CPU devices. Raises: ConfigError if jax already runs with other
-    devices."""
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_SIMULATED:
-        raise ConfigError(f"simulate({count!r}) takes a whole number of devices from 1 to {MOST_SIMULATED}, e.g. 8")
+def simulate(devices: int) -> None:
+    """Simulate this number of CPU devices in this process. Call it in the first line of a notebook, before jax starts.
+
+    Raises: ConfigError if jax already runs with other devices; then restart the kernel.
+
+    >>> mt.simulate(8)
+    """
+    if isinstance(devices, bool) or not isinstance(devices, int) or not 1 <= devices <= MOST_SIMULATED:
+        raise ConfigError(f"simulate({devices!r}) takes a whole number of devices from 1 to {MOST_SIMULATED}, e.g. 8")
     if not jax_private.backends_are_initialized():
-        for line in _set_simulated(count, cheaply=True):
+        for line in _set_simulated(devices, cheaply=True):
             say.err(f"warning: {line}")
         refuse_unknown_flags(os.environ)
     with say.without_noise():
-        devices = jax.devices()
-    if devices[0].platform != "cpu" or len(devices) != count:
-        raise ConfigError(f"simulate({count}): {_other_devices(count)}")
+        started = jax.devices()
+    if started[0].platform != "cpu" or len(started) != devices:
+        raise ConfigError(f"simulate({devices}): {_other_devices(devices)}")
 
 
 def num_simulated() -> int:

@@ -29,6 +29,7 @@ from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import simulate as pipeline_times
 from meshtrain.data import sources
 from meshtrain.data.documents import contracts
+from meshtrain.devices import simulate
 from meshtrain.drawn import bars, curves, mesh, shards
 from meshtrain.exercise import check_answer
 from meshtrain.huggingface.weights import ends, pretrained
@@ -68,16 +69,6 @@ PlanOptions = TypedDict("PlanOptions", {
     "schedule": str, "chunks": int, "microbatches": int, "remat": str, "compute_dtype": str,
     "rules": Sequence[str] | str, "max_memory": float, "gpus_per_host": int, "tokens": float, "budget_hours": float,
     "assume": Sequence[str] | str, "verify": int}, total=False)
-
-
-def simulate(devices: int) -> None:
-    """Simulate this number of CPU devices in this process. Call it in the first line of a notebook, before jax starts.
-
-    Raises: ConfigError if jax already runs with other devices; then restart the kernel.
-
-    >>> mt.simulate(8)
-    """
-    local_devices.simulate(devices)
 
 
 def Rules(text: str | Mapping[str, object]) -> rule_files.Rules:

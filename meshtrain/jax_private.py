@@ -160,8 +160,4 @@ def name_stack(eqn) -> str:
 def manual_axes(eqn) -> frozenset[str]:
     """Return the mesh axes over which a shard_map equation runs its body once for each position. Raises: KeyError if
     this jax has another parameter for them."""
-    for name in ("newly_manual_axes", "manual_axes"):
-        if name in eqn.params:
-            return frozenset(eqn.params[name])
-    raise KeyError(f"a shard_map of jax {jax.__version__} has the parameters {', '.join(eqn.params)}, none of which "
-                   f"names its manual axes")
+    return frozenset(eqn.params["newly_manual_axes"])

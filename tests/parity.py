@@ -2,10 +2,10 @@
 import jax
 import numpy as np
 
-from meshtrain import config
+from meshtrain import assembly, config
 from meshtrain.parity.compare import (  # noqa: F401
-    FLOAT32, Compiled, Tolerance, allow_reduction, assemble, batch_of, check_accepted, compile_run, differences,
-    draw_parameters, leaf_differences, on_one_device, one_device, train,
+    FLOAT32, Compiled, Tolerance, allow_reduction, batch_of, check_accepted, compile_run, differences,
+    draw_parameters, leaf_differences, num_devices, on_one_device, one_device, train,
 )  # fmt: skip
 from meshtrain.shipped import locate_shipped
 
@@ -13,6 +13,10 @@ RULES = locate_shipped("sharding_rules")
 # bfloat16: activations have 8 bits, and other shards round other values. Small leaves hold mostly rounding errors. Some
 # tokens are routed to other experts.
 BFLOAT16 = Tolerance(2e-3, 2e-2, 0.15, 1e-2, 0.05, 0.3)
+
+
+def assemble(run: config.Run) -> assembly.Assembly:
+    return assembly.assemble(run, jax.devices()[:num_devices(run)])
 
 
 def check(run: config.Run, seed: int = 0, tolerance: Tolerance = FLOAT32) -> Compiled:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import jax
 import pydantic
 
-from meshtrain import assembly, config, devices, trained
+from meshtrain import assembly, config, devices, files, trained
 from meshtrain.checkpoint.store import CheckpointError
 from meshtrain.config import ConfigError
 from meshtrain.data.documents import chat, conversations, tokenizer
@@ -314,8 +314,7 @@ def _lines(path: str, chats: bool) -> list:
     """Return the prompts of a file, one per line. Lines end with \\n or \\r\\n; other line breaks of Unicode are part
     of the text. chats: a prompt may be a list of messages. Raises: ConfigError."""
     try:
-        with open(path, "rb") as file:
-            content = file.read(MOST_PROMPT_BYTES + 1)
+        content = files.read_start(path, MOST_PROMPT_BYTES)
         text = content.decode("utf-8-sig") if len(content) <= MOST_PROMPT_BYTES else None
     except OSError as error:
         raise ConfigError(f"--prompts {path} cannot be read: {error.strerror}; give a file with a prompt on each "

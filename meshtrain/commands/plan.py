@@ -44,6 +44,7 @@ from meshtrain.shipped import names, rule_file
 from meshtrain.storage import model_folder
 from meshtrain.training import objective, state
 
+Tell = Callable[[int, int, int], None]
 MOST_GPUS = 1 << 17
 HUB_NAME = re.compile(r"[\w-]+/[\w.-]+(?<!\.toml)")      # organization/model
 
@@ -97,7 +98,7 @@ def main(options: config.Arguments) -> int:
         for option in ("html", "write"):
             if option in options:
                 skin.check_free(f"--{option}", options[option])
-    planned = make_plans(options, SearchProgress())
+    planned = make_plans(options, SearchProgress().tell)
     with config.user_errors():
         if "html" in options:
             skin.write("--html", options["html"], plans.page(planned.as_json()))
@@ -189,15 +190,15 @@ class SearchProgress:
         say.live(line, passing=True) if live else say.err(line)
 
 
-def make_plans(options: config.Arguments, progress: SearchProgress | None = None) -> Planned:
-    """Return the plans for a command line. Raises: ConfigError if no layout is allowed, or options contradict each
-    other."""
+def make_plans(options: config.Arguments, tell: Tell = lambda num_gpus, done, count: None) -> Planned:
+    """Return the plans for a command line. tell: as `SearchProgress.tell`. Raises: ConfigError if no layout is allowed,
+    or options contradict each other."""
     if alone := [option for option in ("write", "verify") if option in options and len(options["gpus"]) > 1]:
         raise ConfigError(f"--{alone[0]} is for one number of GPUs; give a single number with --gpus")
     run = run_of(options)
-    answers = [answer_for(run, options, count, progress) for count in options["gpus"]]
+    answers = [answer_for(run, options, count, tell) for count in options["gpus"]]
     question, answer = answers[0]
-    free = search.search(dataclasses.replace(question, fixed={}), _teller(progress, question.num_gpus)) if (
+    free = search.search(dataclasses.replace(question, fixed={}), functools.partial(tell, question.num_gpus)) if (
         question.fixed and answer.plans) else None
     return Planned(run, answers, texts.Length(options["tokens"], options["budget-hours"]),
                    [verify(run, question, plan) for plan in answer.plans[:options["verify"]]],
@@ -205,16 +206,12 @@ def make_plans(options: config.Arguments, progress: SearchProgress | None = None
                    summary.note_unopened(run) if options.names[0].endswith(".toml") else "")
 
 
-def _teller(progress: SearchProgress | None, num_gpus: int) -> Callable[[int, int], None] | None:
-    return functools.partial(progress.tell, num_gpus) if progress else None
-
-
-def answer_for(run: Run, options: config.Arguments, num_gpus: int,
-               progress: SearchProgress | None = None) -> tuple[search.Question, search.Answer]:
+def answer_for(run: Run, options: config.Arguments, num_gpus: int, tell: Tell
+               ) -> tuple[search.Question, search.Answer]:
     """Search the layouts for one number of GPUs, and return (question, answer). Raises: ConfigError if no layout is
     allowed."""
     question = question_of(run, options, num_gpus)
-    answer = search.search(question, _teller(progress, num_gpus))
+    answer = search.search(question, functools.partial(tell, num_gpus))
     if not answer.plans and not answer.misses:
         fixed = " ".join(f"--{axis} {options[axis]}" for axis in AXES if axis in options)
         none = (f"{fixed}: no mesh of {num_gpus} GPUs has these sizes; their product must divide the "

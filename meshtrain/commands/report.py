@@ -32,7 +32,7 @@ def main(asked: config.Arguments) -> None:
         if html:
             skin.check_free("--html", html)
         several = len(asked.names) > 1
-        data = _compare(asked.names) if several else _with_a_known_price(measured.of(*asked.names))
+        data = compared.of(asked.names) if several else _with_a_known_price(measured.of(*asked.names))
         if html:
             skin.write("--html", html, compared_pages.page(data, compared.verdict(data), compared.numbers(data))
                        if several else pages.page(data))
@@ -42,14 +42,6 @@ def main(asked: config.Arguments) -> None:
     say.answer(json.dumps(data) if asked["json"] else compared.text(data) if several else summary(data))
     if html:
         say.err(f"written: {html}")
-
-
-def _compare(names: list[str]) -> dict:
-    """Compare runs. Raises: ConfigError with every mistake."""
-    try:
-        return compared.of(names)
-    except ValueError as error:
-        raise config.ConfigError(*str(error).split("\n")) from None
 
 
 def _with_a_known_price(data: dict) -> dict:

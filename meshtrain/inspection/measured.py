@@ -67,16 +67,16 @@ def of(run_dir: str) -> dict:
         changes = rows.Log(directory / contents.CHANGES, rows.is_change).read()
     except OSError as error:
         raise ValueError(f"{error.filename or metric_rows.path} cannot be read: {error.strerror}") from None
-    done = metrics.last.get("step", 0)
+    done, time_s = metrics.last.get("step", 0), _sum_by_purpose(metrics, attempts)
+    in_steps_s, total_s = time_s[goodput.PARTS["steps"]], sum(time_s.values())
     return {"name": name, "dir": run_dir, "steps": steps, "tokens_per_step": per_step, "step": done,
             "tokens": metrics.last.get("tokens", done * per_step), "state": _state(directory, attempts, done, steps),
             "objective": run["training"].get("objective", ""),
             "skipped": metrics.skipped, "loss": metrics.loss(), "reward": metrics.trend("reward"),
             "speed": metrics.speed(),
-            "time_s": _sum_by_purpose(metrics, attempts), "goodput": _goodput(attempts), "starts": attempts,
-            "changes": changes,
-            "checkpoints": contents.steps(run_dir),
-            "rows": metrics.curves(), "experts": _experts(metrics.loads), "sampled": metrics.describe_sample(),
+            "time_s": time_s, "goodput": in_steps_s / total_s if attempts and total_s else None, "starts": attempts,
+            "changes": changes, "checkpoints": contents.steps(run_dir),
+            "rows": _curves(metrics.columns, np.asarray(metrics.drawn, bool)), "experts": _experts(metrics.loads), "sampled": metrics.describe_sample(),
             "answers": _answers(directory, (done - 1) // run.get("rl", {}).get("updates", 1)),
             "priced": _read_price(directory),
             "no_rows": metrics.no_rows}
@@ -114,9 +114,6 @@ class _Metrics:
         """Return {"rows": number of drawn rows, "of": about how many rows the file has}; None if all are read."""
         count = sum(self.drawn)
         return None if self.read.is_whole else {"rows": count, "of": round(count / self.read.share)}
-
-    def curves(self) -> dict[str, Any]:
-        return _curves(self.columns, np.asarray(self.drawn, bool))
 
     def trend(self, key: str) -> dict | None:
         """Return the means of the first and the last tenth of the rows that have the key; None if no row has it."""
@@ -182,12 +179,6 @@ def _sum_by_purpose(metrics: _Metrics, attempts: list[dict]) -> dict[str, float]
               for key in ("data", "checkpoint")}
     return {goodput.PARTS["steps"]: taken - waited["data"],
             **{goodput.PARTS[key]: value for key, value in waited.items()}}
-
-
-def _goodput(attempts: list[dict]) -> float | None:
-    """Return the fraction of all time that was spent in steps that count; None if unknown."""
-    spent = goodput.sum_parts_s(attempts)
-    return spent[goodput.PARTS["steps"]] / total if (total := sum(spent.values())) else None
 
 
 def _curves(columns: Mapping[str, Sequence[float]], drawn: np.ndarray) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshtrain import config, design, pattern
-from meshtrain.choices.setting import Setting
 from meshtrain.config import Run
 from meshtrain.model import transformer
 from meshtrain.names import AXES
@@ -158,7 +157,6 @@ class _Choices:
     def __init__(self, run: Run, found: Mapping[str, Sequence[str]], num_devices: int):
         self.run, self.found, self.num_devices, self.rng = run, found, num_devices, random.Random(0)
         self.model = transformer.of_run(run)
-        self.rules = {path: rules.load(path) for path in found["rules"]}
         self.taken: dict[tuple, bool] = {}
 
     def alone(self, wanted: tuple) -> dict | None:
@@ -196,17 +194,11 @@ class _Choices:
                 and cell["longest"] in (OFF, *axes))
 
     def accepts(self, cell: Cell) -> bool:
-        """Return whether the program accepts a cell, as `design.refusals` would, with a model that is built once."""
+        """Return whether the program accepts a cell."""
         key = tuple(cell.values())
         if key not in self.taken:
-            run, path = run_of(self.run, cell), cell["rules"]
-            sizes = {axis: getattr(run.mesh, axis) for axis in AXES}
-            self.taken[key] = not config.problems(run) and not self._layout_faults(run, sizes, self.rules[path])
+            self.taken[key] = not design.refusals(run_of(self.run, cell), "cpu", None, self.model)
         return self.taken[key]
-
-    def _layout_faults(self, run: config.Run, sizes: dict[str, int], loaded: rules.Rules) -> list[str]:
-        laid = design.lay_out(run, sizes, loaded, self.model)
-        return laid.faults or design.engine_faults(Setting(laid.layout, "cpu", installed=False, run=run), self.model)
 
     def _choices(self, wanted: tuple) -> dict[str, str]:
         """Return a pair of `pair` as factor -> value. "True" becomes a value that has an effect, "False" one that has

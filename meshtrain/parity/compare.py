@@ -167,13 +167,9 @@ def metric_differences(found: Mapping[str, np.ndarray], expected: Mapping[str, n
     return worst
 
 
-def assemble(run: config.Run, devices: Sequence[jax.Device] | None = None) -> assembly.Assembly:
-    """Assemble a run on the first devices of `devices`, as many as its mesh needs. None: jax.devices()."""
-    return assembly.assemble(run, (devices or jax.devices())[:num_devices(run)])
-
-
 def compile_run(run: config.Run, devices: Sequence[jax.Device] | None = None) -> Compiled:
-    made = assemble(run, devices)
+    """Compile a run's step for the first devices of `devices`, as many as its mesh needs. None: jax.devices()."""
+    made = assembly.assemble(run, (devices or jax.devices())[:num_devices(run)])
     with jax.default_matmul_precision("highest"):
         return Compiled(made, made.program.compile())
 

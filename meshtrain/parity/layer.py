@@ -3,6 +3,7 @@ collectives."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -40,9 +41,11 @@ class _DrawnLayer:
                    for name, (shape, axes) in self.parameters.items()]
         return [*weights, rules_of.Tensor("activations", "x", self.x_BTD.shape, X_AXES)]
 
-    def compute(self, layout: rules_of.Layout, mesh: jax.sharding.Mesh) -> dict[str, np.ndarray]:
+    def compute(self, layout: rules_of.Layout, devices: Sequence[jax.Device]) -> dict[str, np.ndarray]:
         """Return y ("y") and the gradients of sum(y · dy) with respect to x ("x") and each parameter, by name. Weights
         are sharded by [params], gradients by [grads], x by batch and seq of [activations]."""
+        mesh = MeshSpec(layout.sizes).build(devices)
+
         def place(table: str, axes: Sequence[str | None]) -> NamedSharding:
             return NamedSharding(mesh, layout.spec(table, axes))
         x_at = place("activations", X_AXES)
@@ -62,16 +65,14 @@ class _DrawnLayer:
 
 
 def prove_layer(function: Callable, parameters: Declared, rules: Sequence[str] = (),
-                devices: Sequence[jax.Device] | None = None, cells: int | None = None,
-                tell: Callable[[str], None] = lambda line: None) -> proof.Proof:
+                devices: Sequence[jax.Device] | None = None, cells: int | None = None) -> proof.Proof:
     """Compare function(params, x_BTD) -> y_BTD and its gradients with respect to params and x with those on one device.
 
     parameters: name -> (shape, logical axes of rule files). The function runs under `jax.set_mesh` with all five mesh
     axes, and may use shard_map and collectives over them. D is the size of the logical axis `embed`. rules: rule files;
-    empty: the shipped ones. devices, cells, tell: see `prove`. Raises: ConfigError.
+    empty: the shipped ones. devices, cells: see `prove`. Raises: ConfigError.
     """
     began, devices = time.monotonic(), devices if devices is not None else jax.devices()
-    one = MeshSpec({})
     with config.user_errors():
         loaded = [rules_of.load(find_file(path)) for path in dict.fromkeys(rules or cells_of.list_shipped_rules())]
     of_weights = {name for file in loaded for name, kind in file.names.items() if kind != "activation"}
@@ -81,13 +82,9 @@ def prove_layer(function: Callable, parameters: Declared, rules: Sequence[str] =
     if not chosen:
         raise config.ConfigError("no rule file splits this layer on these devices: give its parameters logical axes "
                                  f"that rule files name, e.g. {', '.join(HINTS)}")
-    expected = layer.compute(rules_of.Layout(loaded[0], one.sizes), one.build(devices))
-    results = []
-    for place, layout in enumerate(chosen, 1):
-        def compute(layout: rules_of.Layout = layout) -> dict[str, np.ndarray]:
-            return layer.compute(layout, MeshSpec(layout.sizes).build(devices))
-        results.append(compare_layout(layout, compute, expected, "y"))
-        tell(proof.line(results[-1], place, len(chosen)))
+    expected = layer.compute(rules_of.Layout(loaded[0], MeshSpec({}).sizes), devices)
+    results = [compare_layout(layout, functools.partial(layer.compute, layout, devices), expected, "y")
+               for layout in chosen]
     name = getattr(function, "__name__", "layer")
     return proof.Proof(name, None, len(devices), tuple(results), (), (), time.monotonic() - began)
 

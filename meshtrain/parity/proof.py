@@ -86,14 +86,13 @@ def _finite(found):
 
 
 def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | None = None, cells: int | None = None,
-          tell: Callable[[str], None] = lambda line: None, begun: Callable[[str], None] = lambda line: None,
-          gpu_program: bool = True) -> Proof:
+          tell: Callable[[str], None] = lambda line: None, begun: Callable[[str], None] = lambda line: None) -> Proof:
     """Compare a run on many layouts with the run on one device.
 
     rules: rule files to use instead of the run's and the shipped ones. devices: simulated or real; None: all. cells:
     largest number of layouts. tell: a function that gets a line after each layout. begun: a function that gets a line
-    before each layout, so that a crash of XLA shows which layout caused it. gpu_program: whether to compile and check
-    the GPU program of the run's own layout, too. Raises: ConfigError if the run or a rule file has faults.
+    before each layout, so that a crash of XLA shows which layout caused it. Raises: ConfigError if the run or a rule
+    file has faults.
     """
     began = time.monotonic()
     devices = devices if devices is not None else jax.devices()
@@ -119,12 +118,10 @@ def prove(run: Run, rules: Sequence[str] = (), devices: Sequence[jax.Device] | N
             tell(line(results[-1], number, len(chosen)))
         except config.ConfigError as error:
             notes.append(f"{cells_of.title(cell)} was not tested: {error}")
-    if gpu_program:
-        more, of_program = program.of_run(run)
-        findings, notes = findings + more, notes + of_program
-        for finding in more:
-            tell(f"FOUND: {finding}")
-    return Proof(run.run.name, small, len(devices), tuple(results), tuple(findings), tuple(notes),
+    of_program, more = program.of_run(run)
+    for finding in of_program:
+        tell(f"FOUND: {finding}")
+    return Proof(run.run.name, small, len(devices), tuple(results), (*findings, *of_program), (*notes, *more),
                  time.monotonic() - began)
 
 

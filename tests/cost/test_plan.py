@@ -293,7 +293,7 @@ ASKED = {
 def shown(words: str):
     options = plan.COMMAND.read(words.split())
     run = plan.run_of(options)
-    asked, answer = plan.answer_for(run, options, *options["gpus"])
+    asked, answer = plan.answer_for(run, options, options["gpus"][0], lambda *_: None)
     return run, asked, answer, [*answer.plans[:plan.TOLD], *answer.misses]
 
 

@@ -18,7 +18,6 @@ from meshtrain import hardware
 from meshtrain.cost.formulas import footprint
 from meshtrain.cost.formulas.options import StepOptions
 from meshtrain.cost.program import carried as carried_by_loops, compile, hlo
-from meshtrain.cost.program import memory as program_memory
 from meshtrain.inspection import memory, report
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.training import state
@@ -175,7 +174,7 @@ def test_inspect_tells_people_the_same():
 
 def test_accumulators_that_are_in_no_loop_are_null_and_not_zero():
     case = parity.compile_run(run_of("ddp", dict(stage=2), "1f1b", model=dict(num_layers=2)))
-    shapes = program_memory.in_loop(case.made.model, case.made.layout)
+    shapes = memory.in_loop(case.made)
     text = case.step.as_text()
     assert carried_by_loops.all_bytes(text, [s for _, s in shapes]) == sum(4 * math.prod(s) for _, s in shapes)
     assert carried_by_loops.all_bytes(text, [s for _, s in shapes] + [(3, 5, 7)]) is None
@@ -199,8 +198,7 @@ def test_schedule_of_gpus_that_are_not_here_is_drawn_with_its_memory():
 def told_by_the_run_file() -> tuple[int, int]:
     """(GiB of a GPU, those of activations that wait for their backward), as configs/llama3-70b-pipeline.toml says."""
     text = config.locate_shipped("configs/llama3-70b-pipeline.toml").read_text()
-    return tuple(map(int, re.search(r"# (\d+) GiB a GPU by `inspect`, (\d+) of them activations;",
-                                    text).groups()))
+    return tuple(map(int, re.search(r"# by `inspect` (\d+) GiB a GPU, of which (\d+) are activations;", text).groups()))
 
 
 def test_the_shipped_pipeline_fits_and_its_model_says_what_its_run_file_says():

@@ -12,8 +12,9 @@ from gpu_programs import (ATTENTION, DDP_TENSOR, DENSE_CELLS, DENSE_STEPS, EXACT
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshtrain import assembly, hardware, run_files
-from meshtrain.cost.program import audit, compile, hlo, memory
+from meshtrain.cost.program import audit, compile, hlo
 from meshtrain.cost.program.compiled import CompiledProgram
+from meshtrain.inspection import memory
 from meshtrain.kernels import mosaic, pallas, rotation, tiles
 from meshtrain.sharding.mesh import MeshSpec, pmax, psum
 from meshtrain.training import backward
@@ -133,7 +134,7 @@ def test_gate_up_and_rotated_heads_are_written_where_the_backward_reads_them(nam
 def test_offloaded_inputs_of_layers_lie_on_the_host_and_come_back_ahead_of_their_layer(name):
     it = step(name)
     held = it.executable.memory_analysis().host_temp_size_in_bytes
-    assert held == memory.host_bytes(it.run, it.made.layout) == it.run.model.num_layers * it.tokens * it.run.model.embed_dim * 2
+    assert held == memory.host_bytes(it.made) == it.run.model.num_layers * it.tokens * it.run.model.embed_dim * 2
     fetches = [line.count("fusion-start(") for line in it.text.splitlines() if "dynamic-slice-start" in line
                and "S(5)" in line]
     assert sum(fetches) >= 2, "one before the loop over layers, and in it the next layer's"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import meshtrain as mt
-from meshtrain import config, drawn, exercise, interface, run_files, shown
+from meshtrain import config, devices, drawn, exercise, interface, run_files, shown
 from meshtrain.commands import plan
 from meshtrain.config import ConfigError
 from meshtrain.library import fit, layouts, pipeline, ring, stack, unpack
@@ -38,7 +38,7 @@ def stages():
 
 def test_every_example_of_a_docstring_holds():
     run = mt.Experiment(mesh={"fsdp": 4}, settings={"model.num_layers": 2}, rules="zero3")
-    for module in (interface, drawn, exercise, shown, fit, layouts, pipeline, ring, stack, unpack):
+    for module in (interface, devices, drawn, exercise, shown, fit, layouts, pipeline, ring, stack, unpack):
         found = doctest.testmod(module, extraglobs={"mt": mt, "run": run, "jax": jax, "JsonTable": shown.JsonTable,
                                                     "Rows": shown.Rows})
         assert found.attempted and not found.failed

@@ -203,17 +203,11 @@ class Placed:
 
     def num_shards(self, axis: str) -> int:
         """Return the number of devices that shard an activation's dim. axis: the dim's logical axis."""
-        if axis not in self._num_shards:
-            self._num_shards[axis] = self.layout.num_shards(self.layout.mesh_axes("activations", axis))
-        return self._num_shards[axis]
+        return self.layout.num_shards(self.layout.mesh_axes("activations", axis))
 
     @functools.cached_property
     def footprints(self) -> dict[tuple, tuple[float, float]]:
         """What `footprint` has computed for this layout, by function and by the options that it reads."""
-        return {}
-
-    @functools.cached_property
-    def _num_shards(self) -> dict[str, int]:
         return {}
 
     @functools.cached_property

@@ -65,15 +65,12 @@ class Links:
 
     def __init__(self, rates: Rates, mesh: MeshSpec):
         self.rates, self.mesh, self.domain = rates, mesh, rates.gpu.domain_gpus(mesh.num_devices)
-        self._groups: dict[tuple[str, ...], DeviceGroup] = {}
 
     def group(self, axes: tuple[str, ...]) -> DeviceGroup:
         """Return the device group of a collective over these axes. A part of an axis ("tensor:2") counts as the whole
         axis."""
-        if axes not in self._groups:
-            whole = tuple(axis.partition(":")[0] for axis in axes)
-            self._groups[axes] = DeviceGroup(*self.mesh.in_domain(whole, self.domain))
-        return self._groups[axes]
+        whole = tuple(axis.partition(":")[0] for axis in axes)
+        return DeviceGroup(*self.mesh.in_domain(whole, self.domain))
 
     def one_s(self, sent: Sent) -> float:
         return sent.arrays * self.rates.collective_s(sent.kind, sent.array_bytes / sent.arrays, self.group(sent.axes))

@@ -72,7 +72,6 @@ class Question:
     attended: Callable[[Layout, str], Attended]
     lay: Callable[[Mapping[str, int], Rules, str], tuple[Layout, list[str]]]
     refused: Callable[[Plan], list[str]]
-    methods: tuple[str, ...] = METHODS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -208,7 +207,7 @@ def _candidates(question: Question) -> Iterator[tuple[MeshSpec, Rules]]:
 def _lay(question: Question, sizes: Mapping[str, int], rules: Rules) -> tuple[Layout, str, list[str]]:
     """Return (layout, context method, reasons for a rejection). The method is the first that training accepts. If
     training accepts none, the result is that of the first method."""
-    first, *others = question.methods
+    first, *others = METHODS
     layout, wrong = question.lay(sizes, rules, first)
     for method in others if wrong and sizes["context"] > 1 else ():
         other, faults = question.lay(sizes, rules, method)
@@ -360,7 +359,7 @@ def _refine(question: Question, plan: Plan) -> Plan:
     """Return the fastest variant of a plan over the placements and context methods."""
     best = plan
     own = plan.options.method
-    for method in question.methods if plan.sizes["context"] > 1 else (own,):
+    for method in METHODS if plan.sizes["context"] > 1 else (own,):
         if method != own and question.lay(plan.sizes, plan.rules, method)[1]:
             continue
         attended = _describe_attention(question, plan.placed.layout, method)

@@ -75,9 +75,8 @@ class Sources:
             return {int(n): (int(a), int(b)) for n, a, b in re.findall(row, _table(text, table), re.MULTILINE)}
         places = pick("FileLocations", "file_name_id", "line")
         stack = pick("StackFrames", "file_location_id", "parent_frame_id")
-        # some versions print the caller's number plus one
-        beyond = any(n == caller for n, (_, caller) in stack.items())
-        return cls({n: (SourceFrame(files.get(places[at][0], ""), places[at][1]), caller - beyond)
+        # XLA prints the caller's number plus one.
+        return cls({n: (SourceFrame(files.get(places[at][0], ""), places[at][1]), caller - 1)
                     for n, (at, caller) in stack.items() if at in places})
 
     def stack(self, ins: hlo.Instruction) -> list[SourceFrame]:

@@ -56,10 +56,6 @@ class Played:
             self.transfers.setdefault(key, Transfer()).add(transfer, times)
 
     @property
-    def compute_s(self) -> float:
-        return sum(self.parts.values())
-
-    @property
     def exposed_s(self) -> float:
         return sum(transfer.exposed_s for transfer in self.transfers.values())
 
