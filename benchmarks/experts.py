@@ -237,11 +237,11 @@ def picture() -> str:
             for k, (case, name) in enumerate(zip(cases, names))]
     weights = formula(shape, cases[0][0], "zero3", 0)
     rows = [row._replace(points=within(row.points, 1.6 * weights / GIB)) for row in rows]
-    drawn = pictures.curves(
+    drawn = pictures.Plot(
         rows, pictures.PlotAxis("tokens of a GPU and microbatch", "{:,.0f}".format),
         pictures.PlotAxis("GiB that a GPU sends for a layer", "{:g}".format, zero=True),
         f"What a GPU sends for the experts of a layer of {shape.name}",
-        levels=[(weights / GIB, "zero3: the experts' weights travel")])
+        levels=[(weights / GIB, "zero3: the experts' weights travel")]).draw()
     legend = [pictures.rect(92, 30 + 18 * k, 12, 12, f"c{k}") + pictures.text(110, 40 + 18 * k, name)
               for k, name in enumerate(names)]
     return skin.alone(drawn.replace("</svg>", "".join(legend) + "</svg>")) + "\n"

@@ -243,8 +243,8 @@ class OtherLayerTimes(price.LayerTimes):
         sizes, n = experts.sizes, experts.sizes.width
         narrow = self.placed.experts_dtype != self.placed.cfg.compute_dtype
         moved, hidden = 4 * sizes.itemsize * sizes.embed_dim, sizes.itemsize * (sizes.inward + 1) * n
-        cast = narrow * calibrations.FLOAT8_CAST.value * (sizes.embed_dim + n)
-        cast_back = narrow * (calibrations.FLOAT8_CAST.value + 1) * (sizes.embed_dim + sizes.inward * n)
+        cast = narrow * calibrations.FLOAT8_CAST * (sizes.embed_dim + n)
+        cast_back = narrow * (calibrations.FLOAT8_CAST + 1) * (sizes.embed_dim + sizes.inward * n)
         return experts.rows.executed * (moved + hidden + cast), experts.rows.executed * (moved + 2 * hidden + cast_back)
 
 
@@ -266,4 +266,4 @@ class OtherPricing(price.Pricing):
 
     def update_s(self) -> float:
         moments_bytes = 2 * 8       # two moments of AdamW in float32, read and written
-        return self.rated.stream_s((calibrations.UPDATE.value + moments_bytes) * self.placed.held.updated)
+        return self.rated.stream_s((calibrations.UPDATE + moments_bytes) * self.placed.held.updated)

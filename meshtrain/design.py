@@ -232,7 +232,6 @@ def price_teacher(run: Run, assumed: assumptions.Assumptions) -> forward.Teacher
 
 def _choose_schedule(run: Run, mesh_spec: MeshSpec, model: transformer.Transformer,
                      layout: Layout, gpu: hardware.Gpu | None) -> simulate.ChosenSchedule:
-    """Return the pipeline schedule of the run, with its time and memory."""
     placed = place(model.parameters(), run.model, layout, mesh_spec)
     held = state.optimizer_bytes(model, run.optimizer, run.training.steps, run.training.ema > 0)
 

@@ -71,10 +71,10 @@ def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x: str = "", y: s
     return JsonTable(
         {name: [list(point) for point in points] for name, points in lines.items()},
         "\n".join(f"{name}: {len(lines[name])} points, the last ({a:g}, {b:g})" for name, (a, b) in last.items()),
-        pictures.below([pictures.legend([(curve.color, curve.name) for curve in drawn]), pictures.curves(
+        pictures.below([pictures.legend([(curve.color, curve.name) for curve in drawn]), pictures.Plot(
             drawn, axis(x, "{:,.5g}".format), axis(y, show), f"{y} by {x}",
             verticals=[(at(value), words) for words, value in (marks or {}).items()],
-            title=(lambda k, i: titles[k][i]) if hover else None)]))
+            title=(lambda k, i: titles[k][i]) if hover else None).draw()]))
 
 
 def mesh(sizes: Mapping[str, int], gpus_per_host: int = 8) -> JsonTable:

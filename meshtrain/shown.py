@@ -81,7 +81,6 @@ class ProgramCosts(JsonTable):
         self._make_page = make_page
 
     def _add_tables(self, memory: str, collectives: str, roofline: str | None) -> None:
-        """Set the attributes. The arguments are their texts."""
         sent = layout.traffic_drawing(self, legend=True) if self["collectives"]["compiled"] else ""
         self.memory_bytes = JsonTable(self["memory_bytes"], memory, self.picture)
         self.collectives = JsonTable(self["collectives"], collectives, sent)
@@ -169,8 +168,8 @@ class DrawnSchedule(JsonTable):
 def history(rows: Sequence[Mapping[str, float]]) -> Rows:
     """Return metrics of steps with the curve of their loss as picture."""
     points = [(row["step"], row["loss"]) for row in rows]
-    curve = pictures.curves([PlotCurve(0, "loss", points)], PlotAxis("step", "{:g}".format),
-                            PlotAxis("loss", "{:g}".format), "loss by step", height=240) if points else ""
+    curve = pictures.Plot([PlotCurve(0, "loss", points)], PlotAxis("step", "{:g}".format),
+                          PlotAxis("loss", "{:g}".format), "loss by step", height=240).draw() if points else ""
     last = "; ".join(f"{name} {value:.6g}" for name, value in rows[-1].items()) if rows else "no step was taken"
     return Rows(rows, f"{amount(len(rows), 'step')}, the last: {last}" if rows else last, curve)
 

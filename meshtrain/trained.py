@@ -39,7 +39,6 @@ from meshtrain.sharding.rules import Layout
 from meshtrain.storage import addresses, copies, model_folder
 
 KEYS = ("mesh.", "model.compute_dtype", "run.compilation_cache")      # keys that all commands on trained models accept
-TOKENIZER = tokenizer.FILE
 GEMMA = "gemma"     # begin of model_type in Gemma's families
 
 
@@ -86,7 +85,7 @@ class Trained:
         with config.user_errors():
             given = "data.tokenizer" in self.given
             if self.of_folder and not (given and self.run.data.tokenizer == "bytes"):
-                named = self.run.data.tokenizer if given else str(self.directory / TOKENIZER)
+                named = self.run.data.tokenizer if given else str(self.directory / tokenizer.FILE)
                 if not given and not os.path.isfile(named):
                     return None
                 published = tokenizer.open_published(tokenizer.local(named))
@@ -115,7 +114,7 @@ class Trained:
         if self.files is None:
             return None
         with config.user_errors():
-            id = tokenizer.find_separator(path) if os.path.isfile(path := self.files / TOKENIZER) else None
+            id = tokenizer.find_separator(path) if os.path.isfile(path := self.files / tokenizer.FILE) else None
         if id is None:
             id = settings.text_of(settings.read(self.files)).get("bos_token_id")
         return id if type(id) is int and 0 <= id < self.run.model.vocab_size else None

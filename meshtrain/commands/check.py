@@ -58,8 +58,7 @@ def main(own: config.Arguments) -> int:
         os.environ["HF_HUB_OFFLINE"] = "1"
     rows, run = look_at_file(own)
     if run:
-        planned = " ".join(["python -m meshtrain.plan", *(own.names or ["RUN.toml"])])
-        seen, run = look_at_run(run, own["topology"], own["offline"], planned)
+        seen, run = look_at_run(run, own["topology"], own["offline"], own.names)
         rows += seen
     if own["json"]:
         say.answer(json.dumps([dataclasses.asdict(row) for row in rows]))
@@ -81,15 +80,15 @@ def look_at_file(own: config.Arguments) -> tuple[list[Finding], Run | None]:
     return [Finding("run file", OK, f"{own.names[0] if own.names else 'the quickstart'}, run.name {run.run.name}")], run
 
 
-def look_at_run(given: Run, topology: str | None, offline: bool, plan: str) -> tuple[list[Finding], Run]:
-    """Return (findings about everything but the run file, the run with its layout resolved). plan: a command that
-    finds layouts for this run, for messages."""
+def look_at_run(given: Run, topology: str | None, offline: bool, names: Sequence[str]) -> tuple[list[Finding], Run]:
+    """Return (findings about everything but the run file, the run with its layout resolved). names: the words of the
+    command line that are no options, for messages."""
     rows, laid_out = _look_at("layout", lambda: _layout(given, topology))
     run = given
     if laid_out:
         made, gpu = laid_out
         run = made.run
-        rows += _look_at("memory and speed", lambda: _price(made, gpu, plan))[0]
+        rows += _look_at("memory and speed", lambda: _price(made, gpu, names))[0]
         rows += _look_at("weights", lambda: _weights(run, made))[0]
     rows += _look_at("data", lambda: _data(run, offline))[0]
     rows += _look_at("places", lambda: _places(run, offline))[0]
@@ -129,7 +128,7 @@ def _layout(run: Run, topology: str | None) -> Iterator[Finding | tuple[Design, 
     yield made, gpu
 
 
-def _price(made: Design, gpu: hardware.Gpu | None, plan: str) -> Iterator[Finding]:
+def _price(made: Design, gpu: hardware.Gpu | None, names: Sequence[str]) -> Iterator[Finding]:
     """Predict the memory of a device and, if the GPU's speed is known, the step time."""
     run, num_devices = made.run, made.mesh_spec.num_devices
     timed = gpu if gpu is not None and gpu.hbm_bytes_per_s is not None else None      # its speed is known
@@ -142,9 +141,7 @@ def _price(made: Design, gpu: hardware.Gpu | None, plan: str) -> Iterator[Findin
     most = max((name for name in held if name != "total"), key=held.__getitem__)
     if timed is not None:
         needed, has, where = held["total"], hardware.usable_bytes(timed), f"the limit of {timed.name}"
-        remedy = f"{plan} --gpus {num_devices} --gpu {timed.name} finds layouts that fit"
-        if needed > has and (change := fitting.remedy(made, timed, needed)):
-            remedy = f"{change}; {remedy}"
+        remedy = fitting.advise(made, timed, needed, names) if needed > has else ""
     else:
         needed, has, where = num_devices * held["total"], devices.machine_bytes(), "this machine, for all its devices"
         remedy = "use a smaller model or batch"
@@ -241,7 +238,6 @@ def _places(run: Run, offline: bool) -> Iterator[Finding]:
 
 
 def _run_dir(run: Run, directory: Path) -> Finding:
-    """Check run.dir on a file system. Raises: ConfigError."""
     existing = files.status(directory)
     if existing and not stat.S_ISDIR(existing.st_mode):
         raise ConfigError(f"run.dir={directory} is a file; give a directory that does not exist yet, or an empty one")
@@ -277,7 +273,6 @@ def _check_writable(key: str, directory: Path) -> None:
 
 
 def _extras(run: Run) -> Iterator[Finding]:
-    """Check the trackers and the reward function of the run."""
     trackers.check(run)
     if run.rl.reward:
         workers.digest(run.rl.reward)

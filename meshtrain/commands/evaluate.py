@@ -116,7 +116,7 @@ def _with_tokenizer(source: trained.Trained) -> trained.Trained:
     if not source.of_folder:
         return source
     changes: dict[str, object] = {}
-    path, data = source.directory / trained.TOKENIZER, source.run.data
+    path, data = source.directory / tokenizer.FILE, source.run.data
     if "data.seq_len" not in source.given:
         changes["seq_len"] = min(filter(None, (SEQ_LEN, source.longest())))
     if "data.tokenizer" not in source.given and os.path.isfile(path):
@@ -130,7 +130,7 @@ def _with_tokenizer(source: trained.Trained) -> trained.Trained:
                     and f"data.{key}" not in source.given}
     elif "data.tokenizer" not in source.given and any(key in source.given for key in GIVEN) and any(
             part.source != "tokens" for part in (*(data.mixture or [data]), *data.validation_sources)):
-        raise ConfigError(f"{source.directory} has no {trained.TOKENIZER}, which the texts need; set "
+        raise ConfigError(f"{source.directory} has no {tokenizer.FILE}, which the texts need; set "
                           f"--data.tokenizer to the path of its tokenizer.json, or to bytes")
     return dataclasses.replace(source, run=source.run.replace(data=changes))
 

@@ -60,8 +60,7 @@ def _temperature(text: str) -> float:
 
 
 def _is_text(words: str) -> bool:
-    """Return whether text from the command line or stdin was UTF-8. Python represents other bytes as lone surrogates.
-    """
+    """Return whether a text from outside was UTF-8. Python represents other bytes as lone surrogates."""
     try:
         words.encode()
     except UnicodeEncodeError:
@@ -350,7 +349,6 @@ def _of_json(path: str, number: int, line: str, chats: bool) -> str | tuple[list
 
 
 def _check_options(options: config.Arguments) -> None:
-    """Check the options. Raises: ConfigError if they contradict each other."""
     kinds = options.given & {"prompt", "prompts", "prompt-ids"}
     if len(kinds) != 1 and not (options["chat"] and not kinds) or options["chat"] and "prompt-ids" in kinds:
         raise ConfigError("give one of --prompt TEXT, --prompts FILE and --prompt-ids '[[5, 6], [7]]', or --chat, "

@@ -81,9 +81,8 @@ def main(own: config.Arguments) -> int:
     gpu, needed = step.program.gpu, step.memory_bytes["total"]
     if step.fits or gpu is None or needed is None:
         return DONE
-    plan, change = f"python -m meshtrain.plan {' '.join(own.names or ['RUN.toml'])}", fitting.remedy(made, gpu, needed)
     say.err(f"it does not fit: {size(needed)} of {size(hardware.usable_bytes(gpu))} on {gpu.name}; "
-            + f"{change}; " * bool(change) + f"{plan} --gpus {len(devices)} --gpu {gpu.name} finds layouts that fit")
+            + fitting.advise(made, gpu, needed, own.names))
     return DOES_NOT_FIT
 
 
@@ -104,8 +103,7 @@ def inspect_step(made: assembly.Assembly, given: Mapping[str, float] = MappingPr
 
 
 def _tell(step: Inspected, own: config.Arguments) -> None:
-    """Print the costs of a step and write its page, as the options ask. Raises: ConfigError if the page cannot be
-    written."""
+    """Print the costs of a step and write its page, as the options ask."""
     data = report.as_json(step)
     if own["html"]:
         with config.user_errors():
@@ -140,7 +138,6 @@ def _read_assumptions(own: config.Arguments) -> dict[str, float]:
 
 
 def _read_expected(path: str) -> expect.Expected:
-    """Read the file of --expect. Raises: ConfigError."""
     try:
         return expect.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -163,7 +160,6 @@ def _check_writable(path: str) -> None:
 
 
 def _write(path: str, text: str) -> None:
-    """Write the file of --expect. Raises: ConfigError."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

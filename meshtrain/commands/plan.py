@@ -388,7 +388,7 @@ def price_sampler(run: Run, question: search.Question) -> dict:
     costs = decode.Sampling(placed, read, -(-asked // shards) * shards, room,
                             functools.partial(cache.places, room=room))
     held = sum(map(costs.read_bytes, question.rows))
-    fits = costs.fitting((1 - calibrations.SAMPLER_SPARE.value) * question.usable_bytes - held)
+    fits = costs.fitting((1 - calibrations.SAMPLER_SPARE) * question.usable_bytes - held)
     token_s = sum(costs.token_s(question.rated, room).values())
     return {"gpus": gpus, "tensor": tensor, "slots": costs.slots, "slots_that_fit": fits, "weights_bytes": round(held),
             "cache_bytes": round(costs.cache_bytes), "token_s": token_s,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from meshtrain.assembly import Assembly
 from meshtrain.config.messages import toml
-from meshtrain.cost.program import audit
+from meshtrain.cost.program import audit, carried
 from meshtrain.names import LAYERS, LEADING
 from meshtrain.sharding.rules import GATHERED
 
@@ -91,8 +91,8 @@ def tensors(made: Assembly) -> Callable[[tuple[int, ...]], list[str]]:
                 for n, axis in zip(info.shape, info.axes)]
         for shape in {_bare(dims), _bare(dims[info.axes[0] in (LAYERS, LEADING):])}:
             exact[shape].append(info.name)
-            sorted_too[tuple(sorted(shape))].append(info.name)
-    return lambda dims: exact.get(_bare(dims)) or sorted_too.get(tuple(sorted(_bare(dims))), [])
+            sorted_too[carried.bare(shape)].append(info.name)
+    return lambda dims: exact.get(_bare(dims)) or sorted_too.get(carried.bare(dims), [])
 
 
 def _bare(dims) -> tuple[int, ...]:

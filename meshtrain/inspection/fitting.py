@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +34,14 @@ def options_of(made: Design, gpu: Gpu | None, rated: Rates) -> Options:
                           attended=attention_pairs.count(run, made.layout, rated.assumed),
                           **state.optimizer_bytes(made.model, run.optimizer, run.training.steps,
                                                   run.training.ema > 0), **pipelined)
+
+
+def advise(made: Design, gpu: Gpu, total_bytes: int, names: Sequence[str]) -> str:
+    """Return what to do about a step that does not fit: `remedy`, and the search for layouts. names: the words of the
+    command line that are no options."""
+    change, plan = remedy(made, gpu, total_bytes), " ".join(["python -m meshtrain.plan", *(names or ["RUN.toml"])])
+    return (f"{change}; " * bool(change)
+            + f"{plan} --gpus {made.mesh_spec.num_devices} --gpu {gpu.name} finds layouts that fit")
 
 
 def remedy(made: Design, gpu: Gpu, total_bytes: int) -> str:

@@ -66,8 +66,7 @@ def differences(made: Assembly, formulas: Formulas, held: Mapping[str, int | Non
         beyond = tolerance * (held[kind] or 0) + (WORKSPACE if kind == "total" else 0)
         if (compiled_bytes := held[kind]) is not None and abs(compiled_bytes - before) > beyond:
             lines.append(f"memory, {kind}: {_than(compiled_bytes, before)}")
-    compiled, priced = ({(row["kind"], *row["axes"], row["dtype"]): row for row in rows}
-                        for rows in (audit.summarize(program.collectives), formulas.collectives))
+    compiled, priced = map(audit.by_kind, (audit.summarize(program.collectives), formulas.collectives))
     least = SMALL * sum(row["bytes"] for row in compiled.values())
     for key in sorted({*compiled, *priced}, key=lambda key: (key not in compiled, key)):
         kind, *axes, dtype = key

@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from meshtrain import config, flags, hardware
 from meshtrain.config import ConfigError
 from meshtrain.cost.formulas.assumptions import Assumptions
-from meshtrain.cost.program import compile as gpu_compile, traced
+from meshtrain.cost.program import carried, compile as gpu_compile, traced
 from meshtrain.cost.program.compiled import CompiledProgram
 from meshtrain.cost.program.roofline import Workload
 from meshtrain.cost.program.sources import SourceFrame, line_of
@@ -104,11 +104,10 @@ class InspectedFunction:
 
     def names_of(self, dims: tuple[int, ...]) -> list[str]:
         """Return the names of the floating-point arguments that have these dims on one device, whole or without their
-        first dimension (a layer of a stack). The order of dims is ignored, because XLA transposes."""
-        def key(shape: tuple[int, ...]) -> list[int]:
-            return sorted(n for n in shape if n > 1)
-        return [one.name for one in self.arguments if "float" in one.dtype and len(key(dims)) > 1
-                and key(dims) in (key(one.local_shape), key(one.local_shape[1:]))]
+        first dimension (a layer of a stack)."""
+        wanted = carried.bare(dims)
+        return [one.name for one in self.arguments if "float" in one.dtype and len(wanted) > 1
+                and wanted in (carried.bare(one.local_shape), carried.bare(one.local_shape[1:]))]
 
     @cached_property
     def repeats(self) -> tuple[Repeat, ...]:

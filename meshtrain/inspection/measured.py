@@ -76,7 +76,8 @@ def of(run_dir: str) -> dict:
             "speed": metrics.speed(),
             "time_s": time_s, "goodput": in_steps_s / total_s if attempts and total_s else None, "starts": attempts,
             "changes": changes, "checkpoints": contents.steps(run_dir),
-            "rows": _curves(metrics.columns, np.asarray(metrics.drawn, bool)), "experts": _experts(metrics.loads), "sampled": metrics.describe_sample(),
+            "rows": _curves(metrics.columns, np.asarray(metrics.drawn, bool)), "experts": _experts(metrics.loads),
+            "sampled": metrics.describe_sample(),
             "answers": _answers(directory, (done - 1) // run.get("rl", {}).get("updates", 1)),
             "priced": _read_price(directory),
             "no_rows": metrics.no_rows}
@@ -155,7 +156,6 @@ def _bounds_of_median(values: np.ndarray) -> tuple[float, float] | None:
 
 
 def _state(directory: Path, attempts: list[dict], done: int, steps: int) -> str:
-    """Return the state of a run as text."""
     how = attempts[-1]["how"] if attempts else ""
     if owner := rundir.at_work(directory):
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(owner["time"]))

@@ -5,7 +5,7 @@ Functions take an assembled run (`meshtrain.assembly.Assembly`) or its compiled 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from meshtrain.assembly import Assembly
 from meshtrain import hardware
@@ -100,18 +100,13 @@ def _spec(split: list[list[str]]) -> str:
 def collectives_table(program: audit.ProgramAudit, formulas: formula_vs_compiled.Formulas | None = None) -> str:
     """Return a table of a step's collectives: bytes sent per device by mesh axes, compiled and, if there are any, by
     formulas."""
-    def key(row: Mapping) -> tuple[str, ...]:
-        return (row["kind"], *row["axes"], row["dtype"])
-    compiled, priced = ({key(row): row for row in rows} for rows in (
+    compiled, priced = map(audit.by_kind, (
         audit.summarize(program.collectives), formulas.collectives if formulas else []))
-
-    def show(rows: Mapping, key: tuple[str, ...]) -> str:
-        return size(rows[key]["bytes"]) if key in rows else "–"
     rows = []
-    for at in dict.fromkeys([*compiled, *priced]):
-        row = compiled.get(at) or priced[at] | {"count": 0, "source": ""}
-        by_formulas = (show(priced, at),) if formulas else ()
-        rows.append((row["kind"], " × ".join(row["axes"]), row["dtype"], *by_formulas, show(compiled, at),
+    for key in dict.fromkeys([*compiled, *priced]):
+        row = compiled.get(key) or {**priced[key], "count": 0, "source": ""}
+        by_formulas = (_show_sent(priced, key),) if formulas else ()
+        rows.append((row["kind"], " × ".join(row["axes"]), row["dtype"], *by_formulas, _show_sent(compiled, key),
                      f"{row['count']:,}", row.get("line", ""), row["source"][:60]))
     if not rows:
         return "collectives of the compiled step: none"
@@ -149,14 +144,11 @@ def memory_table(step: Inspected) -> str:
     """Return a table that compares memory by formulas with memory of the compiled step."""
     made, held, ruled = step.made, step.memory_bytes, memory.formula(step.made)
     priced: dict[str, int | None] = dict(step.formulas.memory_bytes if step.formulas else ruled)
-
-    def show(value: int | None) -> str:
-        return "–" if value is None else size(value)
     if held["grads"] is None:       # by formulas, too, those of embedding and head have no accumulator
         grads, lives = priced["grads"], priced["activations"]
         priced |= {"grads": None, "activations": None if lives is None else lives + (grads or 0)}
     keys = [key for key in ("params", "grads", "optimizer", "activations", "teacher", "total", "host") if key in held]
-    rows = [(LABELS.get(key, key), show(priced[key]), show(held[key])) for key in keys]
+    rows = [(LABELS.get(key, key), _show_size(priced[key]), _show_size(held[key])) for key in keys]
     lines = [columns([("memory per device", "formulas", "compiled"), *rows])]
     if held["grads"] is None:
         lines += ["gradients are included in the activations, because there is one microbatch"]
@@ -187,35 +179,35 @@ def memory_table(step: Inspected) -> str:
 def sampling_table(data: dict) -> str:
     """Return the costs of sampling as text. data: the result of `SamplingCosts.as_json`."""
     held, sync, decode = data["memory_bytes"], data["sync"], data["decode"]
-
-    def show(value: int | None) -> str:
-        return "–" if value is None else size(value)
     fits = data["slots_that_fit"]
     lines = [f"sampling: {data['slots']:,} slots of {data['room']:,} tokens on all devices, {data['rules']}",
              columns([("memory per device during sampling", "by formulas", "compiled"),
-                      *((part, show(priced), show(held["compiled"][part]))
+                      *((part, _show_size(priced), _show_size(held["compiled"][part]))
                         for part, priced in held["formula"].items())]),
              f"peak of sampling and training: {size(data['peak_bytes'])}" + (
                  "" if fits is None else f"; {fits:,} slots fit" + (
                      "" if fits >= data["slots"] else f": SET rl.slots={fits}" if fits else ": NONE"))]
     if sync["time_s"] is not None:
         lines.append(f"weights to the sampler: {seconds(sync['time_s'])} by the roofline, once a batch of answers")
-
-    def by_key(rows: Iterable[Mapping]) -> dict[tuple[str, ...], Mapping]:
-        return {(row["kind"], *row["axes"], row["dtype"]): row for row in rows}
-    ruled, compiled = by_key(sync["collectives"]["formula"]), by_key(sync["collectives"]["compiled"])
-
-    def sent(rows: Mapping, key: tuple[str, ...]) -> str:
-        return size(rows[key]["bytes"]) if key in rows else "–"
+    ruled, compiled = (audit.by_kind(sync["collectives"][which]) for which in ("formula", "compiled"))
     if keys := dict.fromkeys([*compiled, *ruled]):
         lines.append(columns([("sent per device and sync", "axes", "dtype", "by formulas", "compiled"), *(
-            (key[0], " × ".join(key[1:-1]), key[-1], sent(ruled, key), sent(compiled, key)) for key in keys)]))
+            (key[0], " × ".join(key[1:-1]), key[-1], _show_sent(ruled, key), _show_sent(compiled, key))
+            for key in keys)]))
     if time := decode["time_s"]:
         parts = ", ".join(f"{name} {seconds(s)}" for name, s in time.items() if name != "total")
         lines.append(f"a decoding step with full slots: {seconds(time['total'])} ({parts}), "
                      f"{decode['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU; a batch of answers: at most "
                      f"{seconds(decode['batch_s_at_most'])}, if all of them have rl.max_tokens")
     return "\n".join(lines)
+
+
+def _show_sent(rows: Mapping, key: tuple[str, ...]) -> str:
+    return _show_size(rows[key]["bytes"] if key in rows else None)
+
+
+def _show_size(value: int | None) -> str:
+    return "–" if value is None else size(value)
 
 
 def teacher_table(teacher: teacher_forward.TeacherForward, data: dict) -> str:
@@ -244,16 +236,14 @@ COSTLIEST = 10
 def roofline_table(line: roofline.Roofline, mesh: AnyMesh, change: str = "--assume NAME=VALUE") -> str:
     """Return the roofline of a step as text: step time, shares, collectives, costliest kernels, assumptions. change:
     how the reader changes an assumption."""
-    def percent(share: float) -> str:
-        return f"{share:.1%}"
-    shares = ", ".join(f"{name} {percent(share)}" for name, share in line.shares.items())
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in line.shares.items())
     domains = ", ".join(f"{axis} {n} GPUs over NVLink" if inside == n else
         f"{axis} {amount(n // inside, 'host')} with {amount(inside, 'network card')} each"
         for axis, (n, inside) in roofline.links(line.prices.gpu, mesh).items()) or "none"
     speed = f"{line.tokens_per_s / line.num_gpus:,.0f} tokens/s a GPU, " if line.workload.tokens else ""
     step = f"{line.step_s:.3f} s" if line.step_s >= 0.1 else seconds(line.step_s)
     lines = [f"roofline on {line.num_gpus} × {line.prices.gpu.name}, nothing measured: {step} a step, {speed}"
-             f"MFU {percent(line.mfu)} of the {line.workload.mfu_dtype} peak",
+             f"MFU {line.mfu:.1%} of the {line.workload.mfu_dtype} peak",
              f"of the step: {shares}",
              "communication = time spent waiting; contention = slowdown of kernels that overlap with communication; "
              f"{seconds(line.free_matmul_s)} of matmuls overlap with no communication",
@@ -267,7 +257,7 @@ def roofline_table(line: roofline.Roofline, mesh: AnyMesh, change: str = "--assu
         rows = [(row.kind, " × ".join(row.axes), f"{row.runs:,}", size(row.sent_bytes), seconds(row.seconds),
                  seconds(row.exposed_s), beside(row)) for row in line.traffic]
         lines += ["", columns([("collective", "axes", "runs", "sent", "time", "exposed", "hidden under"), *rows])]
-    kernels = [(kernel.part, f"{kernel.runs:,}", seconds(kernel.seconds), percent(kernel.seconds / line.step_s),
+    kernels = [(kernel.part, f"{kernel.runs:,}", seconds(kernel.seconds), f"{kernel.seconds / line.step_s:.1%}",
                 kernel.bound, f"{kernel.flops / 1e12:,.1f}", size(kernel.hbm_bytes), kernel.line, kernel.source[-70:])
                for kernel in line.kernels[:COSTLIEST]]
     lines += ["", columns([("costliest kernels", "runs", "time", "of step", "bound", "TFLOP", "HBM", "line", "from"),

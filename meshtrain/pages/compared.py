@@ -14,7 +14,8 @@ LONG = 300      # most characters of a value in the table
 def page(data: dict, verdict: str, rows: Sequence[tuple[str, Sequence[tuple[str, float | None]]]]) -> str:
     """Return the page as HTML. data, verdict, rows: the results of `compared.of`, `compared.verdict` and
     `compared.numbers`."""
-    sections = [PageSection("loss", "Loss", overlaid(data, "loss", "loss", "{:.3g}".format) + notes(data)),
+    notes = skin.bullets(data["notes"], "warn")
+    sections = [PageSection("loss", "Loss", overlaid(data, "loss", "loss", "{:.3g}".format) + notes),
                 PageSection("validation", "Validation loss",
                             overlaid(data, "val_loss", "validation loss", "{:.3g}".format)),
                 PageSection("reward", "Reward", overlaid(data, "reward", "reward", "{:.3g}".format)),
@@ -24,10 +25,6 @@ def page(data: dict, verdict: str, rows: Sequence[tuple[str, Sequence[tuple[str,
     labels = ", ".join(run["label"] for run in data["runs"])
     lead = "; ".join(f"{run['label']}: {run['dir']}" for run in data["runs"] if run["label"] != run["dir"])
     return skin.document(skin.Head("runs compared", labels, verdict, lead, ""), sections, data)
-
-
-def notes(data: dict) -> str:
-    return skin.bullets(data["notes"], "warn")
 
 
 def overlaid(data: dict, key: str, name: str, show) -> str:

@@ -204,7 +204,6 @@ def traffic_drawing(data: dict, legend: bool = False, width: int = skin.WIDTH) -
 
 
 def _colors(data: dict) -> dict[str, int]:
-    """Return the colour of each kind of collective."""
     rows = [*data["collectives"]["compiled"], *(data["collectives"]["formula"] or [])]
     return {kind: k % pictures.COLORS for k, kind in enumerate(dict.fromkeys(row["kind"] for row in rows))}
 

@@ -183,9 +183,9 @@ def legend(names: Sequence[tuple[int, str]]) -> str:
     return drawing(14, _legend(names, 0), ", ".join(name for _, name in names))
 
 
-def _legend(names: Sequence[tuple[int, str]], y: float, x: float = 74) -> list[str]:
+def _legend(names: Sequence[tuple[int, str]], y: float) -> list[str]:
     """Return the elements of (colour, name) pairs in a line."""
-    parts = []
+    parts, x = [], 74
     for color, name in names:
         parts += [rect(x, y, 11, 11, f"c{color}"), text(x + 17, y + 9.5, name, 11, kind="soft")]
         x += 40 + 6 * len(name)
@@ -216,11 +216,6 @@ class PlotAxis(NamedTuple):
     log: bool = False
 
 
-def curves(rows: Sequence[PlotCurve], x_axis: PlotAxis, y_axis: PlotAxis, label: str, **more) -> str:
-    """Return the drawing of a `Plot`."""
-    return Plot(rows, x_axis, y_axis, label, **more).draw()
-
-
 @dataclasses.dataclass(frozen=True)
 class Plot:
     """Curves in one frame. verticals, levels: (value, name) of vertical and horizontal lines. height: the height of the
@@ -241,7 +236,7 @@ class Plot:
         left = 74 if wide else 14 + 6.4 * max(len(y_axis.show(y)) for y in self._ticks(y_axis, self._y_range(), 6))
         at_x = Scale(x_axis, self._x_range(), (left, width - (24 if wide else 12)))
         at_y = Scale(y_axis, self._y_range(), (height - 40, 22))
-        right, top, bottom = at_x.end, at_y.end, at_y.start
+        right, (bottom, top) = at_x.places[1], at_y.places
         named = min(11.0, 1.75 * width / max(1, len(y_axis.name)))
         parts = [text(left if wide else 2, 11, y_axis.name, named, kind="soft"),
                  text(right, height - 4, x_axis.name, 11, "end", "soft")]
@@ -309,14 +304,6 @@ class Scale:
         if self.axis.log:
             value, low, high = math.log(value), math.log(low), math.log(high)
         return start + (value - low) / (high - low) * (end - start)
-
-    @property
-    def start(self) -> float:
-        return self.places[0]
-
-    @property
-    def end(self) -> float:
-        return self.places[1]
 
 
 def _for_hover(at_x: Scale, at_y: Scale, y_axis: PlotAxis) -> str:

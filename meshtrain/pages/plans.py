@@ -144,7 +144,6 @@ def rank(data: dict) -> str:
 
 
 def _cells(plan: dict) -> list[Cell | str]:
-    """Return the cells of COLUMNS."""
     held, chunks = plan["memory_bytes"]["total"], f" × {plan['chunks']}" * (plan["chunks"] > 1)
     return [_mesh(plan), _rules(plan), plan["schedule"] + chunks if plan["schedule"] else "–",
             of_count(plan["microbatches"]), plan["remat"], Cell(size(held) + " *" * bool(plan["reason"]), held),

@@ -141,14 +141,10 @@ def cover(run: Run, found: Mapping[str, Sequence[str]], num_devices: int) -> lis
         dearest = max(map(worth, missing))
         wanted = table.rng.choice(sorted((one for one in missing if worth(one) == dearest), key=repr))
         tried = [table.climb(wanted, missing) for _ in range(TRIES)]
-        cell = max(tried, key=lambda cell: total(pairs(cell) & missing))
+        cell = max(tried, key=lambda cell: sum(map(worth, pairs(cell) & missing)))
         made.append(cell)
         missing -= pairs(cell)
     return [run_of(run, cell) for cell in made]
-
-
-def total(pairs_left: set) -> int:
-    return sum(map(worth, pairs_left))
 
 
 class _Choices:
@@ -178,7 +174,7 @@ class _Choices:
         assert cell is not None, "`cover` leaves out pairs that no accepted cell has"
 
         def gain(cell: dict) -> int:
-            return total(pairs(cell) & missing)
+            return sum(map(worth, pairs(cell) & missing))
         for name in self.rng.sample(list(cell), len(cell)) * 2:
             if name in fixed:
                 continue

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 
 from meshtrain import assembly, config
 from meshtrain.assembly import Assembly
@@ -85,17 +84,13 @@ def whole_accumulators(made: Assembly, text: str) -> list[str]:
     microbatches = made.run.training.microbatches
     if made.choice or microbatches == 1:
         return []
-    in_loops = {tuple(sorted(dims)) for loop in carried.find_arrays(text, microbatches) for dims in loop}
+    in_loops = {carried.bare(dims) for loop in carried.find_arrays(text, microbatches) for dims in loop}
 
     def split(info: ParamInfo) -> list[int]:
         return [made.layout.num_shards(made.layout.mesh_axes("grads", axis)) for axis in info.axes]
-
-    def key(dims: Iterable[int]) -> tuple[int, ...]:
-        return tuple(sorted(n for n in dims if n > 1))
-    in_loops = {key(dims) for dims in in_loops}
-    rightly = {key(n // by for n, by in zip(info.shape, split(info))) for info in made.model.parameters()}
+    rightly = {carried.bare(n // by for n, by in zip(info.shape, split(info))) for info in made.model.parameters()}
     return [f"the gradient of {info.name} {list(info.shape)} is held whole on every device, "
             f"{size(accumulators.ITEMSIZE * info.size)}, but [grads] of {made.layout.rules.path} splits it "
             f"{math.prod(split(info))} ways"
             for info in made.model.parameters() if info.trainable and math.prod(split(info)) > 1
-            and key(info.shape) in in_loops - rightly]
+            and carried.bare(info.shape) in in_loops - rightly]

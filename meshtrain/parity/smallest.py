@@ -26,11 +26,10 @@ Keys = dict[str, object]        # "section.key" -> value
 
 @dataclasses.dataclass(frozen=True)
 class Smallest:
-    """The smallest run file. text: its content, with NAME in place of its file name. keys: its keys. result: the
-    comparison of its layout with one device. compared: number of layouts that the search compared."""
+    """The smallest run file. text: its content, with NAME in place of its file name. keys: its keys. compared: number
+    of layouts that the search compared."""
     text: str
     keys: Keys
-    result: proof.CellResult
     compared: int
 
 
@@ -73,7 +72,7 @@ def of(cell: proof.CellResult, devices: Sequence[jax.Device], tell: Callable[[st
             keys = _if(compare_keys, keys | {name: 2}, keys)
     result = compare_keys(keys)
     assert result is not None, f"{keys} do not differ"
-    return Smallest(_text(keys, result, len(devices)), keys, result, len(tried) - 1)
+    return Smallest(_text(keys, result, len(devices)), keys, len(tried) - 1)
 
 
 def _if(differs: Callable[[Keys], object], fewer: Keys, keys: Keys) -> Keys:

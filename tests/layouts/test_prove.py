@@ -159,7 +159,7 @@ def test_keys_are_left_out_while_the_difference_stays(monkeypatch):
 
 
 def test_a_file_of_other_content_is_not_overwritten(tmp_path):
-    found = smallest.Smallest(f"# {smallest.NAME}\n", {}, None, 0)
+    found = smallest.Smallest(f"# {smallest.NAME}\n", {}, 0)
     (tmp_path / "a-differs.toml").write_text("mine")
     names = [smallest.write(found, "a").name for _ in range(2)]
     assert names == ["a-differs-2.toml"] * 2 and (tmp_path / "a-differs.toml").read_text() == "mine"

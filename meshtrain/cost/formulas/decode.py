@@ -79,7 +79,7 @@ class Sampling:
     def fitting_beside(self, state_bytes: float, usable_bytes: float) -> int:
         """Return the largest number of slots, on all devices, that fits beside `state_bytes` of training state on each
         device. A fraction of the memory (`calibrations`) stays free."""
-        return self.fitting((1 - calibrations.SAMPLER_SPARE.value) * usable_bytes - state_bytes - self.copy_bytes())
+        return self.fitting((1 - calibrations.SAMPLER_SPARE) * usable_bytes - state_bytes - self.copy_bytes())
 
     def fitting(self, free_bytes: float) -> int:
         """Return the largest number of slots, on all devices, whose cache takes at most `free_bytes` on each device."""
@@ -167,8 +167,8 @@ class Sampling:
             for kind in (GATHER, SCATTER):
                 yield send(kind, region.gathered, width * layout.num_shards(region.gathered), layers)
             yield send(SUM, region.summed, width * layout.num_shards(region.gathered), layers)
-        yield Sent(SUM, vocab, FLOAT32, 4 * self.rows, calibrations.DRAW_COLLECTIVES.value, TOKEN)
-        yield Sent(GATHER, layout.batch_axes, "s32", 4 * self.slots, calibrations.END_COLLECTIVES.value, TOKEN)
+        yield Sent(SUM, vocab, FLOAT32, 4 * self.rows, calibrations.DRAW_COLLECTIVES, TOKEN)
+        yield Sent(GATHER, layout.batch_axes, "s32", 4 * self.slots, calibrations.END_COLLECTIVES, TOKEN)
 
     def _visits(self, info) -> float:
         """Return the mean number of tokens that one of a device's experts multiplies, per slot of the device."""

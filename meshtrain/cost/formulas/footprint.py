@@ -240,7 +240,7 @@ def _waiting_width(placed: Placed, options: Options, stretch) -> float:
     """Return the elements per token that live in a period's other recurrences during the first one's backward."""
     waiting = [width for mixer in placed.mixers for kind in stretch.period if kind.mixer == mixer.letter
                and (width := mixer.waiting_width(placed.itemsize, options))]
-    return calibrations.WAITING_RECURRENCE.value * sum(waiting[1:])
+    return calibrations.WAITING_RECURRENCE * sum(waiting[1:])
 
 
 def _widest_mlp(placed: Placed) -> float:

@@ -96,6 +96,6 @@ class TeacherCost:
         work, tokens = price.LayerTimes(placed, rated, options), placed.tokens(options)
         waits = price.Waits(placed, rated, options, work, self.collectives)
         head_s = rated.product_s(tokens, head.n, head.k, placed.cfg.compute_dtype, placed.itemsize) + rated.stream_s(
-            calibrations.CHOSEN_LOGIT.value * tokens * head.n)
+            calibrations.CHOSEN_LOGIT * tokens * head.n)
         busy_s = options.microbatches * (placed.layers(options) * work.forward_s + head_s) + sum(waits.exposed.values())
         return busy_s * (1 + rated.assumed["step.overhead"])

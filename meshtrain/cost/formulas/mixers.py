@@ -247,7 +247,7 @@ def _expansion_s(placed: Placed, rated: Rates, options: Options) -> tuple[float,
         w.share * (product_s(tokens, w.k, n) + w.trained * product_s(w.k, n, tokens)) for w, n in expanding)
     moved = placed.mean(lambda mixer: tokens / heads * (mixer.keys + mixer.values) * bool(mixer.latents))
     gathered = split > 1 and options.method != "ulysses"
-    each = (calibrations.GATHERED_LATENT if gathered else calibrations.EXPANDED_LATENT).value
+    each = calibrations.GATHERED_LATENT if gathered else calibrations.EXPANDED_LATENT
     return forward + rated.stream_s(each.forward * moved), backward + rated.stream_s(each.backward * moved)
 
 

@@ -170,11 +170,11 @@ class Pricing:
         """Return the seconds of the optimizer's update, and of the accumulators of a microbatch loop."""
         stored, host_bytes = self.placed.held.stored, self.options.host_bytes * self.placed.held.stored
         state_bytes = self.options.optimizer_bytes * stored + host_bytes        # read and written
-        update_s = self.rated.stream_s(calibrations.UPDATE.value * self.placed.held.updated + 2 * state_bytes)
+        update_s = self.rated.stream_s(calibrations.UPDATE * self.placed.held.updated + 2 * state_bytes)
         update_s += 2 * self.rated.host_copy_s(host_bytes)      # to the device and back, and not hidden
         if self.num_stages > 1:
             return update_s
-        return update_s + self.rated.stream_s(calibrations.ACCUMULATOR.value * self.placed.held.grads)
+        return update_s + self.rated.stream_s(calibrations.ACCUMULATOR * self.placed.held.grads)
 
     def leading(self) -> tuple[dict[str, float], float]:
         """Return the time of the leading layers before a pipeline's stages: (seconds of a stage per microbatch by kind,
@@ -304,8 +304,8 @@ class LayerTimes:
             return tokens * (fixed_bytes + times * placed.mlp_width + norm * normed)
         gated = cfg.gated
         fused = self.eager * placed.itemsize / 2
-        small = fused * rated.stream_s(moved_bytes(6 if gated else 4, calibrations.QK_NORM.value.forward))
-        small_b = fused * rated.stream_s(moved_bytes(10 if gated else 6, calibrations.QK_NORM.value.backward))
+        small = fused * rated.stream_s(moved_bytes(6 if gated else 4, calibrations.QK_NORM.forward))
+        small_b = fused * rated.stream_s(moved_bytes(10 if gated else 6, calibrations.QK_NORM.backward))
         if placed.float8:
             small, small_b = (each + rated.stream_s(tokens * moved)
                               for each, moved in zip((small, small_b), _float8_bytes(placed)))
@@ -331,7 +331,7 @@ class LayerTimes:
         n, k = placed.head.n, placed.head.k
         self.head = {} if not n else {
             "matmul": matmul_s(tokens, n, k) + matmul_s(tokens, k, n) + placed.head.trained * matmul_s(k, n, tokens),
-            "elementwise": fused * rated.stream_s(calibrations.LOGIT.value * tokens * n)}
+            "elementwise": fused * rated.stream_s(calibrations.LOGIT * tokens * n)}
 
     @property
     def backward_s(self) -> float:
@@ -383,7 +383,7 @@ def _scan_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
     kept = placed.itemsize * placed.tokens(options) * width
     sliced = 0 if placed.by_layer else 2 * placed.itemsize * placed.layer.used
     grads = (placed.held.grads - placed.held.ends_grads) / placed.cfg.num_layers
-    return sliced + 2 * kept, sliced + 2 * kept, calibrations.STACKED_GRADIENT.value * grads
+    return sliced + 2 * kept, sliced + 2 * kept, calibrations.STACKED_GRADIENT * grads
 
 
 def _stage_bytes(placed: Placed, options: Options) -> tuple[float, float, float]:
@@ -396,9 +396,9 @@ def _stage_bytes(placed: Placed, options: Options) -> tuple[float, float, float]
     size, weights = placed.itemsize, placed.layer.used
     for_backward, for_weights = (size * placed.tokens(options) * width
                                  for width in footprint.slot_widths(placed, options))
-    split = calibrations.MASKED_RESIDUAL.value * for_weights if options.schedule in schedules.SPLIT else 0
+    split = calibrations.MASKED_RESIDUAL * for_weights if options.schedule in schedules.SPLIT else 0
     slice_bytes = 2 * size * weights
-    grads = calibrations.STACKED_GRADIENT.value * weights
+    grads = calibrations.STACKED_GRADIENT * weights
     return slice_bytes + 2 * for_backward, slice_bytes + 2 * for_backward + split, grads + split
 
 
@@ -411,7 +411,7 @@ def _float8_bytes(placed: Placed) -> tuple[float, float]:
     read = sum(product.share * (product.k if product.outward else stream) for product in products)
     made = sum(product.share * (stream if product.outward else product.n) for product in products)
     gathered = 2 * placed.cfg.embed_dim * len(products) if placed.stream_shards > 1 else 0
-    return calibrations.FLOAT8_CAST.value * read, (calibrations.FLOAT8_CAST.value + 1) * made + gathered
+    return calibrations.FLOAT8_CAST * read, (calibrations.FLOAT8_CAST + 1) * made + gathered
 
 
 def _waiting_s(comm_s: float, alone_s: float, compute_s: float, hide: float, contend: float) -> float:

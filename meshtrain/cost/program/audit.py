@@ -9,7 +9,7 @@ The mesh has any axes (`sharding.mesh.AnyMesh`).
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -162,6 +162,11 @@ def summarize(rows: Iterable[Collective]) -> list[dict]:
             "dtype": dtype, "source": sources[0] + more, "line": same[0].line,
         })  # fmt: skip
     return sorted(out, key=lambda r: (-r["bytes"], r["kind"], r["axes"], r["dtype"]))
+
+
+def by_kind(rows: Iterable[Mapping]) -> dict[tuple[str, ...], Mapping]:
+    """Return rows of `summarize` by (kind, *axes, dtype)."""
+    return {(row["kind"], *row["axes"], row["dtype"]): row for row in rows}
 
 
 def short_source(op_name: str) -> str:

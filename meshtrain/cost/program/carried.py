@@ -11,15 +11,12 @@ def sum_bytes(text: str, trips: int, expected: Iterable[tuple[int, ...]]) -> int
     """Return the bytes of accumulators: arrays of their dtype and the expected shapes that the outermost loop of
     `trips` iterations carries and changes.
 
-    Shapes identify them, because the microbatch loop also carries residuals. The order of dims is ignored, because XLA
-    chooses it.
+    Shapes identify them, because the microbatch loop also carries residuals.
     """
-    def key(shape: Iterable[int]) -> tuple[int, ...]:
-        return tuple(sorted(n for n in shape if n > 1))
     most: Counter[tuple[int, ...]] = Counter()
-    wanted = Counter(map(key, expected))
+    wanted = Counter(map(bare, expected))
     for dims in find_arrays(text, trips):
-        most |= Counter(map(key, dims)) & wanted
+        most |= Counter(map(bare, dims)) & wanted
     return sum(accumulators.ITEMSIZE * math.prod(shape) * n for shape, n in most.items())
 
 
@@ -34,6 +31,12 @@ def all_bytes(text: str, expected: Iterable[tuple[int, ...]]) -> int | None:
     for dims in find_arrays(text):
         most |= Counter(dims)
     return None if wanted - most else sum(accumulators.ITEMSIZE * math.prod(shape) * n for shape, n in wanted.items())
+
+
+def bare(dims: Iterable[int]) -> tuple[int, ...]:
+    """Return dims by which arrays of a compiled program are found: sorted, because XLA transposes, and without those of
+    size 1, which XLA drops and adds."""
+    return tuple(sorted(n for n in dims if n > 1))
 
 
 def find_arrays(text: str, trips: int | None = None) -> list[list[tuple[int, ...]]]:

@@ -133,11 +133,6 @@ class Roofline:
         return {name: value / self.step_s for name, value in seconds.items()}
 
     @property
-    def communication_s(self) -> float:
-        """Return the seconds of all collectives, exposed and hidden."""
-        return self.exposed_s + self.hidden_s
-
-    @property
     def free_matmul_s(self) -> float:
         """Return the seconds of matmuls that overlap no collective. These could hide exposed collectives."""
         return self.parts.get(MATMUL, 0.0) - sum(row.hidden_under.get(MATMUL, 0.0) for row in self.traffic)
@@ -150,7 +145,7 @@ class Roofline:
         return {"gpu": self.prices.gpu.name, "num_gpus": self.num_gpus, "step_time_s": self.step_s,
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu, "mfu_dtype": self.workload.mfu_dtype, "compute_s": self.compute_s,
-            "communication_s": self.communication_s,
+            "communication_s": self.exposed_s + self.hidden_s,
             "exposed_s": self.exposed_s, "exposed_s_by_axes": self.exposed_by_axes, "hidden_s": self.hidden_s,
             "free_matmul_s": self.free_matmul_s, "share": share, "other": other,
             "traffic": [dataclasses.asdict(row) for row in self.traffic],
@@ -222,7 +217,8 @@ class _Program:
             self.uncounted.add(f"{ins.name} ({ins.target or ins.op}) {audit.short_source(ins.op_name)}".strip())
         seconds = max(self._math_s(cost), self.prices.stream_s(cost.hbm_bytes)) + self.prices.launch_s
         seconds += self._host_copy_s(ins, cost)
-        return seconds, self._part(computation, ins, cost)
+        part = ATTENTION if cost.attention else self.sources.part(self._origin(computation, ins))
+        return seconds, part or (MATMUL if cost.matmuls or cost.grouped else ELEMENTWISE)
 
     def _host_copy_s(self, ins: hlo.Instruction, cost: work.Work) -> float:
         """Return the seconds of a copy of moments from or to the host's memory, S(5) in HLO; 0 for other kernels."""
@@ -248,10 +244,6 @@ class _Program:
             return attention_pairs.row_share(queries, *documents, window=window) * queries * queries / 2
         chunks = self.mesh_shape.get("context", 1)
         return attention_pairs.whole_pairs(queries, chunks, self.workload.context_method, *documents)
-
-    def _part(self, computation: str, ins: hlo.Instruction, cost: work.Work) -> str:
-        part = ATTENTION if cost.attention else self.sources.part(self._origin(computation, ins))
-        return part or (MATMUL if cost.matmuls or cost.grouped else ELEMENTWISE)
 
     def _origin(self, computation: str, ins: hlo.Instruction) -> hlo.Instruction:
         """Return the instruction whose metadata names a kernel's source: the first with metadata among the matmuls
@@ -289,11 +281,7 @@ class _Program:
 
     # ---- collectives
 
-    def collective(self, computation: str, ins: hlo.Instruction) -> tuple[float, bool] | None:
-        transfer = self._transfer(computation, ins)
-        return transfer and transfer[:2]
-
-    def _transfer(self, computation: str, ins: hlo.Instruction):
+    def collective(self, computation: str, ins: hlo.Instruction) -> tuple[float, bool, tuple] | None:
         """Return (seconds, whether asynchronous, the rows of `audit.collective_rows`), or None if the instruction is no
         collective."""
         started = ins.op.endswith("-start")
@@ -302,8 +290,7 @@ class _Program:
         core = next((i for i in held if i.op.removesuffix("-start") in audit.KINDS), None)
         if core is None:
             return None
-        rows = audit.collective_rows(self.module, hlo.Visit(inside, core, 1, False), self.mesh_shape,
-                                     self.sources)
+        rows = audit.collective_rows(self.module, hlo.Visit(inside, core, 1, False), self.mesh_shape, self.sources)
         kind, group = core.op.removesuffix("-start"), self._group(core)
         seconds = self.prices.collective_s(kind, sum(row.payload_bytes for row in rows), group)
         return seconds, started and '"is_sync":true' not in ins.attrs, tuple(rows)
@@ -327,8 +314,8 @@ class _Program:
         merged: dict[tuple[str, tuple[str, ...]], timeline.Transfer] = defaultdict(timeline.Transfer)
         sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for (computation, name), transfer in played.transfers.items():
-            rows = self._transfer(computation, self.module.computations[computation][name])[2]
-            if rows:
+            priced = self.collective(computation, self.module.computations[computation][name])
+            if priced and (rows := priced[2]):
                 key = rows[0].kind, rows[0].axes
                 merged[key].add(transfer, 1)
                 sent[key] += transfer.runs * sum(row.bytes for row in rows)

@@ -65,10 +65,10 @@ class Prices:
     """Functions that return costs of instructions.
 
     kernel(computation, instruction) returns (seconds, part). collective(computation, instruction) returns (seconds,
-    whether it is asynchronous), or None if the instruction is no collective.
+    whether it is asynchronous, its rows), or None if the instruction is no collective.
     """
     kernel: Callable[[str, hlo.Instruction], tuple[float, str]]
-    collective: Callable[[str, hlo.Instruction], tuple[float, bool] | None]
+    collective: Callable[[str, hlo.Instruction], tuple[float, bool, tuple] | None]
 
 
 def play(module: hlo.HloModule, trips: Mapping[str, float], prices: Prices) -> Played:
@@ -169,7 +169,7 @@ def _issue(streams: _Streams, name: str, ins: hlo.Instruction, prices: Prices, t
     elif ins.op.endswith("-update"):
         pass
     elif transfer := prices.collective(name, ins):
-        seconds, is_async = transfer
+        seconds, is_async, _ = transfer
         end = streams.start(key, seconds)
         if is_async:
             streams.flying[ins.name] = end
