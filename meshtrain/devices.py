@@ -15,8 +15,7 @@ from pathlib import Path
 
 import jax
 
-from meshtrain import flags as xla_flags
-from meshtrain import hardware, jax_private, known_bad
+from meshtrain import flags as xla_flags, hardware, jax_private, known_bad
 from meshtrain.cluster import agree, find, gpus, meet, numa, programs, watch
 from meshtrain.config import ConfigError, Run, user_errors
 from meshtrain.names import AXES, PRNG
@@ -417,5 +416,4 @@ def on_gpus(run: Run, num_gpus: int) -> Run:
         raise ConfigError(f"{num_gpus} GPUs in {jax.process_count()} processes: only {n} of them divide "
                           f"model.embed_dim={run.model.embed_dim} and the batch of {sequences}; start fewer processes, "
                           f"or give a mesh")
-    sizes = {axis: 1 for axis in AXES} | {"fsdp": n, "simulated_devices": 0}
-    return run.replace(mesh=sizes)
+    return run.replace(mesh=dict.fromkeys(AXES, 1) | {"fsdp": n, "simulated_devices": 0})

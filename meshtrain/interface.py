@@ -20,8 +20,8 @@ with say.without_noise():       # of a CUDA plugin without a GPU
     import jax
 import numpy as np
 
-from meshtrain import assembly, config, elastic, given, parity, run_files, scratch, shown, starts, trained
-from meshtrain import devices as local_devices
+from meshtrain import (assembly, config, devices as local_devices, elastic, given, parity, run_files, scratch, shown,
+                       starts, trained)
 from meshtrain.checkpoint import resume
 from meshtrain.checkpoint.saved import Saved
 from meshtrain.commands import inspect as inspect_command, plan as plan_command

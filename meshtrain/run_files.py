@@ -104,10 +104,8 @@ def resolve(tables: dict, words: Sequence[str], allowed: Sequence[str],
 
 @contextlib.contextmanager
 def _model_folder() -> Iterator[None]:
-    """Raise ConfigError if checkpoint.init_from is an address that cannot be read.
-
-    Without its config.json the values of [model] are unknown, so no other fault is reported.
-    """
+    """Raise ConfigError if checkpoint.init_from is an address that cannot be read. Without its config.json the values
+    of [model] are unknown, so no other fault is reported."""
     try:
         yield
     except StorageError as error:
@@ -152,12 +150,8 @@ def _arguments(argv: Sequence[str]) -> tuple[str | Path | None, list[tuple[str, 
 
 
 def _local(path: str | Path) -> str | Path:
-    """Return the local path of a run file, given as a path, a shipped file's name or an address.
-
-    An address is copied first.
-
-    Raises: ConfigError.
-    """
+    """Return the local path of a run file, given as a path, a shipped file's name or an address, which is copied first.
+    Raises: ConfigError."""
     if not addresses.is_remote(path):
         return find_file(path)
     with user_errors():
@@ -406,10 +400,8 @@ def _with_adapters(table: dict, model: Model, checkpoint: object) -> tuple[dict,
 
 
 def _starts_without_choice_bias(run: Run) -> bool:
-    """Return whether the run starts from a model folder whose routers have no biases of the choice.
-
-    False if the folder cannot be read, which is reported elsewhere.
-    """
+    """Return whether the run starts from a model folder whose routers have no biases of the choice. False if the folder
+    cannot be read, which is reported elsewhere."""
     source = run.checkpoint.init_from
     try:
         return model_folder.is_at(source) and folder.settings_of(

@@ -105,8 +105,7 @@ def _compile(made: Assembly, taught: Assembly) -> jax.stages.Compiled:
     """Return the compiled `Teacher.predict`, from shapes alone. The two programs may divide a batch over the devices in
     different ways."""
     step, own, given = taught.program.step, made.program.step, made.run.distill
-    goal = own.objective
-    into = {name: own.batch[name] for name in goal.device_fields}
+    into = {name: own.batch[name] for name in own.objective.device_fields}
 
     def predict(p, batch: dict):
         arrays = {name: jax.lax.with_sharding_constraint(x.reshape(step.batch[name].shape), step.batch[name].sharding)

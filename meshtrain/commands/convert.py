@@ -210,8 +210,7 @@ def _export_merged(directory: str, out: new_folder.Target, asked: config.Argumen
 
 
 def _ends(saved: Saved, run_dir: str) -> ends.Ends:
-    companions = exports.find_companions(model_folder.local_path(run_dir))
-    agreed = ends.agree_on(lambda: ends.of_saved(saved, companions))
+    agreed = ends.agree_on(lambda: ends.of_saved(saved, exports.find_companions(model_folder.local_path(run_dir))))
     if agreed.note and jax.process_index() == 0:
         say.err(f"note: {agreed.note}")
     return agreed

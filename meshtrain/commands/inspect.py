@@ -15,13 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from meshtrain import assembly, config, design, elastic, run_files, teacher
-from meshtrain import devices as local_devices
-from meshtrain import hardware
+from meshtrain import assembly, config, design, devices as local_devices, elastic, hardware, run_files, teacher
 from meshtrain.config import ConfigError
 from meshtrain.cost.formulas import assumptions
-from meshtrain.cost.program import compile as gpu_compile
-from meshtrain.cost.program import roofline
+from meshtrain.cost.program import compile as gpu_compile, roofline
 from meshtrain.inspection import chart, expect, fitting, report, summary, topologies
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.pages import layout, pictures, skin

@@ -18,8 +18,7 @@ import shlex
 import time
 from collections.abc import Callable
 
-from meshtrain import assembly, config, design, run_files, teacher
-from meshtrain import hardware
+from meshtrain import assembly, config, design, hardware, run_files, teacher
 from meshtrain.choices.setting import Setting
 from meshtrain.config import ConfigError, Run
 from meshtrain.cost.formulas import assumptions, attention_pairs, calibrations, decode, mixers, rates
@@ -28,8 +27,7 @@ from meshtrain.cost.formulas.place import place
 from meshtrain.cost.planner import gap, search
 from meshtrain.cost.program import compile as gpu_compile
 from meshtrain.inference import cache, placement
-from meshtrain.inspection import plans as texts
-from meshtrain.inspection import summary, topologies
+from meshtrain.inspection import plans as texts, summary, topologies
 from meshtrain.inspection.inspected import Inspected
 from meshtrain.model import transformer
 from meshtrain.names import AXES, OFFLOAD, REMAT

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 
-from meshtrain import config, parity, run_files
+from meshtrain import config, devices as local_devices, parity, run_files
 from meshtrain.pages import proofs, skin
 from meshtrain.parity import smallest
-from meshtrain import devices as local_devices
 from meshtrain.run import command, say
 
 MOST_DEVICES = 64

@@ -11,9 +11,7 @@ import time
 from meshtrain import config
 from meshtrain.inspection import compared, measured
 from meshtrain.journal import goodput, rows
-from meshtrain.pages import compared as compared_pages
-from meshtrain.pages import measured as pages
-from meshtrain.pages import skin
+from meshtrain.pages import compared as compared_pages, measured as pages, skin
 from meshtrain.run import command, say
 from meshtrain.units import amount, duration
 

@@ -16,8 +16,7 @@ from meshtrain.model import transformer
 from meshtrain.names import AXES
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding import rules
-from meshtrain.shipped import find_file
-from meshtrain.shipped import locate_shipped, names
+from meshtrain.shipped import find_file, locate_shipped, names
 from meshtrain.training import objective
 
 OFF = "none"

@@ -15,8 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshtrain import config
-from meshtrain.parity import cells as cells_of
-from meshtrain.parity import compare, proof
+from meshtrain.parity import cells as cells_of, compare, proof
 from meshtrain.sharding import rules as rules_of
 from meshtrain.sharding.logical import nearest
 from meshtrain.sharding.mesh import MeshSpec

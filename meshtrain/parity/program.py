@@ -12,8 +12,7 @@ from collections import defaultdict
 from meshtrain import assembly, config
 from meshtrain.assembly import Assembly
 from meshtrain.config import Run
-from meshtrain.cost.program import audit, carried
-from meshtrain.cost.program import compile as gpu_compile
+from meshtrain.cost.program import audit, carried, compile as gpu_compile
 from meshtrain.inspection import expect, unexpected
 from meshtrain.model.params import ParamInfo
 from meshtrain.names import AXES

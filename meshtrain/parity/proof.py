@@ -14,8 +14,7 @@ import jax
 
 from meshtrain import config
 from meshtrain.config import Run
-from meshtrain.parity import cells as cells_of
-from meshtrain.parity import compare, program, rule_files, shrink
+from meshtrain.parity import cells as cells_of, compare, program, rule_files, shrink
 from meshtrain.shipped import find_file
 from meshtrain.units import amount
 

@@ -16,8 +16,7 @@ from pydantic import ValidationError
 from meshtrain import config
 from meshtrain.config import Run
 from meshtrain.config.messages import toml
-from meshtrain.parity import cells as cells_of
-from meshtrain.parity import compare, proof, shrink
+from meshtrain.parity import cells as cells_of, compare, proof, shrink
 from meshtrain.shipped import find_file
 
 NAME = "@NAME@"

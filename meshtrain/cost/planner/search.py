@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from meshtrain import pattern
 from meshtrain.config.sections import Model
-from meshtrain.cost.formulas import footprint, simulate
-from meshtrain.cost.formulas import price as prices
+from meshtrain.cost.formulas import footprint, price as prices, simulate
 from meshtrain.cost.formulas.options import Attended, Options
 from meshtrain.cost.formulas.place import place
 from meshtrain.cost.formulas.placed import Placed

@@ -18,8 +18,7 @@ import warnings
 
 import jax
 
-from meshtrain import jax_private
-from meshtrain import hardware
+from meshtrain import hardware, jax_private
 
 TRIED = "0.10.2, 0.11.2 and 0.12"     # tests/run/test_versions.py
 FAULT_CHARACTERS = 300      # most characters of XLA's message, which may repeat the whole instruction
