@@ -24,11 +24,11 @@ def made():
 
 
 def program(*rows: Collective) -> ProgramAudit:
-    return ProgramAudit(rows, (), (), (), (), ())
+    return ProgramAudit(rows, (), (), (), ())
 
 
 def gather(dims, axes=("fsdp",), trips=4, kind="all-gather") -> Collective:
-    return Collective(kind, axes, 1000, 1000, "bf16", "sharding_constraint", trips, 8, True, False, (dims,))
+    return Collective(kind, axes, 1000, 1000, "bf16", "sharding_constraint", trips, 8, False, (dims,))
 
 
 UP = 64, 96         # of the MLP of a layer

@@ -230,13 +230,13 @@ def test_a_rule_file_of_ones_own_is_proved_in_place_of_the_shipped_ones(without_
 
 
 def row(dims, kind="reduce-scatter", axes=("fsdp",), dtype="bf16") -> Collective:
-    return Collective(kind, axes, 1000, 1000, dtype, "", 1, 8, True, False, (dims,))
+    return Collective(kind, axes, 1000, 1000, dtype, "", 1, 8, False, (dims,))
 
 
 def test_gradients_that_are_summed_in_bfloat16_are_named_and_activations_are_not():
     made = assembly.assemble(small_of("--mesh.data", 1, "--mesh.fsdp", 8, "--mesh.tensor", 1), jax.devices())
     up = (32, 48)
-    of = lambda *rows: program.unlike_sums(made, ProgramAudit(rows, (), (), (), (), ()))
+    of = lambda *rows: program.unlike_sums(made, ProgramAudit(rows, (), (), (), ()))
     (line,) = of(row(up))
     assert "layers/mlp/up/kernel is summed over fsdp in bf16" in line
     assert of(row(up, dtype="f32"), row(up, kind="all-gather"), row((4, 16, 32)), row(up, axes=("tensor",))) == []
