@@ -132,7 +132,7 @@ def test_leading_layers_lie_whole_on_every_stage_and_the_others_are_split(tmp_pa
         specs[group], is_leaf=lambda s: isinstance(s, jax.sharding.PartitionSpec))}
     assert over_stages("dense_layers") == {None} and over_stages("layers") == {"stage"}
     (note,) = [note for note in made.notes if "before the stages" in note]
-    assert "every stage holds all of their weights" in note and "idle" not in note
+    assert "every stage holds all weights and states of the 2 layers before the stages" in note and "idle" not in note
     (note,) = [note for note in assembly.assemble(made_of(tmp_path, THREE, MODELS[TWO], 4), jax.devices()[:6]).notes
                if "idle" in note]
     assert "with training.microbatches=4, 2 of 3 stages are idle in the last round; use a multiple of 3" in note

@@ -52,21 +52,21 @@ class Reporting(objective.NextToken):
         return total, nll, stats | LayerStats.of("target", nll_twice=2 * nll)
 
 
-def doubled_run() -> config.Run:
-    # z_loss of its own: the reference on one device is cached by the run
-    return run_of("zero1", dict(stage=2), model=dict(num_layers=2), training=dict(microbatches=2, z_loss=3e-4),
+def run_of_own_objective(z_loss: float) -> config.Run:
+    """z_loss: another one for each objective, because the reference on one device is cached by the run."""
+    return run_of("zero1", dict(stage=2), model=dict(num_layers=2), training=dict(microbatches=2, z_loss=z_loss),
                   data=dict(global_batch=4))
 
 
 def test_stages_train_the_loss_of_an_objective_of_ones_own(monkeypatch):
     monkeypatch.setitem(objective.OBJECTIVES, "next_token", Doubled.of)
-    case = parity.check(doubled_run())
+    case = parity.check(run_of_own_objective(3e-4))
     assert parity.train(case, parity.draw_parameters(case.made, 0), 1)[0][0, 0] > 10, "twice log 259 is 11"
 
 
 def test_stages_report_the_numbers_of_an_objective_of_ones_own(monkeypatch):
     monkeypatch.setitem(objective.OBJECTIVES, "next_token", Reporting.of)
-    case = parity.check(doubled_run())
+    case = parity.check(run_of_own_objective(4e-4))
     losses, metrics = parity.train(case, parity.draw_parameters(case.made, 0), 1)[:2]
     assert metrics["nll_twice"] == pytest.approx(2 * losses[0, 0], rel=1e-6)
 
