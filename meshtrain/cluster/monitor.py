@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 
 LOOK_S = 1.0
+SLOWEST = 20        # a starved process's clock runs no slower than this
 STACKS_S = 2.0      # time limit of the signal handler
 STACKS = signal.SIGRTMIN + 9        # the signal
 STUCK_S = 3.0       # time limit for a write to a file system or a terminal that may hang
@@ -39,11 +40,12 @@ TIMEOUT = b"Timeout (no thread of Python runs)!\n"      # begins like faulthandl
 
 class Clock:
     """Counts the seconds in which this process runs. A thread must call `look` every `look_s` seconds. A longer time
-    between two calls counts as 2 * look_s, because the process was stopped or starved."""
+    between two calls counts as 2 * look_s, because the process was stopped or starved. If another thread waits for a
+    CPU, and all ran for less than half of the time, only the time that they ran counts, at least a SLOWEST-th."""
 
     def __init__(self, look_s: float):
         self.most_s = 2 * look_s
-        self._last = 0.0, time.monotonic()
+        self._last, self._cpu_s = (0.0, time.monotonic()), time.process_time()
 
     def now(self) -> float:
         """Return the counted seconds since the clock was made."""
@@ -51,8 +53,22 @@ class Clock:
         return counted + min(time.monotonic() - looked, self.most_s)
 
     def look(self) -> float:
-        self._last = self.now(), time.monotonic()
+        at, cpu_s = time.monotonic(), time.process_time()
+        passed, ran = min(at - self._last[1], self.most_s), cpu_s - self._cpu_s
+        if ran < passed / 2 and other_thread_is_ready():
+            passed = max(ran, passed / SLOWEST)
+        self._last, self._cpu_s = (self._last[0] + passed, at), cpu_s
         return self._last[0]
+
+
+def other_thread_is_ready() -> bool:
+    """Return whether another thread of this process has a CPU or waits for one; False if the kernel does not tell."""
+    with contextlib.suppress(OSError):      # Linux only
+        for thread in set(os.listdir("/proc/self/task")) - {str(threading.get_native_id())}:
+            with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/stat", errors="replace") as file:
+                if file.read().rpartition(")")[2].split()[0] == "R":
+                    return True
+    return False
 
 
 def within(limit_s: float, function: Callable[[], object]) -> None:

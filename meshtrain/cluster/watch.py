@@ -5,7 +5,7 @@ LONGER_THAN_MEDIAN times the median of earlier steps, at least LEAST_STEP_S. A t
 it writes all threads' stacks to run.dir/stacks (`cluster.stacks`). The other watchdogs fire at about the same time,
 because all processes wait for one process. Each process waits until process 0 has seen all stacks, at most WINDOW_S,
 then exits with code 1. If the interpreter's lock is held, a monitor process does that instead, a little later
-(`cluster.monitor`). Time in which the process is stopped is not counted.
+(`cluster.monitor`). Time in which the process is stopped or gets no CPU is not counted (`cluster.monitor.Clock`).
 
 jax's own heartbeats come from a C++ thread: they detect a dead or stopped process, but not one whose Python or
 collective is stuck. This module knows no run and no model.
