@@ -65,9 +65,8 @@ def other_thread_is_ready() -> bool:
     """Return whether another thread of this process has a CPU or waits for one; False if the kernel does not tell."""
     with contextlib.suppress(OSError):      # Linux only
         for thread in set(os.listdir("/proc/self/task")) - {str(threading.get_native_id())}:
-            with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/stat", errors="replace") as file:
-                if file.read().rpartition(")")[2].split()[0] == "R":
-                    return True
+            if _state(f"self/task/{thread}") == "R":
+                return True
     return False
 
 
@@ -198,9 +197,14 @@ def main(parent: int, source: int, stacks: int, ending: int, head: int) -> None:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped now (SIGSTOP, a debugger), according to the kernel."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        return file.read().rpartition(")")[2].split()[0] in "Tt"
-    return False
+    return _state(str(pid)) in ("T", "t")
+
+
+def _state(of: str) -> str:
+    """Return the letter of a process or thread in /proc; "" if there is none."""
+    with contextlib.suppress(OSError), open(f"/proc/{of}/stat", encoding="utf-8", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()[0]
+    return ""
 
 
 def _stacks_of(parent: int, thread: int, stacks: int) -> bytes:
