@@ -69,7 +69,8 @@ def newest(run: Run) -> int:
 
 
 def _usable_steps(home: Path, lineage: dict) -> Iterator[int]:
-    """Yield the steps of this host's local checkpoints that the next start may use: none of a start rolled back."""
+    """Yield the steps of this host's local checkpoints that the next start may use. It uses none of a
+    start that was rolled back."""
     for place in home.glob("process-*/*"):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
             step, start = int(place.name), json.loads((place / INDEX).read_text(encoding="utf-8").partition("\n")[2])[

@@ -307,7 +307,8 @@ def conclude(ended: Sequence[Child], left: Path | None = None, since: float = 0.
 
 
 def _culprit(ended: Sequence[Child], stuck: int | None) -> Child | None:
-    """Return the process that failed first, or None. ended: all in the order of their ends. stuck: named by stacks."""
+    """Return the process that failed first, or None. ended: all processes in the order of their ends. stuck: the
+    process that the stacks name."""
     failed = [child for child in ended if child.failed]
     unheard = {int(index) for child in failed for line in child.lines for match in lost.UNHEARD.findall(line)
                for index in match if index}

@@ -1,4 +1,5 @@
-"""Reads a run's parameters from its checkpoint and merges LoRA adapters into them. Callers know no adapters."""
+"""Reads a run's parameters from its checkpoint and merges LoRA adapters into them. Callers need not know of
+adapters."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

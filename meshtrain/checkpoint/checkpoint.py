@@ -210,7 +210,7 @@ class Checkpoints(BackgroundSaves):
 
     def newest(self, newer_in: Callable[[int], Saved | None] = lambda after: None, *,
                only_params: bool = False) -> Saved | None:
-        """Open the newest undamaged checkpoint, or a newer one of `newer_in`; None: none. Waits for a save in progress.
+        """Open the newest undamaged checkpoint, or a newer one of `newer_in`; None if none exists. Waits for a save.
 
         Damaged checkpoints are reported and set aside. newer_in: step -> a checkpoint of another store that is newer
         than the step (0: any), or None. `newer_in` is called before a checkpoint is read, and again after a damaged

@@ -33,7 +33,7 @@ class Places:
 
 @contextlib.contextmanager
 def claim(run: Run, watchdog: Watchdog) -> Iterator[Places]:
-    """Context: claim run.dir, so that only this start writes there, also its watchdog's stacks. All processes call it.
+    """Context: claim run.dir, so that only this start and its watchdog write there. All processes call it.
 
     Raises: ConfigError if another start has claimed it.
     """

@@ -91,7 +91,7 @@ def on_errors() -> Iterator[None]:
 
 
 def same_everywhere(name: str, text: str) -> None:
-    """Check that all processes pass one text. Raises: ConfigError, everywhere, with differing lines and processes."""
+    """Check that all processes pass the same text. Raises: ConfigError in every process, with the differing lines."""
     holders: dict[str, list[int]] = {}
     for index, other in enumerate(exchange(text)):
         holders.setdefault(other, []).append(index)
@@ -212,8 +212,8 @@ class StopAgreement:
         return jax.make_array_from_callback(self._shape, self._split, lambda index: row)
 
     def ask(self, wish: int, late_s: float | None = None) -> int:
-        """Return the largest wish of all processes at the previous step: why all stop now; 0: go on. Every process
-        calls it once per step; a single one gets its own wish. wish: why this process should stop, 1 or 2; 0: none.
+        """Return the reason for which all processes stop now: the largest wish of the previous step; 0: go on. Every
+        process calls it once per step. A single process gets its own wish. wish: 1 or 2 if this process should stop.
 
         late_s: seconds for which this process's devices were idle before the step; None: unknown, in all processes.
         """

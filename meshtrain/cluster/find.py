@@ -245,7 +245,7 @@ def _token(environ: Mapping[str, str], names: Sequence[str]) -> str:
 
 
 def _slurm(environ: Mapping[str, str], address: str) -> Cluster:
-    """Return the cluster of the tasks of one srun. Batch scripts and salloc's shell have most variables but no task."""
+    """Return the cluster of the tasks of one srun. Batch scripts and salloc's shell are no tasks."""
     count = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
     per_node = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "1"))
     local_count = per_node[min(int(environ.get("SLURM_NODEID", 0)), len(per_node) - 1)]

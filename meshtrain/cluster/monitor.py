@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 
 LOOK_S = 1.0
-SLOWEST = 20        # a starved process's clock runs no slower than this
+SLOWEST = 20        # the clock of a starved process runs at least at 1 / SLOWEST of its speed
 STACKS_S = 2.0      # time limit of the signal handler
 STACKS = signal.SIGRTMIN + 9        # the signal
 STUCK_S = 3.0       # time limit for a write to a file system or a terminal that may hang
@@ -40,8 +40,9 @@ TIMEOUT = b"Timeout (no thread of Python runs)!\n"      # begins like faulthandl
 
 class Clock:
     """Counts the seconds in which this process runs. A thread must call `look` every `look_s` seconds. A longer time
-    between two calls counts as 2 * look_s, because the process was stopped or starved. If another thread waits for a
-    CPU, and all ran for less than half of the time, only the time that they ran counts, at least a SLOWEST-th."""
+    between two calls counts as 2 * look_s, because the process was stopped or starved. If the process used a CPU for
+    less than half of the time, and another of its threads is ready to run, only the CPU time counts, but at least
+    1 / SLOWEST of the time."""
 
     def __init__(self, look_s: float):
         self.most_s = 2 * look_s
@@ -201,7 +202,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def _state(of: str) -> str:
-    """Return the letter of a process or thread in /proc; "" if there is none."""
+    """Return the state of a process or thread as a letter (R, S, T); "" if the kernel does not tell. of: in /proc."""
     with contextlib.suppress(OSError), open(f"/proc/{of}/stat", encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()[0]
     return ""

@@ -1,11 +1,13 @@
-"""A watchdog in every process. A process without progress in time writes its stacks and exits; the culprit is named.
+"""A watchdog in every process. If a process makes no progress in time, it writes its stacks and exits; the process that
+caused the hang is named.
 
 Each phase has a limit. Keys of the run file set the limits of start, compile, restore and save. A step may take
 LONGER_THAN_MEDIAN times the median of earlier steps, at least LEAST_STEP_S. A thread checks every LOOK_S. On a timeout
 it writes all threads' stacks to run.dir/stacks (`cluster.stacks`). The other watchdogs fire at about the same time,
 because all processes wait for one process. Each process waits until process 0 has seen all stacks, at most WINDOW_S,
 then exits with code 1. If the interpreter's lock is held, a monitor process does that instead, a little later
-(`cluster.monitor`). Time in which the process is stopped or gets no CPU is not counted (`cluster.monitor.Clock`).
+(`cluster.monitor`). Time in which the process is stopped does not count; time in which it gets no CPU counts little
+(`cluster.monitor.Clock`).
 
 jax's own heartbeats come from a C++ thread: they detect a dead or stopped process, but not one whose Python or
 collective is stuck. This module knows no run and no model.

@@ -32,8 +32,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     """Run the command. Return its exit code. began: time.perf_counter when its process began; None: now."""
     account = goodput.Account(began)
     command.print_notices()
-
-    def load_and_train() -> int:
+    try:
         try:
             run = run_files.load(argv)
         finally:
@@ -41,7 +40,10 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         trackers.check(run)
         with process.join(run, argv) as joined:     # which process of how many; signals, watchdog, devices
             return train(joined, account)
-    return exits.code_of(load_and_train)
+    except Exception as error:
+        return exits.code_of(error)
+    finally:
+        say.format_lines("plain")
 
 
 def train(joined: Joined, account: goodput.Account) -> int:
@@ -90,7 +92,7 @@ def _train_from(beginning: Beginning, here: Places, exporting: Exports, attempt:
     agree.everywhere(lambda: step_costs.write_cost(compiled.made, compiled.step, here.directory))
     state = trainer.warm_up_biases(compiled, start, state, feed, account)
     with account.count_as("rest"), stops.defer() as listener:
-        stop = loop.Stop(listener.requested, here.claim)
+        stop = loop.Stop(listener.has_request, here.claim)
         end = Trainer(compiled, opened, beginning.named, here, exporting, attempt, stop, step_costs.flops_of_step(made),
                       step_costs.memory_reader(compiled.made, compiled.step)).train(start, state, feed)
         finished = end.step == run.training.steps

@@ -106,7 +106,7 @@ class Journal:
 
     @contextlib.contextmanager
     def pause(self, part: str = "rest") -> Iterator[None]:
-        """Context between two steps: its time is no step time. part: the part of the goodput account that counts it."""
+        """Context between two steps, not counted as step time. part: the part of the goodput account that counts it."""
         with self.times.pause(self._pending and self._pending.ended), self.account.count_as(part):
             yield
 

@@ -23,7 +23,7 @@ class SinceRow(NamedTuple):
 
 
 class StepTimes:
-    """The times of steps. last_s: seconds of the last step; None: none has ended. since_row: see `SinceRow`."""
+    """The times of steps. last_s: seconds of the last step; None: no step has ended. since_row: see `SinceRow`."""
 
     def __init__(self):
         self.last_s: float | None = None

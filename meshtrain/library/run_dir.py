@@ -133,7 +133,7 @@ class FitDirectory:
             return {FIT: dict(self.facts), "run": rundir.settings(self.run), "run_file": self._format()}
         more = {"on": mesh, "processes": jax.process_count(), "cause": f"after step {start}" if start else ""}
         with history.record_attempt(directory, start, account, more) as attempt, stops.defer() as listener:
-            stop = loop.Stop(listener.requested, self.claim)
+            stop = loop.Stop(listener.has_request, self.claim)
             with (metrics.open_writers(self.run, directory, start) as writers,
                   Progress(self.run.training.steps) as progress, account.count_as(goodput.LOOP)):
                 journal = Journal(self.run, RowList(taken, writers), progress, Flops(0.0), account, guards=guards)

@@ -163,7 +163,7 @@ class Rollouts:
     def _draw(self, kept: Kept, weights: SamplingWeights, first: int, state: State, pause: Pause) -> AnswerBatch:
         """Sample and score the batch of `kept`, and return it.
 
-        weights: sample the batch. first: number of prompts drawn before it. Raises: NoBatch if the run has to stop.
+        weights: they sample the batch. first: number of prompts drawn before. Raises: NoBatch if the run has to stop.
         """
         number = kept.number
         before: list[Completion] = []

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
 
 import jax
 
@@ -23,35 +22,30 @@ class RunError(RuntimeError):
     """A failure of a run with a message for users. The command ends with exit code 1."""
 
 
-def code_of(act: Callable[[], int]) -> int:
-    """Return act(), the exit code of a command. An exception becomes a message and a code.
+def code_of(error: Exception) -> int:
+    """Print the message of an exception that ends a command, and return the exit code.
 
     If all processes raise an exception, one process prints the message. Raises: any exception without a message for
     users, so that its traceback is printed.
     """
-    try:
-        return act()
-    except ConfigError as error:
+    if isinstance(error, ConfigError):
         return _fail(USER_ERROR, f"error: {error}", error)
-    except Halt as error:
+    if isinstance(error, Halt):
         if jax.process_index() == 0:
             say.err(f"stopped: {error}")
         return FAILED
-    except (PeerError, FileSystemError, RunError) as error:
+    if isinstance(error, (PeerError, FileSystemError, RunError)):
         return _fail(FAILED, f"error: {error}", error)
-    except Exception as error:
-        if files.is_moment(error):      # a failure of the file system outside the places that handle it
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            return _fail(FAILED, f"error: {files.describe(error)}, in {where.name} of {where.filename}; check the file "
-                                 "system (free space, mounts, server) and start again", error)
-        if told := custom.find_misuse(error):
-            return _fail(USER_ERROR, f"error: {told}", error)
-        if agree.first_reports(error):      # process 0 prints the traceback
-            return _fail(FAILED, "", error)
-        _wait_for_stop(error)
-        raise
-    finally:
-        say.format_lines("plain")
+    if files.is_moment(error):      # a failure of the file system outside the places that handle it
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return _fail(FAILED, f"error: {files.describe(error)}, in {where.name} of {where.filename}; check the file "
+                             "system (free space, mounts, server) and start again", error)
+    if told := custom.find_misuse(error):
+        return _fail(USER_ERROR, f"error: {told}", error)
+    if agree.first_reports(error):      # process 0 prints the traceback
+        return _fail(FAILED, "", error)
+    _wait_for_stop(error)
+    raise error
 
 
 def _fail(code: int, message: str, error: Exception) -> int:

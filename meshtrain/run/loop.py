@@ -22,7 +22,7 @@ from meshtrain.training.step import Program
 
 
 class Hook(Protocol):
-    """Acts between two steps. All processes run it together, with the device idle; its time is no step time.
+    """Acts between two steps. All processes run it together, with the device idle. Its time is not step time.
 
     after_row: whether the row of this step is written first, which may end the run (too many skipped steps). part: the
     part of the goodput account that counts its time, see `goodput.PARTS`. The watchdog's limit is that of a save.
@@ -86,16 +86,16 @@ class NoBatch(Exception):
 
 class Stop:
     """Makes all processes end the loop after the same step, once one of them got a stop request or lost its `claim` on
-    run.dir. requested: returns whether this process got a stop request."""
+    run.dir. has_request: returns whether this process got a stop request."""
 
-    def __init__(self, requested: Callable[[], bool] = lambda: False, claim: rundir.Claim | None = None):
-        self.requested, self.claim, self.agreement, self.agreed = requested, claim, agree.StopAgreement(), False
+    def __init__(self, has_request: Callable[[], bool] = lambda: False, claim: rundir.Claim | None = None):
+        self.has_request, self.claim, self.agreement, self.agreed = has_request, claim, agree.StopAgreement(), False
 
     def must_stop(self, late_s: float | None = None) -> bool:
         """Return whether to stop now. All processes call it at the same steps. late_s: see `agree.StopAgreement`.
         Raises: LostClaimError, in all processes."""
         lost = self.claim and self.claim.lost
-        wish = self.agreed or self.agreement.ask(LOST if lost else self.requested(), late_s)
+        wish = self.agreed or self.agreement.ask(LOST if lost else self.has_request(), late_s)
         if wish == LOST:
             raise agree.mark_agreed(lost or rundir.LostClaimError("run.dir was taken over by another start"))
         self.agreed = bool(wish)

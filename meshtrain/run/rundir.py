@@ -95,7 +95,7 @@ def _text(directory: Path) -> str | None:
 
 
 def _try_claim(run: Run, stack: contextlib.ExitStack, waiting: files.Waiting) -> str | None:
-    """Claim the directory in process 0 ; return the nonce, or None if another run has the lock. `stack` releases it."""
+    """Claim the directory in process 0; return the nonce, or None if another run has the lock. `stack` releases it."""
     try:
         return stack.enter_context(_claim_directory(run))
     except _Held as held:

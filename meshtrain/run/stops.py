@@ -60,7 +60,7 @@ class Listener:
                 signal.signal(number, handler)
         os.close(self._wake)
 
-    def requested(self) -> bool:
+    def has_request(self) -> bool:
         return self.number is not None
 
     def ending(self, finished: bool) -> str:

@@ -1,4 +1,4 @@
-"""Repeats requests to servers of files, and judges their answers. Of protocols it knows HTTP's status codes alone."""
+"""Repeats requests to servers of files, and judges their answers. The only protocol that it knows is HTTP."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -85,7 +85,8 @@ class Program:
         """Return the training step before XLA compiles it: (state, batch) -> (state, metrics)."""
         whole = NamedSharding(self.step.mesh, P())
         limit = [jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)] * self.limited
-        lowered = self.lower(self.train, self.step.state.abstract, self.step.batch, *limit)
+        with jax.set_mesh(self.step.mesh):
+            lowered = self.train.lower(self.step.state.abstract, self.step.batch, *limit)
         if (off := self.step.state.offload) and self.deviceless:
             leaves = jax.tree.leaves_with_path(self.step.state.abstract)
             states = [number for number, (path, _) in enumerate(leaves) if path[0].name == "opt_state"]

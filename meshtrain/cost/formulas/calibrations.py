@@ -16,9 +16,9 @@ class Passes(NamedTuple):
     backward: float
 
 
-# HBM bytes: of a logit, forward and backward; of a logit of a teacher, which is written, and read for its sum and for
-# its group; of a parameter in the optimizer's update, besides the optimizer's state
-LOGIT, CHOSEN_LOGIT, UPDATE = 14, 12, 14
+LOGIT = 14                  # HBM bytes of a logit, forward and backward
+CHOSEN_LOGIT = 12           # HBM bytes of a logit of a teacher: written, read for its sum and for its group
+UPDATE = 14                 # HBM bytes of a parameter in the optimizer's update, besides the optimizer's state
 QK_NORM = Passes(6, 17)     # HBM bytes of a normed element of queries and keys
 FLOAT8_CAST = 5             # HBM bytes of an element cast to float8: read for the maximum, read again, written
 # HBM bytes of an accumulator's element per step: zeroed, transposed for the reduction. From 1B on 8 H100
