@@ -111,7 +111,9 @@ class Parts:
 
 def alone_plain(devices: int, sign: str) -> dict[str, float]:
     """Start the handwritten trainer and take its first step. sign: a file that gets its loss; "": none."""
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    # With XLA's default scheduler its collectives may wait for one another for ever on two cores.
+    os.environ["XLA_FLAGS"] = (f"--xla_force_host_platform_device_count={devices} "
+                               "--xla_cpu_enable_concurrency_optimized_scheduler=false")
     parts = Parts()
     import jax
     import numpy as np
@@ -163,7 +165,7 @@ def alone_ours(devices: int) -> dict[str, float]:
             parts.end("initialization")
             lowered = made.program.lower_step()
             parts.end("trace and lower")
-            compiled = lowered.compile()
+            compiled = lowered.compile(compiler_options=made.program.compiler_options)
             parts.end("XLA")
             _, metrics = compiled(state, made.program.place(rows))
             float(metrics["loss"])

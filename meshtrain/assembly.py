@@ -125,8 +125,8 @@ def initialize_params(made: Assembly) -> dict:
 def _run_once(made: Assembly, name: str, function: jax.stages.Wrapped):
     """Compile and call a function without arguments. name: the program's name, for the message. Raises: as
     `check_program`."""
-    options = made.program.compiler_options | flags.options_once(made.mesh.devices.flat[0].platform)
-    return check_program(made.mesh, name, made.program.lower(function).compile(compiler_options=options))()
+    lowered = made.program.lower(function)
+    return check_program(made.mesh, name, lowered.compile(compiler_options=made.program.compiler_options))()
 
 
 def may_refuse(mesh: jax.sharding.Mesh) -> bool:

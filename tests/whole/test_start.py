@@ -88,22 +88,22 @@ no_such_package.work()
     assert options.read("no_options") == (None, "Keys alone.")
 
 
-def test_the_initialization_compiles_at_the_first_level_unless_the_user_sets_one(monkeypatch):
+@pytest.mark.parametrize("words, level", [
+    ("", 1), ("--xla_cpu_enable_fast_math=false", 1), ("--xla_backend_optimization_level=0", None),
+    ("--a=1 --xla_backend_optimization_level=3", None)])
+def test_programs_on_a_cpu_compile_at_the_first_level_unless_the_user_sets_one(words, level, monkeypatch):
     given = []
 
     def record(self, compiler_options=None, **kwargs):
-        given.append(compiler_options)
+        given.append(compiler_options.get(flags.OPTIMIZATION))
         return dict
     monkeypatch.setattr(jax.stages.Lowered, "compile", record)
+    monkeypatch.setenv("XLA_FLAGS", words)
     made = assembly.assemble(config.Run(model=TINY, data=dict(seq_len=16, global_batch=2)), jax.devices()[:1])
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     assembly.initialize(made)
     assembly.initialize_params(made)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
-    assembly.initialize(made)
-    first = {"xla_backend_optimization_level": 1}
-    assert given == [first, first, {}]
-    assert flags.options_once("gpu", {}) == {} and flags.options_once("cpu", {"XLA_FLAGS": ""}) == first
+    made.program.compile()
+    assert given == [level] * 3 and flags.OPTIMIZATION not in flags.options("gpu", environ={"XLA_FLAGS": words})
 
 
 def test_the_first_loss_waits_neither_for_the_evaluation_nor_for_the_checkpoint_library():
