@@ -23,14 +23,16 @@ def tail(x_BTND, segments_BT, width: int, before: Tail | None = None) -> Tail:
 def convolve(x_BTND, w_WND, segments_BT, before: Tail | None = None):
     """Return Σ_j w_j x_{t-W+1+j} over the taps in t's segment, in x's dtype. w[-1] is the tap of t itself.
 
-    The sum is in float32. before: the tail of an earlier part of the rows; None if nothing precedes them.
+    The sum is in float32, and so are the sums of both gradients. before: the tail of an earlier part of the rows; None
+    if nothing precedes them.
     """
     W, T = w_WND.shape[0], x_BTND.shape[1]
     x, segments = _prepend(x_BTND, segments_BT, W, before)
+    x = x.astype(jnp.float32)       # before the taps: autodiff adds the taps' gradients of x in this dtype
     y = 0.0         # W shifted products in one fusion; XLA's convolution has no document mask
     for j in range(W):
         same = segments[:, j:j + T] == segments_BT
-        y += jnp.where(same[..., None, None], x[:, j:j + T].astype(jnp.float32), 0) * w_WND[j].astype(jnp.float32)
+        y += jnp.where(same[..., None, None], x[:, j:j + T], 0) * w_WND[j].astype(jnp.float32)
     return y.astype(x_BTND.dtype)
 
 

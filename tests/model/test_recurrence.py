@@ -185,11 +185,14 @@ def test_convolution_within_documents():
     assert plain.error(run(convolution.convolve, *(jnp.float32(a) for a in (x, w))), run(plain.convolve, x, w)) < 1e-6
 
 
-def test_weight_gradients_of_a_bfloat16_convolution_are_float32():
-    x, w = jnp.ones((1, 4096, 1, 1), jnp.bfloat16), jnp.ones((4, 1, 1), jnp.float32)
-    segments = jnp.ones((1, 4096), jnp.int32)
-    dw = jax.jit(jax.grad(lambda w: convolution.convolve(x, w, segments).sum(dtype=jnp.float32)))(w)
-    np.testing.assert_array_equal(dw.ravel(), [4093, 4094, 4095, 4096])     # 4093 is no bfloat16
+def test_gradients_of_a_bfloat16_convolution_are_summed_in_float32():
+    """In bfloat16, 1 + 2**-9 is 1, and 4093 would be 4096. The two channels have their taps in opposite order."""
+    x, taps = jnp.ones((1, 4096, 2, 1), jnp.bfloat16), jnp.asarray([1] + 3 * [2**-9], jnp.float32)
+    w, segments = jnp.stack([taps, taps[::-1]], 1)[..., None], jnp.ones((1, 4096), jnp.int32)
+    total = lambda x, w: convolution.convolve(x, w, segments).sum(dtype=jnp.float32)
+    dx, dw = jax.jit(jax.grad(total, (0, 1)))(x, w)
+    np.testing.assert_array_equal(dw[..., 0], np.full((2, 4), [4093, 4094, 4095, 4096]).T)
+    np.testing.assert_array_equal(dx[:, :-3].astype(jnp.float32), 1 + 2**-7)
 
 
 def test_convolution_goes_on_from_its_tail():
