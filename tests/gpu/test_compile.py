@@ -120,20 +120,3 @@ def test_row_parallel_matmul_on_64_h100_is_one_bf16_matmul_and_two_all_reduces()
     assert not program.unknown_loops and not program.broken_permutes and not program.uncounted
     # Argument sizes are exact: both arrays, split.
     assert compiled.memory_analysis().argument_size_in_bytes == (B // 8) * (D // 8) * 2 + (D // 8) * F * 2
-
-
-@needs_wheels
-def test_dropped_trip_counts_of_a_gpu_loop_are_derived():
-    """The GPU compiler moves the loop counter into fusions: stepping it must agree with what XLA noted down."""
-    mesh = Mesh(np.array(compile.topology("h100:8")), ("data",), axis_types=(AxisType.Auto,))
-
-    def f(x):
-        step = lambda y, _: (jnp.tanh(jax.lax.psum(y @ y, "data")), None)
-        return jax.lax.scan(step, x, None, length=6)[0]
-
-    f = jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    text = jax.jit(f).lower(jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)).compile().as_text()
-    dropped = re.sub(r'"known_trip_count":\{"n":"\d+"\},?', "", text)
-    assert dropped != text
-    assert audit.read(dropped, mesh) == audit.read(text, mesh)
-    assert [r.count for r in audit.read(text, mesh).collectives] == [6]

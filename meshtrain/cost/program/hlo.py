@@ -9,7 +9,7 @@ Source: the grammar of `HloInstruction::ToString` (openxla/xla); text of jax 0.1
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -22,7 +22,6 @@ _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([0-9,<=]*)\]")
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$")
-_MAX_SIMULATED_TRIPS = 1 << 16  # a loop that takes more steps counts as a loop of unknown length
 
 
 def dtype_bits(dtype: str) -> int:
@@ -190,39 +189,31 @@ class Visit:
 def walk(module: HloModule, wanted: Callable[[Instruction], bool]) -> tuple[list[Visit], list[str]]:
     """Return (a Visit for every wanted instruction with its executions per step, the loops of unknown trip count).
 
-    Uses XLA's known_trip_count. If a pass dropped it, steps the loop counter from its constant start until the
-    condition fails. Loops of further rounds count 0 trips. Loops annotated with AT_MOST count the annotated maximum.
-    Skips loops without a wanted instruction.
+    Loops of further rounds count 0 trips. Loops of unknown trip count count 1 (`find_trips`). Skips loops without a
+    wanted instruction.
     """
     holds = _holders(module, wanted)
     visits, unknown = [], []
 
-    def visit(name, params, trips, in_branch):
-        frame = _Frame(module, name, params)
+    def visit(name, trips, in_branch):
         for ins in module.computations[name].values():
             if wanted(ins):
                 visits.append(Visit(name, ins, trips, in_branch))
             called = [c for c in ins.callees if c in holds]
             if called and ins.op == "while":
-                body, condition = ins.attr("body"), ins.attr("condition")
-                state = frame.scalars(ins.operands[0])
                 n = 0 if ins.further_rounds else find_trips(ins)
-                if n is None:
-                    n = _simulate_trips(module, condition, body, state)
                 if n is None:
                     n = 1
                     unknown.append(f"{ins.name} in {name}" + (f" ({ins.op_name})" if ins.op_name else ""))
-                inner = _invariants(module, body, state)
-                for part, runs in ((body, n), (condition, n + 1)):
+                for part, runs in ((ins.attr("body"), n), (ins.attr("condition"), n + 1)):
                     if part in called and (runs or ins.further_rounds):
-                        visit(part, [inner], trips * runs, in_branch)
-            elif called:
+                        visit(part, trips * runs, in_branch)
+            else:
                 branch = ins.op == "conditional"
-                args = [] if branch else [frame.thunk(o) for o in ins.operands]
                 for part in called:
-                    visit(part, args, round(trips * ins.branch_share), in_branch or branch)
+                    visit(part, round(trips * ins.branch_share), in_branch or branch)
 
-    visit(module.entry, [], 1, False)
+    visit(module.entry, 1, False)
     return visits, sorted(set(unknown))
 
 
@@ -236,132 +227,22 @@ def _holders(module: HloModule, wanted) -> set[str]:
     return set(filter(holds, module.computations))
 
 
-# ---- loop counters: a scalar interpreter -----------------------------------------------------------------------------
-# Values are int, a dict {tuple index: value} or None for "not known here". Only the few integer scalars that steer a
-# loop are ever evaluated, one step per iteration; arrays are never touched.
+# ---- loops -----------------------------------------------------------------------------------------------------------
 
-_ARITHMETIC: dict[str, Callable[[int, int], int | None]] = {
-    "add": lambda a, b: a + b, "subtract": lambda a, b: a - b, "multiply": lambda a, b: a * b,
-    "minimum": min, "maximum": max, "and": lambda a, b: a & b, "or": lambda a, b: a | b,
-    "divide": lambda a, b: int(a / b) if b else None, "remainder": lambda a, b: int(math.fmod(a, b)) if b else None,
-}  # fmt: skip
-_COMPARE = {
-    "LT": lambda a, b: a < b, "LE": lambda a, b: a <= b, "GT": lambda a, b: a > b,
-    "GE": lambda a, b: a >= b, "EQ": lambda a, b: a == b, "NE": lambda a, b: a != b,
-}  # fmt: skip
 _SAME_VALUE = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier",
                "optimization-barrier")
 
 
-class _Frame:
-    """Lazily evaluated values of one computation. Its parameters are given as values, or as functions that return the
-    caller's values."""
-
-    def __init__(self, module: HloModule, name: str, params: list):
-        self.module, self.scope, self.params = module, module.computations[name], params
-        self.memo: dict = {}
-
-    def thunk(self, operand: str):
-        return lambda: self.value(operand)
-
-    def value(self, name: str):
-        if name not in self.memo:
-            self.memo[name] = None
-            self.memo[name] = self._evaluate(self.scope[name])
-        return self.memo[name]
-
-    def scalars(self, operand: str) -> dict[int, int | None]:
-        """Return the integer scalars of a tuple-valued operand, by index."""
-        types = _top_level_types(self.scope[operand].type_text)
-        return {i: self.element(operand, i) for i, t in enumerate(types) if re.match(r"(pred|[su]\d+)\[\]", t)}
-
-    def element(self, operand: str, index: int):
-        ins = self.scope[operand]
-        if ins.op == "tuple":
-            return self.value(ins.operands[index])
-        if ins.op in _SAME_VALUE:
-            return self.element(ins.operands[0], index)
-        whole = self.value(operand)
-        return whole.get(index) if isinstance(whole, dict) else None
-
-    def _evaluate(self, ins: Instruction):
-        if ins.op == "parameter":
-            i = int(ins.args)
-            value = self.params[i] if i < len(self.params) else None
-            return value() if callable(value) else value
-        if ins.op == "constant":
-            text = ins.args.strip()
-            return {"true": 1, "false": 0}.get(text, int(text) if re.fullmatch(r"-?\d+", text) else None)
-        if ins.op == "get-tuple-element":
-            return self.element(ins.operands[0], int(ins.required("index")))
-        if ins.op == "tuple":
-            return {i: self.value(o) for i, o in enumerate(ins.operands)}
-        if ins.op in _SAME_VALUE:
-            return self.value(ins.operands[0])
-        if ins.op in ("fusion", "call"):
-            inner = _Frame(self.module, ins.callees[0], [self.thunk(o) for o in ins.operands])
-            return inner.value(root(inner.scope).name)
-        if ins.op not in ("compare", "select", "not", *_ARITHMETIC):
-            return None
-        args = [self.value(o) for o in ins.operands]
-        if not all(isinstance(a, int) for a in args):
-            return None
-        if ins.op == "compare":
-            return int(_COMPARE[ins.required("direction")](*args))
-        if ins.op == "select":
-            return args[1] if args[0] else args[2]
-        if ins.op == "not":
-            return 1 - args[0] if ins.type_text.startswith("pred") else ~args[0]
-        return _ARITHMETIC[ins.op](*args)
-
-
-def _top_level_types(type_text: str) -> Iterator[str]:
-    """Split a tuple type: '(s32[], (f32[2]), pred[])' → 's32[]', '(f32[2])', 'pred[]'. A type that is no tuple yields
-    nothing."""
-    if not type_text.startswith("("):
-        return
-    depth, start = 0, 1
-    inner = re.sub(r"/\*.*?\*/", "", type_text)
-    for i, ch in enumerate(inner):
-        depth += (ch in "([{") - (ch in ")]}")
-        if (ch == "," and depth == 1) or depth == 0:
-            yield inner[start:i].strip()
-            start = i + 1
-
-
 def find_trips(ins: Instruction) -> int | None:
-    """Return a loop's number of iterations from XLA's known_trip_count. If it depends on the data, return the maximum
-    from the annotation `scopes.AT_MOST`. Return None without both."""
+    """Return a loop's number of iterations from XLA's known_trip_count, else the maximum from the annotation
+    `scopes.AT_MOST`, else None.
+
+    XLA notes the count of every lax.scan, of every fori_loop with constant bounds, and of most while_loops that count
+    up to a constant.
+    """
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', ins.attrs)
     numbers = known.groups() if known else scopes.AT_MOST.parse_loop(ins.op_name)
     return int(numbers[0]) if numbers else None
-
-
-def _next_state(module: HloModule, body: str, state: dict) -> dict:
-    frame = _Frame(module, body, [state])
-    return {i: frame.element(root(frame.scope).name, i) for i in state}
-
-
-def _simulate_trips(module: HloModule, condition: str, body: str, state: dict) -> int | None:
-    """Step a loop's integer scalars and count its iterations. Return None if a scalar that the condition needs is not
-    constant."""
-    for trips in range(_MAX_SIMULATED_TRIPS):
-        frame = _Frame(module, condition, [state])
-        goes_on = frame.value(root(frame.scope).name)
-        if goes_on is None:
-            return None
-        if not goes_on:
-            return trips
-        state = _next_state(module, body, state)
-    return None
-
-
-def _invariants(module: HloModule, body: str, state: dict) -> dict:
-    """Return the scalars that a loop passes through unchanged, such as the bound of an inner loop. The others are
-    None."""
-    marks = {i: object() for i in state}  # an opaque mark survives copies and dies in arithmetic
-    after = _next_state(module, body, marks)
-    return {i: state[i] if after[i] is marks[i] else None for i in state}
 
 
 def find_changed(module: HloModule, body: str) -> list[Shape]:
