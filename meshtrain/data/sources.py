@@ -251,15 +251,14 @@ def _find_eos(data, reader: Tokenizer, vocab_size: int) -> int:
 
 
 def open_corpus(data, *, vocab_size: int, cache_dir: Path, tell: Callable[[str], None] = print,
-                should_stop: Callable[[], bool] = lambda: False, folders: Sequence[Path] = ()) -> Corpus:
+                folders: Sequence[Path] = ()) -> Corpus:
     """Return the corpus of the run file's [data], by `describe` and `Description.open`.
 
     cache_dir: for caches that cannot be next to their files. tell: receives lines about long work and warnings.
-    should_stop: polled between batches of work. folders: as in `describe`. Raises: as `describe` and
-    `Description.open`.
+    folders: as in `describe`. Raises: as `describe` and `Description.open`.
     """
     described = describe(data, vocab_size=vocab_size, folders=folders)
-    return corpus_of(described, described.open(cache_dir, parts.Job(tell, should_stop)))
+    return corpus_of(described, described.open(cache_dir, parts.Job(tell)))
 
 
 def corpus_of(described: Description, opened: Sequence[Source]) -> Corpus:

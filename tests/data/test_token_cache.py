@@ -445,12 +445,12 @@ def test_shares_of_a_job_build_every_part_once_between_them(tmp_path, counted):
 def test_a_stop_keeps_finished_parts_and_leaves_none_half(batches, tmp_path, counted):
     for i in range(3):
         write(tmp_path / f"{i}.jsonl", [f"text {i}"])
-    data, heard = section([tmp_path / "*.jsonl"]), []
+    data = section([tmp_path / "*.jsonl"])
     monitor = iter(range(batches))
+    job = parts.Job(lambda line: None, lambda: bool(list(tmp_path.glob(".meshtrain/*/*.tmp")))
+                    and next(monitor, None) is None)
     with pytest.raises(parts.Stopped):
-        sources.open_corpus(data, vocab_size=512, cache_dir=tmp_path, tell=heard.append,
-                            should_stop=lambda: bool(list(tmp_path.glob(".meshtrain/*/*.tmp")))
-                            and next(monitor, None) is None)
+        sources.describe(data, vocab_size=512).open(tmp_path, job)
     files = {path.name for path in tmp_path.glob(".meshtrain/*/*")}
     assert not [name for name in files if name.endswith(".tmp")]
     finished = {name[0] for name in files if name.endswith(".json")}
