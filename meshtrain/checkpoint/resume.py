@@ -344,15 +344,30 @@ def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple
             # depths of MTP that are not trained have no optimizer state
             switched = name == "training.mtp_weight" and bool(was) != bool(new)
             if switched or rule(name) == STAYS or name == "optimizer.groups" and _rules_of(was) != _rules_of(new):
-                refused.append(f"{name}={json.dumps(new)}, but the run in {run.run.dir} has {json.dumps(was)}; on "
-                               "resume the model, [lora], the data, the optimizer's name and dtype and run.seed must "
-                               "stay: change it back, or give another run.name (with checkpoint.init_from to keep the "
+                cause, remedy = _explain_derived(run, name, was)
+                refused.append(f"{name}={json.dumps(new)}{cause}, but the run in {run.run.dir} has {json.dumps(was)}; "
+                               "on resume the model, [lora], the data, the optimizer's name and dtype and run.seed "
+                               f"must stay: {remedy}, or give another run.name (with checkpoint.init_from to keep the "
                                "weights)")
             elif rule(name) == RECORDED:
                 recorded.append((name, was, new))
     if refused:
         raise agree.mark_agreed(ConfigError(*refused))
     return tuple(recorded)
+
+
+def _explain_derived(run: Run, name: str, was: Any) -> tuple[str, str]:
+    """Return (the key that the value of section.key `name` follows from, for a message; the remedy). was: the value of
+    the checkpoint."""
+    model, rate, seq_len = run.model, run.experts.bias_rate, run.data.seq_len
+    if name == "model.router_bias" and (model.router_bias, was) == ("none", "choice"):
+        return f" (with experts.bias_rate={rate:g})", 'set model.router_bias="choice" (the biases keep their values)'
+    if name == "model.router_bias" and (model.router_bias, was) == ("choice", "none") and rate:
+        return f" (with experts.bias_rate={rate:g})", "use experts.bias_rate=0"
+    if name == "model.max_seq_len" and model.max_seq_len == seq_len != was:
+        return f" (with data.seq_len={seq_len})", (
+            f"set model.max_seq_len={was}" if seq_len < was else f"use at most data.seq_len={was}")
+    return "", "change it back"
 
 
 def _rules_of(groups: Any) -> list[tuple[str, str]]:

@@ -71,7 +71,15 @@ def check_texts(run: Run) -> Iterator[str]:
 def check_addresses(run: Run) -> Iterator[str]:
     """Report addresses of an unknown form, addresses with secrets, and addresses where a directory is needed."""
     for name, text in _list_texts(run):
-        if name not in READ + WRITTEN or not addresses.is_remote(text):
+        if name not in READ + WRITTEN:
+            continue
+        if correct := addresses.correct_slashes(text):
+            hidden, rest = addresses.hide_secrets(correct), correct.partition("://")[2]
+            given = text.removesuffix(rest) + hidden.partition("://")[2]
+            yield (f"{name}={toml(given)} is not an address, which has two slashes "
+                   f"after its scheme; use {toml(hidden)}, or begin with ./ for a path")
+            continue
+        if not addresses.is_remote(text):
             continue
         if name in WRITTEN:
             yield (f"{name}={toml(addresses.hide_secrets(text))} is an address, but must be a directory; mount it, or "

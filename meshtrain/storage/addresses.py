@@ -86,6 +86,13 @@ def is_remote(text: object) -> bool:
     return isinstance(text, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
 
 
+def correct_slashes(text: str) -> str:
+    """Return the address that a text would be with two slashes after its scheme, e.g. s3://BUCKET for s3:/BUCKET; ""
+    for any other text. Without this, s3:/BUCKET would be a new directory in the current one."""
+    match = re.match(rf"({'|'.join((*BUCKETS, *WEB, HUB))}):(/?(?!/)|/{{3,}})", text)
+    return f"{match[1]}://{text[match.end():]}" if match and text[match.end():] else ""
+
+
 def hide_secrets(text: str) -> str:
     """Return an address without the parts that may be secret: everything before an @ in its host, and its query."""
     scheme, _, rest = text.partition("://")

@@ -60,10 +60,13 @@ def build(cfg: Any, steps: int, roles: Any, matrix_dims: Any, placements: Any = 
     assert {*jax.tree.leaves(roles)} <= {*ROLES}, roles
     if treatments is None:
         treatments = jax.tree.map(lambda role: groups.treat(cfg, role), roles)
+    schedule = learning_rate_schedule(cfg, steps)
+    if custom.is_path(cfg.schedule):
+        schedule = _from_first_step(schedule)
     rule = optax.chain(
         _rule(cfg, roles, matrix_dims, placements, dtype, treatments),
         _add_decayed_weights(treatments),
-        _scale_by_learning_rate(learning_rate_schedule(cfg, steps), treatments),
+        _scale_by_learning_rate(schedule, treatments),
     )
     return _in_float32(_balance(rule, roles, experts.bias_rate, experts.bias_rule))
 
@@ -96,6 +99,15 @@ def learning_rate_schedule(cfg: Any, steps: int) -> optax.Schedule:
         else:
             fall = 0.0 if cfg.schedule == "constant" else progress
         return cfg.learning_rate * rise * (1 - (1 - cfg.final_fraction) * fall)
+
+    return learning_rate
+
+
+def _from_first_step(schedule: optax.Schedule) -> optax.Schedule:
+    """Return the schedule, but 0 before the first step, as the built-in schedules are. At step -1, `run.bias_warmup`
+    moves only the biases that balance experts."""
+    def learning_rate(count):
+        return jnp.where(count < 0, 0.0, schedule(count))
 
     return learning_rate
 

@@ -188,6 +188,28 @@ def test_what_ended_documents_ends_them_where_the_run_file_names_nothing(tmp_pat
     assert start.changes == ((("data.eos", was, given),) if given else ())
 
 
+EXPERTS, LEARNED = "--model.num_experts=4", "--model.position=learned"
+
+
+@pytest.mark.parametrize(("was", "now", "key", "remedy"), [
+    ([EXPERTS, "--experts.bias_rate=0.1"], [EXPERTS], 'model.router_bias="none" (with experts.bias_rate=0), but the run',
+     'set model.router_bias="choice"'),
+    ([EXPERTS], [EXPERTS, "--experts.bias_rate=0.1"], "(with experts.bias_rate=0.1)", "use experts.bias_rate=0"),
+    ([LEARNED], [LEARNED, "--data.seq_len=16"], "model.max_seq_len=16 (with data.seq_len=16)", "set model.max_seq_len=32"),
+    ([LEARNED], [LEARNED, "--data.seq_len=48"], "(with data.seq_len=48)", "use at most data.seq_len=32"),
+    ([LEARNED], [LEARNED, "--model.max_seq_len=48"], "model.max_seq_len=48, but", "change it back"),
+])
+def test_a_fixed_key_that_follows_from_another_is_told_with_that_key(tmp_path, was, now, key, remedy):
+    saved(tmp_path, run_in(tmp_path, *was), 2)
+    with pytest.raises(ConfigError) as refused:
+        found(tmp_path, *now)
+    (message,) = refused.value.messages
+    assert key in message and remedy in message
+    if remedy.startswith("set "):
+        word = "--" + remedy.removeprefix("set ").replace('"', "")
+        assert [name for name, *_ in found(tmp_path, *now, word).changes] in (["experts.bias_rate"], ["data.seq_len"])
+
+
 def test_the_weights_of_a_mixture_may_change_and_its_paths_are_content(tmp_path):
     mixture = '[{{source="text", paths=["{}"], weight={}}}, {{source="stdlib", weight=1.0}}]'
     one = ("--data.source", "mixture", "--data.mixture", mixture.format("README.md", 2.0))

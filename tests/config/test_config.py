@@ -348,6 +348,8 @@ MISTAKES = [
      "without it"),
     ("--run.dir s3://me:secret@bucket/run", "run.dir: s3://…@bucket/run has a name or password", "environment"),
     ("--run.dir https://host/run", 'run.dir="https://host/run" cannot be written', "s3://BUCKET/…"),
+    ("--run.dir s3:/bucket/run", 'run.dir="s3:/bucket/run" is not an address', 'use "s3://bucket/run", or begin with ./'),
+    ("--data.cache gs:///bucket/run", 'data.cache="gs:///bucket/run" is not an address', 'use "gs://bucket/run"'),
     ("--data.source text --data.paths ['a.txt'] --data.field body",
      'data.field="body" is not read by data.source="text"', "or leave it out"),
     ("--data.cache hdfs://node/cache", 'data.cache="hdfs://node/cache" is an address', "mount it"),

@@ -103,6 +103,15 @@ def test_decay_reaches_matrices_and_tables_and_never_norms_or_biases(name):
         np.testing.assert_allclose(update, 0 * p if is_vector else -0.1 * 0.5 * p, rtol=1e-6, err_msg=str(path))
 
 
+def test_nothing_moves_before_the_first_step_whatever_the_schedule(tmp_path):
+    (tmp_path / "mine.py").write_text("def rate(cfg, steps): return lambda count: cfg.learning_rate\n")
+    params = random_params()
+    for schedule in ("constant", f"{tmp_path}/mine.py:rate"):
+        tx = build(config(schedule=schedule, weight_decay=0.5))
+        updates, _ = jax.jit(lambda p: tx.update(p, tx.init(p), p, step=jnp.int32(-1)))(params)
+        assert not any(map(np.any, jax.tree.leaves(updates))), schedule
+
+
 def learning_rates(steps, **changes):
     rate = optimizer.learning_rate_schedule(config(learning_rate=2.0, **changes), steps)
     return [float(rate(count)) for count in range(steps)]
