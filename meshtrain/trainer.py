@@ -50,7 +50,7 @@ def warm_up_biases(compiled: CompiledRun, start: resume.Start, state: State, fee
     with account.count_as("start"), watch.phase("evening out the experts", watch.UNLIMITED), \
             phases.phase("evening out the experts"):
         return agree.everywhere(lambda: bias_warmup.balance(
-            made.program, compiled.step, state, feed.data, passes, lambda: assembly.initialize(made)))
+            feed, compiled.step, state, passes, lambda: assembly.initialize(made)))
 
 
 class End(NamedTuple):
@@ -87,7 +87,7 @@ class Trainer:
             except LossSpike as error:
                 step, why = error.step, str(error)
             del state       # frees its memory for the restored state
-            start, state, feed = self._rewind(start, spikes, step, why)
+            start, state, feed = self._rewind(start, feed, spikes, step, why)
             spikes = Spikes(self.opened.made.run, start.value_of("spikes"), start.rollbacks)
 
     def _train(self, start: resume.Start, state: State, feed: Feed, spikes: Spikes) -> End:
@@ -124,10 +124,12 @@ class Trainer:
                 places.checkpoints.save(done, state, metadata(done))
         return End(done, state, validation.loss)
 
-    def _rewind(self, start: resume.Start, spikes: Spikes, spiked: int, why: str) -> tuple[resume.Start, State, Feed]:
+    def _rewind(self, start: resume.Start, feed: Feed, spikes: Spikes, spiked: int, why: str
+                ) -> tuple[resume.Start, State, Feed]:
         """Return the start after the newest checkpoint before the spike, its state, and the feed without the batches
         between that checkpoint and the spike. Raises: TooManyRollbacks."""
         made, places = self.opened.made, self.places
+        assert isinstance(feed, BatchFeed)
         if spikes.rollbacks >= MAX_ROLLBACKS:
             raise TooManyRollbacks(f'{why}, and the run has already rolled back {MAX_ROLLBACKS} times, the maximum; '
                                    f'lower optimizer.learning_rate={made.run.optimizer.learning_rate}, check the '
@@ -143,4 +145,4 @@ class Trainer:
                                                        training_data.batches_from(made.run, self.opened.corpus, new)))
             self.exporting.set_aside_after(new.step)
             resume.begin(made.run, new, places.checkpoints, places.local, made.layout.rules.text)
-        return new, state, BatchFeed(made.run, self.compiled.made.program, batches, new.step)
+        return new, state, feed.restart(batches, new.step)

@@ -16,24 +16,24 @@ import numpy as np
 
 from meshtrain.cluster import watch
 from meshtrain.data.documents import contracts
-from meshtrain.data.documents.contracts import Batches
+from meshtrain.run.feeds import BatchFeed
 from meshtrain.training.state import State
-from meshtrain.training.step import Program
 
 
-def balance(program: Program, step: Callable, state: State, data: Batches, passes: int,
-            fresh: Callable[[], State]) -> State:
+def balance(feed: BatchFeed, step: Callable, state: State, passes: int, fresh: Callable[[], State]) -> State:
     """Return the state before the first step, with biases adjusted by the first `passes` batches.
 
-    step: the compiled training step; it donates the state. fresh: returns a state with a new optimizer state.
+    feed: of the run; its own position does not change. step: the compiled training step; it donates the state. fresh:
+    returns a state with a new optimizer state.
     """
+    program = feed.program
     params, opt_state, ema, shares = state.params, state.opt_state, state.ema, state.shares
     placed = program.step.state.sharding.step
     del state
-    with contextlib.closing(contracts.iterate(data, 0, rows=program.rows)) as batches:
+    with contextlib.closing(contracts.iterate(feed.data, 0, rows=program.rows)) as batches:
         for _ in range(passes):
             before = jax.make_array_from_callback((), placed, lambda index: np.int32(-1))
-            state, _ = step(State(before, params, opt_state, ema, shares), program.place(next(batches)),
+            state, _ = step(State(before, params, opt_state, ema, shares), feed.place(next(batches)),
                             *program.limit(math.inf))
             params, opt_state, ema, shares = state.params, state.opt_state, state.ema, state.shares
             watch.progress()

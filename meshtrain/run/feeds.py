@@ -24,8 +24,15 @@ class BatchFeed:
         self._batches = contracts.iterate(data, start, rows=program.rows)
 
     def next(self, done: int, state: State, journal: Journal, stop: Stop) -> StepBatch:
-        batch = self.complete(self.program.place(next(self._batches)))
-        return StepBatch(batch, self.data.tokens(done + 1) - self.data.tokens(done))
+        return StepBatch(self.place(next(self._batches)), self.data.tokens(done + 1) - self.data.tokens(done))
+
+    def restart(self, data: Batches, start: int) -> BatchFeed:
+        """Return a feed of `data`, from step `start` on, that completes batches in the same way."""
+        return BatchFeed(self.run, self.program, data, start, self.complete)
+
+    def place(self, rows: dict) -> dict:
+        """Put this process's rows of a batch on its devices, and add the arrays that are computed there."""
+        return self.complete(self.program.place(rows))
 
     def tokens(self, steps: int) -> int:
         return self.data.tokens(steps)

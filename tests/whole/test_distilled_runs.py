@@ -12,6 +12,7 @@ from folders import GOLDENS, run_of
 from meshtrain import assembly, teacher
 from meshtrain.commands import evaluate, train
 from meshtrain.data.documents.tokenizer import Ids
+from meshtrain.journal.spikes import LossSpike, Spikes
 from meshtrain.names import TEACHER_IDS, TEACHER_LOGP
 
 FOLDER = GOLDENS / "qwen3"
@@ -78,6 +79,22 @@ def test_a_run_learns_its_teacher_and_resumes_bit_for_bit(words):
                      for place in ("whole", "parts"))
     assert first == second and first[-1][1] < first[0][1]
     assert call(evaluate.main, "whole").code == 0       # without the teacher
+
+
+@pytest.mark.full
+def test_a_teacher_predicts_the_batches_that_warm_up_biases_and_those_after_a_rollback(words, monkeypatch):
+    real, spiked = Spikes.see, []
+
+    def see(self, row):
+        if row["step"] == 3 and not spiked:
+            spiked.append(row)
+            raise LossSpike(3, row["loss"], 0.0)
+        real(self, row)
+    monkeypatch.setattr(Spikes, "see", see)
+    ran = call(train.main, *words, *DISTILL, "--run.dir", "back", "--training.loss_spike", "rollback",
+               "--model.num_experts", "2", "--experts.bias_rate", "0.01", "--experts.bias_warmup", "1")
+    assert ran.code == 0 and "back to step 2, without the 1 batch up to the spike" in ran.out, ran
+    assert [row["step"] for row in rows(Path("back"))] == [1, 2, 3, 4]
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.checkpoint.directory import DirectoryStore
 from meshtrain.data import sources
 from meshtrain.data.batches import packing
-from meshtrain.run import bias_warmup
+from meshtrain.run import bias_warmup, feeds
 
 RULES = Path(__file__).resolve().parent.parent.parent / "sharding_rules"
 EXPERTS = ("--model.num_experts", "4", "--experts.bias_rate", "0.01")
@@ -71,9 +71,10 @@ def test_before_the_first_step_batches_move_the_biases_and_nothing_else(tiny, tm
     with jax.set_mesh(made.mesh):
         fresh, step = assembly.initialize(made), made.program.compile()
         load = lambda state: float(step(state, made.program.place(batches.batch(0)))[1]["expert_load_max"])
-        once, often = (bias_warmup.balance(made.program, step, assembly.initialize(made),
-                                           batches, passes, lambda: assembly.initialize(made))
-                       for passes in (1, 30))
+        feed = feeds.BatchFeed(made.run, made.program, batches, 0)
+        once, often = (bias_warmup.balance(feed, step, assembly.initialize(made), passes,
+                                           lambda: assembly.initialize(made)) for passes in (1, 30))
+        feed.close()
         assert once.step == 0 and jax.tree.structure(once) == jax.tree.structure(fresh)
         same = lambda a, b: jax.tree.map(lambda a, b: bool((a == b).all()), a, b)
         assert [path for path, kept in paths(same(once.params, fresh.params)).items() if not kept] == [
