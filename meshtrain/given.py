@@ -6,6 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,6 +24,11 @@ def check_count(name: str, value: object, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise ConfigError(f"{name}={value!r} is not a whole number of at least {least}")
     return int(value)
+
+
+def form(leaf: Any) -> tuple:
+    """Return (shape, dtype) of an array, a number or a ShapeDtypeStruct, as jax would hold it."""
+    return np.shape(leaf), jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
 
 
 def check_batch(batch: object, expected: Mapping[str, jax.ShapeDtypeStruct], vocab_size: int) -> dict[str, np.ndarray]:

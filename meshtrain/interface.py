@@ -45,11 +45,13 @@ from meshtrain.library.pipeline import pipeline
 from meshtrain.library.ring import ring_attention, token_order
 from meshtrain.library.stack import Stack
 from meshtrain.library.unpack import unpack
-from meshtrain.names import AXES, PRNG
+from meshtrain.names import AXES
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding import rules as rule_files
 from meshtrain.shown import DrawnSchedule, JsonTable, ProgramCosts, Rows, StepCosts
+from meshtrain.training.accumulate import drops
 from meshtrain.training.state import State
+from meshtrain.training.step import dropout_key
 from meshtrain.units import size
 
 __all__ = ["ConfigError", "Experiment", "Layout", "Rules", "Stack", "bars", "check_answer", "compare", "curves", "fit",
@@ -190,7 +192,7 @@ class Experiment:
     @state.setter
     def state(self, state: State) -> None:
         shapes = self.made.state_shapes
-        if jax.tree.map(np.shape, state) != jax.tree.map(np.shape, shapes):
+        if jax.tree.map(given.form, state) != jax.tree.map(given.form, shapes):
             raise ConfigError("this state belongs to another model or optimizer; use the state of an experiment with "
                               "the same [model] and [optimizer]")
         self._state = jax.tree.map(lambda x, leaf: jax.device_put(np.asarray(x), leaf.sharding), state, shapes)
@@ -231,22 +233,26 @@ class Experiment:
                 drawn_s = time.monotonic()
 
     def loss(self, batch: Mapping[str, np.ndarray] | None = None) -> float:
-        """Return the mean loss of a batch in nats per target token (DPO: per pair). batch: default: that of the next
-        step.
+        """Return the mean loss of a batch in nats per target token (DPO: per pair), without dropout. batch: default:
+        that of the next step.
 
         >>> 5 < run.loss() < 8
         True
         """
         total, count = self._evaluate(self.state.params, self._place(batch))
+        if not count:
+            raise ConfigError("batch has no loss target, so it has no mean loss; give targets that are token ids")
         return float(total) / float(count)
 
     def gradients(self, batch: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        """Return the gradients of `loss` as unsharded arrays, by the names of `parameters`.
+        """Return the gradients of the next step, before clipping, as unsharded arrays by the names of `parameters`.
+        They are those of `loss` with dropout, plus the step's other terms (z-loss, balance of experts, depths of MTP).
 
         >>> run.gradients()["layers/mlp/up/kernel"].shape
         (2, 192, 512)
         """
-        grads, *_ = self._gradients(self.state.params, self._place(batch), self.state.shares)
+        state = self.state
+        grads, *_ = self._gradients(state.params, self._place(batch), state.step, state.shares)
         named = [info.name for info in self.made.model.parameters() if info.trainable]
         return dict(zip(named, map(np.asarray, jax.tree.leaves(grads)), strict=True))
 
@@ -305,10 +311,13 @@ class Experiment:
 
     @functools.cached_property
     def _gradients(self):
-        program, key = self.made.program, jax.random.key(self.run.run.seed, impl=PRNG)
-        shapes = self.made.state_shapes
-        return program.compile_function(jax.jit(lambda p, batch, shares: program.gradients(p, batch, key, shares)),
-                                        shapes.params, program.step.batch, shapes.shares)
+        program, run, shapes = self.made.program, self.run, self.made.state_shapes
+
+        def gradients(p, batch, step, shares):
+            key = dropout_key(run.run.seed, step) if drops(run) else None
+            return program.gradients(p, batch, key, shares)
+        return program.compile_function(jax.jit(gradients), shapes.params, program.step.batch, shapes.step,
+                                        shapes.shares)
 
     def _place(self, batch: Mapping[str, np.ndarray] | None) -> dict[str, jax.Array]:
         program = self.made.program

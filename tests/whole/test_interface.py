@@ -191,6 +191,15 @@ def test_a_step_moves_weights_against_the_gradients_it_tells(split):
     assert one.loss(batch) < before and len(one.history) == 1 and int(one.state.step) == 1
 
 
+def test_gradients_have_the_dropout_of_the_next_step():
+    one = mt.Experiment(settings=SMALL | {"model.num_layers": 1, "model.embed_dim": 16, "model.mlp_dim": 16,
+                                          "model.residual_dropout": 0.5, "model.embedding_dropout": 0.5})
+    batch, norms = one.batch(), []
+    for _ in range(2):      # two steps have two masks
+        norms.append(np.sqrt(sum(np.square(grad.astype(np.float64)).sum() for grad in one.gradients(batch).values())))
+        assert one.step(batch=batch)["grad_norm"] == pytest.approx(norms[-1], rel=1e-4)
+
+
 def test_an_experiment_begins_with_the_weights_that_its_run_file_names():
     """Hugging Face's logits of its own folder."""
     folder = Path(__file__).parent.parent / "goldens" / "llama2"
@@ -344,10 +353,13 @@ def test_a_wrong_batch_is_one_error_that_says_what_is_expected(split, change, sa
     (lambda run: run.logits([[512]]), "tokens has 512, and token ids are 0 to 511"),
     (lambda run: run.generate([]), "neither a text nor token ids"), (lambda run: run.generate([-1]), "prompt has -1"),
     (lambda run: run.step(0), "^n=0 is not a whole number of at least 1"), (lambda run: run.train(-1), "^steps=-1 is not"),
+    (lambda run: run.loss(run.batch() | {"targets": np.full((16, 32), NO_TARGET)}), "batch has no loss target"),
     (lambda run: mt.compare([run], steps=0), "^steps=0 is not"), (lambda run: run.batch("a"), "^n='a' is not a whole"),
     (lambda run: run.generate("a", max_tokens=-1), "^max_tokens=-1 is not a whole number of at least 0"),
     (lambda run: mt.prove(cells=0), "^cells=0 is not"), (lambda run: mt.schedule("1f1b", stages="2"), "^stages='2' is"),
     (lambda run: setattr(run, "state", {"step": 1}), "this state belongs to another model"),
+    (lambda run: setattr(run, "state", jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.int8), run.made.state_shapes)),
+     "this state belongs to another model"),
 ])
 def test_what_a_method_cannot_take_is_one_error(split, use, said):
     with pytest.raises(ConfigError, match=said):
