@@ -8,6 +8,7 @@ the trace contains only its steps. A failed trace never stops the run.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,14 +70,15 @@ class LossValidation(Hook):
             zip(["val_loss_ema"], of_average))
 
     def _measure(self, params: dict, held: ValidationSet) -> float | None:
-        """Return the loss on one held-out set; None if the run has to stop before the measurement is complete."""
+        """Return the loss on one held-out set, NaN if its batches have no target; None if the run has to stop before
+        the measurement is complete."""
         total = count = 0.0
         for i in range(min(self.batches, held.num_batches)):
             if self.stop.must_stop():
                 return None
             nll, targets = self.program.evaluate(params, self.program.place(held.batch(i, self.program.rows)))
             total, count = total + float(nll), count + int(targets)
-        return total / max(count, 1)
+        return total / count if count else math.nan
 
 
 class Prepare(Hook):

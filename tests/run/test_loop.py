@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from meshtrain import run_files
@@ -147,6 +148,12 @@ def test_a_validation_loss_weighs_batches_by_their_targets_and_sources_by_their_
     assert validation.loss == 1.75
     assert capsys.readouterr().out == "step 3: validation loss 1.7500 nats per token (web 2.0000, code 1.0000)\n"
     assert validated(Bench(), held("", 1.0, (6.0, 2)))[1] == {"val_loss": 3.0}
+
+
+def test_a_validation_without_a_target_is_not_the_number_0(capsys):
+    _, numbers = validated(Bench(), held("web", 0.5, (6.0, 2)), held("masked", 0.5, (0.0, 0)))
+    assert numbers["val_loss/web"] == 3.0 and np.isnan([numbers["val_loss/masked"], numbers["val_loss"]]).all()
+    assert "masked nan" in capsys.readouterr().out
 
 
 def test_a_validation_that_fails_is_told_and_left_out(capsys):
