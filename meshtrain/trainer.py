@@ -11,6 +11,7 @@ from meshtrain.assembly import Assembly
 from meshtrain.checkpoint import resume
 from meshtrain.checkpoint.places import Places, SaveInRunDir, SaveOnHosts
 from meshtrain.cluster import agree, watch
+from meshtrain.huggingface.weights import pretrained
 from meshtrain.huggingface.weights.exports import Export, Exports
 from meshtrain.journal import goodput, metrics
 from meshtrain.journal.guards import TooManyRollbacks
@@ -141,8 +142,10 @@ class Trainer:
                     f"(training.loss_spike=\"rollback\", {spikes.rollbacks + 1} of {MAX_ROLLBACKS})")
             new = dataclasses.replace(new, rollbacks=spikes.rollbacks + 1)
             self.attempt.go_back(new.step)
-            state, batches = agree.everywhere(lambda: (starts.start_state(made, new, None),
-                                                       training_data.batches_from(made.run, self.opened.corpus, new)))
+            state, batches = agree.everywhere(lambda: (
+                starts.start_state(made, new, None if new.saved else pretrained.open_folder(made.run, made.model)),
+                training_data.batches_from(made.run, self.opened.corpus, new)))
             self.exporting.set_aside_after(new.step)
             resume.begin(made.run, new, places.checkpoints, places.local, made.layout.rules.text)
+        state = warm_up_biases(self.compiled, new, state, feed, self.attempt.account)
         return new, state, feed.restart(batches, new.step)

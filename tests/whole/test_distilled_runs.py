@@ -81,20 +81,38 @@ def test_a_run_learns_its_teacher_and_resumes_bit_for_bit(words):
     assert call(evaluate.main, "whole").code == 0       # without the teacher
 
 
-@pytest.mark.full
-def test_a_teacher_predicts_the_batches_that_warm_up_biases_and_those_after_a_rollback(words, monkeypatch):
-    real, spiked = Spikes.see, []
+@pytest.fixture
+def spiking(monkeypatch):
+    """A function: a step -> that step's loss is a spike the first time."""
+    real, spikes = Spikes.see, set()
 
     def see(self, row):
-        if row["step"] == 3 and not spiked:
-            spiked.append(row)
-            raise LossSpike(3, row["loss"], 0.0)
+        if row["step"] in spikes:
+            spikes.remove(row["step"])
+            raise LossSpike(row["step"], row["loss"], 0.0)
         real(self, row)
     monkeypatch.setattr(Spikes, "see", see)
+    return spikes.add
+
+
+@pytest.mark.full
+def test_a_teacher_predicts_the_batches_that_warm_up_biases_and_those_after_a_rollback(words, spiking):
+    spiking(3)
     ran = call(train.main, *words, *DISTILL, "--run.dir", "back", "--training.loss_spike", "rollback",
                "--model.num_experts", "2", "--experts.bias_rate", "0.01", "--experts.bias_warmup", "1")
     assert ran.code == 0 and "back to step 2, without the 1 batch up to the spike" in ran.out, ran
     assert [row["step"] for row in rows(Path("back"))] == [1, 2, 3, 4]
+
+
+@pytest.mark.full
+def test_a_rollback_before_the_first_checkpoint_begins_with_the_weights_of_the_folder_again(words, spiking):
+    spiking(1)
+    begun = [word for pair in zip(words[::2], words[1::2]) for word in pair if not pair[0].startswith("--model.")]
+    ran = call(train.main, *begun, *DISTILL, "--checkpoint.init_from", str(FOLDER), "--training.steps", "1",
+               "--model.compute_dtype", "float32", "--training.loss_spike", "rollback", "--run.dir", "back")
+    assert ran.code == 0 and "back to step 0, without the 1 batch up to the spike" in ran.out, ran
+    (row,) = rows(Path("back"))
+    assert abs(row["divergence"]) < 1e-5 and row["loss"] > 1
 
 
 @pytest.mark.full
