@@ -49,7 +49,7 @@ def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x: str = "", y: s
 
     dots: names of the curves whose points are marked and not joined. marks: label -> value of x with a vertical line.
     unit: the unit of y, see `bars`. log: whether both axes are logarithmic. hover: name of a curve of dots -> a tooltip
-    for each point.
+    for each point. Points that are not finite are not drawn.
 
     >>> mt.curves({"loss": [(1, 6.5), (2, 6.1)]}, "step", "loss")
     loss: 2 points, the last (2, 6.1)
@@ -61,12 +61,17 @@ def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x: str = "", y: s
     if log and min(min(point) for points in lines.values() for point in points) <= 0:
         raise ConfigError("log=True needs points above 0; leave log out, or drop the other points")
     at = math.log10 if log else float
-    drawn = [PlotCurve(k % pictures.COLORS, name, [(at(a), at(b)) for a, b in points], name in dots)
-             for k, (name, points) in enumerate(lines.items())]
+    finite = {name: [k for k, point in enumerate(points) if all(map(math.isfinite, point))]
+              for name, points in lines.items()}
+    if not any(finite.values()):
+        raise ConfigError("curves: no point is finite; give at least one point to draw")
+    drawn = [PlotCurve(k % pictures.COLORS, name, [(at(points[i][0]), at(points[i][1])) for i in finite[name]],
+                       name in dots) for k, (name, points) in enumerate(lines.items())]
     def axis(words: str, of: Callable[[float], str]) -> PlotAxis:
         return PlotAxis(words, lambda value: of(10 ** value if log else value))
 
-    titles = [list((hover or {}).get(name, [""] * len(points))) for name, points in lines.items()]
+    titles = [[words[i] for i in finite[name]] for name, points in lines.items()
+              for words in [(hover or {}).get(name, [""] * len(points))]]
     last = {name: points[-1] for name, points in lines.items()}
     return JsonTable(
         {name: [list(point) for point in points] for name, points in lines.items()},

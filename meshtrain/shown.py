@@ -3,6 +3,7 @@ notebook."""
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -167,7 +168,7 @@ class DrawnSchedule(JsonTable):
 
 def history(rows: Sequence[Mapping[str, float]]) -> Rows:
     """Return metrics of steps with the curve of their loss as picture."""
-    points = [(row["step"], row["loss"]) for row in rows]
+    points = [(row["step"], row["loss"]) for row in rows if math.isfinite(row["loss"])]
     curve = pictures.Plot([PlotCurve(0, "loss", points)], PlotAxis("step", "{:g}".format),
                           PlotAxis("loss", "{:g}".format), "loss by step", height=240).draw() if points else ""
     last = "; ".join(f"{name} {value:.6g}" for name, value in rows[-1].items()) if rows else "no step was taken"

@@ -147,6 +147,11 @@ def inspect(function: Callable, args: tuple, target: Target) -> InspectedFunctio
     """
     if not isinstance(target.topology, str | None):
         raise ConfigError(f'topology={target.topology!r} is not a string; give a GPU and a number, e.g. "h100:8"')
+    if not isinstance(target.tokens, (int, np.integer)) or target.tokens < 0:
+        raise ConfigError(f"tokens={target.tokens!r} is not a whole number of at least 0")
+    if not isinstance(target.assume, Mapping) or not all(isinstance(n, (int, float)) for n in target.assume.values()):
+        raise ConfigError(f"assume={shorten(target.assume)} is no dict of numbers; give e.g. "
+                          f"{{\"matmul.sustained\": 0.75}}")
     with config.user_errors():
         Assumptions("", target.assume)      # before anything is compiled
     if hasattr(function, "trace"):
@@ -203,6 +208,9 @@ def _options(given: GivenOptions, platform: str, absent: bool) -> Mapping[str, b
     if isinstance(given, str):
         raise ConfigError(f'options="{given}" is unknown; give a dict of XLA options, or "{OURS}" for those that '
                           f"meshtrain gives each of its programs")
+    if not isinstance(given, Mapping | None):
+        raise ConfigError(f'options={shorten(given)} is no dict; give XLA options, e.g. {{"xla_cpu_enable_fast_math": '
+                          f'False}}, or "{OURS}"')
     return given or {}
 
 
@@ -249,7 +257,8 @@ def _build_mesh(given: GivenMesh | AbstractMesh, own: Mesh | AbstractMesh | None
                               f'give arrays with a NamedSharding, mesh={{"data": N}}, or topology="h100:1"')
         given = {"device": 1}
     if not isinstance(given, Mapping) and not hasattr(given, "axis_types") or isinstance(given, Mapping) and not (
-            given and all(isinstance(n, int) and n > 0 for n in given.values())):
+            given and all(isinstance(axis, str) and isinstance(n, (int, np.integer)) and n > 0
+                          for axis, n in given.items())):
         raise ConfigError(f'mesh={given!r} is not a mesh; give sizes of axes, e.g. {{"data": 4, "model": 2}}, or a '
                           f"jax.sharding.Mesh")
     with config.user_errors():

@@ -39,8 +39,8 @@ def match(leaves: Mapping[str, Any], given: Any) -> tuple[dict[str, Axes], list[
     faults = []
     for path, entry in entries.items():
         names = [path] if path in leaves else [name for name in leaves if fnmatch.fnmatchcase(name, path)] * is_flat
-        if entry is None or isinstance(entry, Sequence) and not entry and not names:
-            continue        # a container without leaves
+        if entry is None or not names and _is_container(path, entry, leaves):
+            continue
         if not names:
             faults.append(f"axes[{path!r}]: no parameter has this name{nearest(path, leaves)}")
         elif not _is_entry(entry):
@@ -53,6 +53,12 @@ def match(leaves: Mapping[str, Any], given: Any) -> tuple[dict[str, Axes], list[
             matched |= dict.fromkeys(names, tuple(entry))
             by |= dict.fromkeys(names, path)
     return matched, faults
+
+
+def _is_container(path: str, entry: Any, leaves: Mapping[str, Any]) -> bool:
+    """Return whether an entry without names is no entry but a container: empty, or with None for each of its arrays."""
+    inside = leaves if not path else [name for name in leaves if name.startswith(f"{path}/")]
+    return isinstance(entry, Sequence) and not any(axis is not None for axis in entry) and (not entry or bool(inside))
 
 
 def find_shape_faults(leaves: Mapping[str, Any], named: Mapping[str, Axes], remedy: str = "") -> list[str]:

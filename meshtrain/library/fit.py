@@ -31,6 +31,7 @@ from meshtrain.journal.journal import Flops, Journal
 from meshtrain.journal.rows import Row
 from meshtrain.library import run_dir, staged
 from meshtrain.library.axes import list_leaves
+from meshtrain.library.gradients import check_options, check_trained
 from meshtrain.library.layouts import TreeLayout
 from meshtrain.library.run_dir import LoopParts
 from meshtrain.library.stack import Stack
@@ -41,7 +42,7 @@ from meshtrain.sharding.logical import nearest
 from meshtrain.shown import Rows, history
 from meshtrain.training.state import State
 from meshtrain.training.step import dropout_key
-from meshtrain.units import amount
+from meshtrain.units import amount, shorten
 
 REMEDY = "Lower the learning rate, clip gradients (optax.clip_by_global_norm), or look at the data of these steps"
 MOST_SKIPPED = 10       # steps in a row
@@ -116,13 +117,15 @@ def fit(loss: Callable, params: Any, axes: Any = None, *, layout: TreeLayout,
     >>> round(float(done.params["w"][0]), 2), len(done.history)
     (3.0, 30)
     """
-    asked = _check(data, steps, options)
+    asked = _check(loss, layout, optimizer, data, steps, options)
     params, named = layout.name(params, axes)
-    _check_trained(params)
+    check_trained(params)
     gradients = layout.gradients(loss, named, asked.microbatches, asked.compute, asked.schedule, asked.chunks)
     first = data(0)
     feed = _Feed(layout, data, list_leaves(first))
     run, wanted = _describe_run(asked, feed), _describe_state(layout, optimizer, params, named)
+    if asked.dir is not None:
+        _check_saved(wanted)
     with jax.set_mesh(layout.mesh), contextlib.ExitStack() as stack:
         directory = None
         if asked.dir is not None:
@@ -178,6 +181,8 @@ class _Feed:
         lengths = {shape[1] for shape, dtype in self.forms.values()
                    if len(shape) > 1 and np.issubdtype(dtype, np.integer)}
         # of metrics: sequences are integers [B, T], and other rows count as one token each
+        if not self.num_rows:
+            raise ConfigError("data(0) has no rows; each array must be [B, …] with at least one row")
         self.length = lengths.pop() if len(lengths) == 1 else 1
 
     def next(self, done: int, state: State, journal: Journal, stop: loop.Stop) -> StepBatch:
@@ -200,14 +205,22 @@ class _Feed:
 def _make_step(layout: TreeLayout, gradients: Callable, optimizer: optax.GradientTransformation, asked: _Asked,
                wanted: State) -> jax.stages.Wrapped:
     """Return the jitted step (state, rows) -> (state, metrics), which donates the state."""
+    passes_on = isinstance(optimizer, optax.MultiSteps)
+    update = (optimizer if passes_on else optax.with_extra_args_support(optimizer)).update
+
     def train(state: State, rows):
         key = dropout_key(asked.seed, state.step) if asked.keys else None
         mean, grads = gradients(state.params, rows, key)
         norm = optax.global_norm(grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+
+        def choose(new, old):
+            new = jnp.where(finite, new, old)
+            # a float32 gradient makes moments of narrower weights float32, but the step keeps the dtypes of its state
+            return new if new.dtype == old.dtype else new.astype(old.dtype)
+        updates, opt_state = update(grads, state.opt_state, state.params, value=mean, grad=grads)
         finite = jnp.isfinite(mean) & jnp.isfinite(norm)
         new = optax.apply_updates(state.params, updates), opt_state
-        new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (state.params, state.opt_state))
+        new = jax.tree.map(choose, new, (state.params, state.opt_state))
         rates = optax.tree.get_all_with_path(state.opt_state, "learning_rate")      # of optax.inject_hyperparams
         rate = rates[0][1] if len(rates) == 1 else math.nan
         metrics = {"loss": mean, "grad_norm": norm, "learning_rate": jnp.asarray(rate, jnp.float32), "skipped": ~finite}
@@ -255,22 +268,37 @@ def _begin_state(layout: TreeLayout, optimizer: optax.GradientTransformation, pa
     return State(jax.device_put(np.int32(0), places.step), stored, opt_state)
 
 
-def _check(data: object, steps: object, options: Mapping[str, Any]) -> _Asked:
+def _check(loss: object, layout: object, optimizer: object, data: object, steps: object,
+           options: Mapping[str, Any]) -> _Asked:
     """Return checked options. Raises: ConfigError with every fault."""
     known, faults = [field.name for field in dataclasses.fields(_Asked) if field.name != "steps"], []
     for name in options:
         if name not in known:
             faults.append(f"fit has no option {name!r}{nearest(name, known)}; its options are {', '.join(known)}")
+    if not isinstance(layout, TreeLayout):
+        faults.append(f"layout={shorten(layout)} is no layout; give e.g. mt.Layout(\"zero3\", {{\"fsdp\": 8}})")
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        faults.append(f"optimizer={shorten(optimizer)} has no init and update; give an optax.GradientTransformation, "
+                      f"e.g. optax.adamw(1e-3)")
+    try:
+        check_options(loss, 1, options.get("compute"))
+    except ConfigError as error:
+        faults += error.messages
+    if not isinstance(options.get("dir"), str | Path | None) or options.get("dir") == "":
+        faults.append(f"dir={options['dir']!r} is not a path; give a directory, or leave it out to save nothing")
     if not callable(data):
         faults.append(f"data={str(data)[:60]!r} is not a function; give data(n) -> rows of the step after n steps, so "
                       f"that a resumed run sees the same rows")
     for name, value, least in (("steps", steps, 1), ("microbatches", options.get("microbatches", 1), 1),
                                ("every", options.get("every", 0), 0), ("keep", options.get("keep", 2), 1),
-                               ("chunks", options.get("chunks") or 1, 1)):
+                               ("seed", options.get("seed", 0), 0), ("chunks", 1 if options.get("chunks") is None else
+                                                                       options["chunks"], 1)):
         try:
             given.check_count(name, value, least)
         except ConfigError as error:
             faults += error.messages
+    if isinstance(seed := options.get("seed", 0), int) and seed >= 2 ** 32:
+        faults.append(f"seed={seed} is not below 2**32")
     if options.get("every") and options.get("dir") is None:
         faults.append(f"every={options['every']}: without dir nothing is saved; give dir=, or leave every out")
     if faults:
@@ -278,11 +306,14 @@ def _check(data: object, steps: object, options: Mapping[str, Any]) -> _Asked:
     return _Asked(int(steps), **options)        # type: ignore[call-overload]
 
 
-def _check_trained(params: Any) -> None:
-    for name, leaf in list_leaves(params).items():
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise ConfigError(f"params: {name} has dtype {jnp.result_type(leaf)} and cannot be trained; "
-                              f"mt.unpack leaves such arrays out")
+def _check_saved(wanted: State) -> None:
+    """Check that a checkpoint can hold the state. Raises: ConfigError with every array that it cannot hold."""
+    whys = {name: "has no elements" if not leaf.size else f"has the dtype {leaf.dtype}"
+            for name, leaf in list_leaves(wanted).items()
+            if not leaf.size or jnp.issubdtype(leaf.dtype, jax.dtypes.extended)}
+    if whys:
+        raise ConfigError(*(f"dir: the state has {name}, which {why} and cannot be saved; leave the array out, or "
+                            f"leave dir out to save nothing" for name, why in whys.items()))
 
 
 def _describe_run(asked: _Asked, feed: _Feed) -> Run:

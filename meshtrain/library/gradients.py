@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from meshtrain import given
 from meshtrain.config import ConfigError
 from meshtrain.library import lookups, staged
-from meshtrain.library.rows import check_traced, count_rows, cut, in_mesh
+from meshtrain.library.axes import list_leaves
+from meshtrain.library.rows import check_traced, count_rows, cut, in_mesh, on_devices
 from meshtrain.library.stack import Stack, check_sums
 from meshtrain.library.staged import GivenSchedule, StagedStack
 from meshtrain.model.stats import LayerStats
@@ -29,6 +31,7 @@ from meshtrain.sharding import rules
 from meshtrain.sharding.rules import GATHERED
 from meshtrain.training import accumulators, pipelined, reduction
 from meshtrain.training.reduction import Backward, Reduction
+from meshtrain.units import shorten
 
 if TYPE_CHECKING:
     from meshtrain.library.layouts import TreeLayout
@@ -38,8 +41,8 @@ def gradients(layout: TreeLayout, loss: Callable, axes: Any, microbatches: int =
               schedule: Schedule | None = None) -> Callable:
     """Return f(params, rows, key=None) -> (mean loss, gradients like params, float32, placed as in [optimizer]).
 
-    The mean is Σ sum ÷ max(1, Σ count) over all rows, on every layout. Call f inside `jax.jit`. The params of f may be
-    stored as in any table, best as in [optimizer], and are read as in [params].
+    The mean is Σ sum ÷ Σ count over all rows, on every layout; Σ sum if Σ count is 0. Call f inside `jax.jit`. The
+    params of f may be stored as in any table, best as in [optimizer], and are read as in [params].
 
     loss: a function loss(params, rows) -> (sum, count), two scalars, or a `Stack`. Its rows are a tree of arrays [b,
     …], a part of the rows [B, …] of f. With `key`, the loss gets a third argument: a key for each row [b], which
@@ -65,6 +68,10 @@ def gradients(layout: TreeLayout, loss: Callable, axes: Any, microbatches: int =
 
     def compute_gradients(params, rows, key=None):
         check_traced("gradients", params, rows)
+        value, grads = compute_in_mesh(params, rows, key)
+        return on_devices(layout.mesh, value), grads
+
+    def compute_in_mesh(params, rows, key):
         if key is not None and isinstance(loss, Stack):
             raise ValueError("gradients: key= does not work with a Stack, because its layers get no rows; draw the "
                              "masks from rows, or give the loss as one function")
@@ -72,11 +79,11 @@ def gradients(layout: TreeLayout, loss: Callable, axes: Any, microbatches: int =
             weights = _read(inner, axes, params, compute)
             if isinstance(loss, Stack) and schedule is not None:
                 return _run_stages(layout, loss, schedule, axes, weights, rows)
-            given = () if key is None else (key,)
+            keys = () if key is None else (key,)
             if key is not None:
                 rows = rows, jnp.arange(count_rows(rows), dtype=jnp.uint32)
             deferred = inner.find_deferred_axes(flat)
-            if lines := lookups.find_lookups(inner, deferred, partial(_call, loss), weights, rows, *given):
+            if lines := lookups.find_lookups(inner, deferred, partial(_call, loss), weights, rows, *keys):
                 # Without a shard_map XLA partitions them.
                 warnings.warn(f"gradients on {layout}: they are reduced over {', '.join(deferred)} in each microbatch, "
                               f"because otherwise XLA aborts at the lookup at {', '.join(lines)}; {lookups.REMEDY}",
@@ -85,10 +92,44 @@ def gradients(layout: TreeLayout, loss: Callable, axes: Any, microbatches: int =
             reduced = Reduction(inner, mesh, axes, deferred)
             batch = cut(inner, deferred, rows, microbatches)
             make = partial(loss.make_backward, inner, axes) if isinstance(loss, Stack) else partial(make_backward, loss)
-            grads, (total, count), _ = reduction.accumulate(reduced, make, batch, weights, given)
-            count = jnp.maximum(count.sum(), 1)
+            grads, (total, count), _ = reduction.accumulate(reduced, make, batch, weights, keys)
+            count = accumulators.divisor(count.sum())
             return total.sum() / count, jax.tree.map(lambda g: g / count, grads)
     return compute_gradients
+
+
+def check_options(loss: object, microbatches: object, compute: object, chunks: object = None) -> None:
+    """Check arguments of `gradients`. Raises: ConfigError with every fault."""
+    faults = []
+    if not callable(loss):
+        faults.append(f"loss={shorten(loss)} is not a function; give loss(params, rows) -> (sum, count), or an "
+                      f"mt.Stack")
+    for name, value in (("microbatches", microbatches), ("chunks", 1 if chunks is None else chunks)):
+        try:
+            given.check_count(name, value)
+        except ConfigError as error:
+            faults += error.messages
+    try:
+        is_float = compute is None or jnp.issubdtype(jnp.dtype(compute), jnp.floating)
+    except TypeError:       # not the name of a dtype
+        is_float = False
+    if not is_float:
+        faults.append(f"compute={compute!r} is not a floating dtype; give e.g. \"bfloat16\", or leave it out to read "
+                      f"weights as they are stored")
+    if faults:
+        raise ConfigError(*faults)
+
+
+def check_trained(params: Any) -> None:
+    """Check the dtypes of parameters. Raises: ConfigError for arrays without a gradient, and for complex arrays, whose
+    gradients would lose their imaginary parts in float32 sums."""
+    for name, leaf in list_leaves(params).items():
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+            remedy = ("store its real and its imaginary part as two arrays" if is_complex else
+                      "close over it, or put it into the rows; mt.unpack leaves such arrays of a dict out")
+            raise ConfigError(f"params: {name} has dtype {dtype} and cannot be trained; {remedy}")
 
 
 def choose_schedule(stages: int, loss: Callable, microbatches: int, schedule: GivenSchedule | None,
@@ -123,7 +164,7 @@ def _run_stages(tree_layout: TreeLayout, stack: Stack, schedule: Schedule, axes:
     ends = map_axes(lambda names, w: layout.constrain(GATHERED, w, names), ends_axes, ends)
     weights = map_axes(into_stages, blocks_axes, blocks)
     (total, count), d_blocks, d_ends = staged_stack.differentiate(weights, ends, rows)
-    summed, count = layout.batch_axes, jnp.maximum(count, 1)
+    summed, count = layout.batch_axes, accumulators.divisor(count)
 
     def place(names, g):
         g = pipelined.take_out_of_stages(layout, summed, names, g)

@@ -156,10 +156,12 @@ class TreeLayout:
         >>> float(mean), grads["w"].sharding.spec == jax.P("data", None)
         (16.0, True)
         """
+        gradients.check_options(loss, microbatches, compute, chunks)
         made = gradients.choose_schedule(self.spec.sizes["stage"], loss, microbatches, schedule, chunks)
 
         def compute_gradients(params: Any, rows: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
             named = self.name(params, axes)[1]
+            gradients.check_trained(params)
             return gradients.gradients(self, loss, named, microbatches, compute, made)(params, rows, key)
         return compute_gradients
 

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
+from meshtrain import given
 from meshtrain.config import ConfigError
 from meshtrain.library import staged
 from meshtrain.library.layouts import Layout
 from meshtrain.library.ring import check_layout
-from meshtrain.library.rows import in_mesh
+from meshtrain.library.rows import in_mesh, on_devices
 from meshtrain.library.stack import Stack
 from meshtrain.library.staged import GivenSchedule, StagedStack
 from meshtrain.sharding import reduced
@@ -53,7 +54,11 @@ def pipeline(stack: Stack, schedule: GivenSchedule, layout: Layout, microbatches
     check_layout(layout, "pipeline")
     stages = layout.inner.sizes[STAGE]
     written = not isinstance(schedule, str) or staged.is_table(schedule)
-    made = staged.make_schedule(schedule, stages, microbatches or (None if written else MICROBATCHES), chunks)
+    for name, value in (("microbatches", microbatches), ("chunks", chunks)):
+        given.check_count(name, 1 if value is None else value)
+    if microbatches is None and not written:
+        microbatches = MICROBATCHES
+    made = staged.make_schedule(schedule, stages, microbatches, chunks)
     of = StagedStack(stack, layout.inner, layout.mesh, made)
 
     def divide(num_chunks: int, weights):
@@ -97,7 +102,8 @@ def pipeline(stack: Stack, schedule: GivenSchedule, layout: Layout, microbatches
     @jax.jit
     def sum_over_rows(weights, ends, rows):
         with in_mesh(layout.mesh):
-            return compute(weights, ends, rows)
+            total = compute(weights, ends, rows)
+        return on_devices(layout.mesh, total)
     return sum_over_rows
 
 

@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from meshtrain import config, parity
 from meshtrain.config import ConfigError
+from meshtrain.library import gradients
 from meshtrain.library.axes import list_leaves
 from meshtrain.library.layouts import Layout
 from meshtrain.library.rows import count_rows
@@ -31,6 +31,7 @@ from meshtrain.sharding import rules as rule_files
 from meshtrain.sharding.mesh import MeshSpec
 from meshtrain.sharding.rules import Tensor
 from meshtrain.shipped import find_file
+from meshtrain.training import accumulators
 
 MICROBATCHES = 2
 
@@ -53,6 +54,7 @@ def prove_loss(loss: Callable, params: Any, axes: Any, rows: Any, rules: Sequenc
         num_rows = count_rows(rows)
     alone = Layout(loaded[0], {}, devices[:1])
     params, named = alone.name(params, axes)
+    gradients.check_trained(params)
     is_made = not isinstance(loss, Stack) and _count_arguments(loss) == 1
     make = loss if is_made else (lambda layout: loss)
     # Only a loss that knows its layout can split sequences.
@@ -66,6 +68,7 @@ def prove_loss(loss: Callable, params: Any, axes: Any, rows: Any, rules: Sequenc
     of_one = make(alone)
     key = jax.random.key(0) if not isinstance(of_one, Stack) and _count_arguments(of_one) == 3 else None
     expected, findings = _on_one_device(of_one, params, rows, key)
+    parity.check_finite(expected, "prove")
     names, results, notes = itertools.cycle(schedules.NAMES), [], []
     for inner in chosen:
         schedule = next(names) if inner.sizes["stage"] > 1 else ""
@@ -110,7 +113,7 @@ def _on_one_device(loss: Callable, params: Any, rows: Any,
 
     def mean(params):
         total, count = add_up(params, rows, numbers)
-        return total / jnp.maximum(count, 1)
+        return total / accumulators.divisor(count)
     device = jax.devices()[0]
     with jax.default_device(device), jax.default_matmul_precision("highest"):
         params, rows = jax.device_get((params, rows))

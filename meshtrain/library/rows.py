@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from meshtrain.sharding import rules
 
@@ -17,6 +16,14 @@ def in_mesh(mesh: Mesh) -> AbstractContextManager:
     """Return a context with this mesh, or with the mesh that is already in context."""
     has_mesh = not jax.sharding.get_abstract_mesh().empty
     return nullcontext() if has_mesh else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
+def on_devices(mesh: Mesh, x: jax.Array) -> jax.Array:
+    """Return a scalar, and name the devices of the mesh if no mesh is in context. Otherwise a program whose arguments
+    are on no devices of the mesh (host arrays) would be compiled for one device."""
+    if not jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P()))
 
 
 def check_traced(name: str, *args: Any) -> None:

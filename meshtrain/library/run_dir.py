@@ -76,7 +76,12 @@ def open_directory(run: Run, facts: Facts, rules_text: str) -> Iterator[FitDirec
 def _check_kind(directory: Path) -> None:
     """Check the kind of run. Raises: ConfigError for the directory of another kind of run."""
     path = directory / contents.CONFIG
-    if files.is_file(path) and FIT not in tomllib.loads(path.read_text(encoding="utf-8")):
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8")) if files.is_file(path) else {FIT: {}}
+    except ValueError as error:     # not TOML, or not UTF-8
+        raise ConfigError(f"dir={directory}: {path.name} cannot be read: {error}; remove the file: it is written again "
+                          f"from the newest checkpoint") from None
+    if FIT not in tables:
         raise ConfigError(f"dir={directory} holds a run of python -m meshtrain.train; give fit another directory")
 
 

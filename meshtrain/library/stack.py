@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshtrain.model.stats import LayerStats
 from meshtrain.sharding import rules
@@ -116,11 +117,16 @@ class Stack:
 
 def check_sums(result: Any, name: str) -> tuple[jax.Array, jax.Array]:
     """Return (sum, count) in float32. name: the name of the function that returned them. Raises: ValueError."""
-    if not isinstance(result, tuple) or len(result) != 2 or any(jnp.shape(x) != () for x in result):
-        returned = jax.tree.map(jnp.shape, result)
+    numbers = (int, float, np.generic, np.ndarray, jax.Array)
+    if not isinstance(result, tuple) or len(result) != 2 or any(
+            not isinstance(x, numbers) or jnp.shape(x) != () for x in result):
+        returned = jax.tree.map(np.shape, result)
         returned = "a scalar" if returned == () else returned
         raise ValueError(f"{name} returned {returned}; return two scalars (sum, count): the sum over the rows, and the "
                          f"number by which the sums of all rows are divided, e.g. (nats.sum(), mask.sum()). A "
                          f"mean cannot be added to the means of other rows")
     total, count = result
+    if not jnp.issubdtype(jnp.result_type(total), jnp.floating) or jnp.iscomplexobj(count):
+        raise ValueError(f"{name} returned a sum of dtype {jnp.result_type(total)} and a count of dtype "
+                         f"{jnp.result_type(count)}; return a floating sum, which has gradients, and a real count")
     return jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32)

@@ -21,6 +21,7 @@ from flax.core import meta
 from meshtrain import config
 from meshtrain.library import axes as axes_of
 from meshtrain.library.axes import Axes
+from meshtrain.units import shorten
 
 # Metadata of an nnx variable that may have its logical axes, in this order: ours, then those of flax's versions.
 METADATA = ("logical_axes", "out_sharding", "sharding_names", "sharding")
@@ -63,6 +64,9 @@ def unpack(module: Any, axes: Any = None) -> Parts:
     def join(params):
         return jax.tree.map(lambda new, old: old if new is None else new, params, module, is_leaf=lambda x: x is None)
     params = jax.tree.map(select, module)
+    if not jax.tree.leaves(params):
+        raise config.ConfigError(f"{shorten(module)} has no floating-point arrays; give a model with its arrays: a "
+                                 f"tree, an nnx module, or the result of a linen module's init")
     return Parts(params, _name(params, {}, axes, ""), join)
 
 

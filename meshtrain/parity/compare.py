@@ -62,6 +62,15 @@ BFLOAT16_ROUNDS = 2.0 ** -8
 SMALL_METRIC = 0.01     # a divergence near 0 consists of rounding errors
 
 
+def check_finite(numbers: Mapping[str, np.ndarray], where: str) -> None:
+    """Check the numbers of one device, with which layouts are compared. where: their source, for the message. Raises:
+    ConfigError for numbers that are not finite: every layout would differ from them."""
+    if wrong := [name for name, array in numbers.items() if not np.isfinite(array).all()]:
+        more = f" and {len(wrong) - 1} more" * (len(wrong) > 1)
+        raise config.ConfigError(f"{where}: {wrong[0]}{more}: not finite on one device, so no layout can be compared; "
+                                 f"give parameters and rows with finite losses and gradients")
+
+
 class NotFiniteError(AssertionError):
     """A step was skipped: its loss or gradients are not finite."""
 

@@ -82,6 +82,7 @@ def prove_layer(function: Callable, parameters: Declared, rules: Sequence[str] =
         raise config.ConfigError("no rule file splits this layer on these devices: give its parameters logical axes "
                                  f"that rule files name, e.g. {', '.join(HINTS)}")
     expected = layer.compute(rules_of.Layout(loaded[0], MeshSpec({}).sizes), devices)
+    compare.check_finite(expected, "the layer")
     results = [compare_layout(layout, functools.partial(layer.compute, layout, devices), expected, "y")
                for layout in chosen]
     name = getattr(function, "__name__", "layer")
@@ -91,6 +92,10 @@ def prove_layer(function: Callable, parameters: Declared, rules: Sequence[str] =
 def _draw(function: Callable, parameters: Declared, known: Collection[str]) -> _DrawnLayer:
     """Return the layer with random parameters, x and dy. known: logical axes of weights. Raises: ConfigError for
     others."""
+    if wrong := [name for name, given in parameters.items() if not (
+            isinstance(given, Sequence) and len(given) == 2 and all(isinstance(part, Sequence) for part in given))]:
+        raise config.ConfigError(f"{wrong[0]}: {parameters[wrong[0]]!r} is not (shape, logical axes); write e.g. "
+                                 f"{{{wrong[0]!r}: ((32, 64), (\"embed\", \"mlp\"))}}")
     faults = [f"{name}: shape {tuple(shape)} has {len(shape)} dims, but {tuple(axes)} names {len(axes)}"
               for name, (shape, axes) in parameters.items() if len(shape) != len(axes)]
     faults += [f"{name}: there is no logical axis {axis!r}{nearest(axis, known)}; use {', '.join(sorted(known))} or "

@@ -115,7 +115,7 @@ def gradients(step: StepSpec, p, batch: dict, key, shares_LE=None):
     the objective report, by name.
     """
     weights = step.model.divide(_read(step, p))
-    count = jnp.maximum(step.objective.count(batch), 1).astype(jnp.float32)
+    count = accumulators.divisor(step.objective.count(batch))
     normalizers = Normalizers(count, objective.tokens(batch), shares_LE)
     used = _count_used(step, step.ex.after(batch, normalizers))
     grads, nll, stats = reduction.accumulate(step.reduction, partial(_make_backward, step),

@@ -14,6 +14,12 @@ ITEMSIZE = DTYPE.itemsize
 HLO_DTYPE = "f32"       # its name in compiled programs
 
 
+def divisor(count):
+    """Return the float32 number by which the sums over a batch are divided: their count, or 1 if the count is 0. A
+    count may be a sum of weights, so it may be below 1."""
+    return jnp.where(count == 0, 1, count).astype(DTYPE)
+
+
 def zeros(tree):
     """Return accumulators like the arrays (or ShapeDtypeStructs) of `tree`, with the sum 0."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, DTYPE), tree)

@@ -23,7 +23,7 @@ from meshtrain.model.transformer import without_layers
 from meshtrain.names import LAYERS
 from meshtrain.sharding import rules
 from meshtrain.sharding.rules import GATHERED
-from meshtrain.training import executor, objective
+from meshtrain.training import accumulators, executor, objective
 from meshtrain.training.accumulate import LayerInputs, StepSpec
 from meshtrain.training.reduction import reduce_deferred
 from meshtrain.training.shard import ModelFunctions
@@ -63,7 +63,7 @@ def build(step: StepSpec):
         return tuple(a for a in summed if a not in whole)
 
     def gradients(p, batch: dict, key, shares_LE=None):
-        count = jnp.maximum(step.objective.count(batch), 1).astype(jnp.float32)
+        count = accumulators.divisor(step.objective.count(batch))
         extra = {"count": count, "tokens": objective.tokens(batch)} | {
             name: value for name, value in (("key", key), ("shares", shares_LE)) if value is not None}
         weights = _into_loop(step, p, num_stages, schedule.num_chunks)

@@ -101,6 +101,40 @@ def test_a_step_that_is_not_finite_changes_only_the_count_and_ten_in_a_row_end_t
         train_with(set(range(20)), 20)
 
 
+def test_a_last_step_that_is_not_finite_returns_its_run():
+    run = fit(lambda p, rows: (jnp.sum(rows * p["w"]), rows.size), {"w": np.ones(1)}, {}, layout=Layout("ddp", {"data": 2}),
+              optimizer=optax.sgd(0.1), steps=2, data=lambda n: np.full(4, (1, np.nan)[n], np.float32))
+    assert [row["skipped"] for row in run.history] == [False, True] and "loss nan" in str(run.history)
+
+
+OPTIMIZERS = {"adafactor": optax.adafactor(1e-2), "factored": optax.adafactor(1e-2, min_dim_size_to_factor=3),
+              "plateau": optax.chain(optax.sgd(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
+              "steps": optax.MultiSteps(optax.chain(optax.sgd(1e-2), optax.contrib.reduce_on_plateau()), 2),
+              "adam": optax.adam(1e-2), "momentum": optax.sgd(1e-2, momentum=0.9)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.full
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_optax_update_shards_as_one_device(name, dtype):
+    """Also those whose state depends on sizes, those that read the value, and weights narrower than their gradients."""
+    rng = np.random.default_rng(0)
+    params = {"w": rng.standard_normal((6, 10)), "h": rng.standard_normal((6, 10, 5)), "b": np.ones(5)}
+    params = jax.tree.map(lambda w: (0.1 * w).astype(dtype), params)
+    axes = {"w": ("embed", "mlp"), "h": ("heads", "embed", None), "b": (None,)}
+
+    def loss(p, rows):
+        return jnp.sum((jnp.einsum("bd,hde->be", rows @ p["w"], p["h"]) + p["b"]) ** 2), rows.shape[0]
+    sharded, alone = (fit(loss, params, axes, layout=layout, optimizer=OPTIMIZERS[name], steps=3, data=lambda n: np.random
+                          .default_rng(n).standard_normal((4, 6), np.float32)) for layout in (
+        Layout("zero3", {"fsdp": 2}), Layout("ddp")))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(sharded.params)} == {dtype}
+    # bfloat16: one rounding of the weights or moments
+    off = 1e-5 if dtype == "float32" else 2e-2
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=off, atol=off), sharded.params,
+                 alone.params)
+
+
 def test_a_stop_request_saves_the_step_and_ends_the_process_by_its_code(tmp_path):
     def train_to(steps, stopping):
         def data(n):
@@ -204,6 +238,16 @@ def test_an_axis_that_divides_no_matmul_is_refused_and_one_that_divides_only_som
 ROWS = np.ones(4, np.float32)
 MISTAKES = {
     "an option": (dict(microbatch=2), "fit has no option 'microbatch' .did you mean 'microbatches'"),
+    "no layout": (dict(layout="zero3"), "layout='zero3' is no layout; give e.g. mt.Layout"),
+    "no optimizer": (dict(optimizer=optax.adam), "optimizer=.* has no init and update"),
+    "no loss": (dict(loss=None), "loss=None is not a function"),
+    "a dtype": (dict(compute="bf16"), "compute='bf16' is not a floating dtype"),
+    "a seed": (dict(seed=1.5), "seed=1.5 is not a whole number of at least 0"),
+    "a large seed": (dict(seed=2**32), "seed=4294967296 is not below 2..32"),
+    "an empty dir": (dict(dir=""), "dir='' is not a path"),
+    "zero rows": (dict(data=lambda n: np.ones(0, np.float32)), "data.0. has no rows"),
+    "an array that no checkpoint holds": (dict(dir="never", params={"w": np.ones(1), "z": np.ones(0)}, optimizer=optax.noisy_sgd(
+        0.1)), "params/z, which has no elements .*\n.*rng_key, which has the dtype key<fry> and cannot be saved"),
     "no microbatches": (dict(microbatches=0), "microbatches=0 is not a whole number of at least 1"),
     "every without dir": (dict(every=5), "every=5: without dir nothing is saved"),
     "a list of rows": (dict(data=[ROWS]), "is not a function; give data.n."),
@@ -234,6 +278,9 @@ def test_a_mistake_is_one_message(mistake):
 def test_the_directory_of_another_run_is_refused(tmp_path):
     (tmp_path / "config.toml").write_text("[run]\nname = 'a'\n")
     with pytest.raises(config.ConfigError, match="holds a run of python -m meshtrain.train"):
+        train("dict", Layout("ddp"), dir=tmp_path)
+    (tmp_path / "config.toml").write_bytes(b"\xff")
+    with pytest.raises(config.ConfigError, match="config.toml cannot be read: .*; remove the file: it is written again"):
         train("dict", Layout("ddp"), dir=tmp_path)
     (tmp_path / "config.toml").rename(tmp_path / "notes.txt")
     with pytest.raises(config.ConfigError, match="^dir=.* has files but is not the directory of a run .*or another dir$"):

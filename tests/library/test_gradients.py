@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from small_models import AXES, STACK, draw_params, draw_rows, head, loss, plain
 
+from meshtrain import config
 from meshtrain.library.layouts import Layout
 from meshtrain.library.stack import Stack
 
@@ -78,8 +79,44 @@ def pair(ends, x):
     return x, x
 
 
+@pytest.mark.parametrize("options", [{}, dict(compute="bfloat16")])
+def test_a_count_below_one_divides_the_sum_too(options):
+    """Weights of tokens that add up to less than 1."""
+    layout, params = Layout("zero1", dict(data=2)), {"w": np.ones((4, 2), np.float32)}
+    weights = np.linspace(0, 0.02, 8, dtype=np.float32)
+
+    def loss(p, rows):
+        return jnp.sum((p["w"] ** 2).sum() * rows), rows.sum()
+    value, grads = jax.jit(layout.gradients(loss, {"w": ("embed", None)}, 2, **options))(params, weights)
+    np.testing.assert_allclose(value, 8, rtol=1e-6)
+    np.testing.assert_allclose(grads["w"], 2, rtol=1e-2 if options else 1e-6)     # bfloat16
+    nothing = jax.jit(layout.gradients(loss, {"w": ("embed", None)}))(params, 0 * weights)
+    assert nothing[0] == 0 and not nothing[1]["w"].any(), "no row counts"
+
+
+@pytest.mark.parametrize("options, said", [
+    (dict(microbatches=0), "microbatches=0 is not a whole number of at least 1"),
+    (dict(microbatches=2.0), "microbatches=2.0 is not a whole number"),
+    (dict(compute="bf16"), "compute='bf16' is not a floating dtype"),
+    (dict(compute="int8"), "compute='int8' is not a floating dtype"),
+    (dict(loss=3), "loss=3 is not a function")])
+def test_an_argument_of_another_kind_is_refused_at_once(options, said):
+    with pytest.raises(config.ConfigError, match=said):
+        Layout("ddp", dict(data=2)).gradients(**dict(loss=loss, axes=AXES) | options)
+
+
+@pytest.mark.parametrize("dtype, said", [("complex64", "store its real and its imaginary part"), ("int32", "close over it")])
+def test_arrays_whose_gradients_would_be_lost_are_refused(dtype, said):
+    layout, params = Layout("ddp", dict(data=2)), {"w": np.ones(2, dtype)}
+    with pytest.raises(config.ConfigError, match=f"params: w has dtype {dtype} and cannot be trained; {said}"):
+        jax.jit(layout.gradients(loss, {}))(params, np.ones(2))
+
+
 REFUSED = {
     "a mean": (mean, r"the loss returned a scalar; return two scalars \(sum, count\)"),
+    "an integer sum": (lambda p, rows: (loss(p, rows)[0].astype(int), 1), "a sum of dtype int32 .*; return a floating sum"),
+    "a complex sum": (lambda p, rows: (loss(p, rows)[0] * 1j, 1), "a sum of dtype complex64 "),
+    "a dict of counts": (lambda p, rows: (loss(p, rows)[0], {"n": 1}), "return two scalars"),
     "sums by row": (lambda p, rows: (loss(p, rows)[0] * jnp.ones(4), 1), r"the loss returned \(\(4,\), \(\)\)"),
     "a head of means": (Stack(lambda e, rows: e["table"][rows["x"]], lambda w, x: x, lambda e, x, rows: x.sum()),
                         "the head of the Stack returned a scalar"),

@@ -157,6 +157,8 @@ def test_mistakes_are_told_with_value_rule_and_remedy():
     assert 'not chunks=2; use chunks=1, or schedule="interleaved"' in refuse(chunks=2)
     assert "has stages=2, not 4" in refuse(schedule="F0 F1 · B0 B1\n· F0 F1+B0 B1", microbatches=None)
     assert "16 rows do not divide over 3 microbatches" in refuse(microbatches=3)
+    assert "microbatches=0 is not a whole number" in refuse(microbatches=0)
+    assert "chunks=0 is not a whole number" in refuse(chunks=0)
     assert "['ends']['table'] int32" in refuse(ends=ends | {"table": np.arange(3, dtype=np.int32)})
     assert "one array" in refuse(Stack(lambda e, r: {"x": r["x"]}, layer, head))
     assert "must keep shape and dtype" in refuse(Stack(embed, lambda w, x: x.astype(jnp.bfloat16), head))

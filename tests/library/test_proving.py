@@ -85,9 +85,14 @@ def test_dropout_is_proved_and_a_key_that_rows_share_is_found(shared):
 def test_what_cannot_be_proved_is_told():
     for loss, more, said in (
             (lambda p, r: small_models.loss(p, r)[0], {}, "return two scalars"),
+            (lambda p, r: (small_models.loss(p, r)[0] * jnp.nan, 1), {}, "prove: blocks/down and 4 more: not finite on one device"),
             (small_models.loss, dict(rules=("nothing",)), "nothing")):
         with pytest.raises(ValueError, match=said):
             prove(loss, **more)
+    with pytest.raises(mt.ConfigError, match="params: n has dtype int32 and cannot be trained"):
+        mt.prove(small_models.loss, PARAMS | {"n": jnp.arange(2)}, AXES | {"n": (None,)}, rows=ROWS)
+    with pytest.raises(mt.ConfigError, match=r"w: \(32, 32\) is not \(shape, logical axes\); write e.g."):
+        mt.prove(model=lambda w, x: x @ w["w"], parameters={"w": (32, 32)})
     with pytest.raises(mt.ConfigError, match="rows="):
         mt.prove(small_models.loss, PARAMS, AXES)
     with pytest.raises(mt.ConfigError, match="axes= and rows= are for a loss"):

@@ -93,6 +93,15 @@ def test_the_axes_are_a_tree_or_globs_or_metadata():
     assert layout.shardings(parts.params, parts.axes)["params"]["Dense_0"]["kernel"].spec == P("fsdp", "tensor")
 
 
+def test_a_container_of_vectors_may_have_none_for_each():
+    layout, vector = Layout("ddp", {"data": 2}), np.ones(3, np.float32)
+    for params, axes in (((vector, vector), (None, None)), ({"v": [vector, vector]}, {"v": [None, None]})):
+        assert jax.tree.map(lambda a: a.sharding.spec, layout.place(params, axes)) == jax.tree.map(
+            lambda _: jax.P(None), params)
+    with pytest.raises(config.ConfigError, match="axes.'w'.: no parameter has this name"):
+        layout.place({"v": vector}, {"w": (None,)})
+
+
 def test_a_tree_is_explained_by_array_with_giants_that_stay_whole():
     rows = Layout("zero1", mesh={"data": 4, "tensor": 2}).explain({**W, "pos": np.ones((64, 32))}, {
         **AXES, "pos": (None, None)}, giant=4096)

@@ -92,6 +92,7 @@ class WithStatistics(nnx.Module):
     (lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)), "would be the same in every step; make the module without them"),
     (lambda: linen.BatchNorm(use_running_average=False).init(jax.random.key(0), np.ones((2, 4))) | {
         "params": {"w": linen.Partitioned(np.ones((4, 4)), ("embed", "mlp"))}}, "collection 'batch_stats'"),
+    (lambda: linen.Dense(2), "(?s)Dense.* has no floating-point arrays; give .* the result of a linen module's init"),
     (lambda: {"w": np.ones((2, 2))}, "no logical axes; name the dims")])
 def test_what_would_be_silently_constant_or_whole_is_refused(make, said):
     with pytest.raises(config.ConfigError, match=said):

@@ -252,6 +252,21 @@ def test_a_square_state_is_split_once_by_the_name_of_its_rows():
     assert axes == [("embed", None), ("mlp", None)]
 
 
+def test_a_state_whose_form_depends_on_sizes_is_named_by_its_own_form():
+    """optax's adafactor factors the two largest dims, if they are large enough: other dims than in a probe."""
+    shapes = {"h": (6, 15, 5), "w": (15, 30), "small": (3, 15), "b": (15,)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    axes = {"h": ("heads", "embed", "head_dim"), "w": ("embed", "mlp"), "small": ("kv_heads", "embed"), "b": ("embed",)}
+    state = states.state_axes(optax.adafactor(1e-2, min_dim_size_to_factor=4), params, axes)[0]
+    assert state.v_row == {"h": ("heads", "head_dim"), "w": ("embed",), "small": (None,), "b": (None,)}
+    assert state.v_col == {"h": ("embed", "head_dim"), "w": ("mlp",), "small": (None,), "b": (None,)}
+    assert state.v == {"h": (None,), "w": (None,), "small": ("kv_heads", "embed"), "b": ("embed",)}
+    by_size = optax.multi_transform({"large": optax.trace(0.9), "small": optax.identity()}, lambda params: jax.tree.map(
+        lambda w: "large" if w.size > 100 else "small", params))
+    traces = states.state_axes(by_size, params, axes).inner_states["large"].inner_state.trace
+    assert traces["w"] == axes["w"] and traces["h"] == axes["h"] and not jax.tree.leaves(traces["b"])
+
+
 def test_adafactor_rows_and_columns_get_the_axes_that_remain():
     tx = build(config("adafactor"))
     moments = optax.tree.get(states.state_axes(tx, jax.eval_shape(random_params), AXES), "moments")
