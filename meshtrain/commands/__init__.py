@@ -26,12 +26,15 @@ def start(name: str, level: int = 2, platform: str = "", jax: bool = True) -> No
         say.begin(level)
         say.answer(options.text(f"meshtrain.commands.{name}"))
         sys.exit(stops.DONE)
+    gc.disable()
     if jax:
         from meshtrain.run import command       # here: it imports the configuration; `start_training` listens before
         command.begin(level, platform)      # before other modules import jax, to silence messages of its C++
     else:
         say.begin(level)
-    sys.exit(importlib.import_module(f"meshtrain.commands.{name}").main(sys.argv[1:]))
+    module = importlib.import_module(f"meshtrain.commands.{name}")
+    _keep_what_is_imported()
+    sys.exit(module.main(sys.argv[1:]))
 
 
 def start_training() -> NoReturn:
@@ -44,11 +47,16 @@ def start_training() -> NoReturn:
         with contextlib.suppress(Exception):        # the command reports it, below
             importlib.import_module("meshtrain.run_files").load(sys.argv[1:])       # prints the keys and exits
     phases.begin("starting")
-    # What is imported stays: the collector would go through hundreds of thousands of objects again and again.
     gc.disable()
     with say.without_noise():
         importlib.import_module("jax")
         importlib.import_module("meshtrain.commands.train")
+    _keep_what_is_imported()
+    sys.exit(importlib.import_module("meshtrain.commands.train").main(sys.argv[1:], began))
+
+
+def _keep_what_is_imported() -> None:
+    """Enable the garbage collector, without the objects that there are now: it would go through hundreds of thousands
+    of them again and again."""
     gc.freeze()
     gc.enable()
-    sys.exit(importlib.import_module("meshtrain.commands.train").main(sys.argv[1:], began))
