@@ -128,8 +128,7 @@ def lay_out(run: Run, sizes: Mapping[str, int], loaded: Rules, model: transforme
     faults += attention.problems(run, layout) + recurrence.problems(run, layout) + experts.problems(run, layout)
     faults = faults or stages.problems(run, loaded, sizes) + rules.problems(
         fitted, {**sizes, "stage": 1}, tensors(run, model, layout), config.SIZE_KEYS)
-    faults += unmet.find_unmet_names(loaded, [Tensor("params", info.name, info.shape, info.axes)
-                                              for info in model.parameters()])
+    faults += unmet.find_unmet_names(loaded, model.tensors)
     idle, partly = rules.unsplit(Layout(loaded, sizes), model.products())
     if not objective.of_run(run).pipelined and sizes["stage"] > 1:
         faults = [f'mesh.stage={sizes["stage"]}: pipelines do not support training.objective='
@@ -140,9 +139,8 @@ def lay_out(run: Run, sizes: Mapping[str, int], loaded: Rules, model: transforme
 def tensors(run: Run, model: transformer.Transformer, layout: Layout) -> list[Tensor]:
     """Return every tensor that the rules shard, with its full shape: parameters in three rule tables, and activations.
     """
-    placed = [Tensor(table, info.name, info.shape, info.axes) for table in ("params", "grads", "optimizer")
-              for info in model.parameters()]
-    return placed + model.activations(run.data.global_batch // run.training.microbatches, run.data.seq_len, layout)
+    return [*model.tensors,
+            *model.activations(run.data.global_batch // run.training.microbatches, run.data.seq_len, layout)]
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------

@@ -106,7 +106,12 @@ def _kinds(mixers: str, mlps: str, num_layers: int) -> tuple[Kind, ...]:
 
 def present(cfg: Model) -> frozenset[str]:
     """Return the letters of the layers' mixers."""
-    return frozenset(kind.mixer for kind in kinds(cfg))
+    return _present(cfg.mixers, cfg.mlps, cfg.num_layers)
+
+
+@functools.lru_cache(256)
+def _present(mixers: str, mlps: str, num_layers: int) -> frozenset[str]:
+    return frozenset(kind.mixer for kind in _kinds(mixers, mlps, num_layers))
 
 
 def rope_mixers(cfg: Model) -> dict:
@@ -197,7 +202,7 @@ def _parts(layers: tuple[Kind, ...]) -> list[tuple[tuple[Kind, ...], int]]:
 
 def leading(cfg: Model) -> int:
     """Return the number of layers before the stages of a pipeline."""
-    return sum(stretch.num_layers for stretch in stretches(cfg) if stretch.leading)
+    return _leading_and_period(cfg.mixers, cfg.mlps, cfg.num_layers)[0]
 
 
 def count_staged(cfg: Model) -> int:
@@ -207,8 +212,16 @@ def count_staged(cfg: Model) -> int:
 
 def period(cfg: Model) -> int:
     """Return the length of the period. Stages of a pipeline hold complete periods. 0: the layers have no period."""
-    first = next(stretch for stretch in stretches(cfg) if not stretch.leading)
-    return 0 if first.name.startswith("part") else len(first.period)
+    return _leading_and_period(cfg.mixers, cfg.mlps, cfg.num_layers)[1]
+
+
+@functools.lru_cache(256)
+def _leading_and_period(mixers: str, mlps: str, num_layers: int) -> tuple[int, int]:
+    """Return (`leading`, `period`) of a pattern."""
+    parts = _stretches(mixers, mlps, num_layers)
+    first = next(stretch for stretch in parts if not stretch.leading)
+    return (sum(stretch.num_layers for stretch in parts if stretch.leading),
+            0 if first.name.startswith("part") else len(first.period))
 
 
 def count_padded(cfg: Model, virtual_stages: int) -> int:

@@ -120,7 +120,7 @@ def find_problems(need: Need, layout: Layout) -> list[str]:
 
 def choose(setting: Setting) -> Choice[RunAttention]:
     """Choose the attention of a run. Raises: Refusal if model.attention names an engine that cannot serve the run."""
-    need, name = need_of(setting.run), engine(setting)
+    name = engine(setting, need := need_of(setting.run))
     return Choice(build(name.value, need, setting), name.why)
 
 
@@ -130,12 +130,12 @@ def build(name: str, need: Need, place: Place) -> RunAttention:
     return RunAttention(functools.cache(partial(_engine_of, name, need, place)), method, need.documents)
 
 
-def engine(setting: Setting) -> Choice[str]:
-    """Choose the name of the engine. On CPUs, a run without windows prints no line about "auto".
+def engine(setting: Setting, need: Need) -> Choice[str]:
+    """Choose the name of the engine. need: what the run needs. On CPUs, a run without windows prints no line about
+    "auto".
 
     Raises: Refusal if model.attention names an engine that cannot serve the run.
     """
-    need = need_of(setting.run)
     name, reasons = choose_engine(need, setting)
     return Choice(name, _why(setting, need, name, reasons))
 
@@ -181,9 +181,9 @@ def _why(setting: Setting, need: Need, name: str, reasons: list[str]) -> tuple[s
 
 def _window_of(run: Run, within: int) -> str:
     """Return the window for the user's line; "" if all layers attend to all earlier tokens."""
-    count = sum(pattern.mixer(kind.mixer).windowed for kind in pattern.kinds(run.model))
     if not within:
         return ""
+    count = sum(pattern.mixer(kind.mixer).windowed for kind in pattern.kinds(run.model))
     return f", window {within:,}" + (f" in {count} of {run.model.num_layers} layers" * (count < run.model.num_layers))
 
 

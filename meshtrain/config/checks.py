@@ -172,7 +172,7 @@ CHECKS: tuple[Check, ...] = (
              "{model.vocab_size} is too small for {data.source}, which has 256 bytes and a separator",
              f"use at least {BYTE_VOCAB}"),
     layer_checks.check_experts, data_checks.check_data,
-    *conflicts.TRAINING, *conflicts.GROUPS, _check_clip, _check_depths, _check_lora_targets,
+    conflicts.MICROBATCHES, *conflicts.TRAINING, *conflicts.GROUPS, _check_clip, _check_depths, _check_lora_targets,
     *conflicts.LORA,
     *conflicts.DPO, _check_preferences,
     Conflict(lambda run: run.data.source and (run.training.objective == "rl") != (run.data.source == "prompts"),
@@ -184,10 +184,10 @@ CHECKS: tuple[Check, ...] = (
              'use e.g. "meshtrain", with WANDB_MODE=offline in the environment to write it for later, or "" for none'),
     _check_profile,
 )
-# Checks of keys that layouts do not change: a search over layouts makes them once for each rule file.
-APART_FROM_LAYOUT: tuple[Check, ...] = (path_checks.check_texts, path_checks.check_addresses, _check_custom,
-                                        layer_checks.check_layers)
-OF_LAYOUT: tuple[Check, ...] = tuple(check for check in CHECKS if check not in APART_FROM_LAYOUT)
+# Checks that read [mesh], [context], [pipeline] or a key of [training] that a layout sets. A search over layouts makes
+# the others once for each rule file.
+OF_LAYOUT: tuple[Check, ...] = (_check_mesh, conflicts.MICROBATCHES, _check_clip)
+APART_FROM_LAYOUT: tuple[Check, ...] = tuple(check for check in CHECKS if check not in OF_LAYOUT)
 
 
 def note_custom(run: Run) -> list[str]:

@@ -102,10 +102,12 @@ EXPERTS: tuple[Check, ...] = (
              "run's", "leave one out"),
 )
 
+MICROBATCHES = Conflict(
+    lambda run: run.data.global_batch % run.training.microbatches,
+    "{data.global_batch} cannot be split over {training.microbatches}",
+    lambda run: f"use a multiple, e.g. {next_multiple(run.data.global_batch, run.training.microbatches)}")
+
 TRAINING: tuple[Check, ...] = (
-    Conflict(lambda run: run.data.global_batch % run.training.microbatches,
-             "{data.global_batch} cannot be split over {training.microbatches}",
-             lambda run: f"use a multiple, e.g. {next_multiple(run.data.global_batch, run.training.microbatches)}"),
     Conflict(lambda run: run.validation.every and not _has_validation_data(run),
              "{validation.every} has no data, because data.validation_fraction=0 holds none out",
              "use e.g. data.validation_fraction=0.02, or validation.every=0"),

@@ -329,6 +329,12 @@ class Transformer:
             f"{what}: {n} key and value heads on {num_shards}: {computed // n} ranks compute each head, and every "
             f"rank holds the weights and states of all heads" for what, (n, computed) in few.items()]
 
+    @functools.cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every parameter in each rule table of parameters, for the checks at load."""
+        return tuple(Tensor(table, info.name, info.shape, info.axes) for table in ("params", "grads", "optimizer")
+                     for info in self.parameters())
+
     def products(self) -> list[Tensor]:
         """Return the weights of a step's matmuls, except routers and adapters, which are small."""
         multiplied = ("matrix", "head", *["embedding"] * self.cfg.tie_embeddings)

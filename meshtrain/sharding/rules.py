@@ -221,16 +221,24 @@ def problems(rules: Rules, sizes: Mapping[str, int], tensors: Sequence[Tensor],
              keys: Mapping[str, str] | None = None) -> list[str]:
     """Return messages about rules that do not fit these mesh sizes and tensors; empty if they fit.
 
-    keys: logical axis -> the run file's key that sets its size, for the remedy. A fault of several tensors is reported
-    once, for the first of them.
+    tensors: parameters in [params] or in all three tables, and activations. keys: logical axis -> the run file's key
+    that sets its size, for the remedy. A fault of several tensors is reported once, for the first of them.
     """
     faults: dict = {}
+
+    @functools.cache
+    def split_by(table: str, logical: str) -> list[str]:
+        return [a for a in rules.mesh_axes(table, logical) if sizes[a] > 1]
+    # A parameter has the same faults in equal tables.
+    of_weights = [rules.tables[name] for name in TABLES[:3]]
+    repeated = {name for i, name in enumerate(TABLES[:3]) if of_weights[i] in of_weights[:i]}
     for tensor in tensors:
+        if tensor.table in repeated:
+            continue
         seen: dict[str, str] = {}
         for dim, logical in zip(tensor.shape, tensor.axes, strict=True):
-            if logical is None:
+            if logical is None or not (mesh_axes := split_by(tensor.table, logical)):
                 continue
-            mesh_axes = [a for a in rules.mesh_axes(tensor.table, logical) if sizes[a] > 1]
             for axis in mesh_axes:
                 if axis in seen:
                     # [grads] and [optimizer] inherit the two rules from [params], so one message serves all three

@@ -49,12 +49,14 @@ def test_progress_is_a_line_after_a_second_and_then_every_ten_and_on_a_terminal_
 
 def test_checks_apart_from_layouts_say_the_same_of_every_layout():
     wrong = config.Run(run=dict(dir="ftp://place/run"), model=dict(mixers="WWWF"),
-                       optimizer=dict(name="mine.py:none"))
+                       optimizer=dict(name="mine.py:none", qk_clip=100.0))
     found = config.problems(wrong, config.APART_FROM_LAYOUT)
     assert [word in " ".join(found) for word in ("ftp://place/run", "model.mixers", "mine.py")] == [True] * 3
     laid = wrong.replace(mesh={"tensor": 8, "stage": 4}, context={"method": "gather"}, pipeline={"schedule": "1f1b"},
                          training={"remat": "full", "microbatches": 7})
     assert config.problems(laid, config.APART_FROM_LAYOUT) == found
+    of_layout = " ".join(config.problems(laid, config.OF_LAYOUT))
+    assert "optimizer.qk_clip" in of_layout and "training.microbatches=7" in of_layout
     assert sorted(config.problems(laid)) == sorted(found + config.problems(laid, config.OF_LAYOUT))
     assert set(checks.CHECKS) == {*config.OF_LAYOUT, *config.APART_FROM_LAYOUT}
 

@@ -75,6 +75,32 @@ def test_the_least_recomputation_that_fits_is_taken_and_the_smallest_where_none_
     assert (smallest.remat, n) == ("offload", needed["offload"])
 
 
+@pytest.mark.parametrize("rules, sizes", [("zero3", dict(fsdp=16)), ("ddp", dict(data=16)), ("zero1", dict(fsdp=4, stage=4)),
+                                          ("hsdp", dict(data=2, fsdp=2, stage=2, tensor=2))])
+def test_every_option_of_a_layout_needs_its_least_bytes(rules, sizes):
+    placed = placed_on(rules, **sizes)
+    least = footprint.least_bytes(placed, question().options)
+    assert 0 < least <= min(n for usable_bytes in (0, 1 << 60) for _, n in fitting(placed, usable_bytes))
+
+
+@pytest.mark.parametrize("gib", [pytest.param(20, marks=pytest.mark.full), 1])
+def test_layouts_that_need_far_too_much_are_not_priced_unless_nothing_fits(gib, monkeypatch):
+    asked = dataclasses.replace(question(), usable_bytes=gib << 30, fixed={"stage": 1, "tensor": 2})
+
+    def answer():
+        found, priced = search.search(asked), len(divided)
+        divided.clear()
+        plans = [plan.as_json() for plan in (*found.plans, *found.misses)]
+        return priced, (len(found.plans), plans, found.tried, found.faults)
+    divided, divide = [], search._divide
+    monkeypatch.setattr(search, "_divide", lambda *layout: divided.append(layout) or divide(*layout))
+    priced, given = answer()
+    monkeypatch.setattr(footprint, "least_bytes", lambda placed, options: 0)
+    all_priced, same = answer()
+    assert given == same and given[1] and (given[0] > 0) == (gib > 1)
+    assert priced < all_priced if gib > 1 else priced == all_priced
+
+
 def test_a_pipeline_is_tried_with_and_without_recomputation_and_a_separate_weight_gradient():
     found = fitting(placed_on("zero1", fsdp=4, stage=4), 1 << 60)
     assert {one.remat for one, _ in found} == {"none", "selective"}

@@ -41,7 +41,8 @@ def count(run: Run, layout: Layout, assumed: Assumptions) -> Attended:
     ValueError if the requested engine cannot run here."""
     cfg, length = run.model, run.data.seq_len
     gpu = hardware.GPUS.get(assumed.gpu_name)
-    engine = attention.engine(Setting(layout, GPU_PLATFORMS[0], gpu, installed=False, run=run)).value
+    setting = Setting(layout, GPU_PLATFORMS[0], gpu, installed=False, run=run)
+    engine = attention.engine(setting, attention.need_of(run)).value
     mixers = sorted(letter for letter in pattern.present(cfg) if pattern.mixer(letter).attends)
     if not run.data.document_mask or engine not in OURS:        # the others mask what they have computed
         return Attended({mixer: causal_share(cfg, mixer, length) for mixer in mixers}, engine, False)

@@ -43,19 +43,34 @@ def _keep(compute: Callable[[Placed, Options], Widths]) -> Callable[[Placed, Opt
 def memory(placed: Placed, options: Options) -> dict[str, int]:
     """Return the bytes on one device by kind, with the keys of `inspect`. grads: the gradient accumulators of the
     microbatch loop. activations: all temporaries. teacher: see `TeacherCost.add`."""
-    held = {"params": placed.held.stored_bytes, "grads": accumulators.ITEMSIZE * placed.held.grads,
-            "optimizer": options.optimizer_bytes * placed.held.stored}
+    held = _states(placed, options)
     if placed.mesh.sizes["stage"] > 1:
-        # The loop's accumulators are those of a full stage.
         weights, temporaries = _beside_slots(placed, options)
-        held |= {"grads": accumulators.ITEMSIZE * placed.held.trained,
-                 "activations": weights + slot_bytes(placed, options) + temporaries}
+        held["activations"] = weights + slot_bytes(placed, options) + temporaries
     else:
         held["activations"] = _weights_and_grads(placed, options) + _in_layers(placed, options)
     whole = {name: int(count) for name, count in held.items()}
     whole |= {"total": sum(whole.values())}
     whole |= {"host": int(options.host_bytes * placed.held.stored)} if options.host_bytes else {}
     return options.teacher.beside(placed, options).add(whole) if options.teacher else whole
+
+
+def least_bytes(placed: Placed, options: Options) -> float:
+    """Return a lower bound of the total of `memory` for any microbatches, schedule and remat: the bytes of states, and
+    the weights of a stage."""
+    states = _states(placed, options)
+    if placed.mesh.sizes["stage"] > 1:
+        return sum(states.values()) + placed.itemsize * placed.held.used
+    return states["params"] + states["optimizer"]
+
+
+def _states(placed: Placed, options: Options) -> dict[str, float]:
+    """Return the bytes of parameters, gradient accumulators and optimizer. A pipeline's loop has the accumulators of a
+    full stage."""
+    held = placed.held
+    return {"params": held.stored_bytes,
+            "grads": accumulators.ITEMSIZE * (held.trained if placed.mesh.sizes["stage"] > 1 else held.grads),
+            "optimizer": options.optimizer_bytes * held.stored}
 
 
 def _weights_and_grads(placed: Placed, options: Options) -> float:
@@ -346,18 +361,24 @@ def slot_widths(placed: Placed, options: Options) -> Widths:
     return for_backward, for_weights
 
 
-def slot_bytes(placed: Placed, options: Options, schedule: str = "", chunks: int = 0) -> float:
-    """Return the bytes of a pipeline's slots, which hold the residuals of microbatches in a stage. schedule, chunks:
-    values that replace those of the options."""
-    schedule, chunks = schedule or options.schedule, chunks or options.chunks
-    for_backward, for_weights = slot_widths(placed, options)
-    p = placed.mesh.sizes["stage"]
-    _, slots = schedules.counts(schedule, p, options.microbatches, chunks)
-    depth = pattern.count_padded(placed.cfg, p * chunks) // (p * chunks)
-    elements = depth * (slots["Q"] * for_backward + slots.get("Z", 0) * for_weights)
-    stream = placed.cfg.embed_dim / placed.stream_shards
-    elements += (slots["X"] + slots["D"]) * stream
-    return placed.itemsize * placed.tokens(options) * elements + leading_bytes(placed, options)
+def slot_bytes(placed: Placed, options: Options) -> float:
+    """Return the bytes of a pipeline's slots, which hold the residuals of microbatches in a stage."""
+    return slot_bytes_by_schedule(placed, options)(options.schedule, options.chunks)
+
+
+def slot_bytes_by_schedule(placed: Placed, options: Options) -> Callable[[str, int], float]:
+    """Return `slot_bytes` as a function of (schedule, chunks), which replace those of the options."""
+    (for_backward, for_weights), p, m = slot_widths(placed, options), placed.mesh.sizes["stage"], options.microbatches
+    stream, element_bytes = placed.cfg.embed_dim / placed.stream_shards, placed.itemsize * placed.tokens(options)
+    leading = leading_bytes(placed, options)
+
+    def of(schedule: str, chunks: int) -> float:
+        _, slots = schedules.counts(schedule, p, m, chunks)
+        depth = pattern.count_padded(placed.cfg, p * chunks) // (p * chunks)
+        elements = depth * (slots["Q"] * for_backward + slots.get("Z", 0) * for_weights)
+        elements += (slots["X"] + slots["D"]) * stream
+        return element_bytes * elements + leading
+    return of
 
 
 def leading_bytes(placed: Placed, options: Options) -> float:

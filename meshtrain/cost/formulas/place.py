@@ -9,6 +9,7 @@ import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from meshtrain import pattern
 from meshtrain.config.sections import Model
@@ -90,8 +91,7 @@ def _place(rows: Sequence[ParamInfo], cfg: Model, layout: Layout, mesh: MeshSpec
             used += weight.layer
             largest = max(largest, weight.layer * cfg.num_layers / info.shape[0])
         if num_stages > 1:      # in the loop weights and gradients are gathered, and exchanged once a step
-            weight = dataclasses.replace(weight, tables={**weight.tables, "params": weight.in_use,
-                                                         "grads": weight.in_use})
+            weight = weight._replace(tables={**weight.tables, "params": weight.in_use, "grads": weight.in_use})
         moves += weight.moves(tokens, deferred, cfg.tie_embeddings)
         if info.role in ("matrix", "router") and "expert" not in info.axes or info.path[-1] == OUTPUT_BIASES:
             matrices.add(info)
@@ -111,8 +111,7 @@ def _merge(moves: Iterable[WeightMove]) -> tuple[WeightMove, ...]:
     return tuple(WeightMove(*key, count) for key, count in elements.items() if key[-1] and count)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Weight:
+class _Weight(NamedTuple):
     """One parameter on one device.
 
     in_use: mesh axes that shard the gathered copy. tables: for each rule table, the mesh axes that shard it there.

@@ -99,6 +99,9 @@ class Plan:
                 "tokens_per_s_per_gpu": self.price.tokens_per_s_per_gpu, "mfu": self.price.mfu}
 
 
+Miss = tuple[int, Placed, Rules, Options]       # options that do not fit; first the bytes that they need
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Answer:
     """The result of a search.
@@ -118,7 +121,9 @@ def search(question: Question, tell: Callable[[int, int], None] | None = None) -
     """Price every allowed layout, then vary the placement and context method of the fastest plans. tell: called with
     (number of combinations of mesh and rule file that are done, number of all of them)."""
     fastest: list[tuple[Plan, list[Options]]] = []
-    misses, tried, candidates = [], 0, list(_candidates(question))
+    misses: dict[int, list[Miss]] = {}      # by the number of the candidate
+    hopeless: dict[int, tuple[Placed, Rules, list[int], str]] = {}      # layouts that need far too much, not priced
+    tried, candidates = 0, list(_candidates(question))
     faults: collections.Counter[str] = collections.Counter()
     for done, (mesh, rules) in enumerate(candidates):
         if tell:
@@ -136,19 +141,33 @@ def search(question: Question, tell: Callable[[int, int], None] | None = None) -
                       if isinstance(count := question.fixed.get("microbatches"), int) else "")] += 1
             continue
         placed = place(question.rows, question.cfg, layout, mesh)
-        fitting: list[Options] = []
         tried += len(counts)
-        for m in counts:
-            for options, needed in _fitting(question, placed, m, method):
-                if needed > question.usable_bytes:
-                    misses.append((needed, placed, rules, options))
-                else:
-                    fitting.append(options)
+        if footprint.least_bytes(placed, question.options) > NEAR * question.usable_bytes:
+            hopeless[done] = placed, rules, counts, method
+            continue
+        fitting, misses[done] = _divide(question, placed, rules, counts, method)
         if fitting:
             fastest.append((_find_fastest(question, placed, rules, fitting), fitting))
     plans = _accept(question, fastest, faults)
-    near = [miss for miss in misses if miss[0] <= NEAR * question.usable_bytes or not plans]
+    if not plans:       # then misses are shown however much they need
+        misses |= {number: _divide(question, *layout)[1] for number, layout in hopeless.items()}
+    near = [miss for _, of_layout in sorted(misses.items()) for miss in of_layout
+            if miss[0] <= NEAR * question.usable_bytes or not plans]
     return Answer(plans, _near(question, near, faults), tried, len(candidates), faults)
+
+
+def _divide(question: Question, placed: Placed, rules: Rules, counts: Iterable[int], method: str
+            ) -> tuple[list[Options], list[Miss]]:
+    """Return (the options of a layout that fit, its misses). counts: numbers of microbatches."""
+    fitting: list[Options] = []
+    misses: list[Miss] = []
+    for m in counts:
+        for options, needed in _fitting(question, placed, m, method):
+            if needed > question.usable_bytes:
+                misses.append((needed, placed, rules, options))
+            else:
+                fitting.append(options)
+    return fitting, misses
 
 
 def _accept(question: Question, candidates: Iterable[tuple[Plan, list[Options]]],
@@ -304,11 +323,11 @@ def _fitting(question: Question, placed: Placed, m: int, method: str) -> Iterato
         for remat in policies if family else ():
             fits_first, first = False, dataclasses.replace(any_remat, remat=remat, schedule=family[0][0],
                                                            chunks=family[0][1])
+            slot_bytes = footprint.slot_bytes_by_schedule(placed, first) if p > 1 else _no_slots
+            if remat not in without_slots:
+                without_slots[remat] = footprint.memory(placed, first)["total"] - slot_bytes(*family[0])
             for name, chunks in family:
-                slots = footprint.slot_bytes(placed, first, name, chunks) if p > 1 else 0
-                if remat not in without_slots:
-                    without_slots[remat] = footprint.memory(placed, first)["total"] - slots
-                needed = int(without_slots[remat] + slots)
+                needed = int(without_slots[remat] + slot_bytes(name, chunks))
                 if needed <= question.usable_bytes:
                     any_fits, fits_first = True, (name, chunks) == family[0]
                     yield dataclasses.replace(first, schedule=name, chunks=chunks), needed
@@ -320,6 +339,10 @@ def _fitting(question: Question, placed: Placed, m: int, method: str) -> Iterato
     if not any_fits and least:
         first, name, chunks, needed = least
         yield dataclasses.replace(first, schedule=name, chunks=chunks), needed
+
+
+def _no_slots(schedule: str, chunks: int) -> float:
+    return 0.0
 
 
 @functools.lru_cache(8)     # one layout is tried with several numbers of microbatches
@@ -379,7 +402,7 @@ def _list_placements(sizes: Mapping[str, int]) -> list[Sequence[str]]:
     return list(by_order.values())
 
 
-def _near(question: Question, misses: list, faults: collections.Counter[str]) -> list[Plan]:
+def _near(question: Question, misses: list[Miss], faults: collections.Counter[str]) -> list[Plan]:
     """Return the fastest near misses that training accepts. Each one's reason names the kind of data that takes the
     most memory."""
     misses_by_layout, usable = {}, question.usable_bytes
