@@ -294,7 +294,7 @@ def test_a_process_with_more_than_a_thousand_descriptors_has_its_answers_scored(
 def test_any_error_of_a_thread_is_a_failure_of_its_answer(name, hostile, monkeypatch):
     def broken(*_):
         raise RuntimeError("broken")
-    pool = workers.RewardWorkers(hostile, 1, 0.5, 1.0)
+    pool = workers.RewardWorkers(hostile, 1, 3.0 if name == "close" else 30.0, 1.0)    # of "sleep" the limit is waited for, twice
     monkeypatch.setattr(workers._Process, name, broken)
     for number in range(2):
         pool.submit(number, "", "sleep" if name == "close" else "plain", LINE)
