@@ -11,6 +11,7 @@ import difflib
 import functools
 import hashlib
 import importlib
+import itertools
 import re
 import sys
 import textwrap
@@ -25,6 +26,7 @@ from meshtrain import files
 
 MODULE = "meshtrain_custom_"     # begins the name of each executed file as a module
 _DIGEST = re.compile("[0-9a-f]{16}")
+ERRORS = (Exception, SystemExit)        # that code of a run's own may raise; exit codes are those of the commands
 
 
 def is_path(value: object) -> bool:
@@ -60,23 +62,34 @@ def find_faults(key: str, value: str) -> Iterator[str]:
 
 
 def count_arguments(value: str) -> int:
-    """Return the number of a function's arguments, without executing its file. Raises: OSError, SyntaxError."""
+    """Return the number of a function's arguments, without executing its file. Arguments with a default count only
+    instead of a first one. Raises: OSError, SyntaxError."""
     path, name = split(value)
-    node = _names(path).get(name)
-    return len(node.args.posonlyargs + node.args.args) if isinstance(node, ast.FunctionDef) else 1
+    statement = _names(path).get(name)
+    node = statement.value if isinstance(statement, (ast.Assign, ast.AnnAssign)) else statement
+    if not isinstance(node, (ast.FunctionDef, ast.Lambda)):
+        return 1
+    given = len(node.args.posonlyargs + node.args.args)
+    return max(given - len(node.args.defaults), min(given, 1))
 
 
 def _names(path: Path) -> dict[str, ast.stmt]:
-    """Return the names that a file's statements define, with their statements."""
+    """Return the names that a file's statements define, also those of an `if`, `try` or `with`, with their
+    statements."""
     there: dict[str, ast.stmt] = {}
-    for node in ast.parse(path.read_bytes()).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+    blocks = [ast.parse(path.read_bytes()).body]
+    for node in itertools.chain.from_iterable(blocks):
+        if isinstance(node, (ast.If, ast.Try, ast.With)):
+            blocks += [getattr(node, part, []) for part in ("body", "orelse", "finalbody")]
+            blocks += [handler.body for handler in getattr(node, "handlers", [])]
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             there[node.name] = node
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             there |= {alias.asname or alias.name: node for alias in node.names}
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            there |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+            names = [name for target in targets for name in ast.walk(target)]
+            there |= {name.id: node for name in names if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
     return there
 
 
@@ -147,7 +160,7 @@ def call(key: str, value: str, contract: str, *arguments: object) -> Any:
     called = load(value)
     try:
         return called(*arguments)
-    except Exception as error:
+    except ERRORS as error:
         given = ", ".join(type(argument).__name__ for argument in arguments)
         raise refuse(key, value, contract, f"was called with ({given}) and raised {tell(error)}") from error
 
@@ -163,7 +176,7 @@ def blame(parts: Iterable[tuple[str, str, str]]) -> Iterator[None]:
     run. Any other error is raised unchanged."""
     try:
         yield
-    except Exception as error:
+    except ERRORS as error:
         if not (frames := _find_frames(error)):
             raise
         code = frames[0][0].f_code
@@ -172,7 +185,7 @@ def blame(parts: Iterable[tuple[str, str, str]]) -> Iterator[None]:
         raise refuse(*part, f"raised {tell(error)}") from error
 
 
-def find_misuse(error: Exception) -> str:
+def find_misuse(error: BaseException) -> str:
     """Return the message of an error that is a Misuse, or that code of the run's own raised; "" for any other error."""
     return str(error) if isinstance(error, Misuse) else tell(error) if _find_frames(error) else ""
 
@@ -207,7 +220,7 @@ def _execute(path: str, content: str) -> types.ModuleType:
     importlib.invalidate_caches()
     try:
         exec(compile(own[1], path, "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:
+    except ERRORS as error:
         raise Misuse(f"{path} raised {tell(error)}; it is executed before a run starts") from error
     finally:
         sys.path.pop(0)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshtrain import custom
+from meshtrain import custom, pattern
 from meshtrain.choices.engines import choose
 from meshtrain.choices.setting import Setting
 from meshtrain.config import Run, named
@@ -17,7 +17,8 @@ from meshtrain.model import params
 from meshtrain.model.execution import Execution, Numerics
 from meshtrain.model.stats import LayerStats
 from meshtrain.model.transformer import Transformer
-from meshtrain.names import AXES
+from meshtrain.names import AXES, LEADING
+from meshtrain.sharding import logical
 from meshtrain.sharding.rules import Layout, Rules
 from meshtrain.training import objective, optimizer, rounding
 
@@ -40,7 +41,7 @@ class OwnPart:
         returned: list = []
         try:
             jax.eval_shape(lambda *arrays: returned.append(function(*arrays)), *shapes)
-        except Exception as error:
+        except custom.ERRORS as error:
             raise self.refuse(f"raised {custom.tell(error)}") from error
         return returned[0]
 
@@ -53,12 +54,24 @@ def check(run: Run, model: Transformer, rules: Rules) -> None:
         _try_optimizer(part, run, model)
     if part := parts.get("optimizer.schedule"):
         _try_schedule(part, run)
+    for info in model.parameters():
+        if faults := _find_axis_faults(info, rules) if pattern.CUSTOM in info.path else ():
+            raise ValueError(f"the parameter {info.name} has {faults[0]}")
     goal = objective.of_run(run)
     if any(key.startswith(("model.", "training.")) for key in parts):
         with custom.blame(named.values(run)):
             _try_layers(parts.get("training.objective"), run, model, rules, goal)
     if parts and (run.run.sample_tokens or goal.samples):
         cache.check(run.model)
+
+
+def _find_axis_faults(info: params.ParamInfo, rules: Rules) -> list[str]:
+    """Return the logical axes of a parameter that no weight has, each with a remedy."""
+    known = rules.names
+    return [f"the logical axis {axis!r}, which " + (
+        f"only activations have; give this dim of {list(info.shape)} another name, or None" if axis in known else
+        f"no rule knows{logical.nearest(axis, known)}; declare it in [{logical.NAMES}] of a rule file of your own")
+            for axis in info.axes if axis not in (None, LEADING) and known.get(axis, "activation") == "activation"]
 
 
 def _try_optimizer(part: OwnPart, run: Run, model: Transformer) -> None:

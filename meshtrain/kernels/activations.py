@@ -39,7 +39,7 @@ def find(name: str) -> Callable:
     function, x = custom.load(name), jax.ShapeDtypeStruct((2, 3, 4), jnp.bfloat16)
     try:
         y = jax.eval_shape(function, *[x] * (2 if custom.count_arguments(name) == 2 else 1))
-    except Exception as error:
+    except custom.ERRORS as error:
         raise custom.refuse("model.activation", name, ACTIVATION, f"raised {custom.tell(error)}") from error
     if (getattr(y, "shape", None), getattr(y, "dtype", None)) != (x.shape, x.dtype):
         raise custom.refuse("model.activation", name, ACTIVATION, f"returned {y} for {x}")

@@ -311,9 +311,11 @@ def of_run(run: Run) -> Objective:
         raise custom.refuse("training.objective", name, OBJECTIVE, "is not an objective")
     try:
         made = given.of(run)
-    except Exception as error:
+    except custom.ERRORS as error:
         raise custom.refuse("training.objective", name, OBJECTIVE, f"has an `of` that raised {custom.tell(error)}"
                             ) from error
+    if not isinstance(made, Objective):
+        raise custom.refuse("training.objective", name, OBJECTIVE, f"has an `of` that returned a {type(made).__name__}")
     if made.data != "documents" or set(made.fields) - set(FIELDS):
         raise ValueError(f'training.objective="{name}" has data="{made.data}" and the fields {", ".join(made.fields)}, '
                          f'but code of your own trains on documents with {", ".join(FIELDS)}')

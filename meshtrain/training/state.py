@@ -100,9 +100,8 @@ def state_spec(model: Transformer, optimizer_cfg: Optimizer, steps: int, layout:
                          place(trained_axes), model.cfg.compute_dtype, experts, treatments)
     if optimizer_cfg.moments_dtype == "bfloat16":
         tx = rounding.store_moments(tx, seed)
-    placed = place(states.state_axes(tx, trained_p, trained_axes))
-    opt_state = jax.tree.map(lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-                             jax.eval_shape(tx.init, trained_p), placed)
+    opt_state = jax.tree.map(lambda a, axes: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place(axes)),
+                             jax.eval_shape(tx.init, trained_p), states.state_axes(tx, trained_p, trained_axes))
     off = None
     if optimizer_cfg.offload:
         off = Offload(tx, offload.find(opt_state, trained_p, trained), trained, jax.tree.leaves(place(trained_axes)))

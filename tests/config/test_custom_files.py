@@ -62,6 +62,24 @@ def test_any_number_of_arguments_is_enough_and_the_run_tells_the_content():
     assert run_files.load(["--model.activation", "mine.py:any"]).run.code != (line,)
 
 
+def test_names_and_arguments_are_read_wherever_a_file_defines_them():
+    Path("forms.py").write_text("""
+if True:
+    def inner(gate, up): return up
+try:
+    import none_such
+except ImportError:
+    def fallback(up): return up
+first, second = len, len
+short = lambda gate, up: up
+def default(up, beta=1.0): return beta * up
+def optional(path=None): yield path
+""")
+    counts = {"inner": 2, "fallback": 1, "second": 1, "short": 2, "default": 1, "optional": 1}
+    assert {name: custom.count_arguments(f"forms.py:{name}") for name in counts} == counts
+    assert not [fault for name in counts for fault in custom.find_faults("model.activation", f"forms.py:{name}")]
+
+
 def test_a_key_with_names_is_a_choice_in_every_place():
     field = Run.model_fields["optimizer"].annotation.model_fields["name"]
     assert kind_of(field) == "choice"
@@ -85,6 +103,7 @@ def test_a_file_is_executed_once_for_each_content_with_the_modules_of_its_folder
 @pytest.mark.parametrize("text, told", [
     ("1 / 0", "broken.py raised ZeroDivisionError in line 1 of broken.py: division by zero; it is executed before"),
     ("def g(): pass", "broken.py:f cannot be loaded: .*no attribute 'f'"),
+    ("def f(): raise SystemExit(3)", "was called with .* and raised SystemExit in line 1 of broken.py: 3; give a function of"),
     ("def f(): raise KeyError('k')", "model.activation=\"broken.py:f\" was called with .* and raised KeyError in line 1 of broken.py: 'k'; give a function of")])
 def test_errors_of_the_code_name_it(text, told):
     Path("broken.py").write_text(text + "\n")

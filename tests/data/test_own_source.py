@@ -117,6 +117,7 @@ WRONG = {
     "yield '\\ud83d'": "has half a character",
     "yield open('none').read()": "raised FileNotFoundError in line 3 of wrong.py: [Errno 2]",
     "yield 1 / 0": "raised ZeroDivisionError in line 3 of wrong.py: division by zero; fix the code or the file",
+    "raise SystemExit(3)\n    yield": "raised SystemExit in line 3 of wrong.py: 3; fix the code or the file",
     "raise StopIteration\n    yield": "raised RuntimeError: generator raised StopIteration",
 }
 

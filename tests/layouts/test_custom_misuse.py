@@ -1,11 +1,14 @@
 """Code of a run's own that is not what its key calls ends with one message: the key, what is wrong, what to give."""
 import itertools
+import re
 from pathlib import Path
 
 import pytest
 
 from meshtrain import config
 from meshtrain.config import sections
+from meshtrain.cost.formulas import mixers
+from meshtrain.training import state
 from test_custom import EXAMPLES, MODEL, make, run_of
 
 PARTS = {"model.activation": "mine.py:reglu", "optimizer.name": "mine.py:build", "optimizer.schedule": "mine.py:rate",
@@ -27,6 +30,7 @@ def nothing(a, b): return None
 def text(a, b): return "cosine"
 def pair(a, b): return (a, b)
 def raises(a, b): raise RuntimeError("first line\\nsecond line " + "x" * 999)
+def exits(*arguments): raise SystemExit(3)
 class Empty: pass
 class Bare(nnx.Module):
     def __init__(self, a, b): pass
@@ -36,6 +40,9 @@ class Failing(nnx.Module):
 class Nothing(nnx.Module):
     def __init__(self, a, b): pass
     def __call__(self, a, b, c): return None
+class Leaves(nnx.Module):
+    def __init__(self, a, b): pass
+    def __call__(self, a, b, c): raise SystemExit(3)
 class Two(nnx.Module):
     def __init__(self, a, b): pass
     def __call__(self, a, b): return b
@@ -58,6 +65,11 @@ class Short(NextToken):
 class Of(NextToken):
     @classmethod
     def of(cls): return cls(0, 1)
+class Nowhere(NextToken):
+    @classmethod
+    def of(cls, run): return None
+class Exits(NextToken):
+    def head(self, *arguments): raise SystemExit(3)
 class Abstract(Objective): pass
 class Fails(NextToken):
     def head(self, a, b, c, d, e): return 1 / 0
@@ -67,10 +79,10 @@ def grows(a, b): return optax.GradientTransformation(lambda p: (), lambda g, s, 
 def rates(a, b): return lambda n: jnp.ones(3)
 def rate_of_two(a, b): return lambda n, m: 1.0
 """
-OWN = {"model.custom.X": ("Bare", "Failing", "Nothing", "Narrow", "Two", "Keyword"),
-       "training.objective": ("Scalar", "Vector", "Half", "Counts", "Fails", "Short", "Of", "Abstract"),
+OWN = {"model.custom.X": ("Bare", "Failing", "Nothing", "Narrow", "Leaves", "Two", "Keyword"),
+       "training.objective": ("Scalar", "Vector", "Half", "Counts", "Fails", "Short", "Of", "Abstract", "Nowhere", "Exits"),
        "optimizer.name": ("no_init", "flat", "grows", "rates"), "optimizer.schedule": ("rates", "rate_of_two", "no_init")}
-EVERYWHERE = ("number", "none", "many", "keyword", "nothing", "text", "pair", "raises", "Empty", "getcwd", "missing")
+EVERYWHERE = ("number", "none", "many", "keyword", "nothing", "text", "pair", "raises", "exits", "Empty", "getcwd", "missing")
 CASES = [*((key, f"others.py:{name}") for key in PARTS for name in (*EVERYWHERE, *OWN.get(key, ()))),
          *((key, value) for (key, own), value in itertools.product(PARTS.items(), PARTS.values()) if value != own),
          *((key, "torn.py:f") for key in PARTS)]
@@ -107,6 +119,36 @@ def test_a_part_of_a_wrong_kind_is_one_message(key, value):
     assert (f"the mixer {name}" in message or file in message) and len(message) < 450
     if name != "missing" and file != "torn.py":
         assert message.endswith(f"give {CONTRACTS[key]}") and message.count("; give") == 1, message
+
+
+PRICED = """
+from flax import nnx
+from meshtrain.model.layers import Linear
+class Mixer(nnx.Module):
+    price = {price}
+    def __init__(self, cfg, rngs):
+        self.out = Linear(cfg, rngs, "BTD,DE->BTE", (cfg.embed_dim,) * 2, ("embed", {axis}))
+    def __call__(self, ex, x_BTD, inputs): return self.out(ex, x_BTD)
+"""
+
+
+@pytest.mark.parametrize("price, axis, told", [
+    ("3", "None", 'model.custom.X="mixer.py:Mixer" has the `price` 3; give a subclass of'),
+    ("None", "'voacb'", "custom/out/kernel has the logical axis 'voacb', which no rule knows (did you mean 'vocab'?)"),
+    ("None", "'seq'", "has the logical axis 'seq', which only activations have")])
+def test_a_price_and_axes_of_a_wrong_kind_are_one_message(price, axis, told):
+    Path("mixer.py").write_text(PRICED.format(price=price, axis=axis))
+    with pytest.raises(config.ConfigError, match=re.escape(told)):
+        with config.user_errors():
+            mixers.class_of(make(run_with("model.custom.X", "mixer.py:Mixer")).run.model, "X")
+
+
+def test_an_optimizer_without_state_is_placed():
+    Path("stateless.py").write_text("import optax\ndef build(cfg, roles):\n"
+                                    "    return optax.GradientTransformation(lambda p: (), lambda g, s, p: (g, s))\n")
+    run = run_with("optimizer.name", "stateless.py:build")
+    made = make(run)
+    assert made.placed and state.state_spec(made.model, run.optimizer, 9, made.layout, made.mesh_spec.abstract()).abstract
 
 
 @pytest.mark.full

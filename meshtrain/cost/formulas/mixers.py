@@ -259,7 +259,13 @@ def class_of(cfg: Model, letter: str) -> type[MixerCost]:
     without a class."""
     family = pattern.mixer(letter).family
     if family == pattern.CUSTOM:
-        return getattr(custom.load(getattr(cfg.custom, letter)), "price", None) or UnpricedCost
+        value = getattr(cfg.custom, letter)
+        price = getattr(custom.load(value), "price", None) or UnpricedCost
+        if not (isinstance(price, type) and issubclass(price, MixerCost)):
+            raise custom.refuse(f"model.custom.{letter}", value, "a subclass of "
+                                "meshtrain.cost.formulas.mixer_cost.MixerCost as `price`, or no `price`",
+                                f"has the `price` {price!r}")
+        return price
     classes: dict[str, type[MixerCost]] = {pattern.RECURRENT: RecurrenceCost,
                                            pattern.ATTENTION: LatentCost if cfg.latent.kv_dim else AttentionCost}
     if family not in classes:

@@ -133,8 +133,9 @@ def naming_faults(what: str):
         flags = " ".join(re.findall(r"--xla_gpu\S*", os.environ.get("XLA_FLAGS", "")))
         raise NotCompiledError(
             f"XLA of jax {jax.__version__} cannot compile {what}: {cut}; "
-            + (f"leave {flags} out of XLA_FLAGS, or " if flags else "")
-            + f"use another version of jax ({TRIED} were tried), another mesh or another rule file") from None
+            + ("leave this option out" if "No such compile option" in message else
+               (f"leave {flags} out of XLA_FLAGS, or " if flags else "")
+               + f"use another version of jax ({TRIED} were tried), another mesh or another rule file")) from None
 
 
 def require_cpu_backend() -> None:

@@ -38,7 +38,7 @@ def read(source: str, path: str, reader: Tokenizer) -> Iterator[formats.TextPiec
             document = next(documents)
         except StopIteration:
             return
-        except Exception as error:
+        except custom.ERRORS as error:
             raise formats.fault(path, place, f"raised {custom.tell(error)}", "fix the code or the file") from error
         if not isinstance(document, str):
             yield _check_ids(path, place, document, reader.vocab_size)
