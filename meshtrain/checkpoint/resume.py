@@ -325,9 +325,10 @@ def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple
     refused, recorded = [], []
     code_then = saved.run.get("run", {}).get("code", ())
     contents_then = {"sharding.rules": saved.metadata.get("rules"), **saved.metadata.get("files", {})}
+    settings_then = _with_defaults(saved.run)
     for section, values in rundir.settings(run).items():
         for key, new in values.items():
-            name, was = f"{section}.{key}", saved.run.get(section, {}).get(key, new)     # a new key had its default
+            name, was = f"{section}.{key}", settings_then[section].get(key, new)
             if name == "data.mixture":
                 was, new = ([source["weight"] for source in mixture] for mixture in (was, new))
             if named and name in named and (then := contents_then.get(name)) is not None:
@@ -354,6 +355,20 @@ def changes_of(run: Run, saved: Saved, named: Mapping[str, str] | None) -> tuple
     if refused:
         raise agree.mark_agreed(ConfigError(*refused))
     return tuple(recorded)
+
+
+def _with_defaults(sections: Mapping[str, dict]) -> Mapping[str, dict]:
+    """Return a checkpoint's sections in which keys that its version of the program lacked have their defaults. Sections
+    that are no run file of this version stay as they are."""
+    then = {name: {key: value for key, value in sections.get(name, {}).items() if key in type(section).model_fields}
+            for name, section in Run()}
+    if all(then[name].keys() == type(section).model_fields.keys() for name, section in Run()):
+        return then
+    try:
+        defaults = rundir.settings(Run.model_validate_json(json.dumps(then)))
+    except ValueError:
+        return then
+    return {name: values | then[name] for name, values in defaults.items()}
 
 
 def _explain_derived(run: Run, name: str, was: Any) -> tuple[str, str]:

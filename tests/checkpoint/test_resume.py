@@ -82,6 +82,23 @@ def test_another_model_optimizer_seed_or_hold_out_is_refused(two, key, value):
         found(two, f"--{key}", value)
 
 
+def test_a_key_that_a_checkpoint_of_an_earlier_version_lacks_had_its_default(tmp_path):
+    run = run_in(tmp_path, "--model.num_heads", 4, "--model.num_kv_heads", 4)
+    for key, default, new in [
+            ("model.tie_embeddings", False, True), ("model.num_kv_heads", 4, 2), ("lora.rank", 0, 2),
+            ("optimizer.moments_dtype", "float32", "bfloat16"), ("training.grad_clip", 1.0, 0.5)]:
+        section, name = key.split(".")
+        sections = rundir.settings(run)
+        sections[section] = {key: value for key, value in sections[section].items() if key != name} | {"since_removed": 1}
+        then, changed = Saved(None, 2, {"run": sections}), run.replace(**{section: {name: new}})
+        assert resume.changes_of(run, then, None) == ()
+        if resume.rule(key) == resume.RECORDED:
+            assert resume.changes_of(changed, then, None) == ((key, default, new),)
+        else:
+            with pytest.raises(ConfigError, match=f"{key}=.*, but the run in .* has {json.dumps(default)};"):
+                resume.changes_of(changed, then, None)
+
+
 @pytest.mark.parametrize("key, old, new", [
     ("optimizer.learning_rate", 3e-4, 1e-4), ("optimizer.b2", 0.95, 0.99), ("optimizer.schedule", "cosine", "linear"),
     ("optimizer.warmup_steps", 0, 5), ("data.seq_len", 32, 64), ("data.global_batch", 16, 32),

@@ -80,6 +80,20 @@ def test_split_sequences_match_one_device(engine, kind, mesh, method):
     assert plain.error((back(o), back(dinputs), dws), on_one_device(kind)) < 5e-6      # float32 sums in another order
 
 
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_a_convolution_of_one_tap_scales_each_token(method):
+    mesh, layout = laid_out(dict(context=2), "ddp")
+    inputs, ws, segments, _ = drawn("delta")
+    xs, ws = inputs[:3], tuple(w[:1] for w in ws)
+    with jax.set_mesh(mesh):
+        ys, back = jax.vjp(jax.jit(lambda xs, ws: chosen(method, layout).convolve(layout, xs, ws, segments)), xs, ws)
+        dxs, dws = back(ys)
+    scaled = tuple(w * x for x, w in zip(xs, ws, strict=True))
+    expected = scaled, tuple(w * y for w, y in zip(ws, scaled)), tuple(
+        (x * y).sum((0, 1))[None] for x, y in zip(xs, scaled))
+    assert plain.error((ys, dxs, dws), expected) < 5e-6
+
+
 def test_bfloat16_keeps_its_dtypes():
     mesh, layout = laid_out(dict(context=2), "ddp")
     args = drawn("delta", jnp.bfloat16)
