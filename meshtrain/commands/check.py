@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -238,16 +237,12 @@ def _places(run: Run, offline: bool) -> Iterator[Finding]:
 
 
 def _run_dir(run: Run, directory: Path) -> Finding:
-    existing = files.status(directory)
-    if existing and not stat.S_ISDIR(existing.st_mode):
-        raise ConfigError(f"run.dir={directory} is a file; give a directory that does not exist yet, or an empty one")
+    rundir.check_directory(run, directory)
     _check_writable("run.dir", directory)
-    names, saved = set(os.listdir(directory)) if existing else set(), directory / contents.CHECKPOINTS
-    rundir.check_contents(run, str(directory), names, has_checkpoints=saved.is_dir() and any(saved.iterdir()))
     if (owner := rundir.at_work(directory)) is not None:
         raise ConfigError(f"run.dir={directory} is in use by another run{rundir.by(owner)}; wait for it or give "
                           f"another run.name")
-    checkpoints = resume.checkpoints_of(str(directory)) if saved.is_dir() else None
+    checkpoints = resume.checkpoints_of(str(directory)) if files.is_dir(directory / contents.CHECKPOINTS) else None
     steps = checkpoints.steps() if checkpoints else []
     if run.checkpoint.step and run.checkpoint.step not in steps and not run.checkpoint.init_from:
         raise ConfigError(f"checkpoint.step={run.checkpoint.step}: {directory} has no checkpoint of this step; it "

@@ -32,6 +32,7 @@ BEFORE_THE_FIRST_STEP = BEFORE_THE_CLAIM | {LOCK, RULES, CONFIG, CHANGES, REFERE
                                             CHECKPOINTS, TENSORBOARD, HISTORY, ALIVE, STACKS, CODE}
 # Files that the mirror does not upload to a bucket: they stay on the host, or other code writes them.
 NOT_SENT = BEFORE_THE_CLAIM | {CHECKPOINTS, STACKS, LOCK, EXPORT}
+FILES = frozenset({CONFIG, RULES, LOCK, METRICS, CHANGES, REFERENCE})     # a run needs them as files
 NEEDED = (CONFIG, METRICS, REFERENCE, KEPT)                 # no later start can rewrite these; the first marks a run
 TEMPORARY = re.compile(r"(.+?)(\.\d+)?\.tmp")               # NAME.tmp or NAME.PID.tmp, left by an interrupted write
 

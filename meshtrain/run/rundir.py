@@ -109,14 +109,8 @@ def _claim_directory(run: Run) -> Iterator[str]:
     """Context, in process 0: create and lock the directory. Yields the nonce in the lock file, which the other
     processes then look for. Raises: _Held, ConfigError, FileSystemError."""
     directory = Path(run.run.dir)
-    existing = files.status(directory)
-    if existing and not stat.S_ISDIR(existing.st_mode):
-        raise ConfigError(f"run.dir={directory} is a file; give a directory that does not exist yet, or an empty one")
-    refusal, saved = f"run.dir={directory} cannot be written", directory / contents.CHECKPOINTS
-    names = files.attempt(lambda: set(os.listdir(directory)), refusal, REMEDY, ConfigError) if existing else set()
-    has_checkpoints = contents.CHECKPOINTS in names and files.attempt(
-        lambda: any(saved.iterdir()), refusal, REMEDY, ConfigError)
-    run_file = check_contents(run, str(directory), names, has_checkpoints=has_checkpoints)
+    refusal, existing = f"run.dir={directory} cannot be written", files.status(directory)
+    run_file = check_directory(run, directory)
     locked_before = files.status(directory / LOCK) is not None
 
     def open_lock():
@@ -146,6 +140,23 @@ def _claim_directory(run: Run) -> Iterator[str]:
             with contextlib.suppress(OSError):
                 if (_owner(directory) or owner).get("nonce") == owner["nonce"]:      # else a successor has the lock
                     _put(lock, "")
+
+
+def check_directory(run: Run, directory: Path) -> str:
+    """Check that a run may start or resume in a local run.dir; see `check_contents`."""
+    existing = files.status(directory)
+    if existing and not stat.S_ISDIR(existing.st_mode):
+        raise ConfigError(f"run.dir={directory} is a file; give a directory that does not exist yet, or an empty one")
+    refusal, saved = f"run.dir={directory} cannot be written", directory / contents.CHECKPOINTS
+    names = files.attempt(lambda: set(os.listdir(directory)), refusal, REMEDY, ConfigError) if existing else set()
+    for name in sorted(names & {*contents.FILES, contents.CHECKPOINTS}):
+        if (found := files.status(directory / name)) and stat.S_ISDIR(found.st_mode) == (name in contents.FILES):
+            kind = "directory" if name in contents.FILES else "file"
+            raise ConfigError(f"run.dir={directory} is not the directory of a run: {name} in it is a {kind}; give an "
+                              f"empty directory or another run.name")
+    has_checkpoints = contents.CHECKPOINTS in names and files.attempt(
+        lambda: any(saved.iterdir()), refusal, REMEDY, ConfigError)
+    return check_contents(run, str(directory), names, has_checkpoints=has_checkpoints)
 
 
 def check_contents(run: Run, name: str, names: set[str], *, has_checkpoints: bool) -> str:

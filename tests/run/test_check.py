@@ -60,13 +60,15 @@ def test_what_does_not_fit_is_3_with_what_takes_the_memory_and_the_command_that_
     assert code == 2, "a mistake counts more"
 
 
-def test_every_part_is_looked_at_whatever_the_others_have_shown(tmp_path):
+@pytest.mark.parametrize("name, told", [("file", "is a file"), ("directory", "config.toml in it is a directory")])
+def test_every_part_is_looked_at_whatever_the_others_have_shown(name, told, tmp_path):
     (tmp_path / "file").write_text("mine")
+    (tmp_path / "directory/config.toml").mkdir(parents=True)
     code, found = rows("--mesh.fsdp", 3, "--data.source", "text", "--data.paths", '["nothing/*.txt"]', "--run.dir",
-                       tmp_path / "file")
+                       tmp_path / name)
     wrong = [row["text"] for row in found if row["verdict"] == check.WRONG]
     assert code == 2 and len(wrong) == 3, wrong
-    assert [any(part in text for text in wrong) for part in ("mesh.fsdp=3", "nothing/*.txt", "is a file")] == [True] * 3
+    assert [any(part in text for text in wrong) for part in ("mesh.fsdp=3", "nothing/*.txt", told)] == [True] * 3
 
 
 def test_ids_beyond_the_vocabulary_are_found_without_reading_all(tmp_path):

@@ -178,6 +178,20 @@ def test_what_is_not_ours_is_refused_and_stays(tmp_path):
         assert left(directory) == [name]
 
 
+@pytest.mark.parametrize("name", ["config.toml", "rules.toml", ".lock", "metrics.jsonl", "checkpoints"])
+def test_a_directory_named_as_a_file_of_ours_is_refused_and_a_file_named_checkpoints(name, tmp_path):
+    (tmp_path / ".lock").touch()
+    (tmp_path / "config.toml").touch()
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    path.touch() if name == "checkpoints" else path.mkdir()
+    before = left(tmp_path)
+    with pytest.raises(ConfigError, match=f"is not the directory of a run: {name} in it is a "):
+        with rundir.claim(run_in(tmp_path)):
+            pass
+    assert left(tmp_path) == before
+
+
 def with_checkpoints(directory: Path, **metadata: str) -> Path:
     """A run directory without config.toml. metadata: step -> text of its metadata.json."""
     for step, text in metadata.items():
