@@ -308,8 +308,7 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
              for path, file in files.items()}
 
     def check(asked: Run, sizes, loaded: rules.Rules):
-        faults = config.problems(asked.replace(sharding={"rules": files[loaded.path]}), config.OF_LAYOUT)
-        faults += apart[loaded.path]
+        faults = config.problems(asked, config.OF_LAYOUT) + apart[loaded.path]
         laid = design.lay_out(asked, sizes, loaded, model)
         if not faults + laid.faults:
             faults = design.engine_faults(Setting(laid.layout, "gpu", gpu, installed=False, run=asked), model)
@@ -318,11 +317,11 @@ def question_of(run: Run, options: config.Arguments, num_gpus: int) -> search.Qu
                                               "gpu", gpu, taught)
         return laid.layout, faults or laid.faults
 
+    tried = run.replace(pipeline={"schedule": "1f1b"}, training={
+        "remat": options["remat"] or "none", "microbatches": options["microbatches"] or 1})
+
     def lay(sizes, loaded: rules.Rules, method: str):
-        return check(run.replace(
-            mesh=sizes, context={"method": method}, pipeline={"schedule": "1f1b"},
-            training={"remat": options["remat"] or "none", "microbatches": options["microbatches"] or 1}),
-            sizes, loaded)
+        return check(tried.replace(mesh=sizes, context={"method": method}), sizes, loaded)
 
     def faults_of(plan: search.Plan) -> list[str]:
         return check(with_layout(run, plan), plan.sizes, plan.rules)[1]

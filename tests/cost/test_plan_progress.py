@@ -2,13 +2,14 @@
 import contextlib
 import io
 import json
+import types
 
 import pytest
 from test_plan import call, in_a_directory_of_its_own, question  # noqa: F401
 
 from meshtrain import config
 from meshtrain.commands import plan
-from meshtrain.config import checks
+from meshtrain.config import checks, conflicts
 from meshtrain.cost.formulas import place, price
 from meshtrain.cost.planner import search
 from meshtrain.run import say
@@ -59,6 +60,35 @@ def test_checks_apart_from_layouts_say_the_same_of_every_layout():
     assert "optimizer.qk_clip" in of_layout and "training.microbatches=7" in of_layout
     assert sorted(config.problems(laid)) == sorted(found + config.problems(laid, config.OF_LAYOUT))
     assert set(checks.CHECKS) == {*config.OF_LAYOUT, *config.APART_FROM_LAYOUT}
+
+
+def read_names(check) -> set[str]:
+    """Return the names of attributes that a check reads, with those of the functions and tables that it uses."""
+    names, seen, waiting = set(), {checks.problems}, [check]        # by default `problems` makes all checks
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, conflicts.Conflict):
+            names |= {name for text in (part.because, part.remedy) if isinstance(text, str)
+                      for found in conflicts.PLACEHOLDER.findall(text) for name in found}
+            waiting += [part.when, part.remedy]
+        elif isinstance(part, tuple):
+            waiting += part
+        elif isinstance(part, types.FunctionType) and part not in seen and part.__module__.startswith("meshtrain.con"):
+            seen.add(part)
+            codes = [part.__code__]
+            for code in codes:
+                names |= {*code.co_names, *(text for text in code.co_consts if isinstance(text, str))}
+                codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
+                waiting += [value for name in code.co_names for module in (vars(conflicts), part.__globals__)
+                            if isinstance(value := module.get(name), (tuple, types.FunctionType))]
+    return names
+
+
+def test_every_check_that_reads_what_a_layout_sets_is_made_for_each_layout():
+    of_layout = {"mesh", "context", "pipeline", "microbatches", "remat"}
+    reading = [check for check in checks.CHECKS if read_names(check) & of_layout]
+    assert reading == [*config.OF_LAYOUT]
+    assert not any("sharding" in read_names(check) for check in reading), "the rule file is not set for these"
 
 
 def test_a_step_on_another_placement_is_priced_as_from_the_beginning():

@@ -9,7 +9,7 @@ import pytest
 
 from meshtrain.commands import plan
 from meshtrain.cost.formulas import footprint, price, simulate
-from meshtrain.cost.formulas.place import place
+from meshtrain.cost.formulas.place import ModelWeights, place
 from meshtrain.cost.planner import gap, search
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.sharding.mesh import MeshSpec
@@ -79,7 +79,7 @@ def test_the_least_recomputation_that_fits_is_taken_and_the_smallest_where_none_
                                           ("hsdp", dict(data=2, fsdp=2, stage=2, tensor=2))])
 def test_every_option_of_a_layout_needs_its_least_bytes(rules, sizes):
     placed = placed_on(rules, **sizes)
-    least = footprint.least_bytes(placed, question().options)
+    least = footprint.least_bytes(ModelWeights(placed.rows, placed.cfg, placed.layout), question().options)
     assert 0 < least <= min(n for usable_bytes in (0, 1 << 60) for _, n in fitting(placed, usable_bytes))
 
 

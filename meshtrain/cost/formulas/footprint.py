@@ -15,7 +15,8 @@ from collections.abc import Callable
 from meshtrain import pattern
 from meshtrain.cost.formulas import calibrations
 from meshtrain.cost.formulas.options import Options
-from meshtrain.cost.formulas.placed import Placed
+from meshtrain.cost.formulas.place import ModelWeights
+from meshtrain.cost.formulas.placed import Placed, compute_itemsize
 from meshtrain.cost.formulas.sizes import GATHER, SCATTER
 from meshtrain.parallel.pipeline import schedules
 from meshtrain.training import accumulators
@@ -55,21 +56,21 @@ def memory(placed: Placed, options: Options) -> dict[str, int]:
     return options.teacher.beside(placed, options).add(whole) if options.teacher else whole
 
 
-def least_bytes(placed: Placed, options: Options) -> float:
+def least_bytes(weights: ModelWeights, options: Options) -> float:
     """Return a lower bound of the total of `memory` for any microbatches, schedule and remat: the bytes of states, and
     the weights of a stage."""
-    states = _states(placed, options)
-    if placed.mesh.sizes["stage"] > 1:
-        return sum(states.values()) + placed.itemsize * placed.held.used
+    states = _states(weights, options)
+    if weights.layout.sizes["stage"] > 1:
+        return sum(states.values()) + compute_itemsize(weights.cfg) * weights.held.used
     return states["params"] + states["optimizer"]
 
 
-def _states(placed: Placed, options: Options) -> dict[str, float]:
+def _states(model: Placed | ModelWeights, options: Options) -> dict[str, float]:
     """Return the bytes of parameters, gradient accumulators and optimizer. A pipeline's loop has the accumulators of a
     full stage."""
-    held = placed.held
+    held = model.held
     return {"params": held.stored_bytes,
-            "grads": accumulators.ITEMSIZE * (held.trained if placed.mesh.sizes["stage"] > 1 else held.grads),
+            "grads": accumulators.ITEMSIZE * (held.trained if model.layout.sizes["stage"] > 1 else held.grads),
             "optimizer": options.optimizer_bytes * held.stored}
 
 

@@ -33,32 +33,48 @@ def place(rows: Sequence[ParamInfo], cfg: Model, layout: Layout, mesh: MeshSpec)
 
     rows: the parameter table; cfg: the [model] section; the layout's sizes must be those of the mesh.
     """
-    rows, of_depths = depths.split(rows, cfg)
-    placed = _place_layers(rows, cfg, layout, mesh)
-    if not of_depths:
-        return placed
-    further = _place(of_depths, depths.section(cfg), layout, mesh, is_depths=True)
-    # The head's backward gives the gradients of the depths, too.
-    held = placed.held.with_leading(dataclasses.replace(further.held, ends_grads=further.held.grads))
-    if not of_depths[0].trainable:
-        return dataclasses.replace(placed, held=held)
-    once, in_loop = ([move for move in further.moves if (move.part == "update") == wanted] for wanted in (True, False))
-    return dataclasses.replace(placed, held=held, moves=_merge((*placed.moves, *once)),
-                               depths=dataclasses.replace(further, moves=tuple(in_loop)))
+    return ModelWeights(rows, cfg, layout).place(mesh)
 
 
-def _place_layers(rows: Sequence[ParamInfo], cfg: Model, layout: Layout, mesh: MeshSpec) -> Placed:
-    """Return the sizes and moves of a model without depths of MTP."""
-    first = pattern.leading(cfg)
-    if layout.sizes["stage"] == 1 or not first:
-        return _place(rows, cfg, layout, mesh)
-    leading = _place([info for info in rows if info.axes[0] == LEADING], _cut(cfg, slice(first)), layout, mesh,
-                     is_leading=True)
-    staged = _place([info for info in rows if info.axes[0] != LEADING], _cut(cfg, slice(first, None)), layout, mesh)
-    in_loop = [move for move in staged.moves if move.part != "update"]
-    update = [move for move in (*staged.moves, *leading.moves) if move.part == "update"]
-    return dataclasses.replace(staged, leading=leading, held=staged.held.with_leading(leading.held),
-                               moves=(*in_loop, *_merge(update)))
+class ModelWeights:
+    """The weights of a model under a layout. A search drops most layouts because of `held` alone, without `place`."""
+
+    def __init__(self, rows: Sequence[ParamInfo], cfg: Model, layout: Layout):
+        self.cfg, self.layout = cfg, layout
+        rows, of_depths = depths.split(rows, cfg)
+        first = pattern.leading(cfg) if layout.sizes["stage"] > 1 else 0
+        of_leading, of_others = ([info for info in rows if (info.axes[0] == LEADING) == wanted]
+                                 for wanted in (True, False))
+        self.leading = _Placement(of_leading, _cut(cfg, slice(first)), layout, is_leading=True) if first else None
+        self.others = _Placement(of_others, _cut(cfg, slice(first, None)), layout) if first else (
+            _Placement(rows, cfg, layout))
+        self.depths = _Placement(of_depths, depths.section(cfg), layout, is_depths=True) if of_depths else None
+
+    @functools.cached_property
+    def held(self) -> Held:
+        """The numbers of elements on one device."""
+        held = self.others.held
+        if self.leading:
+            held = held.with_leading(self.leading.held)
+        if self.depths:     # the head's backward gives their gradients, too
+            held = held.with_leading(dataclasses.replace(self.depths.held, ends_grads=self.depths.held.grads))
+        return held
+
+    def place(self, mesh: MeshSpec) -> Placed:
+        """Return the sizes and moves."""
+        placed = dataclasses.replace(self.others.place(mesh), held=self.held)
+        if self.leading:
+            leading = self.leading.place(mesh)
+            in_loop = [move for move in placed.moves if move.part != "update"]
+            update = [move for move in (*placed.moves, *leading.moves) if move.part == "update"]
+            placed = dataclasses.replace(placed, leading=leading, moves=(*in_loop, *_merge(update)))
+        if not self.depths or not self.depths.rows[0].trainable:
+            return placed
+        further = self.depths.place(mesh)
+        once, in_each = ([move for move in further.moves if (move.part == "update") == wanted]
+                         for wanted in (True, False))
+        return dataclasses.replace(placed, moves=_merge((*placed.moves, *once)),
+                                   depths=dataclasses.replace(further, moves=tuple(in_each)))
 
 
 def _cut(cfg: Model, part: slice) -> Model:
@@ -69,38 +85,66 @@ def _cut(cfg: Model, part: slice) -> Model:
     return cfg.model_copy(update=dict(num_layers=len(kinds), mixers=mixers, mlps=mlps) | without)
 
 
-def _place(rows: Sequence[ParamInfo], cfg: Model, layout: Layout, mesh: MeshSpec, is_leading: bool = False,
-           is_depths: bool = False) -> Placed:
-    """Return the sizes and moves of layers of one kind of placement. is_leading: whether the layers run before the
-    stages, so that their gradients are summed over the stages. is_depths: whether the layers are the depths of MTP."""
-    local, tokens = _Local(layout), frozenset(layout.token_axes) | ({"stage"} if is_leading else frozenset())
-    num_stages, head, matrices = layout.sizes["stage"], Product(0, 0), _Matrices(cfg, rows, local)
-    in_stages = num_stages > 1 and not is_leading and not is_depths
-    stage_layers = pattern.count_padded(cfg, num_stages) // num_stages if in_stages else cfg.num_layers
-    deferred = tokens if num_stages > 1 else frozenset(layout.find_deferred_axes(info.axes for info in rows))
-    held: dict[str, float] = defaultdict(float)
-    moves: list[WeightMove] = []
-    used, largest = 0.0, 0.0
-    # Adapters first: the last product of a layer must not be one of theirs.
-    for info in sorted(rows, key=lambda info: LORA not in info.path):
-        depth = stage_layers if info.axes[0] in (LAYERS, LEADING) else 0
-        weight = local.weight(info, cfg, depth)
-        for name, value in weight.count_held(cfg).items():
-            held[name] += value
-        if depth:
-            used += weight.layer
-            largest = max(largest, weight.layer * cfg.num_layers / info.shape[0])
-        if num_stages > 1:      # in the loop weights and gradients are gathered, and exchanged once a step
-            weight = weight._replace(tables={**weight.tables, "params": weight.in_use, "grads": weight.in_use})
-        moves += weight.moves(tokens, deferred, cfg.tie_embeddings)
-        if info.role in ("matrix", "router") and "expert" not in info.axes or info.path[-1] == OUTPUT_BIASES:
-            matrices.add(info)
-        elif info.axes[-2:] in (("embed", "vocab"), ("vocab", "embed")) and (info.role == "head" or cfg.tie_embeddings):
-            num_shards = layout.num_shards(local.axes_in_use("vocab"))
-            head = Product(cfg.embed_dim, info.size // cfg.embed_dim // num_shards, trained=info.trainable)
-    layer = LayerSizes(tuple(matrices.products.values()), used, largest, stage_layers)
-    return Placed(cfg, rows, layout, mesh, layer, head, Held(**held), _merge(moves), is_leading=is_leading,
-                  is_depths=is_depths)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Placement:
+    """Layers of one kind of placement, with embedding and head if their rows are given. is_leading: whether the layers
+    run before the stages, so that their gradients are summed over the stages. is_depths: whether the layers are the
+    depths of MTP."""
+    rows: Sequence[ParamInfo]
+    cfg: Model
+    layout: Layout
+    is_leading: bool = False
+    is_depths: bool = False
+
+    @functools.cached_property
+    def num_layers(self) -> int:
+        """The number of layers on one device."""
+        num_stages = self.layout.sizes["stage"]
+        if num_stages == 1 or self.is_leading or self.is_depths:
+            return self.cfg.num_layers
+        return pattern.count_padded(self.cfg, num_stages) // num_stages
+
+    @functools.cached_property
+    def weights(self) -> list[_Weight]:
+        """The parameters on one device. Adapters come first: the last product of a layer must not be one of theirs."""
+        local = _Local(self.layout)
+        return [local.weight(info, self.cfg, self.num_layers if info.axes[0] in (LAYERS, LEADING) else 0)
+                for info in sorted(self.rows, key=lambda info: LORA not in info.path)]
+
+    @functools.cached_property
+    def held(self) -> Held:
+        """The numbers of elements on one device."""
+        held: dict[str, float] = defaultdict(float)
+        for weight in self.weights:
+            for name, value in weight.count_held(self.cfg).items():
+                held[name] += value
+        return Held(**held)
+
+    def place(self, mesh: MeshSpec) -> Placed:
+        """Return the sizes and moves of these layers."""
+        rows, cfg, layout = self.rows, self.cfg, self.layout
+        local, tokens = _Local(layout), frozenset(layout.token_axes) | ({"stage"} if self.is_leading else frozenset())
+        num_stages, head, matrices = layout.sizes["stage"], Product(0, 0), _Matrices(cfg, rows, local)
+        deferred = tokens if num_stages > 1 else frozenset(layout.find_deferred_axes(info.axes for info in rows))
+        moves: list[WeightMove] = []
+        used, largest = 0.0, 0.0
+        for weight in self.weights:
+            info = weight.info
+            if weight.depth:
+                used += weight.layer
+                largest = max(largest, weight.layer * cfg.num_layers / info.shape[0])
+            if num_stages > 1:      # in the loop weights and gradients are gathered, and exchanged once a step
+                weight = weight._replace(tables={**weight.tables, "params": weight.in_use, "grads": weight.in_use})
+            moves += weight.moves(tokens, deferred, cfg.tie_embeddings)
+            if info.role in ("matrix", "router") and "expert" not in info.axes or info.path[-1] == OUTPUT_BIASES:
+                matrices.add(info)
+            elif info.axes[-2:] in (("embed", "vocab"), ("vocab", "embed")) and (
+                    info.role == "head" or cfg.tie_embeddings):
+                num_shards = layout.num_shards(local.axes_in_use("vocab"))
+                head = Product(cfg.embed_dim, info.size // cfg.embed_dim // num_shards, trained=info.trainable)
+        layer = LayerSizes(tuple(matrices.products.values()), used, largest, self.num_layers)
+        return Placed(cfg, rows, layout, mesh, layer, head, self.held, _merge(moves), is_leading=self.is_leading,
+                      is_depths=self.is_depths)
 
 
 def _merge(moves: Iterable[WeightMove]) -> tuple[WeightMove, ...]:
@@ -188,14 +232,14 @@ class _Local:
         self.layout = layout
         self.axes_of = functools.cache(lambda table, axis: frozenset(layout.mesh_axes(table, axis)))
 
-    def axes_in_use(self, axis: str | None) -> frozenset[str]:
-        """Return the mesh axes that shard this logical axis of a matrix as it is multiplied."""
-        return self.axes_of(GATHERED, axis)
+    def axes_in_use(self, *axes: str | None) -> frozenset[str]:
+        """Return the mesh axes that shard these logical axes of a matrix as it is multiplied."""
+        return frozenset().union(*[self.axes_of(GATHERED, axis) for axis in axes])
 
     def weight(self, info: ParamInfo, cfg: Model, depth: int) -> _Weight:
         """Return a parameter on one device. depth: number of layers on the device, 0 for embedding and head."""
-        in_use, *tables = (frozenset().union(*(self.axes_of(table, axis) for axis in info.axes))
-                           for table in (GATHERED, *TABLES))
+        in_use, *tables = [frozenset().union(*[self.axes_of(table, axis) for axis in info.axes])
+                           for table in (GATHERED, *TABLES)]
         whole = info.size / self.layout.num_shards(in_use)
         # In the loop a stage has only its own layers, even if the rules cannot shard the stack.
         if depth and self.layout.sizes["stage"] > 1:
@@ -204,7 +248,7 @@ class _Local:
 
     def split(self, info: ParamInfo, dims: Iterable[int]) -> Axes:
         """Return the mesh axes that shard these dims of a matrix in use."""
-        return order(frozenset().union(*(self.axes_in_use(info.axes[dim]) for dim in dims)))
+        return order(self.axes_in_use(*(info.axes[dim] for dim in dims)))
 
     def size(self, info: ParamInfo, dims: Iterable[int]) -> int:
         """Return the elements of these dims of a matrix on one device, as it is multiplied."""

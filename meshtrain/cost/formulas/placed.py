@@ -75,7 +75,7 @@ class Placed:
     @property
     def itemsize(self) -> int:
         """Return the bytes of an element of activations and gathered weights."""
-        return 2 if self.cfg.compute_dtype == "bfloat16" else 4
+        return compute_itemsize(self.cfg)
 
     @property
     def reduction_dtype(self) -> tuple[str, int]:
@@ -119,8 +119,11 @@ class Placed:
 
     def tokens(self, options: Options) -> float:
         """Return the tokens of a microbatch on one device. A device of a sharded sequence counts its shard."""
-        return options.global_batch * options.seq_len / options.microbatches / self.layout.num_shards(
-            self.layout.token_axes)
+        return options.global_batch * options.seq_len / options.microbatches / self._token_shards
+
+    @functools.cached_property
+    def _token_shards(self) -> int:
+        return self.layout.num_shards(self.layout.token_axes)
 
     def layers(self, options: Options) -> float:
         """Return the number of layers that a stage computes for a microbatch."""
@@ -203,7 +206,13 @@ class Placed:
 
     def num_shards(self, axis: str) -> int:
         """Return the number of devices that shard an activation's dim. axis: the dim's logical axis."""
-        return self.layout.num_shards(self.layout.mesh_axes("activations", axis))
+        if axis not in self._num_shards:
+            self._num_shards[axis] = self.layout.num_shards(self.layout.mesh_axes("activations", axis))
+        return self._num_shards[axis]
+
+    @functools.cached_property
+    def _num_shards(self) -> dict[str, int]:
+        return {}
 
     @functools.cached_property
     def footprints(self) -> dict[tuple, tuple[float, float]]:
@@ -239,6 +248,11 @@ class Placed:
     def blocks(self) -> float:
         """Return the number of mixers and MLPs that a layer adds to the residual stream, mean over layers."""
         return 2 - pattern.share(self.cfg, mixers=".") - pattern.share(self.cfg, mlps=".")
+
+
+def compute_itemsize(cfg: Model) -> int:
+    """Return the bytes of an element in the compute dtype."""
+    return 2 if cfg.compute_dtype == "bfloat16" else 4
 
 
 def stream_shards(layout: Layout) -> int:

@@ -4,8 +4,9 @@ batch. `Sent` is the record of a collective.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from meshtrain.names import AXES
@@ -130,6 +131,7 @@ class LayerSizes:
     depth: int
 
 
-def order(axes: Iterable[str]) -> Axes:
+@functools.cache
+def order(axes: frozenset[str] | Axes) -> Axes:
     """Return mesh axes in the order of the mesh."""
     return tuple(a for a in AXES if a in axes)

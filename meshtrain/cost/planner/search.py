@@ -19,7 +19,7 @@ from meshtrain import pattern
 from meshtrain.config.sections import Model
 from meshtrain.cost.formulas import footprint, price as prices, simulate
 from meshtrain.cost.formulas.options import Attended, Options
-from meshtrain.cost.formulas.place import place
+from meshtrain.cost.formulas.place import ModelWeights
 from meshtrain.cost.formulas.placed import Placed
 from meshtrain.cost.formulas.price import Price
 from meshtrain.cost.formulas.rates import Rates
@@ -122,7 +122,7 @@ def search(question: Question, tell: Callable[[int, int], None] | None = None) -
     (number of combinations of mesh and rule file that are done, number of all of them)."""
     fastest: list[tuple[Plan, list[Options]]] = []
     misses: dict[int, list[Miss]] = {}      # by the number of the candidate
-    hopeless: dict[int, tuple[Placed, Rules, list[int], str]] = {}      # layouts that need far too much, not priced
+    hopeless: dict[int, tuple[ModelWeights, list[int], str]] = {}        # layouts that need far too much, not priced
     tried, candidates = 0, list(_candidates(question))
     faults: collections.Counter[str] = collections.Counter()
     for done, (mesh, rules) in enumerate(candidates):
@@ -140,17 +140,20 @@ def search(question: Question, tell: Callable[[int, int], None] | None = None) -
                    + (f" in {amount(count, 'microbatch')}"
                       if isinstance(count := question.fixed.get("microbatches"), int) else "")] += 1
             continue
-        placed = place(question.rows, question.cfg, layout, mesh)
+        weights = ModelWeights(question.rows, question.cfg, layout)
         tried += len(counts)
-        if footprint.least_bytes(placed, question.options) > NEAR * question.usable_bytes:
-            hopeless[done] = placed, rules, counts, method
+        if footprint.least_bytes(weights, question.options) > NEAR * question.usable_bytes:
+            hopeless[done] = weights, counts, method
             continue
+        placed = weights.place(mesh)
         fitting, misses[done] = _divide(question, placed, rules, counts, method)
         if fitting:
             fastest.append((_find_fastest(question, placed, rules, fitting), fitting))
     plans = _accept(question, fastest, faults)
     if not plans:       # then misses are shown however much they need
-        misses |= {number: _divide(question, *layout)[1] for number, layout in hopeless.items()}
+        for number, (weights, counts, method) in hopeless.items():
+            mesh, rules = candidates[number]
+            misses[number] = _divide(question, weights.place(mesh), rules, counts, method)[1]
     near = [miss for _, of_layout in sorted(misses.items()) for miss in of_layout
             if miss[0] <= NEAR * question.usable_bytes or not plans]
     return Answer(plans, _near(question, near, faults), tried, len(candidates), faults)
@@ -209,14 +212,16 @@ def divisors(n: int) -> list[int]:
 
 def _candidates(question: Question) -> Iterator[tuple[MeshSpec, Rules]]:
     """Yield every mesh with every rule file. Rule files that shard the same arrays on a mesh are yielded once."""
-    seen = set()
+    seen, keys = set(), {}
     for sizes in _meshes(question):
         rest = question.num_gpus // (sizes["tensor"] * sizes["stage"] * sizes["context"])
         for rules in sorted(question.rule_files, key=_separate):       # the simpler one of two files equal on a mesh
             for data, fsdp in _replicas(question, rest, not _separate(rules), "expert" in rules.tables["params"]):
                 mesh = MeshSpec({**sizes, "data": data, "fsdp": fsdp})
-                split = {axis for axis, n in mesh.sizes.items() if n > 1}
-                key = tuple(mesh.sizes.values()), _sharding_key(rules, split)
+                split = tuple(axis for axis, n in mesh.sizes.items() if n > 1)
+                if (rules.path, *split) not in keys:
+                    keys[rules.path, *split] = _sharding_key(rules, split)
+                key = tuple(mesh.sizes.values()), keys[rules.path, *split]
                 if key not in seen:
                     seen.add(key)
                     yield mesh, rules
@@ -312,7 +317,8 @@ def _fitting(question: Question, placed: Placed, m: int, method: str) -> Iterato
     "selective" is tried even if "none" fits.
     """
     p, attended = placed.mesh.sizes["stage"], _describe_attention(question, placed.layout, method)
-    any_remat = dataclasses.replace(question.options, microbatches=m, method=method, attended=attended)
+    with_microbatches = functools.partial(dataclasses.replace, question.options, microbatches=m, method=method,
+                                          attended=attended)
     without_slots: dict[object, float] = {}    # by remat; schedules differ in their slots alone
     policies = [question.fixed["remat"]] if "remat" in question.fixed else REMAT if p > 1 else (*REMAT, OFFLOAD)
     order, least, any_fits = _schedules(question, p, m), None, False
@@ -321,8 +327,7 @@ def _fitting(question: Question, placed: Placed, m: int, method: str) -> Iterato
     for kind in (True, False):
         family = [pair for pair in order if (pair[0] in schedules.SPLIT) == kind]
         for remat in policies if family else ():
-            fits_first, first = False, dataclasses.replace(any_remat, remat=remat, schedule=family[0][0],
-                                                           chunks=family[0][1])
+            fits_first, first = False, with_microbatches(remat=remat, schedule=family[0][0], chunks=family[0][1])
             slot_bytes = footprint.slot_bytes_by_schedule(placed, first) if p > 1 else _no_slots
             if remat not in without_slots:
                 without_slots[remat] = footprint.memory(placed, first)["total"] - slot_bytes(*family[0])
@@ -330,7 +335,7 @@ def _fitting(question: Question, placed: Placed, m: int, method: str) -> Iterato
                 needed = int(without_slots[remat] + slot_bytes(name, chunks))
                 if needed <= question.usable_bytes:
                     any_fits, fits_first = True, (name, chunks) == family[0]
-                    yield dataclasses.replace(first, schedule=name, chunks=chunks), needed
+                    yield first if fits_first else dataclasses.replace(first, schedule=name, chunks=chunks), needed
                     break
                 if least is None or needed < least[-1]:
                     least = first, name, chunks, needed
