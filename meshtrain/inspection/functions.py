@@ -187,7 +187,8 @@ def _compile(function: Callable, args: tuple, mesh: Mesh | None, target: Target)
         try:
             staged = function.trace(*args)          # type: ignore[attr-defined]
             staged = getattr(staged, "traced", staged)      # nnx.jit wraps what jax.jit returns
-            lowered = staged.lower()
+            with gpu_compile.naming_faults(_name(function)):
+                lowered = staged.lower()
         except ValueError as error:
             raise _explain(error, function, target) or error from None
         platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()

@@ -5,9 +5,11 @@ import os
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import meshtrain as mt
 from meshtrain import assembly, config, flags, trained
 from meshtrain.commands import inspect, plan, train
 from meshtrain.cost.program import audit, compile
@@ -84,6 +86,17 @@ def test_what_xla_cannot_compile_is_one_message_with_the_remedy(command, words, 
     assert f"XLA of jax {jax.__version__} cannot compile" in line and "No supported config found for HLO: %dot.1" in line
     assert "use another version of jax" in line and len(line) < 700 and "Traceback" not in err
     assert f"leave {given} out of XLA_FLAGS" in line if given else "XLA_FLAGS" not in line
+
+
+@pytest.mark.skipif(compile.missing_wheels(), reason=f"install the extra gpu-compile: no {compile.missing_wheels()}")
+@pytest.mark.parametrize("call", [
+    lambda x: jax.debug.print("{}", x), lambda x: jax.debug.callback(print, x),
+    lambda x: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)])
+def test_python_functions_that_absent_gpus_would_call_are_one_message(call):
+    def f(x):
+        return x + y if (y := call(x)) is not None else x
+    with pytest.raises(compile.NotCompiledError, match="f: a call of a Python function on the host .* leave it out$"):
+        mt.inspect(jax.jit(f), jnp.ones(4), topology="h100:1")
 
 
 def test_step_evaluation_initialization_and_sampling_are_compiled_with_the_same_options(monkeypatch):

@@ -123,12 +123,18 @@ class NotCompiledError(RuntimeError):
 
 @contextlib.contextmanager
 def naming_faults(what: str):
-    """Turn an error that XLA's compiler raises inside the context into a NotCompiledError. what: the name of the
-    program, for the message."""
+    """Turn an error that XLA's compiler raises inside the context into a NotCompiledError, and that of jax about Python
+    functions which absent GPUs would call. what: the name of the program, for the message."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    except RuntimeError as error:
         message = " ".join(str(error).split())
+        if "Unknown backend: 'gpu'" in message:     # jax looks for the process that would run the function
+            raise NotCompiledError(
+                f"{what}: a call of a Python function on the host (jax.debug.print, jax.debug.callback, "
+                f"jax.pure_callback, io_callback) cannot be compiled for absent GPUs; leave it out") from None
+        if not isinstance(error, jax.errors.JaxRuntimeError):
+            raise
         cut = message[:FAULT_CHARACTERS] + " …" * (len(message) > FAULT_CHARACTERS)
         flags = " ".join(re.findall(r"--xla_gpu\S*", os.environ.get("XLA_FLAGS", "")))
         raise NotCompiledError(
