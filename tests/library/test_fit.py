@@ -247,7 +247,7 @@ MISTAKES = {
     "an empty dir": (dict(dir=""), "dir='' is not a path"),
     "zero rows": (dict(data=lambda n: np.ones(0, np.float32)), "data.0. has no rows"),
     "an array that no checkpoint holds": (dict(dir="never", params={"w": np.ones(1), "z": np.ones(0)}, optimizer=optax.noisy_sgd(
-        0.1)), "params/z, which has no elements .*\n.*rng_key, which has the dtype key<fry> and cannot be saved"),
+        0.1, key=0)), "params/z, which has no elements .*\n.*rng_key, which has the dtype key<fry> and cannot be saved"),
     "no microbatches": (dict(microbatches=0), "microbatches=0 is not a whole number of at least 1"),
     "every without dir": (dict(every=5), "every=5: without dir nothing is saved"),
     "a list of rows": (dict(data=[ROWS]), "is not a function; give data.n."),
