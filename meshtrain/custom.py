@@ -62,8 +62,8 @@ def find_faults(key: str, value: str) -> Iterator[str]:
 
 
 def count_arguments(value: str) -> int:
-    """Return the number of a function's arguments, without executing its file. Arguments with a default count only
-    instead of a first one. Raises: OSError, SyntaxError."""
+    """Return the number of a function's arguments, without executing its file. An argument with a default does not
+    count, unless it is the first. Raises: OSError, SyntaxError."""
     path, name = split(value)
     statement = _names(path).get(name)
     node = statement.value if isinstance(statement, (ast.Assign, ast.AnnAssign)) else statement
